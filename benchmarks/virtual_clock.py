@@ -1,4 +1,4 @@
-"""Real code on a simulated clock: time goes on once nothing in this process works any more.
+"""Real code on a simulated clock: time continues once nothing in this process works any more.
 
 A fake engine's answers end at times of the clock, and a pretended trainer sleeps by it; what runs between two times is
 the collectors' real code with its loops and threads, and takes no time. Linux only: it looks at the threads' states.

@@ -1,6 +1,6 @@
 """Weight sync: moving bytes, the transports, the pause, and what a sync costs under load; everything in one run.
 
-``python -m benchmarks.weight_sync [store] [gloo] [pause] [canary] [load]`` runs some parts only.
+``python -m benchmarks.weight_sync [store] [gloo] [pause] [check] [load]`` runs some parts only.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if __name__ == "__main__":  # before torch or vllm are imported: they read it, a
 import torch
 
 from benchmarks.report import finish
-from benchmarks.syncing import canary, gloo, load, pause, store
+from benchmarks.syncing import gloo, load, pause, store, weight_check
 
 PARTS = {
     "store": (store.against_copies, store.by_tensor_count, store.torn_reads, store.versions, store.manifests),
     "gloo": (gloo.against_bare,),
     "pause": (pause.pauses,),
-    "canary": (canary.behind_a_queue,),
+    "check": (weight_check.behind_a_queue,),
     "load": (load.under_load,),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,15 @@ def _spec(request: pytest.FixtureRequest) -> EngineSpec:
     marker = request.node.get_closest_marker("engine")
     assert marker is not None, "mark the test: @pytest.mark.engine(family, num_replicas=..., **engine_arguments)"
     return EngineSpec.of(*marker.args, **marker.kwargs)
+
+
+@pytest.fixture(autouse=True)
+def method_of_processes() -> Iterator[None]:
+    """vLLM writes how processes start into this process when it makes a CPU configuration; engines then do not fork."""
+    before = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
+    yield
+    if before is None:
+        os.environ.pop("VLLM_WORKER_MULTIPROC_METHOD", None)
 
 
 @pytest.fixture

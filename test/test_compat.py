@@ -153,7 +153,7 @@ def test_layers_exchange_what_they_packed() -> None:
     _compat.drop_packed(one)
 
 
-def test_only_layers_whose_weight_is_an_earlier_ones_are_packed_anew() -> None:
+def test_only_layers_whose_weight_is_an_earlier_ones_are_packed_again() -> None:
     asked: list[str] = []
     shared, own = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
     model = torch.nn.ModuleDict({"embed": packed(shared, 1), "between": packed(own, 1), "head": packed(shared, 1)})
@@ -181,7 +181,7 @@ class Processor:
         self.aborted.append((ids, internal))
 
 
-def test_answers_are_aborted_by_request_and_index_and_those_that_are_known_are_told() -> None:
+def test_answers_are_aborted_by_request_and_index_and_those_that_are_known_are_reported() -> None:
     engine = Processor()
     wanted = {"a": {0, 2, 5}, "b": {1}, "gone": {0}}
     assert asyncio.run(_compat.abort_answers(engine, wanted)) == {"a": {0, 2}}

@@ -350,7 +350,7 @@ def delivered_tokens(engine: Any) -> dict[str, dict[int, int]]:
 
 
 def running_outputs(engine: Any) -> dict[str, Any]:
-    """Return the partial output of each request that an ``AsyncLLM`` runs, by request, as its ``RequestOutput`` (0.30, 0.31).
+    """Return the partial ``RequestOutput`` of each request that an ``AsyncLLM`` runs, by request (0.30, 0.31).
 
     It contains the answers that have started. vLLM collects routes step by step and joins them only at the end.
     """
@@ -369,7 +369,7 @@ def running_outputs(engine: Any) -> dict[str, Any]:
                 outputs=[],
             ),
         )
-        if state.parent_req is not None and not one.outputs:  # as above
+        if state.parent_req is not None and not one.outputs:  # finished answers wait there for the others
             one.outputs += [output for output in state.parent_req.output_aggregator if output is not None]
         one.outputs.append(
             SimpleNamespace(

@@ -2,7 +2,7 @@
 
 The parts are those of TorchRL's own: a chat environment with a reward, rollouts by vLLM, a collector that fills a
 replay buffer, the KL to a reference, ``GRPOLoss``, and a weight sync: after each batch (``--form sync``), every second
-step while the collector goes on (``async``), or after each batch with all of it in Ray actors (``ray``). A tiny model
+step while the collector continues (``async``), or after each batch with all of it in Ray actors (``ray``). A tiny model
 on a CPU learns to answer in letters.
 """
 

@@ -51,7 +51,7 @@ def groups(shape: Shape, rng: random.Random, names: Iterator[int]) -> Iterator[J
 
 
 def agents(shape: Shape, rng: random.Random, names: Iterator[int]) -> Iterator[Job]:
-    """Rollouts of many turns, in groups that share a task; each turn's prompt goes on from the last."""
+    """Rollouts of many turns, in groups that share a task; each turn's prompt continues from the last."""
     template = (next(names), shape.template)
 
     def turns(task: Segment) -> Iterator[Turn]:

@@ -56,7 +56,7 @@ class Turns:
         self._processes = processes
 
     def give(self, engine: str) -> None:
-        """Let one engine go on, and stop the others."""
+        """Let one engine continue, and stop the others."""
         for name, processes in self._processes.items():
             for process in processes:
                 with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,7 +1,7 @@
 """What gloo transfers: a version's bytes by our transport, against a bare broadcast of one buffer of the same size.
 
 The receiving end is the worker's receiver in a process of its own, without vLLM. Only the transfer is timed on either
-side; the digests of one arm are taken while it goes on.
+side; the digests of one arm are taken while it continues.
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ def constant(version: int) -> dict[str, Tensor]:
 
 
 def torn_reads() -> list[Row]:
-    """Return how many reads of either way mix two versions while a writer goes on."""
+    """Return how many reads of either way mix two versions while a writer continues."""
     from torchrl.weight_update.llm.vllm_double_buffer import VLLMDoubleBufferTransport
 
     with tempfile.TemporaryDirectory(dir="/dev/shm") as ours, tempfile.TemporaryDirectory(dir="/dev/shm") as theirs:
@@ -276,13 +276,13 @@ def torn_reads() -> list[Row]:
         other, crashed = torn(lambda tensors, _: transport.send_weights("model", tensors), read_theirs)
     return [
         Row(
-            claim=f"reads that mix two versions while a writer goes on, of {TORN_READS}: ours",
+            claim=f"reads that mix two versions while a writer continues, of {TORN_READS}: ours",
             value=f"{own} ({refused} refused)",
             target="0",
             met=own == 0,
         ),
         Row(
-            claim=f"reads that mix two versions while a writer goes on, of {TORN_READS}: TorchRL's",
+            claim=f"reads that mix two versions while a writer continues, of {TORN_READS}: TorchRL's",
             value=f"{other} ({crashed} raised)",
         ),
     ]

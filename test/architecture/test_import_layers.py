@@ -15,7 +15,7 @@ import pytest
 from support.sources import PACKAGE, Source, imports, package_sources, snippet
 
 BELOW: dict[str, set[str]] = {
-    "cli": {"collectors"},
+    "cli": {"trainers", "testing"},
     "trainers": {"collectors", "objectives", "_compat_memory"},  # testing only by name, "module:function"
     "collectors": {"weight_update", "modules.backends.ray"},  # a collector in Ray joins the cluster as an engine does
     "weight_update": {"modules"},
@@ -73,6 +73,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         "trainers.placement",  # how ranks share what it loads
         "trainers.policy_model",
         "trainers.model_sizes",
+        "cli.models",  # the model that a command is given
     ),
 }
 COMPAT = {"_compat", "_compat_generation", "_compat_memory", "_compat_routing", "_compat_sampling"}

@@ -17,14 +17,16 @@ import pytest
 from support.sources import PACKAGE, ROOT, Function, Source, imports, python_sources, snippet
 
 ACROSS: dict[str, str] = {
+    "test_package.py": "metadata, extras, and the archives that are built",
     "test_readme.py": "the README's words",
+    "test_pages.py": "the documentation's code, links, quotations and diagrams",
     "test_torchrl_page.py": "what has become of each parameter of TorchRL's, and the page that lists them",
     "test_vllm_versions.py": "the names of vLLM that are used, in its other releases",
     "collectors/test_collected_segments.py": "answers in several parts, by a real engine, through the collector",
     "collectors/test_torchrl_trainer.py": "TorchRL's trainer over the collectors",
     "collectors/test_tools.py": "TorchRL's tool transforms under the collector",
-    "collectors/test_interruptions.py": "a collector that is interrupted, forked, forgotten, or goes on elsewhere",
-    "collectors/test_kill_and_resume.py": "a trainer's process that is killed, and goes on from its checkpoint",
+    "collectors/test_interruptions.py": "a collector that is interrupted, forked, forgotten, or continues elsewhere",
+    "collectors/test_kill_and_resume.py": "a trainer's process that is killed, and continues from its checkpoint",
     "collectors/test_random_schedules.py": "no prompt lost or trained twice, whatever happens when",
     "modules/replay/test_families.py": "every MoE of transformers, and the page that lists them",
     "modules/policies/test_fidelity.py": "what replay is worth in bf16, with a real engine",
@@ -47,7 +49,7 @@ ACROSS: dict[str, str] = {
 }
 """Test files of behaviour that no single file has -> what they are about."""
 
-ELSEWHERE = {"architecture", "benchmarks", "support", "tutorials"}
+ELSEWHERE = {"architecture", "benchmarks", "docs", "support", "tutorials"}
 """Folders of tests that are not of the package."""
 
 
@@ -59,13 +61,17 @@ LENT = re.compile(r"\.(test_\w+|conftest)\.")
 FAKES = {"FakeReplica", "FakeWeightReplica", "FakeFleet", "ScriptedReplica"}
 
 
+UNMIRRORED = {"__init__", "__main__"}
+"""The first are tested here; the second call what a file beside them has."""
+
+
 def mirror(module: PurePosixPath) -> PurePosixPath:
     return module.with_name(f"test_{module.name.lstrip('_')}")
 
 
 def mismatches(modules: Iterable[PurePosixPath], tests: Iterable[PurePosixPath]) -> list[str]:
     """Both ways; the paths are relative to the package and to ``test/``."""
-    tested = {mirror(module): module for module in modules if module.stem != "__init__"}
+    tested = {mirror(module): module for module in modules if module.stem not in UNMIRRORED}
     own = {test for test in tests if test.parts[0] not in ELSEWHERE and str(test) not in ACROSS}
     untested = [f"{PACKAGE}/{tested[test]} wants test/{test}" for test in sorted(tested.keys() - own)]
     return untested + [f"test/{test} mirrors no file of {PACKAGE}/" for test in sorted(own - tested.keys())]

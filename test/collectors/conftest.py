@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 
 from support.collecting import Questions, chat, policy_of
-from support.waiting import in_thread, until
+from support.interrupts import Interrupt, interrupts
 from torchrl_moe.collectors import AsyncLLMCollector
 
 
@@ -32,17 +30,7 @@ def collect(request: pytest.FixtureRequest) -> Iterator[Callable[..., AsyncLLMCo
 
 
 @pytest.fixture
-def interrupt() -> Iterator[Callable[[Callable[[], Any]], None]]:
-    """Sends a Ctrl-C to this thread once a condition holds, also where a shell has it ignored, in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    senders: list[Any] = []
-    main = threading.main_thread().ident
-    assert main is not None
-
-    def once(condition: Callable[[], Any]) -> None:
-        senders.append(in_thread(lambda: until(condition) and signal.pthread_kill(main, signal.SIGINT)))
-
-    yield once
-    for sender in senders:
-        sender.result(60)
-    signal.signal(signal.SIGINT, before)
+def interrupt() -> Iterator[Interrupt]:
+    """Sends a Ctrl-C to this thread once a condition holds."""
+    with interrupts() as once:
+        yield once

@@ -68,7 +68,7 @@ def test_whole_and_cut_answers_are_in_the_state_until_their_group_is_over(engine
     assert answers.state_dict({second["request_id"]: some}) == {}
 
 
-def test_what_is_asked_again_goes_on(engine: FakeAsyncVLLM) -> None:
+def test_what_is_asked_again_continues(engine: FakeAsyncVLLM) -> None:
     answers = Answers()
     first = answer(engine, answers.ask(7, 0, arguments(IDS), 0))
     state = {7: {0: {0: (first, how()), 1: (half(first), how())}}, 9: {0: {0: (first, how())}}}

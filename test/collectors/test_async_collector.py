@@ -104,9 +104,9 @@ def test_only_last_turns_can_be_kept(collect: Callable[..., AsyncLLMCollector]) 
     assert batch["next", "step_count"].flatten().tolist() == [2, 2]
 
 
-def test_an_environment_of_a_group_that_goes_on_is_refused(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_an_environment_of_a_group_that_continues_is_refused(collect: Callable[..., AsyncLLMCollector]) -> None:
     with pytest.raises(
-        ValueError, match=r"0 of 2 samples of a group are done. An environment that goes on needs batch"
+        ValueError, match=r"0 of 2 samples of a group are done. An environment that continues needs batch"
     ):
         next(iter(collect(chat(2, turns=2))))
 
@@ -277,9 +277,7 @@ def test_a_collection_in_which_nothing_moves_says_what_it_waits_for(engine: Fake
     for replica in engine.replicas:
         replica.stall()
     collector = AsyncLLMCollector(chat(2), policy=policy, dataloader=Questions(), group_size=2, heartbeat_timeout=0.5)
-    with pytest.raises(
-        CollectionStalledError, match=r"nothing has moved for 0.5 s: 3 groups are under way .* 6 answers"
-    ):
+    with pytest.raises(CollectionStalledError, match=r"nothing has moved for 0.5 s: 3 groups are running .* 6 answers"):
         next(iter(collector))
 
 
@@ -329,7 +327,7 @@ def test_its_own_thread_is_so_many_batches_ahead_of_the_weight_updates(
     buffer = ReplayBuffer(storage=LazyStackStorage(64))
     collector = collect(replay_buffer=buffer, max_staleness=1, heartbeat_timeout=0.5)
     collector.start()
-    until(lambda: "it goes on after the next update" in caplog.text)  # and that is no stall
+    until(lambda: "it continues after the next update" in caplog.text)  # and that is no stall
     assert buffer.write_count == 4
     for version in (1, 2, 3):
         new_weights(engine, version)
@@ -436,7 +434,7 @@ def test_a_restored_collector_uses_each_prompt_once(engine: FakeAsyncVLLM) -> No
 
 
 @pytest.mark.parametrize("turns", [1, 3])
-def test_a_restored_collector_goes_on_from_the_last_tokens(engine: FakeAsyncVLLM, turns: int) -> None:
+def test_a_restored_collector_continues_from_the_last_tokens(engine: FakeAsyncVLLM, turns: int) -> None:
     """Answers are cut in their second half; what they had, whole turns too, is not generated twice."""
 
     def is_held(entry: Any) -> bool:
@@ -524,7 +522,7 @@ async def two_turns(data: TensorDictBase, ask: Ask) -> float:
 def test_rows_of_answers_in_parts_say_so(
     env: Any, arguments: Any, asked: Any, how: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """First turns are cut after 3 of 6 tokens and go on under newer weights; second turns have the first in them."""
+    """First turns are cut after 3 of 6 tokens and continue under newer weights; second turns have the first in them."""
     with FakeAsyncVLLM(token_seconds=HOUR, **arguments) as engine:
         (replica,) = engine.replicas
 
@@ -558,7 +556,7 @@ def test_rows_of_answers_in_parts_say_so(
     assert re.search(r"0 to 1 +2 +length", capsys.readouterr().out)
 
 
-def test_a_state_can_be_loaded_after_weights_were_pushed_and_numbers_go_on(
+def test_a_state_can_be_loaded_after_weights_were_pushed_and_numbers_continue(
     collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
 ) -> None:
     first = collect(groups_per_batch=2, max_staleness=1, order="fifo")

@@ -49,7 +49,7 @@ def check(versions: Versions, row: TensorDictBase) -> None:
 
 @pytest.mark.engine("qwen3_moe")
 def test_every_part_of_an_answer_is_exactly_its_versions(versions: Versions, engine: AsyncVLLM) -> None:
-    """Weights change three times under running answers, which are aborted and go on; 0 route mismatches."""
+    """Weights change three times under running answers, which are aborted and continue; 0 route mismatches."""
     kwargs = {"max_new_tokens": TOKENS, "ignore_eos": True, "temperature": 1.0}
     collector = AsyncLLMCollector(
         chat(2),
@@ -217,17 +217,17 @@ def test_a_collector_that_is_shut_down_leaves_the_engine_idle_and_serving(engine
         groups_per_batch=2,
     )
 
-    def figures(*names: str) -> list[Any]:
+    def counts(*names: str) -> list[Any]:
         (stats,) = engine.stats()
         return [stats[name] for name in names]
 
     with ThreadPoolExecutor(1) as trainer:
         batch = trainer.submit(lambda: next(iter(collector), None))
-        until(lambda: figures("running")[0] >= 8)
+        until(lambda: counts("running")[0] >= 8)
         assert engine.get_cache_usage(0) > 0
         collector.shutdown()
         assert batch.result(60) is None
-    until(lambda: figures("running", "waiting", "inflight") == [0, 0, 0])
+    until(lambda: counts("running", "waiting", "inflight") == [0, 0, 0])
     until(lambda: engine.get_cache_usage(0) == 0)
     assert len(engine.generate("a", {"max_tokens": 3, "ignore_eos": True}, use_tqdm=False).outputs[0].token_ids) == 3
 

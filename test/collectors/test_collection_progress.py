@@ -11,7 +11,7 @@ def last_line(text: str) -> str:
     return text.replace("\r", "\n").rstrip("\n").split("\n")[-1]
 
 
-def test_it_counts_answers_and_shows_figures(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_counts_answers_and_shows_metrics(capsys: pytest.CaptureFixture[str]) -> None:
     with CollectionProgress(8, shown=True) as progress:
         progress.begin(0)
         progress.show(2, {"reward": 0.25})
@@ -22,7 +22,7 @@ def test_it_counts_answers_and_shows_figures(capsys: pytest.CaptureFixture[str])
     assert shown.out == ""
 
 
-def test_it_goes_on_from_answers_that_were_there_before(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_continues_from_answers_that_were_there_before(capsys: pytest.CaptureFixture[str]) -> None:
     with CollectionProgress(-1, shown=True) as progress:
         progress.begin(6)
         progress.show(10, {})
@@ -41,7 +41,7 @@ def test_it_ends_with_an_error_for_good(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, GeneratorExit])
-def test_what_may_go_on_leaves_it(kind: type[BaseException], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_may_continue_leaves_it(kind: type[BaseException], capsys: pytest.CaptureFixture[str]) -> None:
     progress = CollectionProgress(8, shown=True)
     with pytest.raises(kind), progress:
         progress.begin(0)

@@ -48,7 +48,7 @@ def test_between_two_waits_the_trainer_trains(clock: Clock) -> None:
     assert record.scalars() == {"training/idle": 0.3, "collector/wait_for_batch": 3}
 
 
-def test_a_wait_that_goes_on_lasts_until_now(clock: Clock) -> None:
+def test_a_wait_that_continues_lasts_until_now(clock: Clock) -> None:
     record = CollectionRecord(clock=clock)
     with record.wait():
         clock.now += 4

@@ -1,4 +1,4 @@
-"""Figures worked out by hand."""
+"""Metrics worked out by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def group(oldest: int, tokens: int, *segments: int, ready_at: float = 0.0) -> Gr
     return Group(0, Prompt(0, TensorDict()), 0, rows=rows, oldest=oldest, tokens=tokens, ready_at=ready_at)
 
 
-def test_a_batchs_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_metrics_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     stats = CollectionStats()
     groups = [group(5, 10, 1, 1, ready_at=7.0), group(3, 30, 1, 4, ready_at=9.0)]
     for one in (*groups, group(5, 80, 1)):

@@ -79,13 +79,13 @@ def test_text_and_ids_are_sent_as_they_are(engine: FakeAsyncVLLM) -> None:
         (
             "history",
             [111, 110],
-            r"mode='history' is asked with a History \[turns\], messages, or text, got \[111",
+            r"mode='history' takes a History \[turns\], messages, or text, got \[111",
         ),
         ("history", History.from_chats([[{"role": "user", "content": "one"}]]), "a History"),
         ("history", [], r"got \[\]"),
-        ("text", [111, 110], "input_mode='text' is asked with text, got"),
-        ("tokens", "one", "input_mode='tokens' is asked with token ids, got 'one'"),
-        ("tokens", [{"role": "user", "content": "one"}], "is asked with token ids"),
+        ("text", [111, 110], "input_mode='text' takes text, got"),
+        ("tokens", "one", "input_mode='tokens' takes token ids, got 'one'"),
+        ("tokens", [{"role": "user", "content": "one"}], "takes token ids"),
     ],
 )
 def test_a_prompt_of_another_kind_is_refused(engine: FakeAsyncVLLM, mode: Any, prompt: Any, words: str) -> None:
@@ -157,7 +157,7 @@ def test_a_turn_at_another_temperature_is_refused(engine: FakeAsyncVLLM) -> None
     talk(history_policy(engine), script)
 
 
-def test_ids_that_go_on_keep_what_is_known(engine: FakeAsyncVLLM) -> None:
+def test_ids_that_continue_keep_what_is_known(engine: FakeAsyncVLLM) -> None:
     async def script(conversation: Conversation) -> list[TensorDictBase]:
         first = await conversation.ask([65, 66])
         engine.replicas[0].version = 1
@@ -169,8 +169,8 @@ def test_ids_that_go_on_keep_what_is_known(engine: FakeAsyncVLLM) -> None:
     assert first["tokens", "prompt"].tolist() == [65, 66]
 
 
-def test_a_prompt_goes_on_from_the_answer_that_it_repeats_or_from_none(engine: FakeAsyncVLLM) -> None:
-    """A tree: two turns go on from the first answer, then a new chat."""
+def test_a_prompt_continues_from_the_answer_that_it_repeats_or_from_none(engine: FakeAsyncVLLM) -> None:
+    """A tree: two turns continue from the first answer, then a new chat."""
 
     async def script(conversation: Conversation) -> list[TensorDictBase]:
         root = await conversation.ask("one")
@@ -318,7 +318,7 @@ def test_after_its_end_nothing_is_asked_and_what_is_under_way_is_aborted(engine:
             await asyncio.sleep(0.001)
         assert conversation.under_way == 1
         await conversation.close()
-        with pytest.raises(RuntimeError, match="this episode is over"):
+        with pytest.raises(RuntimeError, match="this episode has ended"):
             await conversation.ask("two")
         with pytest.raises(asyncio.CancelledError):
             await late

@@ -157,7 +157,7 @@ def test_an_environment_that_hangs_is_given_up_for_another() -> None:
     over = threading.Event()
     pool = EnvironmentPool(chat(2), lambda: chat(2))
     try:
-        with pytest.raises(EnvironmentTimeoutError, match=r"did not come back within 0\.02 s"):
+        with pytest.raises(EnvironmentTimeoutError, match=r"did not return within 0\.02 s"):
             hang(pool, over)
         assert both_at_once(pool, lambda env: 1, count=1) == [[1, 1]]
     finally:
@@ -188,7 +188,7 @@ def test_there_is_an_end_to_giving_up() -> None:
         for _ in range(MOST_THREADS):
             with pytest.raises(EnvironmentTimeoutError):
                 await episode()
-        with pytest.raises(CollectionError, match=f"{MOST_THREADS + 1} environments did not come back"):
+        with pytest.raises(CollectionError, match=f"{MOST_THREADS + 1} environments did not return in time"):
             await episode()
         over.set()
         while pool._hung:

@@ -46,7 +46,7 @@ def test_each_sample_asks_once_a_turn(engine: FakeAsyncVLLM) -> None:
     assert asked == [0, 1, 2]
 
 
-def test_turns_go_on_until_the_environment_is_done(engine: FakeAsyncVLLM) -> None:
+def test_turns_continue_until_the_environment_is_done(engine: FakeAsyncVLLM) -> None:
     turns, asked = play(engine, chat(1, turns=4))
     assert [turn["next", "done"].item() for turn in turns] == [False, False, False, True]
     assert asked == [0] * 4

@@ -1,8 +1,9 @@
-"""Held-out prompts are answered once each, first, without routes, and the collection goes on."""
+"""Held-out prompts are answered once each, first, without routes, and the collection continues."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -44,7 +45,7 @@ def test_rewards_of_all_turns_are_summed(engine: FakeAsyncVLLM) -> None:
     assert rows["next", "reward"].flatten().tolist() == [0.5, 0.5]
 
 
-def test_an_episode_that_does_not_go_on_ends_the_evaluation(engine: FakeAsyncVLLM) -> None:
+def test_an_episode_that_does_not_continue_ends_the_evaluation(engine: FakeAsyncVLLM) -> None:
     async def episode(data: TensorDictBase, ask: Any) -> float:
         await ask(data["query"])
         await asyncio.Event().wait()
@@ -86,7 +87,7 @@ def test_generation_can_be_changed(engine: FakeAsyncVLLM) -> None:
     assert (request.param("temperature"), request.param("max_tokens")) == (0.0, 2)
 
 
-def test_a_collection_goes_on_beside_it(engine: FakeAsyncVLLM) -> None:
+def test_a_collection_continues_beside_it(engine: FakeAsyncVLLM) -> None:
     engine.replicas[0].token_seconds = 1e-3
     collector = AsyncLLMCollector(chat(2), policy=policy_of(engine), dataloader=Questions(), group_size=2, order="fifo")
     batches = iter(collector)
@@ -111,3 +112,16 @@ def test_nothing_to_answer_is_refused(engine: FakeAsyncVLLM) -> None:
         evaluate(policy_of(engine), chat(1), 0, Questions())
     with pytest.raises(ValueError, match="there is no data"):
         evaluate(policy_of(engine), chat(1), 1)
+
+
+@pytest.mark.parametrize(("use_tqdm", "is_terminal"), [(True, True), (True, False), (False, True)])
+def test_a_bar_counts_answers_where_somebody_looks(
+    engine: FakeAsyncVLLM,
+    use_tqdm: bool,
+    is_terminal: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    evaluate(policy_of(engine), chat(1), 3, Questions(), use_tqdm=use_tqdm)
+    assert ("3/3" in capsys.readouterr().err) is (use_tqdm and is_terminal)

@@ -79,7 +79,7 @@ def test_a_batch_that_a_ctrl_c_kept_from_the_trainer_is_in_the_state(
     assert waiting(collector.state_dict()) == []
 
 
-def test_next_goes_on_after_a_ctrl_c(collect: Collect, engine: FakeAsyncVLLM, interrupt: Callable[..., None]) -> None:
+def test_next_continues_after_a_ctrl_c(collect: Collect, engine: FakeAsyncVLLM, interrupt: Callable[..., None]) -> None:
     engine.pause()
     collector = collect(max_staleness=0)
     interrupt(lambda: len(submitted(engine)) == 4)
@@ -213,7 +213,7 @@ def test_one_that_was_forgotten_leaves_no_thread(collect: Collect, engine: FakeA
     until(lambda: set(threading.enumerate()) <= before | {t for t in threading.enumerate() if "service" in t.name})
 
 
-def test_a_forked_process_is_refused_and_its_parent_goes_on(collect: Collect) -> None:
+def test_a_forked_process_is_refused_and_its_parent_continues(collect: Collect) -> None:
     collector = collect()
     batches = iter(collector)
     next(batches)
@@ -264,7 +264,7 @@ def test_a_group_may_be_large(collect: Collect) -> None:
     assert queries(batch) == ["q0"] * 200
 
 
-# -- going on ---------------------------------------------------------------------------------------------------------
+# -- continuing -------------------------------------------------------------------------------------------------------
 
 
 def test_a_restored_line_is_in_the_order_of_the_data(collect: Collect, engine: FakeAsyncVLLM) -> None:

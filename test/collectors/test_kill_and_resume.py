@@ -1,4 +1,4 @@
-"""A trainer that is killed at any moment, and goes on from its last checkpoint, trains each prompt of an epoch once."""
+"""A trainer that is killed at any moment and continues from a checkpoint trains each prompt of an epoch once."""
 
 from __future__ import annotations
 

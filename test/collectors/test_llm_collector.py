@@ -224,7 +224,7 @@ def test_samples_that_are_given_up_do_not_come_again(engine: FakeAsyncVLLM) -> N
     assert asked == [f"q{i}" for i in range(12)]
 
 
-def test_data_that_can_be_read_once_goes_on_where_it_was(engine: FakeAsyncVLLM) -> None:
+def test_data_that_can_be_read_once_continues_where_it_was(engine: FakeAsyncVLLM) -> None:
     def collector() -> LLMCollector:
         return LLMCollector(env_of(iter(Questions(64, 3)), 2), policy=policy_of(engine), dialog_turns_per_batch=2)
 

@@ -1,4 +1,4 @@
-"""Rows come one by one, without end, and a restored stream goes on as if nothing had happened."""
+"""Rows come one by one, without end, and a restored stream continues as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_columns_stay_together() -> None:
 
 @pytest.mark.parametrize("seed", [3, None])
 @pytest.mark.parametrize("before", [0, 1, 7, 10, 14])
-def test_a_restored_stream_goes_on(seed: int | None, before: int) -> None:
+def test_a_restored_stream_continues(seed: int | None, before: int) -> None:
     torch.manual_seed(0)
     first = PromptStream(shuffled(seed))
     read(first, before)

@@ -256,7 +256,7 @@ def test_an_error_in_the_actor_has_its_type_and_notes_and_the_state_can_still_be
 def test_an_error_of_ours_has_its_type(collect: Make, actor: Any) -> None:
     collector = collect(heartbeat_timeout=0.5)
     run(actor, stall)
-    with pytest.raises(CollectionStalledError, match=r"nothing has moved for 0\.5 s: 3 groups are under way") as caught:
+    with pytest.raises(CollectionStalledError, match=r"nothing has moved for 0\.5 s: 3 groups are running") as caught:
         collector.next()
     assert type(caught.value) is CollectionStalledError
 
@@ -460,7 +460,7 @@ def test_a_collector_that_was_shut_down_says_so(collect: Make, ended: list[Any],
     assert run(actor, lambda local: local._is_over)
     assert list(iter(collector)) == []
     assert repr(collector) == "RayAsyncLLMCollector(the collector was shut down)"
-    collector.increment_version()  # a sender may go on
+    collector.increment_version()  # a sender may continue
     assert collector.getattr_rb("write_count") == 2
     with pytest.raises(CollectionError, match="the collector was shut down"):
         collector.stats()
@@ -596,7 +596,7 @@ def test_two_share_an_engine_and_one_whose_actor_is_killed_says_so(actor: Any, t
     with pytest.raises(CollectionError, match="gave no answer"):
         second.stats()
     assert repr(second).startswith("RayAsyncLLMCollector(the collector's actor gave no answer")
-    second.increment_version()  # so that a sender goes on
+    second.increment_version()  # so that a sender continues
     assert first.next().get("policy_version").tolist() == [57, 57]
     second.shutdown()
     with placing(actor):
@@ -611,7 +611,7 @@ def test_a_policy_over_an_engine_in_ray_is_sent_as_it_is(toys: AsyncVLLM, kind: 
         first, second = Counter(queries(batch.reshape(-1))).items()  # TorchRL's leaves the first two questions out
         assert (first[1], second[1]) == (2, 2)
     collector.shutdown()
-    assert toys.generate([1], use_tqdm=False).outputs[0].token_ids.tolist() == [2]  # it goes on
+    assert toys.generate([1], use_tqdm=False).outputs[0].token_ids.tolist() == [2]  # it continues
 
 
 @pytest.mark.soak

@@ -220,8 +220,8 @@ def test_in_a_notebook_settings_and_figures_are_a_table(collect: Callable[..., A
     cells = {(kind, name): value for kind, name, value in read.rows["tbody"]}
     assert cells["setting", "groups_per_batch"] == "3"
     assert len(cells["setting", "group_filter"]) == 80
-    assert cells["figure", "frames"] == "6"
-    assert cells["figure", "inference/staleness_mean"] == "0"
+    assert cells["metric", "frames"] == "6"
+    assert cells["metric", "inference/staleness_mean"] == "0"
     assert read.other == ["AsyncLLMCollector"]
 
 
@@ -375,7 +375,7 @@ def test_a_ctrl_c_while_the_bar_is_drawn_loses_no_batch(
     monkeypatch.setattr(collector._progress, "show", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(iter(collector))
-    assert collector._progress._bar is not None  # it goes on
+    assert collector._progress._bar is not None  # it continues
     assert queries(next(iter(collector)))[::2] == ["q2", "q3"]
     assert collector.to_pandas()["frames"].tolist() == [4, 8]
     assert collector.stats()["frames"] == 8
@@ -384,7 +384,7 @@ def test_a_ctrl_c_while_the_bar_is_drawn_loses_no_batch(
 # -- other collectors -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("error::FutureWarning")  # TorchRL's names an argument that neither collector takes
 def test_the_synchronous_collector_reports_too(engine: FakeAsyncVLLM, capsys: pytest.CaptureFixture[str]) -> None:
     env = DatasetChatEnv.from_dataloader(Questions(64), repeats=2, batch_size=(4,), tokenizer=TOKENIZER)
     collector = LLMCollector(
@@ -406,5 +406,5 @@ def test_the_synchronous_collector_reports_too(engine: FakeAsyncVLLM, capsys: py
     assert "batch 1, 2 of 4 samples" in capsys.readouterr().out
     assert collector.plot().axes[0].get_title() == "LLMCollector, 2 batches"
     assert repr(collector).startswith("LLMCollector(2 batches; ") and "\n" not in repr(collector)
-    assert ("figure", "frames", "8") in {tuple(row) for row in TableReader(collector._repr_html_()).rows["tbody"]}
+    assert ("metric", "frames", "8") in {tuple(row) for row in TableReader(collector._repr_html_()).rows["tbody"]}
     collector.shutdown()

@@ -119,5 +119,5 @@ def test_what_everything_waits_for_is_said(engine: FakeAsyncVLLM) -> None:
         return rollouts.waits()
 
     words = with_rollouts(engine, use, max_staleness=0)
-    assert "2 groups are under way (the oldest is 0), 0 are ready, 2 make a batch; 4 answers" in words
+    assert "2 groups are running (the oldest is 0), 0 are ready, 2 make a batch; 4 answers" in words
     assert "SERVING" in words

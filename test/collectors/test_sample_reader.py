@@ -70,7 +70,7 @@ def test_any_text_stays_in_one_line_of_so_many_characters() -> None:
 
 def test_figures_of_a_batch() -> None:
     rows = [row("ab", 0.0), row("abcd", [[1.0]]), row("", [[0.5], [0.5], [2.0]], group=8)]  # one with token rewards
-    found = READER.figures(lazy_stack(rows))
+    found = READER.metrics(lazy_stack(rows))
     assert found == {
         "rows": 3,
         "groups": 2,
@@ -81,15 +81,15 @@ def test_figures_of_a_batch() -> None:
 
 
 def test_without_rewards_their_mean_is_nan() -> None:
-    found = READER.figures(lazy_stack([TensorDict(), TensorDict()]))
+    found = READER.metrics(lazy_stack([TensorDict(), TensorDict()]))
     assert (found["rows"], found["groups"], found["tokens"]) == (2, 0, 0)
     assert math.isnan(found["reward_mean"]) and math.isnan(found["reward_std"])
 
 
 def test_rows_that_nobody_expects_are_counted_too() -> None:
-    assert READER.figures(lazy_stack([row()])[:0])["rows"] == 0
+    assert READER.metrics(lazy_stack([row()])[:0])["rows"] == 0
     strange = row(group_id=torch.tensor([1, 2]), next=TensorDict({"reward": NonTensorData("good")}))
-    found = READER.figures(lazy_stack([strange, row(group_id=NonTensorData("a"))]))
+    found = READER.metrics(lazy_stack([strange, row(group_id=NonTensorData("a"))]))
     assert (found["groups"], found["reward_mean"]) == (2, 1.0)
     assert READER.cells(strange, 80)[0] == "[1, 2]"
     assert READER.cells(strange, 80)[3] == "–"
@@ -108,7 +108,7 @@ def test_padding_is_no_token_and_no_text() -> None:
     tokens = Tokens(prompt=full[:, :3], response=full[:, 3:], full=full, padded=True, batch_size=[2])
     masks = Masks(all_attention_mask=mask, padded=True, batch_size=[2])
     padded = TensorDict({"tokens": tokens, "masks": masks}, [2])
-    assert READER.figures(padded)["tokens"] == 6
+    assert READER.metrics(padded)["tokens"] == 6
     decoded = [TOKENIZER.decode(part) for part in ([65, 66, 67], [97, 98], [68], [99, 100, 101, 102])]
     assert [READER.cells(one, 80)[1:3] for one in rows_of(padded)] == [tuple(decoded[:2]), tuple(decoded[2:])]
     assert [READER.cells(one, 80)[4] for one in rows_of(padded)] == ["2", "4"]
@@ -132,7 +132,7 @@ def test_every_mode_shows_the_same_answer(mode: Literal["history", "text", "toke
             given = lazy_stack([TensorDict({"tokens": prompt}) for prompt in prompts])
         done = policy(given)
         reader = SampleReader(policy)
-        assert reader.figures(done)["tokens"] == 12
+        assert reader.metrics(done)["tokens"] == 12
         for one, text in zip(rows_of(done), texts, strict=True):
             cells = dict(zip(SampleReader.COLUMNS, reader.cells(one, 200), strict=True))
             shown = f"<|im_start|>user\\n{text}<|im_end|>\\n<|im_start|>assistant\\n" if mode == "history" else text

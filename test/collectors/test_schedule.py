@@ -145,7 +145,7 @@ def test_a_burst_of_updates_is_forgotten_and_those_before_the_first_batch_do_not
     assert in_line[-1] == 3
 
 
-def test_numbers_go_on_after_a_restart() -> None:
+def test_numbers_continue_after_a_restart() -> None:
     schedule = Schedule(2, 0)
     schedule.restart(7)
     assert fill(schedule) == [7, 8]

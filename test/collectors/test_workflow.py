@@ -421,7 +421,7 @@ def test_time_without_an_answer_under_way_does(engine: FakeAsyncVLLM, questions:
         await an_hour()
         return 1.0
 
-    with pytest.raises(EnvironmentTimeoutError, match="the episode did not go on within 60 s"):
+    with pytest.raises(EnvironmentTimeoutError, match="the episode did not continue within 60 s"):
         play(engine, episode, 60.0)
 
 
@@ -460,5 +460,5 @@ def test_a_collection_that_waits_for_a_tool_says_so(collect: Callable[..., Async
         await asyncio.Event().wait()
         return 1.0
 
-    with pytest.raises(CollectionStalledError, match="3 groups are under way"):
+    with pytest.raises(CollectionStalledError, match="3 groups are running"):
         next(iter(collect(episode, heartbeat_timeout=2.0)))

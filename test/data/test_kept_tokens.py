@@ -112,29 +112,29 @@ def test_right_words_pass_in_every_form() -> None:
 @pytest.mark.parametrize(
     ("one", "arguments", "text"),
     [
-        (kept([4, 2], [0, 2, 0, -1]), {}, "the sizes of kept say 3 ids, and there are 2: both must be cut alike."),
-        (kept([4, 2, 1], [0, 2]), {}, "the sizes of kept say 2 ids, and there are 3: both must be cut alike."),
+        (kept([4, 2], [0, 2, 0, -1]), {}, "the sizes of kept say 3 ids, and there are 2: cut both at the same token."),
+        (kept([4, 2, 1], [0, 2]), {}, "the sizes of kept say 2 ids, and there are 3: cut both at the same token."),
         (kept([5], [1]), {}, "ids of kept must be in 0..4, got 5."),
         (kept([-1], [1]), {}, "ids of kept must be in 0..4, got -1."),
-        (kept([2, 2], [2]), {}, "a token of kept names a word twice."),
+        (kept([2, 2], [2]), {}, "a token of kept lists an id twice."),
         (by_hand(), {"num_tokens": 3}, "kept must have 3 rows, got 4. A sample has a size for each token."),
         (by_hand(), {"tokens": torch.zeros(3).long()}, "kept must have 3 rows, got 4."),
         (
             by_hand(),
             {"tokens": torch.tensor([0, 3, 0, 0])},
-            "token 1 of kept, 3, is not among the words that it was sampled from.",
+            "token 1 of kept, 3, is not among the ids that it was sampled from.",
         ),
         (
             by_hand(),
             {"tokens": torch.tensor([0, 4, 0, 1])},
-            "token 3 of kept, 1, is not among the words that it was sampled from.",
+            "token 3 of kept, 1, is not among the ids that it was sampled from.",
         ),
         (KeptTokens(ids=torch.zeros(1, 1).int(), sizes=torch.ones(1).int()), {}, "ids of kept must have 1 dim"),
         (KeptTokens(ids=torch.zeros(1), sizes=torch.ones(1).int()), {}, "ids of kept must "),
         (KeptTokens(ids=torch.zeros(1).int(), sizes=torch.ones(1)), {}, "sizes of kept must "),
     ],
 )
-def test_wrong_words_are_named(one: KeptTokens, arguments: dict[str, Any], text: str) -> None:
+def test_wrong_ids_are_named(one: KeptTokens, arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
         one.validate(vocabulary=V, **arguments)
 
@@ -174,7 +174,7 @@ def test_turns_by_hand() -> None:
 def test_turns_that_cannot_be_joined() -> None:
     with pytest.raises(ValueError, match=r"^a later turn repeats 4 tokens, and has 1"):
         by_hand().followed_by(kept([], [0]))
-    with pytest.raises(ValueError, match=r"^turns are joined sample by sample"):
+    with pytest.raises(ValueError, match=r"^turns are joined one sample at a time"):
         lazy_stack([by_hand()]).followed_by(lazy_stack([by_hand()]))
 
 
@@ -220,10 +220,10 @@ def test_what_cannot_be_padded() -> None:
 
 
 def test_how_it_looks() -> None:
-    assert repr(by_hand()) == "KeptTokens(shape=[T=4], tokens with words left out=2, ids=3, nbytes=28)"
+    assert repr(by_hand()) == "KeptTokens(shape=[T=4], tokens with ids cut off=2, ids=3, nbytes=28)"
     both = lazy_stack([by_hand(), kept([3], [0, 1])])
-    assert repr(both) == "KeptTokens(shape=[2, T=2..4], tokens with words left out=3, ids=4, nbytes=40)"
-    assert repr(both.pad()).startswith("KeptTokens(shape=[2, T=4], tokens with words left out=3, ids=4, nbytes=56")
+    assert repr(both) == "KeptTokens(shape=[2, T=2..4], tokens with ids cut off=3, ids=4, nbytes=40)"
+    assert repr(both.pad()).startswith("KeptTokens(shape=[2, T=4], tokens with ids cut off=3, ids=4, nbytes=56")
     assert repr(by_hand().empty()) == "KeptTokens(batch_size=[])"
     assert repr(by_hand().to("meta")) == "KeptTokens(batch_size=[])"
     assert str(KeptTokens.__doc__).startswith("The words that each token was sampled from")

@@ -120,7 +120,7 @@ def test_groups_may_arrive_mixed_and_an_incomplete_one_waits(make: Callable[[int
     assert transform.queued_trajectories == 1
 
 
-def test_a_group_starts_anew_once_it_is_complete() -> None:
+def test_a_group_starts_again_once_it_is_complete() -> None:
     transform = DrGRPOAdvantage(2)
     assert advantages(transform.inv(lazy_stack(answers((0.0, 2.0, 10.0))))) == [-1, 1]
     assert transform.queued_trajectories == 1

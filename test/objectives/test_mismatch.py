@@ -1,4 +1,4 @@
-"""The figures by hand, whatever the layout and the split; ages, routes, one warning; and what is refused."""
+"""The metrics by hand, whatever the layout and the split; ages, routes, one warning; and what is refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def by_hand() -> tuple[TensorDictBase, Tensor]:
     return td, sampled + ratios.log()
 
 
-def figures(td: TensorDictBase, log_probs: Tensor, **more: Any) -> dict[str, float]:
+def measured(td: TensorDictBase, log_probs: Tensor, **more: Any) -> dict[str, float]:
     metrics = MismatchMetrics()
     metrics.update(td, log_probs, **more)
     return metrics.compute()
@@ -41,7 +41,7 @@ def figures(td: TensorDictBase, log_probs: Tensor, **more: Any) -> dict[str, flo
 
 def test_golden_numbers() -> None:
     td, log_probs = by_hand()
-    assert figures(td, log_probs) == pytest.approx(
+    assert measured(td, log_probs) == pytest.approx(
         {
             "mismatch/tokens": 4,
             "mismatch/dropped_fraction": 0,
@@ -63,7 +63,7 @@ def test_golden_numbers() -> None:
 def test_no_difference_is_no_mismatch() -> None:
     td, log_probs = by_hand()
     sampled = td.get(LOG_PROBS, as_padded_tensor=True, padding_side="left")
-    found = figures(td, sampled.where(sampled.isfinite(), log_probs))
+    found = measured(td, sampled.where(sampled.isfinite(), log_probs))
     assert (found["mismatch/k3"], found["mismatch/chi2"], found["mismatch/dlogp_max"]) == (0, 0, 0)
     assert found["mismatch/ess"] == found["mismatch/ppl_ratio"] == 1
 
@@ -71,7 +71,7 @@ def test_no_difference_is_no_mismatch() -> None:
 def test_small_differences_are_not_lost_in_rounding() -> None:
     td, _ = by_hand()
     sampled = td.get(LOG_PROBS, as_padded_tensor=True, padding_side="left").nan_to_num()
-    found = figures(td, sampled + 1e-6)
+    found = measured(td, sampled + 1e-6)
     assert found["mismatch/k3"] == pytest.approx(5e-13, rel=1e-3)
 
 
@@ -81,7 +81,7 @@ def test_k3_estimates_the_divergence_of_engine_to_trainer() -> None:
     tokens = torch.tensor([0, 0, 1, 2])  # as often as μ says
     td = ragged([sample(1, 4)])
     td[0][LOG_PROBS] = torch.cat([torch.tensor([NAN]), engine[tokens].log()]).double()
-    found = figures(td, torch.cat([torch.zeros(1), trainer[tokens].log()])[None])
+    found = measured(td, torch.cat([torch.zeros(1), trainer[tokens].log()])[None])
     divergence = (engine * (engine / trainer).log()).sum().item()
     assert found["mismatch/k3"] == pytest.approx(divergence, abs=1e-6)
     assert found["mismatch/k1"] == pytest.approx(divergence, abs=1e-6)
@@ -93,16 +93,16 @@ def test_k3_estimates_the_divergence_of_engine_to_trainer() -> None:
 
 def test_broken_log_probs_are_dropped_and_counted() -> None:
     td, log_probs = by_hand()
-    whole = figures(td, log_probs)
+    whole = measured(td, log_probs)
     log_probs[0, 0] = NAN  # of the prompt
-    assert figures(td, log_probs) == whole
+    assert measured(td, log_probs) == whole
     log_probs[1, 3] = NAN
-    found = figures(td, log_probs)
+    found = measured(td, log_probs)
     assert found["mismatch/dropped_fraction"] == 0.25
     assert found["mismatch/tokens"] == 3
     assert found["mismatch/dlogp_max"] == pytest.approx(L)
     log_probs[:] = -float("inf")
-    assert figures(td, log_probs) == {"mismatch/tokens": 0, "mismatch/dropped_fraction": 1}
+    assert measured(td, log_probs) == {"mismatch/tokens": 0, "mismatch/dropped_fraction": 1}
 
 
 @pytest.mark.parametrize(("strategy", "share"), [("sft", 0.25), ("rlhf", 0.25), ("generic", 0)])
@@ -119,7 +119,7 @@ def test_responses_without_a_sample_log_prob_are_dropped_and_counted(strategy: A
 def test_nothing_at_all_is_no_figure() -> None:
     assert MismatchMetrics().compute() == {"mismatch/tokens": 0}
     td = ragged([sample(2, 0)])
-    assert figures(td, torch.zeros(1, 2)) == {"mismatch/tokens": 0}
+    assert measured(td, torch.zeros(1, 2)) == {"mismatch/tokens": 0}
 
 
 def test_the_masking_strategy_names_the_tokens() -> None:
@@ -133,10 +133,10 @@ def test_the_masking_strategy_names_the_tokens() -> None:
 def test_what_corrections_mask_is_counted_and_still_measured() -> None:
     td, log_probs = by_hand()
     kept = torch.tensor([[False, True, True, False], [True, True, True, False]])
-    found = figures(td, log_probs, kept=kept)
+    found = measured(td, log_probs, kept=kept)
     assert found.pop("mismatch/masked_fraction") == 2 / 4
     assert found.pop("mismatch/masked_sequence_fraction") == 1 / 2
-    assert found == figures(td, log_probs)
+    assert found == measured(td, log_probs)
 
 
 def scored(rollouts: list[Any], layout: Any) -> tuple[TensorDictBase, Tensor]:
@@ -148,9 +148,9 @@ def scored(rollouts: list[Any], layout: Any) -> tuple[TensorDictBase, Tensor]:
 @given(st.permutations(range(4)), st.integers(1, 3), st.integers(0, 2), st.integers(0, 2))
 def test_pads_order_and_split_change_nothing(order: list[int], cut: int, left: int, right: int) -> None:
     rollouts = samples([*SHAPES, (2, 2)])
-    expected = figures(*scored(rollouts, ragged))
+    expected = measured(*scored(rollouts, ragged))
     shuffled = [rollouts[i] for i in order]
-    assert figures(*scored(shuffled, lambda x: dense(x, left, right))) == pytest.approx(expected)
+    assert measured(*scored(shuffled, lambda x: dense(x, left, right))) == pytest.approx(expected)
     one, two, other_rank = MismatchMetrics(), MismatchMetrics(), MismatchMetrics()
     for part in (shuffled[:cut], shuffled[cut:]):
         one.update(*scored(part, ragged))
@@ -167,7 +167,7 @@ def test_reset_forgets() -> None:
     metrics.update(td, log_probs + 1)
     metrics.reset()
     metrics.update(td, log_probs)
-    assert metrics.compute() == figures(td, log_probs)
+    assert metrics.compute() == measured(td, log_probs)
 
 
 def test_nothing_has_a_gradient_and_the_input_stays() -> None:
@@ -176,7 +176,7 @@ def test_nothing_has_a_gradient_and_the_input_stays() -> None:
     actor = BigramActor()
     log_probs = actor.score(td)[0]
     assert log_probs.requires_grad
-    figures(td, log_probs)
+    measured(td, log_probs)
     assert actor.logits.grad is None
     assert set(td.keys(True, True)) == set(ragged(rollouts).keys(True, True))
 
@@ -219,15 +219,15 @@ def test_by_age_of_the_version() -> None:
             "mismatch/age_3/dlogp_mean": L,
         }
     )
-    assert not [name for name in figures(td, log_probs) if "age" in name]
+    assert not [name for name in measured(td, log_probs) if "age" in name]
     with pytest.raises(ValueError, match="version=6, but tokens were sampled by version 7"):
-        figures(td, log_probs, version=6)
+        measured(td, log_probs, version=6)
     with pytest.raises(ValueError, match=r"no \('policy_versions', 'full'\)"):
-        figures(by_hand()[0].exclude(VERSIONS), log_probs, version=7)
+        measured(by_hand()[0].exclude(VERSIONS), log_probs, version=7)
 
 
 def routed(td: TensorDictBase, agreement: list[float], fallback: list[int]) -> TensorDictBase:
-    """As TransformersWrapper writes: the figure of the batch in each sample."""
+    """As TransformersWrapper writes: the metric of the batch in each sample."""
     td.set(("routing", "agreement"), torch.tensor([agreement] * len(td)))
     td.set(("routing", "fallback"), torch.tensor(fallback))
     return td
@@ -253,7 +253,7 @@ def test_agreement_and_fallback_weigh_their_rows() -> None:
 
 def test_agreement_that_was_not_measured_is_absent() -> None:
     td, log_probs = by_hand()
-    found = figures(routed(td, [NAN, NAN], [4, 2]), log_probs)
+    found = measured(routed(td, [NAN, NAN], [4, 2]), log_probs)
     assert {name for name in found if name.startswith("routing/")} == {"routing/fallback_fraction"}
     assert found["routing/fallback_fraction"] == 1
 
@@ -270,7 +270,7 @@ def test_it_reads_what_the_scoring_wrapper_writes() -> None:
         routes[-1] = -1
         rollout["routed_experts", "full"] = routes
     td = ragged(rollouts)
-    found = figures(td, actor.score(td)[0])
+    found = measured(td, actor.score(td)[0])
     assert found["mismatch/tokens"] == 8
     assert found["routing/fallback_fraction"] == pytest.approx(3 / 14)
     assert {name for name in found if "layer" in name} == {f"routing/agreement/layer_{i}" for i in (1, 2, 3)}
@@ -317,7 +317,7 @@ def test_thresholds_can_be_moved(caplog: pytest.LogCaptureFixture, thresholds: A
 def test_a_dropped_token_is_worth_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     td, log_probs = by_hand()
     log_probs[:] = NAN
-    figures(td, log_probs)
+    measured(td, log_probs)
     assert "dropped_fraction 1 (most 0)" in warnings(caplog)[0]
 
 
@@ -341,13 +341,13 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], told: str) -> No
 def test_tensors_that_do_not_fit_are_refused() -> None:
     td, log_probs = by_hand()
     with pytest.raises(ValueError, match=r"log_probs and .* same shape, got log_probs \[2, 3\]"):
-        figures(td, log_probs[:, 1:])
+        measured(td, log_probs[:, 1:])
     with pytest.raises(ValueError, match=r"kept and .* same shape, got kept \[2\]"):
-        figures(td, log_probs, kept=torch.ones(2, dtype=torch.bool))
+        measured(td, log_probs, kept=torch.ones(2, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"\('routing', 'agreement'\) must have shape \[2, L\], got \[2\]"):
         td.set(("routing", "fallback"), torch.zeros(2))
         td.set(("routing", "agreement"), torch.zeros(2))
-        figures(td, log_probs)
+        measured(td, log_probs)
     del td["routing"]
     metrics = MismatchMetrics(keys=MismatchKeys(sample_log_prob="mine"))
     with pytest.raises(ValueError, match="the tensordict has no 'mine'"):
@@ -360,7 +360,7 @@ def test_it_is_printed_and_shown_without_a_warning(caplog: pytest.LogCaptureFixt
     assert TableReader(metrics._repr_html_()).rows["tbody"] == [["mismatch/tokens", "0", ""]]
     td, log_probs = by_hand()
     metrics.update(td, log_probs)
-    found = metrics._figures()
+    found = metrics._metrics()
     assert repr(metrics).startswith(f"MismatchMetrics({found['mismatch/tokens']:.0f} tokens, k3=")
     rows = {name: rest for name, *rest in TableReader(metrics._repr_html_()).rows["tbody"]}
     assert set(rows) == set(found)

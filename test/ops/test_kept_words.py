@@ -1,4 +1,4 @@
-"""Lists of words are filled into tiles as a dense mask says; what cannot be meant is refused."""
+"""Lists of words are filled into tiles as a dense mask says; invalid values are refused."""
 
 from __future__ import annotations
 

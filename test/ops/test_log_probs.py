@@ -1,4 +1,4 @@
-"""Equal to dense in value and gradient, under autocast and compiled too; what cannot be meant is refused."""
+"""Equal to dense in value and gradient, under autocast and compiled too; invalid values are refused."""
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ def test_on_a_gpu(dtype: torch.dtype, kind: str | None) -> None:
         ({"kept": (torch.zeros(1).int(), torch.zeros(ROWS).int())}, "the sizes of kept say 0 ids, and there are 1"),
         ({"kept": (torch.full((9,), 31), torch.ones(ROWS).int())}, r"ids of kept must be in 0..30, row 0 has 31"),
         ({"kept": (TOKENS + 0, -torch.ones(ROWS).int())}, "row 0: token 0 is not among the words that kept gives"),
-        ({"tile_bytes": 11}, "tile_bytes must hold 3 numbers of 4 bytes at least, got 11"),
+        ({"tile_bytes": 11}, "tile_bytes must hold at least 3 numbers of 4 bytes, got 11"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:

@@ -48,7 +48,7 @@ def deuteranope(rgb: tuple[float, ...]) -> tuple[float, ...]:
 
 
 @pytest.mark.parametrize("page", [LIGHT, DARK])
-def test_two_colours_are_told_apart_without_green(page: tuple[int, int, int]) -> None:
+def test_two_colours_are_distinguished_without_green(page: tuple[int, int, int]) -> None:
     for one, other in combinations(HUES, 2):
         seen = [deuteranope(over(fill, page)) for fill in (one, other)]
         assert max(abs(a - b) for a, b in zip(*seen, strict=True)) > 12

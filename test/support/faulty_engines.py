@@ -149,7 +149,7 @@ class IgnoresAborts(ConformingEngine):
 
 
 class RoutesAgain(ConformingEngine):
-    """The rows of an answer that went on are those of the weights of now."""
+    """The rows of an answer that continued are those of the weights of now."""
 
     def resume(self, prompt: Sequence[int], answer: Answer, sampling: Sampling) -> Answer:
         whole = super().resume(prompt, answer, sampling)
@@ -165,7 +165,7 @@ class RowsTwice(ConformingEngine):
 
 
 class ScoresAgain(ConformingEngine):
-    """Log-probs of an answer that went on are all of the weights of now."""
+    """Log-probs of an answer that continued are all of the weights of now."""
 
     def resume(self, prompt: Sequence[int], answer: Answer, sampling: Sampling) -> Answer:
         whole = super().resume(prompt, answer, sampling)

@@ -38,6 +38,7 @@ def _write(file: Path, pid: int) -> None:
 def watch(trainer: MoEGRPOTrainer) -> None:
     """Note this rank's share of the first batch and its gradients, and what each sync has sent."""
     folder, rank = Path(trainer.config.out), trainer.ranks.rank
+    weights = ModelWeights(trainer.policy_model.model)
     first = folder / f"share-{rank}"
 
     def note_share(batch: TensorDictBase) -> None:
@@ -52,7 +53,7 @@ def watch(trainer: MoEGRPOTrainer) -> None:
                 torch.save(gradients, file)
 
     def note_sync() -> None:
-        tensors = ModelWeights(trainer.policy_model.model).tensors()
+        tensors = weights.tensors()
         if rank:
             for _ in tensors:  # reading them is a collective
                 pass

@@ -6,7 +6,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from torchrl_moe.modules.backends.vllm.weights.canary import KEY
+from torchrl_moe.modules.backends.vllm.weights.weight_check import KEY
 
 BLOCK = 16
 
@@ -52,7 +52,7 @@ class Steps:
         self.tokens: dict[str, int] = {}  # made, by request
         self.most = 0  # requests in a step
 
-    def add(self, name: str, prompt: int, max_tokens: int, canary: bool = False, priority: int = 0) -> None:
+    def add(self, name: str, prompt: int, max_tokens: int, check: bool = False, priority: int = 0) -> None:
         """Add a request of so many tokens."""
         from vllm import SamplingParams
         from vllm.utils.hashing import sha256
@@ -60,7 +60,7 @@ class Steps:
         from vllm.v1.request import Request
 
         kv_cache_utils.init_none_hash(sha256)
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args={KEY: True} if canary else None)
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args={KEY: True} if check else None)
         request = Request(
             name,
             list(range(prompt)),

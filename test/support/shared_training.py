@@ -72,12 +72,12 @@ def learner_of(config: GRPOConfig, placement: Placement) -> tuple[Learner, Polic
 
 
 def one_step(config: GRPOConfig, batch: TensorDictBase) -> dict[str, Any]:
-    """Gradients, weights after a step, and figures, of this process or of the ranks that it is one of."""
+    """Gradients, weights after a step, and metrics, of this process or of the ranks that it is one of."""
     ranks = join_ranks(60.0)
     placement = Placement.of(ranks, config)
     learner, policy_model = learner_of(config, placement)
     share = placement.to_ranks(shares(batch, placement.data_size))[ranks.rank].clone()
-    figures = learner.scores(share, VERSION, True)
+    metrics = learner.scores(share, VERSION, True)
     gradients: dict[str, Tensor] = {}
 
     def note(*_: Any) -> None:
@@ -92,12 +92,12 @@ def one_step(config: GRPOConfig, batch: TensorDictBase) -> dict[str, Any]:
     learner.optimizer.register_step_pre_hook(note)
     learner.stepper.step(None, share)  # type: ignore[arg-type]
     weights = {name: whole(weight.detach()).clone() for name, weight in policy_model.trained.items()}
-    figures |= learner.stepper.take_figures()
+    metrics |= learner.stepper.take_metrics()
     ranks.close()
     return {
         "gradients": {name: gradient.cpu().numpy() for name, gradient in gradients.items()},
         "weights": {name: weight.cpu().numpy() for name, weight in weights.items()},
-        "figures": figures,
+        "metrics": metrics,
     }
 
 

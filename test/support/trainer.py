@@ -240,13 +240,13 @@ class Trainer:
         return saved
 
     def crash(self) -> None:
-        """Lose all since the last checkpoint, and go on from that."""
+        """Lose all since the last checkpoint, and continue from that."""
         saved = getattr(self, "saved", None) or self._checkpoint()
         self.close()
         self._begin(saved)
 
     def move(self) -> None:
-        """Go on in another collector."""
+        """Continue in another collector."""
         self._checkpoint()
         self.crash()
 

@@ -35,7 +35,7 @@ def numbers(rows: list[dict[str, str]], name: str) -> list[float]:
 
 
 def versions(rows: list[dict[str, str]]) -> list[int]:
-    """Those after each step, from that before the first; an engine that served another run goes on counting."""
+    """Those after each step, from that before the first; an engine that served another run continues counting."""
     found = [int(row["version"]) for row in rows]
     return [version - int(rows[0]["version"]) + 1 for version in found]
 

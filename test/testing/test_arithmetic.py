@@ -131,7 +131,7 @@ def test_a_task_that_cannot_be_is_refused(arguments: dict[str, Any], message: st
 
 
 @given(start=st.integers(0, 400), count=st.integers(0, 200), seed=st.integers(0, 9))
-def test_problems_go_on_exactly_where_they_stopped(start: int, count: int, seed: int) -> None:
+def test_problems_continue_exactly_where_they_stopped(start: int, count: int, seed: int) -> None:
     task = ArithmeticTask(held_out=21, seed=seed)
     whole = list(islice(task.problems(0), start + count))
     assert list(islice(task.problems(start), count)) == whole[start:]
@@ -284,7 +284,7 @@ def test_fewer_keys_reach_the_buffer_with_the_same_values(policy: vLLMWrapper) -
 
 
 @pytest.mark.usefixtures("lists_are_stacks")
-def test_a_later_start_goes_on_with_the_next_problems(policy: vLLMWrapper) -> None:
+def test_a_later_start_continues_with_the_next_problems(policy: vLLMWrapper) -> None:
     whole = [batch["query"] for batch in collect(policy, 3)]
     late = [batch["query"] for batch in collect(policy, 2, start=PROMPTS)]
     assert [list(queries) for queries in late] == [list(queries) for queries in whole[1:]]

@@ -168,7 +168,7 @@ def test_one_part_that_was_read_live_is_enough() -> None:
     assert [output.resume for output in forced.outputs] == ["forced", "forced"]
 
 
-def test_what_goes_on_keeps_the_rows_that_its_first_part_followed() -> None:
+def test_what_continues_keeps_the_rows_that_its_first_part_followed() -> None:
     whole = complete(follow(rows_of(6, 5)))
     done = complete(ask(cut(whole, 2, 3)))
     for got, expected in zip(done.outputs, whole.outputs, strict=True):
@@ -205,7 +205,7 @@ def test_a_scripted_answer_may_be_too_long(max_tokens: int, reason: str) -> None
 
 
 @pytest.mark.parametrize("had", [0, 2, 4])
-def test_a_scripted_answer_may_be_cut_and_goes_on(had: int) -> None:
+def test_a_scripted_answer_may_be_cut_and_continues(had: int) -> None:
     """After the second token the text ends within a letter."""
     full = complete(ask(), FakeModel(3, 0, LAYOUT, scripted))
     partial = complete(ask(), FakeModel(3, 0, LAYOUT, scripted), tokens=had)

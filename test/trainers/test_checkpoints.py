@@ -80,7 +80,7 @@ def test_weights_come_back(tmp_path: Path, rank: int) -> None:
     assert all(torch.equal(tensor, saved[name]) for name, tensor in again.state_dict().items())
 
 
-def test_the_run_goes_on_while_weights_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_continues_while_weights_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are those of when it was asked for, and are not seen until they are whole."""
     model, go_on = nn.Linear(2, 2), threading.Event()
     saved = copied(model)
@@ -113,7 +113,7 @@ def test_the_state_of_a_collector_comes_back(tmp_path: Path) -> None:
     assert entry["rows"][0]["query"] == "1+1="
 
 
-def test_random_numbers_go_on(tmp_path: Path) -> None:
+def test_random_numbers_continue(tmp_path: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         checkpoints = checkpoints_of(tmp_path)
         save(checkpoints)
@@ -124,7 +124,7 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("there", [0, 1, 4])
-def test_random_numbers_of_gpus_go_on_on_another_number_of_them(monkeypatch: pytest.MonkeyPatch, there: int) -> None:
+def test_random_numbers_of_gpus_continue_on_another_number_of_them(monkeypatch: pytest.MonkeyPatch, there: int) -> None:
     state, taken = RandomNumbers().state_dict(), []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: there)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -105,7 +107,7 @@ def test_a_file_may_ask_for_resumption(tmp_path: Path) -> None:
 def test_what_weights_and_data_depend_on_stays(tmp_path: Path, change: str) -> None:
     save(tmp_path)
     name = change.split("=")[0].split(".")[0]
-    with pytest.raises(ConfigError, match=f"resume=true goes on with {name}.*; it cannot be changed to"):
+    with pytest.raises(ConfigError, match=f"resume=true continues with {name}.*; it cannot be changed to"):
         load_config("tiny_cpu", [f"out={tmp_path}", "resume=true", change])
 
 
@@ -113,3 +115,10 @@ def test_a_saved_configuration_that_was_spoiled_is_named(tmp_path: Path) -> None
     (tmp_path / "config.yaml").write_text("stepz: 3\n")
     with pytest.raises(ConfigError, match=r"config\.yaml: .*stepz"):
         load_config("tiny_cpu", [f"out={tmp_path}", "resume=true"])
+
+
+def test_without_hydra_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torchrl_moe.trainers.compose")
+    monkeypatch.setitem(sys.modules, "hydra", None)
+    with pytest.raises(ImportError, match=r"configurations need Hydra: pip install 'torchrl_moe\[train\]'"):
+        importlib.import_module("torchrl_moe.trainers.compose")

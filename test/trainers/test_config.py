@@ -46,13 +46,13 @@ def test_the_defaults_can_be_meant() -> None:
         ("optim.max_tokens", 0, "optim.max_tokens=0 must be positive, or null for none"),
         ("optim.betas", [2, 0.9], "optim.betas=.* must be two numbers, at least 0 and below 1"),
         ("optim.weight_decay", -0.1, "optim.weight_decay=-0.1 must be 0 or more"),
-        ("loss.arguments", {"thresholds": object()}, "a value is no plain number, text, list or dict"),
+        ("loss.arguments", {"thresholds": object()}, "a value is not a plain number, text, list or dict"),
         ("log.loggers", ["tensorboard", "stdout"], "log.loggers=stdout must be of csv, tensorboard"),
         ("checkpoint.keep", 0, "checkpoint.keep=0 must be positive"),
         ("engine.kind", "sglang", "engine.kind=sglang must be one of vllm, transformers"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(name: str, value: Any, message: str) -> None:
+def test_an_invalid_value_is_refused(name: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         changed(name, value).check()
 

@@ -19,6 +19,7 @@ from tensordict import set_list_to_stack
 from torchrl.checkpoint import Checkpoint
 
 from support.engines import EngineShelf, start_engine
+from support.interrupts import interrupts
 from support.processes import process_of
 from support.training import (
     DLOGP_BOUND,
@@ -32,6 +33,7 @@ from support.training import (
     short,
     versions,
 )
+from support.waiting import until
 from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.testing.faults import shift_routes, wrong_ids
 from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer
@@ -148,7 +150,7 @@ def test_the_engine_may_be_renewed_every_few_steps(run: Make) -> None:
 
 
 @pytest.mark.engine
-def test_generation_goes_on_while_the_trainer_trains(run: Make) -> None:
+def test_generation_continues_while_the_trainer_trains(run: Make) -> None:
     """Each sync asks the engine for log-probs of a fixed prompt and compares them with the model's."""
     trainer = run(
         "steps=8",
@@ -379,7 +381,30 @@ def test_a_mistake_costs_an_older_run_nothing(fleet: FakeFleet, tmp_path: Path) 
     assert len(rows_of(tmp_path)) == 1 and (tmp_path / "checkpoints" / "step-000000000001").exists()
 
 
-def test_a_run_that_has_ended_says_how_to_go_on(fleet: FakeFleet, tmp_path: Path) -> None:
+def test_after_a_ctrl_c_the_engine_serves_and_another_trainer_continues(fleet: FakeFleet, tmp_path: Path) -> None:
+    config = fake_config(tmp_path, 3)
+    config.checkpoint.every = 1
+    fleet.generate("hi", {"max_tokens": 1}, use_tqdm=False)  # starts its thread, which stays
+    before = {"tqdm_monitor", *(thread.name for thread in threading.enumerate())}
+    with interrupts() as interrupt, fake_run(fleet, config) as trainer:
+        interrupt(lambda: trainer.steps_done)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        assert 1 <= trainer.steps_done < 3
+        with pytest.raises(RuntimeError, match=r"interrupted: go on with another trainer and config.resume=True"):
+            trainer.train()
+    until(lambda: {thread.name for thread in threading.enumerate()} <= before)
+    assert fleet.states == ["SERVING"] * len(fleet.states)
+    assert fleet.get_num_unfinished_requests() == [0] * len(fleet.states)
+    fleet.generate("hi", {"max_tokens": 1}, use_tqdm=False)
+    config.resume = True
+    with fake_run(fleet, config) as again:
+        again.train()
+        assert again.steps_done == 3
+    assert [int(row["step"]) for row in rows_of(tmp_path)] == [0, 1, 2]
+
+
+def test_a_run_that_has_ended_says_how_to_continue(fleet: FakeFleet, tmp_path: Path) -> None:
     config = fake_config(tmp_path, 1)
     config.checkpoint.every = 0
     with fake_run(fleet, config) as trainer:
@@ -416,7 +441,7 @@ def test_a_held_out_reward_that_hangs_costs_its_evaluation(
             assert not released.is_set()
     finally:
         released.set()
-    assert caplog.text.count("no evaluation at step") == 2 and "did not go on within 0.3 s" in caplog.text
+    assert caplog.text.count("no evaluation at step") == 2 and "did not continue within 0.3 s" in caplog.text
 
 
 # -- kills ------------------------------------------------------------------------------------------------------------
@@ -432,7 +457,7 @@ def wait_for_rows(metrics: Path, count: int, running: subprocess.Popen[bytes]) -
 
 
 @pytest.mark.engine
-def test_a_killed_run_goes_on_from_its_checkpoint(first_run: MoEGRPOTrainer, tmp_path: Path) -> None:
+def test_a_killed_run_continues_from_its_checkpoint(first_run: MoEGRPOTrainer, tmp_path: Path) -> None:
     few = (f"model.source={first_run.record.folder / 'model'}", "rollout.prompts_per_step=2")
     arguments = [f"out={tmp_path}", *few, "steps=500", "seed=3", "checkpoint.every=2", "eval.every=0"]
     program = "from torchrl_moe.trainers.script import main; import sys; sys.exit(main())"

@@ -92,7 +92,7 @@ def test_an_older_run_is_forgotten(leader: Leader, tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["model", "start-own"]
 
 
-def test_a_record_goes_on_from_a_step(leader: Leader, tmp_path: Path) -> None:
+def test_a_record_continues_from_a_step(leader: Leader, tmp_path: Path) -> None:
     for step in range(3):
         leader.record(step).add({"step": step})
     assert [row["step"] for row in leader.record(2).rows] == [0, 1]

@@ -176,11 +176,11 @@ def test_weights_move_as_adamw_moves_them() -> None:
     weight: Any = learner.actor.model.lm_head.weight  # type: ignore[union-attr]
     before, grad = weight.detach().clone(), gradients(learner)["lm_head.weight"]
     learner.optimizer.zero_grad()
-    figures = learner.stepper.step(None, batch_of(learner))  # type: ignore[arg-type]
+    metrics = learner.stepper.step(None, batch_of(learner))  # type: ignore[arg-type]
     # the first step of Adam: the sign of the gradient, nearly
     expected = before * (1 - 1e-3 * 0.1) - 1e-3 * grad / (grad.abs() + 1e-8)
     torch.testing.assert_close(weight.detach(), expected, atol=1e-6, rtol=0)
-    assert float(figures["lr"]) == pytest.approx(1e-3)
+    assert float(metrics["lr"]) == pytest.approx(1e-3)
 
 
 def test_the_schedule_knows_the_steps_of_the_run() -> None:

@@ -28,6 +28,8 @@ def test_qwen3_30b_a3b_by_hand() -> None:
     assert (sizes.layer, sizes.outside) == (layer, outside)
     assert sizes.parameters == sizes.trained == 48 * layer + outside == 30_532_122_624  # 61 064 245 248 B on the hub
     assert sizes.experts == 48 * experts * 3 * hidden * inner
+    assert (sizes.largest, sizes.hidden, sizes.expert_width) == (experts * 2 * inner * hidden, hidden, inner)
+    assert sizes.adapted == 0
     assert (sizes.layers, sizes.top_k, sizes.num_experts) == (48, 8, 128)
     assert sizes.kv == 48 * 2 * 4 * 128
     assert sizes.route_bytes == 48 * 8
@@ -47,6 +49,7 @@ def test_an_adapter_on_attention_by_hand() -> None:
     rank, hidden = 32, 2048
     sizes = ModelSizes.of(model_config_of(OLMOE), ModelConfig(lora=LoRAConfig(rank=rank)))
     assert sizes.adapter == sizes.trained == 16 * 4 * 2 * rank * hidden
+    assert sizes.adapted == 16 * 4 * hidden * hidden
     assert sizes.parameters == 6_919_161_856 + sizes.adapter
 
 

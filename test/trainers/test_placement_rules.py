@@ -45,6 +45,8 @@ def config_of(**changes: Any) -> GRPOConfig:
         (2, {"placement__expert_parallel": 2, "model__lora__rank": 4}, r"model\.lora\.rank goes with plain FSDP2"),
         (2, {"placement__tensor_parallel": 2, "optim__max_tokens": 100}, r"optim\.max_tokens=null is needed"),
         (2, {"engine__sync": {"lora": "adapter"}}, r"engine\.sync\.lora=adapter is for one rank"),
+        (2, {"placement__collective_timeout": 120.0}, r"collective_timeout=120 must be above .*timeout_seconds=120"),
+        (2, {"engine__sync": {"timeout_seconds": 600}}, r"collective_timeout=600 must be above .*timeout_seconds=600"),
         (2, {"engine__sleep": True}, r"engine\.sleep=True is for one GPU"),
         (32, {}, r"rollout\.prompts_per_step=16 is too few: each of 32 shares of a batch has a whole group"),
         (16, {"optim__minibatches": 16}, r"optim\.minibatches=16 is too many: a rank has 8 answers of a step"),
@@ -62,6 +64,8 @@ def test_what_cannot_be_is_refused(
     ("size", "changes"),
     [
         (1, {"optim__max_tokens": 100, "engine__sleep": True}),
+        (1, {"placement__collective_timeout": 1.0}),
+        (2, {"placement__collective_timeout": 61.0, "engine__sync": {"timeout_seconds": 60}}),
         (8, {"optim__max_tokens": 100, "model__lora__rank": 4}),
         (8, {"placement__expert_parallel": 8}),
         (8, {"placement__expert_parallel": 4, "placement__tensor_parallel": 2, "optim__max_tokens": 100}),

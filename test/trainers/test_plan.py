@@ -18,7 +18,8 @@ from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 from torchrl_moe.trainers import ConfigError, GRPOConfig
 from torchrl_moe.trainers.compose import load_config
 from torchrl_moe.trainers.learner import Learner
-from torchrl_moe.trainers.plan import ENGINE, HOST, TRAINER, UPDATE, RunPlan
+from torchrl_moe.trainers.plan import RunPlan
+from torchrl_moe.trainers.plan_row import ENGINE, HOST, TRAINER, UPDATE
 from torchrl_moe.trainers.policy_model import PolicyModel
 from torchrl_moe.trainers.script import main
 
@@ -57,8 +58,52 @@ def test_the_rest_of_qwen3_30b_a3b_by_hand(qwen: RunPlan) -> None:
     assert host["rollouts"] == tokens * 18
     assert host["recorded experts"] == tokens * 48 * 8
     assert host["weight store"] == 2 * 2 * QWEN
-    assert items(qwen, UPDATE) == {"bytes to each replica": 2 * QWEN}
-    assert qwen.seconds["InfiniBand 400 Gb/s"] == pytest.approx(2 * QWEN / 50e9)
+    assert host["the model that is saved"] == 4 * QWEN  # in float32, on rank 0's host
+    assert host["a checkpoint that is written"] == 12 * QWEN  # the larger of the two counts
+    assert (
+        qwen.total(HOST)
+        == sum(host[item] for item in ("rollouts", "recorded experts", "weight store", "processes of replicas"))
+        + 12 * QWEN
+    )
+
+
+def test_a_weight_update_is_gathered_from_the_ranks_and_sent(qwen: RunPlan) -> None:
+    """Each part is cast to the engine's two bytes first; of four ranks' parts a rank has one already."""
+    gathered = 2 * QWEN * 3 // 4
+    found = items(qwen, UPDATE)
+    assert found == {"bytes to each rank from the others": gathered, "bytes to each replica": 2 * QWEN}
+    assert qwen.seconds["InfiniBand 400 Gb/s"] == pytest.approx((gathered + 2 * QWEN) / 50e9)
+    changes = ["model.source=Qwen/Qwen3-30B-A3B", "model.lora.rank=0", "hardware.trainer_gpus=4", "engine.sleep=false"]
+    wide = RunPlan.of(load_config("olmoe_1b_7b", [*changes, "+engine.sync.dtype=trainer"]))
+    assert items(wide, UPDATE) == {
+        "bytes to each rank from the others": 2 * gathered,
+        "bytes to each replica": 4 * QWEN,
+    }
+    assert items(wide, HOST)["weight store"] == 2 * 4 * QWEN
+    (alone,) = items(RunPlan.of(load_config("olmoe_1b_7b")), UPDATE).items()
+    assert alone == ("bytes to each replica", 2 * OLMOE)
+
+
+def test_what_an_adapter_adds_is_gathered_in_float32_by_hand() -> None:
+    """The sum is rounded once: 2 bytes of each frozen number, and 4 of what is added to q, k, v and o of 16 layers."""
+    plan = RunPlan.of(load_config("olmoe_1b_7b", ["hardware.trainer_gpus=8", "engine.sleep=false"]))
+    whole = 2 * OLMOE + 4 * 16 * 4 * 2048 * 2048
+    assert items(plan, UPDATE)["bytes to each rank from the others"] == whole - whole // 8
+    assert items(plan, HOST)["the model that is saved"] == 2 * OLMOE
+
+
+@pytest.mark.parametrize("name", ["pipeline_parallel_size", "data_parallel_size"])
+def test_an_engine_that_is_split_in_a_way_that_is_not_counted_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"does not count engine\.arguments\.{name}=2: use tensor_parallel_size"):
+        RunPlan.of(load_config("qwen3_30b_a3b", [f"+engine.arguments.{name}=2"]))
+    RunPlan.of(load_config("olmoe_1b_7b", [f"+engine.arguments.{name}=1"]))
+
+
+def test_more_gpus_than_rank_0s_host_has_are_noted() -> None:
+    notes = " ".join(RunPlan.of(load_config("qwen3_30b_a3b", ["engine.num_replicas=3"])).notes)
+    assert "rank 0's host would have 10 GPUs" in notes and "gloo" in notes
+    fits = " ".join(RunPlan.of(load_config("multi_node")).notes)  # replicas are Ray's
+    assert "host would have" not in fits and "gloo" not in fits
 
 
 def test_olmoe_with_an_adapter_by_hand() -> None:
@@ -79,6 +124,8 @@ def test_the_packaged_plan_of_qwen3_30b_a3b_fits_and_is_that_by_hand() -> None:
     host, trainer = items(plan, HOST), items(plan, TRAINER)
     assert (host["weights"], host["gradients"], host["AdamW's moments"]) == (4 * QWEN, 4 * QWEN, 8 * QWEN)
     assert host["a checkpoint that is written"] == 12 * QWEN  # a copy of weights and moments
+    largest = 128 * 2 * 768 * 2048
+    assert host["a weight that is gathered to be written"] == 4 * 4 * largest  # by each of four ranks
     assert plan.total(HOST) == 16 * QWEN + 12 * QWEN + sum(
         host[item] for item in ("rollouts", "recorded experts", "weight store", "processes of replicas")
     )

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from support.ranks import run_as_ranks
 from torchrl_moe._errors import RankError
 from torchrl_moe.trainers import rendezvous
+from torchrl_moe.trainers.config import ConfigError
 from torchrl_moe.trainers.rank_group import Ranks, join_ranks
 
 
@@ -59,7 +60,9 @@ def launched(rank: int, port: int, restarts: int, answers: Any) -> None:
     """As torchrun starts a rank; its store is the agent's."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restarts)}
-    ranks = join_ranks(10.0)
+    ranks = join_ranks(10.0, 33.0)
+    default = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    assert default.options._timeout.total_seconds() == 33.0
     answers.put((rank, ranks.gather(rank)))
     ranks.close()
     answers.close()
@@ -83,6 +86,18 @@ def test_ranks_of_hosts_that_have_counted_other_restarts_meet() -> None:
             for rank in ranks:
                 rank.join(10)
                 rank.kill()
+
+
+@pytest.mark.parametrize(("count", "own"), [(1, "1"), (2, "7")])
+def test_a_rank_without_a_gpu_of_its_number_is_refused(monkeypatch: pytest.MonkeyPatch, count: int, own: str) -> None:
+    """As where each task of a cluster's launcher sees one GPU only."""
+    launcher = {"RANK": own, "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "LOCAL_RANK": own}
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(ConfigError, match=rf"LOCAL_RANK={own}: .* and {count} are visible.*CUDA_VISIBLE_DEVICES"):
+        join_ranks(1.0)
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------

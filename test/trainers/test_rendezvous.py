@@ -55,7 +55,7 @@ def message(future: Future[Any]) -> str:
     return str(caught.value)
 
 
-def test_nobody_goes_on_before_the_last_has_come(make: Any) -> None:
+def test_nobody_continues_before_the_last_has_come(make: Any) -> None:
     party = make(60.0)
     early = [party.meet(0), party.meet(2)]
     until(lambda: party.store.check(["0/0", "0/2"]))

@@ -20,7 +20,7 @@ from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer, rollout_engine
 from torchrl_moe.trainers.config import EngineConfig, LossConfig, ModelConfig, RolloutConfig
 from torchrl_moe.trainers.policy_model import PolicyModel
-from torchrl_moe.trainers.rollout_engine import RolloutEngine, beside_ranks, check_room
+from torchrl_moe.trainers.rollout_engine import RolloutEngine, check_room
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +81,10 @@ def test_replicas_without_a_gpu(policy_model: PolicyModel, monkeypatch: pytest.M
     check_room(policy_model, 2, {"tensor_parallel_size": 2})
     with pytest.raises(ConfigError, match=r"^engine\.num_replicas=3 needs 6 GPUs, and there are 4$"):
         check_room(policy_model, 3, {"tensor_parallel_size": 2})
+    with pytest.raises(ConfigError, match=r"^engine\.num_replicas=1 needs 8 GPUs, and there are 4$"):
+        check_room(policy_model, 1, {"data_parallel_size": 2, "pipeline_parallel_size": 4})
+    with pytest.raises(ConfigError, match=r"^engine\.num_replicas=5 needs 5 GPUs, and there are 4$"):
+        check_room(policy_model, 5, {}, "transformers")
 
 
 @pytest.fixture
@@ -94,16 +98,13 @@ def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_replicas_get_the_gpus_after_those_of_ranks(policy_model: PolicyModel, eight_gpus: pytest.MonkeyPatch) -> None:
-    assert beside_ranks(2, {}) == {"devices": [[4], [5]]}
-    assert beside_ranks(2, {"tensor_parallel_size": 2}) == {"devices": [[4, 5], [6, 7]]}
-    assert beside_ranks(1, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}) == {"devices": [[4, 5, 6, 7]]}
+def test_gpus_of_ranks_are_no_room_for_replicas(policy_model: PolicyModel, eight_gpus: pytest.MonkeyPatch) -> None:
     check_room(policy_model, 4, {})
     with pytest.raises(ConfigError, match=r"^engine\.num_replicas=5 needs 5 GPUs, and there are 4$"):
         check_room(policy_model, 5, {})
     check_room(policy_model, 5, {"devices": [[0]] * 5})  # as the user says
-    eight_gpus.delenv("RANK")
-    assert beside_ranks(2, {}) == {}
+    eight_gpus.delenv("WORLD_SIZE")
+    check_room(policy_model, 8, {})
 
 
 def test_other_machines_may_hold_replicas_of_ray(

@@ -127,7 +127,7 @@ def test_rows_are_held_out_or_given(engine: FakeAsyncVLLM) -> None:
     assert (len(prompts(own)), own.held_out) == (6, 4)
 
 
-def test_nothing_held_out_is_no_figure(engine: FakeAsyncVLLM) -> None:
+def test_without_held_out_data_there_is_no_metric(engine: FakeAsyncVLLM) -> None:
     assert of(dataset=ROWS, rewards=exact).evaluate(policy_of(engine)) is None
 
 

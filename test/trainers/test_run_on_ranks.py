@@ -129,7 +129,7 @@ def test_all_ranks_start_from_rank_0s_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_another_number_of_ranks_goes_on_with_a_run(tmp_path: Path, before: int, after: int) -> None:
+def test_another_number_of_ranks_continues_with_a_run(tmp_path: Path, before: int, after: int) -> None:
     def start(ranks: int, config: GRPOConfig) -> dict[str, Any]:
         return run_as_ranks(run, config, nothing)[0] if ranks == 2 else run(config, nothing)
 
@@ -293,7 +293,7 @@ def test_two_ranks_under_torchrun_learn_as_one_process(tmp_path: Path, no_engine
         "eval.every=0",
         "eval.mismatch_every=5",
         "checkpoint.every=20",
-        "optim.max_tokens=200",
+        "optim.max_tokens=320",
         "optim.max_grad_norm=null",
         "hooks=[support.rank_watch:watch]",
     )
@@ -320,8 +320,8 @@ def assert_first_step(out: Path, row: dict[str, str]) -> None:
     with set_list_to_stack(True):
         batch = lazy_stack([row for rank in range(2) for row in unpack((out / f"share-{rank}").read_bytes()).unbind(0)])
         assert len(batch) == 10 * 8
-        figures = learner.scores(batch, 0, True)
-        figures |= {name: float(value) for name, value in learner.stepper.accumulate(batch).items()}
+        metrics = learner.scores(batch, 0, True)
+        metrics |= {name: float(value) for name, value in learner.stepper.accumulate(batch).items()}
     found = torch.load(out / "gradients.pt")
     gradients = {name: weight.grad for name, weight in policy_model.trained.items() if weight.grad is not None}
     assert found.keys() == gradients.keys()
@@ -330,12 +330,12 @@ def assert_first_step(out: Path, row: dict[str, str]) -> None:
     print(f"gradients of the first step: {gap / largest:.1e} of the largest")
     assert gap <= 1e-5 * largest
     for column, name in {"loss": "loss_objective", "kl_approx": "kl_approx", "entropy": "entropy"}.items():
-        assert float(row[column]) == pytest.approx(figures[name], abs=1e-5)
+        assert float(row[column]) == pytest.approx(metrics[name], abs=1e-5)
 
 
 @pytest.mark.engine
 @pytest.mark.soak
-def test_the_run_goes_on_when_a_rank_a_replica_and_the_driver_are_killed(
+def test_the_run_continues_when_a_rank_a_replica_and_the_driver_are_killed(
     tmp_path: Path, no_engine: EngineShelf
 ) -> None:
     out = tmp_path / "run"

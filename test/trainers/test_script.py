@@ -217,7 +217,7 @@ def test_a_run_begins_with_the_model_that_was_made_for_it(tmp_path: Path) -> Non
         assert trainer.policy_model.source == str(tmp_path / "run" / "start-1")
 
 
-def test_a_run_from_a_folder_does_not_go_on_with_another_runs_model(tmp_path: Path) -> None:
+def test_a_run_from_a_folder_does_not_continue_with_another_runs_model(tmp_path: Path) -> None:
     """A model that a function made for an older run lies in the same folder."""
     PolicyModel.load(*made(3), ModelConfig()).save(tmp_path / "run" / "start-1")
     folder = PolicyModel.load(*made(4), ModelConfig()).save(tmp_path / "mine")
@@ -225,7 +225,7 @@ def test_a_run_from_a_folder_does_not_go_on_with_another_runs_model(tmp_path: Pa
         assert first_weight(trainer) == float(other_model(4).lm_head.weight[0, 0])
 
 
-def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_run_continues_where_it_was(tmp_path: Path) -> None:
     folder = PolicyModel.load(*made(1), ModelConfig()).save(tmp_path / "mine")
     with set_list_to_stack(True):
         with trainer_of(tmp_path / "run", str(folder)) as first:

@@ -43,7 +43,7 @@ def test_a_single_process_takes_what_it_gets(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_that_goes_on_takes_the_newest_start(tmp_path: Path) -> None:
+def test_a_run_that_continues_takes_the_newest_start(tmp_path: Path) -> None:
     config = config_of(tmp_path, value=5.0)
     for value in (2.0, 4.0):
         starting_model(*made(value), config, Placement()).save(new_start(tmp_path))
@@ -92,8 +92,43 @@ def test_several_ranks_load_a_folder_as_it_is(tmp_path: Path, loaded: list[Any])
     found = starting_model(None, None, config_of(tmp_path / "run", str(folder)), TWO)
     assert found.start is None and loaded == [(str(folder), 0)]
     starting_model(folder, None, config_of(tmp_path / "run", None), TWO)
-    assert loaded[1] == (folder, 0)
+    assert loaded[1] == (str(folder), 0)
     assert not (tmp_path / "run").exists()
+
+
+class Second(Ranks):
+    """A rank that does what the first one says."""
+
+    rank, size = 1, 2
+
+    def __init__(self, said: Any) -> None:
+        self.said = said
+
+    def from_first(self, value: Any, phase: str) -> Any:
+        assert phase == "making the model"
+        return self.said
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_rank_0_chooses_whatever_the_others_see_or_were_given(tmp_path: Path, loaded: list[Any], is_new: bool) -> None:
+    """A shared folder may look different on another host for a while, and a rank may be given something else."""
+    folder = save_tiny_moe(tmp_path / "model", num_hidden_layers=2)
+    starting_model(*made(2.0), config_of(tmp_path), Placement()).save(new_start(tmp_path))  # which rank 0 has not seen
+    config = config_of(tmp_path, value=5.0)
+    config.resume = True
+    second = Placement(Second((str(folder), is_new)), PlacementConfig())
+    for given in (None, "elsewhere", made()[0]):
+        found = starting_model(given, None, config, second)
+        assert loaded.pop() == (str(folder), 0)
+        assert found.start == (folder if is_new else None)
+
+
+def test_several_ranks_that_continue_load_the_newest_start(tmp_path: Path, loaded: list[Any]) -> None:
+    config = config_of(tmp_path, value=5.0)
+    starting_model(*made(2.0), config, Placement()).save(new_start(tmp_path))
+    config.resume = True
+    found = starting_model(None, None, config, TWO)
+    assert head(found) == 2.0 and found.start is None
 
 
 def test_an_adapter_of_its_own_is_for_one_rank(tmp_path: Path) -> None:

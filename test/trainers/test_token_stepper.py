@@ -26,20 +26,20 @@ def stepper_of(loss: GRPOLoss, max_tokens: int | None = None, **changes: Any) ->
 
 def gradient(max_tokens: int | None, batch: TensorDictBase, **loss: Any) -> tuple[Tensor, dict[str, Tensor], int]:
     actor = BigramActor()
-    figures = stepper_of(GRPOLoss(actor, **loss), max_tokens).accumulate(batch)
+    metrics = stepper_of(GRPOLoss(actor, **loss), max_tokens).accumulate(batch)
     assert actor.logits.grad is not None
-    return actor.logits.grad, figures, len(actor.calls)
+    return actor.logits.grad, metrics, len(actor.calls)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "prompt_mean"])
 @pytest.mark.parametrize(("max_tokens", "parts"), [(24, 2), (8, 6), (12, 4)])
 def test_parts_change_no_gradient(max_tokens: int, parts: int, aggregation: Any) -> None:
     options = {"entropy_bonus": False, "aggregation": aggregation}
-    whole, figures, calls = gradient(None, ragged(samples(SHAPES)), **options)
+    whole, metrics, calls = gradient(None, ragged(samples(SHAPES)), **options)
     split, of_parts, more = gradient(max_tokens, ragged(samples(SHAPES)), **options)
     assert (calls, more) == (1, parts)
     torch.testing.assert_close(split, whole, atol=1e-12, rtol=0)
-    torch.testing.assert_close(of_parts["loss_objective"], figures["loss_objective"], atol=1e-6, rtol=0)
+    torch.testing.assert_close(of_parts["loss_objective"], metrics["loss_objective"], atol=1e-6, rtol=0)
 
 
 def test_samples_without_an_advantage_are_not_computed_and_change_no_gradient() -> None:
@@ -52,13 +52,13 @@ def test_samples_without_an_advantage_are_not_computed_and_change_no_gradient() 
     torch.testing.assert_close(without, with_all, atol=1e-12, rtol=0)
 
 
-def test_a_batch_without_any_advantage_still_has_figures() -> None:
+def test_a_batch_without_any_advantage_still_has_metrics() -> None:
     rollouts = samples(SHAPES[:2])
     for rollout in rollouts:
         rollout["advantage"] = torch.zeros_like(rollout["advantage"])
-    found, figures, _ = gradient(None, ragged(rollouts), entropy_bonus=False)
+    found, metrics, _ = gradient(None, ragged(rollouts), entropy_bonus=False)
     assert not found.any()
-    assert {"loss_objective", "kl_approx", "ESS"} <= figures.keys()
+    assert {"loss_objective", "kl_approx", "ESS"} <= metrics.keys()
 
 
 def test_a_step_moves_the_weights_and_the_learning_rate() -> None:
@@ -70,10 +70,10 @@ def test_a_step_moves_the_weights_and_the_learning_rate() -> None:
     torch.testing.assert_close(loss.actor_network.logits.detach(), before - 0.5 * wanted)
     torch.testing.assert_close(out["grad_norm"], wanted.norm().float())
     assert (out["lr"].item(), stepper.lr) == (0.5, 0.25)
-    figures = stepper.take_figures()
-    assert figures["loss"] == pytest.approx(out["loss_objective"].item())
-    assert figures["ess"] == pytest.approx(out["ESS"].item())
-    assert stepper.take_figures() == {}
+    metrics = stepper.take_metrics()
+    assert metrics["loss"] == pytest.approx(out["loss_objective"].item())
+    assert metrics["ess"] == pytest.approx(out["ESS"].item())
+    assert stepper.take_metrics() == {}
 
 
 def test_a_gradient_is_scaled_down_to_its_greatest_norm() -> None:
@@ -96,7 +96,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_logged_and_counted(caplog: pyt
     assert loss.actor_network.logits.grad is None
 
 
-def test_it_goes_on_from_its_state() -> None:
+def test_it_continues_from_its_state() -> None:
     stepper = stepper_of(GRPOLoss(BigramActor(), entropy_bonus=False))
     stepper.step(None, ragged(samples(SHAPES)))  # type: ignore[arg-type]
     stepper.skipped = 3

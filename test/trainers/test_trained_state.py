@@ -54,7 +54,7 @@ def test_buffers_are_kept(tmp_path: Path) -> None:
     assert again.running_mean is not None and again.running_mean.tolist() == [3.0, 4.0]
 
 
-def test_an_optimizer_goes_on(tmp_path: Path) -> None:
+def test_an_optimizer_continues(tmp_path: Path) -> None:
     def steps(layer: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
         for _ in range(count):
             for weight in layer.parameters():
@@ -110,7 +110,7 @@ PARALLEL: dict[str, Any] = {"adapter": adapted, "EP": expert_parallel, "TP": ten
 
 
 def train(folder: Path, batch: TensorDictBase, way: str, read: Path | None, left: Path | None) -> dict[str, Any]:
-    """Go on from a checkpoint, make two steps, and leave another."""
+    """Continue from a checkpoint, make two steps, and leave another."""
     ranks = join_ranks(60.0)
     config = settings(folder, {**WAYS, **PARALLEL, **WIDE}[way])
     if ranks.size == 1:
@@ -142,7 +142,7 @@ def trains(folder: Path, batch: TensorDictBase, turns: dict[str, tuple[Path | No
 
 
 def check(tmp_path: Path, ways: dict[str, Any], size: int = 2) -> None:
-    """Several ranks go on from what one process left, and one process from what they left."""
+    """Several ranks continue from what one process left, and one process from what they left."""
     folder, batch = save_tiny_moe(tmp_path / "tiny", **MODEL), grouped_batch()
     paths: dict[str, dict[str, Path]] = {
         way: {name: tmp_path / f"{way}, {name}" for name in ("one", "two")} for way in ways
@@ -170,12 +170,12 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert np.abs(np.where(counts, found[name] - value, 0)).max() <= 2e-5, name
 
 
-def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
+def test_another_number_of_ranks_continues(tmp_path: Path) -> None:
     check(tmp_path, WAYS)
 
 
 @pytest.mark.parity
-def test_another_number_of_ranks_goes_on_where_they_split_layers_or_experts(tmp_path: Path) -> None:
+def test_another_number_of_ranks_continues_where_they_split_layers_or_experts(tmp_path: Path) -> None:
     check(tmp_path, PARALLEL)
     check(tmp_path, WIDE, 4)
 

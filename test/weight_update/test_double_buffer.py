@@ -212,7 +212,7 @@ def test_too_few_replicas_are_an_error_and_only_the_late_ones_are_asked_again(tm
         ),
         (
             lambda folder: VLLMDoubleBufferTransport(folder).receive_weights(model=1, strategy=2),
-            "model, strategy: weights are returned, and put nowhere",
+            "model, strategy: weights are returned, not loaded: load them yourself",
         ),
     ],
 )

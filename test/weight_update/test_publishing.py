@@ -160,16 +160,18 @@ def sharded(family: str, **changes: Any) -> Any:
 
 
 def run_rank(folder: Path) -> None:
-    """Publish a sharded model; then let rank 0 fail, and go on."""
+    """Publish a sharded model; then let rank 0 fail, and continue."""
     from torch.distributed.tensor import DTensor
 
     rank, model, whole = dist.get_rank(), sharded("deepseek_v3"), make_tiny_moe("deepseek_v3")
     wanted = checkpoint_tensors(whole)
     gathered: list[int] = []
+    nbytes: list[int] = []
     full_tensor = DTensor.full_tensor
 
     def count(self: Any, **kwargs: Any) -> Any:
         gathered.append(self.numel())
+        nbytes.append(self.numel() * self.dtype.itemsize)
         return full_tensor(self, **kwargs)
 
     DTensor.full_tensor = count  # type: ignore[method-assign]
@@ -195,7 +197,7 @@ def run_rank(folder: Path) -> None:
         raise AssertionError("it was published")
     except WeightSyncError as error:
         assert isinstance(error, ManifestMismatch) == (rank == 0), error
-        assert rank == 0 or "rank 0 could not publish version 8" in str(error)
+        assert rank == 0 or "rank 0 could not begin to publish; see the error of that rank" in str(error)
     writer.expected = None
     assert writer.publish(model.state_dict(), lambda: 9).version == 9  # stacked, sharded, and by name
     if rank == 0:
@@ -206,8 +208,29 @@ def run_rank(folder: Path) -> None:
     except ValueError as error:
         assert "sharded weights are gathered by all ranks" in str(error)
     writer.close()
+    publish_narrow(folder / "narrow", model, nbytes)
     publish_tied(folder / "tied", gathered)
     fail_in_turn(folder / "failing", model)
+
+
+def publish_narrow(folder: Path, model: Any, nbytes: list[int]) -> None:
+    """Publish for an engine of bfloat16, whose checkpoint has one tensor in float32: parts are cast before they are
+    gathered, and what is written is, bit for bit, what one process writes that casts the whole."""
+    whole, norm = make_tiny_moe("deepseek_v3"), "model.norm.weight"
+    expected = {name: (torch.bfloat16, shape) for name, (_, shape) in model_metadata(whole).items()}
+    expected[norm] = torch.float32, expected[norm][1]
+    digests = []
+    for registered, given in ((model, None), (model, model.state_dict()), (whole, None)):
+        writer = publisher(folder / str(len(digests)))
+        writer.register(registered)
+        if dist.get_rank() == 0:
+            writer.expect(expected, torch.bfloat16)
+        nbytes.clear()
+        digests.append(writer.publish(given, lambda: 1).digest)
+        numbers = sum(parameter.numel() for parameter in whole.parameters()) + expected[norm][1].numel()
+        assert sum(nbytes) == (2 * numbers if registered is model else 0)
+        writer.close()
+    assert len(set(digests)) == 1
 
 
 def publish_tied(folder: Path, gathered: list[int]) -> None:
@@ -229,7 +252,7 @@ def publish_tied(folder: Path, gathered: list[int]) -> None:
 
 
 def fail_in_turn(folder: Path, model: Any) -> None:
-    """Let one rank fail before anything is gathered: the other hears of it, and both can go on."""
+    """Let one rank fail before anything is gathered: the other hears of it, and both can continue."""
     rank, sender = dist.get_rank(), VLLMWeightSyncScheme(folder=folder).create_sender()
     sender.register_model(model)
     newest = sender._publisher.newest
@@ -244,7 +267,7 @@ def fail_in_turn(folder: Path, model: Any) -> None:
             raise AssertionError("it was published")
         except WeightSyncError as error:
             assert rank != failing
-            assert f"rank {failing} could not begin to publish; its own error says why" in str(error)
+            assert f"rank {failing} could not begin to publish; see the error of that rank" in str(error)
         except (RuntimeError, OSError) as error:
             assert rank == failing
             assert ("no engine" if update == sender.update_weights else "no such disk") in str(error)

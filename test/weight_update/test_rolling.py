@@ -77,7 +77,7 @@ def test_a_replica_that_does_not_answer_is_not_asked_again(connect: Connect) -> 
 
 
 @pytest.mark.parametrize("noted", [False, True])
-def test_a_replica_that_dies_is_dead_whoever_notes_it_first(connect: Connect, noted: bool) -> None:
+def test_a_replica_that_dies_is_dead_whichever_thread_detects_it(connect: Connect, noted: bool) -> None:
     engine = FakeFleet(3)
 
     def die(_: int) -> Exception:
@@ -103,7 +103,7 @@ def test_who_came_after_the_staging_is_not_swapped(connect: Connect) -> None:
     staged = sender.prefetch(version)
     new = engine.restart(0)
     report = sender.apply(version, staged)
-    assert report.failed == {0: "another process has its place since version 1 was prepared"}
+    assert report.failed == {0: "it was replaced by another process after version 1 was prepared"}
     assert (engine.states, engine.versions) == (["STARTING", "SERVING"], [0, 1])
     assert (new.is_alive(), new.asked["swap_weights"]) == (True, 0)
     sender.bring(0)  # as its supervisor does
@@ -321,7 +321,7 @@ def test_replicas_that_are_lost_do_not_keep_the_others_from_their_turn(connect: 
     assert engine.versions == [1, 1, 0]
 
 
-def test_a_stalled_replica_is_named_and_the_others_go_on(connect: Connect) -> None:
+def test_a_stalled_replica_is_named_and_the_others_continue(connect: Connect) -> None:
     engine = FakeFleet(3)
     sender = connect(engine, timeout_seconds=0.2)
     engine.fakes[0].fail["stage_weights"] = always(Stall())
@@ -417,7 +417,7 @@ def test_a_version_that_one_replica_took_is_what_the_others_get(connect: Connect
 # -- many replicas ----------------------------------------------------------------------------------------------------
 
 
-def test_an_update_of_many_goes_on_without_a_few(connect: Connect) -> None:
+def test_an_update_of_many_continues_without_a_few(connect: Connect) -> None:
     engine = FakeFleet(64)
     sender = connect(engine)
     for index in (3, 17):
@@ -448,7 +448,7 @@ def test_a_share_of_the_replicas_is_swapped_at_the_same_time(connect: Connect) -
     together = threading.Barrier(4)
 
     def wait(asked: int) -> None:
-        together.wait(60.0)  # four are there, or nobody goes on
+        together.wait(60.0)  # four are there, or nobody continues
 
     for fake in engine.fakes:
         fake.fail["swap_weights"] = wait

@@ -8,7 +8,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from support.engines import EngineShelf
+from support.interrupts import interrupts
 from support.reference import TOLERANCE, Reference
 from support.services import RestartingService
 from support.waiting import in_thread, until
@@ -206,7 +207,7 @@ def test_a_model_that_is_not_the_engines_is_refused_before_anything_is_sent(conn
     sender.shutdown()
 
 
-def test_versions_go_on_where_the_engine_is(connect: Connect) -> None:
+def test_versions_continue_where_the_engine_is(connect: Connect) -> None:
     engine = FakeFleet(2)
     first = connect(engine)
     for _ in range(3):
@@ -382,7 +383,7 @@ def test_other_tensors_touch_no_replica_and_cost_no_version(connect: Connect, ba
 
 
 @pytest.mark.parametrize("error", [EngineError("did not answer"), ValueError("1 missing (x)")])
-def test_a_replica_that_cannot_check_goes_on_with_its_old_version(connect: Connect, error: Exception) -> None:
+def test_a_replica_that_cannot_check_continues_with_its_old_version(connect: Connect, error: Exception) -> None:
     engine = FakeFleet(3)
     sender = connect(engine)
     sender.update_weights(weights(1))
@@ -467,7 +468,7 @@ def test_a_late_replica_that_fails_is_not_put_into_service(connect: Connect) -> 
     assert engine.states == ["SERVING", "QUARANTINED"]
 
 
-def test_a_new_process_in_a_replicas_place_is_told_of_the_store(connect: Connect) -> None:
+def test_a_new_process_in_a_replicas_place_is_notified_of_the_store(connect: Connect) -> None:
     engine = FakeFleet(2)
     sender = connect(engine)
     sender.update_weights(weights(6))
@@ -478,7 +479,7 @@ def test_a_new_process_in_a_replicas_place_is_told_of_the_store(connect: Connect
     assert value_in(engine, 1) == 6.0
 
 
-def test_a_replica_that_was_draining_goes_on_draining(connect: Connect) -> None:
+def test_a_replica_that_was_draining_continues_draining(connect: Connect) -> None:
     engine = FakeFleet(2)
     engine.replica_table.set_state(1, ReplicaState.DRAINING)
     sender = connect(engine)
@@ -555,7 +556,7 @@ def change_while_copied(sender: VLLMWeightSender, monkeypatch: pytest.MonkeyPatc
     go.set()
 
 
-def test_the_caller_goes_on_while_a_version_is_copied(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_caller_continues_while_a_version_is_copied(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, go = FakeFleet(2), gate(monkeypatch)
     sender = connect(engine)
     assert sender.publish(weights(4), wait=False) == 1
@@ -701,7 +702,7 @@ def test_an_engine_has_one_sender_at_a_time_and_the_last_one_is_it(connect: Conn
 
 
 def test_replicas_that_die_at_any_moment_come_back_to_the_newest_weights(connect: Connect) -> None:
-    """Sender and supervisor at the same replicas: what dies in a swap is restarted while the swap still goes on."""
+    """Sender and supervisor at the same replicas: what dies in a swap is restarted while the swap still continues."""
     policy = FaultPolicy(first_delay=0.001, longest_delay=0.01, max_restarts=10_000, probe=math.inf, start=5.0)
 
     def make(index: int, _: int) -> FakeWeightReplica:
@@ -917,3 +918,57 @@ def test_an_engine_computes_what_a_model_with_adapters_does(engine: AsyncVLLM, s
     sender.register_model(model.unload())
     assert sender.update_weights(original).failed == {}
     sender.shutdown()
+
+
+# -- interrupted ------------------------------------------------------------------------------------------------------
+
+
+def pool_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("weight-")]
+
+
+@pytest.mark.parametrize("step", ["stage_weights", "swap_weights"])
+@pytest.mark.parametrize("mode", ["hot_swap", "drain", "abort_resume"])
+def test_after_a_ctrl_c_in_an_update_the_engine_serves_and_the_next_one_works(
+    connect: Connect, step: str, mode: str
+) -> None:
+    engine = FakeFleet(3)
+    sender = connect(engine, mode=mode)
+    sender.update_weights(weights(1))
+    reached, interrupted = threading.Event(), threading.Event()
+
+    def hold(asked: int) -> Exception | None:
+        if asked == 1:  # of the second update
+            reached.set()
+            interrupted.wait(60)
+        return None
+
+    engine.fakes[1].fail[step] = hold
+    with interrupts(interrupted.set) as interrupt, pytest.raises(KeyboardInterrupt):
+        interrupt(reached.is_set)
+        sender.update_weights(weights(2))
+    until(lambda: pool_threads() == [])
+    assert engine.states == ["SERVING"] * 3
+    assert [value_in(engine, index) for index in range(3)] == [float(version) for version in engine.versions]
+    assert set(engine.versions) <= {1, 2}
+    engine.generate("hi", {"max_tokens": 1}, use_tqdm=False)
+    report = sender.update_weights(weights(3))
+    assert report.failed == {} and engine.versions == [report.version] * 3
+    assert [value_in(engine, index) for index in range(3)] == [3.0] * 3
+
+
+def test_a_ctrl_c_while_weights_are_written_leaves_no_half_version(connect: Connect) -> None:
+    engine = FakeFleet(2)
+    sender = connect(engine)
+    sender.update_weights(weights(1))
+
+    def cut() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", weights(2)["a"]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sender.update_weights(cut())
+    assert engine.versions == [1, 1] and sender.version == 1
+    report = sender.update_weights(weights(3))
+    assert engine.versions == [report.version] * 2
+    assert [value_in(engine, index) for index in range(2)] == [3.0] * 2

@@ -117,7 +117,7 @@ def test_a_replica_that_stops_in_the_middle_of_a_broadcast_costs_only_its_own_ve
     finally:
         for member in members:
             os.kill(member, signal.SIGCONT)
-    versions.transport.stage(stopped, manifest, StageOptions(), SECONDS)  # it goes on like any other
+    versions.transport.stage(stopped, manifest, StageOptions(), SECONDS)  # it continues like any other
     versions.swap(manifest)
     versions.keep(manifest.version)
     check_new(versions)

@@ -29,7 +29,7 @@ def versions(engine: AsyncVLLM, shelf: EngineShelf, tmp_path: Path) -> Iterator[
 
 
 @pytest.mark.engine("qwen3_moe")
-def test_what_swaps_cut_goes_on_by_itself_and_every_token_is_exact(versions: Versions) -> None:
+def test_what_swaps_cut_continues_by_itself_and_every_token_is_exact(versions: Versions) -> None:
     (replica,) = versions.replicas
     asked = [ask(f"one-{i}", random_ids(i, 12), max_tokens=300) for i in range(6)]
     asked += [ask(f"three-{i}", random_ids(50 + i, 12), max_tokens=300, n=3) for i in range(4)]
@@ -69,7 +69,7 @@ def test_what_swaps_cut_goes_on_by_itself_and_every_token_is_exact(versions: Ver
 @pytest.mark.engine("qwen3_moe")
 @pytest.mark.parametrize("pause", ["abort", "keep"])
 def test_words_that_sampling_kept_are_those_of_the_version_that_sampled(versions: Versions, pause: str) -> None:
-    """Its tokens are exact over them, in both parts of an answer that goes on, or whose cache is made again."""
+    """Its tokens are exact over them, in both parts of an answer that continues, or whose cache is made again."""
     (replica,) = versions.replicas
     before, manifest = versions.now, versions.prepare(51)
     assert versions.changed(before, manifest.version) > 100 * TOLERANCE
@@ -110,7 +110,7 @@ def test_after_a_hot_swap_no_first_token_comes_from_an_old_cache(versions: Versi
 
 @pytest.mark.engine("qwen3_moe")
 @pytest.mark.parametrize("clear_cache", [False, True])
-def test_what_a_hot_swap_froze_goes_on_and_is_exact_if_the_cache_was_dropped(
+def test_what_a_hot_swap_froze_continues_and_is_exact_if_the_cache_was_dropped(
     versions: Versions, clear_cache: bool
 ) -> None:
     """Else the old weights' keys and values stay in its prefix: only what it had before the swap is exact."""
@@ -134,7 +134,7 @@ SEGMENTS = 4
 def test_segments_are_exact_under_recorded_rows_and_far_off_where_they_are_routed_again(
     versions: Versions, pause: str, clear_cache: bool
 ) -> None:
-    """Weights change three times, by 2 %, under answers of which half are read again as the weights of then route."""
+    """Weights change three times, by 2 %, under answers of which half are read again with live routing."""
     (replica,) = versions.replicas
     first = versions.now
     asked = [ask(f"{how}-{i}", random_ids(200 + i, 24), on_resume=how, max_tokens=440) for i in range(2) for how in HOW]
@@ -273,7 +273,7 @@ def test_the_first_step_of_new_weights_is_the_canarys_however_full_the_engine_is
     (norm,) = {weights for weights, _ in steps} - {steps[0][0]}
     since = [tokens for weights, tokens in steps if weights == norm]
     assert since[0] == len(ids)
-    assert since[1] == (64 if clear_cache else 8)  # all that ran is read again, or goes on
+    assert since[1] == (64 if clear_cache else 8)  # all that ran is read again, or continues
     assert [len(completion.outputs[0].token_ids) for completion in done] == [200] * 8 + [3] * 40
     for completion in done:
         versions.check(completion, completion.outputs[0], only=None if clear_cache else before)

@@ -1,4 +1,4 @@
-"""Answers of groups under way, turn by turn: a checkpoint keeps them, and a restored collector goes on from there."""
+"""Answers of unfinished groups, turn by turn: a checkpoint keeps them, and a restored collector continues from them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["Answers", "snapshots"]
 LOG = logging.getLogger(__name__)
 SNAPSHOT_SECONDS = 10.0
 Turns: TypeAlias = "dict[int, dict[int, tuple[Completion, str]]]"
-"""Sample -> turn -> its answer, whole or cut, and how it was asked for."""
+"""Sample -> turn -> its answer, complete or partial, and how it was requested."""
 
 
 class Answers:
-    """Whole answers of the samples under way, and what restored samples go on from. Of one thread.
+    """Complete answers of the running samples, and the answers that restored samples continue from. For one thread.
 
-    A sample is named by its prompt's position in the data and its place in the group. After a restore its environment
-    is played again from the start: an answer is used if its prompt is the same as then, so what an environment does at
-    random begins another answer.
+    A sample is identified by its prompt's position in the data and its index in the group. After a restore its
+    environment runs again from the start. A stored answer is used if its prompt is the same as before; where a random
+    environment gives another prompt, a new answer is generated.
     """
 
     def __init__(self) -> None:
@@ -36,13 +36,13 @@ class Answers:
         self._restored: dict[int, Turns] = {}
 
     def ask(self, position: int, sample: int, arguments: Mapping[str, Any], version: int) -> dict[str, Any]:
-        """Return the arguments of ``agenerate`` for the sample's next turn, with names, and with what it goes on from.
+        """Return the arguments of ``agenerate`` for a sample's next turn: with request ids, and an answer to resume.
 
         Args:
             position: of the prompt.
-            sample: place in the group.
+            sample: index in the group.
             arguments: of this turn.
-            version: the newest; an answer with tokens of a later one is not used.
+            version: the engine's newest weights; an answer with tokens of a later version is not used.
         """
         asked = self._asked.setdefault(position, {}).setdefault(sample, [])
         turn = len(asked)
@@ -56,7 +56,7 @@ class Answers:
         return {**named, "resume": had[0]}
 
     def add(self, position: int, sample: int, completion: Completion) -> None:
-        """Keep a whole answer, for as long as its group is under way."""
+        """Keep a complete answer until its group is complete or dropped."""
         turn = int(completion.request_id.rpartition("-")[2])
         self._whole.setdefault(position, {}).setdefault(sample, {})[turn] = completion
 
@@ -70,7 +70,7 @@ class Answers:
         """Return all answers: position -> sample -> turn -> answer.
 
         Args:
-            under_way: what there is of answers that are not whole, by request id; see :func:`snapshots`.
+            under_way: the partial answers by request id; see :func:`snapshots`.
         """
         state = {at: {sample: dict(turns) for sample, turns in of.items()} for at, of in self._restored.items()}
         everything = ((at, sample, asked) for at, of in self._asked.items() for sample, asked in of.items())
@@ -84,7 +84,7 @@ class Answers:
         return state
 
     def load_state_dict(self, state: Mapping[int, Turns]) -> None:
-        """Go on from the answers of a checkpoint."""
+        """Continue from the answers of a checkpoint."""
         self._restored = dict(state)
 
 
@@ -94,7 +94,7 @@ def _how(arguments: Mapping[str, Any]) -> str:
 
 
 def _fits(had: tuple[Completion, str], arguments: Mapping[str, Any], version: int) -> bool:
-    """Whether an answer is one to what is asked now, in the same way, by weights that the engine has had."""
+    """Whether an answer has the prompt and arguments of the current request, and weights that the engine has had."""
     completion, how = had
     is_known = all(output.policy_versions.max(initial=0) <= version for output in completion.outputs)
     same_ids = np.array_equal(completion.prompt_token_ids, np.asarray(arguments["prompt_token_ids"]))
@@ -102,9 +102,9 @@ def _fits(had: tuple[Completion, str], arguments: Mapping[str, Any], version: in
 
 
 def snapshots(engine: Any) -> dict[str, Completion]:
-    """Return what there is of the requests that an engine's replicas run, by request id; generation goes on meanwhile.
+    """Return the partial answers of the requests that an engine's replicas run, by request id; generation continues.
 
-    A replica that does not answer is left out, and the log says so: then its answers begin again after a restore.
+    A replica that does not answer is left out and logged; its answers start again after a restore.
     """
     found: dict[str, Completion] = {}
     for entry in list(engine.replica_table):
@@ -113,5 +113,5 @@ def snapshots(engine: Any) -> dict[str, Completion]:
         try:
             found.update({one.request_id: one for one in entry.replica.snapshot(SNAPSHOT_SECONDS)})
         except EngineError as error:
-            LOG.warning("answers under way at replica %d are not in the checkpoint: %r", entry.index, error)
+            LOG.warning("running answers at replica %d are not in the checkpoint: %r", entry.index, error)
     return found

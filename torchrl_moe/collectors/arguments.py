@@ -1,4 +1,4 @@
-"""What :class:`~torchrl_moe.collectors.AsyncLLMCollector` makes of its arguments, and what it refuses of them."""
+"""How :class:`~torchrl_moe.collectors.AsyncLLMCollector` reads its arguments, and which values it refuses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def refuse(arguments: Mapping[str, Any]) -> None:
     """Refuse values of TorchRL's arguments that have no meaning here."""
     reasons = {
         "yield_completed_trajectories": (False, "only whole groups are yielded"),
-        "async_envs": (True, "environments are stepped in threads as it is: leave it out"),
+        "async_envs": (True, "environments are stepped in threads anyway: leave it out"),
         "flatten_data": (False, "answers have different lengths: batches are flat"),
     }
     for name, (value, reason) in reasons.items():
@@ -67,7 +67,7 @@ def one_env(env: Any) -> EnvBase:
     """Return the environment.
 
     Raises:
-        TypeError: it is none, and no callable that makes one.
+        TypeError: it is neither an environment nor a callable that makes one.
     """
     env = env() if callable(env) and not isinstance(env, EnvBase) and not is_episode_function(env) else env
     if not isinstance(env, EnvBase):
@@ -82,7 +82,7 @@ def one_policy(policy: Any, factory: Callable[[], Any] | None) -> Any:
     """Return the policy; one of ours in history mode sends the ids of earlier turns.
 
     Raises:
-        ValueError: there are none, or two.
+        ValueError: none or both are given.
     """
     if (policy is None) == (factory is None):
         raise ValueError("pass either policy= or policy_factory=")
@@ -93,9 +93,9 @@ def one_policy(policy: Any, factory: Callable[[], Any] | None) -> Any:
 
 
 def engine_of(policy: Any) -> GenerationService | None:
-    """Return the engine behind a policy, which knows the version of its weights; ``None`` if there is none such.
+    """Return the engine behind a policy, if it knows the version of its weights; else ``None``.
 
-    A ``vllm.LLM`` knows none, nor do policies of TorchRL's own.
+    A ``vllm.LLM`` does not know it, nor do TorchRL's own policies.
     """
     model = policy.model if isinstance(policy, vLLMWrapper) else None
     return model if isinstance(model, GenerationService) else None
@@ -120,9 +120,9 @@ class Source(NamedTuple):
     """Where samples come from."""
 
     env: EnvBase | EpisodeFunction
-    """An environment, or the async function that plays a sample."""
+    """An environment, or the async function that runs a sample."""
     make: Callable[[], EnvBase] | None
-    """Makes more environments; ``None``: copies are made."""
+    """Makes more environments; ``None``: the given one is copied."""
     dataloader: Iterable[Any]
     group_size: int
     """Samples of a prompt; at least 1."""
@@ -132,7 +132,7 @@ def source_of(env: EnvLike, dataloader: Iterable[Any] | None, group_size: int | 
     """Return where samples come from. Data and group size are those of the environment if they are not given.
 
     Raises:
-        TypeError: ``env`` is nothing that samples can be played in.
+        TypeError: ``env`` is neither an environment, a callable that makes one nor an async function.
         ValueError: there is no data, or the group size is below 1.
     """
     if group_size is not None and group_size < 1:
@@ -155,7 +155,7 @@ def _data(dataloader: Iterable[Any] | None) -> Iterable[Any]:
 
 
 def pool_of(env: EnvBase | EpisodeFunction, make: Callable[[], EnvBase] | None) -> EnvironmentPool | Workflow:
-    """Return what plays samples in an environment, or by an async function."""
+    """Return what runs samples, in environments or by an async function."""
     return EnvironmentPool(env, make) if isinstance(env, EnvBase) else Workflow(env)
 
 

@@ -37,44 +37,47 @@ class _ShutDown(CollectionError):
 
 
 class AsyncLLMCollector(Reports):
-    """Collects groups of answers without pause, for a trainer that takes them batch by batch.
+    """Collects groups of answers continuously, for a trainer that takes them batch by batch.
 
     Args:
-        env: an environment, or a callable that makes one. Of batch size ``(group_size,)`` it plays groups of one turn;
-            of ``(1,)`` one sample, for as many turns as it likes. A ``ChatEnv`` of another size is made again. Or an
-            async function that plays a sample: ``await episode(data, ask)`` returns the reward.
+        env: an environment, or a callable that makes one. With batch size ``(group_size,)`` it runs whole groups of one
+            turn; with ``(1,)`` one sample of any number of turns. A ``ChatEnv`` of another size is rebuilt. Or an async
+            function that runs a sample: ``await episode(data, ask)`` returns the reward.
         policy: a :class:`~torchrl_moe.modules.vLLMWrapper`, without ``num_samples``.
-        policy_factory: makes it instead.
+        policy_factory: makes the policy; give one of the two.
         dialog_turns_per_batch: answers in a batch, if ``groups_per_batch`` is not given.
         yield_only_last_steps: whether to keep only the last turn of each sample.
-        yield_completed_trajectories: nothing else is yielded; ``False`` is refused.
+        yield_completed_trajectories: only complete samples are yielded; ``False`` is refused.
         postproc: applied to each batch.
-        total_dialog_turns: rows after which it ends; -1 for never.
-        async_envs: refused: the environments are stepped in threads as it is.
-        replay_buffer: is extended with each batch; then ``None`` is yielded.
-        reset_at_each_iter: of no effect: each answer begins with a reset.
+        total_dialog_turns: rows after which the collection ends; -1 for never.
+        async_envs: refused: the environments are stepped in threads anyway.
+        replay_buffer: extended with each batch; ``None`` is yielded in the batch's place.
+        reset_at_each_iter: no effect: each sample starts with a reset.
         flatten_data: batches are flat; ``False`` is refused.
         weight_updater: TorchRL's, used by :meth:`update_policy_weights_`.
-        queue: refused; it would lose the oldest data silently.
-        track_policy_version: whether rows, which always carry ``"policy_version"``, have it in ``next`` too, where
-            TorchRL's have it.
-        verbose: whether to show a bar over answers, with the mean reward, the mean age and the groups in line.
-        dataloader: prompts; default: that of the environment's ``DataLoadingPrimer``.
+        queue: refused, because it drops the oldest data silently.
+        track_policy_version: rows always carry ``"policy_version"``; whether to write it to ``next`` too, as TorchRL
+            does.
+        verbose: whether to show a progress bar over answers, with mean reward, mean age and queued groups.
+        dataloader: the prompts; default: the dataloader of the environment's ``DataLoadingPrimer``.
         group_size: answers to a prompt; default: the primer's ``repeats``, or 1.
-        groups_per_batch: whole groups in a batch.
-        max_staleness: the greatest age of a token as it is trained, in weight updates, time in the queue included. 0
-            begins the next batch when the last one has been trained.
-        order: ``"fifo"``; ``"window"``: any of the oldest W = window (S + 1) P groups; ``"ready"``: as they come.
-        window: see there.
-        on_stale: ``"wait"`` paces beginnings so that none is too old; ``"drop"`` drops what is, and begins another one.
+        groups_per_batch: complete groups in a batch.
+        max_staleness: the greatest age of a token when it is trained on, in weight updates, time in the queue included.
+            With 0, a batch starts when the last one has been trained on.
+        order: which groups make the next batch: ``"fifo"``: the oldest; ``"window"``: any of the oldest W = window (S +
+            1) P groups (S ``max_staleness``, P ``groups_per_batch``); ``"ready"``: any complete ones.
+        window: the share in that formula, above 0 and at most 1.
+        on_stale: ``"wait"`` starts groups late enough that none gets too old; ``"drop"`` drops groups that are too old
+            and starts others.
         on_weight_update: must be ``None``: what an update does to running answers is the weight sync's ``mode``.
-        max_in_flight: answers that are generated at a time; ``"auto"``: as many as the engine admits.
-        over_sample: begins so many times the groups that are needed, and drops the late ones; needs
+        max_in_flight: answers generated at a time; ``"auto"``: as many as the engine admits.
+        over_sample: starts this many times the groups that are needed and drops the late ones; needs
             ``on_stale="drop"``.
-        group_filter: of a group's rows ``[rows]``, whether it is worth training on; another one replaces it.
-        max_failures: how many groups may fail in their environment or reward before that is raised.
+        group_filter: called with a group's rows ``[rows]``; returns whether to train on it. A rejected group is
+            replaced.
+        max_failures: how many groups may fail in their environment or reward before the error is raised.
         reward_timeout: seconds that a call of an environment may take.
-        heartbeat_timeout: seconds without any progress after which it raises; ``None`` for never.
+        heartbeat_timeout: seconds without progress after which it raises; ``None`` for never.
 
     Raises:
         ValueError: an argument makes no sense.
@@ -90,7 +93,7 @@ class AsyncLLMCollector(Reports):
     """
 
     init_random_frames = 0  # TorchRL's trainer reads it
-    is_paced_by_updates = False  # in an actor, whose driver fills a buffer from a thread
+    is_paced_by_updates = False  # True in an actor whose driver fills a buffer from a thread
 
     def __init__(
         self,
@@ -143,7 +146,7 @@ class AsyncLLMCollector(Reports):
         self.policy.register_collector(self)
 
     def _begin_counting(self) -> None:
-        """Make what a collection changes."""
+        """Make the state of the collection."""
         self._frames = 0
         self._collection = CollectionStats()
         self._rollouts = Rollouts(
@@ -170,7 +173,7 @@ class AsyncLLMCollector(Reports):
                 yield batch
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
-        """Yield batches; after an error the collector is shut down, and raises it again. A Ctrl-C leaves it running."""
+        """Yield batches; after an error the collector is shut down and raises it again. It survives a Ctrl-C."""
         try:
             yield from self.iterator()
         except BaseException as error:
@@ -192,9 +195,9 @@ class AsyncLLMCollector(Reports):
 
     def _ask(self, future: Future[TensorDictBase]) -> None:
         self._progress.begin(self._frames)
-        is_writer = threading.current_thread() is self._writer  # then nobody says what was trained but the updates
+        is_writer = threading.current_thread() is self._writer  # then only weight updates say what was trained on
         if not self._call(self._rollouts.ask, future, not (is_writer or self.is_paced_by_updates)):
-            raise _ShutDown(OVER) if self._is_over else RuntimeError("a collector is of no use in a forked process")
+            raise _ShutDown(OVER) if self._is_over else RuntimeError("a collector does not work in a forked process")
 
     def _accept(self, batch: TensorDictBase) -> TensorDictBase | None:
         """Give a batch to the trainer, or to the buffer."""
@@ -226,7 +229,7 @@ class AsyncLLMCollector(Reports):
 
     def _refuse_own_loop(self) -> None:
         if self._loop.is_here:
-            raise RuntimeError("this would wait for itself: await asyncio.to_thread(collector.method)")
+            raise RuntimeError("this call would wait for itself: await asyncio.to_thread(collector.method)")
 
     # -- free running -----------------------------------------------------------------------------------------------
 
@@ -235,7 +238,7 @@ class AsyncLLMCollector(Reports):
 
         Raises:
             RuntimeError: there is no buffer.
-            Exception: what has ended the collection before.
+            Exception: the error that ended the collection earlier.
         """
         if self.replay_buffer is None:
             raise RuntimeError("start() fills a replay buffer: pass replay_buffer=, or iterate over the collector")
@@ -254,14 +257,14 @@ class AsyncLLMCollector(Reports):
             self._call(self._rollouts.fail, error)
 
     def is_running(self) -> bool:
-        """Whether :meth:`start` was called and has not come to its end."""
+        """Whether :meth:`start` was called and its thread has not ended."""
         return self._writer is not None and self._writer.is_alive()
 
     def getattr_rb(self, attr: str) -> Any:
         """Return an attribute of the buffer.
 
         Raises:
-            Exception: what ended the collection. TorchRL's trainer waits here for the first write.
+            Exception: the error that ended the collection. TorchRL's trainer waits here for the first write.
         """
         if self._failure is not None:
             raise self._failure
@@ -277,10 +280,10 @@ class AsyncLLMCollector(Reports):
 
     @contextmanager
     def pause(self, resume: bool = True) -> Iterator[None]:
-        """Begin nothing new within the context; what is under way goes on.
+        """Start no new group within the context; running ones continue.
 
         Args:
-            resume: whether to begin again after it.
+            resume: whether to start groups again afterwards.
         """
         self._in_loop(self._pause, 1)
         try:
@@ -313,12 +316,12 @@ class AsyncLLMCollector(Reports):
         return self.policy.model
 
     def update_policy_weights_(self, policy_or_weights: Any = None, **kwargs: Any) -> None:
-        """Have TorchRL's weight updater push weights, if there is one; else the sync scheme's sender has done that."""
+        """Push weights with TorchRL's weight updater, if there is one; else the sync scheme's sender has done so."""
         if self.weight_updater is not None:
             self.weight_updater.push_weights(policy_or_weights, **kwargs)
         self.increment_version()
 
-    # -- figures ----------------------------------------------------------------------------------------------------
+    # -- metrics ----------------------------------------------------------------------------------------------------
 
     @property
     def dialog_turns_per_batch(self) -> int:
@@ -328,22 +331,22 @@ class AsyncLLMCollector(Reports):
     requested_frames_per_batch = dialog_turns_per_batch
 
     def stats(self) -> dict[str, int | float | bool]:
-        """Return figures by name, plain numbers for a logger: ``logger.log_metrics(collector.stats(), step)``."""
+        """Return metrics by name, plain numbers for a logger: ``logger.log_metrics(collector.stats(), step)``."""
         in_line = {"collector/groups_in_line": self._schedule.in_line}
         return {**super().stats(), **in_line, **self._collection.scalars()}
 
     def evaluate(
         self, env: EnvLike, n: int, *, dataloader: Iterable[Any] | None = None, **generate_kwargs: Any
     ) -> TensorDictBase:
-        """Answer ``n`` held-out prompts, before anything else, while the collection goes on; see :func:`evaluate`."""
+        """Answer ``n`` held-out prompts, at top priority, while the collection continues; see :func:`evaluate`."""
         return evaluate(self.policy, env, n, dataloader, **generate_kwargs)
 
     # -- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the data is, groups that wait for the trainer, and answers so far; generation goes on meanwhile.
+        """Return the position in the data, the complete groups and the answers so far; generation continues.
 
-        Batches that were given out count as trained.
+        Batches that were yielded count as trained on.
         """
         self._refuse_own_loop()
         cut = snapshots(self.policy.model)
@@ -351,12 +354,12 @@ class AsyncLLMCollector(Reports):
             return {"frames": self._frames, **self._in_loop(self._rollouts.state_dict, awaited, cut)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where another collector of the same data was; call it before the first batch."""
+        """Continue where another collector of the same data stopped; call it before the first batch."""
         self._in_loop(self._rollouts.load_state_dict, state_dict)
         self._frames = state_dict["frames"]
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed what shuffles the data, the engine and the environment. Draws of an engine depend on batching too.
+        """Seed what shuffles the data, the engine and the environment. What an engine draws also depends on batching.
 
         Returns:
             The next seed to use.
@@ -368,7 +371,7 @@ class AsyncLLMCollector(Reports):
     # -- end --------------------------------------------------------------------------------------------------------
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Abort what is under way, and end the threads. Idempotent; the engine is its owner's."""
+        """Abort running requests and end the threads. Idempotent; the engine stays up for its owner."""
         del raise_on_error
         if self._is_over:
             return

@@ -1,4 +1,4 @@
-"""The bar that shows how far a collection is."""
+"""The progress bar of a collection."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["CollectionProgress"]
 
 
 class CollectionProgress:
-    """A bar over answers. As a context it ends with the collection, also by an error; a Ctrl-C leaves it where it is.
+    """A progress bar over answers. As a context manager it closes at the end and on an error; a Ctrl-C leaves it open.
 
     Args:
-        total: answers; below 0 if there is no end.
-        shown: whether it is seen; otherwise nothing is made or printed.
+        total: number of answers; below 0 if there is no end.
+        shown: whether to show it; otherwise nothing is created or printed.
     """
 
     def __init__(self, total: int, shown: bool) -> None:
@@ -25,24 +25,24 @@ class CollectionProgress:
         self._bar: Any = None
 
     def begin(self, answers: int) -> None:
-        """Show it, with what was done before, unless it is seen already."""
+        """Show it, with the progress so far, unless it is shown already."""
         if self._shown and self._bar is None:
             self._bar = tqdm(total=self._total, initial=answers, desc="collect", unit="answer", dynamic_ncols=True)
 
-    def show(self, answers: int, figures: Mapping[str, float]) -> None:
+    def show(self, answers: int, metrics: Mapping[str, float]) -> None:
         """Show how many answers there are; the same call again changes nothing.
 
         Args:
             answers: all of them so far.
-            figures: shown beside it, rounded.
+            metrics: shown beside it, rounded.
         """
         self.begin(answers)
         if self._bar is not None:
-            self._bar.set_postfix(figures, refresh=False)
+            self._bar.set_postfix(metrics, refresh=False)
             self._bar.update(answers - self._bar.n)
 
     def close(self) -> None:
-        """End it for good, and leave its last line. Idempotent."""
+        """Close it and leave its last line. Idempotent."""
         self._shown = False
         if self._bar is not None:
             self._bar.close()
@@ -54,5 +54,5 @@ class CollectionProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None or issubclass(kind, Exception):  # else it may go on: a Ctrl-C, or a generator that is closed
+        if kind is None or issubclass(kind, Exception):  # else it may continue: a Ctrl-C, or a generator that is closed
             self.close()

@@ -1,4 +1,4 @@
-"""What a collector remembers: batches, waits, answers in flight, weight updates. Bounded; it knows no engine."""
+"""The history of a collector: batches, waits, answers in flight, weight updates. Of bounded size; knows no engine."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ __all__ = ["OTHERS", "CollectionRecord"]
 LIMIT = 10_000
 REPLICAS = 16
 OTHERS = -1
-"""In place of a replica's index: all beyond the first 16."""
+"""Stands for all replicas beyond the first 16."""
 SAMPLE_SECONDS = 0.1
 
 
 class CollectionRecord:
-    """Notes of a collector, the newest of each kind. Safe to use from any thread; seconds are those of the clock.
+    """History of a collector, the newest entries of each kind. Thread-safe; times are seconds of ``clock``.
 
     Args:
         limit: how many batches, waits, samples of answers in flight, and updates are kept; 10 000 take 25 MB.
         clock: monotonic seconds.
 
     Attributes:
-        batch: the last that was given out, itself; ``None`` before the first.
-        batches: how many were given out, those that are forgotten too.
+        batch: the last batch that was yielded, not a copy; ``None`` before the first.
+        batches: how many were yielded, including those no longer kept.
         waited: seconds that the trainer has waited for batches.
-        taker: who takes the batches.
+        taker: what takes the batches, for plots.
 
     >>> record = CollectionRecord()
     >>> with record.wait():
@@ -53,7 +53,7 @@ class CollectionRecord:
         self.batches = 0
         self.waited = 0.0
         self.taker = "trainer"
-        self._waited_before = 0.0  # for the batches that were given out
+        self._waited_before = 0.0  # for the batches that were yielded
         self._waiting_since: float | None = None
         self._rows: deque[dict[str, Any]] = deque(maxlen=limit)
         self._waits: deque[tuple[float, float]] = deque(maxlen=limit)
@@ -65,7 +65,7 @@ class CollectionRecord:
 
     @contextmanager
     def wait(self) -> Iterator[None]:
-        """Note how long the trainer waits in the context, whatever ends it."""
+        """Record how long the trainer waits in the context, however it ends."""
         began = self._waiting_since = self._clock()
         try:
             yield
@@ -75,26 +75,26 @@ class CollectionRecord:
                 self._waits.append((began, self._clock()))
                 self.waited += self._clock() - began
 
-    def add(self, batch: TensorDictBase, figures: Mapping[str, Any]) -> None:
-        """Note a batch that is given out. It is kept until the next one comes, and not copied.
+    def add(self, batch: TensorDictBase, metrics: Mapping[str, Any]) -> None:
+        """Record a batch that is yielded. It is kept, not copied, until the next one.
 
         Args:
-            batch: itself.
-            figures: of the batch, plain numbers by name.
+            batch: the batch.
+            metrics: of the batch, plain numbers by name.
         """
         with self._lock:
             waited = self.waited - self._waited_before
-            self._rows.append({"time": datetime.now(UTC), "batch": self.batches, "waited": waited, **figures})
+            self._rows.append({"time": datetime.now(UTC), "batch": self.batches, "waited": waited, **metrics})
             self.batch, self.batches, self._waited_before = batch, self.batches + 1, self.waited
 
     def in_flight(self, counts: Iterable[tuple[int, int]]) -> None:
-        """Note how many answers each replica is generating, unless that is known well enough.
+        """Record how many answers each replica is generating, unless the last sample is recent enough.
 
-        A change is noted ten times a second at most, and less often as time goes by, so that the notes always reach
-        back over more than half of the past.
+        A change is recorded at most ten times a second, and less often as time goes by, so that the samples always
+        cover more than half of the past.
 
         Args:
-            counts: index and answers, replica by replica; not read if it is too early.
+            counts: index and answers of each replica; not read if the last sample is recent enough.
         """
         now = self._clock()
         if now - self._sampled_at < max(SAMPLE_SECONDS, (now - self._began) / self._limit):
@@ -109,20 +109,20 @@ class CollectionRecord:
                 self._samples.append((now, sample))
 
     def updated(self, version: int) -> None:
-        """Note that the engine has new weights."""
+        """Record that the engine has new weights."""
         with self._lock:
             self._updates.append((self._clock(), version))
 
-    # -- what they say ----------------------------------------------------------------------------------------------
+    # -- reading ----------------------------------------------------------------------------------------------------
 
     @property
     def last(self) -> Mapping[str, Any]:
-        """The figures of the last batch; empty before the first."""
+        """The metrics of the last batch; empty before the first."""
         with self._lock:
             return self._rows[-1] if self._rows else {}
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the figures of each batch: ``time`` (UTC), ``batch`` (from 0), ``waited`` (s), and what was given."""
+        """Return the metrics of each batch: ``time`` (UTC), ``batch`` (from 0), ``waited`` (s), and those given."""
         with self._lock:
             return list(self._rows)
 
@@ -133,7 +133,7 @@ class CollectionRecord:
 
     @property
     def end(self) -> float:
-        """Seconds from the beginning to the last thing that was noted; a wait that goes on lasts until now."""
+        """Seconds from the start to the last recorded event; a wait in progress lasts until now."""
         with self._lock:
             if self._waiting_since is not None:
                 return self._clock() - self._began
@@ -142,7 +142,7 @@ class CollectionRecord:
             return max(last, default=self._began) - self._began
 
     def phases(self) -> list[dict[str, Any]]:
-        """Return what the trainer did: ``phase``, ``start`` and ``seconds``, in order; between two waits it trains."""
+        """Return the trainer's phases: ``phase``, ``start`` and ``seconds``, in order; between two waits it trains."""
         end = self.end + self._began
         with self._lock:
             waits = list(self._waits)

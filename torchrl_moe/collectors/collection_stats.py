@@ -1,4 +1,4 @@
-"""What a collector counts. Names are those of TorchRL's scripts where they have one."""
+"""The counts of a collector, under the names of TorchRL's scripts where they have one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["CollectionStats"]
 
 
 class CollectionStats:
-    """Counts of a collector, and figures of its last batch. One thread writes; any may read.
+    """Counts of a collector, and metrics of its last batch. One thread writes; any may read.
 
     Attributes:
         in_flight: answers that are being generated.
@@ -49,11 +49,11 @@ class CollectionStats:
         self._sampled[1] += group.tokens
 
     def dropped(self, reason: str) -> None:
-        """Count a group that is not, which another one replaces."""
+        """Count a group that is dropped and replaced."""
         self._drops[reason] += 1
 
     def gave_out(self, groups: Sequence[Group], version: int) -> None:
-        """Take the figures of a batch that is trained at a version."""
+        """Set the metrics of a batch that is trained on at a version."""
         now = time.monotonic()
         ages = [max(version - group.oldest, 0) for group in groups]
         segments = [int(row) for group in groups if group.rows is not None for row in _segments(group)]
@@ -69,7 +69,7 @@ class CollectionStats:
         }
 
     def scalars(self) -> dict[str, float]:
-        """Return all of it, by name, for a logger."""
+        """Return all metrics by name, for a logger."""
         now = time.monotonic()
         seconds = max(now - self._began, 1e-9)
         idle = self._idle + (0.0 if self._in_flight else now - self._changed_at)

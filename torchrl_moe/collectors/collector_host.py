@@ -1,4 +1,4 @@
-"""What runs in the actor of a collector in Ray: a collector of this package, and its calls. It knows no Ray."""
+"""What runs in the Ray actor of a collector: a local collector, and the calls on it. It does not import Ray."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ASK_SECONDS = 2.0
 
 
 class CollectorHost:
-    """Holds a collector for a driver elsewhere. Methods may be called from several threads at a time."""
+    """Holds a collector for a driver in another process. Methods may be called from several threads at a time."""
 
     def __init__(self) -> None:
         self._made: Any = None
@@ -46,14 +46,14 @@ class CollectorHost:
     @property
     def _collector(self) -> Any:
         if self._made is None:
-            raise CollectionError("Ray has restarted the collector's actor, and its place in the data is lost")
+            raise CollectionError("Ray has restarted the collector's actor, and its position in the data is lost")
         return self._made
 
     def next(self, is_writer: bool = False) -> bytes:
-        """Return the next batch, or the ``None`` that stands for one, in a tuple, packed; an empty one at the end.
+        """Return a packed tuple of the next batch, or of the ``None`` in its place; an empty tuple at the end.
 
         Args:
-            is_writer: whether it is for a buffer, so that asking does not say that the last one was trained.
+            is_writer: whether it is for a buffer; then asking does not mean that the last batch was trained on.
         """
         self._collector.is_paced_by_updates = is_writer
         self._batches = iter(self._collector) if self._batches is None else self._batches
@@ -62,7 +62,7 @@ class CollectorHost:
         except StopIteration:
             return pack(())
         except Exception:
-            self._batches = None  # it would look like the end
+            self._batches = None  # the generator is closed, and would look exhausted
             raise
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -74,11 +74,11 @@ class CollectorHost:
         return getattr(self._collector, attribute)
 
     def increment_version(self) -> None:
-        """Note a weight update, once the replicas have said which weights they hold: their stats would say it later."""
+        """Record a weight update, after asking the replicas for their versions, since their stats arrive later."""
         table: Any = getattr(getattr(self._collector.policy, "model", None), "replica_table", ())
         for entry in table:
             if entry.state is ReplicaState.SERVING:
-                with contextlib.suppress(EngineError, OSError):  # its stats say it, or that it died
+                with contextlib.suppress(EngineError, OSError):  # the stats will report the version, or the death
                     version = entry.replica.weights_version(ASK_SECONDS)
                     with table.lock:
                         if version > entry.version:
@@ -102,7 +102,7 @@ class CollectorHost:
         return evaluate(self._collector.policy, env, n, dataloader, **generate_kwargs)
 
     def pause(self, resume: bool) -> None:
-        """Enter the collector's ``pause``, and stay there until :meth:`end_pause`."""
+        """Enter the collector's ``pause`` and stay in it until :meth:`end_pause`."""
         pause = self._collector.pause(resume)
         pause.__enter__()
         self._pauses.append(pause)

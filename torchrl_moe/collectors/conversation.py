@@ -1,4 +1,4 @@
-"""What one sample asked the engine, and what it was answered: a row for each turn, laid out as an environment's."""
+"""The requests and answers of one sample: a row for each turn, laid out as an environment's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 __all__ = ["Conversation", "PromptLike"]
 
 PromptLike: TypeAlias = "History | Sequence[Mapping[str, Any]] | str | Sequence[int] | Tensor"
-"""All that stands before an answer, as the policy's ``input_mode`` reads it.
+"""The whole prompt of an answer, in the form of the policy's ``input_mode``.
 
 ``"history"``: a ``History`` ``[turns]``, messages (``{"role": ..., "content": ...}``), or text, a single message of the
 user. ``"text"``: text. ``"tokens"``: ids."""
@@ -45,7 +45,7 @@ class Conversation:
         self._data = data
         self._generate_kwargs = dict(generate_kwargs)
         self._asked = 0
-        self._answers: dict[int, TensorDictBase] = {}  # by the order in which they were asked for
+        self._answers: dict[int, TensorDictBase] = {}  # in the order of the requests
         self._under_way: set[asyncio.Future[Completion]] = set()
         self._is_over = False
 
@@ -57,8 +57,8 @@ class Conversation:
     async def ask(self, prompt: PromptLike, **generate_kwargs: Any) -> TensorDictBase:
         """Return the answer to a prompt, ``[]``, with the keys that the policy writes.
 
-        A prompt that goes on from an earlier answer sends that one's token ids, and its log-probs, routes and versions
-        stand in the new one too.
+        A prompt that continues an earlier answer sends its token ids; its log-probs, routes and versions are in the new
+        answer too.
 
         Args:
             prompt: see :data:`PromptLike`.
@@ -67,10 +67,10 @@ class Conversation:
         Raises:
             TypeError: the policy reads another kind of prompt.
             EngineError: there is no answer.
-            RuntimeError: the sample's episode has come to its end.
+            RuntimeError: the sample's episode has ended.
         """
         if self._is_over:
-            raise RuntimeError("this episode is over: nothing can be asked in it any more")
+            raise RuntimeError("this episode has ended: it cannot ask for another answer")
         request = self._request(self._read(prompt), {**self._generate_kwargs, **generate_kwargs})
         place = self._asked
         self._asked += 1
@@ -84,7 +84,7 @@ class Conversation:
         return answer
 
     async def close(self) -> None:
-        """End what is being generated for nobody."""
+        """Cancel the requests that nothing waits for any more."""
         self._is_over = True
         if self._under_way:
             for completion in self._under_way:
@@ -92,10 +92,10 @@ class Conversation:
             await asyncio.wait(self._under_way)
 
     def rows(self, reward: Any) -> list[TensorDictBase]:
-        """Return a row ``[]`` for each answer, in the order in which they were asked for; the last one is done.
+        """Return a row ``[]`` for each answer, in the order of the requests; the last row is done.
 
         Args:
-            reward: a number for the last turn, or one for each.
+            reward: a number for the last turn, or one number per turn.
 
         Raises:
             ValueError: nothing was asked, or there are more or fewer rewards than turns.
@@ -127,10 +127,10 @@ class Conversation:
             if mode == "tokens" and not isinstance(prompt[0], Mapping):
                 return torch.as_tensor(prompt, dtype=torch.int64)
         kinds = {"history": "a History [turns], messages, or text", "text": "text", "tokens": "token ids"}
-        raise TypeError(f"a policy of input_mode={mode!r} is asked with {kinds[mode]}, got {prompt!r:.200}")
+        raise TypeError(f"a policy of input_mode={mode!r} takes {kinds[mode]}, got {prompt!r:.200}")
 
     def _request(self, prompt: Any, generate_kwargs: dict[str, Any]) -> SampleRequest:
-        """Return the request for a prompt, with the ids of the latest answer that it goes on from, if any."""
+        """Return the request for a prompt, with the ids of the latest answer that it continues, if any."""
         keys = self._policy.keys
         written = (keys.tokens, keys.masks, keys.log_probs, keys.routed_experts, "policy_versions", "resume", SAMPLING)
         known = [key for key in written if key is not None]
@@ -174,7 +174,7 @@ def _rewards(reward: Any, turns: int) -> list[float]:
     if isinstance(plain, Real):
         return [0.0] * (turns - 1) + [float(plain)]
     if not isinstance(plain, list | tuple) or not all(isinstance(one, Real) for one in plain):
-        raise TypeError(f"an episode returns its reward, a number, or one for each turn, got {reward!r:.200}")
+        raise TypeError(f"an episode must return its reward, a number or one number per turn, got {reward!r:.200}")
     if len(plain) != turns:
         raise ValueError(f"the episode returned {len(plain)} rewards for {turns} turns")
     return [float(one) for one in plain]

@@ -1,4 +1,4 @@
-"""The way of a batch from the collector's loop to the trainer: it has exactly one of them, whatever interrupts it."""
+"""Hands a batch from the collector's loop to the trainer: exactly one of them owns it, whatever interrupts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ T = TypeVar("T")
 
 
 class Delivery:
-    """Hands batches over, each once. Until one is accepted, it is the collector's."""
+    """Hands each batch over once. Until a batch is accepted, the collector owns it."""
 
     def __init__(self) -> None:
         self._awaited: Future[TensorDictBase] | None = None
         self._turn = threading.Lock()  # threads that wait for batches do so one after the other
-        self._still = threading.RLock()  # while a batch is neither here nor there
+        self._still = threading.RLock()  # held while a batch changes its owner
 
     def take(
         self,
@@ -29,12 +29,13 @@ class Delivery:
         accept: Callable[[TensorDictBase], T],
         waiting: AbstractContextManager[object],
     ) -> T:
-        """Wait for the next batch; after a Ctrl-C, or an error of ``accept``, the next call takes the same one.
+        """Wait for the next batch; after a Ctrl-C, or an error in ``accept``, the next call takes the same batch.
 
         Args:
-            ask: has a future fulfilled with the next batch, ``[rows]``, unless it was called with that before.
+            ask: called with a future, which it fulfils with the next batch, ``[rows]``; a second call with it has no
+                effect.
             accept: gets the batch; once it returns, the batch is the trainer's.
-            waiting: is entered while there is no batch.
+            waiting: a context manager that is entered while there is no batch.
 
         Returns:
             What ``accept`` returns.
@@ -60,6 +61,6 @@ class Delivery:
 
     @contextmanager
     def still(self) -> Iterator[Future[TensorDictBase] | None]:
-        """Hand nothing over within the context; yields the future of a batch that is not the trainer's yet."""
+        """Hand nothing over within the context; yields the future of a batch that the trainer does not own yet."""
         with self._still:
             yield self._awaited

@@ -1,4 +1,4 @@
-"""Environments of a collector: how many samples one holds, without its data loader, and which thread may use it."""
+"""Environments of a collector: their number of samples, their data loader, and which thread may use them."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ __all__ = [
 
 T = TypeVar("T")
 MOST_THREADS = 32
-ONLY_ONE = "the environment did not come back in time, and there is no other: pass a callable that makes environments."
+ONLY_ONE = "the environment did not return in time, and there is no other: pass a callable that makes environments."
 _Outcome: TypeAlias = "tuple[Any, BaseException | None]"
 
 
 def take_dataloader(env: EnvBase) -> tuple[EnvBase, Iterable[Any] | None, int | None]:
     """Return an environment without its ``DataLoadingPrimer``, the dataloader of that, and its repeats.
 
-    The environment that was given is left as it is; of one without a primer nothing is changed or copied.
+    The given environment stays as it is; one without a primer is returned itself.
 
     Raises:
         ValueError: its data comes from a Ray actor, whose position cannot be known.
@@ -59,7 +59,7 @@ def take_dataloader(env: EnvBase) -> tuple[EnvBase, Iterable[Any] | None, int | 
 
 
 class _ShownData(Transform):
-    """Shows the data of a sample in ``next`` too, as a primer does: TorchRL's rewards read the answer there."""
+    """Copies the data of a sample to ``next`` too, as a primer does: TorchRL's rewards read the answer there."""
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         for name in set(tensordict.keys()) - set(next_tensordict.keys()) - set(SHOWN):
@@ -68,17 +68,17 @@ class _ShownData(Transform):
 
 
 class _AnswerVersions(Transform):
-    """Shows in ``next`` which weights made an answer, where TorchRL's ``PolicyVersion`` shows the collector's count."""
+    """Writes an answer's weight version to ``next``; TorchRL's ``PolicyVersion`` writes the collector's count there."""
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         return next_tensordict.set("policy_version", tensordict.get("policy_version"))
 
 
 def with_versions(env: EnvBase) -> EnvBase:
-    """Have an environment show the version of each answer in ``next`` too.
+    """Make an environment write the version of each answer to ``next`` too.
 
     Raises:
-        ValueError: it steps its samples apart from one another.
+        ValueError: it steps its samples independently.
     """
     if isinstance(env, AsyncEnvPool):
         raise ValueError("track_policy_version=True: TorchRL's AsyncEnvPool takes no transform; leave it out")
@@ -86,12 +86,12 @@ def with_versions(env: EnvBase) -> EnvBase:
 
 
 def primer_of(env: EnvBase) -> DataLoadingPrimer | None:
-    """Return what loads an environment's data; ``None`` if nothing does, or that is in another process."""
+    """Return the primer that loads an environment's data; ``None`` if there is none, or it is in another process."""
     return next((one for one in _transforms(env) if isinstance(one, DataLoadingPrimer)), None)
 
 
 def rows_of_primer(primer: DataLoadingPrimer) -> Iterable[Any]:
-    """Return a primer's dataloader; of one that can be read once only, what is left, with the rows that it has read."""
+    """Return a primer's dataloader; if it can be read only once, its rest, with the rows that the primer holds."""
     loader: Iterable[Any] = primer.dataloader
     if not isinstance(loader, Iterator):
         return loader
@@ -102,7 +102,7 @@ def with_batch_size(env: EnvBase, group_size: int) -> EnvBase:
     """Return an environment that holds one sample, or a whole group.
 
     Raises:
-        ValueError: it holds another number of samples, and is no ``ChatEnv``, which can be made again.
+        ValueError: it holds another number of samples, and is not a ``ChatEnv``, which can be rebuilt.
     """
     if tuple(env.batch_size) in ((1,), (group_size,)):
         return env
@@ -135,16 +135,17 @@ def _transforms(env: EnvBase) -> list[Transform]:
 
 
 class EnvironmentTimeoutError(TimeoutError):
-    """An environment did not come back in time; its thread goes on with it."""
+    """A call of an environment did not return in time; its thread is still in it."""
 
 
 class EnvironmentPool:
-    """Environments, each used by one thread at a time, and these threads.
+    """Environments, each used by one thread at a time, and their threads.
 
     Args:
-        first: one that is there.
-        make: makes another one like it. Then one of batch size ``(1,)`` belongs to its sample from reset to done, for
-            tools keep state. Without it ``first`` is everybody's, call by call, and all state must be in the data.
+        first: an environment.
+        make: makes another one like it. Then an environment of batch size ``(1,)`` belongs to its sample from reset to
+            done, because tools keep state. Without ``make``, all samples share ``first``, call by call, and all state
+            must be in the data.
     """
 
     def __init__(self, first: EnvBase, make: Callable[[], EnvBase] | None) -> None:
@@ -156,7 +157,7 @@ class EnvironmentPool:
         self._room = asyncio.Semaphore(1 if make is None else MOST_THREADS)  # for calls
         self._threads = ThreadPoolExecutor(2 * MOST_THREADS, "torchrl_moe-env")  # some may hang
         self._hung = 0
-        self._lock = threading.Lock()  # for what follows, which the threads see too
+        self._lock = threading.Lock()  # guards the fields below, which the threads use too
         self._in_use: set[int] = set()  # by a thread
         self._is_closed = False
         self._keep: EnvBase | None = None
@@ -169,7 +170,7 @@ class EnvironmentPool:
         timeout: float | None,
         **generate_kwargs: Any,
     ) -> list[TensorDictBase]:
-        """Play the samples of one environment; see :class:`Episode`.
+        """Run the samples of one environment; see :class:`Episode`.
 
         Args:
             policy: reads prompts and lays out answers.
@@ -184,7 +185,7 @@ class EnvironmentPool:
 
     @asynccontextmanager
     async def lend(self, timeout: float | None) -> AsyncIterator[InThread]:
-        """Lend an environment for an episode: yields what calls a function with it, in a thread.
+        """Reserve an environment for an episode; yields a function that calls another one with it, in a thread.
 
         Args:
             timeout: seconds that a call may take; then it raises :class:`EnvironmentTimeoutError`.
@@ -199,7 +200,7 @@ class EnvironmentPool:
                 try:
                     done, _ = await asyncio.wait([call], timeout=timeout)
                 except asyncio.CancelledError:
-                    await asyncio.wait([call], timeout=timeout)  # it goes on; nobody else may use it meanwhile
+                    await asyncio.wait([call], timeout=timeout)  # a late call keeps the environment in use
                     raise
                 finally:
                     if not call.done():
@@ -246,7 +247,7 @@ class EnvironmentPool:
         return env
 
     def _use(self, env: EnvBase, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function with an environment; it is closed afterwards if the pool was closed meanwhile."""
+        """Call a function with an environment; close the environment afterwards if the pool was closed meanwhile."""
         with self._lock:
             self._in_use.add(id(env))
         try:
@@ -264,13 +265,14 @@ class EnvironmentPool:
         if self._make is None:
             raise CollectionError(f"{ONLY_ONE} It had {timeout:g} s.")
         if self._hung > MOST_THREADS:
-            raise CollectionError(f"{self._hung} environments did not come back")
-        raise EnvironmentTimeoutError(f"the environment did not come back within {timeout:g} s")
+            raise CollectionError(f"{self._hung} environments did not return in time")
+        raise EnvironmentTimeoutError(f"the environment did not return within {timeout:g} s")
 
     def close(self, keep: EnvBase | None = None) -> None:
-        """End the threads, and close every environment but ``keep``; one that is being used, after that.
+        """End the threads and close every environment but ``keep``; one in use is closed after its call.
 
-        Tools whose process is taken from under them start another one. A thread that hangs ends when its call does.
+        It is not closed earlier because tools restart a process that is killed under them. A thread that hangs ends
+        with its call.
         """
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
@@ -292,10 +294,10 @@ def _submitted(threads: Executor, function: Callable[..., Any], *arguments: Any)
 
 
 def _outcome(function: Callable[..., Any], *arguments: Any) -> _Outcome:
-    """Call a function, and return what it returned, and what it raised: no future takes every exception."""
+    """Call a function; return its result and its exception. A future cannot carry every exception."""
     try:
         return function(*arguments), None
-    except BaseException as error:  # noqa: BLE001  it is raised where it was asked for
+    except BaseException as error:  # noqa: BLE001  the caller raises it
         return None, error
 
 

@@ -1,4 +1,4 @@
-"""Held-out prompts, each answered once, beside a collection and before it in the engine's queue."""
+"""Held-out prompts, each answered once, while a collection runs and ahead of it in the engine's queue."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
+from tqdm.auto import tqdm
 
 from torchrl_moe.collectors.arguments import EnvLike, pool_of, source_of
 from torchrl_moe.collectors.environments import EnvironmentPool
@@ -23,7 +24,7 @@ from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 __all__ = ["evaluate"]
 
 FIRST = -1 << 30
-"""A priority before that of any collection."""
+"""A priority ahead of any collection's."""
 
 
 def evaluate(
@@ -32,19 +33,21 @@ def evaluate(
     count: int,
     dataloader: Iterable[Any] | None = None,
     reward_timeout: float | None = None,
+    use_tqdm: bool = True,
     **generate_kwargs: Any,
 ) -> TensorDictBase:
     """Answer prompts, and return the last turn of each, ``[count]``, in the order of the data; without routes.
 
     ``("next", "episode_reward")`` is the sum of the rewards of all its turns, of the shape of the last one's reward;
-    it is there if each turn has a reward.
+    it is present if each turn has a reward.
 
     Args:
         policy: asks its engine.
-        env: an environment, a callable that makes one, or an async function that plays a sample.
+        env: an environment, a callable that makes one, or an async function that runs a sample.
         count: how many prompts, from the start of the data.
         dataloader: default: that of the environment.
         reward_timeout: seconds that a call of an environment may take.
+        use_tqdm: whether to show a progress bar, on a terminal or in a notebook; in a log file there is none.
         generate_kwargs: change the policy's, such as ``temperature=0.0``.
 
     Raises:
@@ -58,15 +61,17 @@ def evaluate(
     # in a thread: a notebook has a running event loop in this one
     with ThreadPoolExecutor(1, "torchrl_moe-evaluation") as thread:
         environments = pool_of(first, make)
+        bar = tqdm(total=len(prompts), desc="evaluate", unit="answer", disable=None if use_tqdm else True)
         try:
-            played = thread.submit(_run, _play(policy, environments, prompts, reward_timeout, generate_kwargs))
-            return lazy_stack(played.result())
+            with bar:
+                played = thread.submit(_run, _play(policy, environments, prompts, reward_timeout, generate_kwargs, bar))
+                return lazy_stack(played.result())
         finally:
-            environments.close(keep=first if make is None else None)  # a given one may be used again
+            environments.close(keep=first if make is None else None)  # the caller may use the given one again
 
 
 def _run(played: Coroutine[Any, Any, list[TensorDictBase]]) -> list[TensorDictBase]:
-    """Run to the end; ``asyncio.run`` would wait for threads as well, of rewards that hang, say."""
+    """Run a coroutine to its end; ``asyncio.run`` would also wait for threads, such as those of rewards that hang."""
     loop = asyncio.new_event_loop()
     try:
         return loop.run_until_complete(played)
@@ -81,6 +86,7 @@ async def _play(
     prompts: list[Prompt],
     timeout: float | None,
     generate_kwargs: dict[str, Any],
+    bar: tqdm[Any],
 ) -> list[TensorDictBase]:
     async def generate(request: SampleRequest, _: int) -> Completion:
         return await policy.model.agenerate(**{**request.arguments, "priority": FIRST})
@@ -89,6 +95,7 @@ async def _play(
         turns = await environments.play(
             policy, generate, prompt.data, timeout, return_routed_experts=False, **generate_kwargs
         )
+        bar.update()
         last: TensorDictBase = turns[-1][0]
         rewards = [turn[0].get(("next", "reward"), None) for turn in turns]
         if any(reward is None for reward in rewards):

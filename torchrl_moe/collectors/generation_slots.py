@@ -1,4 +1,4 @@
-"""Asking an engine for answers, so many at a time."""
+"""Requests to an engine, a limited number at a time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ RETRY_SECONDS = 0.1
 
 
 class GenerationSlots:
-    """As many answers as may be generated at a time.
+    """Bounds how many answers are generated at a time.
 
     Args:
-        engine: is asked.
-        count: at a time; ``"auto"``: the engine admits what it can.
+        engine: generates the answers.
+        count: answers at a time; ``"auto"``: as many as the engine admits.
         stats: counts answers in flight.
     """
 
@@ -32,13 +32,13 @@ class GenerationSlots:
         self._stats = stats
 
     async def answer(self, arguments: dict[str, Any]) -> Completion:
-        """Generate one answer, which has a slot for just that long.
+        """Generate one answer, holding a slot meanwhile.
 
         Args:
             arguments: of the engine's ``agenerate``.
 
         Raises:
-            EngineError: somebody has aborted it, or what the engine raises.
+            EngineError: the request was aborted, or the engine failed.
         """
         async with self._room:
             self._stats.in_flight += 1
@@ -54,7 +54,7 @@ class GenerationSlots:
         while True:
             try:
                 completion: Completion = await self._engine.agenerate(**arguments)
-            except StaleReplicaError:  # the one that had the newest weights died; others will have them
+            except StaleReplicaError:  # the replica with the newest weights died; others will get them
                 await asyncio.sleep(RETRY_SECONDS)
             else:
                 return completion

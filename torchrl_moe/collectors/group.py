@@ -17,17 +17,17 @@ __all__ = ["Group"]
 
 @dataclass(slots=True)
 class Group:
-    """A prompt on its way to becoming a group of answers.
+    """A prompt and the group of answers to it.
 
     Attributes:
-        number: its place in the order of beginning.
+        number: its index in the order of starting.
         prompt: from the data.
         begun_at: monotonic seconds.
-        begun_version: of the newest weights as it began.
+        begun_version: of the newest weights when it started.
         rows: once complete, one TensorDict per answer and turn, ``[rows]``.
         oldest: the version of its oldest token.
         is_ready: whether it may be trained on.
-        ready_at: monotonic seconds as it was complete.
+        ready_at: monotonic seconds when it was complete.
         tokens: generated for it.
     """
 
@@ -42,12 +42,12 @@ class Group:
     tokens: int = 0
 
     def complete(self, episodes: list[list[TensorDictBase]], only_last: bool, version_in_next: bool = False) -> None:
-        """Take what its episodes came to, sample by sample, and in each the turns in their order.
+        """Take the rows of its episodes, sample by sample, each with its turns in order.
 
         Args:
             episodes: of each, the turns, ``[k]``.
             only_last: whether to keep only the last turn of each sample.
-            version_in_next: whether rows have their version in ``next`` too, where TorchRL's have it.
+            version_in_next: whether rows have their version in ``next`` too, as TorchRL's do.
         """
         samples: list[list[TensorDictBase]] = []
         for turns in episodes:
@@ -65,7 +65,7 @@ class Group:
         self.ready_at = time.monotonic()
 
     def state_dict(self, version: int) -> dict[str, Any]:
-        """Return a complete group, for a checkpoint; the trainer's changes to its rows do not show in it.
+        """Return a complete group for a checkpoint; later changes to its rows do not affect it.
 
         Args:
             version: the newest.
@@ -81,7 +81,7 @@ class Group:
 
     @classmethod
     def restored(cls, number: int, state: Mapping[str, Any], version: int) -> Group:
-        """Return the group of a state, as old as it was then; its rows keep their ``group_id``."""
+        """Return the group of a state, with the age that it had; its rows keep their ``group_id``."""
         group = cls(number, Prompt(state["position"], state["data"]), version, rows=state["rows"])
         group.oldest, group.tokens, group.ready_at = version - state["age"], state["tokens"], time.monotonic()
         return group

@@ -1,4 +1,4 @@
-"""``LLMCollector``: TorchRL's, whose errors reach the trainer, which can pause, and which knows where its data is."""
+"""``LLMCollector``: TorchRL's, with errors that reach the trainer, a pause, and a position in the data."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ END = object()
 
 
 class _PausedError(RuntimeError):
-    """It can go on after the pause."""
+    """Raised where a wait would deadlock; the collector continues after the pause."""
 
 
 def _env_and_tracker(env: Any, tracker: Any, has_engine: bool) -> tuple[EnvBase, Any]:
-    """Return the environment, and TorchRL's own tracker of versions: none where rows carry the engine's."""
+    """Return the environment, and TorchRL's tracker of versions, or ``None`` where rows carry the engine's."""
     if not has_engine:
         return one_env(env), tracker
     refuse_version_tracker(tracker)
@@ -41,14 +41,14 @@ def _env_and_tracker(env: Any, tracker: Any, has_engine: bool) -> tuple[EnvBase,
 
 
 class LLMCollector(Reports, torchrl_llm.LLMCollector):
-    """TorchRL's collector, in which all samples of the environment take a turn together, then the next.
+    """TorchRL's collector, which runs all samples of the environment turn by turn in lockstep.
 
-    Arguments and batches are TorchRL's. What is mended:
+    Arguments and batches are TorchRL's. The differences:
 
     - An error in the thread of :meth:`start` is logged, and raised by :meth:`getattr_rb`, by iterating, and by
       :meth:`async_shutdown`. TorchRL's trainer waits in ``getattr_rb`` for the first write.
-    - :meth:`pause` is there.
-    - :meth:`set_seed` seeds what shuffles the data and the engine besides the environment.
+    - :meth:`pause` exists.
+    - :meth:`set_seed` also seeds the engine and what shuffles the data.
     - :meth:`state_dict` holds the position in the data and the prompts that were read and not yielded: a restored
       collector yields each prompt once.
     - No prompt is lost: TorchRL drops the first batch, and with ``reset_at_each_iter`` one at each iteration. A batch
@@ -59,29 +59,29 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
     Args:
         env: an environment, or a callable that makes one.
         policy: a :class:`~torchrl_moe.modules.vLLMWrapper`, or another policy of TorchRL's.
-        policy_factory: makes it instead.
+        policy_factory: makes the policy; give one of the two.
         dialog_turns_per_batch: answers in a batch.
         yield_only_last_steps: whether to keep only the last turn of each sample.
-        yield_completed_trajectories: whether to yield whole samples as they are done.
+        yield_completed_trajectories: whether to yield complete samples when they are done.
         postproc: applied to each batch.
-        total_dialog_turns: rows after which it ends; -1 for never.
-        async_envs: of effect with an ``AsyncEnvPool`` only.
-        replay_buffer: is extended with each batch; then ``None`` is yielded.
-        reset_at_each_iter: whether samples that are not done are given up at the end of a batch.
+        total_dialog_turns: rows after which the collection ends; -1 for never.
+        async_envs: has an effect only with an ``AsyncEnvPool``.
+        replay_buffer: extended with each batch; ``None`` is yielded in the batch's place.
+        reset_at_each_iter: whether to drop samples that are not done at the end of a batch.
         flatten_data: whether batches are ``[rows]``; else ``[*batch_size, turns]``.
         weight_updater: TorchRL's, used by :meth:`update_policy_weights_`.
-        queue: refused; it would lose the oldest data silently.
-        track_policy_version: with a policy of ours, whose rows always carry their ``"policy_version"``: whether it
-            stands in ``next`` too, as in TorchRL's rows.
+        queue: refused, because it drops the oldest data silently.
+        track_policy_version: with a policy of ours, rows always carry ``"policy_version"``; whether to write it to
+            ``next`` too, as TorchRL does.
         verbose: whether to show a progress bar.
 
     Raises:
         ValueError: an argument makes no sense.
-        TypeError: the same, for TorchRL's.
+        TypeError: an argument is of a type that TorchRL refuses.
     """
 
     _undelivered: TensorDictBase | None = None
-    """A batch that has not come through ``postproc``, hook and buffer."""
+    """A batch that has not passed ``postproc``, hook and buffer yet."""
     _counted = 0
     """Its rows, once TorchRL has counted them."""
 
@@ -117,24 +117,27 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         primer = primer_of(env)
         self._feed = None if primer is None else PromptFeed(primer)
         self._finished: deque[Prompt] = deque()
-        """Of samples that are done and wait to be yielded, as in TorchRL's ``_trajectory_queue``."""
-        super().__init__(
-            env,
-            policy=policy,
-            dialog_turns_per_batch=dialog_turns_per_batch,
-            yield_only_last_steps=yield_only_last_steps,
-            yield_completed_trajectories=yield_completed_trajectories,
-            postproc=postproc,
-            total_dialog_turns=total_dialog_turns,
-            async_envs=async_envs,
-            replay_buffer=replay_buffer,
-            reset_at_each_iter=reset_at_each_iter,
-            flatten_data=flatten_data,
-            weight_updater=weight_updater,
-            track_policy_version=track_policy_version,
-        )
+        """Prompts of samples that are done and wait to be yielded, in the order of TorchRL's ``_trajectory_queue``."""
+        with warnings.catch_warnings():
+            # TorchRL warns of an argument that only its other collectors take.
+            warnings.filterwarnings("ignore", ".*auto_register_policy_transforms", FutureWarning)
+            super().__init__(
+                env,
+                policy=policy,
+                dialog_turns_per_batch=dialog_turns_per_batch,
+                yield_only_last_steps=yield_only_last_steps,
+                yield_completed_trajectories=yield_completed_trajectories,
+                postproc=postproc,
+                total_dialog_turns=total_dialog_turns,
+                async_envs=async_envs,
+                replay_buffer=replay_buffer,
+                reset_at_each_iter=reset_at_each_iter,
+                flatten_data=flatten_data,
+                weight_updater=weight_updater,
+                track_policy_version=track_policy_version,
+            )
         if self._feed is not None:
-            self._feed.restart()  # TorchRL has reset the environment once, and forgets that
+            self._feed.restart()  # TorchRL has reset the environment once and drops that reset
         shown = [
             "dialog_turns_per_batch",
             "yield_completed_trajectories",
@@ -149,7 +152,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         """Yield batches; with a buffer, extend it and yield ``None``.
 
         Raises:
-            RuntimeError: it was shut down, or it is paused by this very thread, and would wait for ever.
+            RuntimeError: it was shut down, or this thread has paused it and would wait for ever.
         """
         if self._failure is not None:
             raise self._failure
@@ -173,7 +176,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
                 yield batch
 
     def _may_collect(self) -> bool:
-        """Wait while it is paused; false if it was shut down meanwhile."""
+        """Wait while it is paused; return False if it was shut down meanwhile."""
         is_background = threading.current_thread() is getattr(self, "_thread", None)
         with self._borders:
             if threading.current_thread() in self._pausing and not is_background:
@@ -185,7 +188,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
             return True
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
-        """Yield batches; after an error the collector is shut down. A Ctrl-C, and a pause, leave it running."""
+        """Yield batches; after an error the collector is shut down. It survives a Ctrl-C and a pause."""
         try:
             yield from self.iterator()
         except BaseException as error:
@@ -209,7 +212,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
     def _or_again(self, rollout: Callable[[], TensorDictBase]) -> TensorDictBase:
         """Collect; a batch that was not delivered comes first.
 
-        If that is interrupted, by a Ctrl-C, say, its prompts come again, and its answers are lost.
+        If collecting is interrupted, by a Ctrl-C say, its prompts come again and its answers are lost.
         """
         if self._undelivered is not None:
             self._frames -= self._counted
@@ -238,7 +241,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
                 self._finished.popleft()
             return
         self._feed.forget_finished()
-        if self.reset_at_each_iter:  # what is under way is given up, and its first turns were yielded
+        if self.reset_at_each_iter:  # running samples are dropped, and their first turns were yielded
             last = batch.reshape(self.env.batch_size.numel(), -1)[:, -1]
             for sample in (~last["next", "done"].reshape(len(last), -1).any(-1)).nonzero()[:, 0].tolist():
                 self._feed.finished(sample)
@@ -262,18 +265,17 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         """Return an attribute of the buffer.
 
         Raises:
-            Exception: what ended the collection.
-        """
+            Exception: the error that ended the collection."""
         if self._failure is not None:
             raise self._failure
         return super().getattr_rb(attr)
 
     @contextmanager
     def pause(self, resume: bool = True) -> Iterator[None]:
-        """Collect nothing within the context; waits for the batch that is under way.
+        """Collect nothing within the context; first waits for the current batch.
 
         Args:
-            resume: whether to go on after it.
+            resume: whether to continue afterwards.
         """
         me = threading.current_thread()
         is_inside = False
@@ -281,7 +283,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
             self._pausing.append(me)
         try:
             with self._borders:
-                # a hook of the batch under way has not to wait for itself
+                # a hook of the current batch must not wait for that batch
                 self._borders.wait_for(lambda: self._collecting in (None, me))
             is_inside = True
             yield
@@ -295,15 +297,15 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
 
     @property
     def policy_version(self) -> Any:
-        """The newest version of the engine's weights; of another policy, what TorchRL's transform counts."""
+        """The newest version of the engine's weights; with another policy, the count of TorchRL's transform."""
         return super().policy_version if self._engine is None else int(self._engine.replica_table.latest_version)
 
     # -- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Return TorchRL's state, and where the data is. Between batches: it waits for the one that is under way.
+        """Return TorchRL's state and the position in the data. Waits for the current batch first.
 
-        Prompts of batches that were yielded count as used; samples that are under way begin again.
+        Prompts of yielded batches count as used; running samples start again.
         """
         with self.pause():
             state = OrderedDict(self._last_state) if self.closed else super().state_dict()
@@ -318,14 +320,14 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
-        """Go on where another collector of the same data was; samples that are under way here are given up.
+        """Continue where another collector of the same data stopped; running samples here are dropped.
 
         Args:
-            state_dict: of such a collector.
+            state_dict: of another collector.
             kwargs: TorchRL's ``strict``.
 
         Raises:
-            ValueError: one of the two has a position in the data, and the other has not.
+            ValueError: only one of the two has a position in the data.
         """
         prompts = state_dict["prompts"]
         if (prompts is None) != (self._feed is None):
@@ -337,7 +339,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
                 self._feed.load_state_dict(prompts)
 
     def _begin_again(self) -> None:
-        """Forget samples that are under way."""
+        """Forget running samples."""
         self._shuttle, self._undelivered, self._counted = None, None, 0
         self._result_numel = 0
         self._finished.clear()
@@ -347,7 +349,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
                 queue.clear()
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed what shuffles the data, the engine and the environment. Draws of an engine depend on batching too.
+        """Seed what shuffles the data, the engine and the environment. What an engine draws also depends on batching.
 
         Returns:
             The next seed to use.
@@ -361,7 +363,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
     # -- end --------------------------------------------------------------------------------------------------------
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """End it after the batch under way, and close the environment. Idempotent; the engine is its owner's."""
+        """Stop after the current batch and close the environment. Idempotent; the engine stays up for its owner."""
         with self._borders:
             self._stop = True
             self._borders.notify_all()
@@ -375,7 +377,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         """:meth:`shutdown`.
 
         Raises:
-            Exception: what had ended the collection.
+            Exception: the error that had ended the collection.
         """
         self.shutdown(timeout, close_env)
         if self._failure is not None:

@@ -1,6 +1,6 @@
-"""Batches as bytes, for a trip to another process.
+"""Batches as bytes, to send them to another process.
 
-torch pickles each tensor as a file of its own, and all of a storage for a view of it. A batch has twenty tensors a row:
+torch pickles each tensor as a separate file, and the whole storage for a view of it. A batch has twenty tensors a row:
 as arrays they cost a fifth of the time to read.
 """
 
@@ -18,7 +18,7 @@ __all__ = ["pack", "unpack"]
 
 
 def pack(value: Any) -> bytes:
-    """Return bytes of anything that can be pickled."""
+    """Return the bytes of any picklable object."""
     file = io.BytesIO()
     pickler = cloudpickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
     pickler.dispatch_table[Tensor] = _reduce
@@ -27,12 +27,12 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(packed: bytes) -> Any:
-    """Return what was packed; its tensors have memory of their own, which may be written."""
+    """Return the packed object; its tensors have their own, writable memory."""
     return pickle.loads(packed)
 
 
 def _reduce(tensor: Tensor) -> Any:
-    """Reduce a tensor to an array; one that numpy does not know (bfloat16), or with a gradient, as torch does."""
+    """Reduce a tensor to an array; one with a dtype unknown to numpy (bfloat16) or with a gradient, as torch does."""
     try:
         return torch.from_numpy, (tensor.numpy(),)
     except (TypeError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Prompts for an environment that resets its samples by itself, so that a collector knows which are not yielded yet."""
+"""Prompts for an environment that resets its own samples; tracks which prompts have not been yielded yet."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["PromptFeed"]
 
 
 class PromptFeed:
-    """Gives each sample of an environment its prompt as it is reset, and remembers which one until it has been yielded.
+    """Gives each sample of an environment a prompt when it is reset, and keeps that prompt until it has been yielded.
 
     Args:
-        primer: draws from here from now on, in place of its dataloader.
+        primer: from now on it draws from here instead of from its dataloader.
     """
 
     def __init__(self, primer: DataLoadingPrimer) -> None:
@@ -31,14 +31,14 @@ class PromptFeed:
         self._stack: Callable[[Sequence[TensorDictBase]], TensorDictBase] = primer.stack_method
         self._device = primer.device
         self._copies: deque[Prompt] = deque()  # to be drawn next
-        self._open: dict[int, deque[Prompt]] = {}  # by sample; the last one is under way, earlier ones are done
+        self._open: dict[int, deque[Prompt]] = {}  # by sample; the last one is running, earlier ones are done
         primer.default_value = self
 
     def __call__(self, reset: Tensor | None = None) -> TensorDictBase:
         """Return a prompt for each sample that is reset; see ``DataLoadingPrimer``.
 
         Args:
-            reset: bool ``[k]`` or ``[k, 1]``; ``None``, or ``[]``: one sample that is no batch.
+            reset: bool ``[k]`` or ``[k, 1]``; ``None``, or ``[]``: one sample without a batch dimension.
         """
         if reset is None or not reset.ndim:
             return self._draw(0)
@@ -54,24 +54,24 @@ class PromptFeed:
         return data if self._device is None else data.to(self._device)
 
     def restart(self) -> None:
-        """Begin the data from its start; of data that can be read once only, have all that is open drawn again."""
+        """Restart the data; if it can be read only once, draw all open prompts again."""
         self.give_back()
         if not isinstance(self._data, Iterator):
             self.stream = PromptStream(self._data)
             self._copies.clear()
 
     def finished(self, sample: int) -> Prompt:
-        """Return the oldest open prompt of a sample, which is open no longer."""
+        """Close the oldest open prompt of a sample and return it."""
         return self._open[sample].popleft()
 
     def forget_finished(self) -> None:
-        """Keep what is under way only."""
+        """Keep only the prompts of running samples."""
         for prompts in self._open.values():
             while len(prompts) > 1:
                 prompts.popleft()
 
     def give_back(self, finished: Sequence[Prompt] = ()) -> None:
-        """Have all that is open drawn again, before anything else.
+        """Draw all open prompts again, before any other.
 
         Args:
             finished: open prompts that the caller holds.
@@ -84,7 +84,7 @@ class PromptFeed:
         return sorted(held, key=lambda prompt: prompt.position)
 
     def state_dict(self, finished: Sequence[Prompt] = ()) -> dict[str, Any]:
-        """Return where the data is, and what is open.
+        """Return the position in the data and the open prompts.
 
         Args:
             finished: open prompts that the caller holds.
@@ -93,16 +93,16 @@ class PromptFeed:
         return {**self.stream.state_dict(), "copies": copies}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another one was: what was open there comes first.
+        """Continue where another feed stopped: its open prompts come first.
 
         Raises:
-            ValueError: the data can be read once only, and rows of it have been yielded.
+            ValueError: the data can be read only once, and rows of it have been yielded.
         """
         if isinstance(self._data, Iterator):
             held = {prompt.position: prompt.data for prompt in self._unfinished([])}
             if list(held) != list(range(self.stream.position)):
                 raise ValueError(
-                    "data that can be read once only cannot go back: load the state before the first batch"
+                    "data that can be read only once cannot go back: load the state before the first batch"
                 )
             self._data = chain(held.values(), self._data)
             self.stream = PromptStream(self._data)

@@ -1,4 +1,4 @@
-"""Prompts from a dataloader, one by one, with their positions, so that a collector can go on where it was."""
+"""Prompts from a dataloader, one by one, with their positions, so that a collector can continue where it stopped."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Prompt:
 
 
 class PromptStream:
-    """Rows of a dataloader, without end: what is exhausted is begun again.
+    """Endless rows of a dataloader, which is iterated again when it is exhausted.
 
     Args:
-        dataloader: yields mappings or TensorDicts, of one row or of a batch, and can be iterated again and again, in
-            an order that its ``generator``, or its sampler's, or else torch's global one, decides.
+        dataloader: yields mappings or TensorDicts, of one row or of a batch. It can be iterated repeatedly; its
+            ``generator``, its sampler's or else torch's global one decides the order.
 
     Raises:
         TypeError: it yields something else.
@@ -63,21 +63,21 @@ class PromptStream:
         return prompt
 
     def give_back(self, prompts: Iterable[Prompt]) -> None:
-        """Have rows come again, before any other, in their order."""
+        """Return these rows again, in their order, before any other."""
         self._again = deque(sorted((*self._again, *prompts), key=lambda prompt: prompt.position))
 
     @property
     def next_position(self) -> int:
-        """The position of the row that comes next."""
+        """The position of the next row."""
         return self._again[0].position if self._again else self._position
 
     @property
     def position(self) -> int:
-        """Rows read so far, those that were given back included."""
+        """Rows read so far, including those given back."""
         return self._position
 
     def seed(self, seed: int) -> None:
-        """Seed what shuffles the data, from the next epoch on; that is the first one if nothing was read."""
+        """Seed what shuffles the data, from the next epoch on; this is the first one if nothing was read."""
         _rng(self._dataloader).manual_seed(seed)
 
     def _next_row(self) -> TensorDictBase:
@@ -101,10 +101,10 @@ class PromptStream:
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self, unfinished: Iterable[Prompt] = ()) -> dict[str, Any]:
-        """Return where the stream is.
+        """Return the position of the stream.
 
         Args:
-            unfinished: rows that were read and must come again; they are kept in the state.
+            unfinished: rows that were read but must come again; the state keeps them.
         """
         again = {prompt.position: prompt.data for prompt in (*self._again, *unfinished)}
         return {
@@ -115,7 +115,7 @@ class PromptStream:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another stream of the same data was; this epoch is read again up to there."""
+        """Continue where another stream of the same data stopped; the current epoch is read again up to there."""
         self._rows.clear()
         self._iterator = None
         self._position = state["epoch_position"]

@@ -20,22 +20,22 @@ __all__ = ["RayAsyncLLMCollector"]
 class RayAsyncLLMCollector(RayCollector):
     """An :class:`AsyncLLMCollector` in a Ray actor, so environments, rewards and tokenizing cost the trainer no CPU.
 
-    Give it a policy over an engine in Ray, or a ``policy_factory`` that joins one. Several collectors, each with data
-    of its own, share that engine. The actor ends with :meth:`shutdown`, when the collector is forgotten, and with this
-    process. Errors are raised as in the actor; ``CollectionError`` if the actor has died.
+    Give it a policy over an engine in Ray, or a ``policy_factory`` that connects to one. Several collectors, each with
+    its own data, can share that engine. The actor ends with :meth:`shutdown`, when the collector is garbage collected,
+    and with this process. Errors are those raised in the actor, or ``CollectionError`` if the actor has died.
 
     Args:
-        env: as of :class:`AsyncLLMCollector`, and so all arguments but those below. What makes things makes them in
-            the actor, and what is called with batches or groups is called there.
-        policy: one that can be pickled, so not one over an engine.
-        replay_buffer: a ``RayReplayBuffer`` is extended by the actor, one of this process from here.
+        env: see :class:`AsyncLLMCollector`, also for all arguments not listed here. Factories, and functions of batches
+            or groups, are called in the actor.
+        policy: a policy that can be pickled, so not one over a local engine.
+        replay_buffer: a ``RayReplayBuffer`` is extended by the actor, a local buffer by this process.
         weight_updater: stays here.
-        ray_init_config: for ``ray.init``, where this process is in no cluster; default: the cluster that it finds, else
-            a new one, which ends with this process.
+        ray_init_config: for ``ray.init``, if this process is not connected to a cluster; default: an existing cluster
+            if Ray finds one, else a new one, which ends with this process.
         remote_config: Ray's options for the actor, such as ``resources`` or ``runtime_env``.
-        num_cpus: of the actor, instead of there.
-        num_gpus: of the actor, instead of there.
-        sync_iter: of no effect: it generates while the trainer trains.
+        num_cpus: of the actor; instead of in ``remote_config``.
+        num_gpus: of the actor; instead of in ``remote_config``.
+        sync_iter: no effect: it generates while the trainer trains.
 
     Raises:
         TypeError: an argument cannot be sent to an actor, or the policy or the environment is of another kind.

@@ -1,4 +1,4 @@
-"""A collector in a Ray actor, as its driver sees it: all that the two collectors in Ray share."""
+"""The driver's side of a collector in a Ray actor; base of the two collectors in Ray."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ JOIN_SECONDS = 5.0
 
 
 class RayCollector(BaseCollector):
-    """Passes on what it is asked to the actor, which has the local collector. Methods may be called from any thread.
+    """Forwards calls to the actor, which holds the local collector. Thread-safe.
 
     Args:
         kind: the local collector's name in ``torchrl_moe.collectors``.
-        given: its arguments by name, and those of Ray; ``"self"`` and ``"__class__"`` are left out.
+        given: its arguments by name, and those of Ray; ``"self"`` and ``"__class__"`` are ignored.
 
     Raises:
         TypeError: an argument cannot be sent to an actor.
         ValueError: resources are given twice, and differ.
-        CollectionError: the actor got no place in time.
+        CollectionError: the actor was not placed in time.
         Exception: what the local collector raises.
     """
 
     init_random_frames = 0
     """For TorchRL's trainer."""
     _rests = False
-    """Whether the local collector does nothing but what it is asked for, and has a state between batches only."""
+    """Whether the local collector works only when asked, and has a state only between batches."""
 
     def __init__(self, kind: str, given: Mapping[str, Any]) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class RayCollector(BaseCollector):
         self._is_over = False
         self._failure: BaseException | None = None
         self._taking = threading.Lock()
-        self._awaited: Any = None  # the batch that was asked for
+        self._awaited: Any = None  # the batch that was requested
         self._ahead: deque[TensorDictBase | None] = deque()  # batches of a state that was loaded
         self._changed = threading.Condition()
         self._pauses = 0
@@ -75,7 +75,7 @@ class RayCollector(BaseCollector):
         self.weight_updater = weight_updater
 
     def _sendable(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Put in a buffer's place what the actor may have of it."""
+        """Replace a buffer by what the actor may use of it."""
         if isinstance(self.replay_buffer, RayReplayBuffer):
             return {**arguments, "replay_buffer": self.replay_buffer.client()}
         if self._extends_here:
@@ -119,7 +119,7 @@ class RayCollector(BaseCollector):
         return next(self.iterator(), None)
 
     def _take(self) -> tuple[TensorDictBase | None, ...]:
-        """Wait for the next batch; an empty tuple at the end. After a Ctrl-C the next call waits for the same one."""
+        """Wait for the next batch; an empty tuple at the end. After a Ctrl-C the next call waits for the same batch."""
         with self._taking:
             if self._is_over:
                 return ()
@@ -143,19 +143,19 @@ class RayCollector(BaseCollector):
         return self._host.begin("next", threading.current_thread() is self._writer)
 
     def _check_unpaused(self) -> None:
-        """Refuse to ask a local collector that is paused and would give nothing; a pause waits for the writer."""
+        """Refuse to ask a paused local collector, which would yield nothing; a pause waits for the writer."""
         if self._rests and self._pauses and threading.current_thread() is not self._writer:
             raise RuntimeError("the collector is paused")
 
     def _is_here(self) -> bool:
-        """Whether a batch that was asked for is here. A local collector that rests after it is waited for."""
+        """Whether a requested batch has arrived; waits for it if the local collector works only when asked."""
         awaited = self._awaited
         return awaited is not None and self._host.is_done(awaited, None if self._rests else 0.0)
 
     # -- free running -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Fill the replay buffer from now on, as the local collector does; a thread asks for the batches, here.
+        """Fill the replay buffer from now on, as the local collector does; a thread of this process asks for batches.
 
         Raises:
             RuntimeError: there is no buffer.
@@ -179,7 +179,7 @@ class RayCollector(BaseCollector):
                 self._changed.notify_all()
 
     def _may_write(self) -> bool:
-        """Wait for the end of a pause; false if the collector was shut down."""
+        """Wait for the end of a pause; return False if the collector was shut down."""
         with self._changed:
             self._is_writing = False
             self._changed.notify_all()
@@ -188,15 +188,15 @@ class RayCollector(BaseCollector):
             return self._is_writing
 
     def is_running(self) -> bool:
-        """Whether :meth:`start` was called and has not come to its end."""
+        """Whether :meth:`start` was called and its thread has not ended."""
         return self._writer is not None and self._writer.is_alive()
 
     @contextmanager
     def pause(self, resume: bool = True) -> Iterator[None]:
-        """Pause the local collector within the context, as that does, and ask it for nothing.
+        """Pause the local collector within the context, and request nothing from it.
 
         Args:
-            resume: whether to go on after it.
+            resume: whether to continue afterwards.
         """
         with self._changed:
             self._pauses += 1
@@ -221,18 +221,18 @@ class RayCollector(BaseCollector):
         """Return an attribute of the buffer.
 
         Raises:
-            Exception: what ended the collection. TorchRL's trainer waits here for the first write.
+            Exception: the error that ended the collection. TorchRL's trainer waits here for the first write.
         """
         if self._failure is not None:
             raise self._failure
         return getattr(self.replay_buffer, attr)
 
     def getattr_policy(self, attr: str) -> Any:
-        """Return an attribute of the policy; it must be one that can be pickled."""
+        """Return an attribute of the policy, which must be picklable."""
         return self._ask("call", "getattr_policy", attr)
 
     def getattr_env(self, attr: str) -> Any:
-        """Return an attribute of the environment; it must be one that can be pickled."""
+        """Return an attribute of the environment, which must be picklable."""
         return self._ask("call", "getattr_env", attr)
 
     # -- weights ----------------------------------------------------------------------------------------------------
@@ -244,11 +244,11 @@ class RayCollector(BaseCollector):
         try:
             self._ask("increment_version")
         except CollectionError as error:
-            self._failure = error  # of this collector, which its trainer hears of; the sender has others
+            self._failure = error  # only this collector's trainer gets it; the sender may have other collectors
 
     @property
     def policy_version(self) -> Any:
-        """The newest version of the engine's weights, or what the local collector takes for it."""
+        """The newest version of the engine's weights, as the local collector knows it."""
         return self._ask("read", "policy_version")
 
     def get_policy_version(self) -> Any:
@@ -256,12 +256,12 @@ class RayCollector(BaseCollector):
         return self.policy_version
 
     def update_policy_weights_(self, policy_or_weights: Any = None, **kwargs: Any) -> None:
-        """Have TorchRL's weight updater push weights, from here; else the sync scheme's sender has done that."""
+        """Push weights with TorchRL's weight updater, from this process; else the sync scheme's sender has done so."""
         if self.weight_updater is not None:
             self.weight_updater.push_weights(policy_or_weights, **kwargs)
         self.increment_version()
 
-    # -- what it does with batches, and how far it is ---------------------------------------------------------------
+    # -- batches and reports ----------------------------------------------------------------------------------------
 
     def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
         """Set what is applied to each batch, in the actor.
@@ -282,7 +282,7 @@ class RayCollector(BaseCollector):
         self._post_collect_hook = hook
 
     def stats(self) -> dict[str, int | float | bool]:
-        """Return figures by name, plain numbers for a logger."""
+        """Return metrics by name, plain numbers for a logger."""
         found: dict[str, int | float | bool] = self._ask("call", "stats")
         return found
 
@@ -318,30 +318,30 @@ class RayCollector(BaseCollector):
     def evaluate(
         self, env: EnvLike, n: int, *, dataloader: Iterable[Any] | None = None, **generate_kwargs: Any
     ) -> TensorDictBase:
-        """Answer ``n`` held-out prompts, before anything else, in the actor, while the collection goes on."""
+        """Answer ``n`` held-out prompts in the actor, at top priority, while the collection continues."""
         found: TensorDictBase = self._ask("evaluate", env, n, dataloader, generate_kwargs)
         return found
 
     # -- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the local collector's state, and under ``"ahead"`` a batch that it gave out and nobody has been given.
+        """Return the local collector's state; ``"ahead"`` holds a batch that it yielded and that was not handed on.
 
-        There is one if it was asked for ahead, or if a Ctrl-C ended the wait for it.
+        There is one if it was requested ahead, or if a Ctrl-C interrupted the wait for it.
         """
         with self.pause() if self._rests else nullcontext():
             ahead = list(self._ahead)
-            if self._taking.acquire(blocking=False):  # else somebody is being given one
+            if self._taking.acquire(blocking=False):  # else a thread is taking it
                 try:
                     if self._is_here():
-                        with suppress(Exception):  # who asks for the next batch gets it
+                        with suppress(Exception):  # the next request for a batch raises it
                             ahead += [batch for batch in unpack(self._host.wait(self._awaited)) if batch is not None]
                 finally:
                     self._taking.release()
             return {**self._ask("call", "state_dict"), "ahead": ahead}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where another collector of the same data was, a local one too; call it before the first batch."""
+        """Continue where a collector of the same data stopped, even a local one. Call it before the first batch."""
         state = dict(state_dict)
         ahead = state.pop("ahead", ())
         with self._taking:
@@ -360,12 +360,12 @@ class RayCollector(BaseCollector):
     # -- end --------------------------------------------------------------------------------------------------------
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Shut the local collector down, and end the actor. Idempotent; the engine is its owner's.
+        """Shut the local collector down and end the actor. Idempotent; the engine stays up for its owner.
 
         Args:
-            timeout: seconds that the local collector has.
+            timeout: seconds that the local collector gets to shut down.
             close_env: whether it closes its environments.
-            raise_on_error: of no effect.
+            raise_on_error: no effect.
         """
         del raise_on_error
         if self._is_over:

@@ -17,22 +17,22 @@ __all__ = ["RayLLMCollector"]
 class RayLLMCollector(RayCollector):
     """An :class:`LLMCollector` in a Ray actor.
 
-    The actor ends with :meth:`shutdown`, when the collector is forgotten, and with this process. Errors are raised as
-    in the actor; ``CollectionError`` if the actor has died.
+    The actor ends with :meth:`shutdown`, when the collector is garbage collected, and with this process. Errors are
+    those raised in the actor, or ``CollectionError`` if the actor has died.
 
     Args:
-        env: as of :class:`LLMCollector`, and so all arguments but those below. What makes things makes them in the
-            actor, and what is called with batches is called there.
-        policy: one that can be pickled, so over an engine in Ray; else give a ``policy_factory`` that joins an engine
-            with a name: ``lambda: vLLMWrapper(AsyncVLLM.connect("policy"))``.
-        replay_buffer: a ``RayReplayBuffer`` is extended by the actor, one of this process from here.
+        env: see :class:`LLMCollector`, also for all arguments not listed here. Factories, and functions of batches, are
+            called in the actor.
+        policy: a policy that can be pickled, so over an engine in Ray; else give a ``policy_factory`` that connects to
+            a named engine: ``lambda: vLLMWrapper(AsyncVLLM.connect("policy"))``.
+        replay_buffer: a ``RayReplayBuffer`` is extended by the actor, a local buffer by this process.
         weight_updater: stays here.
-        ray_init_config: for ``ray.init``, where this process is in no cluster; default: the cluster that it finds, else
-            a new one, which ends with this process.
+        ray_init_config: for ``ray.init``, if this process is not connected to a cluster; default: an existing cluster
+            if Ray finds one, else a new one, which ends with this process.
         remote_config: Ray's options for the actor, such as ``resources`` or ``runtime_env``.
-        num_cpus: of the actor, instead of there.
-        num_gpus: of the actor, instead of there.
-        sync_iter: false to have the next batch generated while the last one is trained on, with the weights of then.
+        num_cpus: of the actor; instead of in ``remote_config``.
+        num_gpus: of the actor; instead of in ``remote_config``.
+        sync_iter: False to generate the next batch, with the current weights, while the last one is trained on.
 
     Raises:
         TypeError: an argument cannot be sent to an actor.

@@ -1,4 +1,4 @@
-"""The Ray actor that a collector works in: where it is placed, how it is asked, and how it ends."""
+"""The Ray actor that a collector runs in: how it is placed, called and ended."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torchrl_moe.modules.serving.launch import TIMEOUT_VARIABLE, default_timeout
 __all__ = ["RemoteHost", "actor_options"]
 
 CALLS = 8
-"""Calls that the actor answers at a time."""
+"""Calls that the actor handles concurrently."""
 HOW_TO_SEND = {
-    "policy": "pass policy_factory=, which makes the policy in the actor. There it can join an engine that all share: "
+    "policy": "pass policy_factory=, which makes the policy in the actor. There it can connect to a shared engine: "
     "lambda: vLLMWrapper(AsyncVLLM.connect('name'))",
     "env": "pass a callable that makes it",
 }
@@ -39,20 +39,21 @@ def actor_options(remote_config: Mapping[str, Any] | None, **resources: float | 
 
 
 class RemoteHost:
-    """A :class:`CollectorHost` in an actor, which ends with :meth:`end`, when this is forgotten, and with this process.
+    """A :class:`CollectorHost` in an actor. It ends with :meth:`end`, with this object and with this process.
 
     Args:
         kind: the collector's name in ``torchrl_moe.collectors``.
         arguments: the collector's.
         options: Ray's, for the actor.
-        ray_init_config: for ``ray.init``, if this process is in no cluster; ``None``: one that is found, or a new one.
+        ray_init_config: for ``ray.init``, if this process is not connected to a cluster; ``None``: an existing one, or
+            a new one.
 
     Attributes:
         dialog_turns_per_batch: the collector's.
 
     Raises:
         TypeError: an argument cannot be sent to an actor.
-        CollectionError: the actor got no place in time.
+        CollectionError: the actor was not placed in time.
         Exception: what the collector's constructor raises.
     """
 
@@ -76,7 +77,7 @@ class RemoteHost:
             raise
 
     def begin(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the :class:`CollectorHost`, and return a reference to what it will return.
+        """Call a method of the :class:`CollectorHost`; return a reference to its result.
 
         Raises:
             CollectionError: Ray was shut down.
@@ -86,7 +87,7 @@ class RemoteHost:
         return getattr(self._actor, method).remote(*arguments)
 
     def wait(self, reference: Any) -> Any:
-        """Wait for what a method returns; what it raises is raised as it was there.
+        """Wait for a method's result; errors are raised as they were in the actor.
 
         Raises:
             CollectionError: the actor has died, or its error cannot be pickled.
@@ -94,22 +95,22 @@ class RemoteHost:
         try:
             return ray.get(reference)
         except RayTaskError as error:
-            if isinstance(error.cause, RayError):  # in the place of an error that cannot be pickled, with its words
+            if isinstance(error.cause, RayError):  # Ray's stand-in for an error that cannot be pickled
                 raise CollectionError(str(error.cause)) from error
             raise error.cause from error
         except RayError as error:
             raise CollectionError(f"the collector's actor gave no answer: {error}") from error
 
     def is_done(self, reference: Any, seconds: float | None = 0.0) -> bool:
-        """Whether a method has returned or raised within some seconds; ``None``: it is waited for."""
+        """Whether a method has returned or raised within some seconds; ``None``: wait without limit."""
         return bool(ray.wait([reference], timeout=seconds)[0])
 
     def end(self, seconds: float, awaited: Any, *arguments: Any) -> None:
-        """Have the collector shut down, and end the actor, in whatever state that is.
+        """Shut the collector down and end the actor, whatever state it is in.
 
         Args:
-            seconds: that the collector has.
-            awaited: a reference to what nobody waits for any more, or ``None``.
+            seconds: that the collector gets to shut down.
+            awaited: a reference to a result that is no longer needed, or ``None``.
             arguments: of :meth:`CollectorHost.shutdown`.
         """
         if ray.is_initialized():  # else it is gone
@@ -118,7 +119,7 @@ class RemoteHost:
             finally:
                 self._kill()
             if awaited is not None:
-                with contextlib.suppress(Exception):  # it was cut off; Ray would log that nobody has seen its error
+                with contextlib.suppress(Exception):  # read, so that Ray does not log it as unhandled
                     self.wait(awaited)
 
     def _kill(self) -> None:
@@ -126,10 +127,10 @@ class RemoteHost:
 
 
 def _put(arguments: Mapping[str, Any]) -> Any:
-    """Put arguments where the actor finds them."""
+    """Put arguments into Ray's object store."""
     try:
         return ray.put(dict(arguments))
-    except Exception:  # of any type: what an argument raises as it is pickled
+    except Exception:  # pickling calls the user's code, which may raise anything
         for name, value in arguments.items():
             try:
                 ray.cloudpickle.dumps(value)
@@ -140,7 +141,7 @@ def _put(arguments: Mapping[str, Any]) -> Any:
 
 
 def _place(options: Mapping[str, Any]) -> Any:
-    """Return an actor that has its place."""
+    """Return an actor once it is placed."""
     actor = ray.remote(CollectorHost).options(**options).remote()
     seconds = default_timeout()
     try:
@@ -149,7 +150,7 @@ def _place(options: Mapping[str, Any]) -> Any:
         asked = {"CPU": options.get("num_cpus", 1), "GPU": options.get("num_gpus"), **(options.get("resources") or {})}
         waits_for = shortage({name: float(amount) for name, amount in asked.items() if amount})
         raise CollectionError(
-            f"the collector's actor had no place within {seconds:g} s (the environment's {TIMEOUT_VARIABLE}). "
+            f"the collector's actor was not placed within {seconds:g} s (the environment's {TIMEOUT_VARIABLE}). "
             f"{waits_for}"
         )
     except BaseException:

@@ -1,4 +1,4 @@
-"""What people see of a collector: samples, tables, a figure, a bar; whichever way it collects."""
+"""Reports of a collector of any kind: samples, tables, a figure, a progress bar."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torchrl.collectors import BaseCollector
 from torchrl_moe.collectors.collection_progress import CollectionProgress
 from torchrl_moe.collectors.collection_record import OTHERS, CollectionRecord
 from torchrl_moe.collectors.sample_reader import SampleReader
+from torchrl_moe.render.data_frames import data_frame
 from torchrl_moe.render.numbers import number_text
 from torchrl_moe.render.samples import MOST_TOKENS, show_token_samples
 from torchrl_moe.render.tables import html_table
@@ -25,19 +26,19 @@ POSTFIX = {
     "age": "inference/staleness_mean",
     "groups in line": "collector/groups_in_line",
 }
-"""Words beside the bar -> figures, as far as a collector has them."""
+"""Labels beside the progress bar -> metrics, as far as a collector has them."""
 NOT_KEPT = ("batches", "total_frames", "completed", "requested_frames_per_batch")
-"""Figures that are settings, or that others of a batch say too."""
+"""Metrics that are settings, or that repeat others of a batch."""
 
 
 class Reports(BaseCollector):
-    """The part of a collector that reports. Its base comes after it: ``class MyCollector(Reports, LLMCollector)``.
+    """A mixin for reports. The collector's base comes after it: ``class MyCollector(Reports, LLMCollector)``.
 
-    A collector calls :meth:`_begin_reports` once, :meth:`_report` with each batch that it gives out, and waits for
-    batches within ``self.record.wait()``; its loop stands within ``with self._progress:``.
+    A collector calls :meth:`_begin_reports` once and :meth:`_report` with each batch that it yields. It waits for
+    batches within ``self.record.wait()``; its loop runs within ``with self._progress:``.
 
     Attributes:
-        record: what it remembers of its past.
+        record: its history.
     """
 
     record: CollectionRecord
@@ -57,20 +58,20 @@ class Reports(BaseCollector):
         self._samples = SampleReader(policy)
 
     def _report(self, batch: TensorDictBase, frames: int) -> None:
-        """Note a batch that is given out; the same one again, after a Ctrl-C, is noted once.
+        """Record a batch that is yielded; if it comes again after a Ctrl-C, it is recorded once.
 
         Args:
             batch: any batch size.
-            frames: answers so far, it included.
+            frames: answers so far, this batch included.
         """
         if batch is not self.record.batch:
             now = {name: value for name, value in self.stats().items() if name not in NOT_KEPT}
-            self.record.add(batch, {**self._samples.figures(batch), **now, "frames": frames})
+            self.record.add(batch, {**self._samples.metrics(batch), **now, "frames": frames})
         last = self.record.last
         self._progress.show(frames, {word: last[name] for word, name in POSTFIX.items() if name in last})
 
     def stats(self) -> dict[str, int | float | bool]:
-        """Return figures by name, plain numbers for a logger: ``logger.log_metrics(collector.stats(), step)``."""
+        """Return metrics by name, plain numbers for a logger: ``logger.log_metrics(collector.stats(), step)``."""
         return {**super().stats(), "batches": self.record.batches, **self.record.scalars()}
 
     def show_samples(
@@ -86,7 +87,7 @@ class Reports(BaseCollector):
 
         Args:
             n: how many.
-            characters: of a prompt and of an answer in the table; what is longer loses its middle.
+            characters: shown of a prompt and of an answer in the table; longer texts are cut in the middle.
             colour: ``None``: a table, with reward, versions and texts of each sample. Else samples token by token, as
                 :func:`torchrl_moe.render.show_samples` has them: ``"versions"``, ``"experts"``, ``"kept"`` or
                 ``"log_probs"``.
@@ -121,22 +122,21 @@ class Reports(BaseCollector):
     def to_pandas(self) -> Any:
         """Return a pandas ``DataFrame`` with a row for each of the last 10 000 batches.
 
-        Columns: ``time`` (UTC, as it was given out), ``batch`` (from 0), ``rows``, ``groups``, ``tokens`` (generated),
-        ``reward_mean`` and ``reward_std`` (over rows), ``waited`` (seconds for this batch), and :meth:`stats` of then.
+        Columns: ``time`` (UTC, when it was yielded), ``batch`` (from 0), ``rows``, ``groups``, ``tokens`` (generated),
+        ``reward_mean`` and ``reward_std`` (over rows), ``waited`` (seconds for this batch), and the :meth:`stats` at
+        that time.
         """
-        import pandas
-
-        return pandas.DataFrame(self.record.rows())
+        return data_frame(self.record.rows())
 
     def plot(self, seconds: float | None = None) -> Any:
         """Draw over time: whether the trainer trains or waits, answers in flight at each replica, and weight updates.
 
-        All time between two batches counts as training. In flight is what the engine has handed to a replica, for
-        other callers too, looked at as groups begin and end and every half second. The axis counts seconds since the
-        collector was made, and ends with the last thing that happened.
+        All time between two batches counts as training. Answers in flight are all requests that the engine has sent to
+        a replica, also for other callers; they are sampled when groups start and end, and every half second. The axis
+        counts seconds since the collector was made and ends with the last event.
 
         Args:
-            seconds: how much of it, up to that end; default: all that is remembered.
+            seconds: how many seconds to show, up to that end; default: the whole history.
 
         Returns:
             A matplotlib figure.
@@ -182,7 +182,7 @@ class Reports(BaseCollector):
             return html_table(repr(self), ("", "name", "value"), [])
         rows = [("setting", name, one_line(str(value), 80)) for name, value in self._shown_settings.items()]
         try:
-            rows += [("figure", name, number_text(value)) for name, value in self.stats().items()]
-        except Exception as error:  # noqa: BLE001  what has ended, or a subclass's figure, still is to be seen
-            rows.append(("figure", "not known", one_line(repr(error), 80)))
+            rows += [("metric", name, number_text(value)) for name, value in self.stats().items()]
+        except Exception as error:  # noqa: BLE001  a collector that has ended, or a subclass's metric that fails, is still shown
+            rows.append(("metric", "not known", one_line(repr(error), 80)))
         return html_table(type(self).__name__, ("", "name", "value"), rows)

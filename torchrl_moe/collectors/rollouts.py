@@ -1,7 +1,7 @@
-"""The asynchronous heart of a collector: groups begin as the schedule allows, and batches are made of whole ones.
+"""The asynchronous core of a collector: starts groups as the schedule allows, and makes batches of complete ones.
 
-All of it runs in one event loop, in a thread of its own. Environments are reset and stepped in other threads. The
-trainer's thread asks for a batch and waits for a future.
+All of it runs in one event loop, in its own thread. Environments are reset and stepped in other threads. The trainer's
+thread asks for a batch and waits for a future.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ __all__ = ["Rollouts"]
 
 LOG = logging.getLogger(__name__)
 STOP_SECONDS = 5.0
-UPDATE_SECONDS = 30.0  # without a weight update that is waited for
-GROUP_ERRORS = (RequestRefusedError, ReplicaDiedError)  # other engine errors concern all groups
+UPDATE_SECONDS = 30.0  # wait for a weight update before it is logged
+GROUP_ERRORS = (RequestRefusedError, ReplicaDiedError)  # other engine errors affect all groups
 
 
 class Rollouts:
-    """Groups in flight, and those that wait for the trainer. Use it in its event loop only.
+    """Running groups, and those that wait for the trainer. Use it only in its event loop.
 
     Args:
-        policy: asks its engine.
-        environments: what the answers are judged in.
+        policy: generates with its engine.
+        environments: run the samples and give the rewards.
         prompts: the data.
-        settings: see there.
+        settings: of the collector.
         schedule: the order of the groups.
         stats: what is counted.
-        record: what is remembered over time.
+        record: the history.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Rollouts:
         self._stats = stats
         self._record = record
         self.pauses = 0
-        """How many want that nothing begins."""
+        """How many pauses are in effect."""
         self.error: BaseException | None = None
         self._data_error: Exception | None = None
         self._has_begun = False
@@ -87,7 +87,7 @@ class Rollouts:
         self._will_turn = False
         self.version = self._engine.replica_table.latest_version
         self.groups: dict[int, Group] = {}
-        """In line, by number."""
+        """Groups that are running or wait for the trainer, by number."""
         self._answers = Answers()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._asked: deque[Future[TensorDictBase]] = deque()
@@ -99,11 +99,11 @@ class Rollouts:
     # -- the trainer's side -----------------------------------------------------------------------------------------
 
     def ask(self, future: Future[TensorDictBase], trained: bool = True) -> None:
-        """Fulfil a future with the next batch; the first call begins the collection.
+        """Fulfil a future with the next batch; the first call starts the collection.
 
         Args:
-            future: asking with it again changes nothing.
-            trained: whether all earlier batches have been trained; else each weight update says that of one.
+            future: a second call with the same one has no effect.
+            trained: whether all earlier batches have been trained on; else each weight update confirms one batch.
         """
         if future.done() or future in self._asked:
             return
@@ -119,7 +119,7 @@ class Rollouts:
         self.turn()
 
     def turn(self) -> None:
-        """Give out what is ready, and begin what may begin: one group, and soon the next."""
+        """Hand out a batch that is ready, and start one group if one may start; the next follows in the next turn."""
         if self.error is not None:
             self._fail_all()
             return
@@ -130,11 +130,11 @@ class Rollouts:
             self._give_out()
             if self._has_begun and self.schedule.may_begin:
                 self._begin_next()
-        except Exception as error:  # noqa: BLE001  whatever it is, the trainer must get it
+        except Exception as error:  # noqa: BLE001  the trainer raises it, whatever it is
             self.fail(error)
 
     def turn_soon(self) -> None:
-        """:meth:`turn` in the loop's next round, once; what else waits there comes first."""
+        """Schedule one :meth:`turn` for the loop's next round, after the other callbacks there."""
         if not self._will_turn:
             self._will_turn = True
             asyncio.get_running_loop().call_soon(self._turn_now)
@@ -144,7 +144,7 @@ class Rollouts:
         self.turn()
 
     def _begin_next(self) -> None:
-        """Put the next group in line. What the data raises is raised once no whole batch can come any more."""
+        """Put the next group in line. An error of the data is raised once no complete batch is left to hand out."""
         if self._restored and self._restored[0]["position"] < self._prompts.next_position:
             group = Group.restored(self.schedule.begin(), self._restored.popleft(), self._restored_at)
             self.groups[group.number] = group
@@ -154,11 +154,11 @@ class Rollouts:
         else:
             try:
                 prompt = next(self._prompts)
-            except BaseException as error:  # noqa: BLE001  it is the user's; a SystemExit would end the loop
+            except BaseException as error:  # noqa: BLE001  user code; a SystemExit would end the loop
                 self._data_error = (
                     error if isinstance(error, Exception) else CollectionError(f"the data raised {error!r}")
                 )
-                LOG.warning("the data has come to an end: %r", error)
+                LOG.warning("the data has ended: %r", error)
             else:
                 self._begin(prompt)
         self.turn_soon()
@@ -166,7 +166,7 @@ class Rollouts:
     def _see_version(self) -> None:
         newest = self._engine.replica_table.latest_version
         if newest > self.version:
-            # a number may be skipped: where updates pace, each that is seen is one
+            # several updates may be seen as one; where updates confirm batches, that counts as one
             times = 1 if self._is_paced_by_updates else newest - self.version
             self.schedule.updated(times, self._is_paced_by_updates)
             self._record.updated(newest)
@@ -193,13 +193,13 @@ class Rollouts:
 
         def over(_: asyncio.Task[None]) -> None:
             self._tasks.pop(number, None)
-            if (group := self.groups.get(number)) is None or group.is_ready:  # else it was cut short by an end
+            if (group := self.groups.get(number)) is None or group.is_ready:  # else the collection ended meanwhile
                 self._answers.forget(prompt.position)
 
         task.add_done_callback(over)
 
     async def _play(self, group: Group, oldest_allowed: int) -> None:
-        """Bring a group to its end."""
+        """Finish a group: complete, or failed and replaced."""
         try:
             size = self._environments.group_size
             count = self._settings.group_size
@@ -219,7 +219,7 @@ class Rollouts:
                 self._drop(group, "filtered")
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # noqa: BLE001  environments and rewards are the user's
+        except Exception as error:  # noqa: BLE001  environments and rewards are user code
             if group.number in self.groups:
                 self._failed(group, error)
         self.turn()
@@ -230,7 +230,7 @@ class Rollouts:
         self.schedule.ready(group.number)
 
     async def _live(self, group: Group, start: int, oldest_allowed: int) -> list[TensorDictBase]:
-        """Play the samples of one environment."""
+        """Run the samples of one environment."""
 
         async def generate(request: SampleRequest, index: int) -> Completion:
             return await self._generate(request, group.prompt.position, start + index, oldest_allowed)
@@ -239,7 +239,7 @@ class Rollouts:
         return await self._environments.play(self._policy, generate, group.prompt.data, timeout)
 
     async def _generate(self, request: SampleRequest, position: int, sample: int, oldest_allowed: int) -> Completion:
-        """Ask the engine for one answer; a slot is taken for just that long."""
+        """Ask the engine for one answer, holding a slot meanwhile."""
         arguments = self._answers.ask(position, sample, request.arguments, self.version)
         if oldest_allowed > 0:
             arguments["min_version"] = max(oldest_allowed, arguments.get("min_version") or 0)
@@ -254,7 +254,7 @@ class Rollouts:
         return completion
 
     def _failed(self, group: Group, error: Exception) -> None:
-        """Count a failure; more than may be end the collection."""
+        """Count a failure; more than ``max_failures`` end the collection."""
         if self.error is not None:
             return
         if isinstance(error, CollectionError):
@@ -268,13 +268,13 @@ class Rollouts:
             self.fail(error)
 
     def _drop(self, group: Group, reason: str) -> None:
-        """Take a group out; another one begins in its stead."""
+        """Remove a group; another one starts in its place."""
         self.schedule.drop(group.number)
         del self.groups[group.number]
         self._stats.dropped(reason)
 
     def _drop_stale(self) -> None:
-        """Give up groups that are too old already, also those that are being generated."""
+        """Drop groups that are too old, including running ones."""
         if self._settings.on_stale != "drop":
             return
         for group in list(self.groups.values()):
@@ -289,11 +289,11 @@ class Rollouts:
     def state_dict(
         self, awaited: Future[TensorDictBase] | None = None, cut: Mapping[str, Completion] | None = None
     ) -> dict[str, Any]:
-        """Return the position in the data, prompts under way with their answers so far, and complete groups.
+        """Return the position in the data, the running prompts with their answers so far, and the complete groups.
 
         Args:
-            awaited: what the trainer has asked with; its batch, if it is fulfilled, is still ours.
-            cut: what there is of answers under way, by request id.
+            awaited: the trainer's future; if it is fulfilled, its batch still belongs to this collection.
+            cut: partial answers, by request id.
         """
         untaken = self._given[1] if self._given is not None and self._given[0] is awaited else []
         under_way = [group.prompt for group in self.groups.values() if not group.is_ready]
@@ -307,10 +307,10 @@ class Rollouts:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there: complete groups, and prompts that were under way, stand in line in the order of the data.
+        """Continue from a state: complete groups and running prompts are put in line in the order of the data.
 
         Raises:
-            RuntimeError: groups have begun already, or it has ended.
+            RuntimeError: groups have started already, or the collection has ended.
         """
         if self._has_begun or self.error is not None:
             raise RuntimeError("load_state_dict must be called before the first batch is asked for")
@@ -322,7 +322,7 @@ class Rollouts:
     # -- ends -------------------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """End with an error, which the trainer gets."""
+        """End with an error, which the trainer raises."""
         if self.error is None:
             self.error = error
         self._cancel_all()
@@ -340,14 +340,14 @@ class Rollouts:
             task.cancel()
 
     async def stop(self) -> None:
-        """End everything that is under way."""
+        """End all running work."""
         tasks = list(self._tasks.values())
         self._cancel_all()
         if tasks:
             await asyncio.wait(tasks, timeout=STOP_SECONDS)
 
     async def watch(self) -> None:
-        """Fail if nothing moves for too long while somebody waits; look for new weights."""
+        """Fail after too long without progress while a batch is awaited; look for new weights."""
         limit = self._settings.heartbeat_timeout
         while self.error is None:
             await asyncio.sleep(min(0.5, limit / 4 if limit else 0.5))
@@ -360,21 +360,21 @@ class Rollouts:
                 self.fail(CollectionStalledError(f"nothing has moved for {limit:g} s: {self.waits()}"))
 
     def _wait_for_update(self) -> None:
-        """Say so once if that takes long; a step of the trainer may."""
+        """Log once if that takes long; a training step may."""
         if not self._has_said_why and time.monotonic() - self._progress_at > UPDATE_SECONDS:
             self._has_said_why = True
             LOG.warning(
-                "start() has written all that may be written before the weights change (max_staleness=%d): it goes on "
+                "start() has written all that max_staleness=%d allows before the weights change: it continues "
                 "after the next update",
                 self._settings.max_staleness,
             )
 
     def waits(self) -> str:
-        """Return, in words, what everything waits for."""
+        """Describe what the collection waits for."""
         running = [group.number for group in self.groups.values() if not group.is_ready]
         paused = "it is paused; " if self.pauses else ""
         return (
-            f"{paused}{len(running)} groups are under way (the oldest is {min(running, default=None)}), "
+            f"{paused}{len(running)} groups are running (the oldest is {min(running, default=None)}), "
             f"{self.schedule.ready_groups} are ready, {self.schedule.groups_per_batch} make a batch; "
             f"{self._stats.in_flight} answers are being generated; {self._engine.replica_table!r}"
         )

@@ -1,4 +1,4 @@
-"""What the rows of a batch say of themselves: reward, tokens, texts, versions. Of any collector, in any input mode."""
+"""Reads rewards, tokens, texts and versions from the rows of a batch, of any collector and input mode."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ ABSENT = "–"
 
 
 class SampleReader:
-    """Reads rows; what is missing in one is shown as ``–``.
+    """Reads rows; a missing value is shown as ``–``.
 
     Args:
-        policy: names the keys (TorchRL's, unless it says otherwise), and has the tokenizer for rows without texts.
+        policy: names the keys (default: TorchRL's keys), and has the tokenizer for rows without texts.
     """
 
     COLUMNS = ("group", "prompt", "answer", "reward", "tokens", "version", "segments", "finish_reason")
     WIDE = ("prompt", "answer")
-    """Columns of running text."""
+    """Columns of long text."""
 
     def __init__(self, policy: Any) -> None:
         self.policy = policy
@@ -34,10 +34,10 @@ class SampleReader:
         )
         self._tokenizer = getattr(policy, "tokenizer", None)
 
-    def figures(self, batch: TensorDictBase) -> dict[str, int | float]:
+    def metrics(self, batch: TensorDictBase) -> dict[str, int | float]:
         """Return the numbers of rows, groups and generated tokens, and mean and standard deviation of the rewards.
 
-        The deviation is that of the rows themselves (divided by their number). NaN where no row has a reward.
+        The deviation is the population's (divided by the number of rows). NaN if no row has a reward.
         """
         rows = rows_of(batch)
         is_padded = bool(rows) and self._is_padded(rows[0])  # one policy wrote all of them
@@ -52,7 +52,7 @@ class SampleReader:
         }
 
     def cells(self, row: TensorDictBase, characters: int) -> tuple[str, ...]:
-        """Return the texts of :attr:`COLUMNS` of a row, batch size ``[]``; prompts and answers cut to so many."""
+        """Return the texts of :attr:`COLUMNS` of a row, batch size ``[]``; prompts and answers are cut."""
         versions = row.get(("policy_versions", "full"), None)
         versions = None if versions is None else versions[versions >= 0]
         return (
@@ -102,7 +102,7 @@ def _plain(value: Any) -> Any:
 
 
 def _reward(row: TensorDictBase) -> float | None:
-    """The sum over a row's entries: one, or one for each token."""
+    """The sum over a row's entries: a single one, or one per token."""
     reward = row.get(("next", "reward"), None)
     return float(reward.sum()) if isinstance(reward, torch.Tensor) else None
 

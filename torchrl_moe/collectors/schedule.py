@@ -1,12 +1,12 @@
-"""Which groups of answers may begin, and which are given to the trainer, so that none is older than allowed.
+"""Which groups of answers may start, and which go to the trainer, so that none is older than allowed.
 
 Pure bookkeeping: no thread, no clock. Letters: P groups in a batch, S the greatest staleness, W the window.
 
-A group's age is counted in weight updates, from the version of its oldest token to the version that is trained when it
-is used, so the time that it waits counts too. With one update per batch, a group that begins while batch T is awaited
-and is used in batch b has an age of at most b - T: so a group begins only if its place in line puts it into batch T + S
-or an earlier one. ``fifo`` gives out the head of the line; ``window`` any of its oldest W, so that a long answer holds
-nobody up, and at most W - 1 groups overtake another: its age is at most S + ceil((W - 1) / P).
+A group's age is counted in weight updates, from the version of its oldest token to the version that is being trained
+when the group is used, so the time that it waits counts too. With one update per batch, a group that starts while batch
+T is awaited and is used in batch b has an age of at most b - T: so a group starts only if its place in line puts it
+into batch T + S or an earlier one. ``fifo`` takes the head of the line; ``window`` takes any of its oldest W, so that a
+long answer blocks no other group. Then at most W - 1 groups overtake another: its age is at most S + ceil((W - 1) / P).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class _Place:
 
 
 class Schedule:
-    """The line of groups, from their beginning to the trainer.
+    """The line of groups, from their start to the trainer.
 
     Args:
         groups_per_batch: P.
-        max_staleness: S; 0 begins the next batch when the last one has been trained.
+        max_staleness: S; with 0, a batch starts when the last one has been trained on.
         order: which groups of the line a batch may be made of.
         window: W as a share of the (S + 1) P groups that may be in line; read for ``"window"`` only.
-        over_sample: how many times (S + 1) P groups may be in line; the surplus grows too old and must be dropped.
+        over_sample: how many times (S + 1) P groups may be in line; the surplus gets too old and must be dropped.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -87,20 +87,20 @@ class Schedule:
         self.ready_groups = 0
         """Groups that are complete and not given out."""
         self.begun = 0
-        """Groups that have begun, the number of the next."""
+        """Groups that have started; the number of the next one."""
         self._given = 0  # batches
         self._trained = 0
         self._updates = 0  # since the last batch was given
-        self._recent = deque([1], maxlen=4)  # updates between batches, of late
+        self._recent = deque([1], maxlen=4)  # recent counts of updates between batches
 
     @property
     def in_line(self) -> int:
-        """Groups that have begun and are not given out."""
+        """Groups that have started and were not taken."""
         return len(self._places)
 
     @property
     def batches(self) -> int:
-        """Batches given out."""
+        """Batches taken."""
         return self._given
 
     @property
@@ -109,12 +109,12 @@ class Schedule:
 
     @property
     def _lead(self) -> int:
-        """Batches that a group may be ahead: S, or less if the weights change more than once a batch."""
+        """How many batches ahead a group may start: S, or less if the weights change more than once a batch."""
         return self.max_staleness // self._updates_per_batch
 
     @property
     def may_begin(self) -> bool:
-        """Whether a group that begins now will not be too old when its turn comes."""
+        """Whether a group that starts now will be young enough when it is used."""
         room = math.ceil((self._lead + 1) * self.groups_per_batch * self._over_sample)
         return self._given * self.groups_per_batch + self.in_line < self._trained * self.groups_per_batch + room
 
@@ -128,12 +128,12 @@ class Schedule:
 
     @property
     def slack(self) -> int:
-        """By how many updates the weights may lag behind the newest, for the group that began last."""
+        """By how many updates the weights may lag behind the newest ones, for the group that started last."""
         batch = self._given + (self.in_line - 1) // self.groups_per_batch
         return max(0, self.max_staleness - (batch - self._trained) * self._updates_per_batch)
 
     def restart(self, begun: int) -> None:
-        """Go on with the numbers of another schedule; nothing may have begun."""
+        """Continue the numbers of another schedule; no group may have started."""
         assert not self._line
         self.begun = begun
 
@@ -146,7 +146,7 @@ class Schedule:
         self._move_head()
 
     def drop(self, group: int) -> None:
-        """Take a group out of the line; another one may begin in its stead, at the end."""
+        """Remove a group from the line; another one may start, at the end of the line."""
         place = self._places.pop(group)
         self.ready_groups -= place.is_ready
         del self._line[place.at]
@@ -182,7 +182,7 @@ class Schedule:
         return self.window is None or at < self._head + self.window
 
     def _move_head(self) -> None:
-        """Move the window on, over groups that are complete: taking them would."""
+        """Move the window past groups that are complete, as taking them would."""
         while self._head < self._end and self._line[self._head].is_ready:
             self._head += 1
             if self.window is not None:
@@ -198,8 +198,8 @@ class Schedule:
 
         Args:
             times: how often.
-            by_update: whether each update is for one batch. Else as many as there were between batches are for all
-                that were given.
+            by_update: whether each update confirms one batch. Else as many updates as there were between batches
+                confirm all batches that were taken.
         """
         self._updates += times
         if by_update:
@@ -208,5 +208,5 @@ class Schedule:
             self._trained = self._given
 
     def trained(self) -> None:
-        """Note that the trainer has done with all batches it was given, whether the weights changed or not."""
+        """Note that the trainer is done with all batches it took, whether the weights changed or not."""
         self._trained = self._given

@@ -1,4 +1,4 @@
-"""What an :class:`AsyncLLMCollector` was told, checked."""
+"""The checked settings of an :class:`AsyncLLMCollector`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrl_moe.collectors.schedule import Order
 __all__ = ["Settings"]
 
 GroupFilter = Callable[[TensorDictBase], bool]
-"""Whether a group, ``[rows]``, is worth training on."""
+"""Whether to train on a group, ``[rows]``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Settings:
     track_policy_version: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense; the schedule checks its own."""
+        """Refuse invalid values; the schedule checks its own."""
         for name in ("group_size", "groups_per_batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

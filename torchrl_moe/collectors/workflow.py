@@ -1,4 +1,4 @@
-"""An async function in the place of an environment: it plays one sample, and returns its reward."""
+"""An async function in place of an environment: it runs one sample and returns its reward."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ class Ask(Protocol):
 
 
 EpisodeFunction: TypeAlias = "Callable[[TensorDictBase, Ask], Awaitable[float | Sequence[float]]]"
-"""Plays one sample: ``await episode(data, ask)`` returns the reward of its last turn, or one for each turn.
+"""Runs one sample: ``await episode(data, ask)`` returns the reward of its last turn, or one reward per turn.
 
-It runs in the collector's event loop, beside hundreds of others, so what blocks belongs into ``asyncio.to_thread``.
-What it writes into ``data``, ``[]``, stands in each of its rows."""
+It runs in the collector's event loop, beside hundreds of others, so run blocking code in ``asyncio.to_thread``. What it
+writes into ``data``, ``[]``, is copied to each of its rows."""
 
 
 def is_episode_function(env: Any) -> bool:
-    """Whether this is an async function, or an object that is called like one."""
+    """Whether this is an async function, or an object whose call is one."""
     is_object = callable(env) and not isinstance(env, type)
     return inspect.iscoroutinefunction(env) or (is_object and inspect.iscoroutinefunction(type(env).__call__))
 
 
 class Workflow:
-    """Plays samples by an async function; it stands where an :class:`EnvironmentPool` stands.
+    """Runs samples with an async function; replaces an :class:`EnvironmentPool`.
 
     Args:
         function: see :data:`EpisodeFunction`.
     """
 
     group_size = 1
-    """Samples that are played together."""
+    """Samples that are run together."""
 
     def __init__(self, function: EpisodeFunction) -> None:
         self._function = function
-        self._threads = ThreadPoolExecutor(MOST_THREADS, "torchrl_moe-workflow")  # none is there before it is needed
+        self._threads = ThreadPoolExecutor(MOST_THREADS, "torchrl_moe-workflow")  # threads start when they are needed
 
     async def play(
         self,
@@ -65,20 +65,21 @@ class Workflow:
         timeout: float | None,
         **generate_kwargs: Any,
     ) -> list[TensorDictBase]:
-        """Play a sample, and return its turns, each ``[1]``.
+        """Run a sample and return its turns, each ``[1]``.
 
         Args:
             policy: reads prompts and lays out answers.
             generate: asks the engine.
             data: ``[]``, from the data loader.
-            timeout: seconds that the function may take from one answer to the next question, or to its end.
+            timeout: seconds that the function may take from one answer to the next request, or to its end.
             **generate_kwargs: change the policy's.
 
         Raises:
             EnvironmentTimeoutError: it took longer, and was cancelled.
-            ValueError: it asked for nothing, or returned too many rewards, too few, or before an answer had come.
+            ValueError: it asked for no answer, returned too many or too few rewards, or returned before an answer had
+                come.
             TypeError: it returned no reward.
-            RuntimeError: it raised what is no ``Exception``.
+            RuntimeError: it raised something other than an ``Exception``.
         """
         data = data.copy()
         clock = _Clock(timeout)
@@ -101,16 +102,16 @@ class Workflow:
         return await call_in(self._threads, function, *arguments)
 
     def close(self, keep: Any = None) -> None:
-        """End the threads; there is nothing to ``keep``."""
+        """End the threads; ``keep`` has no effect."""
         del keep
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class _Clock:
-    """Bounds what an episode takes by itself. It stands still while answers are generated, and then begins again.
+    """Bounds the time that an episode takes between answers. It stops while answers are generated and then restarts.
 
     Args:
-        seconds: from one answer to the next question; ``None`` for any.
+        seconds: from one answer to the next request; ``None`` for no limit.
     """
 
     def __init__(self, seconds: float | None) -> None:
@@ -136,7 +137,7 @@ class _Clock:
             self._timeout.reschedule(when)
 
     async def run(self, episode: Awaitable[Any]) -> Any:
-        """Return what comes of an episode."""
+        """Await an episode and return its result."""
         task = asyncio.current_task()
         assert task is not None
         try:
@@ -149,7 +150,7 @@ class _Clock:
         except Exception as error:
             if not self._timeout.expired():
                 raise
-            raise EnvironmentTimeoutError(f"the episode did not go on within {self._seconds:g} s") from error
+            raise EnvironmentTimeoutError(f"the episode did not continue within {self._seconds:g} s") from error
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and task.cancelling():
                 raise

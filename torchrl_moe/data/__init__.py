@@ -1,4 +1,4 @@
-"""Routes and kept words as data: their containers, the routes' layout, the unset marker (namesake: ``torchrl.data``).
+"""Routes and kept tokens as data: their containers, the routes' layout, the unset marker (namesake: ``torchrl.data``).
 
 Plain containers of tensors. Nothing here talks to an engine or to a model.
 """

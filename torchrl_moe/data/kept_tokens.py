@@ -1,10 +1,10 @@
-"""Which words of the vocabulary a token was sampled from, where sampling left some out.
+"""Which token ids of the vocabulary a token was sampled from, where sampling cut some off.
 
-top_k, top_p, min_p, bad words, allowed ids, minimum lengths and grammars all leave words out, and the log-prob of a
-token is then normalised over those that were kept. A trainer that replays a rollout needs the same words. This file
-stores, checks, joins, pads and shows them; it neither records nor uses them.
+top_k, top_p, min_p, bad words, allowed ids, minimum lengths and grammars all cut ids off, and the log-prob of a token
+is then normalised over the ids that were kept. A trainer that replays a rollout needs the same ids. This file stores,
+checks, joins, pads and shows them; it neither records nor uses them.
 
-Letters: T tokens of one sequence, M word ids of all its tokens together, V vocabulary.
+Letters: T tokens of one sequence, M ids of all its tokens together, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ UNSET_ID = -1
 
 
 def dense_mask(ids: torch.Tensor, sizes: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Return which words were kept for each token, bool ``[T, V]``; for tests and small vocabularies.
+    """Return which ids were kept for each token, bool ``[T, V]``; for tests and small vocabularies.
 
     >>> dense_mask(torch.tensor([2, 0, 1]), torch.tensor([0, -1, 2]), 3).int().tolist()
     [[1, 1, 1], [1, 1, 0], [1, 1, 0]]
@@ -40,7 +40,7 @@ def select_rows(ids: torch.Tensor, sizes: torch.Tensor, wanted: torch.Tensor) ->
     """Return the ids and sizes of some tokens.
 
     Args:
-        ids: ``[M]``, or more: what follows the last token's ids is left out.
+        ids: ``[M]``, or longer: what follows the last token's ids is ignored.
         sizes: ``[T]``.
         wanted: bool ``[T]``.
 
@@ -52,22 +52,22 @@ def select_rows(ids: torch.Tensor, sizes: torch.Tensor, wanted: torch.Tensor) ->
 
 
 class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy takes "nocast" for a type
-    """The words that each token was sampled from, where sampling left some out.
+    """The token ids that each token was sampled from, where sampling cut some off.
 
-    ``sizes[t]`` says how many ids token t has in ``ids``, those of earlier tokens first. ``n > 0``: its words were
-    these n; ``-n < 0``: its words were all but these n; 0: all words, or a token that was not sampled. A rollout stores
-    the shorter of the two, so bans of a few words cost as little as a top_k. Nothing is checked on construction:
+    ``sizes[t]`` says how many ids token t has in ``ids``, those of earlier tokens first. ``n > 0``: these n were kept;
+    ``-n < 0``: all but these n were kept; 0: all were kept, or the token was not sampled. A rollout stores the shorter
+    of the two lists, so banning a few ids costs as little as a small top_k. Nothing is checked on construction:
     :meth:`validate` does it.
 
     Samples of unequal T are a lazy stack: ``lazy_stack([a, b])``; index it, or :meth:`pad` it.
 
     Shapes:
-        ids: int32 ``[*B, M]``; -1 behind the last token's ids, in a padded batch.
+        ids: int32 ``[*B, M]``; -1 after the last token's ids, in a padded batch.
         sizes: int32 ``[*B, T]``.
 
     >>> kept = KeptTokens(ids=torch.tensor([7, 3, 5]), sizes=torch.tensor([0, 2, -1])).validate(vocabulary=9)
     >>> kept
-    KeptTokens(shape=[T=3], tokens with words left out=2, ids=3, nbytes=48)
+    KeptTokens(shape=[T=3], tokens with ids cut off=2, ids=3, nbytes=48)
     >>> [kept.words(t, vocabulary=9).tolist() for t in (1, 2)]
     [[3, 7], [0, 1, 2, 3, 4, 6, 7, 8]]
     """
@@ -82,13 +82,13 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
         """Check shapes and values of each sample; return self.
 
         Args:
-            vocabulary: words that there are.
+            vocabulary: number of token ids.
             num_tokens: tokens of every sample.
-            tokens: ``[*B, T]``, the tokens; each must be among its words.
+            tokens: ``[*B, T]``, the tokens; each must be among the ids kept for it.
 
         Raises:
-            ValueError: wrong rank or length, no integers, another number of ids than the sizes say, an id that is no
-                word or stands twice, or a token that is not among its words.
+            ValueError: wrong rank or length, not integers, another number of ids than the sizes say, an id out of range
+                or listed twice, or a token that is not among the ids kept for it.
         """
         samples = self._samples()
         chosen = [None] * len(samples) if tokens is None else list(tokens.reshape(len(samples), -1))
@@ -111,16 +111,16 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
         return type(self)(ids=self.ids[: int(sizes.abs().sum())], sizes=sizes, device=self.device)
 
     def followed_by(self, later: KeptTokens) -> KeptTokens:
-        """Return the tokens of a later turn, of which the first ones are this turn's and keep what is known here.
+        """Return a later turn, whose first tokens are this turn's and keep what is known here.
 
         Args:
-            later: of a sequence that begins with this one's tokens, ``[]`` both.
+            later: of a sequence that starts with this one's tokens; both have batch size ``[]``.
 
         Raises:
-            ValueError: it is shorter, or there are several samples.
+            ValueError: ``later`` is shorter, or there are several samples.
         """
         if self.batch_dims or later.batch_dims:
-            raise ValueError("turns are joined sample by sample")
+            raise ValueError("turns are joined one sample at a time: index the batch first")
         count = len(self.sizes)
         if len(later.sizes) < count:
             raise ValueError(f"a later turn repeats {count} tokens, and has {len(later.sizes)}")
@@ -134,10 +134,10 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
 
         Args:
             length: of each sample afterwards. None: that of the longest sample.
-            side: where tokens are added. Left is the convention of TorchRL's policies. Ids are filled up at the end.
+            side: where tokens are added. Left is the convention of TorchRL's policies. Ids are padded at the end.
 
         Raises:
-            ValueError: a sample is longer than ``length``, or ``side`` is neither.
+            ValueError: a sample is longer than ``length``, or ``side`` is invalid.
         """
         if side not in ("left", "right"):
             raise ValueError(f"side must be 'left' or 'right', got {side!r}.")
@@ -160,7 +160,7 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
         )
 
     def words(self, token: int, *, vocabulary: int) -> torch.Tensor:
-        """Return the words, ascending, that one token of one sample was sampled from."""
+        """Return the ids, ascending, that one token of one sample was sampled from."""
         wanted = torch.zeros_like(self.sizes, dtype=torch.bool)
         wanted[token] = True
         return dense_mask(*select_rows(self.ids, self.sizes, wanted), vocabulary)[0].nonzero()[:, 0]
@@ -186,7 +186,7 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
         except (RuntimeError, AttributeError, KeyError, TypeError):
             return f"KeptTokens(batch_size={list(self.batch_size)})"
         shape = ", ".join([*map(str, self.batch_size), f"T={rows}"])
-        return f"KeptTokens(shape=[{shape}], tokens with words left out={cut}, ids={ids}, nbytes={self.nbytes})"
+        return f"KeptTokens(shape=[{shape}], tokens with ids cut off={cut}, ids={ids}, nbytes={self.nbytes})"
 
     def _repr_html_(self) -> str:
         """The repr, and from how many words tokens were sampled. It must not raise either."""
@@ -221,7 +221,7 @@ def _validate(
     counts = sizes.abs().long()
     total = int(counts.sum())
     if total > len(ids) or bool((ids[total:] != UNSET_ID).any()):
-        raise ValueError(f"the sizes of {name} say {total} ids, and there are {len(ids)}: both must be cut alike.")
+        raise ValueError(f"the sizes of {name} say {total} ids, and there are {len(ids)}: cut both at the same token.")
     used = ids[:total].long()
     outside = (used < 0) | (used >= vocabulary)
     if bool(outside.any()):
@@ -229,7 +229,7 @@ def _validate(
     rows = torch.repeat_interleave(torch.arange(len(sizes), device=ids.device), counts)
     places = rows * vocabulary + used
     if len(places.unique()) != len(places):
-        raise ValueError(f"a token of {name} names a word twice.")
+        raise ValueError(f"a token of {name} lists an id twice.")
     if tokens is not None:
         _check_chosen(name, places, sizes, tokens.long(), vocabulary)
 
@@ -239,4 +239,4 @@ def _check_chosen(name: str, places: torch.Tensor, sizes: torch.Tensor, tokens: 
     wrong = ((sizes > 0) & ~named) | ((sizes < 0) & named)
     if bool(wrong.any()):
         t = int(wrong.nonzero()[0, 0])
-        raise ValueError(f"token {t} of {name}, {int(tokens[t])}, is not among the words that it was sampled from.")
+        raise ValueError(f"token {t} of {name}, {int(tokens[t])}, is not among the ids that it was sampled from.")

@@ -1,8 +1,8 @@
 """The experts that each token of a sequence was routed to, as a TensorClass.
 
 :class:`RoutedExperts` is what sits at the tensordict key ``"routed_experts"``. It stores, checks, pads and shows
-routes; it neither records nor replays them, and joins no turns. :func:`routes_from_vllm` is its fast path without a
-tensordict, for engine processes. The recipe these routes serve is Rollout Routing Replay, R3 (arXiv 2510.11370).
+routes; it neither records nor replays them, and does not join turns. :func:`routes_from_vllm` is its fast path without
+a tensordict, for engine processes. The recipe these routes serve is Rollout Routing Replay, R3 (arXiv 2510.11370).
 
 Letters: T tokens of one sequence, L decoder layers, K experts per token, E experts.
 """
@@ -24,14 +24,14 @@ from torchrl_moe.render.route_strips import routes_html
 __all__ = ["UNSET_EXPERT", "RoutedExperts", "routes_from_vllm"]
 
 _MODEL = "Check that the RoutingLayout is that of the model that made these routes."
-_CUT = "A sample has a row per token, the last token included: check that routes and tokens were cut alike."
+_CUT = "A sample has a row per token, the last token included: check that routes and tokens were cut at the same place."
 
 
 def routes_from_vllm(rows: np.ndarray[Any, Any] | None, num_tokens: int, layout: RoutingLayout) -> np.ndarray[Any, Any]:
     """Turn the rows vLLM returned for one sequence into routes.
 
     Args:
-        rows: unsigned (or not negative) integers ``[num_tokens - 1, L, K]``, zero on dense layers: row t is what token
+        rows: unsigned (or non-negative) integers ``[num_tokens - 1, L, K]``, zero on dense layers: row t is what token
             t was routed to as input; the last sampled token, never forwarded, has none. May be read-only; is copied.
             None: nothing is known.
         num_tokens: prompt and response tokens of the sequence.
@@ -109,7 +109,7 @@ class RoutedExperts(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
 
         Args:
             layout: the routers of the model that made the routes.
-            num_tokens: tokens of every sample, or a count per sample; pads, if a mask is given, do not count.
+            num_tokens: tokens of every sample, or a count per sample; with a mask, pads do not count.
             attention_mask: ``[*B, T]``, or a (nested) list of one ``[T]`` per sample. Rows where it is False are pads
                 and must be -1.
 
@@ -162,7 +162,7 @@ class RoutedExperts(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
 
         Raises:
             RouteShapeError: a sample is longer than ``length``.
-            ValueError: ``side`` is neither.
+            ValueError: ``side`` is neither ``"left"`` nor ``"right"``.
         """
         if side not in ("left", "right"):
             raise ValueError(f"side must be 'left' or 'right', got {side!r}.")
@@ -182,7 +182,7 @@ class RoutedExperts(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
 
     @property
     def is_set(self) -> torch.Tensor:
-        """Bool ``[*B, T, L]``: a route is known. Samples of unequal T: :meth:`pad` first, or ask each sample."""
+        """Bool ``[*B, T, L]``: a route is known. Samples of unequal T: :meth:`pad` first, or read each sample."""
         if not self._is_dense():
             raise RouteShapeError(f"is_set needs samples of one length, got {self!r}: pad() first, or index a sample.")
         return self.full[..., 0] != UNSET_EXPERT

@@ -1,7 +1,7 @@
 """What a model's routers look like, as plain data: layers, top-k, experts.
 
-A :class:`RoutingLayout` travels to engine processes and into routes checks; it holds no tensor and knows no model.
-The holder of the model derives it from there. A dense model has no layout: use ``None``.
+A :class:`RoutingLayout` is sent to engine processes and used by the checks of routes; it holds no tensor and no model.
+The code that loads a model derives it. A dense model has no layout: use ``None``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["UNSET_EXPERT", "RoutingLayout"]
 
 UNSET_EXPERT = -1
-"""Stands where no route is known. Expert 0 is a real expert, so zero never means missing."""
+"""Marks an unknown route. Expert 0 is a real expert, so zero never means missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class RoutingLayout:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of routes: int8 up to 128 experts (ids 0..127), else int16."""
-        import torch  # here and not at the top: processes that only pass a layout on do without torch
+        import torch  # here and not at the top: processes that only pass a layout on do not import torch
 
         return torch.int8 if self.num_experts <= 128 else torch.int16
 

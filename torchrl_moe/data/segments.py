@@ -1,6 +1,6 @@
-"""What is generated in several parts: joining turns, and what a row says of its parts.
+"""Answers generated in several parts: how turns are joined, and what a row says about its parts.
 
-Joining: what an earlier turn knew of a token stays, what only a later one knows fills the gaps.
+Joining keeps what an earlier turn knew of a token; a later turn fills only the gaps.
 
 A later turn's prompt repeats the earlier turn's tokens. The engine prefills them again, perhaps with newer weights, so
 its routes and log-probs of that prefix are not those the tokens were sampled with: the first writer wins.
@@ -14,13 +14,14 @@ from torch import Tensor
 __all__ = ["first_writer_wins", "num_segments", "shared_prefix", "worst_resume"]
 
 RESUMES = ("none", "forced", "live")
-"""How later parts of an answer may read the earlier ones again, the best first."""
+"""How later parts of an answer may read the earlier ones again, best first."""
 
 
 def shared_prefix(earlier_ids: Tensor, later_ids: Tensor) -> int:
     """Return the length of ``earlier_ids`` if ``later_ids`` begins with all of it, else 0.
 
-    A later sequence that was rendered or cut differently shares nothing, even if it begins alike: its tokens are new.
+    A later sequence that was rendered or cut differently shares nothing, even if its first tokens match: all its tokens
+    are new.
 
     >>> shared_prefix(torch.tensor([1, 2]), torch.tensor([1, 2, 3]))
     2
@@ -47,7 +48,7 @@ def first_writer_wins(earlier: Tensor, later: Tensor) -> Tensor:
 
 
 def num_segments(versions: Tensor) -> int:
-    """Return in how many parts, each by other weights, tokens were generated.
+    """Return the number of parts, each generated with other weights.
 
     Args:
         versions: int ``[T]``, -1 where nothing was generated.
@@ -60,10 +61,10 @@ def num_segments(versions: Tensor) -> int:
 
 
 def worst_resume(*hows: str) -> str:
-    """Return how parts were read again at worst: ``"live"`` over ``"forced"`` over ``"none"``.
+    """Return the worst way in which parts were read again: ``"live"``, else ``"forced"``, else ``"none"``.
 
     Raises:
-        ValueError: another word.
+        ValueError: a value is none of these.
 
     >>> worst_resume("none", "forced")
     'forced'

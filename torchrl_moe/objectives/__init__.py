@@ -4,7 +4,7 @@
 engine is imported here: an actor is anything with a ``score`` method, see :mod:`torchrl_moe.objectives.actors`.
 
 What a script imports from ``torchrl.objectives.llm`` is here under the same name. Classes that need no change are
-TorchRL's own, and load on first use: they bring vllm, ray and transformers along.
+TorchRL's own and load on first use, because they import vllm, ray and transformers.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""How a loss asks an actor for log-probs: by ``score``, or by the ``get_dist`` of TorchRL's wrappers.
+"""How a loss gets log-probs from an actor: from ``score``, or from the ``get_dist`` of TorchRL's wrappers.
 
 The contract is the protocol below; no actor is imported. Letters: B sequences, T tokens of the longest, L decoder
 layers, E experts.
@@ -27,15 +27,15 @@ class ScoringActor(Protocol):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Score the tokens of ``td`` (batch size ``[B]``, ragged or dense).
 
-        Sequences shorter than the longest stand at the right end of their row: padded on the left, as
-        ``td.get(("tokens", "full"), as_padded_tensor=True, padding_side="left")``; a dense batch keeps its own pads.
+        Sequences shorter than the longest are padded on the left, as by ``td.get(("tokens", "full"),
+        as_padded_tensor=True, padding_side="left")``; a dense batch keeps its own pads.
 
         Args:
             td: the batch.
             router_logits: whether to return the routers' logits.
             entropy: whether to return entropies.
-            mask: bool ``[B, T]``: the only tokens whose scores will be read. An actor need not compute the others, and
-                need not know the argument.
+            mask: bool ``[B, T]``: the only tokens whose scores will be read. An actor may skip the others, and may lack
+                this argument.
 
         Returns:
             ``[B, T]`` log-probs of token t given those before it, 0 at first tokens and pads; ``[B, T]`` entropies of
@@ -84,11 +84,11 @@ def score_tokens(
         router_logits: whether the routers' logits are wanted, which a TorchRL wrapper does not give.
 
     Raises:
-        ValueError: the actor's tensors are not ``[B, T]``, or it returned no entropy although it was asked for.
+        ValueError: the actor's tensors are not ``[B, T]``, or it returned no entropy although ``entropy`` is set.
     """
     routers = None
     if hasattr(actor, "score"):
-        # An actor that always computes entropies, or all tokens, need not know these arguments.
+        # An actor that always computes entropies, or all tokens, may lack these arguments.
         asked: dict[str, Any] = {} if entropy else {"entropy": False}
         if mask is not None and "mask" in signature(actor.score).parameters:
             asked["mask"] = mask
@@ -115,10 +115,10 @@ def score_tokens(
 
 
 def _dist_arguments(actor: Any, attention_mask_key: NestedKey) -> dict[str, Any]:
-    """Return what ``actor.get_dist`` is asked beside the batch.
+    """Return the keyword arguments of ``actor.get_dist``.
 
-    The side is explicit: TorchRL's wrappers differ in their default. tensordict's own modules would hand keywords that
-    they do not know to the model.
+    The side is explicit: TorchRL's wrappers differ in their default. tensordict's own modules would pass unknown
+        keywords to the model.
     """
     asked = {"mask_key": attention_mask_key, "padding_side": "left"}
     takes = signature(actor.get_dist).parameters
@@ -133,9 +133,9 @@ def score_reference(
 ) -> Tensor:
     """Return the log-probs of ``tokens`` by the actor's model without its adapter, ``[B, T]``, without a gradient.
 
-    The base of a peft model is the reference that its adapter was started from, and costs no second model. The actor
-    scores a copy of ``tensordict``: what it writes there is of another policy. If it replays the rollout's routes, it
-    does so here too. ``mask`` as for :func:`score_tokens`.
+    The base of a peft model is the reference that its adapter started from, so no second model is needed. The actor
+    scores a copy of ``tensordict``, because what it writes there belongs to another policy. If it replays the rollout's
+    routes, it does so here too. ``mask`` as for :func:`score_tokens`.
 
     Raises:
         ValueError: neither the actor nor its ``model`` has a ``disable_adapter`` context, as peft's models do.

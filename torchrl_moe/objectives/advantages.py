@@ -1,9 +1,8 @@
 """Advantages as transforms of a replay buffer: GRPO, RLOO, Dr. GRPO, REINFORCE++.
 
-They stand where TorchRL's ``MCAdvantage`` stands, and read and write the same keys. A group comes whole with a batch,
-or its first trajectories are held back until the last has come. The return of a trajectory is the sum of its rewards,
-and each of its steps gets its advantage, of the shape of the step's reward: ``[1, 1]``, or ``[T, 1]`` for rewards per
-token.
+They replace TorchRL's ``MCAdvantage``, and read and write the same keys. A group is complete in a batch, or its first
+trajectories are held back until the last one arrives. The return of a trajectory is the sum of its rewards, and each of
+its steps gets its advantage, of the shape of the step's reward: ``[1, 1]``, or ``[T, 1]`` for rewards per token.
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ class GroupAdvantage(Transform):
     """Gives the trajectories of a group advantages. They may come in any order, each with its steps together.
 
     Args:
-        group_size: trajectories of a group, which wait until so many have come; ``None``: each batch holds whole
-            groups, of any sizes, as those of ``AsyncLLMCollector`` do, filtered or not. A group of one gets 0.
-        prompt_key: what tells groups apart, the same for all steps of a trajectory: text, or a tensor compared by
-            value. Default: ``"group_id"`` where a step has it, which differs for two groups of one prompt, else
+        group_size: trajectories of a group, which are held back until all have arrived; ``None``: each batch holds
+            complete groups, of any sizes, as the batches of ``AsyncLLMCollector`` do. A group of one gets 0.
+        prompt_key: the entry that identifies a group, the same in all steps of a trajectory: text, or a tensor compared
+            by value. Default: ``"group_id"`` where a step has it (two groups of one prompt differ in it), else
             ``"query"``.
-        rewards_key, advantage_key, done_key: what is read and written.
+        rewards_key, advantage_key, done_key: the entries that are read and written.
 
     Raises:
         ValueError: a group of less than 2.
     """
 
-    requires_shared_write_state = True  # by which TorchRL refuses to share a buffer whose groups would never complete
+    requires_shared_write_state = True  # makes TorchRL refuse to share a buffer whose groups would never complete
 
     def __init__(
         self,
@@ -68,22 +67,22 @@ class GroupAdvantage(Transform):
 
     @property
     def queued_trajectories(self) -> int:
-        """How many wait for others of their group."""
+        """How many trajectories wait for others of their group."""
         return sum(map(len, self._queues.values()))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return what is sampled from the buffer as it is."""
+        """Return samples of the buffer unchanged."""
         return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
-        """Take in whole trajectories; return the steps of all that are complete now, or ``None``.
+        """Add complete trajectories; return the steps of all groups that are complete now, or ``None``.
 
         Args:
             tensordict: ``[N]`` steps, trajectories one after the other, or ``[..., N]``, each row such a sequence.
 
         Raises:
-            ValueError: an entry is missing, a trajectory is not done or of two groups, or a reward is no finite
-                floating point number.
+            ValueError: an entry is missing, a trajectory is not done or has steps of two groups, or a reward is not a
+                finite floating point number.
         """
         groups = self._whole_groups(list(self._trajectories(tensordict)))
         finished = [step for group in groups for step in self._complete(group)]
@@ -109,7 +108,7 @@ class GroupAdvantage(Transform):
             )
 
     def _whole_groups(self, arrived: Sequence[Trajectory]) -> Iterator[list[Trajectory]]:
-        """Queue trajectories; yield the groups that are whole now."""
+        """Queue trajectories; yield the groups that are complete now."""
         groups = [self._group(trajectory.steps) for trajectory in arrived]  # raises before anything is queued
         for group, trajectory in zip(groups, arrived, strict=True):
             queue = self._queues.setdefault(group, [])
@@ -122,7 +121,7 @@ class GroupAdvantage(Transform):
 
     @abstractmethod
     def _complete(self, group: list[Trajectory]) -> list[TensorDictBase]:
-        """Take a whole group; return the steps that are complete now, with their advantages."""
+        """Add a complete group; return the steps that are complete now, with their advantages."""
 
     def _write(self, trajectories: Sequence[Trajectory], advantages: Tensor) -> list[TensorDictBase]:
         """Give each trajectory its advantage ``[n]``; return all their steps."""
@@ -132,7 +131,7 @@ class GroupAdvantage(Transform):
                 step.set(self.advantage_key, advantage.to(reward).expand(reward.shape).clone())
         return [step for trajectory in trajectories for step in trajectory.steps]
 
-    # -- what a step holds ------------------------------------------------------------------------------------------
+    # -- entries of a step ------------------------------------------------------------------------------------------
 
     def _entry(self, step: TensorDictBase, key: NestedKey) -> Any:
         value = step.get(key, None)
@@ -153,7 +152,7 @@ class GroupAdvantage(Transform):
         groups = list(dict.fromkeys(map(self._group_of_step, steps)))
         if len(groups) > 1:
             raise ValueError(
-                f"a trajectory has steps of groups {groups[0]!r} and {groups[1]!r}: its steps must stand together, "
+                f"a trajectory has steps of groups {groups[0]!r} and {groups[1]!r}: its steps must be contiguous, "
                 f"the last one with {self.done_key!r}. Was a last step filtered out?"
             )
         return groups[0]
@@ -224,7 +223,7 @@ class ReinforcePlusPlusAdvantage(GroupAdvantage):
     belongs in the reward.
 
     Args:
-        batch_size: trajectories that are normalised together; all are held back until they have come.
+        batch_size: trajectories that are normalised together; they are held back until all have arrived.
         group_size: answers per prompt, for the baseline variant; a divisor of ``batch_size``. ``None``: no baseline.
         keys: as those of :class:`GroupAdvantage`: ``prompt_key``, ``rewards_key``, ``advantage_key``, ``done_key``.
     """
@@ -241,7 +240,7 @@ class ReinforcePlusPlusAdvantage(GroupAdvantage):
 
     @property
     def queued_trajectories(self) -> int:
-        """How many wait for others of their group, or of their batch."""
+        """How many trajectories wait for others of their group, or of their batch."""
         return super().queued_trajectories + len(self._pool)
 
     def _whole_groups(self, arrived: Sequence[Trajectory]) -> Iterator[list[Trajectory]]:

@@ -1,4 +1,4 @@
-"""What the arguments of a loss may be. Checked when a loss is built, so that no step is paid for before an error."""
+"""Checks of a loss's arguments, made when a loss is built, so that an error costs no step."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_penalties(
 
 
 def check_fixed_length(aggregation: str, fixed_length: int | None) -> None:
-    """Raise ValueError unless the length is there exactly if the aggregation uses it."""
+    """Raise ValueError unless ``fixed_length`` is given exactly if the aggregation uses it."""
     if (aggregation == "fixed_length") != (fixed_length is not None):
         raise ValueError(
             f"fixed_length and aggregation='fixed_length' go together, got fixed_length={fixed_length} and "
@@ -77,7 +77,7 @@ def check_fixed_length(aggregation: str, fixed_length: int | None) -> None:
 
 
 def aggregation_of(aggregation: str | None, reduction: str | None, fixed_length: int | None) -> F.Aggregation:
-    """Return how tokens become one loss, by three arguments that speak of it.
+    """Return the aggregation, from the three arguments that set it.
 
     >>> aggregation_of(None, None, None), aggregation_of("prompt_mean", "none", None)
     ('token_mean', 'none')
@@ -95,7 +95,7 @@ def aggregation_of(aggregation: str | None, reduction: str | None, fixed_length:
 
 
 def check_unused(gamma: float | None, clip_value: bool | float | None, samples_mc_entropy: int) -> None:
-    """Raise ValueError if arguments that TorchRL's losses have, and no GRPO has a use for, ask for something."""
+    """Raise ValueError if an argument that TorchRL's losses have, and GRPO cannot use, is set."""
     if gamma is not None:
         raise ValueError(
             f"gamma must be None, got {gamma}: GRPO has no value function, and TorchRL's loss never reads it. Discount "
@@ -111,7 +111,7 @@ def check_unused(gamma: float | None, clip_value: bool | float | None, samples_m
 
 
 def check_hooks(loss: type) -> None:
-    """Raise TypeError if a subclass overrides a method that TorchRL's losses call, and these never would."""
+    """Raise TypeError if a subclass overrides a method that TorchRL's losses call and these losses never do."""
     hooks = {"_compute_policy_objective", "_get_cur_log_prob", "_log_weight"}
     hooks |= {"_aggregate_loss_value", "_get_entropy", "_kl_to_ref"}
     if found := sorted(hooks & set(vars(loss))):

@@ -1,7 +1,7 @@
 """The inputs of a loss, read from a tensordict into aligned ``[B, T]`` tensors.
 
-Ragged samples (a lazy stack) are padded on the left to the longest, so that their last tokens stand in one column; a
-dense batch keeps the pads it has. Which tokens count is decided here; what is computed from them is not.
+Ragged samples (a lazy stack) are padded on the left to the longest, so that their last tokens share a column; a dense
+batch keeps the pads it has. Which tokens count is decided here; what is computed from them is not.
 
 Letters: B sequences, T tokens of the longest, P_i prompt and T_i prompt and response tokens of sequence i.
 """
@@ -32,19 +32,19 @@ class TokenBatch:
     tokens: Tensor
     """int64 ``[B, T]``."""
     mask: Tensor
-    """bool ``[B, T]``: the tokens to train on, of which the sample log-prob is known."""
+    """bool ``[B, T]``: the tokens to train on whose sample log-prob is known."""
     unsampled: Tensor
-    """bool ``[B, T]``: the tokens to train on, of which it should be known and is not."""
+    """bool ``[B, T]``: the tokens to train on whose sample log-prob should be known and is not."""
     advantage: Tensor
     """``[B, T]``."""
     sample_log_probs: Tensor
     """``[B, T]``, of the policy that generated the tokens."""
     ref_log_probs: Tensor | None
-    """``[B, T]``, NaN where there is none; ``None`` if no loss term asks for it."""
+    """``[B, T]``, NaN where there is none; ``None`` if no loss term needs it."""
     prox_log_probs: Tensor | None
     """``[B, T]``, of the proximal policy, if it was recomputed; NaN where there is none."""
     staleness: Tensor | None
-    """int64 ``[B, T]``, how many weight updates ago each token was sampled, if something asks for it."""
+    """int64 ``[B, T]``, how many weight updates ago each token was sampled, if something needs it."""
     num_valid_tokens: Tensor | None
     """``[]``, of the whole batch, if this is a part of it."""
     num_sequences: Tensor | None
@@ -66,8 +66,8 @@ class TokenReader:
         tokens_key: the entry that says how many tokens each sample has.
 
     Raises:
-        ValueError: another batch size, tokens that are no integers, an entry that is missing or has another number of
-            tokens.
+        ValueError: another batch size, tokens that are not integers, or an entry that is missing or has another number
+            of tokens.
     """
 
     def __init__(self, tensordict: TensorDictBase, tokens_key: NestedKey) -> None:
@@ -106,8 +106,8 @@ class TokenReader:
         """Return the tokens to train on, bool ``[B, T]``.
 
         - ``"sft"``: attended tokens after the first ``len(prompt row)`` positions of the sample;
-        - ``"rlhf"``: those of the assistant mask;
-        - ``"generic"``: all that are attended.
+        - ``"rlhf"``: the tokens of the assistant mask;
+        - ``"generic"``: all attended tokens.
         """
         if masking == "rlhf":
             return self.per_token(assistant, "the mask of all assistant tokens (masking_strategy='rlhf')").bool()

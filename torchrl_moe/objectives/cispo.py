@@ -19,8 +19,8 @@ class CISPOLoss(GRPOLoss):
     """CISPO: ``-sg(clip(r, 1 - low, 1 + high)) A log π`` per token; ``sg`` stops the gradient.
 
     `arXiv 2506.13585 <https://arxiv.org/abs/2506.13585>`_, eq. 4 and 5: every token keeps a gradient, also one whose
-    weight is clipped. TorchRL's ``CISPOLoss`` lets it flow through the clipped weight instead, which gives clipped
-    tokens none.
+    weight is clipped. TorchRL's ``CISPOLoss`` lets it flow through the clipped weight instead, so clipped tokens get
+    none.
 
     Args:
         actor_network: π, as for :class:`~torchrl_moe.objectives.GRPOLoss`.

@@ -26,12 +26,12 @@ name                  weight            left out                                
 Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", fengyao.notion.site/off-policy-rl.
 Liu et al., "When Speed Kills Stability", richardli.xyz/rl-collapse.
 
-What goes with what:
+Which combinations are allowed:
 
-- **An importance weight needs the decoupled objective.** Coupled, the surrogate's ratio is π/μ and holds ``ρ`` already:
-  a weight would count it twice. (GSPO's is ``(π/μ)^(1/|y|)``, which does not hold ``ρ(y)``; but a weight of π/μ would
-  move with each update there too.) ``tis``, ``seq_tis`` and ``snis`` are refused; ``mis``, ``icepop`` and ``seq_mis``
-  only leave out, and keep their meaning, since the ratio is their weight.
+- **An importance weight needs the decoupled objective.** Coupled, the surrogate's ratio is π/μ and contains ``ρ``
+  already: a weight would count it twice. (GSPO's is ``(π/μ)^(1/|y|)``, which does not contain ``ρ(y)``; but a weight of
+  π/μ would move with each update there too.) ``tis``, ``seq_tis`` and ``snis`` are refused; ``mis``, ``icepop`` and
+  ``seq_mis`` only mask, and keep their meaning, since the ratio is their weight.
 - **A mask of tokens needs a ratio of tokens.** ``mis``, ``icepop`` and ``staleness_mask`` are refused with
   ``GSPOLoss(level="sequence")``.
 - **One importance weight.** ``tis``, ``mis`` and ``icepop`` share ``ρ``, ``seq_tis`` and ``seq_mis`` share ``ρ(y)``:
@@ -40,8 +40,8 @@ What goes with what:
   over a batch is not known before each of its parts has been through the model.
 - ``geo``, ``k3``, ``opsm`` and ``staleness_weight`` go with everything.
 
-What is left out contributes 0 to every loss term, and still counts in what the losses are divided by: that number
-follows from the data alone, and is the same however a batch is split.
+A masked token contributes 0 to every loss term, but still counts in the denominator: that number depends on the data
+alone, and is the same however a batch is split.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ Correction: TypeAlias = Literal[
     "staleness_mask",
     "staleness_weight",
 ]
+"""Corrections by name; docs/objectives.md says what each does."""
 
 _TOKEN, _SEQUENCE = ("tis", "mis", "icepop"), ("seq_tis", "seq_mis")
 _WEIGHTS_ONLY = ("tis", "seq_tis", "snis")
@@ -79,10 +80,10 @@ _WEIGHTS_ONLY = ("tis", "seq_tis", "snis")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """Where corrections cut, by their names.
+    """The thresholds of the corrections, by name.
 
     Raises:
-        ValueError: one that is not positive, or a pair that is not in order.
+        ValueError: a threshold is not positive, or a pair is not in order.
 
     >>> Thresholds(tis=3.0).icepop
     (0.5, 5.0)
@@ -109,11 +110,11 @@ class Thresholds:
 
 
 class Corrections:
-    """A set of corrections that go together.
+    """A set of corrections that can be combined.
 
     Args:
-        names: of the table above; one name, several, or ``None``.
-        thresholds: where they cut.
+        names: from the table above; one name, several, or ``None``.
+        thresholds: of the corrections.
         proximal: the proximal policy of the decoupled objective; ``None`` is the coupled one.
 
     Raises:
@@ -130,7 +131,7 @@ class Corrections:
         self.thresholds = thresholds or Thresholds()
         self.proximal = proximal
         _check_names(self.names, proximal)
-        # What importance weight multiplies the surrogate: the coupled one has its own.
+        # The importance weight of the surrogate; the coupled one contains it already.
         self._weighs = proximal is not None and bool({*_TOKEN, *_SEQUENCE} & {*self.names})
         self._by_sequence = bool({*_SEQUENCE} & {*self.names})
 

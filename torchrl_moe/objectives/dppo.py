@@ -17,7 +17,7 @@ _THRESHOLDS = {"tv": 0.15, "kl": 0.05}
 
 
 class DPPOLoss(GRPOLoss):
-    """DPPO: ``-M r A`` per token; ``M = 0`` if the token left the trust region and would go further out.
+    """DPPO: ``-M r A`` per token; ``M = 0`` if the token left the trust region and would move further out.
 
     `arXiv 2602.04879 <https://arxiv.org/abs/2602.04879>`_. Outside is ``D > high`` for ``A > 0, r > 1`` and ``D > low``
     for ``A < 0, r < 1``, where D compares the probabilities that old and new policy give to the token, not their ratio:
@@ -30,7 +30,7 @@ class DPPOLoss(GRPOLoss):
         actor_network: π, as for :class:`~torchrl_moe.objectives.GRPOLoss`.
         divergence: ``"tv"``, total variation, or ``"kl"``.
         clip_epsilon: the thresholds of D, ``low`` and ``high``; default: 0.15 of ``"tv"``, 0.05 of ``"kl"``.
-        max_ratio: above it r counts as this.
+        max_ratio: the cap of r.
         entropy_bonus: whether to add one: the paper does not.
         **arguments: the others of :class:`~torchrl_moe.objectives.GRPOLoss`, except ``dual_clip``.
     """

@@ -1,8 +1,8 @@
 """``GRPOLoss``: the clipped policy-gradient loss of GRPO, on TorchRL's keys.
 
-It reads a tensordict (:mod:`.inputs`), asks the actor for log-probs (:mod:`.actors`), compares policies
+It reads a tensordict (:mod:`.inputs`), gets log-probs from the actor (:mod:`.actors`), compares policies
 (:mod:`.ratios`), calls the maths (:mod:`.functional`) and writes named outputs. It computes no advantage and no
-log-prob. The losses beside it replace the surrogate, :meth:`GRPOLoss._surrogate`, and nothing else.
+log-prob. The losses derived from it replace only the surrogate, :meth:`GRPOLoss._surrogate`.
 """
 
 from __future__ import annotations
@@ -54,37 +54,37 @@ class GRPOLoss(LossModule):
     - a token's KL penalty is bounded, see ``kl_clamp``;
     - ``kl_mask_threshold`` compares with the reference, as TorchRL documents, not with the rollout policy;
     - a part of a batch can be normalised by the whole batch, see :meth:`denominators`;
-    - advantages per token are padded on the side on which the tokens are;
-    - arguments that TorchRL's takes without reading are refused: ``gamma``, ``clip_value``, any other keyword.
+    - advantages per token are padded on the same side as the tokens;
+    - arguments that TorchRL's accepts and never reads are refused: ``gamma``, ``clip_value``, any other keyword.
 
-    A token counts if ``masking_strategy`` names it and its sample log-prob is finite (TorchRL writes NaN where nothing
-    was sampled). What a counting token contributes may be 0: its log-prob by the actor is not finite, or a mask stops
-    it. What the losses are divided by follows from the tokens that count, so from the data alone.
-    ``num_dropped_tokens`` says how many tokens were lost to a number that is not finite: a log-prob or an entropy, or,
-    with ``"sft"`` and ``"rlhf"``, the sample log-prob of a token that the strategy names.
+    A token counts if ``masking_strategy`` selects it and its sample log-prob is finite (TorchRL writes NaN where
+    nothing was sampled). A counting token may contribute 0: if the actor's log-prob is not finite, or a mask drops it.
+    The denominators depend on the tokens that count, so on the data alone. ``num_dropped_tokens`` says how many tokens
+    were lost to a number that is not finite: a log-prob or an entropy, or, with ``"sft"`` and ``"rlhf"``, the sample
+    log-prob of a token that the strategy names.
 
     Args:
         actor_network: π: anything with ``score`` (:class:`~torchrl_moe.objectives.actors.ScoringActor`), or TorchRL's
             wrappers with ``generate=False``.
-        clip_epsilon: ``low`` and ``high`` at once, or the pair. They are the buffers ``clip_epsilon_low`` and
+        clip_epsilon: one number for ``low`` and ``high``, or the pair. They become the buffers ``clip_epsilon_low`` and
             ``clip_epsilon_high``, to which a number may be assigned.
         dual_clip: c: where ``A < 0`` the loss is at most ``-c A`` (arXiv 1912.09729).
         kl_mask_threshold: a token with ``(log π - log ref)^2 / 2`` above this contributes 0 to every loss term.
         aggregation: how tokens become one loss, see :func:`~torchrl_moe.objectives.functional.aggregate`; ``"none"``
             gives ``[B, T, 1]``, ``None`` means ``"token_mean"``.
         correction: of the mismatch between policies, by name or names, see :mod:`torchrl_moe.objectives.corrections`.
-        thresholds: where corrections cut.
+        thresholds: of the corrections.
         proximal_policy: ``"recomputed"`` reads its log-probs, the actor's at the start of the step, from
             ``prox_log_prob``; ``"interpolated"`` is A-3PO's (arXiv 2512.06547), from versions and no forward pass.
         entropy_bonus: whether to add ``loss_entropy``.
-        samples_mc_entropy: of no effect: the entropies of tokens are exact, and never estimated from samples.
+        samples_mc_entropy: no effect: the entropies of tokens are exact, not estimated from samples.
         entropy_coeff: its coefficient.
         gamma: ``None``: there is no value function.
         reduction: ``"none"`` means ``aggregation="none"``, ``"mean"`` nothing. TorchRL's ``"sum"`` is a mean: refused.
         clip_value: ``None`` or ``False``: there is no value function.
         kl_to_ref_coeff: adds ``loss_kl_to_ref``, the KL to the reference. ``None`` or 0 switch it off.
         kl_to_inference_coeff: adds ``loss_kl_to_inference``, to the rollout policy. With 0 it is only measured.
-        kl_estimator: of both: ``"k1"``, ``"k2"`` or ``"k3"``; what each one's gradient is says
+        kl_estimator: of both: ``"k1"``, ``"k2"`` or ``"k3"``; for their gradients see
             :mod:`torchrl_moe.objectives.functional.kl`.
         kl_off_policy: weight both by π/μ, for the gradient of the KL whatever μ is.
         kl_clamp: cuts both per token to ``±kl_clamp``, before the coefficient; a token that is cut has no gradient from
@@ -93,8 +93,8 @@ class GRPOLoss(LossModule):
         device: of the buffers; default: the actor's.
         masking_strategy: ``"sft"`` (attended tokens after the prompt), ``"rlhf"`` (those of the assistant mask) or
             ``"generic"`` (all attended tokens).
-        ref_log_prob_padding_side: where a row of reference log-probs that is shorter than its tokens is filled up.
-        ref_log_prob_padding_value: with what. NaN: such a token has no KL to the reference. (TorchRL's default is 0.)
+        ref_log_prob_padding_side: the side on which a row of reference log-probs shorter than its tokens is padded.
+        ref_log_prob_padding_value: the value. NaN: such a token has no KL to the reference. (TorchRL's default is 0.)
         fixed_length: tokens to divide each sequence by, with ``aggregation="fixed_length"`` only.
         router_loss: a :class:`~torchrl_moe.objectives.MoERouterLoss` of the same actor: its terms are returned too,
             from the router logits of the one forward pass.
@@ -169,14 +169,14 @@ class GRPOLoss(LossModule):
         self.ref_log_prob_padding_side = ref_log_prob_padding_side
         self.ref_log_prob_padding_value = ref_log_prob_padding_value
         check_router_loss(router_loss, actor_network)
-        self.__dict__["router_loss"] = router_loss  # no submodule: its parameters are the actor's, which is one already
+        self.__dict__["router_loss"] = router_loss  # not a submodule: the actor already is one
         self._register_clip_range(clip_range(clip_epsilon), device)
         self._set_in_keys()
         self.out_keys = self._out_keys()
 
     def _register_clip_range(self, clip: tuple[float, float], device: torch.device | None) -> None:
         if device is None:
-            device = getattr(self.actor_network, "device", None)  # where it computes: its parameters may be offloaded
+            device = getattr(self.actor_network, "device", None)  # its parameters may be offloaded
         if device is None:
             device = next((parameter.device for parameter in self.parameters()), torch.get_default_device())
         for name, epsilon in zip(("low", "high"), clip, strict=True):
@@ -193,7 +193,7 @@ class GRPOLoss(LossModule):
 
     @property
     def inputs(self) -> LossInputs:
-        """What is read of a batch, by the attributes as they are now: a coefficient may be assigned at any time."""
+        """What is read from a batch, from the current attributes: a coefficient may be assigned at any time."""
         return LossInputs(
             masking=self.masking_strategy,
             reference=self._needs_reference and self.reference == "key",
@@ -287,7 +287,7 @@ class GRPOLoss(LossModule):
     def _correct(
         self, log_probs: Tensor, batch: TokenBatch, ratios: PolicyRatios, mean_weight: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return weights, the tokens inside the bounds of corrections, and those of them that are in the loss."""
+        """Return the weights, the tokens inside the corrections' bounds, and the tokens that are in the loss."""
         weight, within, kept = torch.ones_like(ratios.log_rho), torch.ones_like(ratios.mask), ratios.mask
         if self.corrections:
             advantage = torch.where(ratios.mask, batch.advantage, 0)
@@ -298,7 +298,7 @@ class GRPOLoss(LossModule):
         return weight, within, kept
 
     def _surrogate(self, ratios: PolicyRatios, advantage: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the policy's loss per token, and the tokens that it clips: what another loss replaces."""
+        """Return the policy's loss per token, and the tokens that it clips; other losses override this."""
         clip = (self.clip_epsilon_low, self.clip_epsilon_high)
         loss = F.clipped_surrogate(ratios.log_ratio, advantage, *clip, self.dual_clip)
         return loss, F.outside_clip_range(ratios.log_ratio, *clip)
@@ -333,14 +333,14 @@ class GRPOLoss(LossModule):
         )
         return total.unsqueeze(-1) if self.aggregation == "none" else total
 
-    # -- what it is divided by ----------------------------------------------------------------------------------------
+    # -- denominators -----------------------------------------------------------------------------------------------
 
     def denominators(self, tensordict: TensorDictBase) -> dict[NestedKey, float]:
-        """Return what the means of a whole batch divide by, to be stored in each of its parts.
+        """Return the denominators of a whole batch, to be stored in each of its parts.
 
         With these keys in every part, the loss terms of the parts sum to those of the batch, however it is split. A
         trainer that averages over n parts instead of summing (TorchRL's ``GRPOTrainer`` divides the loss by
-        ``gradient_accumulation_steps``) wants these numbers divided by n. Ranks that share a batch add theirs up first,
+        ``gradient_accumulation_steps``) needs these numbers divided by n. Ranks that share a batch add theirs up first,
         with :func:`torchrl_moe.objectives.sum_over_ranks`. Metrics stay means over the part.
 
         Example::

@@ -24,8 +24,8 @@ class GSPOLoss(GRPOLoss):
     ``s_t = sg(s) π / sg(π)``, equal in value, and in gradient too as long as all tokens of a sequence share their
     advantage; it lets them differ.
 
-    At the level of sequences s holds every token, so leaving one out would not take its gradient away: the masks of
-    tokens (``mis``, ``icepop``, ``staleness_mask``, ``kl_mask_threshold``) are refused there.
+    At the level of sequences s contains every token, so masking one would not remove its gradient: the masks of tokens
+    (``mis``, ``icepop``, ``staleness_mask``, ``kl_mask_threshold``) are refused there.
 
     Args:
         actor_network: π, as for :class:`~torchrl_moe.objectives.GRPOLoss`.

@@ -53,7 +53,7 @@ class LossInputs:
         check_choice("ref_log_prob_padding_side", self.ref_side, ("left", "right"))
 
     def keys(self, names: LossKeys) -> list[NestedKey]:
-        """Return the keys that must be there."""
+        """Return the required keys."""
         masks = {"sft": [names.attention_mask, names.prompt], "rlhf": [names.assistant_mask]}
         keys = [names.action, names.sample_log_prob, names.advantage]
         keys += masks.get(self.masking, [names.attention_mask])
@@ -87,14 +87,14 @@ class LossInputs:
         )
 
     def prox_log_probs(self, reader: TokenReader, names: LossKeys) -> Tensor | None:
-        """Return the log-probs of the proximal policy, if it is asked for."""
+        """Return the log-probs of the proximal policy, if it is used."""
         return reader.constant_log_probs(names.prox_log_prob, "the proximal policy") if self.proximal else None
 
     def mask(self, reader: TokenReader, names: LossKeys, loss_mask: NestedKey | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tokens to train on, those that have no sample log-prob and should, and the sample log-probs.
+        """Return the tokens to train on, those of them that lack a sample log-prob, and the sample log-probs.
 
-        ``"generic"`` names prompts too, which nobody sampled: there no token should.
-        ``loss_mask`` names a mask of the user's, ``[T]`` per sample.
+        ``"generic"`` selects prompts too, which were not sampled, so none is reported as lacking. ``loss_mask`` names a
+        mask of the user's, ``[T]`` per sample.
         """
         mask = reader.mask(self.masking, names.prompt, names.attention_mask, names.assistant_mask)
         if loss_mask is not None:

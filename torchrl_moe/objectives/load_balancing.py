@@ -1,4 +1,4 @@
-"""How evenly routers spread tokens over experts, and the auxiliary losses that even it out. Pure functions, torch only.
+"""Measures of the load over experts, and the auxiliary losses that balance it. Pure functions, torch only.
 
 A *row* is a token in a layer. Its logits are what the live router gave, before any softmax or sigmoid. A layer whose
 logits are all 0 has no router, and so no rows; a token with a logit that is NaN or infinite has no row in that layer.

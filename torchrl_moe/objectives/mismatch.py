@@ -27,7 +27,7 @@ __all__ = ["CollapseThresholds", "MismatchKeys", "MismatchMetrics"]
 logger = logging.getLogger(__name__)
 
 SHOWN = ("k3", "dlogp_mean", "extreme_fraction", "ess")
-SHOWN_FIGURES = 64
+SHOWN_METRICS = 64
 
 Sums = defaultdict[str, float]
 
@@ -45,7 +45,7 @@ class CollapseThresholds:
     extreme_fraction: float | None = 0.1
     """Greatest F(τ), with τ = 2: more than this came before a collapse (arXiv 2510.11370)."""
     ess: float | None = 0.5
-    """Least effective sample size: below it, half of the tokens of a batch are as good as not there."""
+    """Least effective sample size: below 0.5, half of the tokens of a batch are wasted."""
     dropped_fraction: float | None = 0.0
     """Greatest share of tokens with a log-prob that is NaN or infinite."""
 
@@ -65,7 +65,7 @@ class MismatchKeys:
 
 
 class MismatchMetrics:
-    """Collects the mismatch of micro-batches, and says what it is over all of them.
+    """Collects the mismatch of micro-batches and computes it over all of them.
 
     π is the trainer, μ the engine that sampled, ``ℓ = log π - log μ`` of a sampled token, cut to ±20, ``r = exp(ℓ)``.
     Every token counts that ``masking_strategy`` names and whose ``log μ`` is finite, before any correction masks it.
@@ -83,7 +83,7 @@ class MismatchMetrics:
     ``mismatch/ess``                ``(Σ r)^2 / (n Σ r^2)``, effective sample size
     ``mismatch/extreme_fraction``   F(τ): share of tokens with ``max(r, 1 / r) > τ`` (arXiv 2510.11370)
     ``mismatch/dropped_fraction``   share of tokens whose ``log π`` is NaN or infinite, or whose ``log μ`` is unless the
-                                    strategy is ``"generic"``: they are in no other figure
+                                    strategy is ``"generic"``: they are in no other metric
     ``mismatch/masked_fraction``,   share of tokens, and of sequences as a whole, that ``kept`` leaves out
     ``masked_sequence_fraction``
     ``mismatch/age_mean``           mean of ``version`` less the version that sampled the token
@@ -93,7 +93,7 @@ class MismatchMetrics:
     ``routing/fallback_fraction``   share of rows that ran on live routing because no experts were known
     ==============================  ====================================================================================
 
-    A figure that nothing was given for is absent.
+    A metric without input is absent.
 
     Args:
         masking_strategy: ``"sft"``, ``"rlhf"`` or ``"generic"``, see :class:`~torchrl_moe.objectives.GRPOLoss`.
@@ -145,13 +145,13 @@ class MismatchMetrics:
         """float64 ``[m]``: ℓ of a uniform sample of the tokens, for a histogram."""
         return self._sample.values
 
-    # -- taking in --------------------------------------------------------------------------------------------------
+    # -- input ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def update(
         self, tensordict: TensorDictBase, log_probs: Tensor, *, kept: Tensor | None = None, version: int | None = None
     ) -> None:
-        """Take in a micro-batch.
+        """Add a micro-batch.
 
         Args:
             tensordict: batch size ``[B]``, ragged (a lazy stack) or dense; read, not written.
@@ -170,7 +170,7 @@ class MismatchMetrics:
         trained = log_probs.detach().cpu().double()
         _checks.check_same_shape({"log_probs": trained, repr(keys.sample_log_prob): sampled})
         mask = reader.mask(self.masking_strategy, keys.prompt, keys.attention_mask, keys.assistant_mask).cpu()
-        if self.masking_strategy == "generic":  # it names prompts too, which nobody sampled
+        if self.masking_strategy == "generic":  # it selects prompts too, which were not sampled
             mask = mask & sampled.isfinite()
         known = mask & sampled.isfinite() & trained.isfinite()
         self._sums["dropped"] += int((mask & ~known).sum())
@@ -224,7 +224,7 @@ class MismatchMetrics:
             sums["dlogp_mean"] += k1(p[at], q[at]).abs().sum().item()
 
     def _add_routing(self, tensordict: TensorDictBase, reader: TokenReader) -> None:
-        """Weigh the figures of each sample by its rows."""
+        """Weight the metrics of each sample by its rows."""
         fallback: Any = tensordict.get(self.keys.fallback, None)
         if fallback is None:
             return
@@ -244,7 +244,7 @@ class MismatchMetrics:
                 self._layers[layer]["agreeing"] += (column * replayed)[at].sum().item()
 
     def merge(self, other: MismatchMetrics) -> None:
-        """Take in what another one has collected, of another rank, say; both have the same arguments."""
+        """Add what another instance with the same arguments has collected, such as another rank's."""
         for mine, theirs in ((self._ages, other._ages), (self._layers, other._layers)):
             for group, sums in theirs.items():
                 _add(mine[group], sums)
@@ -252,11 +252,11 @@ class MismatchMetrics:
         self._max = max(self._max, other._max)
         self._sample.merge(other._sample)
 
-    # -- giving out -------------------------------------------------------------------------------------------------
+    # -- output -----------------------------------------------------------------------------------------------------
 
     def compute(self) -> dict[str, float]:
-        """Return all figures; logs one warning when a threshold is crossed, and not again until none is."""
-        found = self._figures()
+        """Return all metrics; logs one warning when a threshold is crossed, and no other until none is crossed."""
+        found = self._metrics()
         crossed = self._crossed(found)
         if crossed and not self._warned:
             words = ", ".join(f"{name} {found[f'mismatch/{name}']:.3g} ({limit})" for name, limit in crossed.items())
@@ -265,24 +265,24 @@ class MismatchMetrics:
         return found
 
     def __repr__(self) -> str:
-        found = self._figures()
+        found = self._metrics()
         shown = [f"{name}={found[f'mismatch/{name}']:.3g}" for name in SHOWN if f"mismatch/{name}" in found]
         tokens = f"{found['mismatch/tokens']:.0f} tokens"
         return f"MismatchMetrics({', '.join([tokens, *shown])})"
 
     def _repr_html_(self) -> str:
-        """Return all figures as a table; it warns of nothing."""
-        found = self._figures()
+        """Return all metrics as a table; it warns of nothing."""
+        found = self._metrics()
         crossed = self._crossed(found)
         rows = [
             (name, number_text(value), crossed.get(name.removeprefix("mismatch/"), ""))
-            for name, value in list(found.items())[:SHOWN_FIGURES]
+            for name, value in list(found.items())[:SHOWN_METRICS]
         ]
         hidden = len(found) - len(rows)
-        note = f"and {hidden} more figures: compute()" if hidden else ""
-        return html_table(repr(self), ("figure", "value", "beyond the threshold"), rows, note=note)
+        note = f"and {hidden} more metrics: compute()" if hidden else ""
+        return html_table(repr(self), ("metric", "value", "beyond the threshold"), rows, note=note)
 
-    def _figures(self) -> dict[str, float]:
+    def _metrics(self) -> dict[str, float]:
         found = {f"mismatch/{name}": value for name, value in {**self._of_tokens(), **self._of_ages()}.items()}
         return found | {f"routing/{name}": value for name, value in self._of_routing().items()}
 
@@ -325,7 +325,7 @@ class MismatchMetrics:
         return found | {f"agreement/layer_{layer}": share for layer, share in layers.items()}
 
     def _crossed(self, found: Mapping[str, float]) -> dict[str, str]:
-        """Return the thresholds that are crossed, in words, by the name of the figure."""
+        """Return the thresholds that are crossed, in words, by the name of the metric."""
         crossed = {}
         for name, limit in asdict(self.thresholds).items() if self.thresholds else ():
             value = found.get(f"mismatch/{name}")

@@ -48,13 +48,13 @@ class MoERouterLoss(LossModule):
 
     ``loss_load_balancing`` is ``load_balancing_coeff E Σ_e f_e P_e`` (arXiv 2101.03961, eq. 4-6) and ``loss_z`` is
     ``z_coeff (log Σ_e exp x_e)^2`` (arXiv 2202.08906, eq. 5), means over layers; see
-    :mod:`~torchrl_moe.objectives.load_balancing`. They act on what the router would choose by itself, also where the
-    forward pass follows the engine's experts. Every attended token counts, prompts included, since a router routes
-    them all; pads do not, nor do layers without a router.
+    :mod:`~torchrl_moe.objectives.load_balancing`. They act on the router's own choice, even where the forward pass
+    follows the engine's experts. Every attended token counts, prompts included, since a router routes them all; pads do
+    not, nor do layers without a router.
 
-    A policy loss that is given it, ``GRPOLoss(actor, router_loss=...)``, returns its terms too, from one forward pass.
-    By itself it runs one of its own, of the layers but not of the head: ``actor.score(td, router_logits=True)``, with a
-    ``mask`` that names no token if ``score`` takes one.
+    With ``GRPOLoss(actor, router_loss=...)`` the policy loss returns these terms too, from one forward pass. On its own
+    it runs a forward pass of the layers without the head: ``actor.score(td, router_logits=True)``, with an empty
+    ``mask`` if ``score`` takes one.
 
     Args:
         actor_network: anything with ``score`` (:class:`~torchrl_moe.objectives.actors.ScoringActor`) that knows
@@ -65,8 +65,8 @@ class MoERouterLoss(LossModule):
         scoring: how the router makes scores of its logits: ``"softmax"``, or ``"sigmoid"`` (DeepSeek-V3).
         per_sequence: balance each sequence (DeepSeek-V3, arXiv 2412.19437, eq. 17-20) instead of the batch.
 
-    Keys, for :meth:`set_keys`: ``action``, ``attention_mask``, and two that may be absent and are of the whole batch of
-    which the input is a part, see :meth:`totals`: ``expert_counts``, ``num_router_sequences``.
+    Keys, for :meth:`set_keys`: ``action``, ``attention_mask``, and two optional ones of the whole batch of which the
+        input is a part, see :meth:`totals`: ``expert_counts``, ``num_router_sequences``.
 
     Example::
 
@@ -124,7 +124,8 @@ class MoERouterLoss(LossModule):
 
         Args:
             tensordict: batch size ``[B]``, ragged (a lazy stack) or dense.
-            router_logits: ``[B, T, L, E]``, what the actor's ``score`` of this batch gave; by default it is asked.
+            router_logits: ``[B, T, L, E]``, what the actor's ``score`` returned for this batch; by default it is
+                called.
 
         Raises:
             ValueError: a key is missing, an entry does not fit the tokens, or the actor gave no router logits.
@@ -162,7 +163,7 @@ class MoERouterLoss(LossModule):
         )
 
     def _route(self, tensordict: TensorDictBase, reader: TokenReader, logits: Tensor | None = None) -> _Routing:
-        """Return the live logits, and what of them counts."""
+        """Return the live logits, and which of them count."""
         mask = self._attended(reader)
         if logits is None:
             asked: dict[str, Any] = {"router_logits": True, "entropy": False}
@@ -201,12 +202,12 @@ class MoERouterLoss(LossModule):
 
         With these entries the loss terms of the parts sum to those of the batch, however it is split; without them
         each part is balanced by itself, and both terms are divided by its own rows. The choices are those of the
-        routers as they are now, which takes a forward pass per part, without a gradient; or those that ``routes``
-        holds, which takes none: the experts that a replay follows, the live router's but for about a tenth.
+        routers as they are now, which takes a forward pass per part, without a gradient; or those in ``routes``, which
+        needs no pass: the experts that a replay follows, which equal the live router's except for about a tenth.
 
         They are counts. Ranks that share a batch add theirs up first, with
-        :func:`torchrl_moe.objectives.sum_over_ranks`; where gradients are averaged (DDP, FSDP), that of the whole batch
-        comes out.
+        :func:`torchrl_moe.objectives.sum_over_ranks`; where gradients are averaged (DDP, FSDP), the result is the
+        gradient of the whole batch.
 
         Args:
             parts: micro-batches that make up the batch, or this rank's share of it.
@@ -244,7 +245,7 @@ class MoERouterLoss(LossModule):
             counts.append(balance.choice_counts(routing.logits, routing.rows, self.top_k).sum(0).double().cpu())
             sequences.append(routing.rows.any(1).sum(0).double().cpu())
         if not counts:
-            raise ValueError("totals() needs a part at least, got none.")
+            raise ValueError("totals() needs at least one part, got none.")
         chosen, whole = torch.stack(counts).sum(0), torch.stack(sequences).sum(0)
         if routes is not None:
             chosen, whole = tokens * self.top_k * balance.load_share(chosen), whole * chosen.any(-1)

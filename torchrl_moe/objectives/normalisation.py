@@ -1,4 +1,4 @@
-"""What losses are divided by, of a whole batch: over its parts, and over the ranks that share it."""
+"""Denominators of a whole batch, over its parts and over the ranks that share it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ def sum_over_ranks(
     gradients_are_averaged: bool = True,
     device: torch.device | str = "cpu",
 ) -> dict[Key, Number]:
-    """Add up what each rank's part of a batch divides by: a collective, one message for all numbers.
+    """Add up the denominators of each rank's part of a batch: a collective, one message for all numbers.
 
-    With the result in each part, the gradients that data parallel training puts together are those of the whole batch,
-    whatever was split how.
+    With the result in each part, data parallel training gets the gradients of the whole batch, however it is split.
 
     Args:
         denominators: of this rank's part, see :meth:`torchrl_moe.objectives.GRPOLoss.denominators` and
@@ -33,10 +32,10 @@ def sum_over_ranks(
         group: the ranks that share the batch; default: all.
         gradients_are_averaged: as DDP and FSDP do; the numbers are then divided by how many ranks there are. ``False``
             if gradients are summed.
-        device: where the message is built: the one that the group's backend speaks, ``"cuda"`` for NCCL.
+        device: of the message: one that the group's backend supports, ``"cuda"`` for NCCL.
 
     Returns:
-        The sums: numbers for numbers, float64 tensors on the device that they came from for tensors.
+        The sums: numbers for numbers; for tensors, float64 tensors on the same device.
 
     Raises:
         ValueError: no process group has been started.

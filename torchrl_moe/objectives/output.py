@@ -1,4 +1,4 @@
-"""What a loss returns. Each loss names its class as ``output_type``, as TorchRL's losses do."""
+"""The outputs of the losses. Each loss names its class as ``output_type``, as TorchRL's losses do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class LLMLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
 
     loss_objective: Tensor
     clip_fraction: Tensor
-    """Share of tokens whose ratio lies outside the clip range, or that the loss's own trust region stops."""
+    """Share of tokens whose ratio lies outside the clip range, or that the loss's own trust region blocks."""
     kl_approx: Tensor
     """Mean of ``log μ - log π``."""
     ESS: Tensor
@@ -24,7 +24,7 @@ class LLMLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
     masked_fraction: Tensor | None = None
     """Share of tokens that the corrections leave out."""
     mean_weight: Tensor | None = None
-    """Mean weight of the tokens, 0 for those left out."""
+    """Mean weight of the tokens; masked tokens count as 0."""
     entropy: Tensor | None = None
     loss_entropy: Tensor | None = None
     loss_kl_to_ref: Tensor | None = None
@@ -32,7 +32,7 @@ class LLMLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
     loss_kl_to_inference: Tensor | None = None
     kl_to_inference: Tensor | None = None
     loss_load_balancing: Tensor | None = None
-    """This and what follows: with a ``router_loss``, see :class:`~torchrl_moe.objectives.MoERouterLossOutput`."""
+    """This field and the next ones need a ``router_loss``, see :class:`~torchrl_moe.objectives.MoERouterLossOutput`."""
     loss_z: Tensor | None = None
     expert_load: Tensor | None = None
     load_entropy: Tensor | None = None

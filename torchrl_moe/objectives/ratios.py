@@ -23,7 +23,7 @@ Proximal: TypeAlias = Literal["recomputed", "interpolated"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyRatios:
-    """Logarithms, ``[B, T]`` each; 0 outside their mask. ``old`` is the proximal policy, or μ if there is none."""
+    """Log-ratios, ``[B, T]`` each; 0 outside their mask. ``old`` is the proximal policy, or μ if there is none."""
 
     log_probs: Tensor
     """log π, with its gradient."""

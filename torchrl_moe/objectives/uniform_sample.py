@@ -12,10 +12,10 @@ Values = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class UniformSample:
-    """Keeps up to ``capacity`` numbers of a stream, every subset of that size being as likely as any other.
+    """Keeps up to ``capacity`` numbers of a stream; every subset of that size is equally likely.
 
-    Each number draws a priority and those with the least stay, so that the sample of two streams merged is that of
-    their union. Until more than ``capacity`` numbers have come it holds them all. Its randomness is its own.
+    Each number draws a priority and the numbers with the lowest ones stay, so that merging two samples gives the sample
+    of the joined streams. Up to ``capacity`` numbers are all kept. It has its own random generator.
 
     Args:
         capacity: how many numbers to keep.
@@ -44,12 +44,12 @@ class UniformSample:
         return self._values
 
     def add(self, values: np.ndarray[Any, Any]) -> None:
-        """Take in numbers, of any shape."""
+        """Add numbers, of any shape."""
         flat = np.asarray(values, dtype=np.float64).reshape(-1)
         self._keep(flat, self._random.random(len(flat)))
 
     def merge(self, other: UniformSample) -> None:
-        """Take in what another sample holds: of a stream of its own."""
+        """Add the numbers of another sample, of another stream."""
         self._keep(other._values, other._priorities)
 
     def _keep(self, values: Values, priorities: Values) -> None:

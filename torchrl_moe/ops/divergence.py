@@ -1,4 +1,4 @@
-"""How far two policies are apart, from the log-probs that both give to the same sampled tokens.
+"""How far apart two policies are, from the log-probs that both give to the same sampled tokens.
 
 Estimators per token; the mean over tokens is :func:`torchrl_moe.ops.masked.masked_mean`. With tokens sampled from p,
 ``E[k1] = E[k3] = KL(p || q)`` (J. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html).
@@ -17,7 +17,7 @@ from torchrl_moe.ops.masked import masked_mean
 __all__ = ["LOG_RATIO_LIMIT", "bounded_log_ratio", "extreme_fraction", "k1", "k2", "k3"]
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are cut to this range: beyond it, ``exp`` is of no use to a loss, and soon infinite."""
+"""Log-ratios are cut to this range: beyond it, ``exp`` is useless to a loss, and soon infinite."""
 
 
 def bounded_log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which words each row's softmax runs over, where sampling left some out; and where these lie in the tiles of a head.
+"""The words (token ids of the vocabulary) that each row's softmax runs over, and their places in the tiles of a head.
 
 The lists are as short as sampling made them (the k of a top_k, the bans) and stay lists: no mask ``[N, V]`` exists.
 
@@ -39,7 +39,7 @@ class KeptWords:
         """Check what needs no values.
 
         Raises:
-            ValueError: wrong rank or number of sizes, or no signed integers.
+            ValueError: wrong rank or number of sizes, or not signed integers.
         """
         _checks.check_rank("ids of kept", self.ids, 1)
         _checks.check_integer("ids of kept", self.ids, signed=True)
@@ -50,8 +50,8 @@ class KeptWords:
         """Check the ids against the sizes and the tokens ``[N]`` that were chosen.
 
         Raises:
-            ValueError: another number of ids than the sizes say, an id that is no word, or a token that is not among
-                the words of its row.
+            ValueError: another number of ids than the sizes say, an id out of range, or a token that is not among the
+                words of its row.
         """
         total = int(self.sizes.long().abs().sum())
         if total != len(self.ids):

@@ -44,11 +44,11 @@ class LinearHead:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which sums run: float32 at least."""
+        """The dtype of sums: float32 at least."""
         return torch.promote_types(self.hiddens[0].dtype, torch.float32)
 
     def operands(self) -> LinearHead:
-        """Return the head with the hidden states that the products take."""
+        """Return the head with its hidden states in the dtype of the products."""
         return replace(self, hiddens=[_operand(h) for h in self.hiddens])
 
     def words(self, tile: slice) -> LinearHead:
@@ -95,7 +95,7 @@ class RowScores:
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Of what the head is made of; ``None`` where nobody asked."""
+    """Gradients of the head's parts; ``None`` where not needed."""
 
     hiddens: list[Tensor | None]
     weights: list[Tensor | None]
@@ -218,7 +218,7 @@ def _tile_shape(rows: int, words: int, elements: int) -> tuple[int, int]:
 
 
 def _left_out(head: LinearHead, elements: int) -> LeftOut | None:
-    """Return what fills the tiles where words are left out."""
+    """Return what masks the tiles where words are left out."""
     if head.kept is None:
         return None
     rows, words = len(head.hiddens[0]), len(head.weights[0])

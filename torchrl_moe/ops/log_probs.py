@@ -22,13 +22,13 @@ from torchrl_moe.ops.word_shard import WordShard, join, own_part
 __all__ = ["LogitTransform", "selected_log_probs"]
 
 TILE_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}
-"""What the tiles of one step take together: on CPU they stay in the cache, on a GPU they fill it with work."""
+"""Memory of the tiles of one step: on CPU they fit into the cache, on a GPU they keep it busy."""
 TILES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitTransform:
-    """What is done to ``y = hidden @ weight.T + bias`` before the softmax: ``cap tanh(scale y / cap) / temperature``.
+    """The transform of ``y = hidden @ weight.T + bias`` before the softmax: ``cap tanh(scale y / cap) / temperature``.
 
     Args:
         scale: of the logits (Cohere's ``logit_scale``, the inverse of Granite's ``logits_scaling``).
@@ -86,34 +86,33 @@ def selected_log_probs(
     Args:
         hidden: ``[N, H]``, floating point. With ``weight``, also a sequence of equal length: the products add up, so
             ``([h, s * h @ A.T], [W, B])`` is a head with LoRA.
-        weight: ``[V, H]``, floating point. A DTensor cut by words, as tensor parallelism cuts a head, on ranks that
-            have the same rows: each rank scores its own words, a collective. The logits stay where they are; gradients
-            are those of one process where each rank computes the same loss. ``bias`` is then cut likewise.
+        weight: ``[V, H]``, floating point. A DTensor sharded over the vocabulary, as tensor parallelism shards a head,
+            on ranks that have the same rows: each rank scores its own part, a collective. Logits are not sent;
+            gradients are those of one process where each rank computes the same loss. ``bias`` is then cut likewise.
         tokens: integer ``[N]``, in ``0..V-1``.
         bias: ``[V]``.
-        transform: what is done to the logits; default nothing.
+        transform: of the logits; default: none.
         entropy: whether to compute entropies.
         tile_bytes: most memory that tiles take at a time; default 16 MiB on CPU, 256 MiB on CUDA.
-        kept: ids ``[M]`` and sizes ``[N]``, signed integers: the words that each row's distribution runs over, as
-            an engine kept them (top_p, bans, grammars). ``sizes[n] > 0``: the next ``sizes[n]`` ids are the words of
-            row n; ``< 0``: the next ``-sizes[n]`` ids are left out; 0: all words. Words that are left out have
-            probability 0 and gradient 0. An id takes some 50 bytes for a moment. Default: all
-            words in each row.
+        kept: ids ``[M]`` and sizes ``[N]``, signed integers: the token ids that each row's distribution runs over, as
+            an engine kept them (top_p, bans, grammars). ``sizes[n] > 0``: the next ``sizes[n]`` ids are those of row n;
+            ``< 0``: all but the next ``-sizes[n]`` ids; 0: all ids. The others have probability 0 and gradient 0. An id
+            takes some 50 bytes temporarily. Default: all ids in each row.
 
     Returns:
         ``[N]`` each, float32 (float64 for float64 input), with gradients to hidden states, weights and bias; ``None``
         without ``entropy``.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, a token that is no word, or not one of its row's; another number
-            of ids than the sizes say, or an id that is no word.
+        ValueError: shapes or dtypes that do not fit; a token or an id out of range; a token that is not among the ids
+            of its row; another number of ids than the sizes say.
 
     >>> hidden, weight = torch.eye(2), torch.tensor([[0.0, 1.0], [0.0, 1.0], [0.0, 0.0]])
     >>> log_probs, entropy = selected_log_probs(hidden, weight, torch.tensor([0, 2]))
     >>> log_probs.exp(), entropy
     (tensor([0.3333, 0.1554]), tensor([1.0986, 1.0174]))
 
-    Row 0 was sampled from words 0 and 1, row 1 from all but word 1:
+    Row 0 was sampled from ids 0 and 1, row 1 from all but id 1:
 
     >>> kept = torch.tensor([0, 1, 1]), torch.tensor([2, -1])
     >>> log_probs, entropy = selected_log_probs(hidden, weight, torch.tensor([0, 2]), kept=kept)
@@ -136,7 +135,7 @@ def selected_log_probs(
     size = TILE_BYTES.get(device, TILE_BYTES["cuda"]) if tile_bytes is None else tile_bytes
     number = torch.promote_types(dtype, torch.float32).itemsize
     if size < TILES * number:
-        raise ValueError(f"tile_bytes must hold {TILES} numbers of {number} bytes at least, got {size}.")
+        raise ValueError(f"tile_bytes must hold at least {TILES} numbers of {number} bytes, got {size}.")
     log_probs, spread, _ = _selected_log_probs(
         [h.to(dtype) for h in hiddens],
         [own_part(w).to(dtype) for w in weights],

@@ -1,7 +1,7 @@
-"""The one mean of the package: a sum over what a mask selects, divided by what the caller says.
+"""The one mean of the package: a sum over a mask, divided by a denominator that the caller names.
 
-A denominator that is not named is the commonest fault of LLM losses: a mean over pads, or over a micro-batch where the
-whole batch was meant.
+An implicit denominator is the most common fault of LLM losses: a mean over pads, or over a micro-batch where the whole
+batch was meant.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A head whose words lie on several ranks: what each rank scores over its own words, put together.
+"""A head whose vocabulary is sharded over ranks: combines what each rank scores over its own words.
 
 Each rank has the same rows and a part of the vocabulary, as under tensor parallelism. Three numbers per row are sent in
 forward, and the gradient of the hidden states is summed in backward; logits stay where they are.
@@ -23,7 +23,7 @@ __all__ = ["WordShard", "join", "own_part"]
 
 @dataclass(frozen=True, slots=True)
 class WordShard:
-    """Which words this rank has: of V words those from ``first`` on, as long as its part of the weight is.
+    """The words of this rank: of V words those from ``first`` on, as many as its part of the weight has rows.
 
     ``mesh`` is the DTensor's, of one dimension.
     """
@@ -34,10 +34,10 @@ class WordShard:
 
     @classmethod
     def of(cls, weight: Tensor) -> WordShard | None:
-        """Return what a weight ``[V, H]`` says; ``None`` if it is no DTensor.
+        """Return the shard of a weight ``[V, H]``; ``None`` if it is not a DTensor.
 
         Raises:
-            ValueError: a DTensor that is cut otherwise than by words, or that leaves a rank without any.
+            ValueError: a DTensor that is not sharded by words, or that leaves a rank without any.
         """
         mesh: Any = getattr(weight, "device_mesh", None)
         if mesh is None:
@@ -56,7 +56,7 @@ class WordShard:
         return str(self.mesh.get_group().group_name)
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """Return hidden states as they are; of their gradient each rank has a part, which is summed.
+        """Return hidden states unchanged; in backward, the ranks' parts of their gradient are summed.
 
         Raises:
             ValueError: they are a DTensor.
@@ -70,7 +70,7 @@ class WordShard:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, through which it gets its gradient; any other tensor as it is."""
+    """Return this rank's part of a DTensor, differentiably; return any other tensor unchanged."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
 

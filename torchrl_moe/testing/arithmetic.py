@@ -119,7 +119,7 @@ class ArithmeticTask:
             prompts: problems per batch.
             group_size: repeats of each.
             tokenizer: of the policy, for its chat template.
-            start: position of the first problem, to go on where another run stopped.
+            start: position of the first problem, to continue where another run stopped.
         """
         env = DatasetChatEnv.from_dataloader(
             DataLoader(_Problems(self, start), batch_size=1, collate_fn=_stack),

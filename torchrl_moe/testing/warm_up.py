@@ -162,7 +162,7 @@ def warm_up(model: PreTrainedModel, problems: Problems, tokenizer: Any, options:
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
         # Adam's first steps are as long as any: on a model that has learned, they would break more than they teach
         ramp = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1 / RAMP, total_iters=RAMP - 1)
-        with tqdm(desc=name, unit="step", leave=False) as bar:
+        with tqdm(desc=name, unit="step", leave=False, disable=None) as bar:
             for _ in range(options.max_steps):
                 batch = chooser.sample(problems, min(options.batch_size, len(problems)))
                 labelled = [(query, doubtful(query, answer)) for query, answer in batch] if noisy else batch

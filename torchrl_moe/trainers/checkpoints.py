@@ -1,4 +1,4 @@
-"""``Checkpoints``: all that a later start needs to go on, written beside the run, and whole or not there."""
+"""``Checkpoints``: all that a later start needs to continue, written beside the run, and whole or not there."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class NothingKept:
 
 
 class RandomNumbers(GlobalRNGState):
-    """Where Python's, NumPy's and torch's generators are; a run may go on with another number of GPUs."""
+    """Where Python's, NumPy's and torch's generators are; a run may continue with another number of GPUs."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there; a GPU that was not there goes on as it is."""
+        """Continue from there; a GPU that was not there continues as it is."""
         found = dict(state_dict)
         of_gpus = found.pop("torch_cuda", [])[: torch.cuda.device_count()]
         super().load_state_dict(found | ({"torch_cuda": of_gpus} if of_gpus else {}))
@@ -63,7 +63,7 @@ class Checkpoints:
     """The checkpoints of a run: the newest, and the best.
 
     A checkpoint is made beside the others and renamed when all ranks have written their part, so a kill or a full disk
-    costs no older one. Weights and optimizer are copied, and written while the run goes on.
+    costs no older one. Weights and optimizer are copied, and written while the run continues.
 
     Args:
         folder: of all of them, which all ranks see.

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+try:
+    import yaml  # type: ignore[import-untyped]
+    from hydra import compose, initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+except ImportError as error:
+    raise ImportError("configurations need Hydra: pip install 'torchrl_moe[train]'") from error
 
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, as_dict
 
@@ -85,7 +88,7 @@ def _of_the_run(config: GRPOConfig, overrides: Sequence[str]) -> GRPOConfig:
     for name in FIXED:
         was, now = as_dict(_at(OmegaConf.to_object(before), name)), as_dict(_at(changed, name))
         if was != now:
-            raise ConfigError(f"resume=true goes on with {name}={was}; it cannot be changed to {now}")
+            raise ConfigError(f"resume=true continues with {name}={was}; it cannot be changed to {now}")
     assert isinstance(changed, GRPOConfig)
     changed.resume, changed.out = True, config.out  # as asked for, in a file of one's own, too
     return changed

@@ -38,11 +38,11 @@ LOGGERS = ("csv", "tensorboard", "wandb", "trackio", "mlflow")
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be meant."""
+    """An invalid setting."""
 
     @classmethod
     def of(cls, name: str, error: Exception) -> ConfigError:
-        """Return an error that something else raised about a setting, as one line.
+        """Return another error about a setting, as one line.
 
         >>> ConfigError.of("data", KeyError("answer")), ConfigError.of("data", ValueError("no rows\\nat all"))
         (ConfigError("data: KeyError: 'answer'"), ConfigError('data: no rows'))
@@ -71,16 +71,16 @@ class LoRAConfig:
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """What is trained.
+    """The model that is trained.
 
     Attributes:
         source: a folder, a hub name, or ``package.module:function`` that returns a model and its tokenizer; unused if
             a model is given.
         arguments: of the function.
-        pretrained: more arguments of ``from_pretrained``, such as ``attn_implementation``.
+        pretrained: further arguments of ``from_pretrained``, such as ``attn_implementation``.
         dtype: of forward passes: ``"auto"`` is bfloat16 where there is CUDA, else float32. What is trained, its
             gradients and the optimizer are float32 in any case.
-        activation_checkpointing: compute activations again in the backward pass instead of keeping them.
+        activation_checkpointing: recompute activations in the backward pass instead of storing them.
         lora: an adapter.
     """
 
@@ -94,14 +94,14 @@ class ModelConfig:
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """What is asked, and how answers are rewarded.
+    """The prompts, and how answers are rewarded.
 
     Attributes:
         source: a file or folder of JSON lines, a hub name, ``package.module:function``, or one of TorchRL's tasks:
             ``gsm8k``, ``math``, ``countdown``, ``ifeval``; unused if a dataset or an environment is given.
         arguments: of the function, of ``datasets.load_dataset``, or of the task.
         prompt: the column of prompts: texts, or lists of messages.
-        held_out: prompts kept apart for evaluation, if the source keeps none apart itself.
+        held_out: number of prompts held out for evaluation, if the source has no held-out split.
         rewards: functions, ``package.module:function``; unused if functions are given, or the task has its own.
         weights: of the rewards; ``None``: 1 each.
     """
@@ -116,19 +116,19 @@ class DataConfig:
 
 @dataclass(kw_only=True)
 class EngineConfig:
-    """What generates.
+    """The engine that generates.
 
     Attributes:
-        kind: ``"vllm"``, or ``"transformers"``: slow, for where vLLM is not.
-        num_replicas: engines, each of its own process.
+        kind: ``"vllm"``, or ``"transformers"``: slow, where vLLM is not available.
+        num_replicas: number of engines, each in its own process.
         backend: ``"local"`` processes or ``"ray"`` actors.
         arguments: of the engine, such as ``max_model_len``.
         sync: of :class:`~torchrl_moe.weight_update.VLLMWeightSyncScheme`, such as ``transport`` and ``mode``.
         sync_every: steps between weight updates.
         sleep: whether the engine sleeps while the trainer trains, for one GPU that both share; needs
             ``max_staleness=0``.
-        connect: the name of a service in the Ray cluster, that another job has started and ends, instead of one of the
-            run's own.
+        connect: the name of a service in the Ray cluster that another job starts and ends; default: the run starts its
+            own.
     """
 
     kind: str = "vllm"
@@ -148,16 +148,16 @@ class RolloutConfig:
     Attributes:
         prompts_per_step: groups of a batch.
         group_size: answers to each prompt.
-        max_new_tokens, temperature, top_p, top_k: of sampling; ``top_k`` 0 is all words.
+        max_new_tokens, temperature, top_p, top_k: of sampling; ``top_k=0`` switches it off.
         sampling: more of vLLM's sampling parameters.
-        max_staleness: the greatest age of a token in weight updates; 0 generates and trains in turns.
+        max_staleness: the greatest age of a token in weight updates; with 0, generating and training alternate.
         order: of delivery, and ``on_stale``, ``over_sample``, ``window``: of
             :class:`~torchrl_moe.collectors.AsyncLLMCollector`.
         reward_timeout: seconds that a reward may take.
-        max_failures: groups that may be lost to a reward or an environment that raises; ``None``: a tenth of the run's,
-            and at least a step's.
-        drop_uniform_groups: leave out groups whose answers have the same reward, and generate others instead (DAPO's
-            dynamic sampling, arXiv 2503.14476).
+        max_failures: groups that may fail because a reward or an environment raises; ``None``: a tenth of the run's
+            groups, and at least one step's.
+        drop_uniform_groups: replace groups whose answers all have the same reward (DAPO's dynamic sampling, arXiv
+            2503.14476).
     """
 
     prompts_per_step: int = 16
@@ -179,17 +179,17 @@ class RolloutConfig:
 
 @dataclass(kw_only=True)
 class LossConfig:
-    """What is minimised.
+    """The loss that is minimised.
 
     Attributes:
         name: a loss of :mod:`torchrl_moe.objectives`.
         arguments: of the loss; ``entropy_bonus`` is off unless it is given.
         advantage: ``"grpo"``, ``"rloo"``, ``"dr_grpo"`` or ``"reinforce_plus_plus"``.
         replay: ``"R3"``: the engine's experts; ``"R2"``: the trainer's own of the first forward pass; ``"none"``.
-        reference: where its log-probs come from, if the loss asks for any: ``"adapter"`` switches the adapter off,
-            ``"model"`` is a second model, ``"engine"`` a second engine; ``"auto"`` is the first that can be. It
-            follows the experts that the policy follows.
-        router: arguments of :class:`~torchrl_moe.objectives.MoERouterLoss`; without any there is no such loss.
+        reference: source of the reference's log-probs, if the loss needs them: ``"adapter"`` switches the adapter off,
+            ``"model"`` is a second model, ``"engine"`` a second engine; ``"auto"`` is the first possible one. It
+            follows the same experts as the policy.
+        router: arguments of :class:`~torchrl_moe.objectives.MoERouterLoss`; without any, that loss is not used.
     """
 
     name: str = "GRPOLoss"
@@ -202,7 +202,7 @@ class LossConfig:
 
 @dataclass(kw_only=True)
 class OptimConfig:
-    """How weights change.
+    """The optimizer.
 
     Attributes:
         lr, betas, weight_decay: of AdamW.
@@ -210,8 +210,9 @@ class OptimConfig:
         warmup_steps: optimizer steps over which the learning rate rises to ``lr``.
         max_grad_norm: gradients are scaled down to it; ``None`` for never.
         epochs: passes over a batch.
-        minibatches: optimizer steps of a pass.
-        max_tokens: of a micro-batch, pads included; ``None``: a minibatch is one. It changes memory and no gradient.
+        minibatches: optimizer steps per pass.
+        max_tokens: of a micro-batch, pads included; ``None``: each minibatch is one micro-batch. Affects memory, not
+            gradients.
     """
 
     lr: float = 1e-6
@@ -227,11 +228,11 @@ class OptimConfig:
 
 @dataclass(kw_only=True)
 class EvalConfig:
-    """Greedy answers to held-out prompts, asked for while the next step is generated and trained.
+    """Evaluation: greedy answers to held-out prompts, generated while the next step runs.
 
     Attributes:
-        every: steps between evaluations, the first before any update, one more at the end; 0 for never.
-        prompts: how many, at most.
+        every: steps between evaluations; the first is before any update, the last at the end; 0 for never.
+        prompts: the greatest number of prompts.
         mismatch_every: steps between measurements of the mismatch, which cost a forward pass with replay and one
             without; 0 for never.
     """
@@ -243,7 +244,7 @@ class EvalConfig:
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
-    """What is kept.
+    """Checkpoints.
 
     Attributes:
         every: steps between checkpoints; 0 for none.
@@ -256,13 +257,13 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True)
 class LogConfig:
-    """Where figures go, besides ``metrics.csv``.
+    """Where metrics go, besides ``metrics.csv``.
 
     Attributes:
-        loggers: of TorchRL: ``csv``, ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``.
+        loggers: TorchRL's: ``csv``, ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``.
         arguments: of each, by its name.
         samples: answers written to ``samples.jsonl`` at each step.
-        progress: whether to show a bar.
+        progress: whether to show a progress bar, on a terminal or in a notebook.
     """
 
     loggers: list[str] = field(default_factory=lambda: ["tensorboard"])
@@ -273,16 +274,16 @@ class LogConfig:
 
 @dataclass(kw_only=True)
 class GRPOConfig:
-    """All of a run.
+    """The configuration of a run.
 
     Attributes:
         out: the run's folder.
-        seed: of everything that draws.
-        steps: of the run.
-        resume: go on from the newest checkpoint in ``out``.
-        hooks: functions, ``package.module:function``, that get the trainer before it starts, to register hooks.
+        seed: of all random draws.
+        steps: number of training steps.
+        resume: continue from the newest checkpoint in ``out``.
+        hooks: functions, ``package.module:function``, called with the trainer before it starts, to register hooks.
         plan: print what the run would need, and do not start it.
-        placement: how the ranks of a launcher share the model; a single process has none to share it with.
+        placement: how the ranks of a launcher share the model; no effect with a single process.
 
     >>> GRPOConfig(steps=5, optim=OptimConfig(lr=1e-5)).optim.lr
     1e-05
@@ -307,16 +308,16 @@ class GRPOConfig:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     def check(self) -> None:
-        """Refuse what cannot be meant, or not be written down.
+        """Refuse invalid values, and values that YAML cannot hold.
 
         Raises:
-            ConfigError: the first of it, as ``group.name=value``.
+            ConfigError: names the first one, as ``group.name=value``.
         """
         self.out = os.fspath(self.out)
         try:
             as_yaml(self)
         except yaml.YAMLError as error:
-            raise ConfigError(f"a value is no plain number, text, list or dict: {error}") from error
+            raise ConfigError(f"a value is not a plain number, text, list or dict: {error}") from error
         for name in POSITIVE:
             value = self.get(name)
             _check(value > 0, name, value, "must be positive")
@@ -358,7 +359,8 @@ POSITIVE = (
     "steps", "engine.num_replicas", "engine.sync_every", "rollout.prompts_per_step", "rollout.group_size",
     "rollout.max_new_tokens", "rollout.temperature", "optim.lr", "optim.epochs", "optim.minibatches", "eval.prompts",
     "checkpoint.keep", "hardware.gpu_gb", "hardware.host_gb", "hardware.gpus_per_host", "hardware.trainer_gpus",
-    "placement.tensor_parallel", "placement.expert_parallel", "placement.replicate", "placement.timeout",
+    "hardware.expert_imbalance", "placement.tensor_parallel", "placement.expert_parallel", "placement.replicate",
+    "placement.timeout", "placement.collective_timeout",
 )  # fmt: skip
 POSITIVE_OR_NONE = ("optim.max_grad_norm", "optim.max_tokens", "rollout.reward_timeout")
 COUNTS = (

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
 from torchrl_moe.trainers import torchrun
-from torchrl_moe.trainers.batch_figures import batch_figures
+from torchrl_moe.trainers.batch_metrics import batch_metrics
 from torchrl_moe.trainers.checkpoints import Checkpoints, NothingKept
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 from torchrl_moe.trainers.evaluation import Evaluation
@@ -42,38 +42,38 @@ __all__ = ["MoEGRPOTrainer"]
 LOG = logging.getLogger(__name__)
 
 SHOWN = {"reward": ".2f", "loss": ".3f", "kl": ".1e", "staleness": ".1f", "tokens_per_second": ".0f", "version": "d"}
-"""Columns beside the bar, and their formats."""
+"""Columns beside the progress bar, and their formats."""
 NEVER_EVALUATED = -1e300
 REWARDED = 5
-"""Steps whose mean reward chooses the best checkpoint where nothing is held out."""
+"""Steps whose mean reward selects the best checkpoint when there is no held-out data."""
 
 
 class MoEGRPOTrainer(RunReports, Trainer):
-    """Trains a model with an engine of its own: rollouts, advantages, updates on the recorded experts, weight sync.
+    """Trains a model with its own engine: rollouts, advantages, updates on the recorded experts, weight sync.
 
     Args:
         model: a transformers model, a folder or a hub name; default: ``config.model.source``.
         dataset: rows with a prompt: a list of dicts, a Hugging Face dataset, a file or folder of JSON lines, a hub
             name; default: ``config.data.source``. Or ``env``.
-        env: an environment, a callable that makes one, or an async function that plays a sample, see
+        env: an environment, a callable that makes one, or an async function that runs a sample, see
             :class:`~torchrl_moe.collectors.AsyncLLMCollector`.
         rewards: a function or functions of an answer, with any of ``prompt``, ``completion``, ``completion_ids`` and
             the columns of the dataset as parameters.
         held_out: another dataset, or environment, to evaluate on; default: ``config.data.held_out`` rows of the data.
-        config: all the rest.
-        tokenizer: default: the one beside the model.
-        engine: an :class:`~torchrl_moe.modules.AsyncVLLM` of a model of the same shape; default: one of its own.
+        config: all other settings.
+        tokenizer: default: the one in the model's folder.
+        engine: an :class:`~torchrl_moe.modules.AsyncVLLM` of a model of the same shape; default: it starts its own.
 
-    Each rank that a launcher such as ``torchrun`` has started makes one, with the same arguments. Rank 0 has data and
-    engine, and gives the others their share of each batch; ``config.placement`` says how they share the model.
+    Each rank started by a launcher such as ``torchrun`` makes a trainer, with the same arguments. Rank 0 has data and
+    engine, and sends the others their share of each batch; ``config.placement`` says how they share the model.
 
     Raises:
-        ConfigError: a setting that cannot be meant, before anything is started or written.
-        RankError: another rank failed, or did not come in time.
+        ConfigError: an invalid setting; raised before anything is started or written.
+        RankError: another rank failed, or did not arrive in time.
         UnsupportedRouterError: replay of a model without experts, or with routers that cannot be replayed.
 
-    Hooks of TorchRL's trainer run where they do there, ``trainer.register_op("batch_process", hook)`` say; a batch has
-    advantages by then. Use it as a context, or call :meth:`shutdown`.
+    Hooks run at the same points as in TorchRL's trainer, for example ``trainer.register_op("batch_process", hook)``; by
+    then a batch has advantages. Use it as a context manager, or call :meth:`shutdown`.
 
     Example::
 
@@ -100,16 +100,15 @@ class MoEGRPOTrainer(RunReports, Trainer):
         self.clock, self.health = StepClock(), HealthMonitor()
         self.steps_done = self.trained_tokens = self._restored_version = self._unsynced = 0
         self._has_ended = self._is_asked_to_stop = False
-        self._figures: dict[str, Any] = {}
+        self._step_metrics: dict[str, Any] = {}
         self._bar: Any = None
         given = {"dataset": dataset, "env": env, "rewards": rewards, "held_out": held_out}
         with ExitStack() as made:  # ends what was made if something after it fails
-            self.ranks = join_ranks(config.placement.timeout)
+            self.ranks = join_ranks(config.placement.timeout, config.placement.collective_timeout)
             made.callback(self.ranks.close)
             with self.ranks.guard():
-                restarts = max(self.ranks.gather(torchrun.restarts()))
                 if self.ranks.is_first:
-                    torchrun.go_on_after_a_restart(config, restarts)
+                    torchrun.go_on_after_a_restart(config, torchrun.launch_of())
                 config.resume = self.ranks.from_first(config.resume, "whether to resume")
                 self._build(model, tokenizer, engine, given, made)
             self._made = made.pop_all()
@@ -206,15 +205,16 @@ class MoEGRPOTrainer(RunReports, Trainer):
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Run all steps that are left. After a Ctrl-C, ``config.resume`` goes on from the last checkpoint."""
+        """Run all steps that are left. After a Ctrl-C, ``config.resume`` continues from the last checkpoint."""
         if self.steps_done >= self.config.steps:
             LOG.warning("all %d steps are done", self.config.steps)
             return
         if self._has_ended:
             raise RuntimeError(
-                "this run has ended, or was interrupted: go on with another trainer and config.resume=True"
+                "this run has ended, or was interrupted: continue with another trainer and config.resume=True"
             )
-        total, is_silent = self.config.steps, not self.config.log.progress
+        # None: no bar in a log file either
+        total, is_silent = self.config.steps, None if self.config.log.progress else True
         self.register_op("post_steps_log", self._agree_to_stop)  # after all hooks
         with (
             self.ranks.guard(),
@@ -241,16 +241,16 @@ class MoEGRPOTrainer(RunReports, Trainer):
             self._evaluation.begin()
 
     def _end_evaluation(self) -> None:
-        self._figures |= self._evaluation.end(self.steps_done, not self._unsynced)
+        self._step_metrics |= self._evaluation.end(self.steps_done, not self._unsynced)
 
     def _receive(self, batch: TensorDictBase) -> TensorDictBase:
-        """Take a batch: its figures and advantages; give each rank its share."""
+        """Take a batch: its metrics and advantages; give each rank its share."""
         self.clock.end("generate")
         if self.config.engine.sleep:
             self._end_evaluation()
         self.rollout_engine.sleep()
         version = self.rollout_engine.version + self._unsynced  # an update that the engine has not got counts, too
-        self._figures |= batch_figures(batch, version)
+        self._step_metrics |= batch_metrics(batch, version)
         if self.config.log.samples:
             self.record.add_samples(self.steps_done, batch, self.config.log.samples)
         with self.clock("score"):
@@ -276,7 +276,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
         every = self.config.eval.mismatch_every
         with self.clock("score"):
             version = int(batch.get("current_version")[0])
-            self._figures |= self.learner.scores(batch, version, bool(every) and self.steps_done % every == 0)
+            self._step_metrics |= self.learner.scores(batch, version, bool(every) and self.steps_done % every == 0)
         self.clock.begin_phase()
         return batch
 
@@ -284,7 +284,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
         """Note what the updates gave, and bring the weights to the engine."""
         self.clock.end("train")
         self._end_evaluation()
-        self._figures |= self.learner.stepper.take_figures()
+        self._step_metrics |= self.learner.stepper.take_metrics()
         self.steps_done += 1
         with self.clock("sync"):
             self._unsynced += 1
@@ -295,20 +295,20 @@ class MoEGRPOTrainer(RunReports, Trainer):
             self.rollout_engine.wake_up()
 
     def _record_step(self, batch: TensorDictBase) -> None:
-        """Write the step's figures."""
+        """Write the step's metrics."""
         del batch
         seconds = dict(self.clock.seconds)
-        self.trained_tokens += int(self._figures["tokens"])
+        self.trained_tokens += int(self._step_metrics["tokens"])
         if self.steps_done >= self.config.steps and self.config.eval.every:
             self._evaluation.begin()
             self._end_evaluation()
         row = self.record.add(
             {
                 "step": self.steps_done - 1,
-                **{name: value for name, value in self._figures.items() if value is not None},
+                **{name: value for name, value in self._step_metrics.items() if value is not None},
                 "version": self.rollout_engine.version,
                 "trained_tokens": self.trained_tokens,
-                "tokens_per_second": self._figures["tokens"] / sum(seconds.values()),
+                "tokens_per_second": self._step_metrics["tokens"] / sum(seconds.values()),
                 **{f"seconds_{phase}": value for phase, value in seconds.items()},
                 **{name: value for name, value in self.collector.stats().items() if "idle" in name},
             }
@@ -319,7 +319,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
     def _end_step(self, batch: TensorDictBase) -> None:
         """Begin an evaluation, or stop after the last step."""
         del batch
-        self._figures = {}
+        self._step_metrics = {}
         if self.steps_done >= self.config.steps:
             self.request_stop("all steps are done")
         else:
@@ -365,7 +365,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
         return {"step": self.steps_done, "tokens": self.trained_tokens, "version": self.rollout_engine.version}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from there."""
         self.steps_done, self.trained_tokens = state_dict["step"], state_dict["tokens"]
         self._restored_version = state_dict["version"]
 

@@ -16,6 +16,8 @@ class HardwareConfig:
         host_gb: memory of a host.
         gpus_per_host: of the trainer's and the engine's.
         trainer_gpus: ranks that ``torchrun`` would start.
+        expert_imbalance: how many times the mean the busiest of ranks with experts in parallel gets, in tokens; that is
+            the router's to say, and at most as many times as there are such ranks.
         links: name -> 10^9 bytes per second, of what weights may travel over.
     """
 
@@ -23,6 +25,7 @@ class HardwareConfig:
     host_gb: float = 1000.0
     gpus_per_host: int = 8
     trainer_gpus: int = 1
+    expert_imbalance: float = 2.0
     links: dict[str, float] = field(
         default_factory=lambda: {
             "NVLink (one direction)": 450.0,

@@ -1,4 +1,4 @@
-"""``Leader``: makes what rank 0 of a run has alone: answers come from there, and figures go there."""
+"""``Leader``: makes what rank 0 of a run has alone: answers come from there, and metrics go there."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torchrl_moe.trainers.rollout_source import RolloutSource
 from torchrl_moe.trainers.run_lock import RunLock
 from torchrl_moe.trainers.run_record import RunRecord
 from torchrl_moe.trainers.signal_filter import SignalFilter
+from torchrl_moe.trainers.torchrun import launch_of, note_launch
 
 __all__ = ["Leader"]
 
@@ -78,7 +79,7 @@ class Leader:
             raise ConfigError.of("log", error) from error
 
     def _logger(self, name: str) -> Any:
-        # one name for each start: a run that goes on would show the steps after its checkpoint twice
+        # one name for each start: a run that continues would show the steps after its checkpoint twice
         experiment = f"events/{datetime.now(UTC):%Y-%m-%d-%H-%M-%S}"
         arguments = self.config.log.arguments.get(name, {})
         return get_logger(name, str(self._folder), experiment, **({f"{name}_kwargs": arguments} if arguments else {}))
@@ -91,4 +92,5 @@ class Leader:
 
     def record(self, steps_done: int) -> RunRecord:
         """Return the run's files, as they were after so many steps."""
+        note_launch(self._folder, launch_of())
         return RunRecord(self._folder, as_yaml(self.config), steps_done)

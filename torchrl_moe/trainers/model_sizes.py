@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from torchrl_moe._compat_memory import peak_bytes, without_memory
+from torchrl_moe.modules.policies.adapters import LoraLayers, base_model, has_adapters
 from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection
 from torchrl_moe.trainers.config import ConfigError, ModelConfig
 from torchrl_moe.trainers.policy_model import prepared
@@ -26,6 +27,7 @@ KNOWN = {
 """Hub models whose ``config.json`` is kept here, so that a plan needs no network."""
 MODELS = Path(__file__).parent / "configs" / "models"
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERT_WIDTHS = ("moe_intermediate_size", "intermediate_size")
 TOP_KS = ("num_experts_per_tok", "moe_topk", "moe_k")
 DENSE_FIRST = "first_k_dense_replace"
 """The config key of DeepSeek's families: so many layers at the start have no experts."""
@@ -57,9 +59,13 @@ class ModelSizes:
         parameters: of the whole model, an adapter's too.
         trained: those that training changes.
         adapter: those of an adapter; 0 without one.
+        adapted: of the weights that an adapter adds to.
         layer: of the largest decoder layer.
         outside: of what is in no decoder layer: embedding, head, last norm.
         experts: of all experts.
+        largest: of the largest weight.
+        hidden: of a token between layers.
+        expert_width: of a token inside an expert.
         layers: decoder layers.
         top_k: experts of a token; 0 for a dense model.
         num_experts: to choose from.
@@ -70,9 +76,13 @@ class ModelSizes:
     parameters: int
     trained: int
     adapter: int
+    adapted: int
     layer: int
     outside: int
     experts: int
+    largest: int
+    hidden: int
+    expert_width: int
     layers: int
     top_k: int
     num_experts: int
@@ -98,9 +108,13 @@ class ModelSizes:
             parameters=sum(counts.values()),
             trained=sum(weight.numel() for weight in model.parameters() if weight.requires_grad),
             adapter=adapter,
+            adapted=_adapted(model),
             layer=max(by_layer),
             outside=sum(counts.values()) - sum(by_layer),
             experts=sum(n for name, n in counts.items() if ".experts." in name and "lora_" not in name),
+            largest=max(counts.values()),
+            hidden=int(text.hidden_size),
+            expert_width=_first(text, EXPERT_WIDTHS),
             layers=layers,
             top_k=_first(text, TOP_KS),
             num_experts=_first(text, EXPERT_COUNTS),
@@ -196,6 +210,15 @@ def _without_checkpointing(config: ModelConfig) -> ModelConfig:
     plain = copy.copy(config)
     plain.activation_checkpointing = False
     return plain
+
+
+def _adapted(model: Any) -> int:
+    if not has_adapters(model):
+        return 0
+    base = base_model(model)
+    lora = LoraLayers(base)
+    weights = dict(lora.own_weights(base.state_dict()))
+    return sum(weights[key].numel() for key in lora.in_use())
 
 
 def _kv_heads(text: Any) -> int:

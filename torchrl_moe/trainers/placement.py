@@ -117,7 +117,7 @@ class Placement:
     def _settle(self, model: nn.Module) -> None:
         if not self.config.reshard_after_forward and isinstance(model, FSDPModule):
             model.set_reshard_after_forward(False)
-        seconds = timedelta(seconds=self.config.timeout)
+        seconds = timedelta(seconds=self.config.collective_timeout)
         meshes = {id(mesh): mesh for weight in model.parameters() if (mesh := getattr(weight, "device_mesh", None))}
         for mesh in meshes.values():
             for axis in range(mesh.ndim):

@@ -20,6 +20,9 @@ class PlacementConfig:
         reshard_after_forward: whether a layer's weights are let go after its forward pass, and gathered again for its
             backward pass; ``False`` needs more memory and sends less.
         timeout: seconds that one rank waits for another before the run ends with an error that names it.
+        collective_timeout: seconds that a collective may take: of the default process group, if it is made here, and
+            of the model's groups. In those of a weight sync ranks wait for the weight store, too, so it must be above
+            ``engine.sync.timeout_seconds``.
     """
 
     tensor_parallel: int = 1
@@ -28,3 +31,4 @@ class PlacementConfig:
     cpu_offload: bool = False
     reshard_after_forward: bool = True
     timeout: float = 600.0
+    collective_timeout: float = 600.0

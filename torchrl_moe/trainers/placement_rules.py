@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
+from torchrl_moe.weight_update.options import SwapOptions
 
 __all__ = ["check_axes", "check_placement"]
 
@@ -81,6 +82,12 @@ def _check_model(size: int, config: GRPOConfig) -> None:
         has_fsdp or config.optim.max_tokens is None,
         "optim.max_tokens=null is needed where there is tensor parallelism only: transformers sums the gradients of "
         "norms again in each backward pass, so a step may have one",
+    )
+    swap, limit = config.engine.sync.get("timeout_seconds", SwapOptions().timeout_seconds), own.collective_timeout
+    _require(
+        limit > swap,
+        f"placement.collective_timeout={limit:g} must be above engine.sync.timeout_seconds={swap:g}: while rank 0 "
+        "waits so long for readers of the weight store, the others wait in a collective",
     )
     _require(not config.engine.sleep, "engine.sleep=True is for one GPU that one rank shares with the engine")
 

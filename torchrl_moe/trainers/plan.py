@@ -10,17 +10,27 @@ import torch
 from rich.table import Table
 
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
-from torchrl_moe.trainers.model_sizes import ModelSizes, activation_bytes, model_config_of
+from torchrl_moe.trainers.model_sizes import ModelSizes, model_config_of
 from torchrl_moe.trainers.placement_rules import check_axes
+from torchrl_moe.trainers.plan_row import (
+    ENGINE,
+    FLOAT32,
+    HOST,
+    TRAINER,
+    UPDATE,
+    PlanRow,
+    ranks_of_host,
+    shards,
+    share_of,
+)
+from torchrl_moe.trainers.trainer_plan import compute_dtype, longest, of_trainer, over
 
-__all__ = ["PlanRow", "RunPlan"]
+__all__ = ["RunPlan"]
 
-TRAINER, ENGINE, HOST, UPDATE = "trainer, each GPU", "engine, each GPU", "host of the trainer", "weight update"
-FLOAT32 = 4
 ADAM = 8
-"""Bytes of a trained number's two moments."""
+"""Bytes of the two moments of a trained parameter."""
 UTILISATION = 0.9
-"""Of a GPU's memory, that vLLM takes unless it is told otherwise."""
+"""vLLM's default share of a GPU's memory."""
 ANSWERS_AT_A_TIME = 128
 """Of ``engine.kind=transformers``."""
 TOKEN_BYTES = 8 + 4 + 4 + 2
@@ -31,32 +41,13 @@ KEPT_WORD = 4
 
 
 @dataclass(frozen=True, slots=True)
-class PlanRow:
-    """A line of a plan.
-
-    Attributes:
-        part: of the machines.
-        item: what needs it.
-        bytes: how much, at most.
-        how: how that is worked out.
-        at_once: whether it is there at the same time as the others of its part.
-    """
-
-    part: str
-    item: str
-    bytes: int
-    how: str
-    at_once: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class RunPlan:
     """What a run needs.
 
     Attributes:
         rows: memory, by part, and the bytes of a weight update.
-        seconds: link -> seconds of a weight update to one replica over it.
-        notes: what does not fit, and what else is to be known.
+        seconds: link -> seconds of a weight update to one replica over it: gathered from the ranks, and then sent.
+        notes: what does not fit, and further remarks.
     """
 
     rows: list[PlanRow]
@@ -68,8 +59,8 @@ class RunPlan:
         """Work out the plan of a run.
 
         Raises:
-            ConfigError: the model's configuration cannot be found, or is no name or folder; so many ranks cannot share
-                the model so.
+            ConfigError: the model's configuration cannot be found, or is neither a name nor a folder; the ranks cannot
+                share the model in this way; the engine is split in a way that is not counted.
         """
         source = config.model.source
         if source is None or ":" in source:
@@ -82,21 +73,21 @@ class RunPlan:
     def of_model(cls, config: GRPOConfig, hf_config: Any) -> RunPlan:
         """Work out the plan of a run of a model with that transformers configuration."""
         check_axes(config.hardware.trainer_gpus, config)
+        _check_engine(config)
         sizes = ModelSizes.of(hf_config, config.model)
         rows = [
-            *_trainer(config, hf_config, sizes),
+            *of_trainer(config, hf_config, sizes),
             *_engine(config, hf_config, sizes),
             *_host(config, hf_config, sizes),
         ]
-        update = _update_bytes(config, hf_config, sizes)
-        rows.append(PlanRow(UPDATE, "bytes to each replica", update, _update_how(config, sizes)))
-        seconds = {link: update / 1e9 / speed for link, speed in config.hardware.links.items()}
-        plan = cls(rows, seconds)
+        updated = list(_update(config, hf_config, sizes))
+        moved = sum(row.bytes for row in updated)
+        plan = cls(rows + updated, {link: moved / 1e9 / speed for link, speed in config.hardware.links.items()})
         plan.notes.extend(_notes(plan, config, sizes))
         return plan
 
     def total(self, part: str) -> int:
-        """Return the bytes of a part at its peak: what is there at once, and the largest of what comes and goes."""
+        """Return the peak bytes of a part: what is permanent, plus the largest temporary item."""
         rows = [row for row in self.rows if row.part == part]
         passing = [row.bytes for row in rows if not row.at_once]
         return sum(row.bytes for row in rows if row.at_once) + max(passing, default=0)
@@ -117,110 +108,21 @@ class RunPlan:
             table.add_row(f"[bold]{part}[/]", f"[bold]{self.total(part) / 1e9:.2f}[/]", "")
             for row in self.rows:
                 if row.part == part:
-                    passing = "" if row.at_once else " (for a moment)"
+                    passing = "" if row.at_once else " (temporarily)"
                     table.add_row(f"  {row.item}{passing}", f"{row.bytes / 1e9:.2f}", row.how)
         for link, seconds in self.seconds.items():
             table.add_row(f"  over {link}", f"{seconds:.2f} s", "")
         return table
 
 
-def _bytes(numbers: int, shards: int, each: int) -> int:
-    return -(-numbers // shards) * each
-
-
-def compute_dtype(config: GRPOConfig) -> torch.dtype:
-    """Return the dtype of the trainer's forward passes on a GPU."""
-    return torch.float32 if config.model.dtype == "float32" else torch.bfloat16
-
-
-def _trainer(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> Iterator[PlanRow]:
-    """Yield what each rank of the trainer holds."""
-    ranks, dtype = config.hardware.trainer_gpus, compute_dtype(config)
-    yield from _states(config, sizes)
-    if ranks > 1:
-        yield from _gathered(config, sizes)
-    if _has_reference_model(config, sizes):
-        copy = _bytes(sizes.parameters, _shards(config), dtype.itemsize)
-        yield PlanRow(TRAINER, "reference model", copy, f"a second model{_over(config)}")
-    sequences, tokens = _micro_batch(config, hf_config)
-    used = activation_bytes(hf_config, config.model, sequences, tokens, dtype, sharded=ranks > 1)
-    shape = f"{sequences} sequences of {tokens:,} tokens"
-    checkpointed = ", layers computed again" if config.model.activation_checkpointing else ""
-    yield PlanRow(TRAINER, "a micro-batch", used, f"forward and backward of {shape}{checkpointed}", at_once=False)
-    if not config.placement.cpu_offload:
-        step = _bytes(sizes.trained, _shards(config), FLOAT32)
-        yield PlanRow(TRAINER, "an optimizer step", step, "a number beside each trained one", at_once=False)
-
-
-def _shards(config: GRPOConfig) -> int:
-    """Return over how many ranks a weight is split."""
-    return config.hardware.trainer_gpus // config.placement.replicate
-
-
-def _ranks_of_host(config: GRPOConfig) -> int:
-    return min(config.hardware.trainer_gpus, config.hardware.gpus_per_host)
-
-
-def _over(config: GRPOConfig) -> str:
-    return f" / {_shards(config)} ranks" if _shards(config) > 1 else ""
-
-
-def _states(config: GRPOConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
-    """Yield weights, gradients and moments: of each rank, or of all ranks of a host that has them instead."""
-    shards, width = _shards(config), compute_dtype(config).itemsize
-    frozen = sizes.parameters - sizes.trained
-    part, times = TRAINER, 1
-    over = _over(config)
-    if config.placement.cpu_offload:
-        part, times = HOST, _ranks_of_host(config)
-        over += f" x {times} of this host (placement.cpu_offload)"
-    weights = _bytes(sizes.trained, shards, FLOAT32) + _bytes(frozen, shards, width)
-    what = f"{sizes.trained:,} x 4 B" + (f" + {frozen:,} x {width} B" if frozen else "")
-    yield PlanRow(part, "weights", times * weights, f"{what}{over}")
-    gradients = times * _bytes(sizes.trained, shards, FLOAT32)
-    yield PlanRow(part, "gradients", gradients, f"{sizes.trained:,} x 4 B{over}")
-    yield PlanRow(part, "AdamW's moments", 2 * gradients, f"{sizes.trained:,} x 8 B{over}")
-
-
-def _gathered(config: GRPOConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
-    """Yield what FSDP2 has whole for a moment: a layer, the next one, and what is in none."""
-    own, width = config.placement, compute_dtype(config).itemsize
-
-    def of_rank(numbers: int, experts: int) -> int:
-        return -(-(numbers - experts) // own.tensor_parallel) + -(-experts // own.expert_parallel)
-
-    layer = of_rank(sizes.layer, min(sizes.layer, sizes.experts // sizes.layers))
-    if own.reshard_after_forward:
-        numbers = 2 * layer + of_rank(sizes.outside, 0)
-        how = f"2 layers of {layer:,}, and what is in none, x {width} B"
-    else:
-        numbers, how = of_rank(sizes.parameters, sizes.experts), f"all layers x {width} B (placement)"
-    if own.expert_parallel > 1:
-        how += f"; experts / {own.expert_parallel}"
-    yield PlanRow(TRAINER, "gathered layers", numbers * width, how)
-    if sizes.trained == sizes.parameters:
-        yield PlanRow(TRAINER, "gradients that are being reduced", layer * FLOAT32, "1 layer x 4 B")
-
-
-def _has_reference_model(config: GRPOConfig, sizes: ModelSizes) -> bool:
-    arguments, where = config.loss.arguments, config.loss.reference
-    is_read = bool(arguments.get("kl_to_ref_coeff")) or arguments.get("kl_mask_threshold") is not None
-    return is_read and (where == "model" or (where == "auto" and not sizes.adapter))
-
-
-def _micro_batch(config: GRPOConfig, hf_config: Any) -> tuple[int, int]:
-    """Return the sequences of a micro-batch, and the tokens of each: all as long as they can be."""
-    longest = _longest(config, hf_config)
-    answers = config.rollout.prompts_per_step * config.rollout.group_size // config.optim.minibatches
-    answers = max(1, answers * config.placement.tensor_parallel // config.hardware.trainer_gpus)
-    if config.optim.max_tokens is None:
-        return answers, longest
-    return max(1, min(answers, config.optim.max_tokens // longest)), longest
-
-
-def _longest(config: GRPOConfig, hf_config: Any) -> int:
-    text = hf_config.get_text_config()
-    return int(config.engine.arguments.get("max_model_len") or text.max_position_embeddings)
+def _check_engine(config: GRPOConfig) -> None:
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
+        count = int(config.engine.arguments.get(name) or 1)
+        if count > 1:
+            raise ConfigError(
+                f"plan=true does not count engine.arguments.{name}={count}: use tensor_parallel_size, or more replicas "
+                "(engine.num_replicas)"
+            )
 
 
 def _engine_width(config: GRPOConfig, hf_config: Any) -> int:
@@ -235,7 +137,7 @@ def _engine(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> Iterator[P
     arguments, width = config.engine.arguments, _engine_width(config, hf_config)
     share = int(arguments.get("tensor_parallel_size", 1))
     base = sizes.parameters - sizes.adapter
-    weights = _bytes(base, share, width)
+    weights = share_of(base, share, width)
     over = f" / {share} GPUs" if share > 1 else ""
     yield PlanRow(ENGINE, "weights", weights, f"{base:,} x {width} B{over}")
     if config.engine.sync.get("stage") == "shadow" and config.engine.kind == "vllm":  # "auto" is plain on a GPU
@@ -243,11 +145,11 @@ def _engine(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> Iterator[P
     budget, plain = arguments.get("kv_cache_memory_bytes"), config.engine.kind == "transformers"
     if plain:
         yield PlanRow(
-            ENGINE, "the next weights, loaded", weights, "engine.kind=transformers: a second model for a moment"
+            ENGINE, "the next weights, loaded", weights, "engine.kind=transformers: a second model, temporarily"
         )
     if budget is None and plain:
         answers = int(arguments.get("max_num_seqs", ANSWERS_AT_A_TIME))
-        budget = answers * _longest(config, hf_config) * sizes.kv * width
+        budget = answers * longest(config, hf_config) * sizes.kv * width
     if budget is None:
         utilisation = float(arguments.get("gpu_memory_utilization", UTILISATION))
         budget = max(0, int(utilisation * config.hardware.gpu_gb * 1e9) - weights)
@@ -263,27 +165,27 @@ def _kv_width(config: GRPOConfig, hf_config: Any) -> int:
 
 
 def _kv_how(config: GRPOConfig, hf_config: Any, sizes: ModelSizes, budget: int, share: int) -> str:
-    each = _bytes(sizes.kv, min(share, sizes.kv_heads), _kv_width(config, hf_config))
+    each = share_of(sizes.kv, min(share, sizes.kv_heads), _kv_width(config, hf_config))
     tokens = budget // each if each else 0
-    return f"{each:,} B a token: {tokens:,} tokens, {tokens // _longest(config, hf_config):,} of the longest sequences"
+    return f"{each:,} B a token: {tokens:,} tokens, {tokens // longest(config, hf_config):,} of the longest sequences"
 
 
 def _host(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> Iterator[PlanRow]:
     """Yield what the trainer's host holds."""
     rollout, sync = config.rollout, config.engine.sync
     answers = rollout.prompts_per_step * rollout.group_size
-    tokens = answers * _longest(config, hf_config)
+    tokens = answers * longest(config, hf_config)
     each = TOKEN_BYTES + (sizes.route_bytes if config.loss.replay != "none" else 0)
     ahead = 1 + rollout.max_staleness
-    batches = f"{ahead} batch{'es' if ahead > 1 else ''} of {answers} answers x {_longest(config, hf_config):,} tokens"
+    batches = f"{ahead} batch{'es' if ahead > 1 else ''} of {answers} answers x {longest(config, hf_config):,} tokens"
     yield PlanRow(HOST, "rollouts", ahead * tokens * TOKEN_BYTES, f"{batches} x {TOKEN_BYTES} B")
     if each > TOKEN_BYTES:
         how = f"{sizes.layers} layers x {sizes.top_k} experts x {sizes.route_bytes // (sizes.layers * sizes.top_k)} B"
         yield PlanRow(HOST, "recorded experts", ahead * tokens * sizes.route_bytes, f"{how} a token")
     if rollout.top_k:
         kept = ahead * answers * rollout.max_new_tokens * rollout.top_k * KEPT_WORD
-        yield PlanRow(HOST, "kept tokens", kept, f"top_k={rollout.top_k} words x 4 B an answer's token")
-    base = (sizes.parameters - sizes.adapter) * _engine_width(config, hf_config)
+        yield PlanRow(HOST, "kept tokens", kept, f"top_k={rollout.top_k} ids x 4 B an answer's token")
+    base = _sent(config, hf_config, sizes)
     if sync.get("lora") == "adapter":
         yield PlanRow(HOST, "weight store", 2 * sizes.adapter * FLOAT32, "2 versions of the adapter")
     else:
@@ -298,28 +200,50 @@ def _host(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> Iterator[Pla
 
 
 def _copies(config: GRPOConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
-    """Yield what the host holds of the model for a moment: to write it, and to load it."""
-    ranks = _ranks_of_host(config)
+    """Yield what the host holds of the model temporarily: to write it, and to load it."""
+    ranks = ranks_of_host(config)
     if config.checkpoint.every:
-        size = ranks * _bytes(sizes.trained, _shards(config), FLOAT32 + ADAM)
-        how = f"{sizes.trained:,} x 12 B{_over(config)} x {ranks} of this host: weights and moments"
+        size = ranks * share_of(sizes.trained, shards(config), FLOAT32 + ADAM)
+        how = f"{sizes.trained:,} x 12 B{over(config)} x {ranks} of this host: weights and moments"
         yield PlanRow(HOST, "a checkpoint that is written", size, how, at_once=False)
+    if ranks > 1 or sizes.adapter:
+        width = compute_dtype(config).itemsize if sizes.adapter else FLOAT32
+        base = sizes.parameters - sizes.adapter
+        how = f"{base:,} x {width} B on rank 0's host, to be written at the end"
+        yield PlanRow(HOST, "the model that is saved", base * width, how, at_once=False)
     if sizes.adapter and ranks > 1:
         size, width = ranks * sizes.parameters * compute_dtype(config).itemsize, compute_dtype(config).itemsize
         how = f"{sizes.parameters:,} x {width} B x {ranks} ranks, which add an adapter to the whole"
         yield PlanRow(HOST, "the model that is loaded", size, how, at_once=False)
 
 
-def _update_bytes(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> int:
-    if config.engine.sync.get("lora") == "adapter":
-        return sizes.adapter * FLOAT32
-    return (sizes.parameters - sizes.adapter) * _engine_width(config, hf_config)
+def _sent_width(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> int:
+    """Return the bytes of a number that is written for the engine: no wider than it is, unless that is asked for."""
+    own = compute_dtype(config).itemsize if sizes.adapter else FLOAT32
+    return own if config.engine.sync.get("dtype") == "trainer" else min(own, _engine_width(config, hf_config))
 
 
-def _update_how(config: GRPOConfig, sizes: ModelSizes) -> str:
+def _sent(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> int:
+    return (sizes.parameters - sizes.adapter) * _sent_width(config, hf_config, sizes)
+
+
+def _update(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> Iterator[PlanRow]:
+    """Yield what a weight update moves: the other ranks' parts of weights, as wide as they are written; then all."""
     if config.engine.sync.get("lora") == "adapter":
-        return f"{sizes.adapter:,} x 4 B: the adapter alone"
-    return f"{sizes.parameters - sizes.adapter:,} numbers, as wide as the engine has them"
+        how = f"{sizes.adapter:,} x 4 B: the adapter alone"
+        yield PlanRow(UPDATE, "bytes to each replica", sizes.adapter * FLOAT32, how)
+        return
+    base, split = sizes.parameters - sizes.adapter, shards(config)
+    if split > 1:
+        width = compute_dtype(config).itemsize if sizes.adapter else _sent_width(config, hf_config, sizes)
+        whole, how = base * width, f"{base:,} x {width} B"
+        if sizes.adapter:
+            whole += sizes.adapted * FLOAT32
+            how += f" + {sizes.adapted:,} x 4 B that the adapter adds"
+        gathered = whole - share_of(whole, split, 1)
+        yield PlanRow(UPDATE, "bytes to each rank from the others", gathered, f"({how}) x {split - 1} / {split}")
+    how = f"{base:,} numbers, as wide as the engine has them"
+    yield PlanRow(UPDATE, "bytes to each replica", _sent(config, hf_config, sizes), how)
 
 
 def _notes(plan: RunPlan, config: GRPOConfig, sizes: ModelSizes) -> Iterator[str]:
@@ -332,8 +256,15 @@ def _notes(plan: RunPlan, config: GRPOConfig, sizes: ModelSizes) -> Iterator[str
             yield f"{part}: {needed:.1f} GB are needed, and there are {limit:g}"
     if not sizes.top_k and config.loss.replay != "none":
         yield "the model has no experts: loss.replay must be none"
-    devices = hardware.trainer_gpus + config.engine.num_replicas * int(
-        config.engine.arguments.get("tensor_parallel_size", 1)
-    )
+    of_engine = config.engine.num_replicas * int(config.engine.arguments.get("tensor_parallel_size") or 1)
+    here = of_engine + ranks_of_host(config)
+    if config.engine.backend == "local" and not config.engine.sleep and here > hardware.gpus_per_host:
+        yield (
+            f"rank 0's host would have {here} GPUs, ranks' and local replicas', and has {hardware.gpus_per_host}: "
+            "engine.backend=ray places replicas on other hosts"
+        )
+    if config.placement.cpu_offload:
+        yield "placement.cpu_offload: ranks gather weights over gloo, as fast as TCP between them is, on one host too"
+    devices = hardware.trainer_gpus + of_engine
     yield f"{devices} GPUs in all, unless engine and trainer take turns on the same (engine.sleep)"
     yield "not counted: what CUDA, NCCL and torch's allocator keep for themselves, 1 to 3 GB a GPU"

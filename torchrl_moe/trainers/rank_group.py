@@ -17,6 +17,7 @@ from torchrl_moe._errors import RankError
 from torchrl_moe.objectives.normalisation import Key, Number, sum_over_ranks
 from torchrl_moe.trainers import torchrun
 from torchrl_moe.trainers.attempt import attempt_of
+from torchrl_moe.trainers.config import ConfigError
 from torchrl_moe.trainers.rendezvous import Rendezvous
 
 __all__ = ["RankGroup", "Ranks", "join_ranks"]
@@ -153,22 +154,39 @@ class RankGroup(Ranks):
             distributed.destroy_process_group()
 
 
-def join_ranks(seconds: float) -> Ranks:
+def join_ranks(seconds: float, collective_seconds: float | None = None) -> Ranks:
     """Return the ranks of this run: those of the process group that there is, or that a launcher has asked for.
 
     Args:
-        seconds: how long one waits for another; of a group that there is already, its collectives keep their own.
+        seconds: how long one waits for another.
+        collective_seconds: how long a collective of the default group may take, if it is made here; a group that there
+            is already keeps its own; ``None``: ``seconds``.
+
+    Raises:
+        ConfigError: this rank sees no GPU of its number.
+        RankError: another rank did not come in time.
     """
     owns_group = not distributed.is_initialized() and torchrun.is_launched()
     if owns_group:
         with_cuda = torch.cuda.is_available()
         if with_cuda:
-            torch.cuda.set_device(torchrun.local_rank())
+            torch.cuda.set_device(_own_gpu())
         backend = "cpu:gloo,cuda:nccl" if with_cuda else "gloo"
         timeout = timedelta(seconds=seconds)
         store, rank, size = next(rendezvous("env://", timeout=timeout))
         store = PrefixStore(attempt_of(store, rank, size, seconds), store)
-        distributed.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+        deadline = timeout if collective_seconds is None else timedelta(seconds=collective_seconds)
+        distributed.init_process_group(backend, timeout=deadline, store=store, rank=rank, world_size=size)
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         return Ranks()
     return RankGroup(seconds, owns_group)
+
+
+def _own_gpu() -> int:
+    own, count = torchrun.local_rank(), torch.cuda.device_count()
+    if own >= count:
+        raise ConfigError(
+            f"LOCAL_RANK={own}: a rank has the GPU of its number, and {count} are visible. Start no more ranks than a "
+            "machine has GPUs, and let each see all of them (CUDA_VISIBLE_DEVICES)"
+        )
+    return own

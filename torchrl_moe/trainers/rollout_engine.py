@@ -13,14 +13,15 @@ import torch
 from torchrl_moe.modules.policies.generate_kwargs import sampling_params_of
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
-from torchrl_moe.trainers import torchrun
+from torchrl_moe.modules.serving.devices import ranks_here
+from torchrl_moe.modules.serving.launch import engine_kind
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 from torchrl_moe.trainers.policy_model import PolicyModel
 from torchrl_moe.trainers.starting_model import new_start
 from torchrl_moe.weight_update.report import SyncReport
 from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
 
-__all__ = ["RolloutEngine", "beside_ranks", "check_room"]
+__all__ = ["RolloutEngine", "check_room"]
 
 LOG = logging.getLogger(__name__)
 
@@ -78,8 +79,7 @@ class RolloutEngine:
             return AsyncVLLM.connect(engine.connect)
         arguments = {"seed": self.config.seed, **engine.arguments}
         if engine.backend == "local":
-            check_room(self.policy_model, engine.num_replicas, arguments)
-            arguments = {**beside_ranks(engine.num_replicas, arguments), **arguments}
+            check_room(self.policy_model, engine.num_replicas, arguments, engine.kind)
         if engine.sleep and not torch.cuda.is_available():
             raise ConfigError("engine.sleep=True needs a GPU, whose memory the trainer gets meanwhile")
         if engine.kind == "vllm" and not torch.cuda.is_available():
@@ -152,14 +152,15 @@ def _sampling(config: GRPOConfig) -> dict[str, Any]:
     return {**{name: getattr(rollout, name) for name in named}, **top_k, **rollout.sampling}
 
 
-def check_room(policy_model: PolicyModel, num_replicas: int, arguments: dict[str, Any]) -> None:
+def check_room(policy_model: PolicyModel, num_replicas: int, arguments: dict[str, Any], kind: str = "vllm") -> None:
     """Refuse more replicas than this machine holds.
 
     Raises:
         ConfigError: there are fewer GPUs, or there is less memory.
     """
     if torch.cuda.is_available():
-        needed, found = num_replicas * _gpus_of_replica(arguments), len(_gpus_of_engine())
+        needed = num_replicas * engine_kind(kind).devices_per_replica(arguments)
+        found = torch.cuda.device_count() - ranks_here()  # a single process may share its own
         if needed > found and "devices" not in arguments:
             raise ConfigError(f"engine.num_replicas={num_replicas} needs {needed} GPUs, and there are {found}")
         return
@@ -172,20 +173,3 @@ def check_room(policy_model: PolicyModel, num_replicas: int, arguments: dict[str
             f"engine.num_replicas={num_replicas} needs {num_replicas * each / 1e9:.1f} GB of memory, and "
             f"{free / 1e9:.1f} GB are free"
         )
-
-
-def beside_ranks(num_replicas: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return which GPUs replicas get where each rank of this machine has one: those after them."""
-    if not (torch.cuda.is_available() and torchrun.is_launched()):
-        return {}
-    free, each = _gpus_of_engine(), _gpus_of_replica(arguments)
-    return {"devices": [free[at : at + each] for at in range(0, num_replicas * each, each)]}
-
-
-def _gpus_of_replica(arguments: dict[str, Any]) -> int:
-    return int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1))
-
-
-def _gpus_of_engine() -> list[int]:
-    """Return the GPUs that no rank of this machine has; a single process may share its own."""
-    return list(range(torchrun.local_world_size() if torchrun.is_launched() else 0, torch.cuda.device_count()))

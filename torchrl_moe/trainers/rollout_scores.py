@@ -19,15 +19,20 @@ from torchrl_moe.trainers.token_stepper import lengths_of
 __all__ = ["RolloutScores"]
 
 PROX_KEY, REFERENCE_KEY = "prox", "ref_log_probs"
-FIGURES = {"kl": "k3", "dlogp_mean": "dlogp_mean", "dlogp_max": "dlogp_max", "extreme_fraction": "extreme_fraction"}
-"""Column of a run's record -> figure of :class:`~torchrl_moe.objectives.MismatchMetrics`."""
+MISMATCH_COLUMNS = {
+    "kl": "k3",
+    "dlogp_mean": "dlogp_mean",
+    "dlogp_max": "dlogp_max",
+    "extreme_fraction": "extreme_fraction",
+}
+"""Column of a run's record -> metric of :class:`~torchrl_moe.objectives.MismatchMetrics`."""
 
 
 class RolloutScores:
     """Scores rollouts by the policy as it is, and by the reference.
 
     Under R2 this is the forward pass that records the experts. Where nothing asks for the policy's scores, and no
-    mismatch is due, there is no forward pass. Of several ranks each scores its share; figures are of all.
+    mismatch is due, there is no forward pass. Of several ranks each scores its share; metrics are of all ranks.
 
     Args:
         actor: the policy.
@@ -90,7 +95,7 @@ class RolloutScores:
             if counts:
                 assert spread is not None
                 found.add(part, version, log_probs, spread, unaided)
-        return _Found.of(self._placement.gather(found)).figures() if with_mismatch else {}
+        return _Found.of(self._placement.gather(found)).columns() if with_mismatch else {}
 
     def _parts(self, batch: TensorDictBase) -> Iterator[tuple[TensorDictBase, bool]]:
         """Give micro-batches, and whether they count: one that does not is a copy, for the other ranks' sake."""
@@ -140,17 +145,19 @@ class _Found:
             first.entropy, first.tokens = first.entropy + other.entropy, first.tokens + other.tokens
         return first
 
-    def figures(self) -> dict[str, float]:
+    def columns(self) -> dict[str, float]:
         """Return the columns of a run's record."""
         found, unaided = self.metrics.compute(), self.live.compute()
-        figures = {
-            name: found[f"mismatch/{figure}"] for name, figure in FIGURES.items() if f"mismatch/{figure}" in found
+        columns = {
+            name: found[f"mismatch/{metric}"]
+            for name, metric in MISMATCH_COLUMNS.items()
+            if f"mismatch/{metric}" in found
         }
         if "mismatch/dlogp_mean" in unaided:
-            figures["dlogp_live"] = unaided["mismatch/dlogp_mean"]
+            columns["dlogp_live"] = unaided["mismatch/dlogp_mean"]
         if "routing/agreement" in found:
-            figures["agreement"] = found["routing/agreement"]
-        return {**figures, "entropy": self.entropy / max(self.tokens, 1.0)}
+            columns["agreement"] = found["routing/agreement"]
+        return {**columns, "entropy": self.entropy / max(self.tokens, 1.0)}
 
 
 def _sampled(part: TensorDictBase, log_probs: torch.Tensor) -> torch.Tensor:

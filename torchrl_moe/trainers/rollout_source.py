@@ -168,7 +168,9 @@ class RolloutSource:
         if not self.held_out:
             return None
         loader = None if self.held_out_loader is None else self.held_out_loader()
-        rows: TensorDictBase = evaluate(policy, self.held_out_env, self.held_out, loader, timeout, temperature=0.0)
+        rows: TensorDictBase = evaluate(
+            policy, self.held_out_env, self.held_out, loader, timeout, use_tqdm=False, temperature=0.0
+        )
         rewards = [row.get(("next", "episode_reward"), None) for row in rows.unbind(0)]
         if any(reward is None for reward in rewards):
             raise ValueError("a held-out answer has no reward in one of its turns")

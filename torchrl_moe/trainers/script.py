@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         description="Train a Mixture-of-Experts model with GRPO: rollouts by vLLM, updates on the recorded experts.",
-        epilog=f"Every key and its default: {CONFIGS.parent / 'config.py'}. resume=true goes on after a kill; "
+        epilog=f"Every key and its default: {CONFIGS.parent / 'config.py'}. resume=true continues after a kill; "
         "plan=true prints what a run would need.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted; resume=true goes on from the last checkpoint", file=sys.stderr)
+        print(f"{parser.prog}: interrupted; resume=true continues from the last checkpoint", file=sys.stderr)
         return 130
     return 0
 

@@ -6,7 +6,7 @@ import logging
 
 from tensordict import TensorDictBase
 
-from torchrl_moe.trainers.batch_figures import sample_rewards
+from torchrl_moe.trainers.batch_metrics import sample_rewards
 
 __all__ = ["SignalFilter"]
 

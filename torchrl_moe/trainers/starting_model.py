@@ -25,8 +25,8 @@ def new_start(folder: Path) -> Path:
 def starting_model(model: Any, tokenizer: Any, config: GRPOConfig, placement: Placement) -> PolicyModel:
     """Load the model of a run.
 
-    Several ranks load it from one folder: what is given, or what a function makes, rank 0 writes there first. The other
-    ranks' random numbers, and what they were given, do not count.
+    Several ranks load it from one folder, which rank 0 chooses: what is given, or what a function makes, it writes
+    there first. The other ranks' random numbers, and which model they were given, do not count.
 
     Args:
         model: see :class:`~torchrl_moe.trainers.MoEGRPOTrainer`.
@@ -37,21 +37,37 @@ def starting_model(model: Any, tokenizer: Any, config: GRPOConfig, placement: Pl
     Raises:
         ConfigError: see :meth:`PolicyModel.load`, or several ranks and a model with an adapter of its own.
     """
-    source, folder = config.model.source, Path(config.out)
-    starts = sorted(folder.glob("start-*/config.json"), key=lambda path: path.stat().st_mtime)
-    if config.resume and model is None and source is not None and is_function_name(source) and starts:
-        model = str(starts[-1].parent)  # no need to make it again
+    given = config.model.source if model is None else model
+    ranks = placement.ranks
     if not placement.is_shared:
-        return PolicyModel.load(model, tokenizer, config.model)
-    given = source if model is None else model
+        earlier = _earlier_start(model, config)
+        return PolicyModel.load(earlier or model, tokenizer, config.model)
+    where: str | None = None
+    is_new = False
+    if ranks.is_first:
+        where = _earlier_start(model, config) or _folder(given)
+        is_new = where is None
+        where = where or str(_write(given, tokenizer, config, Path(config.out)))
+    where, is_new = ranks.from_first((where, is_new), "making the model")
+    assert where is not None
+    loaded = PolicyModel.load(where, None if is_new else tokenizer, config.model, placement)
+    return replace(loaded, start=Path(where)) if is_new else loaded
+
+
+def _earlier_start(model: Any, config: GRPOConfig) -> str | None:
+    """Return where an earlier start of this run has left the model that a function makes: it need not be made again."""
+    source = config.model.source
+    if not config.resume or model is not None or source is None or not is_function_name(source):
+        return None
+    starts = sorted(Path(config.out).glob("start-*/config.json"), key=lambda path: path.stat().st_mtime)
+    return str(starts[-1].parent) if starts else None
+
+
+def _folder(given: Any) -> str | None:
+    """Return the folder or hub name that is given, if one is."""
     if isinstance(given, str | os.PathLike) and not is_function_name(os.fspath(given)):
-        return PolicyModel.load(given, tokenizer, config.model, placement)
-    start: Path | None = None
-    if placement.ranks.is_first:
-        start = _write(given, tokenizer, config, folder)
-    start = placement.ranks.from_first(start, "making the model")
-    assert start is not None
-    return replace(PolicyModel.load(str(start), None, config.model, placement), start=start)
+        return os.fspath(given)
+    return None
 
 
 def _write(given: Any, tokenizer: Any, config: GRPOConfig, folder: Path) -> Path:

@@ -63,14 +63,14 @@ class TokenStepper(OptimizationStepper):
         self.loss, self.optimizer, self.schedule = loss, optimizer, schedule
         self.max_tokens, self.max_grad_norm, self.precision = max_tokens, max_grad_norm, precision
         self.skipped = 0
-        self._figures: list[dict[str, float]] = []
+        self._metrics: list[dict[str, float]] = []
 
     def step(self, trainer: Trainer, sub_batch: TensorDictBase) -> TensorDictBase:
         """Make one step; return the loss terms, summed over parts, and the means of metrics over their tokens."""
         del trainer
         lr = self.lr
         self.ranks.meet("a step")
-        figures = self.accumulate(sub_batch)
+        metrics = self.accumulate(sub_batch)
         weights = (weight for group in self.optimizer.param_groups for weight in group["params"])
         norm = clip_gradients(weights, self.max_grad_norm, self.ranks)
         if math.isfinite(norm):
@@ -80,15 +80,15 @@ class TokenStepper(OptimizationStepper):
             self.skipped += 1
             LOG.warning("a gradient of norm %s: the step is skipped, %d so far", norm, self.skipped)
         self.optimizer.zero_grad(set_to_none=True)
-        figures |= {"grad_norm": torch.tensor(norm), "lr": torch.tensor(lr)}
-        self._figures.append({name: float(value) for name, value in figures.items()})
-        return TensorDict(figures, batch_size=[])
+        metrics |= {"grad_norm": torch.tensor(norm), "lr": torch.tensor(lr)}
+        self._metrics.append({name: float(value) for name, value in metrics.items()})
+        return TensorDict(metrics, batch_size=[])
 
-    def take_figures(self) -> dict[str, float]:
+    def take_metrics(self) -> dict[str, float]:
         """Return the means over all steps since this was asked last; ``loss`` is the sum of all terms."""
-        taken, self._figures = self._figures, []
-        names = dict.fromkeys(name for figures in taken for name in figures)
-        means = {name: statistics.mean(figures.get(name, math.nan) for figures in taken) for name in names}
+        taken, self._metrics = self._metrics, []
+        names = dict.fromkeys(name for metrics in taken for name in metrics)
+        means = {name: statistics.mean(metrics.get(name, math.nan) for metrics in taken) for name in names}
         total = sum(value for name, value in means.items() if name.startswith("loss_"))
         return {**means, "loss": total, "ess": means["ESS"], "skipped_steps": float(self.skipped)} if means else {}
 
@@ -98,8 +98,8 @@ class TokenStepper(OptimizationStepper):
         return float(self.optimizer.param_groups[0]["lr"])
 
     def accumulate(self, batch: TensorDictBase) -> dict[str, Tensor]:
-        """Add a minibatch's gradient to what is there; return its figures, each ``[]``, of all ranks."""
-        kept = [i for i, sample in enumerate(batch.unbind(0)) if self._has_gradient(sample)] or [0]  # figures of one
+        """Add a minibatch's gradient to what is there; return its metrics, each ``[]``, of all ranks."""
+        kept = [i for i, sample in enumerate(batch.unbind(0)) if self._has_gradient(sample)] or [0]  # metrics of one
         lengths = lengths_of(batch)
         split = micro_batches_of_ranks([lengths[i] for i in kept], self.max_tokens, self.ranks)
         parts = [batch[[kept[i] for i in part]] for part in split if part]
@@ -128,7 +128,7 @@ class TokenStepper(OptimizationStepper):
         return out
 
     def _whole(self, sums: dict[str, Tensor], tokens: float) -> dict[str, Tensor]:
-        """Return figures of all ranks; their losses are averaged, as their gradients are: see :meth:`Ranks.sum`."""
+        """Return metrics of all ranks; their losses are averaged, as their gradients are: see :meth:`Ranks.sum`."""
         every = self._placement.gather((dict(sums), tokens))
         total = sum(count for _, count in every)
         return {
@@ -164,11 +164,11 @@ class TokenStepper(OptimizationStepper):
         return {"schedule": self.schedule.state_dict(), "skipped": self.skipped}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from there."""
         self.schedule.load_state_dict(state_dict["schedule"])
         self.skipped = state_dict["skipped"]
 
 
 def _adds_up(name: str) -> bool:
-    """Whether a figure of parts is summed; the others are means."""
+    """Whether a metric of parts is summed; the others are means."""
     return name.startswith(("loss_", "num_"))

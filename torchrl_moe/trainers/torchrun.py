@@ -1,15 +1,22 @@
-"""What ``torchrun`` says in the environment of a rank."""
+"""What ``torchrun`` says to a rank: in its environment, and by the store that it keeps."""
 
 from __future__ import annotations
 
 import os
+import uuid
+from datetime import timedelta
 from pathlib import Path
+
+from torch.distributed.rendezvous import rendezvous
 
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 
-__all__ = ["go_on_after_a_restart", "is_launched", "local_rank", "local_world_size", "may_restart", "restarts"]
+__all__ = ["go_on_after_a_restart", "is_launched", "launch_of", "local_rank", "may_restart", "note_launch"]
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCH = ".launch"
+"""The file that says which launch a run in a folder is of."""
+PATIENCE = timedelta(seconds=60)
 
 
 def is_launched() -> bool:
@@ -22,37 +29,54 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def local_world_size() -> int:
-    """How many ranks are on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def restarts() -> int:
-    """How often all ranks have been started again, because one on this machine failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
 def may_restart() -> bool:
     """Whether all ranks will be started again if one fails (``--max-restarts``)."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
-def go_on_after_a_restart(config: GRPOConfig, restarts: int) -> None:
+def launch_of() -> str:
+    """Return a name that all ranks have which one ``torchrun`` starts, however often, and no others.
+
+    It lies in the store that ``torchrun`` keeps from start to start. What it counts would not do: a host counts the
+    failures of its own ranks only, and none where ranks are started again because a host came or went (torch 2.13).
+
+    Returns:
+        ``""``, if nothing will be started again, or there is no such store.
+    """
+    has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and all(map(os.environ.get, RENDEZVOUS))
+    if not may_restart() or not has_store:
+        return ""
+    store, *_ = next(rendezvous("env://", timeout=PATIENCE))
+    return str(store.compare_set("torchrl_moe/launch", "", uuid.uuid4().hex).decode())
+
+
+def note_launch(folder: Path, launch: str) -> None:
+    """Note in a folder which launch its run is of, before there is anything else of that run; ``""``: of none."""
+    if launch:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / LAUNCH).write_text(launch)
+    else:
+        (folder / LAUNCH).unlink(missing_ok=True)
+
+
+def go_on_after_a_restart(config: GRPOConfig, launch: str) -> None:
     """Let a run that is started again resume, as nobody is there to ask for it.
 
     Args:
-        config: ``resume`` is set, if this run has left its settings in its folder before.
-        restarts: of the machine that has most: each counts the failures of its own ranks.
+        config: ``resume`` is set, if the run in its folder is of this launch.
+        launch: what :func:`launch_of` returned.
 
     Raises:
-        ConfigError: the folder holds an older run, which a restart would go on with.
+        ConfigError: the folder holds an older run, or nobody can say: a restart would not know which one to continue
+            with.
     """
-    if config.resume or not may_restart():
+    folder = Path(config.out)
+    if config.resume or not may_restart() or not (folder / "config.yaml").exists():
         return
-    has_a_run = (Path(config.out) / "config.yaml").exists()
-    if has_a_run and not restarts:
+    noted = folder / LAUNCH
+    config.resume = launch != "" and noted.exists() and noted.read_text() == launch
+    if not config.resume:
         raise ConfigError(
-            f"out={config.out} holds a run already, and --max-restarts could not tell it from this one: name another "
-            "folder, or set resume=true"
+            f"out={config.out} holds a run of another start already, and with --max-restarts a run resumes by itself: "
+            "name another folder, or set resume=true to continue with that one"
         )
-    config.resume = has_a_run

@@ -60,7 +60,7 @@ class TrainedState:
         return state
 
     def copy(self, ranks: Ranks) -> State:
-        """Return all of it as it is now, in the host's memory, to be written while training goes on.
+        """Return all of it as it is now, in the host's memory, to be written while training continues.
 
         All ranks must ask. Rank 0's has packed weights as a whole.
         """

@@ -1,6 +1,7 @@
 """Bringing a trainer's weights to its engines (namesake: ``torchrl.weight_update``).
 
-The scheme, its sender, and reports. What a version is on disk is in ``data``; how an engine takes it, in ``modules``.
+The scheme, its sender, the weight store, the transports and the reports. How an engine loads a version is in
+``modules``.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Writing versions of an adapter to the weight store; the weights beside it stay where they are."""
+"""Writing versions of an adapter to the weight store; the base weights are not sent."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["AdapterPublisher"]
 
 
 class AdapterPublisher(Publisher):
-    """Writes versions of the adapter that a peft model has; arguments as of :class:`Publisher`."""
+    """Writes versions of a peft model's adapter; arguments as for :class:`Publisher`."""
 
     def register(self, model: nn.Module) -> None:
-        """Take the model whose adapter is sent where no other is given; its base may be quantised.
+        """Set the model whose adapter is sent by default; its base may be quantised.
 
         Raises:
             ValueError: it has no adapter that vLLM would apply as peft does.
@@ -35,7 +35,7 @@ class AdapterPublisher(Publisher):
             _check(self._module, expected)
 
     def expect(self, expected: Kinds, engine_dtype: torch.dtype | None) -> None:
-        """Take note of what the engine has."""
+        """Store the engine's tensors."""
         self.expected, self.engine_dtype = expected, engine_dtype
 
     def _source(self, weights: Weights | None) -> Source:

@@ -1,7 +1,7 @@
-"""The canary: log-probs of a fixed prompt by the trainer's own model, which an engine with its weights must repeat.
+"""The canary: the trainer's log-probs of a fixed prompt, which an engine with its weights must reproduce.
 
-It proves what digests cannot: that the bytes were put where they belong. In half precision a router may choose another
-expert where two are close, so only gross errors are told from rounding there.
+It proves what digests cannot: that the bytes were loaded into the right places. In half precision a router may choose
+    another expert where two are close, so there only gross errors can be distinguished from rounding.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ def canary_of(model: nn.Module, engine_dtype: torch.dtype | None = None) -> dict
     """Return ``token_ids`` of a prompt, ``log_probs`` of its tokens from the second on, and the ``tolerance``.
 
     Args:
-        model: a causal language model of transformers; evaluated in eval mode, and left in its own.
-        engine_dtype: that the engine computes in; the coarser of the two sets the tolerance (nats, per token).
+        model: a causal language model of transformers; evaluated in eval mode, then set back to its own mode.
+        engine_dtype: the engine's dtype; the coarser of the engine's and the model's sets the tolerance (nats, per
+            token).
     """
     vocabulary = int(model.config.get_text_config().vocab_size)  # type: ignore[operator, union-attr]
     ids = [(7 * position + 3) % vocabulary for position in range(PROMPT_TOKENS)]

@@ -1,7 +1,7 @@
 """``VLLMDoubleBufferSyncScheme``: TorchRL's name and halves, over a directory of versions.
 
-TorchRL's sender writes into a directory and its receiver reads from it, in another process perhaps, with nothing to
-tell a whole version from half of one. Here the directory is a weight store: the receiver finds the newest whole
+TorchRL's sender writes into a directory and its receiver reads from it, perhaps in another process, and cannot tell a
+complete version from a partial one. Here the directory is a weight store: the receiver finds the newest complete
 version, checks it, and swaps it in replica by replica.
 """
 
@@ -44,7 +44,7 @@ class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
 
     Args:
         remote_addr: the directory as the trainer sees it.
-        local_addr: the same as the engines see it, if that differs.
+        local_addr: the same directory as the engines see it, if that differs.
         num_threads: how many threads of a replica read a version.
         strategy: TorchRL's; both of its ways take the same weights.
 
@@ -106,15 +106,15 @@ class VLLMDoubleBufferTransport(SenderTransport):
         super().__init__(VLLMDoubleBufferSyncScheme(remote_addr, local_addr, num_threads))
 
     def check_connection(self) -> bool:
-        """Whether what is sent can arrive: always, for it is written to a directory."""
+        """Whether what is sent can arrive: always, since it is written to a directory."""
         return True
 
 
 class VLLMDoubleBufferWeightSender(VLLMWeightSender):
-    """A sender that, like TorchRL's, may know no engine: it writes, and a receiver looks."""
+    """A sender that, like TorchRL's, may have no engine: it writes, and a receiver polls."""
 
     def update_weights(self, weights: Weights | None = None) -> SyncReport:
-        """Write a version, and bring it to the engine if one is known."""
+        """Write a version, and load it into the engine if there is one."""
         if self.has_engine:
             return super().update_weights(weights)
         self.publish(weights)
@@ -122,17 +122,17 @@ class VLLMDoubleBufferWeightSender(VLLMWeightSender):
 
 
 class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
-    """Takes versions from a directory into an engine, when it is asked to look, or when a replica was restarted.
+    """Loads versions from a directory into an engine, when it is polled or when a replica was restarted.
 
     Args:
-        scheme: says where.
+        scheme: has the directory.
         vllm_engine: an ``AsyncVLLM``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not an ``AsyncVLLM``.
 
     Attributes:
-        report: of the last version that it brought; ``None`` before.
+        report: of the last version that it loaded; ``None`` before.
     """
 
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
@@ -143,11 +143,11 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
         self._swap = RollingSwap(self._engine, transport, options.staging, options.swapping)
         self._lock = threading.Lock()
         self.report: SyncReport | None = None
-        if self._engine.weight_sync is None:  # a sender that knows the engine does it itself
+        if self._engine.weight_sync is None:  # a sender with the engine does this itself
             self._engine.register_weight_sync(self.bring)
 
     def poll_and_apply(self, timeout: float = 180.0) -> bool:
-        """Bring all replicas to the newest version, if it is newer than what one of them holds.
+        """Update all replicas to the newest version, if it is newer than what one of them holds.
 
         Args:
             timeout: TorchRL's; the scheme has the deadlines.
@@ -166,19 +166,19 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
                 return False
             self.report = self._apply(newest, late)
             if len(self.report.failed) == len(late):
-                self._swap.give_up()  # perhaps others took them; the next look claims those that nobody has
+                self._swap.give_up()  # others may have claimed them; the next poll claims the free ones
             self._swap.check_serving(self.report)
             return True
 
     def bring(self, index: int) -> None:
-        """Bring a replica that is STARTING to the newest version, and to SERVING; what was restarted needs it.
+        """Bring a STARTING replica, such as a restarted one, to the newest version and to SERVING.
 
         Raises:
             WeightSyncError: it does not hold the version.
         """
         with self._lock:
             newest = self._store.newest()
-            if newest is None:  # nothing was sent yet: the checkpoint is what all have
+            if newest is None:  # nothing was sent yet: all have the checkpoint
                 self._swap.serves(index)
                 return
             if failed := self._apply(newest, [index]).failed:
@@ -190,14 +190,14 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
         return published.report(tuple(self._swap.swap(published, staged, indices)))
 
     def apply_weights(self, weights: Mapping[str, Tensor] | None = None, inplace: bool = True) -> None:
-        """Do as :meth:`poll_and_apply`, whose version these weights must be.
+        """Do the same as :meth:`poll_and_apply`; ``weights`` must be those of the version.
 
         Args:
             weights: what ``receive_weights()`` of the scheme's transport returned; compared with the directory.
             inplace: the engine's weights are replaced in place.
 
         Raises:
-            ValueError: they are to be put elsewhere.
+            ValueError: ``inplace`` is False.
             DigestMismatch, ManifestMismatch: the newest version of the directory holds other weights.
             WeightSyncError: as :meth:`poll_and_apply`.
         """

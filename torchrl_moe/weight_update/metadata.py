@@ -1,4 +1,4 @@
-"""What a trainer's model would send: names, dtypes and shapes, as the engine's checkpoint has them."""
+"""The tensors that a trainer's model sends: names, dtypes and shapes, as in the engine's checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["check_metadata", "get_model_metadata", "trained_model"]
 def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.Size]]:
     """Return checkpoint name -> (dtype, shape) of a transformers model's tensors, experts one by one.
 
-    A wrapper with a ``model`` attribute (``TransformersWrapper``) is looked through.
+    A wrapper with a ``model`` attribute (``TransformersWrapper``) is unwrapped.
 
     >>> from torchrl_moe.testing import make_tiny_moe
     >>> metadata = get_model_metadata(make_tiny_moe("mixtral"))
@@ -39,15 +39,16 @@ def trained_model(model: nn.Module) -> nn.Module:
 def check_metadata(
     metadata: Mapping[str, Any] | None, expected: Mapping[str, Any], model: ModelWeights | None = None
 ) -> None:
-    """Compare what a user says that will be sent with what the engine has.
+    """Compare a user's metadata with the engine's tensors.
 
     Args:
-        metadata: name -> (dtype, shape): of checkpoint tensors, or of a model's own, stacked ones; ``None``: no word.
+        metadata: name -> (dtype, shape): of checkpoint tensors, or of a model's own, stacked ones; ``None``: not
+            checked.
         expected: the engine's, by checkpoint name.
-        model: the one that is sent, if it is known; it has the stacked names.
+        model: the model that is sent, if known; it has the stacked names.
 
     Raises:
-        ManifestMismatch: it names other tensors, or checkpoint tensors of another dtype or shape.
+        ManifestMismatch: the metadata names other tensors, or checkpoint tensors of another dtype or shape.
     """
     if metadata is None:
         return

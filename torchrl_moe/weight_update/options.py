@@ -1,4 +1,4 @@
-"""The choices of a weight sync in groups, each checked where it is made."""
+"""The options of a weight sync in groups, each of which checks itself."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ WITH_ADAPTERS: Mapping[str, Any] = {
     "delta": False,
 }
 """The only choices where no weights are swapped."""
-ROUNDING = 1e-9  # of a share that is no binary fraction
+ROUNDING = 1e-9  # for shares that are not binary fractions
 
 
 ROLLING_SHARE, HOLDING_SHARE = 0.1, 0.9
 
 
 def _check_count(name: str, value: float, least: int) -> None:
-    """Refuse what is no number of replicas, and no share of them."""
+    """Refuse a value that is neither a number of replicas nor a share of them."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number of replicas or a share of them, got {value!r}")
     if isinstance(value, float) and not 0 < value <= 1:
@@ -54,14 +54,14 @@ def one_of(name: str, value: Any, allowed: Iterable[Any]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptions:
-    """Where versions lie.
+    """Where versions are stored.
 
     Attributes:
         folder: of the store, as the trainer sees it.
-        seen_as: the same, as the engines see it.
+        seen_as: the same folder as the engines see it.
         layout: ``"slots"`` of one host, or a directory of ``"versions"`` that several hosts share.
-        keep_versions: how many are there at the same time.
-        fsync: whether a version must be on the disk before it is named.
+        keep_versions: how many are kept at the same time.
+        fsync: whether a version must be on the disk before it becomes visible.
         delta: whether only tensors that changed are written.
     """
 
@@ -83,10 +83,10 @@ class StoreOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOptions:
-    """What of a model is sent.
+    """Which part of a model is sent.
 
     Attributes:
-        dtype: ``"engine"``: no wider than the engine or its checkpoint has a tensor; ``"trainer"``: as it is; or a
+        dtype: ``"engine"``: no wider than the tensor is in the engine or its checkpoint; ``"trainer"``: unchanged; or a
             dtype for all floating tensors.
         lora: ``"merged"``: adapters are added to their weights; ``"adapter"``: nothing but the adapter is sent.
     """
@@ -102,7 +102,7 @@ class SourceOptions:
         one_of("lora", self.lora, ("merged", "adapter"))
 
     def check(self, **choices: Any) -> None:
-        """Raise ``ValueError`` for a choice, name -> value, without a meaning where only an adapter is sent."""
+        """Raise ``ValueError`` for an option, name -> value, that has no meaning where only an adapter is sent."""
         if self.lora == "adapter":
             for name, value in {"dtype": self.dtype, **choices}.items():
                 if value != WITH_ADAPTERS[name]:
@@ -114,12 +114,12 @@ class SourceOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapOptions:
-    """How replicas change over.
+    """How replicas are swapped.
 
     Attributes:
-        mode: of requests in flight: frozen, waited for, or cut and resumed.
-        kv: of cached prefixes.
-        rolling: how many replicas at the same time, or which share of them; one at least.
+        mode: what happens to requests in flight: frozen, waited for, or cut and resumed.
+        kv: what happens to cached prefixes.
+        rolling: how many replicas, or which share of them, are swapped at the same time; at least one.
         min_serving: how many replicas, or which share of them, must hold a version for an update to succeed, and must
             serve meanwhile.
         timeout_seconds: of each step of each replica.
@@ -145,30 +145,30 @@ class SwapOptions:
         return max(_count_of(self.rolling, num_replicas), 1)
 
     def must_hold(self, num_replicas: int) -> int:
-        """Return how many replicas must hold a version in the end: nine of ten, and one at least, if not said."""
+        """Return how many replicas must hold a version in the end; by default nine of ten, and at least one."""
         if self.min_serving is None:
             return max(_count_of(HOLDING_SHARE, num_replicas), 1)
         return _count_of(self.min_serving, num_replicas)
 
     def must_serve(self, num_replicas: int) -> int:
-        """Return how many replicas must serve meanwhile; one at a time may always be away."""
+        """Return how many replicas must serve meanwhile; one at a time may always be swapped."""
         away = self.at_a_time(num_replicas)
         floor = num_replicas - away if self.min_serving is None else _count_of(self.min_serving, num_replicas)
         return max(min(floor, num_replicas - 1), 0)
 
 
 def _device(device: torch.device | str | int) -> torch.device:
-    """Return a device; a number is a GPU's, also for a torch that has none and would take it for the CPU."""
+    """Return a device; a number means a GPU, even where torch has none and would read it as the CPU."""
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveOptions:
-    """Of a transport with process groups, one per replica.
+    """Options of a transport with process groups, one per replica.
 
     Attributes:
-        master_address: where ranks meet; TorchRL's name, as the next three are. TorchRL's scripts give them always, so
-            they do no harm where nobody meets.
+        master_address: where ranks meet; TorchRL's name, as the next three are. TorchRL's scripts always pass them, so
+            they are ignored where there is no group.
         master_port: of the trainer's server there.
         gpus_per_replica: checked against the engine's workers per replica, if given.
         device: the trainer's.
@@ -186,7 +186,7 @@ class CollectiveOptions:
     fan_out: int | None = None
 
     def where(self) -> dict[str, Any]:
-        """Return what :func:`~torchrl_moe.weight_update.transports.registry.open_transport` wants to know of it."""
+        """Return the options for :func:`~torchrl_moe.weight_update.transports.registry.open_transport`."""
         names = ("buffer_bytes", "num_buffers", "fan_out")
         return {
             "address": self.master_address,
@@ -196,7 +196,7 @@ class CollectiveOptions:
         }
 
     def check(self, transport: str) -> None:
-        """Raise ``ValueError`` for what has no meaning for a transport."""
+        """Raise ``ValueError`` for an option that has no meaning for a transport."""
         if transport == "memmap":
             for name in ("buffer_bytes", "num_buffers", "fan_out"):
                 if getattr(self, name) is not None:
@@ -223,14 +223,14 @@ class CollectiveOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncOptions:
-    """All choices of a weight sync.
+    """All options of a weight sync.
 
     Attributes:
         transport: ``"memmap"``, ``"gloo"`` or ``"nccl"``.
-        store: where versions lie.
-        source: what of a model is sent.
+        store: where versions are stored.
+        source: which part of a model is sent.
         staging: how replicas prepare a version.
-        swapping: how they change over.
+        swapping: how replicas are swapped.
         collective: where ranks meet.
         num_replicas: checked against the engine, if given.
     """
@@ -245,9 +245,9 @@ class SyncOptions:
 
 
 class Scheme(Protocol):
-    """What the two sides ask of the scheme that made them."""
+    """What sender and receiver use of the scheme that made them."""
 
     options: SyncOptions
 
     def shutdown(self) -> None:
-        """Remove the weight store, if it is the scheme's own."""
+        """Remove the weight store, if the scheme made it."""

@@ -1,4 +1,4 @@
-"""Writing versions to the weight store: from whatever holds the weights, at once or while the next forward runs."""
+"""Writing versions to the weight store from any source of weights, at once or while the next forward pass runs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torchrl_moe.weight_update.canary import canary_of
 from torchrl_moe.weight_update.metadata import trained_model
 from torchrl_moe.weight_update.options import SourceOptions, StoreOptions
 from torchrl_moe.weight_update.report import ReplicaSync, SyncReport
-from torchrl_moe.weight_update.source.layout import Kinds, Source, Weights, cast_kinds, source_of
-from torchrl_moe.weight_update.source.ranks import agreed, from_first, is_first
+from torchrl_moe.weight_update.source.layout import Dtypes, Kinds, Source, Weights, cast_kinds, source_of
+from torchrl_moe.weight_update.source.ranks import agreed, dtypes_of_first, from_first, is_first
 from torchrl_moe.weight_update.store import (
     Manifest,
     VersionsWriter,
@@ -37,9 +37,9 @@ class Published:
     Attributes:
         version: its number.
         manifest: what it holds; ``None`` on ranks that did not write it.
-        began: when, on the clock of ``time.perf_counter``.
-        seconds: it took.
-        canary: a prompt and the trainer's log-probs of it; ``None`` if there is no model to ask.
+        began: start time, by ``time.perf_counter``.
+        seconds: duration.
+        canary: a prompt and the trainer's log-probs of it; ``None`` without a model.
     """
 
     version: int
@@ -54,7 +54,7 @@ class Published:
         return "" if self.manifest is None else self.manifest.digest
 
     def report(self, replicas: tuple[ReplicaSync, ...] = ()) -> SyncReport:
-        """Return a report of its way to replicas."""
+        """Return a report of its update of replicas."""
         return SyncReport(
             version=self.version,
             nbytes=0 if self.manifest is None else self.manifest.nbytes,
@@ -69,14 +69,14 @@ class Publisher:
 
     Args:
         store: where.
-        source: what of a model.
+        source: which part of a model.
         lock_seconds: how long to wait for readers of a slot.
-        with_canary: whether to ask the model for the log-probs of a fixed prompt.
+        with_canary: whether to compute the model's log-probs of a fixed prompt.
 
     Attributes:
         model: the registered one's weights.
         expected: name -> (dtype, shape) of what the engine has, once it is known.
-        engine_dtype: that the engine computes in, once it is known.
+        engine_dtype: the dtype that the engine computes in, once it is known.
     """
 
     def __init__(self, store: StoreOptions, source: SourceOptions, lock_seconds: float, with_canary: bool) -> None:
@@ -90,7 +90,7 @@ class Publisher:
         self.engine_dtype: torch.dtype | None = None
 
     def register(self, model: nn.Module) -> None:
-        """Take the model that is sent where nothing else is given."""
+        """Set the model that is sent by default."""
         self._module = trained_model(model)
         self.model = ModelWeights(self._module, self.expected or ())
 
@@ -104,13 +104,13 @@ class Publisher:
             check_tensors(ModelWeights(self._module, expected).kinds, expected)
 
     def expect(self, expected: Kinds, engine_dtype: torch.dtype | None) -> None:
-        """Take note of what the engine has; tied names that it has twice are sent twice."""
+        """Store the engine's tensors; tied names that it has twice are sent twice."""
         self.expected, self.engine_dtype = expected, engine_dtype
         if self._module is not None:
             self.model = ModelWeights(self._module, expected)
 
     def newest(self) -> int:
-        """Return the newest version in the store, which may be of a trainer before this one; -1 if there is none."""
+        """Return the newest version in the store, possibly an earlier trainer's; -1 if there is none."""
         newest = WeightStoreReader(self._store.folder).newest()
         return -1 if newest is None else newest
 
@@ -118,11 +118,11 @@ class Publisher:
 
     def publish(self, weights: Weights | None, number: Callable[[], int]) -> Published:
         """Write a version. Of several ranks, rank 0 writes, unless another has an engine of its own; with sharded
-        weights all must call it, and rank 0's number counts.
+        weights all must call it, and rank 0's number counts. Each casts its part to what is written before it sends it.
 
         Args:
             weights: see :func:`~torchrl_moe.weight_update.source.layout.source_of`.
-            number: gives the version's, or an error, of which the other ranks hear.
+            number: returns the version's number; its error reaches the other ranks.
 
         Raises:
             ManifestMismatch: the weights are not the engine's tensors.
@@ -135,7 +135,15 @@ class Publisher:
                 return Published(version=version, manifest=None)
             canary = self._canary(weights)
             return self._write(source, source.tensors(), version, canary)
-        version, stream = agreed(number), source.tensors()
+        wanted: Dtypes = ()
+
+        def begin() -> int:
+            nonlocal wanted
+            wanted = source.gathered_in(self._kinds(source))
+            return number()
+
+        version = agreed(begin)
+        stream = source.tensors(dtypes_of_first(wanted))
         canary = self._canary(weights)
         written = False
         try:
@@ -149,14 +157,14 @@ class Publisher:
                 pass
             written = bool(from_first(written))
         if not written:
-            raise WeightSyncError(f"rank 0 could not publish version {version}; its own error says why")
+            raise WeightSyncError(f"rank 0 could not publish version {version}; see the error of rank 0")
         return done
 
     def publish_behind(self, weights: Weights | None, version: int) -> Future[Published]:
-        """Write a version in a thread of its own, while the tensors must not change.
+        """Write a version in its own thread; the tensors must not change meanwhile.
 
         Raises:
-            ValueError: the weights are sharded, and gathering them would meet the forward's own collectives.
+            ValueError: the weights are sharded, and gathering them would interleave with the forward's own collectives.
         """
         source = self._source(weights)
         if source.is_sharded:
@@ -172,16 +180,16 @@ class Publisher:
         return future
 
     def protect(self, version: int) -> None:
-        """Keep a version in the store until another is protected."""
+        """Keep a version in the store until another one is protected."""
         if self._writer is not None:  # else it is not one of this trainer's
             self._writer.protected = version
 
     def republish(self, version: int, number: Callable[[], int]) -> Published:
-        """Publish an older version's contents, of which no byte is written again, under a new number.
+        """Publish an older version's contents under a new number, without rewriting a byte.
 
         Args:
             version: the older one's number.
-            number: gives the new one's.
+            number: returns the new one's.
 
         Raises:
             ManifestMismatch: the older one is not in the store any more.
@@ -233,14 +241,14 @@ class Publisher:
         return canary_of(module, self.engine_dtype)
 
     def close(self) -> None:
-        """Let go of the store. Idempotent."""
+        """Close the store. Idempotent."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
 
 def _unchanged(source: Source, before: int) -> Iterator[tuple[str, Tensor]]:
-    """Give a source's tensors, and find out at the end if somebody wrote into them since the count was taken."""
+    """Yield a source's tensors; at the end, raise an error if they were changed since ``count`` was taken."""
     yield from source.tensors()
     if source.changes() != before:
         raise ManifestMismatch(

@@ -1,4 +1,4 @@
-"""The engine's side of a weight sync under TorchRL's name. Replicas take versions themselves, so it only looks on."""
+"""The engine's side of a weight sync under TorchRL's name. Replicas load versions themselves, so it only observes."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ __all__ = ["VLLMWeightReceiver"]
 
 
 class VLLMWeightReceiver:
-    """Looks at what a sender brings to an engine; :meth:`create_receiver` of a scheme makes it.
+    """Observes what a sender loads into an engine; :meth:`create_receiver` of a scheme makes it.
 
-    In TorchRL each side joins a process group at the same time as the other. Here the sender, which knows the engine,
-    sets replicas up and brings versions to them, whether there is a receiver or not.
+    In TorchRL both sides join a process group at the same time. Here the sender has the engine: it sets replicas up and
+    updates them, with or without a receiver.
 
     Args:
         scheme: the sender's, or one like it.
         vllm_engine: an ``AsyncVLLM``, or a handle of one.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not an ``AsyncVLLM``.
 
     Attributes:
-        version: of the engine's weights at the last look.
+        version: of the engine's weights at the last poll.
     """
 
     def __init__(self, scheme: Scheme, vllm_engine: Any) -> None:
@@ -37,7 +37,7 @@ class VLLMWeightReceiver:
         self.version: int = self._engine.replica_table.latest_version
 
     def init_all_workers_group(self, model_metadata: Mapping[str, Any] | None = None) -> None:
-        """Compare the trainer's tensors with the engine's. There is no group to join, and nobody is waited for.
+        """Compare the trainer's tensors with the engine's. There is no group to join, and nothing is waited for.
 
         Args:
             model_metadata: name -> (dtype, shape), as the trainer's ``get_model_metadata(model)`` returns it.
@@ -45,24 +45,24 @@ class VLLMWeightReceiver:
         Raises:
             ValueError: the engine has other numbers of replicas or workers than the scheme.
             ManifestMismatch: it has other tensors.
-            NoReplicaError: no replica of it serves.
-            EngineError: it does not say which it has.
+            NoReplicaError: none of its replicas serves.
+            EngineError: no replica reports its tensors.
         """
         options = self._scheme.options
         check_numbers(self._engine, options)
-        if model_metadata is not None and options.source.lora != "adapter":  # which comes under names of its own
+        if model_metadata is not None and options.source.lora != "adapter":  # an adapter has names of its own
             ready = filter(waits_for_update, self._engine.replica_table)
             check_metadata(model_metadata, tensors_of(self._engine, ready, options.swapping.timeout_seconds))
 
     def apply_weights(self, weights: Any = None, inplace: bool = True) -> None:
-        """Do nothing, as TorchRL's: when the sender's ``update_weights`` returns, replicas have the weights.
+        """Do nothing, as TorchRL's receiver: when the sender's ``update_weights`` returns, replicas have the weights.
 
         Args:
             weights: refused.
             inplace: the engine's weights are replaced in place.
 
         Raises:
-            ValueError: there are weights, which nobody would apply.
+            ValueError: weights were given, which would not be applied.
         """
         if weights is not None or not inplace:
             raise ValueError(
@@ -71,7 +71,7 @@ class VLLMWeightReceiver:
             )
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
-        """Return whether a sender has brought newer weights since the last look.
+        """Return whether the engine has newer weights than at the last poll.
 
         Args:
             timeout: TorchRL's; nothing is waited for.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from torchrl_moe.render.data_frames import data_frame
 from torchrl_moe.render.tables import html_table
 from torchrl_moe.render.text_tables import one_line, plain_table
 
@@ -21,19 +22,19 @@ class ReplicaSync:
 
     Attributes:
         replica: its index.
-        asked_at: seconds after publishing began that it was asked for the version.
-        fetched: seconds until its bytes were there and checked.
+        asked_at: when it was asked to fetch the version, in seconds after the start of publishing.
+        fetched: seconds until its bytes had arrived and were checked.
         staged: seconds to load them into a shadow model, while it served.
-        swap_at: seconds after publishing began that its turn came.
+        swap_at: when its turn came, in seconds after the start of publishing.
         waited: seconds until it could be taken out of service.
-        paused: seconds in which it made no token.
-        loaded: seconds of these that loading took.
-        stage: ``"shadow"`` if it had loaded the version before the pause, ``"adapter"`` if that was one, else
+        paused: seconds in which it generated no token.
+        loaded: seconds of the pause that loading took.
+        stage: ``"shadow"`` if it had loaded the version before the pause, ``"adapter"`` for an adapter, else
             ``"plain"``.
         reason: why there was no shadow, or no copy on the replica's node.
         attempts: how often it was swapped.
-        rejected: whether the replica itself turned the new weights down; one that died, or did not answer, has not.
-        unproved: why it was not asked, or did not answer in time, whether its new weights are right.
+        rejected: whether the replica itself refused the new weights; False if it died or did not answer.
+        unproved: why its new weights were not checked: no check was sent, or its answer was late.
         error: why it does not hold the version; ``None`` if it does.
     """
 
@@ -53,12 +54,12 @@ class ReplicaSync:
     error: str | None = None
 
     def asked(self, at: float) -> ReplicaSync:
-        """Return the same, with when it was asked for the version."""
+        """Return a copy with :attr:`asked_at`."""
         return replace(self, asked_at=at)
 
     @property
     def end(self) -> float:
-        """Seconds after publishing began that it was through."""
+        """When it was done, in seconds after the start of publishing."""
         return max(self.asked_at + self.fetched + self.staged, self.swap_at + self.waited + self.paused)
 
 
@@ -87,7 +88,7 @@ class SyncReport:
 
     @property
     def seconds(self) -> float:
-        """From the beginning of publishing until the last replica was through."""
+        """Seconds from the start of publishing until the last replica was done."""
         return max([self.published, *(entry.end for entry in self.replicas)])
 
     def timeline(self) -> list[dict[str, Any]]:
@@ -116,9 +117,7 @@ class SyncReport:
 
     def to_pandas(self) -> Any:
         """Return one row per replica as a pandas ``DataFrame``."""
-        import pandas
-
-        return pandas.DataFrame([{"version": self.version, **asdict(entry)} for entry in self.replicas])
+        return data_frame([{"version": self.version, **asdict(entry)} for entry in self.replicas])
 
     def __repr__(self) -> str:
         paused = max((entry.paused for entry in self.replicas), default=0.0)

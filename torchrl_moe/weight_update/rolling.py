@@ -1,8 +1,8 @@
-"""Bringing replicas to a version: each checks it while it serves, then a few at a time are swapped.
+"""Updating replicas to a version: each checks it while it serves, then a few at a time are swapped.
 
-A replica takes no new requests while its weights are swapped; the others go on serving. A failure that its old weights
-survive leaves it serving them; after any other the swap is tried once more, and a replica that fails twice is
-quarantined: never resumed, never routed to, and its process ended, so that requests frozen in it fail instead of
+A replica takes no new requests while its weights are swapped; the others keep serving. If a swap fails before it
+starts, the replica keeps serving its old weights. If it fails later, it is retried once, and a replica that fails twice
+is quarantined: never resumed, never routed to, and its process is ended, so that requests frozen in it fail instead of
 waiting.
 """
 
@@ -43,10 +43,10 @@ from torchrl_moe.weight_update.transports.base import StageOptions, StageReport,
 __all__ = ["LATE", "SYNCABLE", "RollingSwap", "Staged", "waits_for_update"]
 
 ATTEMPTS = 2
-GIVE_UP_SECONDS = 10.0  # that a replica has to say that it did
+GIVE_UP_SECONDS = 10.0  # that a replica gets to confirm it
 BAR_SECONDS = 5.0  # until a progress bar appears
 SYNCABLE = frozenset({ReplicaState.SERVING, ReplicaState.DRAINING})
-LATE = SYNCABLE | {ReplicaState.STARTING}  # what may be brought to a version by name
+LATE = SYNCABLE | {ReplicaState.STARTING}  # may be updated by index
 PAUSES: Mapping[str, PauseMode] = {"hot_swap": "keep", "drain": "keep", "abort_resume": "abort"}
 
 Staged = StageReport | TorchRLMoEError
@@ -54,19 +54,19 @@ T = TypeVar("T")
 
 
 def waits_for_update(entry: TableEntry) -> bool:
-    """Whether an update is for a replica: it serves, or was restarted and has nothing to do until the next update."""
+    """Whether an update includes a replica: it serves, or was restarted and waits for the next update."""
     late = entry.state is ReplicaState.STARTING and entry.recovery is Recovery.UPDATE
     return late or entry.state in SYNCABLE
 
 
 class RollingSwap:
-    """The replicas of one engine, and how versions come to them.
+    """Updates the replicas of one engine.
 
     Args:
         engine: the service.
-        transport: that takes versions there.
+        transport: to the replicas.
         staging: how replicas prepare a version.
-        swapping: how they change over.
+        swapping: how they are swapped.
     """
 
     def __init__(
@@ -75,23 +75,23 @@ class RollingSwap:
         self.engine, self.transport = engine, transport
         self._staging, self._swapping = staging, swapping
         self._table = engine.replica_table
-        self._claimed: weakref.WeakSet[Any] = weakref.WeakSet()  # replicas that take weights from this driver
-        self._opened: weakref.WeakSet[Any] = weakref.WeakSet()  # those of them that know the transport
-        self._away: set[int] = set()  # replicas whose turn it is
+        self._claimed: weakref.WeakSet[Any] = weakref.WeakSet()  # replicas whose weights this driver owns
+        self._opened: weakref.WeakSet[Any] = weakref.WeakSet()  # of those, the ones that opened the transport
+        self._away: set[int] = set()  # replicas that are being swapped
 
     # -- before the swap --------------------------------------------------------------------------------------------
 
     def open(self, entries: Sequence[TableEntry], takeover: bool = False) -> None:
-        """Make replicas this driver's, and ready to take versions. One that fails is asked again at the next version.
+        """Claim replicas for this driver and open their transport. One that fails is asked again at the next version.
 
-        Of drivers that ask at the same time, the one that has the first replica gets all.
+        If several drivers claim at the same time, the one that gets the first replica gets all.
 
         Args:
             entries: the replicas.
-            takeover: whether to take them from a driver that lives.
+            takeover: whether to take them from a living driver.
 
         Raises:
-            WeightsOwnedError: another driver has one; then none is this driver's that was not before.
+            WeightsOwnedError: another driver owns one; then no new one is claimed.
             WeightSyncError, EngineError: all failed; the error is the first one's.
         """
         first, *others = entries
@@ -125,22 +125,21 @@ class RollingSwap:
         self._opened.add(replica)
 
     def _check_owner(self) -> None:
-        """Ask a replica that was claimed before whether that still holds: a new one belongs to whose the others are.
+        """Check that a claimed replica is still this driver's; a new one belongs to the owner of the others.
 
         Raises:
-            WeightSyncError: it does not.
-        """
+            WeightSyncError: another driver owns it."""
         for replica in list(self._claimed):
             holds = _tried(partial(replica.owns_weights, self._swapping.timeout_seconds))
             if holds is False:
                 raise WeightSyncError(
-                    "another driver updates this engine now: call init_all_workers_group(takeover=True) to have it back"
+                    "another driver updates this engine now: call init_all_workers_group(takeover=True) to take it back"
                 )
             if holds is True:
                 return
 
     def give_up(self) -> None:
-        """Let other drivers have the replicas that live."""
+        """Release the living replicas to other drivers."""
         claimed = [replica for replica in self._claimed if replica.is_alive()]
         self._claimed.clear()
         self._opened.clear()
@@ -149,7 +148,7 @@ class RollingSwap:
                 list(pool.map(lambda replica: _tried(partial(replica.give_up_weights, GIVE_UP_SECONDS)), claimed))
 
     def stage(self, published: Published, replicas: Sequence[int] | None) -> dict[int, Staged]:
-        """Let replicas prepare a version at the same time, all that wait for one by default; return what each says."""
+        """Let replicas prepare a version concurrently, by default all that an update includes; return their answers."""
         by_name = replicas is not None
         entries = list(self._table) if replicas is None else [self._table[index] for index in replicas]
         with ThreadPoolExecutor(max_workers=max(len(entries), 1), thread_name_prefix="weight-stage") as pool:
@@ -173,7 +172,7 @@ class RollingSwap:
 
     @contextmanager
     def _naming_timeouts(self) -> Iterator[None]:
-        """Give a replica that did not answer the name of what it is."""
+        """Turn a replica's missing answer into an error."""
         started = time.monotonic()
         try:
             yield
@@ -187,7 +186,7 @@ class RollingSwap:
     # -- the swap ---------------------------------------------------------------------------------------------------
 
     def swap(self, published: Published, staged: Mapping[int, Staged], indices: Sequence[int]) -> list[ReplicaSync]:
-        """Swap a version into replicas that have prepared it, a few at a time; return what became of each."""
+        """Swap a version into replicas that have prepared it, a few at a time; return a result for each."""
         bar = tqdm(
             total=len(indices), desc=f"weights v{published.version}", unit="replica", disable=None, delay=BAR_SECONDS
         )
@@ -203,7 +202,7 @@ class RollingSwap:
             return list(pool.map(bring, there))
 
     def _bring(self, index: int, published: Published, staged: Staged | None) -> ReplicaSync:
-        """Bring one replica to a version, or say why it was not; until it is swapped, its old version goes on."""
+        """Update one replica, or return why not; until the swap it keeps serving its old version."""
         if staged is None:
             return ReplicaSync(replica=index, error="it was not asked to prepare the version: prefetch() it there too")
         if isinstance(staged, TorchRLMoEError):
@@ -221,14 +220,14 @@ class RollingSwap:
         if staged.digest != published.manifest.digest:
             return replace(outcome, error="the replica found other bytes than were published: is the store shared?")
         with self._turn(index):
-            entry, replica = self._table[index], self._table[index].replica  # another one may take its place
+            entry, replica = self._table[index], self._table[index].replica  # another replica may take its index
             before, error = self._take_out(entry, replica, published.version)
             outcome = replace(outcome, waited=time.perf_counter() - began, error=error)
             if error is not None:
                 return outcome
             try:
                 swap, attempts, rejected = self._swap(entry, replica, published)
-            except BaseException:  # whatever it was, nobody knows what the replica holds
+            except BaseException:  # after any error, what the replica holds is unknown
                 self._end(entry, replica)
                 raise
             error = self._settle(entry, replica, published.version, before, swap)
@@ -244,12 +243,12 @@ class RollingSwap:
 
     @property
     def _members(self) -> int:
-        """How many replicas the service counts on: not those that are only being added, or on their way out."""
+        """How many replicas the service counts on, without those being added or removed."""
         return sum(not (entry.joining or entry.leaving) for entry in self._table)
 
     @contextmanager
     def _turn(self, index: int) -> Iterator[None]:
-        """Wait until the replica may be away: one always may, more while enough others serve."""
+        """Wait until the replica may leave service: one always may, more only while enough others serve."""
         changed, floor = self._table.changed, self._swapping.must_serve(self._members)
 
         def may_go() -> bool:
@@ -267,12 +266,12 @@ class RollingSwap:
                 changed.notify_all()
 
     def _take_out(self, entry: TableEntry, replica: Replica, version: int) -> tuple[ReplicaState, str | None]:
-        """Take a replica out of service; return what it was, and why it cannot be taken."""
+        """Take a replica out of service; return its state before, and why it cannot be taken."""
         before = entry.state
         if before not in LATE:
             return before, f"the replica is {before.name}"
         if replica not in self._opened:
-            return before, f"another process has its place since version {version} was prepared"
+            return before, f"it was replaced by another process after version {version} was prepared"
         if before is ReplicaState.STARTING:
             return before, None
         if self._swapping.mode == "drain" and not self._drain(entry, replica):
@@ -292,10 +291,10 @@ class RollingSwap:
             )
 
     def _swap(self, entry: TableEntry, replica: Replica, published: Published) -> tuple[SwapReport, int, bool]:
-        """Swap, and once more if it failed; a replica that does not answer is not asked again.
+        """Swap, with one retry; a replica that does not answer is not asked again.
 
         Returns:
-            The report, how often it was asked, and whether the replica itself turned the version down.
+            The report, the number of attempts, and whether the replica itself refused the version.
         """
         report = SwapReport(error="not tried")
         for attempt in range(1, ATTEMPTS + 1):
@@ -322,8 +321,8 @@ class RollingSwap:
     def _settle(
         self, entry: TableEntry, replica: Replica, version: int, before: ReplicaState, swap: SwapReport
     ) -> str | None:
-        """Put a replica back into service, or out of it for good; return why it does not hold the version."""
-        if not swap.started:  # its old weights are whole; a replica that never served has none of ours
+        """Put a replica back into service, or quarantine it; return why it does not hold the version."""
+        if not swap.started:  # its old weights are intact; a replica that never served has none of ours
             if before in SYNCABLE and self._move(entry, replica, ReplicaState.SERVING):
                 self._move(entry, replica, before)
             return swap.error
@@ -343,7 +342,7 @@ class RollingSwap:
         replica.shutdown()
 
     def _move(self, entry: TableEntry, replica: Replica, state: ReplicaState) -> bool:
-        """Set a state, unless the replica died meanwhile, which anyone may have noted, or another has its place."""
+        """Set a state, unless the replica was marked dead or replaced meanwhile."""
         with self._table.changed:
             if entry.replica is not replica or entry.state in GONE:
                 return False
@@ -358,7 +357,7 @@ class RollingSwap:
             WeightSyncError: they are fewer than ``min_serving``.
         """
         needed = self._swapping.must_hold(self._members)
-        failed = report.failed  # one may have another sender's version of that number
+        failed = report.failed  # a failed one may hold another sender's version of that number
         holding = sum(
             entry.state in SYNCABLE and entry.version == report.version and entry.index not in failed
             for entry in self._table
@@ -375,12 +374,12 @@ class RollingSwap:
 
 
 def _tried(ask: Callable[[], T]) -> T | TorchRLMoEError:
-    """Return a replica's answer, or the error that it is."""
+    """Return a replica's answer, or its error."""
     try:
         return ask()
     except TorchRLMoEError as error:
         return error
-    except ValueError as error:  # so a ManifestMismatch arrives from another process
+    except ValueError as error:  # a ManifestMismatch arrives so from another process
         return ManifestMismatch(str(error))
     except (RuntimeError, OSError) as error:  # of a socket, or of a replica that is not started yet
         return WeightSyncError(f"{type(error).__name__}: {error}")

@@ -1,7 +1,7 @@
 """``VLLMWeightSyncScheme``: how a trainer's weights reach the engine's replicas, under TorchRL's name.
 
-The scheme holds the choices, its sender does the work. Whatever the transport, a version is written to a weight store
-first, which a late or restarted replica can load from at any time.
+The scheme holds the options, its sender does the work. With every transport a version is first written to a weight
+store, from which a late or restarted replica can load it at any time.
 """
 
 from __future__ import annotations
@@ -45,51 +45,53 @@ TRANSPORTS = ("memmap", "gloo", "nccl")
 
 
 class VLLMWeightSyncScheme(WeightSyncScheme):
-    """The choices of a weight sync. TorchRL's arguments come first, in its order.
+    """The options of a weight sync. TorchRL's arguments come first, in its order.
 
     Args:
-        master_address: where the ranks of a collective transport meet; default: 127.0.0.1, over a file. With
-            ``"memmap"`` nobody meets.
+        master_address: where the ranks of a collective transport meet; default: 127.0.0.1, over a file. Not used with
+            ``"memmap"``.
         master_port: of the trainer's server there; default: a free one. On one host no port is opened.
         gpus_per_replica: checked against the engine's workers per replica, if given.
         num_replicas: checked against the engine, if given.
         strategy: TorchRL's; both of its ways take the same weights.
         device: the trainer's, for ``"nccl"``; default: the current one. Other transports send from host memory.
         transport: ``"memmap"``: a weight store that trainer and engines map; ``"gloo"`` and ``"nccl"`` broadcast it.
-        mode: of requests in flight: ``"hot_swap"`` freezes them during the swap, they go on with the new weights;
-            ``"drain"`` lets them finish first; ``"abort_resume"`` cuts them, and the engine resumes them by itself.
-        kv: of cached prefixes: ``"salt"`` leaves them to the requests that made them and starts again for each version;
-            ``"recompute"`` drops the KV cache, and frozen requests are computed again.
-        stage: ``"shadow"`` loads a version into a second model while the first serves, so that the pause is short and
-            memory is needed twice; ``"plain"`` loads under the pause; ``"auto"`` is shadow where that works. Where it
-            does not, ``"shadow"`` is plain too, and the report says why.
-        rolling: how many replicas are swapped at the same time, or which share of them; one at least.
-        min_serving: how many replicas, or which share of them, must hold the new version for an update to succeed (nine
-            of ten, and one at least, by default), and must serve meanwhile (all but ``rolling``, by default; one may
-            always be away).
+        mode: what happens to requests in flight: ``"hot_swap"`` freezes them during the swap, and they continue with
+            the new weights; ``"drain"`` lets them finish first; ``"abort_resume"`` cuts them, and the engine resumes
+            them itself.
+        kv: what happens to cached prefixes: ``"salt"`` keeps them for the requests that made them, and each version
+            starts an empty prefix cache; ``"recompute"`` drops the KV cache, and frozen requests are computed again.
+        stage: ``"shadow"`` loads a version into a second model while the first serves, which makes the pause short but
+            needs memory for both; ``"plain"`` loads during the pause; ``"auto"`` is shadow where that works. Where it
+            does not, ``"shadow"`` falls back to plain too, and the report says why.
+        rolling: how many replicas, or which share of them, are swapped at the same time; at least one.
+        min_serving: how many replicas, or which share of them, must hold the new version for an update to succeed
+            (default: nine of ten, and at least one), and must serve meanwhile (default: all but ``rolling``; one may
+            always be swapped).
         prefetch: how many threads of a replica read and hash a version; one while a shadow is loaded.
-        verify: ``"digest"``: every byte is hashed where it arrives (with nccl in the pause, on the worker's host);
-            ``"canary"``: the engine's log-probs of a fixed prompt are compared with those of the model that is sent (if
-            tensors are given instead, there is none to ask); ``"off"``: neither. The engine is asked for a token that
-            is a number in any case.
+        verify: ``"digest"``: every byte is hashed where it arrives (with nccl during the pause, on the worker's host);
+            ``"canary"``: the engine's log-probs of a fixed prompt are compared with those of the model that is sent
+            (not if tensors are sent instead of a model); ``"off"``: neither. In every case the engine must generate a
+            token with a finite log-prob.
         folder: of the weight store; default: a new one in ``/dev/shm`` (or the temporary folder), removed at shutdown.
-        layout: ``"slots"``: files in memory that are used again, for one host; ``"versions"``: a directory with one
-            folder per version, on a file system that all hosts share.
-        keep_versions: how many versions are there at the same time.
+        layout: ``"slots"``: files in memory that are reused, for one host; ``"versions"``: a directory with one folder
+            per version, on a file system that all hosts share.
+        keep_versions: how many versions are kept at the same time.
         fsync: with ``"versions"``, whether they outlive a crash of the machine.
         delta: with ``"versions"``, whether only tensors that changed are written.
-        dtype: of floating tensors: ``"engine"`` sends none wider than the engine has it, ``"trainer"`` sends as is.
-        lora: ``"merged"``: peft's adapters are added to their weights; ``"adapter"``: the registered model's adapter
-            alone is sent, and vLLM's own LoRA applies it, while requests run. The engine needs ``enable_lora=True``.
+        dtype: of floating tensors: ``"engine"`` sends none wider than in the engine, ``"trainer"`` sends them
+            unchanged.
+        lora: ``"merged"``: peft's adapters are added to their weights; ``"adapter"``: only the registered model's
+            adapter is sent, and vLLM's own LoRA applies it, while requests run. The engine needs ``enable_lora=True``.
         timeout_seconds: deadline of each step of each replica.
-        buffer_bytes: that a collective transport sends at a time; default: 64 MiB, with nccl 256 MiB.
+        buffer_bytes: bytes that a collective transport sends at a time; default: 64 MiB, with nccl 256 MiB.
         num_buffers: of that size, with nccl, in the memory of the trainer's GPU and of each worker's; default: 2.
-        fan_out: how many replicas the trainer sends to with gloo, and each of them to others; default: 4.
+        fan_out: with gloo: how many replicas the trainer, and each replica, sends to; default: 4.
 
     Raises:
-        ValueError: an unknown choice, or an argument without a meaning for the transport.
+        ValueError: an unknown option, or an argument that has no meaning for the transport.
 
-    A pickled scheme whose store is its own has another one where it is unpickled.
+    A scheme that made its own store makes another one when it is unpickled.
 
     Example::
 
@@ -161,7 +163,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         self._clean = None if folder is not None else self._own_folder()
 
     def _own_folder(self) -> weakref.finalize[[str], Any]:
-        # also at interpreter exit: memory that nobody frees outlives the process
+        # also at interpreter exit: shared memory outlives the process
         return weakref.finalize(self, shutil.rmtree, str(self.folder), ignore_errors=True)
 
     # -- the two sides ----------------------------------------------------------------------------------------------
@@ -171,10 +173,10 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         return VLLMWeightSender(self)
 
     def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:
-        """Return the engine's side, which only looks on: the sender brings versions to the replicas.
+        """Return the engine's side, which only observes: the sender updates the replicas.
 
         Raises:
-            ValueError: ``vllm_engine`` is no ``AsyncVLLM``.
+            ValueError: ``vllm_engine`` is not an ``AsyncVLLM``.
         """
         return VLLMWeightReceiver(self, vllm_engine)
 
@@ -183,7 +185,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         return SenderTransport(self)
 
     def init_on_sender(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: this is for weights that a collector's own workers hold, and here an engine has them.
+        """Refuse: this is for weights in a collector's own workers, and here an engine holds them.
 
         Raises:
             TypeError: always.
@@ -209,7 +211,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
     # -- its life ---------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Remove the weight store, if it is the scheme's own. Idempotent."""
+        """Remove the weight store, if the scheme made it. Idempotent."""
         super().shutdown()
         if self._clean is not None:
             self._clean()
@@ -219,7 +221,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_clean": None})
-        if state["_clean"]:  # the other process removes its folder when it likes, and may be on another host
+        if state["_clean"]:  # the original scheme removes its folder at any time, and may be on another host
             self.folder = _store_folder()
             store = replace(self.options.store, folder=self.folder, seen_as=self.folder)
             self.options = replace(self.options, store=store)
@@ -235,7 +237,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
 
 @contextlib.contextmanager
 def _both_strategies_alike() -> Iterator[None]:
-    """Keep TorchRL from calling its state_dict strategy experimental: here both take the same weights."""
+    """Suppress TorchRL's warning that its state_dict strategy is experimental: here both send the same weights."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "state_dict strategy is experimental")
         yield
@@ -258,7 +260,7 @@ def _check_choices(
 
 
 def _check_store(folder: str | os.PathLike[str] | None, transport: str, choices: dict[str, Any]) -> None:
-    """Refuse what a store cannot be, before a folder is made."""
+    """Refuse invalid options of the store before a folder is made."""
     if choices["layout"] == "versions" and (folder is None or transport != "memmap"):
         raise ValueError("layout='versions' needs transport='memmap' and folder=, on a file system that hosts share")
     known = Path("." if folder is None else folder)
@@ -274,10 +276,10 @@ def _store_folder() -> Path:
 
 
 def _remove_orphans(place: Path) -> None:
-    """Remove stores of ours whose trainer was killed: nobody else frees that memory before the host restarts."""
+    """Remove stores of ours whose trainer was killed; that memory would stay in use until the host restarts."""
     for folder in place.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError, WeightSyncError):  # it is another user's, or it has a writer
-            idle = time.time() - (folder / LOCK).stat().st_mtime  # none yet: it is somebody's who is about to begin
+            idle = time.time() - (folder / LOCK).stat().st_mtime  # no lock file yet: its writer is about to start
             if folder.stat().st_uid == os.getuid() and idle > ORPHAN_SECONDS:
                 lock = WriterLock(folder)
                 shutil.rmtree(folder, ignore_errors=True)

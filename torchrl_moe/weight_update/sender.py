@@ -1,4 +1,4 @@
-"""The trainer's side of a weight sync: publish a version once, then bring every replica to it."""
+"""The trainer's side of a weight sync: publish a version once, then update every replica to it."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ __all__ = ["VLLMWeightSender"]
 class VLLMWeightSender:
     """Sends a model's weights to the replicas of an engine; :meth:`create_sender` of a scheme makes it.
 
-    Its methods may be called from any thread; they take turns.
+    Thread-safe: its methods run one at a time.
 
-    Versions go on from the highest that the engine or the store has. With a model of several ranks (FSDP2) each makes
-    a sender, registers its part and calls :meth:`update_weights` or :meth:`publish`; rank 0 alone has the engine.
+    Version numbers continue from the highest that the engine or the store has. With a model on several ranks (FSDP2)
+    each rank makes a sender, registers its part and calls :meth:`update_weights` or :meth:`publish`; only rank 0 has
+    the engine.
 
-    Example of a life, in order::
+    The calls in order::
 
         sender.register_model(model)
         sender.init_all_workers_group(None, vllm_engine=engine)
-        report = sender.update_weights()      # publish, prefetch and apply in one; or each by itself
+        report = sender.update_weights()      # publish, prefetch and apply in one; or call each
         sender.shutdown()
     """
 
@@ -54,29 +55,29 @@ class VLLMWeightSender:
         self._swap: RollingSwap | None = None
         self._published: Published | None = None
         self._served: Published | None = None  # the last version that a replica has held
-        self._failed: Published | None = None  # the last version, if replicas turned it down and none holds it
+        self._failed: Published | None = None  # the last version, if replicas refused it and none holds it
         self._pending: Future[Published] | None = None
-        self._asked_at: dict[int, float] = {}  # replica -> when it was asked for the version, after publishing began
+        self._asked_at: dict[int, float] = {}  # replica -> when it was asked to fetch, after the start of publishing
         self._collectors: list[weakref.ref[Any]] = []
-        self._announced = 0  # the last version that collectors heard of
+        self._announced = 0  # the last version that collectors were notified of
         self._lock = threading.RLock()
         self._closed = False
 
     # -- set-up -----------------------------------------------------------------------------------------------------
 
     def register_model(self, model: nn.Module) -> None:
-        """Take the model whose weights are sent: a transformers model, with peft's adapters or not, or a wrapper."""
+        """Register the model whose weights are sent: a transformers model, with or without an adapter, or a wrapper."""
         with self._lock:
             self._publisher.register(model)
 
     def register_collector(self, collector: Any) -> None:
-        """Take a collector whose policy version counts the updates (``increment_version``)."""
+        """Register a collector to be notified of updates (``increment_version``)."""
         if not callable(getattr(collector, "increment_version", None)):
             raise TypeError(f"a collector counts updates by increment_version(), got {type(collector).__name__}")
         self._collectors.append(weakref.ref(collector))
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimiser wait, before each step, for what ``publish(wait=False)`` is still copying."""
+        """Make an optimiser wait, before each step, for the copy of ``publish(wait=False)``."""
 
         def wait(*_: Any) -> None:
             self.wait_published()
@@ -86,23 +87,24 @@ class VLLMWeightSender:
     def init_all_workers_group(
         self, model_metadata: Mapping[str, Any] | None = None, vllm_engine: Any = None, *, takeover: bool = False
     ) -> None:
-        """Open the transport in all replicas, whose weights are this driver's from now on. A replica that starts later,
-        or again, is brought to the newest weights.
+        """Claim the weights of all replicas for this driver and open their transport.
+
+        A replica that starts or restarts later is updated to the newest weights.
 
         Args:
             model_metadata: name -> (dtype, shape) of what will be sent; checked against the engine's, if given.
-            vllm_engine: the engine; TorchRL's may be missing here, and then receives elsewhere.
-            takeover: whether to take it from another driver that lives and updates it; that one's next update is
-                refused. One that is gone, or shut its sender down, needs no takeover.
+            vllm_engine: the engine. TorchRL's signature allows ``None``; only a double-buffer sender accepts it.
+            takeover: whether to take the engine from a living driver that updates it; that driver's next update is
+                refused. A driver that ended, or shut its sender down, needs no takeover.
 
         Raises:
             WeightsOwnedError: another driver updates the engine; no replica was touched.
-            ValueError: no engine, or one of other numbers than the scheme says.
+            ValueError: no engine, or one whose numbers differ from the scheme's.
             NoReplicaError: none of its replicas serves.
             ManifestMismatch: metadata, or the registered model, does not have the engine's tensors.
-            EngineError: a replica does not say which tensors it has.
-            WeightSyncError, EngineError: no replica took the transport; the error is the first one's.
-                The next update reports a single one that could not.
+            EngineError: a replica does not report its tensors.
+            WeightSyncError, EngineError: no replica opened the transport; the error is the first one's. If only some
+                failed, the next update reports them.
         """
         check_numbers(engine_of(vllm_engine), self.options)
         with self._lock:
@@ -110,9 +112,9 @@ class VLLMWeightSender:
             self.wait_published()
             ready = [entry for entry in vllm_engine.replica_table if waits_for_update(entry)]
             expected = tensors_of(vllm_engine, ready, self.options.swapping.timeout_seconds)
-            dtype = getattr(torch, vllm_engine.infos[0].dtype or "none", None)  # those that never came have no info
+            dtype = getattr(torch, vllm_engine.infos[0].dtype or "none", None)  # None: never started
             self._publisher.check(expected)
-            if self.options.source.lora != "adapter":  # which comes under names of its own
+            if self.options.source.lora != "adapter":  # an adapter has names of its own
                 check_metadata(model_metadata, expected, self._publisher.model)
             swap = RollingSwap(vllm_engine, self._open_transport(), self.options.staging, self.options.swapping)
             try:
@@ -125,7 +127,7 @@ class VLLMWeightSender:
             self._swap = swap
             self.version = max(self.version, vllm_engine.replica_table.latest_version)
             if self._published is not None and self._published.version != self.version:
-                self._published = None  # the engine has had newer weights, of another sender
+                self._published = None  # the engine has had newer weights from another sender
             vllm_engine.register_weight_sync(self.bring, self.update_weights)
 
     def _open_transport(self) -> Transport:
@@ -149,14 +151,14 @@ class VLLMWeightSender:
         if self._swap.engine.weight_sync != self.bring:
             raise WeightSyncError(
                 "the engine takes its weights from another sender now, or from none: use that one, or call "
-                "init_all_workers_group() again to have it back"
+                "init_all_workers_group() again to take it back"
             )
         return self._swap
 
     # -- one update -------------------------------------------------------------------------------------------------
 
     def update_weights(self, weights: Weights | None = None) -> SyncReport:
-        """Bring all replicas to the model's weights as they are now.
+        """Update all replicas to the model's current weights.
 
         Args:
             weights: what to send instead of the registered model: another model, a TensorDict, or names and tensors;
@@ -178,7 +180,7 @@ class VLLMWeightSender:
             return self.apply(version, prefetched=self.prefetch(version))
 
     def rollback(self, version: int) -> SyncReport:
-        """Bring all replicas to what an older version held, under a new number; the trainer's model stays as it is.
+        """Update all replicas to an older version's weights, under a new number; the trainer's model does not change.
 
         Args:
             version: one of the last ``keep_versions``, which the store still has.
@@ -201,9 +203,9 @@ class VLLMWeightSender:
 
         Args:
             weights: as in :meth:`update_weights`.
-            wait: whether to return when it is written. Otherwise it is copied while the caller goes on, and must not be
-                changed until :meth:`wait_published` has returned: call that before the optimiser's step, or
-                :meth:`guard` the optimiser. An error comes from there.
+            wait: whether to return when it is written. Otherwise the weights are copied while the caller continues, and
+                must not change until :meth:`wait_published` has returned: call that before the optimiser's step, or
+                :meth:`guard` the optimiser. Errors are raised there.
         """
         with self._lock:
             if wait:
@@ -214,7 +216,7 @@ class VLLMWeightSender:
             return version
 
     def _publish(self, weights: Weights | None, check: Callable[[], object]) -> int:
-        """Write a version; what may fail on one rank only is left to where the others hear of it."""
+        """Write a version; errors of a single rank are raised inside ``write``, where they reach the other ranks."""
 
         def number() -> int:
             check()
@@ -227,7 +229,7 @@ class VLLMWeightSender:
         return max(self.version, self._publisher.newest()) + 1
 
     def wait_published(self) -> int:
-        """Wait for what ``publish(wait=False)`` began, if anything; return the version published last."""
+        """Wait for a running ``publish(wait=False)``, if any; return the version published last."""
         with self._lock:
             pending, self._pending = self._pending, None
             return self.version if pending is None else self._note(pending.result())
@@ -238,7 +240,7 @@ class VLLMWeightSender:
         return published.version
 
     def prefetch(self, version: int, replicas: Sequence[int] | None = None) -> dict[int, Staged]:
-        """Let replicas, all by default, prepare a version while they serve; return what each found."""
+        """Let replicas, by default all, prepare a version while they serve; return their answers."""
         with self._lock:
             swap, published = self._ready(), self._newest(version)
             asked_at = time.perf_counter() - published.began
@@ -266,9 +268,9 @@ class VLLMWeightSender:
 
         Args:
             version: what :meth:`publish` returned.
-            prefetched: what :meth:`prefetch` returned; asked for, if not given.
-            replicas: indices of the only ones to bring; all by default. A replica that was late, or is STARTING after
-                a restart, is brought by naming it here.
+            prefetched: what :meth:`prefetch` returned; by default it is called.
+            replicas: indices of the replicas to update; default: all. Name a replica here that was late, or is STARTING
+                after a restart.
 
         Raises:
             WeightSyncError: a replica failed, and fewer than ``min_serving`` hold the version now.
@@ -297,7 +299,7 @@ class VLLMWeightSender:
         return self._newest(self.version).report()
 
     def bring(self, index: int) -> None:
-        """Bring a replica that is STARTING to the version published last, and to SERVING; what was restarted needs it.
+        """Bring a STARTING replica, such as a restarted one, to the version published last and to SERVING.
 
         If no replica could hold that version, it gets the last one that some did, or keeps the checkpoint's weights.
 
@@ -306,16 +308,16 @@ class VLLMWeightSender:
         """
         with self._lock:
             swap = self._ready()
-            if self._pending is not None and self._pending.exception() is None:  # its error is the trainer's to hear
+            if self._pending is not None and self._pending.exception() is None:  # its error is for the trainer's thread
                 self.wait_published()
             good = self._published if self._failed is None else self._served
             if good is None:
                 if swap.engine.replica_table.latest_version:
                     raise WeightSyncError("nothing was published since the engine got this sender: update the weights")
-                swap.serves(index)  # no weights were ever taken: the checkpoint is what all have
+                swap.serves(index)  # no weights were ever loaded: all have the checkpoint
                 return
             entry = swap.engine.replica_table[index]
-            if entry.state in SYNCABLE and entry.version == good.version:  # an update was there first
+            if entry.state in SYNCABLE and entry.version == good.version:  # an update came first
                 return
             report = self._apply(good, swap.stage(good, [index]), [index])
             if report.failed:
@@ -344,10 +346,10 @@ class VLLMWeightSender:
             self._swap = None
 
     def shutdown(self) -> None:
-        """Let go of the replicas, and remove the weight store if it is the scheme's own. Idempotent."""
+        """Release the replicas, and remove the weight store if the scheme made it. Idempotent."""
         with self._lock:
             if not self._closed and self._pending is not None:
-                self._pending.exception()  # nobody is left to hear of it
+                self._pending.exception()  # read it, since nothing else will
             self._pending, self._closed = None, True
             self._let_go()
             self._publisher.close()

@@ -23,11 +23,11 @@ class SenderScheme(Scheme, Protocol):
 
 
 class SenderTransport:
-    """Sends by a sender of its own, which is made when it is needed, and reads from the weight store.
+    """Sends with its own sender, made on first use, and reads from the weight store.
 
     Args:
-        scheme: whose choices hold.
-        vllm_engine: that :meth:`init_all_workers_group` gives to the sender; may be set later.
+        scheme: the options.
+        vllm_engine: passed to the sender by :meth:`init_all_workers_group`; may be set later.
     """
 
     def __init__(self, scheme: SenderScheme, vllm_engine: Any = None) -> None:
@@ -43,14 +43,14 @@ class SenderTransport:
     def init_all_workers_group(
         self, model_metadata: Mapping[str, Any] | None = None, gpus_per_replica: int | None = None
     ) -> None:
-        """Make the engine's replicas ready, as the sender's method of this name does.
+        """Prepare the engine's replicas, as the sender's method of this name does.
 
         Args:
             model_metadata: as there.
             gpus_per_replica: TorchRL's; the scheme's is compared with the engine.
 
         Raises:
-            ValueError: :attr:`vllm_engine` is no ``AsyncVLLM``, or ``gpus_per_replica`` is not the scheme's.
+            ValueError: :attr:`vllm_engine` is not an ``AsyncVLLM``, or ``gpus_per_replica`` is not the scheme's.
         """
         if gpus_per_replica not in (None, self._scheme.options.collective.gpus_per_replica):
             raise ValueError(f"gpus_per_replica={gpus_per_replica}: give it to the scheme")
@@ -64,7 +64,7 @@ class SenderTransport:
             weights: a model, or names and tensors.
 
         Raises:
-            RuntimeError: the scheme's versions go to an engine, and there is none yet.
+            RuntimeError: the scheme needs an engine, and there is none yet.
             WeightSyncError: too few replicas hold the version.
         """
         del model_id
@@ -82,13 +82,13 @@ class SenderTransport:
             strategy: refused.
 
         Raises:
-            ValueError: a place to put the weights into, which TorchRL's leaves as it is.
+            ValueError: ``weights``, ``model`` or ``strategy`` was given.
             ManifestMismatch: the version was replaced meanwhile by newer ones.
         """
         del timeout
         given = {"weights": weights, "model": model, "strategy": strategy}
         if named := [name for name, value in given.items() if value is not None]:
-            raise ValueError(f"{', '.join(named)}: weights are returned, and put nowhere; load what comes back")
+            raise ValueError(f"{', '.join(named)}: weights are returned, not loaded: load them yourself")
         version = self._store.newest()
         if version is None:
             return None

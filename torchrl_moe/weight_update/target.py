@@ -1,4 +1,4 @@
-"""The engine that weights are sent to: whether it is one, how large it is, which tensors it has."""
+"""The engine that weights are sent to: checks of its type, its size and its tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def engine_of(vllm_engine: Any) -> GenerationService:
     """Return an engine whose weights can be updated.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not an ``AsyncVLLM``.
     """
     if not isinstance(vllm_engine, GenerationService):
         raise ValueError(
@@ -34,7 +34,7 @@ def check_numbers(engine: GenerationService, options: SyncOptions) -> None:
     """Compare an engine with the numbers of a scheme.
 
     Raises:
-        ValueError: it has others.
+        ValueError: they differ.
     """
     count, wanted = engine.num_replicas, options.collective.gpus_per_replica
     if options.num_replicas not in (None, count):
@@ -47,7 +47,7 @@ def check_numbers(engine: GenerationService, options: SyncOptions) -> None:
 
 
 def tensors_of(engine: GenerationService, entries: Iterable[TableEntry], seconds: float) -> Kinds:
-    """Ask the first replica that lives which tensors it has.
+    """Ask the first living replica for its tensors.
 
     Args:
         engine: only for the error.
@@ -55,8 +55,8 @@ def tensors_of(engine: GenerationService, entries: Iterable[TableEntry], seconds
         seconds: the deadline.
 
     Raises:
-        NoReplicaError: none lives.
-        EngineError: it does not say.
+        NoReplicaError: none is alive.
+        EngineError: it does not answer.
     """
     for entry in entries:
         with contextlib.suppress(ReplicaDiedError):

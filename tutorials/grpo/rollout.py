@@ -82,7 +82,7 @@ def reference(model: PreTrainedModel, ids: torch.Tensor, temperature: float) -> 
 def check_parity(td: TensorDictBase, model: PreTrainedModel, temperature: float, moe_layers: Sequence[int]) -> str:
     """Compare every answer with the reference; return one line."""
     worst, wrong, total = 0.0, 0, 0
-    for sample in tqdm(td.unbind(0), desc="check against transformers", unit="seq"):
+    for sample in tqdm(td.unbind(0), desc="check against transformers", unit="seq", disable=None):
         log_probs, chosen = reference(model, sample["tokens", "full"], temperature)
         got = sample["log_probs", "full"][1:]
         known = got.isfinite()

@@ -246,7 +246,7 @@ def test_a_request_that_is_refused_is_a_value_error_and_fails_alone(one: tuple[R
     assert good.result(SECONDS).request_id == "r0"
 
 
-def test_a_request_goes_on_from_what_it_resumes(one: tuple[Replica, Kind]) -> None:
+def test_a_request_continues_from_what_it_resumes(one: tuple[Replica, Kind]) -> None:
     replica, kind = one
     (whole,) = (future.result(SECONDS) for future in replica.submit(requests(1, kind.quick, "whole")))
     first = cut(replace(whole, prompt="AB"), 1, decode=lambda ids: "?")
@@ -270,7 +270,7 @@ def test_a_request_goes_on_from_what_it_resumes(one: tuple[Replica, Kind]) -> No
     assert replica.stats(SECONDS).generated_tokens - before == tokens - 1 + others
 
 
-def test_a_request_follows_recorded_experts_or_is_told_why_not(one: tuple[Replica, Kind]) -> None:
+def test_a_request_follows_recorded_experts_or_the_reason_against_is_reported(one: tuple[Replica, Kind]) -> None:
     replica, kind = one
     info, ids = replica.wait_ready(SECONDS), (65, 66, 67, 68)
     if info.why_live:
@@ -320,7 +320,7 @@ def test_an_id_in_flight_is_refused_and_is_free_afterwards(one: tuple[Replica, K
 def test_an_abort_cuts_those_it_names_and_no_other(one: tuple[Replica, Kind]) -> None:
     replica, kind = one
     with paused(replica):
-        cut, spared = replica.submit(requests(2, kind.quick))  # neither goes on during a pause
+        cut, spared = replica.submit(requests(2, kind.quick))  # neither continues during a pause
         replica.abort(["r0", "unknown"])
         assert cut.result(SECONDS).aborted
         assert cut.result().outputs[0].finish_reason == "abort"

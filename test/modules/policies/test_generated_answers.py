@@ -10,29 +10,16 @@ from tensordict import TensorDict
 from torch import nn
 from torchrl.modules.llm.policies import Text
 
+from support.prompt_sources import TOKENIZER, source_of
 from torchrl_moe.modules import RouterReplay
 from torchrl_moe.modules.policies.generated_answers import Generation
 from torchrl_moe.modules.policies.generation_settings import GenerationSettings
-from torchrl_moe.modules.policies.prompt_reading import Source
 from torchrl_moe.modules.policies.rollout import RolloutKeys
-from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
+from torchrl_moe.testing import make_tiny_moe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TOKENIZER = ByteTokenizer()
-SOURCE = Source(
-    input_mode="text",
-    input_key=("text", "prompt"),
-    tokenizer=TOKENIZER,
-    tokenizer_kwargs={},
-    chat_template=None,
-    chat_template_name=None,
-    attention_mask_key="attention_mask",
-    tokens_key="tokens",
-    masks_key="masks",
-    prefer_tokens=False,
-    pad=256,
-)
+SOURCE = source_of("text")
 
 
 @pytest.fixture(scope="module")

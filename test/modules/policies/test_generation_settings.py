@@ -66,7 +66,7 @@ def test_text_without_special_tokens() -> None:
         ({"include_stop_str_in_output": True}, r"\['include_stop_str_in_output'\], which transformers' Generation"),
     ],
 )
-def test_what_cannot_be_meant(given: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GenerationSettings.of(given)
 

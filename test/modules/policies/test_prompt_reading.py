@@ -12,23 +12,10 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, Masks, Text, Tokens
 
-from torchrl_moe.modules.policies.prompt_reading import Source, require_history, require_key
-from torchrl_moe.testing import ByteTokenizer
+from support.prompt_sources import TOKENIZER, source_of
+from torchrl_moe.modules.policies.prompt_reading import require_history, require_key
 
-TOKENIZER = ByteTokenizer()
-SOURCE = Source(
-    input_mode="history",
-    input_key=("history", "prompt"),
-    tokenizer=TOKENIZER,
-    tokenizer_kwargs={},
-    chat_template=None,
-    chat_template_name=None,
-    attention_mask_key="attention_mask",
-    tokens_key="tokens",
-    masks_key="masks",
-    prefer_tokens=False,
-    pad=256,
-)
+SOURCE = source_of("history")
 CHAT = [{"role": "user", "content": "hi"}]
 RENDERED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 

@@ -385,7 +385,7 @@ def test_another_temperature_in_a_later_turn_is_refused() -> None:
     for earlier in (alone, padded):
         with pytest.raises(ValueError, match=r"this turn's temperature is 1, that of the turn before 0\.5"):
             check_prompts([NEXT.prompt_token_ids.tolist()], KEYS, {"logprobs": 0}, [earlier])
-        check_prompts([[10, 13, 12, 30]], KEYS, {"logprobs": 0}, [earlier])  # does not go on from it
+        check_prompts([[10, 13, 12, 30]], KEYS, {"logprobs": 0}, [earlier])  # does not continue from it
         check_prompts([NEXT.prompt_token_ids.tolist()], KEYS, {"logprobs": 0, "temperature": 0.5}, [earlier])
 
 

@@ -11,8 +11,8 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, Text, Tokens
 
+from support.prompt_sources import TOKENIZER, source_of
 from torchrl_moe.data import KeptTokens
-from torchrl_moe.modules.policies.prompt_reading import Source
 from torchrl_moe.modules.policies.scoring import ScoringBatch
 from torchrl_moe.modules.policies.text_scoring import (
     encode,
@@ -24,20 +24,7 @@ from torchrl_moe.modules.policies.text_scoring import (
 )
 from torchrl_moe.testing import ByteTokenizer
 
-TOKENIZER = ByteTokenizer()
-SOURCE = Source(
-    input_mode="text",
-    input_key=("text", "full"),
-    tokenizer=TOKENIZER,
-    tokenizer_kwargs={},
-    chat_template=None,
-    chat_template_name=None,
-    attention_mask_key="attention_mask",
-    tokens_key="tokens",
-    masks_key="masks",
-    prefer_tokens=False,
-    pad=256,
-)
+SOURCE = source_of("text", "full")
 CHATS = replace(SOURCE, input_mode="history", input_key=("history", "full"))
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 
@@ -70,7 +57,7 @@ def test_chats_and_what_the_assistant_said(template: str | None, said: str) -> N
     (ids,), (mask,) = found.ids, found.assistant or []
     assert TOKENIZER.decode(ids) == found.texts[0]
     assert TOKENIZER.decode(ids[mask]) == said
-    assert not found.texts[0].endswith("assistant\n")  # no prompt to go on
+    assert not found.texts[0].endswith("assistant\n")  # no prompt to continue
 
 
 PLAIN = "{% for m in messages %}{{ m.role + ':' + m.content + ';' }}{% endfor %}"

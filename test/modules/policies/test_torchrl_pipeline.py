@@ -259,7 +259,7 @@ def test_what_an_environment_says_of_its_rollouts_reaches_the_service_at_every_t
         assert engine.load_balancer.groups.version(str(ENVS // GROUP)) is None
 
 
-def test_a_reset_begins_anew() -> None:
+def test_a_reset_begins_again() -> None:
     with FakeAsyncVLLM(seed=1) as engine:
         policy = make_policy(engine)
         env = make_env("history", turns=1)

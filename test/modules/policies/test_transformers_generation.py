@@ -131,7 +131,7 @@ def ending(model: nn.Module) -> list[int]:
 
 
 def test_an_answer_ends_with_its_end_token(model: nn.Module, replay: RouterReplay) -> None:
-    """Pads stand behind it, in a batch whose other answers go on; they are no part of it."""
+    """Pads stand behind it, in a batch whose other answers continue; they are no part of it."""
     third = ending(model)[2]
     config = config_of(model, eos_token_id=[third, 258])
     first, second, _ = generate_answers(model, PROMPTS, config, replay=replay)

@@ -232,7 +232,7 @@ def test_forward_can_leave_its_input_alone(actor: TransformersWrapper, td: Tenso
         torch.testing.assert_close(one[LOG_PROBS], old[LOG_PROBS], atol=0, rtol=0, equal_nan=True)
 
 
-def test_forward_writes_where_it_is_told(actor: TransformersWrapper, td: TensorDictBase) -> None:
+def test_forward_writes_where_the_caller_says(actor: TransformersWrapper, td: TensorDictBase) -> None:
     out = lazy_stack([TensorDict({"mine": i}) for i in range(3)])
     with torch.no_grad():
         assert actor(td, tensordict_out=out) is out

@@ -499,7 +499,7 @@ def test_without_a_pad_token_the_end_of_turn_pads(fake: FakeAsyncVLLM) -> None:
     assert policy(dense("text", "ab", "c"))["tokens", "prompt"].tolist() == [[97, 98], [END, 99]]
 
 
-def test_text_is_encoded_without_padding_whatever_the_tokenizer_is_told(fake: FakeAsyncVLLM) -> None:
+def test_text_is_encoded_without_padding_whatever_the_tokenizer_arguments(fake: FakeAsyncVLLM) -> None:
     policy = wrapper(fake, inplace=False, tokenizer_kwargs={"padding": True, "return_tensors": "pt"})
     policy(stacked("text", "a", "bcd"))
     assert asked(fake, 2) == [[97], [98, 99, 100]]
@@ -946,7 +946,7 @@ def test_the_replica_and_the_adapter_can_be_named(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["generate_kwargs", "call"])
-def test_how_answers_go_on_can_be_chosen(where: str) -> None:
+def test_how_answers_continue_can_be_chosen(where: str) -> None:
     asked: dict[str, Any] = {"on_resume": "live"}
     with FakeAsyncVLLM(seed=3) as engine:
         kwargs = {"max_tokens": NEW, **(asked if where == "generate_kwargs" else {})}
@@ -988,7 +988,7 @@ def test_how_answers_go_on_can_be_chosen(where: str) -> None:
         ({"actor_index": 1, "generate_kwargs": {"actor_index": 1}}, ValueError, "actor_index: given twice, also in"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(
+def test_an_invalid_value_is_refused(
     fake: FakeAsyncVLLM, kwargs: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -1205,7 +1205,7 @@ def test_the_same_input_asked_again_is_no_later_turn() -> None:
         assert policy(td)[0]["policy_versions", "full"].tolist() == [-1, -1, 5, 5, 5, 5]
 
 
-def test_an_answer_rendered_anew_keeps_nothing() -> None:
+def test_an_answer_rendered_again_keeps_nothing() -> None:
     with FakeAsyncVLLM(seed=3) as engine:
         policy = wrapper(engine)
         td = policy(stacked("text", "ab"))
@@ -1221,7 +1221,7 @@ def test_an_answer_rendered_anew_keeps_nothing() -> None:
 # tokens preferred to text
 
 
-def test_known_tokens_are_not_encoded_anew(fake: FakeAsyncVLLM) -> None:
+def test_known_tokens_are_not_encoded_again(fake: FakeAsyncVLLM) -> None:
     td = dense("history", "hi").set("tokens", Tokens(prompt=torch.tensor([[PAD, 1, PAD, 2]]), batch_size=[1]))
     wrapper(fake, "history", inplace=False)(td)
     assert asked(fake, 1) == [ids_of("history", "hi")]

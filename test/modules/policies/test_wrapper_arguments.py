@@ -60,7 +60,7 @@ def test_the_same_argument_twice_is_refused() -> None:
         ({"num_samples": 0}, "at least 1, got 0"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(bad: dict[str, Any], words: str) -> None:
+def test_an_invalid_value_is_refused(bad: dict[str, Any], words: str) -> None:
     refuse(PLAIN)
     with pytest.raises(ValueError, match=words):
         refuse({**PLAIN, **bad})

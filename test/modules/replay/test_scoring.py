@@ -97,7 +97,7 @@ def test_weights_are_credited_to_the_module_that_made_them() -> None:
     assert tracer.weights["experts"] == ("logits", "softmax", "chosen", "softmax")
 
 
-def test_a_matrix_product_begins_anew() -> None:
+def test_a_matrix_product_begins_again() -> None:
     tracer = ScoreTracer({8}, [])
     with tracer:
         scores, _ = softmax(HIDDEN)

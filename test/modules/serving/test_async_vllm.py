@@ -207,7 +207,9 @@ def test_each_replica_draws_noise_of_its_own(scripted: Any, given: Any) -> None:
     assert others == [{"model": "m", "seed": 1}, {"model": "m", "seed": 2}]
 
 
-def test_a_replica_that_died_is_made_anew_with_noise_of_its_own(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_that_died_is_made_again_with_noise_of_its_own(
+    scripted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with AsyncVLLM.launch({"model": "m", "seed": 7}, 2, faults=FaultPolicy(first_delay=0.0)) as engine:
@@ -617,7 +619,7 @@ def assert_as_if_never_cut(done: Completion, whole: Completion) -> None:
 
 
 @pytest.mark.engine("qwen3_moe")
-def test_greedy_answers_that_a_timeout_cut_go_on_exactly(engine: AsyncVLLM) -> None:
+def test_greedy_answers_that_a_timeout_cut_continue_exactly(engine: AsyncVLLM) -> None:
     prompts = ["Hi, world", *([65 + i] * (3 + i) for i in range(4))]
     whole = engine.generate(prompts, GREEDY, use_tqdm=False)
 
@@ -638,7 +640,7 @@ def test_greedy_answers_that_a_timeout_cut_go_on_exactly(engine: AsyncVLLM) -> N
 
 
 @pytest.mark.engine("qwen3_moe")
-def test_each_of_several_answers_goes_on_and_every_token_is_exact(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+def test_each_of_several_answers_continues_and_every_token_is_exact(engine: AsyncVLLM, shelf: EngineShelf) -> None:
     params = {**GREEDY, "temperature": 1.0, "n": 3, "max_tokens": 40}
     (whole,) = engine.generate([IDS], params, use_tqdm=False)
     partial = cut(whole, 7, None, 30, decode=engine.get_tokenizer().decode)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchrl_moe.modules.serving.devices import DeviceSets, devices_of_trainer, visible_devices
+from torchrl_moe.modules.serving.devices import DeviceSets, devices_of_trainer, ranks_here, visible_devices
 
 
 class Machine:
@@ -15,7 +15,14 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._patch = monkeypatch
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
         self(0)
+
+    def launch(self, ranks: int, here: int) -> None:
+        """As torchrun does, which this process is then rank 0 of."""
+        self._patch.setenv("WORLD_SIZE", str(ranks))
+        self._patch.setenv("LOCAL_WORLD_SIZE", str(here))
 
     def __call__(self, count: int, named: str | None = None, current: int | None = None, filled: Any = ()) -> None:
         self._patch.setattr(torch.cuda, "device_count", lambda: count)
@@ -107,6 +114,39 @@ def test_replicas_are_not_put_where_the_trainer_computes(machine: Machine) -> No
         match=r"3 replicas .* 4 are visible \(6, 5, 4, 3\), and the trainer computes on 6, 4\. .*devices=\[\[0\]",
     ):
         DeviceSets(None, 3, 1)
+
+
+def test_ranks_of_this_machine_are_counted_if_there_are_several(machine: Machine) -> None:
+    assert ranks_here() == 0
+    for ranks, here, expected in ((1, 1, 0), (4, 4, 4), (16, 8, 8), (2, 1, 1)):
+        machine.launch(ranks, here)
+        assert ranks_here() == expected
+
+
+@pytest.mark.parametrize("current", [None, 0])
+def test_no_replica_ever_gets_a_ranks_device(machine: Machine, current: int | None) -> None:
+    """Not one that is added later either; the other ranks may not have begun to fill theirs."""
+    machine(8, current=current)
+    machine.launch(4, 4)
+    assert devices_of_trainer() == [0, 1, 2, 3]
+    listed = [0, 1]
+    sets = DeviceSets(None, 2, 1, lambda: listed)
+    assert of_all(sets, 2) == ["4", "5"]
+    for index, expected in [(2, "6"), (3, "7")]:
+        assert sets.of(index) == expected
+        listed.append(index)
+    with pytest.raises(ValueError, match=r"5 replicas .* the trainer computes on 0, 1, 2, 3\."):
+        sets.of(4)
+    assert of_all(DeviceSets([[6], [4]], 2, 1), 2) == ["6", "4"]
+    added = DeviceSets([[4]], 1, 1, lambda: [0])
+    assert added.of(0) == "4" and added.of(1) == "5"  # not 1, which is rank 1's
+
+
+def test_more_ranks_than_devices_leave_none(machine: Machine) -> None:
+    machine(2)
+    machine.launch(4, 4)
+    with pytest.raises(ValueError, match="the trainer computes on 0, 1"):
+        DeviceSets(None, 1, 1)
 
 
 def test_a_single_device_is_shared_on_purpose_only(machine: Machine) -> None:

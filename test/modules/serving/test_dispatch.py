@@ -345,7 +345,7 @@ def test_a_request_that_must_wait_does_not_hold_up_the_others_of_its_call(serve:
     assert [c.metrics.replica for c in run(lb, "ab", group_ids=["new", "old"])] == [0, 1]
 
 
-def test_a_group_whose_version_no_replica_will_ever_hold_again_is_told_at_once(serve: Any) -> None:
+def test_a_group_whose_version_no_replica_will_ever_hold_again_is_reported_at_once(serve: Any) -> None:
     lb = serve(2)
     lb.acquire(group_id="g").release()
     for index in range(2):
@@ -500,7 +500,7 @@ def test_a_refusal_names_its_position_and_the_others_finish_before_it_is_raised(
     assert [replica.asked("abort") for replica in replicas(lb)] == [[], []]
 
 
-def test_of_two_refusals_the_first_by_position_is_told(serve: Any) -> None:
+def test_of_two_refusals_the_first_by_position_is_reported(serve: Any) -> None:
     lb = serve(2, refuse=lambda r: f"bad {r.request_id}" if r.request_id in "bd" else None)
     with pytest.raises(ValueError, match=r"^request 1 was refused: bad b$"):
         run(lb, "abcd")
@@ -547,7 +547,7 @@ def test_one_request_in_an_event_loop(serve: Any) -> None:
     assert (completion.request_id, len(completion.outputs[0].token_ids)) == ("a", 4)
 
 
-def test_the_event_loop_goes_on_and_no_thread_is_held(serve: Any) -> None:
+def test_the_event_loop_continues_and_no_thread_is_held(serve: Any) -> None:
     lb = serve(1)
     lb.replica_table.set_state(0, ReplicaState.SYNCING)
 
@@ -655,7 +655,7 @@ def test_refusal_and_death_reach_the_task(serve: Any) -> None:
     with pytest.raises(ValueError, match=r"^request 0 was refused: too long$"):
         asyncio.run(run_async(lb, "a"))
     timer = later(asked(lb, "b"), replicas(lb)[0].die)
-    with pytest.raises(NoReplicaError, match="It had begun elsewhere: replica 0 died: injected death"):
+    with pytest.raises(NoReplicaError, match="It had started on another replica: replica 0 died: injected death"):
         asyncio.run(run_async(lb, "b"))
     timer.join()
 
@@ -768,7 +768,9 @@ def test_a_group_of_which_one_was_answered_does_not_move(serve: Any) -> None:
     lb = serve(2)
     lb.replica_table.set_version(0, 1)
     replicas(lb)[0].die_under = lambda request: request.request_id == "b"
-    with pytest.raises(StaleReplicaError, match=r"which group 'g' began on.*It had begun elsewhere: .*under 'b'") as e:
+    with pytest.raises(
+        StaleReplicaError, match=r"which group 'g' began on.*It had started on another replica: .*under 'b'"
+    ) as e:
         run(lb, "ab", group_ids=["g"] * 2)
     assert taken_by(e.value) == [0, None]
 
@@ -833,7 +835,9 @@ def test_all_dead_is_no_replica_at_once_if_none_comes_back(serve: Any) -> None:
     lb = serve(2)
     for replica in replicas(lb):
         replica.die_under = lambda request: True
-    with pytest.raises(NoReplicaError, match=r"#0 DEAD.*#1 DEAD.*It had begun elsewhere: replica . died: under 'a'"):
+    with pytest.raises(
+        NoReplicaError, match=r"#0 DEAD.*#1 DEAD.*It had started on another replica: replica . died: under 'a'"
+    ):
         run(lb, "a")
 
 
@@ -843,7 +847,7 @@ def test_all_dead_is_no_replica_at_the_deadline_if_some_may_come_back(serve: Any
         lb.replica_table.set_recovery(index, Recovery.SUPERVISOR)
     timers = [later(asked(lb, "a", "b"), replica.die) for replica in replicas(lb)]
     started = time.monotonic()
-    with pytest.raises(NoReplicaError, match="It had begun elsewhere") as caught:
+    with pytest.raises(NoReplicaError, match="It had started on another replica") as caught:
         run(lb, "ab", timeout=0.8)
     assert 0.8 <= time.monotonic() - started < PATIENCE
     assert whole(caught.value) == ["a", None]
@@ -1206,7 +1210,7 @@ def test_a_bar_that_cannot_be_drawn_ends_no_call(serve: Any) -> None:
     assert [completion.aborted for completion in call.result(60.0)] == [True, True]
 
 
-def test_a_replica_that_cannot_be_told_of_an_abort_holds_up_no_call(serve: Any, monkeypatch: Any) -> None:
+def test_a_replica_that_does_not_accept_an_abort_holds_up_no_call(serve: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(dispatch_module, "ABORT_GRACE_SECONDS", 0.1)
     lb = serve(2, token_seconds=HOUR)
     replicas(lb)[0].script["abort"] = OSError("gone")

@@ -151,7 +151,7 @@ def test_killed_and_stopped_processes_lose_no_request(engine: AsyncVLLM, no_engi
 
 
 def resume_under_fire(engine: AsyncVLLM, expected: Any, reference: Reference) -> None:
-    """A replica is killed under answers that go on from a first part, whose experts no router here would choose."""
+    """A replica is killed under answers that continue from a first part, whose experts no router here would choose."""
     rng = np.random.default_rng(0)
     firsts = [cut(completion, 30, decode=lambda ids: "") for completion in expected[:40]]
     for first in firsts:

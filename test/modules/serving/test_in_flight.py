@@ -28,7 +28,7 @@ def in_flight(
     return Call(balancer, requests, [placement or Placement()] * 4).requests[3]
 
 
-def test_deaths_are_counted_and_the_last_one_is_told() -> None:
+def test_deaths_are_counted_and_the_last_one_is_reported() -> None:
     one = in_flight()
     for name in ("first", "second"):
         one.died(ReplicaDiedError(name))
@@ -99,4 +99,4 @@ def test_a_death_before_is_told_too() -> None:
     one = in_flight(state="DEAD")
     one.died(ReplicaDiedError("out of memory"))
     one.refusal = NoReplicaError("nobody")
-    assert str(one.not_placed()) == "nobody. It had begun elsewhere: out of memory"
+    assert str(one.not_placed()) == "nobody. It had started on another replica: out of memory"

@@ -32,7 +32,7 @@ def test_an_unknown_backend_no_replica_and_words_of_ray_are_refused() -> None:
         check_backend("mpi", 1)
     with pytest.raises(ValueError, match="num_replicas must be at least 1, got 0"):
         check_backend("local", 0)
-    with pytest.raises(ValueError, match="name given with backend='local': only backend='ray' knows them"):
+    with pytest.raises(ValueError, match="name given with backend='local': only backend='ray' takes them"):
         check_backend("local", 1, name="policy", resources=None)
     with pytest.raises(ValueError, match=r"devices=\[\[0\]\] given with backend='ray': Ray chooses devices"):
         check_backend("ray", 1, [[0]])

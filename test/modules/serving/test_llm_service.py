@@ -68,7 +68,7 @@ def test_what_asks_for_nothing_or_is_so_anyway_is_accepted(accepted: dict[str, A
 )
 def test_what_cannot_be_kept_is_refused_by_name(name: str, value: Any) -> None:
     llm = LLM()
-    with pytest.raises(ValueError, match=rf"^{name}: a vllm\.LLM is one engine, .*AsyncVLLM"):
+    with pytest.raises(ValueError, match=rf"^{name}: a vllm\.LLM is one engine in this process, .*AsyncVLLM"):
         LLMService(llm).generate([[5]], use_tqdm=False, **{name: value})
     assert not llm.asked
     if name in ("min_version", "actor_index", "timeout_seconds"):

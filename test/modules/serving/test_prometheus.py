@@ -44,7 +44,7 @@ def test_each_family_has_its_kind_and_a_word_of_help(serve: Callable[..., Any]) 
     assert set(kinds.values()) == {"counter", "gauge", "histogram"}
 
 
-def test_replicas_are_told_apart_by_a_label(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_are_distinguished_by_a_label(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = serve(2)
     sent = {
         0: ReplicaStats(running=3, cache_usage=0.5, requests=7, generation_seconds=1.5),
@@ -128,7 +128,7 @@ def test_with_metrics_off_the_replicas_remain(serve: Callable[..., Any]) -> None
     assert values(families, "torchrl_moe_replica_requests") == {("0",): 1}
 
 
-def test_a_registry_collects_the_service_until_it_is_told_not_to(serve: Callable[..., Any]) -> None:
+def test_a_registry_collects_the_service_until_it_is_unregistered(serve: Callable[..., Any]) -> None:
     engine, registry = serve(), CollectorRegistry(auto_describe=True)
     collector = engine.register_prometheus(registry)
     ask(engine, "a")

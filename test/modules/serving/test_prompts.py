@@ -164,7 +164,7 @@ def test_something_else_than_a_flat_list_of_integers_is_refused(given: Any) -> N
 )
 def test_something_that_is_no_prompt_is_refused_by_its_type(given: Any) -> None:
     with pytest.raises(
-        TypeError, match=rf"prompts must be text, token ids or a list of these, got {type(given).__name__}"
+        TypeError, match=rf"prompts must be text, token ids or a list of them, got {type(given).__name__}"
     ):
         normalise_prompts(given)
 

@@ -111,7 +111,7 @@ def test_a_figure_that_a_replica_sent_holds_until_its_next_and_counts_the_reques
         assert table[0].usage is None
 
 
-def test_candidates_are_told_of_every_change_of_load() -> None:
+def test_candidates_are_notified_of_every_change_of_load() -> None:
     table = ReplicaTable("abc", ReplicaState.SERVING)
     table.set_version(2, 1)
     with table.changed:
@@ -168,7 +168,7 @@ def test_counting_from_many_threads_loses_nothing() -> None:
     assert [e.inflight for e in table] == [0, 0]
 
 
-def test_whoever_waits_wakes_up_when_a_state_changes() -> None:
+def test_every_waiting_thread_wakes_up_when_a_state_changes() -> None:
     table = ReplicaTable("a")
     waiting = threading.Event()
 
@@ -212,7 +212,7 @@ def test_a_death_is_noted_once_and_not_of_another_replica_in_its_place() -> None
     assert (table[0].state, table[0].replica, table[0].restarts) == (ReplicaState.STARTING, second, 1)
 
 
-def test_a_new_replica_has_the_checkpoints_weights_and_an_empty_cache_and_the_roster_remembers_the_latest() -> None:
+def test_a_new_replica_has_the_checkpoints_weights_and_an_empty_cache_and_the_table_remembers_the_latest() -> None:
     table = ReplicaTable(["a"])
     table.set_state(0, ReplicaState.SERVING)
     table.set_version(0, 3)
@@ -225,7 +225,7 @@ def test_a_new_replica_has_the_checkpoints_weights_and_an_empty_cache_and_the_ro
         table.replace(0, "c")
 
 
-def test_one_that_waits_for_an_update_is_the_supervisors_again_once_it_goes_on() -> None:
+def test_one_that_waits_for_an_update_is_the_supervisors_again_once_it_continues() -> None:
     table = ReplicaTable("ab")
     for index, state in enumerate((ReplicaState.SERVING, ReplicaState.DEAD)):
         table.set_recovery(index, Recovery.UPDATE)

@@ -42,7 +42,7 @@ def test_a_prompt_adapter_is_refused() -> None:
 
 
 @pytest.mark.parametrize("word", ["none", "Live", True, ""])
-def test_an_answer_goes_on_in_one_of_two_ways(word: Any) -> None:
+def test_an_answer_continues_in_one_of_two_ways(word: Any) -> None:
     with pytest.raises(ValueError, match=rf"on_resume must be None or one of \('forced', 'live'\), got {word!r}"):
         common_fields(None, None, None, None, True, word)
 

@@ -85,10 +85,10 @@ def changed(completion: Completion, **fields: Any) -> Completion:
         ),
         (
             {"kept": KeptIds(np.zeros(2, np.int32), np.array([1, 0, -2], np.int32))},
-            "no completion of an engine: it names 2 words, and their sizes say 3",
+            "no completion of an engine: it has 2 kept ids, and their sizes say 3",
         ),
-        ({"logprobs": None}, "it has no log-probs, which sampling_params ask for: pass those that it began with"),
-        ({"routed_experts": None}, "it has no routes: pass return_routed_experts=False, as when it began"),
+        ({"logprobs": None}, "it has no log-probs, which sampling_params ask for: pass those that it started with"),
+        ({"routed_experts": None}, "it has no routes: pass return_routed_experts=False, as when it started"),
         (
             {"routed_experts": np.zeros((4, 5, 2), np.uint8)},
             r"its routes have shape \[4, 5, 2\], but this engine gives \[4, 4, 2\]",

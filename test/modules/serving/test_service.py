@@ -6,6 +6,7 @@ import asyncio
 import gc
 import pickle
 import random
+import sys
 import threading
 import time
 import weakref
@@ -329,7 +330,7 @@ def test_an_engine_that_cannot_follow_says_why(serve: Any, arguments: Any, why: 
         ({"why_live": "it speculates"}, {}, "live"),
     ],
 )
-def test_an_answer_that_goes_on_says_how_it_read_its_first_part(
+def test_an_answer_that_continues_says_how_it_read_its_first_part(
     serve: Any, arguments: Any, asked: Any, how: str
 ) -> None:
     engine = serve(**arguments)
@@ -393,7 +394,7 @@ def test_what_a_timeout_left_is_finished_as_if_there_had_been_none(serve: Any, w
     assert sorted(request.prompt or "ids" for request in submitted(other)) == ["ids", "ids", "waits"]
 
 
-def test_each_answer_goes_on_by_itself_and_what_is_whole_asks_nobody(
+def test_each_answer_continues_by_itself_and_what_is_whole_asks_nobody(
     serve: Any, whole: list[Completion], partial: list[Completion]
 ) -> None:
     engine = serve()
@@ -453,7 +454,9 @@ def test_a_refusal_names_the_place_in_the_whole_list(serve: Any, partial: list[C
     assert [completion.aborted for completion in caught.value.partial] == [False, False, False, True]
 
 
-def test_an_answer_with_all_its_tokens_is_refused_beside_what_can_go_on(serve: Any, partial: list[Completion]) -> None:
+def test_an_answer_with_all_its_tokens_is_refused_beside_what_can_continue(
+    serve: Any, partial: list[Completion]
+) -> None:
     words = r"^request 1 was refused: an answer to resume has 7 tokens already: max_tokens=6 must be larger"
     with pytest.raises(RequestRefusedError, match=words) as caught:
         serve().generate(resume=partial, sampling_params={**ANSWERS, "max_tokens": 6}, use_tqdm=False)
@@ -484,8 +487,14 @@ def test_nonsense_is_not_resumed(
 # -- the progress bar -------------------------------------------------------------------------------------------------
 
 
-def test_a_bar_is_shown_by_default(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    serve().generate(["a", "b", "c"])
+def test_a_bar_is_shown_by_default_where_somebody_looks(
+    serve: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = serve()
+    engine.generate(["a", "b", "c"])
+    assert capsys.readouterr() == ("", "")  # a log file
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    engine.generate(["a", "b", "c"])
     out, err = capsys.readouterr()
     assert "generate: 100%" in err
     assert "3/3" in err
@@ -524,7 +533,7 @@ def test_late_scores_cannot_be_resumed(serve: Any) -> None:
     assert "score fewer tokens at once" in str(caught.value)
 
 
-def test_a_refused_request_is_named_and_the_service_goes_on(serve: Any) -> None:
+def test_a_refused_request_is_named_and_the_service_continues(serve: Any) -> None:
     engine = serve(2, token_seconds=0.01, refuse=lambda r: "too long" if r.prompt == "b" else None)
     with pytest.raises(ValueError, match="request 1 was refused: too long") as caught:
         ask(engine, ["a", "b", "c"])
@@ -537,7 +546,7 @@ def until_running_there(engine: FakeAsyncVLLM, index: int, count: int) -> None:
     until(lambda: engine.stats()[index]["running"] == count)
 
 
-def test_a_death_under_a_call_marks_the_replica_and_the_others_go_on(serve: Any) -> None:
+def test_a_death_under_a_call_marks_the_replica_and_the_others_continue(serve: Any) -> None:
     engine = serve(3, token_seconds=slow_if("slow"))
     engine.create_load_balancer("requests")
     call = in_thread(lambda: ask(engine, ["slow"] * 6, request_ids=list("abcdef")))

@@ -133,7 +133,9 @@ def test_who_comes_sees_what_died_and_why_while_another_serves(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("last", ["ready", "weights_version"])
-def test_who_comes_as_the_last_replica_dies_is_told(monkeypatch: pytest.MonkeyPatch, last: str) -> None:
+def test_connecting_as_the_last_replica_dies_is_an_error_that_says_so(
+    monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
     with pytest.raises(NoReplicaError, match=r"'policy': no replica is alive\. gone at weights_version"):
         connect(monkeypatch, {0: "weights_version", 1: last})
 

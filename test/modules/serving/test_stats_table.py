@@ -71,7 +71,7 @@ def test_a_line_says_how_a_replica_is() -> None:
 # -- counts over restarts ---------------------------------------------------------------------------------------------
 
 
-def test_counts_go_on_when_a_replica_is_replaced() -> None:
+def test_counts_continue_when_a_replica_is_replaced() -> None:
     entries = table(STATS, None)
     totals = Totals(entries)
     assert (totals.of(entries[0])["requests"], totals.of(entries[1])["requests"]) == (10, 0)

@@ -150,7 +150,9 @@ def test_calls_end_at_once_when_the_last_hope_is_given_up(fleet: Any) -> None:
     until(lambda: service.replica_table[0].inflight == 2)
     service.kill(0, "lightning")
     for future in (call, task):
-        with pytest.raises(NoReplicaError, match=r"no replica is serving: .*It had begun elsewhere: .*lightning"):
+        with pytest.raises(
+            NoReplicaError, match=r"no replica is serving: .*It had started on another replica: .*lightning"
+        ):
             future.result(60.0)
     with pytest.raises(NoReplicaError, match="Make a new service"):
         service.pause()
@@ -499,7 +501,7 @@ def test_a_replica_that_cannot_be_asked_whether_it_lives_keeps_no_other_from_com
     try:
         service.kill(1)
         until_serving(service, [0, 1, 0])
-        expected = "EngineError: replica 0 could not be asked whether it lives: OSError('too many open files')"
+        expected = "EngineError: replica 0 could not be asked whether it is alive: OSError('too many open files')"
         until(lambda: service._fleet._supervisor.error == expected)
     finally:
         del service.made[0][0].is_alive
@@ -517,7 +519,7 @@ def test_one_that_cannot_be_probed_keeps_no_other_from_being_probed(fleet: Any) 
     until_serving(service, [1, 1])  # the one that cannot even be asked gave no sign of life either
 
 
-def test_it_outlives_an_error_says_so_and_goes_on(fleet: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_it_outlives_an_error_says_so_and_continues(fleet: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     service = fleet()
     start = threading.Thread.start
 
@@ -535,9 +537,9 @@ def test_it_outlives_an_error_says_so_and_goes_on(fleet: Any, monkeypatch: pytes
     until(lambda: service._fleet._supervisor.error is None)
     assert {row["supervisor_error"] for row in service.stats()} == {None}
     assert [record.message for record in caplog.records].count(
-        "the supervisor could not look at the replicas; it tries again"
+        "the supervisor could not check the replicas; it tries again"
     ) >= 1
-    service.replica_table[1].replica.stall()  # probes go on, too
+    service.replica_table[1].replica.stall()  # probes continue, too
     until_serving(service, [1, 1])
 
 

@@ -24,7 +24,7 @@ def test_it_sees_the_fault(name: str, fault: str) -> None:
 
 
 class Reorders(ConformingEngine):
-    """Names the same experts in another order when an answer went on."""
+    """Names the same experts in another order when an answer continued."""
 
     def resume(self, prompt: Sequence[int], answer: Answer, sampling: Sampling) -> Answer:
         whole = super().resume(prompt, answer, sampling)
@@ -37,7 +37,7 @@ def test_the_order_of_experts_is_no_change() -> None:
 
 
 class NeverGoesOn:
-    """Cuts at once, and hangs when it is to go on."""
+    """Cuts at once, and hangs when it is to continue."""
 
     def __init__(self) -> None:
         self.over = threading.Event()
@@ -53,7 +53,7 @@ class NeverGoesOn:
         return answer
 
 
-def test_an_answer_that_never_goes_on_does_not_hold() -> None:
+def test_an_answer_that_never_continues_does_not_hold() -> None:
     engine, settings = NeverGoesOn(), replace(QUICK, patience=2.0)
     found = check(engine, shared_moe(), only=["resume"], settings=settings)["resume"]
     engine.over.set()

@@ -121,7 +121,7 @@ class Cuts(ConformingEngine):
 def test_an_engine_that_ends_answers_first_has_none_that_cross(kind: Any, reason: str, updates: int) -> None:
     engine = kind(shared_moe(), token_seconds=0.001)
     trial = trial_of(engine)
-    with pytest.raises(NotOffered, match=f"no answer went on over a weight update; those .* ended with .*{reason}"):
+    with pytest.raises(NotOffered, match=f"no answer continued over a weight update; those .* ended with .*{reason}"):
         crossed_by_update(trial)
     assert engine.updates == updates  # the last one brings its own weights back
     assert trial.serving is trial.judge.reference

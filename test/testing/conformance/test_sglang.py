@@ -144,7 +144,7 @@ def test_what_the_server_refuses_is_an_error_with_its_words() -> None:
             sglang._post("/update_weights_from_disk", {"flush_cache": True})
 
 
-def test_a_failed_update_is_raised_and_generation_goes_on() -> None:
+def test_a_failed_update_is_raised_and_generation_continues() -> None:
     with adapter() as (sglang, fake):
         fake.update = lambda body: {"success": False, "message": "no such file"}  # type: ignore[method-assign]
         with pytest.raises(EngineError, match="no such file"):

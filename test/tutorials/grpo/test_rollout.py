@@ -23,7 +23,7 @@ def test_the_tour_prints_routes_and_parity_and_saves_the_batch(
     assert script["main"](["--prompts", "12", "--max-new-tokens", "8", "--out", str(out)]) == 0
     done = capsys.readouterr()
     assert "route mismatches 0 of" in done.out and "tokens/s" in done.out
-    assert "generate: 100%" in done.err
+    assert "generate" not in done.err  # a bar is for a terminal
     batch = TensorDict.load_memmap(str(out))
     assert batch.shape == (12,) and isinstance(batch[0]["routed_experts"], RoutedExperts)
 

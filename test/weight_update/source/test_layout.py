@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -67,12 +67,12 @@ def test_tensors_with_the_models_own_names_are_un_stacked() -> None:
 
 
 class Sharded(torch.Tensor):
-    """Stands for one of which other ranks hold parts; all of them must gather equally often."""
+    """Stands for one of which other ranks hold parts; all of them must gather equally often, and alike."""
 
-    gathered = 0
+    gathered: ClassVar[list[torch.dtype]] = []
 
     def full_tensor(self) -> Tensor:
-        Sharded.gathered += 1
+        Sharded.gathered.append(self.dtype)
         return self.as_subclass(torch.Tensor)
 
 
@@ -85,11 +85,36 @@ def test_sharded_tensors_are_gathered_alike_whether_or_not_the_engine_is_known()
     for expected in (model_metadata(model) | {"lm_head.weight": (F32, torch.Size([16, 8]))}, None):
         source = source_of(given, ModelWeights(model, expected or ()), expected)
         assert source.is_sharded
-        Sharded.gathered = 0
+        Sharded.gathered.clear()
         found = dict(source.tensors())
-        counts.append(Sharded.gathered)
+        counts.append(len(Sharded.gathered))
         assert found.keys() == (expected or model_metadata(model)).keys()
     assert counts == [len(list(model.parameters()))] * 2
+
+
+@pytest.mark.parametrize("has_model", [False, True])
+def test_sharded_tensors_are_cast_before_they_are_gathered(has_model: bool) -> None:
+    """To what all that is cut from them is written as, if that is one dtype, and a narrower one."""
+    model = make_tiny_moe("qwen3_moe", num_hidden_layers=1, mlp_only_layers=[])
+    given = {name: tensor.as_subclass(Sharded) for name, tensor in model.state_dict().items()}
+    if not has_model:
+        given = {name: tensor.as_subclass(Sharded) for name, tensor in checkpoint_tensors(model).items()}
+    source = source_of(given, ModelWeights(model) if has_model else None, None)
+    written = {name: (BF16, shape) for name, (_, shape) in source.kinds.items()}
+    other = next(name for name in written if "experts.3.gate" in name)
+    written["model.norm.weight"] = torch.float64, written["model.norm.weight"][1]
+    written[other] = F16, written[other][1]
+    dtypes = source.gathered_in(written)
+    assert len(dtypes) == len(given)
+    Sharded.gathered.clear()
+    found = dict(source.tensors(dtypes))
+    assert len(Sharded.gathered) == len(given)
+    wanted = checkpoint_tensors(model)
+    stacked = {name for name in wanted if has_model and name.rsplit(".", 2)[1] in ("gate_proj", "up_proj")}
+    for name, tensor in found.items():
+        as_it_is = name == "model.norm.weight" or name in stacked
+        assert tensor.dtype == (F32 if as_it_is else written[name][0]), name
+        assert torch.equal(tensor.to(written[name][0]), wanted[name].to(written[name][0]))
 
 
 def test_a_name_that_comes_twice_is_refused() -> None:

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from torchrl_moe.weight_update.source.ranks import agreed, from_first, is_first
+from torchrl_moe.weight_update.source.ranks import agreed, dtypes_of_first, from_first, is_first
 
 
 def test_a_process_by_itself_is_the_first() -> None:
@@ -27,10 +28,13 @@ def group(tmp_path: Path) -> Iterator[None]:
 def test_a_group_of_one_has_its_first() -> None:
     assert is_first()
     assert from_first(1 << 40) == agreed(lambda: 1 << 40) == 1 << 40
+    dtypes = [torch.bfloat16, None, torch.float32, torch.float8_e4m3fn]
+    assert dtypes_of_first(dtypes) == dtypes
+    assert dtypes_of_first([torch.int32]) == [None]  # no floating one: as it is
 
 
 @pytest.mark.usefixtures("group")
-def test_ones_own_error_goes_on_as_it_is() -> None:
+def test_a_ranks_own_error_is_raised_unchanged() -> None:
     with pytest.raises(ZeroDivisionError):
         agreed(lambda: 1 // 0)
 

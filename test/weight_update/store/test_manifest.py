@@ -94,7 +94,7 @@ def test_the_digest_does_not_depend_on_where_the_bytes_lie() -> None:
     assert here.digest != Manifest(3, 1, ENTRIES[:2]).digest
 
 
-def test_a_text_is_read_once_in_a_process_whoever_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_is_parsed_once_in_a_process_for_all_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [Manifest(version, 0, ENTRIES).to_json() for version in range(100, 103)]
     made = note_made(monkeypatch)
     with ThreadPoolExecutor(8) as pool:

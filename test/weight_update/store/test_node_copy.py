@@ -164,8 +164,8 @@ def test_who_stops_midway_is_not_waited_for(
     child = start_and_stop_midway(new_reader, manifest, monkeypatch)
     monkeypatch.setattr(node_copy, "STALL_SECONDS", 0.01)
     assert reader.bring(manifest) == (
-        "each replica of this node reads the shared file system by itself: a copy that was begun did not get on for "
-        "0.01 s"
+        "each replica of this node reads the shared file system by itself: another process copies, without "
+        "progress for 0.01 s"
     )
     assert is_right(reader, manifest)
     reader.close()  # does not wait either

@@ -1,4 +1,4 @@
-"""The reader: mappings that outlive versions, leases, damage."""
+"""The reader: mappings that outlive versions, pins, damage."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_a_version_may_grow_and_shrink(writer: WeightStoreWriter, reader: Weight
         assert read(reader, version)["w"].tolist() == [version] * size
 
 
-def test_a_writer_that_counts_anew_leaves_no_manifest_without_its_bytes(
+def test_a_writer_that_counts_again_leaves_no_manifest_without_its_bytes(
     writer: WeightStoreWriter, reader: WeightStoreReader
 ) -> None:
     for version in (7, 8):
@@ -442,12 +442,12 @@ def test_what_is_gone_or_would_come_before_itself_is_not_published_again(tmp_pat
         writer.publish(constant(version).items(), version)
     with pytest.raises(ManifestMismatch, match=r"version 1 is not there, only \[2, 3\]"):
         writer.republish(1, 4)
-    with pytest.raises(ValueError, match="version 3 can be published again under a higher number only, got 3"):
+    with pytest.raises(ValueError, match="version 3 can be published again only under a higher number, got 3"):
         writer.republish(3, 3)
     assert reader.versions() == [2, 3]
 
 
-def test_a_slot_that_was_cut_short_or_replaced_is_mapped_anew(
+def test_a_slot_that_was_cut_short_or_replaced_is_mapped_again(
     writer: WeightStoreWriter, reader: WeightStoreReader
 ) -> None:
     for version in (1, 2):
@@ -498,15 +498,15 @@ def test_tensors_that_are_not_as_announced_end_the_version_and_leave_the_one_bef
 
 
 def test_publishing_over_and_over_leaves_nothing_behind(writer: WeightStoreWriter, reader: WeightStoreReader) -> None:
-    def figures() -> tuple[int, int]:
+    def usage() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), sum(path.stat().st_size for path in writer.folder.iterdir())
 
     for version in range(1, 204):
         writer.publish(constant(version, 2000).items(), version)
         reader.verify(reader.manifest(version), threads=2)
         if version == 3:
-            before = figures()
-    descriptors, size = figures()
+            before = usage()
+    descriptors, size = usage()
     assert descriptors == before[0]
     assert size <= before[1] + 200  # a manifest's numbers grow
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from support.processes import exit_code_of
 from torchrl_moe._errors import DigestMismatch, ManifestMismatch, WeightSyncError
 from torchrl_moe.weight_update.store import VersionsWriter, WeightStoreReader
-from torchrl_moe.weight_update.store.versions import LEASE_SECONDS, leased
+from torchrl_moe.weight_update.store.versions import PIN_SECONDS, pinned
 
 
 def tensors(**values: float) -> dict[str, Tensor]:
@@ -74,32 +74,32 @@ def test_a_version_that_a_reader_holds_stays_until_it_lets_go(tmp_path: Path) ->
         reader.verify(manifest)
     writer.publish(tensors(a=5).items(), 5)
     assert files(tmp_path) == ["v4", "v5"]
-    assert list((tmp_path / "leases").iterdir()) == []
+    assert list((tmp_path / "pins").iterdir()) == []
 
 
 def test_a_lease_of_a_dead_reader_is_forgotten(tmp_path: Path) -> None:
     writer = VersionsWriter(tmp_path)
     writer.publish(tensors(a=1).items(), 1)
-    (tmp_path / "leases").mkdir(exist_ok=True)
-    old = tmp_path / "leases" / "v1-of-the-dead"
+    (tmp_path / "pins").mkdir(exist_ok=True)
+    old = tmp_path / "pins" / "v1-of-the-dead"
     old.touch()
     for version in (2, 3):
         writer.publish(tensors(a=version).items(), version)
     assert files(tmp_path) == ["v1", "v2", "v3"]
-    os.utime(old, (0, time.time() - LEASE_SECONDS - 60))
+    os.utime(old, (0, time.time() - PIN_SECONDS - 60))
     writer.publish(tensors(a=4).items(), 4)
     assert files(tmp_path) == ["v3", "v4"]
     assert not old.exists()
 
 
-def test_a_reader_that_leases_in_the_last_moment_keeps_its_version(
+def test_a_reader_that_pins_in_the_last_moment_keeps_its_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = VersionsWriter(tmp_path)
     for version in (1, 2):
         writer.publish(tensors(a=version).items(), version)
     looks: list[set[int]] = [set(), {1}]  # none at first, one when the folder was moved away
-    monkeypatch.setattr(writer, "_leased", lambda: looks.pop(0))
+    monkeypatch.setattr(writer, "_pinned", lambda: looks.pop(0))
     writer.publish(tensors(a=3).items(), 3)
     assert files(tmp_path) == ["v1", "v2", "v3"]
     assert read(tmp_path, 1) == {"a": 1.0}
@@ -169,7 +169,7 @@ def test_a_new_writer_begins_with_a_whole_version(tmp_path: Path) -> None:
     assert VersionsWriter(tmp_path, delta=True).publish(tensors(a=1).items(), 2).entries[0].base is None
 
 
-def test_a_writer_that_counts_anew_replaces_versions(tmp_path: Path) -> None:
+def test_a_writer_that_counts_again_replaces_versions(tmp_path: Path) -> None:
     writer = VersionsWriter(tmp_path)
     for version in (7, 8):
         writer.publish(tensors(a=version).items(), version)
@@ -187,7 +187,7 @@ def test_a_number_that_is_used_again_takes_those_with_it_that_need_its_bytes(tmp
     manifest = writer.publish(tensors(a=1, b=2).items(), 2)
     writer.close()
     again = VersionsWriter(tmp_path, keep_versions=3, delta=True)
-    with leased(tmp_path, 1), pytest.raises(WeightSyncError, match="version 1 is there already, and a reader holds it"):
+    with pinned(tmp_path, 1), pytest.raises(WeightSyncError, match="version 1 is there already, and a reader holds it"):
         again.publish(tensors(a=9, b=9).items(), 1)
     reader.verify(manifest)
     again.publish(tensors(a=9, b=9).items(), 1)
@@ -459,7 +459,7 @@ def test_what_is_gone_or_would_come_before_itself_is_not_published_again(tmp_pat
         writer.publish(tensors(a=version).items(), version)
     with pytest.raises(ManifestMismatch, match=r"version 1 is not there, only \[2, 3\]"):
         writer.republish(1, 4)
-    with pytest.raises(ValueError, match="version 2 can be published again under a higher number only, got 2"):
+    with pytest.raises(ValueError, match="version 2 can be published again only under a higher number, got 2"):
         writer.republish(2, 2)
     assert files(tmp_path) == ["v2", "v3"]
 

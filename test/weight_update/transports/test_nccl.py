@@ -273,7 +273,7 @@ def test_nothing_is_left_of_replicas_that_are_restarted(transport: NcclTransport
     assert transport._place._folder is None
 
 
-def test_a_version_that_cannot_be_sent_is_said_aloud_and_the_workers_are_told(
+def test_a_version_that_cannot_be_sent_is_printed_and_the_workers_are_notified(
     transport: NcclTransport,
     store: WeightStoreWriter,
     monkeypatch: pytest.MonkeyPatch,

@@ -43,7 +43,7 @@ def test_what_is_done_is_not_waited_for_and_a_loss_or_the_deadline_ends_waiting(
         await_until(lambda: False, time.monotonic(), nothing_lost, "a thing")
 
 
-def test_nobody_goes_on_before_all_ranks_have_come() -> None:
+def test_nobody_continues_before_all_ranks_have_come() -> None:
     board, come = HashStore(), list[int]()
 
     def rank(number: int) -> None:

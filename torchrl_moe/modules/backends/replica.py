@@ -41,7 +41,7 @@ __all__ = [
 
 PauseMode = Literal["keep", "wait", "abort"]
 OnResume = Literal["forced", "live"]
-"""How an answer that goes on reads its first part again: by the experts it was sampled with, or as the model routes."""
+"""How a resumed answer re-reads its first part: with the experts it was sampled with, or as the model routes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Request:
 
     Exactly one of ``prompt_token_ids`` (int32 ``[P]``) and ``prompt`` is set. ``sampling_params`` is a mapping of
     vLLM's ``SamplingParams`` fields, or such an object; requests of one call share it, so it crosses once.
-    ``resume`` is what there is of the answers to the prompt: those cut short go on from their last tokens.
+    ``resume`` is what there is of the answers to the prompt: those cut short continue from their last tokens.
     ``routed_experts``, integers ``[rows, L, K]`` with rows <= P, are followed for the first positions, -1 where the
     model routes. ``on_resume`` says how tokens that were routed once are read again; ``None``: as well as is possible.
     ``scoring`` asks for the log-probs of the prompt's own tokens.
@@ -229,9 +229,10 @@ class Replica(Protocol):
         """Hand over requests; a future fails with ``ValueError`` if the engine refuses its request."""
 
     def snapshot(self, timeout: float) -> list[Completion]:
-        """Return what there is of each request in flight, which goes on: tokens, log-probs, routes and versions.
+        """Return what there is of each request in flight, which continues: tokens, log-probs, routes and versions.
 
-        An answer that is not finished counts as cut, so ``generate(resume=...)`` can go on from a copy after a crash.
+        An answer that is not finished counts as cut, so ``generate(resume=...)`` can continue from a copy after a
+        crash.
         """
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -333,7 +334,7 @@ class Replica(Protocol):
         patience: float = math.inf,
         timeout: float,
     ) -> SwapReport:
-        """Pause, load a version that was staged, prove it, and go on.
+        """Pause, load a version that was staged, prove it, and continue.
 
         Args:
             version: its number.

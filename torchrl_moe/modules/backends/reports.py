@@ -40,7 +40,7 @@ class ReplicaStats:
         requests: finished, aborted ones included; the next five fields count only finished requests.
         completions: answers.
         prompt_tokens: of their prompts.
-        cached_tokens: those of them that the prefix cache had.
+        cached_tokens: those of them found in the prefix cache.
         generated_tokens: of their answers.
         generation_seconds: from arrival to end, summed.
         cache_queries: prompt tokens looked up in the prefix cache, as requests are scheduled.
@@ -70,7 +70,7 @@ class ReplicaStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of prompt tokens that the prefix cache had, 0 to 1; 0 before the first."""
+        """Share of prompt tokens found in the prefix cache, 0 to 1; 0 before the first."""
         return self.cache_hits / self.cache_queries if self.cache_queries else 0.0
 
 

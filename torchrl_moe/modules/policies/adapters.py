@@ -90,10 +90,20 @@ class LoraLayers:
         return total
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return a sharded tensor gathered, which all ranks must ask for; any other as it is."""
-    gather = getattr(tensor, "full_tensor", None)
-    return tensor if gather is None else gather()
+def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a sharded tensor gathered, which all ranks must ask for; any other as it is.
+
+    Args:
+        tensor: it may be sharded.
+        dtype: of a floating tensor that is wider, each rank casts its part to this before it sends it; ``None``: none
+            does.
+    """
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    if dtype is not None and tensor.is_floating_point() and dtype.itemsize < tensor.dtype.itemsize:
+        tensor = tensor.to(dtype)
+    gathered: Tensor = tensor.full_tensor()
+    return gathered
 
 
 def _without_layers(key: str) -> str:

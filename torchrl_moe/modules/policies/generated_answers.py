@@ -65,7 +65,7 @@ class Generation:
             samples: the input; what an earlier turn wrote there for tokens that its prompt repeats is kept.
 
         Raises:
-            ValueError: a prompt is missing or empty, or goes on from a turn of another temperature; another number of
+            ValueError: a prompt is missing or empty, or continues from a turn of another temperature; another number of
                 answers than the wrapper's; log-probs that no trainer can compute.
         """
         if self.settings.samples not in (1, self.answers):

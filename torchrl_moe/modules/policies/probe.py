@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from torchrl_moe.modules.policies.scoring import read_batch, read_rows
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
@@ -16,6 +17,7 @@ from torchrl_moe.render.text_tables import plain_table
 
 __all__ = ["Mismatch", "ReplayProbe", "probe_replay"]
 
+BAR_SECONDS = 2.0  # until a progress bar appears
 HEADER = ("|log-prob, trainer - engine|", "live router", "replayed")
 FIELDS = {"mean": "mean", "p99": "99th percentile", "maximum": "greatest", "kl": "KL (k3)"}
 
@@ -79,13 +81,14 @@ class ReplayProbe:
 
 
 @torch.no_grad()
-def probe_replay(actor: TransformersWrapper, td: TensorDictBase) -> ReplayProbe:
+def probe_replay(actor: TransformersWrapper, td: TensorDictBase, use_tqdm: bool = True) -> ReplayProbe:
     """Score rollouts with replay on and off; ``td`` is not changed.
 
     Args:
         actor: a scoring wrapper with ``replay="R3"``.
         td: rollouts ``[B]`` with ``("log_probs", "full")`` and ``("routed_experts", "full")``. A token counts if its
             log-prob there is finite, and it is no pad.
+        use_tqdm: whether to show a progress bar, of two passes, on a terminal or in a notebook, if they take long.
 
     Raises:
         ValueError: the actor does not replay the engine's routes, or there is no log-prob to compare with.
@@ -99,8 +102,12 @@ def probe_replay(actor: TransformersWrapper, td: TensorDictBase) -> ReplayProbe:
     if sampled is None or not known.any():
         raise ValueError(f"no log-probs of the engine at {key!r} in the rollouts: vLLMWrapper(return_log_probs=True)")
     scratch = td.copy()
-    replayed, _, _ = actor.get_new_version(measure_agreement=True).score(scratch, entropy=False)
-    live, _, _ = actor.get_new_version(replay="none").score(td.copy(), entropy=False)
+    silent = None if use_tqdm else True
+    with tqdm(total=2, desc="probe", unit="pass", disable=silent, delay=BAR_SECONDS, leave=False) as bar:
+        replayed, _, _ = actor.get_new_version(measure_agreement=True).score(scratch, entropy=False)
+        bar.update()
+        live, _, _ = actor.get_new_version(replay="none").score(td.copy(), entropy=False)
+        bar.update()
     sampled, known = sampled.to(replayed.device), known.to(replayed.device)
     return ReplayProbe(
         replay=Mismatch.of(replayed[known], sampled[known]),

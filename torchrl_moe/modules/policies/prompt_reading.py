@@ -86,7 +86,7 @@ def require_history(history: Any, key: NestedKey) -> History:
     """Return ``history``.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not one.
     """
     if not isinstance(history, History):
         raise TypeError(f"Expected History object (torchrl.data.llm.History) at {key!r}, got {type(history).__name__}")

@@ -170,7 +170,7 @@ def _keep_earlier(earlier: TensorDictBase, real: Tensor, per_token: dict[str, Te
 
 
 def _resume(output: CompletionOutput, earlier: TensorDictBase | None) -> str:
-    """Return how parts of an answer, and of the turns that it goes on from, read what was before them, at worst."""
+    """Return how parts of an answer, and of the turns that it continues from, read what was before them, at worst."""
     before = "none" if earlier is None else earlier.get("resume", "none")
     return worst_resume(output.resume, getattr(before, "data", before))
 

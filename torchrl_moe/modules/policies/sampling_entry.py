@@ -87,7 +87,7 @@ def sampling_entry(
         kept: of its ``G`` tokens.
         prompt: P.
         total: T.
-        earlier: the turn that the prompt repeats and goes on from, if there is one.
+        earlier: the turn that the prompt repeats and continues from, if there is one.
         real: bool, tokens of the earlier turn that are no pads; ``None`` without one. The caller has run
             :func:`check_earlier_turn`.
     """

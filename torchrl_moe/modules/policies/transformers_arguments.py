@@ -47,7 +47,7 @@ def complete(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse(arguments: dict[str, Any]) -> None:
-    """Refuse what cannot be meant, before a model is loaded.
+    """Refuse invalid values, before a model is loaded.
 
     Args:
         arguments: as :func:`complete` returns them.

@@ -73,7 +73,7 @@ def generate_answers(
     config.num_return_sequences = samples
     for i, ids in enumerate(prompts):
         if not len(ids):
-            raise ValueError(f"the prompt of sample {i} has no tokens: there is nothing to go on from")
+            raise ValueError(f"the prompt of sample {i} has no tokens: there is nothing to continue from")
     if samples > 1 and not config.do_sample:
         raise ValueError(f"{samples} answers to a prompt, and greedy: they would be one. Pass do_sample=True")
     device = computing_device(model)

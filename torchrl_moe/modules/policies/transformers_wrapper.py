@@ -1,6 +1,6 @@
 """``TransformersWrapper``: a stock transformers model that scores rollouts by the recorded experts, or generates.
 
-TorchRL's name, arguments and keys. The work is elsewhere: scores are made in ``scoring_wrapper``, answers in
+Name, arguments and keys are TorchRL's. Scores are computed in ``scoring_wrapper``, answers in
 ``transformers_generation``; prompts are read in ``prompt_reading``, text to be scored in ``text_scoring``.
 """
 
@@ -46,48 +46,49 @@ class TransformersWrapper(ScoringWrapper):
 
     Args:
         model: a model for causal language modelling, or a folder or hub name.
-        tokenizer: for chats and text; a string is loaded by name. Default: that of the folder or name.
-        input_mode: what to read: ``"history"``, ``"text"`` or ``"tokens"``. Default: ``"tokens"``, whose routes are
+        tokenizer: for chats and text; a string is loaded by name. Default: the model's, if ``model`` is a folder or
+            name.
+        input_mode: kind of input: ``"history"``, ``"text"`` or ``"tokens"``. Default: ``"tokens"``, whose routes are
             known; ``"history"`` with a chat template or ``generate=True``.
         input_key: where to read it; default ``(input_mode, "prompt")``, ``(input_mode, "full")`` to score.
-        attention_mask_key: of tokens, where there is no ``(masks_key, "all_attention_mask")``. Of a dense batch with
+        attention_mask_key: of tokens, where there is no ``(masks_key, "all_attention_mask")``. In a dense batch with
             neither, the tokenizer's pad tokens at both ends of a row are pads.
-        generate: default: true for chats and text, false for tokens.
+        generate: whether to generate; default: True for chats and text, False for tokens.
         generate_kwargs: TorchRL's common names (``max_new_tokens``, ``temperature``, ...) or fields of a
-            ``GenerationConfig``. What they leave open is as in the model's own ``generation_config``.
-        tokenizer_kwargs: for text; padding and tensors are not asked for, whatever they say.
+            ``GenerationConfig``. Other settings come from the model's own ``generation_config``.
+        tokenizer_kwargs: for text; ``padding`` and ``return_tensors`` are ignored.
         pad_output: dense output instead of a lazy stack: answers are padded on both sides, scores on the left.
         pad_model_input: score a padded batch (``True``), or one row that holds all sequences (``False``). Default: a
             padded batch, or several sequences in a row where that means fewer pads and the model keeps them apart.
         inplace: write into the input (default), a new TensorDict (``False``), or an empty one like it (``"empty"``).
-        device: where the model computes, which is where it is. One that is loaded goes there.
+        device: the device of the model; a model that is loaded is moved there.
         layout: kept for TorchRL's transforms.
         num_samples: answers per prompt; the output then has batch size ``[B, n]``.
         chat_template_name: one of TorchRL's templates. Without one the tokenizer's own comes first.
         chat_template: a template of your own.
-        return_log_probs: whether answers come with log-probs (default yes).
-        history_key, text_key, tokens_key, masks_key, log_probs_key, routed_experts_key: where to read and write.
-        batching, min_batch_size, max_batch_size, batching_timeout: serve callers of several threads by one forward
-            pass, see :func:`~torchrl_moe.modules.policies.batching.batched`.
+        return_log_probs: whether answers have log-probs (default: True). history_key, text_key, tokens_key, masks_key,
+        log_probs_key, routed_experts_key: where to read and write. batching, min_batch_size, max_batch_size,
+            batching_timeout: join calls of several threads in one forward pass, see
+            :func:`~torchrl_moe.modules.policies.batching.batched`.
         prefer_tokens: as in :class:`vLLMWrapper`.
-        replay: which experts to score by, see :mod:`~torchrl_moe.modules.policies.scoring_wrapper`: ``"R3"``,
+        replay: which experts to score with, see :mod:`~torchrl_moe.modules.policies.scoring_wrapper`: ``"R3"``,
             ``"R2"`` or ``"none"``. Default: R3 for tokens of a model with routers, else none.
-        temperature: that of sampling, to score by; the logits are divided by it, as the engine does for its
-            log-probs. Default: what each sample says, ``("sampling", "temperature")``, 1 if it says nothing; of an
-            engine's answer that says nothing you are warned, once.
+        temperature: the sampling temperature for scores; the logits are divided by it, as the engine does for its
+            log-probs. Default: each sample's ``("sampling", "temperature")``, or 1 without that entry; if an engine's
+            answer lacks it, a warning is shown once.
         measure_agreement: also compute the live router's choice, for ``("routing", "agreement")``.
-        on_bad_routes: what to do about a sample whose routes are wrong: ``"raise"``, or run it on the ``"live"`` router
+        on_bad_routes: what to do with a sample whose routes are wrong: ``"raise"``, or run it on the ``"live"`` router
             and count its tokens in ``("routing", "fallback")``.
-        rerecord: under R2, record again in a forward under ``no_grad`` although the batch has recorded routes.
-        router_replay: a handle that the model has already; default: the one that it has, or a new one.
-        return_routed_experts: whether answers come with the experts of each token (default: if there are any).
+        rerecord: under R2, record again in a forward under ``no_grad`` even if the batch has recorded routes.
+        router_replay: the model's ``RouterReplay``; default: the existing one, or a new one.
+        return_routed_experts: whether answers have the experts of each token (default: if the model has routers).
 
-    Answers have ``("sampling", ...)`` unless they were sampled at temperature 1 from all words.
+    Answers have ``("sampling", ...)`` unless they were sampled at temperature 1 from the whole vocabulary.
 
     Raises:
         UnsupportedRouterError: replay of a model without routers, or with one that cannot be replayed exactly.
 
-    The reference policy comes from :meth:`reference`, and is native unless told to replay.
+    :meth:`reference` returns the reference policy, which uses its own routes unless ``replay=True``.
 
     Example::
 
@@ -149,7 +150,7 @@ class TransformersWrapper(ScoringWrapper):
         self._set_keys()
 
     def _set_model(self, arguments: dict[str, Any]) -> None:
-        """Set what runs, and how; remember the arguments for a new version, which shares the model."""
+        """Set the model and how it runs; keep the arguments for a new version, which shares the model."""
         given = arguments["model"]
         self.model = model_of(given, arguments["device"], self.generate)
         self.tokenizer = tokenizer_of(arguments["tokenizer"], given, self.model, self.input_mode)
@@ -179,7 +180,7 @@ class TransformersWrapper(ScoringWrapper):
         self.inplace = (self.num_samples is None) if inplace is None else inplace
 
     def _set_keys(self) -> None:
-        """Set every key, what is read and written, and how."""
+        """Set all keys, and what is read and written."""
         given = self._arguments
         for name in (*KEYS, "attention_mask_key", "prefer_tokens"):
             setattr(self, name, given[name])
@@ -219,14 +220,14 @@ class TransformersWrapper(ScoringWrapper):
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes, which may not be where its parameters are."""
+        """Where the model computes; its parameters may be elsewhere."""
         return computing_device(self.model)
 
     def get_new_version(self, **kwargs: Any) -> TransformersWrapper:
         """Return a wrapper of the same model with some arguments changed and all others kept.
 
-        The handle on its routers is shared; another ``model`` gets one of its own. What is of scoring alone is dropped
-        for a version that generates, and ``input_key`` for one that reads something else.
+        Both share the ``RouterReplay``; another ``model`` gets its own. Arguments for scoring only are dropped for a
+        version that generates, and ``input_key`` for one with another input.
         """
         unknown = sorted(set(kwargs) - set(self._arguments))
         if unknown:
@@ -247,9 +248,9 @@ class TransformersWrapper(ScoringWrapper):
         """Return a wrapper of the reference policy, which is not trained.
 
         Args:
-            model: its model, a folder or a hub name; default a copy of this one's as it is now. Is frozen.
-            replay: make it follow the experts that this wrapper follows (the engine's, or under R2 those that this
-                wrapper has recorded), instead of choosing its own. It records none.
+            model: a model, a folder or a hub name; default: a copy of the current model. It is frozen.
+            replay: whether it follows the same experts as this wrapper (the engine's, or under R2 those that this
+                wrapper has recorded) instead of choosing its own. It records none.
 
         Raises:
             ValueError: ``replay`` of a wrapper that does not replay, or this wrapper's own model.
@@ -281,20 +282,20 @@ class TransformersWrapper(ScoringWrapper):
 
         Args:
             tensordict: of any batch size.
-            tensordict_out: where to write, instead of what ``inplace`` says.
-            logits_only: score, and write ``"logits"`` ``[B, T, V]`` instead, padded on the left: row t is of token t's
-                own distribution, as TorchRL has them.
+            tensordict_out: where to write; overrides ``inplace``.
+            logits_only: score, and write ``"logits"`` ``[B, T, V]`` instead, padded on the left: row t is the
+                distribution of token t, as in TorchRL.
             **generate_kwargs: change the constructor's for this call.
 
         Raises:
-            ValueError: there is nothing at ``input_key``, or what is there cannot be scored, or gone on from.
+            ValueError: there is nothing at ``input_key``, or it cannot be scored or continued.
             KeyError: there are no tokens to score.
-            TypeError: a history of another type; or settings of generation, and the wrapper scores.
+            TypeError: the history is of another type, or the wrapper scores and got generation settings.
         """
         if self.generate:
             return self._write(tensordict, tensordict_out, self._generated(tensordict, generate_kwargs))
         if generate_kwargs:
-            raise TypeError(f"{sorted(generate_kwargs)} are of generation, and this wrapper scores, generate=False")
+            raise TypeError(f"{sorted(generate_kwargs)} are for generation, but this wrapper has generate=False")
         flat = tensordict if tensordict.ndim == 1 else lazy_stack(flat_samples(tensordict))
         written = self._logits(flat.copy()) if logits_only else self._scored(flat.copy())
         if tensordict.ndim != 1:
@@ -306,7 +307,7 @@ class TransformersWrapper(ScoringWrapper):
             if self.inplace is False and self.generate:
                 return out
             target = source if self.inplace is True else source.empty()
-        if self.generate:  # what is of other tokens goes
+        if self.generate:  # entries of other tokens are dropped
             of_tokens = (SAMPLING, "routing", RECORDED, self.routed_experts_key)
             return target.exclude(*self.out_keys, *of_tokens, inplace=True).update(out)
         for key in out.keys():  # noqa: SIM118  a TensorDict iterates over its batch

@@ -9,8 +9,9 @@ few that are no slice (interleaved, or permuted in parts) are converted each tim
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -41,7 +42,8 @@ class Slice:
 class ModelWeights:
     """A transformers model's weights and persistent buffers, as ``save_pretrained`` would write them, but live.
 
-    Sharded tensors (FSDP2) are gathered one at a time; LoRA adapters are added to their weights one at a time.
+    Sharded tensors (FSDP2) are gathered one at a time, in a narrower dtype if that is asked for; LoRA adapters are
+    added to their weights one at a time.
 
     Args:
         model: it may be compiled, or wrapped by peft.
@@ -98,11 +100,27 @@ class ModelWeights:
         """Count of in-place changes so far: another count means that somebody wrote into the weights."""
         return sum(tensor._version for tensor in self._base.state_dict().values())
 
-    def tensors(self, state: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def gathered_in(self, kinds: Mapping[str, TensorKind]) -> list[torch.dtype | None]:
+        """Return the dtype of each tensor that is read, in order, where all that is cut from it is written in one.
+
+        To cast a part and gather it is to gather it and cast the whole, bit for bit. ``None`` stands for a tensor's own
+        dtype; so it does for those that are converted, not cut.
+
+        Args:
+            kinds: checkpoint name -> (dtype, shape) of what is written.
+        """
+        written = ({kinds[piece.name][0] for piece in pieces} for pieces in self._slices.values())
+        return [*(dtypes.pop() if len(dtypes) == 1 else None for dtypes in written), *[None] * len(self._converted)]
+
+    def tensors(
+        self, state: Mapping[str, Tensor] | None = None, dtypes: Sequence[torch.dtype | None] = ()
+    ) -> Iterator[tuple[str, Tensor]]:
         """Give name and tensor, layer by layer, in the order of ``kinds``. Treat them as read-only.
 
         Args:
             state: tensors under the model's own names to take instead of its own.
+            dtypes: what :meth:`gathered_in` returned: parts of sharded tensors are cast to these before they are sent,
+                but for those with an adapter, whose sum is rounded once.
 
         Raises:
             TypeError: an adapter has become active that cannot be merged.
@@ -111,13 +129,13 @@ class ModelWeights:
         if own:
             self._check_adapters()
         source = self._state() if state is None else state
-        for key in self._slices:
+        for key, dtype in zip(self._slices, chain(dtypes, repeat(None)), strict=False):
             tensor = source[key].detach()
             if own and self._has_views(key, tensor):
                 yield from self._views_of(key, tensor)
             else:
                 self._views.pop(key, None)
-                yield from self._cut(key, self._complete(key, tensor, own))
+                yield from self._cut(key, self._complete(key, tensor, own, dtype))
         for keys in self._converted:
             tensors = {key: self._complete(key, source[key].detach(), own) for key in keys}
             yield from _convert(self._base, tensors).items()
@@ -127,9 +145,10 @@ class ModelWeights:
         as_it_is = tensor.is_contiguous() and not hasattr(tensor, "full_tensor")
         return as_it_is and tensor.device.type == "cpu" and not (self._lora is not None and key in self._lora)
 
-    def _complete(self, key: str, tensor: Tensor, own: bool) -> Tensor:
-        gathered = whole(tensor)
-        return self._lora.merged(key, gathered) if own and self._lora is not None and key in self._lora else gathered
+    def _complete(self, key: str, tensor: Tensor, own: bool, dtype: torch.dtype | None = None) -> Tensor:
+        if own and self._lora is not None and key in self._lora:
+            return self._lora.merged(key, whole(tensor))
+        return whole(tensor, dtype)
 
     def _views_of(self, key: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         pointer, views = self._views.get(key, (0, []))

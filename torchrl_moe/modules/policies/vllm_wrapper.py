@@ -1,8 +1,7 @@
 """``vLLMWrapper``: prompts in a TensorDict become answers in a TensorDict, with the experts of every token.
 
-TorchRL's name, arguments and keys, over our own engine; it generates, or it scores. The work is elsewhere: prompts
-are read in ``prompts``, what else a batch says of its requests in ``request_keys``, sampling parameters mapped in
-``generate_kwargs``, answers laid out in ``rollout``.
+Name, arguments and keys are TorchRL's, the engine is ours. Prompts are read in ``prompts``, other entries for requests
+in ``request_keys``, sampling parameters are mapped in ``generate_kwargs``, answers are laid out in ``rollout``.
 """
 
 from __future__ import annotations
@@ -53,49 +52,48 @@ class vLLMWrapper(EngineWrapper):
 
     Args:
         model: an engine; a folder or hub name, from which an :class:`AsyncVLLM` is started; or a ``vllm.LLM``, which
-            runs one call at a time and knows no versions of its weights.
+            runs one call at a time and does not track weight versions.
         tokenizer: default: the engine's own; a string is loaded by name.
-        input_mode: what to read: ``"history"``, ``"text"`` or ``"tokens"``.
+        input_mode: kind of input: ``"history"``, ``"text"`` or ``"tokens"``.
         input_key: where to read it; default ``(input_mode, "prompt")``, and ``(input_mode, "full")`` to score.
         attention_mask_key: of padded tokens, if there is one.
-        generate: false: write log-probs of the whole of what is in ``input_key`` by the engine's weights of now, with
-            its tokens and masks, and generate nothing; how to sample is then not looked at.
+        generate: False: do not generate, but write the log-probs of everything in ``input_key`` under the engine's
+            current weights, with its tokens and masks; sampling settings are then ignored.
         generate_kwargs: TorchRL's common names (``max_new_tokens``, ``temperature``, ...) or vLLM's own; also
             ``actor_index``, ``lora_request`` and the engine's ``on_resume``.
-        tokenizer_kwargs: for text prompts; padding and tensors are not asked for, whatever they say.
+        tokenizer_kwargs: for text prompts; ``padding`` and ``return_tensors`` are ignored.
         pad_output: dense output, prompts padded left and responses right, instead of a lazy stack.
         pad_model_input: must be ``None``; vLLM takes no padding.
         inplace: write into the input (default), a new TensorDict (``False``), or an empty one like it (``"empty"``).
         device: where the output goes.
-        layout: accepted for TorchRL's sake; only ``torch.strided`` is written.
+        layout: accepted for compatibility with TorchRL; only ``torch.strided`` is written.
         num_samples: answers per prompt; the output then has batch size ``[B, n]``.
         chat_template_name: one of TorchRL's templates.
         chat_template: a template of your own.
-        return_log_probs: whether to write log-probs; ``None`` is yes.
+        return_log_probs: whether to write log-probs; ``None`` means True.
         return_routed_experts: whether to write routes (default: if the engine captures them).
         history_key, text_key, tokens_key, masks_key, log_probs_key, routed_experts_key: where to write.
-        batching, min_batch_size, max_batch_size, batching_timeout: whether calls of several threads share one, of how
-            many samples, and for how many seconds one waits for others; for TorchRL's sake: the engine batches the
-            requests of all threads as they come, and needs none of it.
-        prefer_tokens: in history mode, take the ids in ``"tokens"`` instead of encoding again: those of an earlier
-            turn as far as they go, else the caller's own ``("tokens", "prompt")``, or ``"full"``, as they are.
+        batching, min_batch_size, max_batch_size, batching_timeout: whether calls of several threads are joined, the
+        sizes of the joined batch, and how long to wait for it in seconds. For compatibility with TorchRL: the engine
+        already batches the requests of all threads.
+        prefer_tokens: in history mode, use the ids in ``"tokens"`` instead of encoding again: the ids of an earlier
+            turn for the part that they cover, else the caller's own ``("tokens", "prompt")`` or ``"full"``, unchanged.
         timeout_seconds: per request; a late batch raises :class:`GenerationTimeout`.
         actor_index: the replica to use, instead of the balancer's choice.
         lora_request: vLLM's ``LoRARequest``, or a mapping of its fields.
         use_tqdm: whether to show a progress bar.
-        replay: with ``generate=False``: whether tokens follow recorded experts, ``"R3"``, or ``"none"``. Default: they
-            do if the engine captures any; text and chats never do.
-        temperature: with ``generate=False``: at which tokens are scored; default: what each sample says.
+        replay: with ``generate=False``: whether tokens follow recorded experts: ``"R3"`` or ``"none"``. Default:
+            ``"R3"`` if the engine captures routes; text and chats never follow any.
+        temperature: with ``generate=False``: at which tokens are scored; default: each sample's own.
 
-    Every key of the README's table is written in every input mode; ``B`` unequal sequences are a lazy stack. TorchRL's
-    are ``out_keys``, in its order, and those that are ours ``extra_keys``. What copies ``out_keys`` only, as TorchRL's
-    collector with a policy on another device, copies both once you say ``policy.out_keys += policy.extra_keys``.
+    Every key of the README's table is written in every input mode; ``B`` sequences of unequal length are a lazy stack.
+    ``out_keys`` are TorchRL's keys, in its order; ``extra_keys`` are ours. Code that copies only ``out_keys``, such as
+    TorchRL's collector with a policy on another device, copies both after ``policy.out_keys += policy.extra_keys``.
 
-    A batch may say more of its requests than their prompts, for admission and balancing: ``"session_id"``,
-    ``"group_id"``, ``"priority"``, ``"min_version"`` and ``"request_context"`` at its root, one value per sample, are
-    read if present. Numbers are an int tensor ``[B]`` or ``[B, 1]``, anything else a list or a ``NonTensorStack``;
-    ``None``, or -1 where the value is no priority, is as if the key were not there. The ``n`` answers of a sample share
-    its values.
+    A batch may have more entries for its requests, for admission and balancing: ``"session_id"``, ``"group_id"``,
+    ``"priority"``, ``"min_version"`` and ``"request_context"`` at its root, one value per sample, are read if present.
+    Numbers are an int tensor ``[B]`` or ``[B, 1]``, anything else a list or a ``NonTensorStack``; ``None``, or -1
+    except for a priority, counts as absent. The ``n`` answers of a sample share its values.
 
     Example::
 
@@ -194,16 +192,16 @@ class vLLMWrapper(EngineWrapper):
 
         Args:
             tensordict: holds the prompts at ``input_key``.
-            tensordict_out: where to write, instead of what ``inplace`` says.
-            logits_only: must be false; an engine gives none.
-            return_routed_experts: false leaves the routes of this call out; evaluation does not need them.
-            **generate_kwargs: change the constructor's for this call, the engine's arguments among them too.
+            tensordict_out: where to write; overrides ``inplace``.
+            logits_only: must be False; an engine returns no logits.
+            return_routed_experts: False omits the routes of this call; evaluation does not need them.
+            **generate_kwargs: override the constructor's for this call, engine arguments included.
 
         Raises:
-            ValueError: there is nothing at ``input_key``, the batch or a prompt is empty, an argument makes no sense,
-                or a prompt goes on from a turn of another temperature.
-            TypeError: what is to be a ``History`` is none, or what the batch says of a request is of a wrong type.
-            EngineError: a request failed, or was aborted: a cut answer is never passed on as a whole one.
+            ValueError: there is nothing at ``input_key``, the batch or a prompt is empty, an argument is invalid, or a
+                prompt continues a turn of another temperature.
+            TypeError: the history is not a ``History``, or an entry for requests is of a wrong type.
+            EngineError: a request failed, or was aborted: a cut answer is never returned as a complete one.
         """
         if logits_only:
             raise no_logits()
@@ -212,7 +210,7 @@ class vLLMWrapper(EngineWrapper):
             raise ValueError(f"the input has no samples: its batch size is {list(tensordict.batch_size)}")
         if self.scorer is not None:
             if generate_kwargs:
-                raise ValueError(f"{sorted(generate_kwargs)} are of generating, and this wrapper has generate=False")
+                raise ValueError(f"{sorted(generate_kwargs)} are for generation, but this wrapper has generate=False")
             return self._score(self.scorer, samples, tensordict, tensordict_out)
         keys = self.keys if return_routed_experts else replace(self.keys, routed_experts=None)
         prompts = self._source.prompts(samples)
@@ -231,7 +229,7 @@ class vLLMWrapper(EngineWrapper):
     def requests(
         self, tensordict: TensorDictBase, *, return_routed_experts: bool = True, **generate_kwargs: Any
     ) -> list[SampleRequest]:
-        """Return what :meth:`forward` would ask the engine for, sample by sample, for a caller that asks itself.
+        """Return the requests that :meth:`forward` would send, sample by sample, for a caller that sends them itself.
 
         Arguments and errors are those of :meth:`forward`; ``num_samples`` must be ``None``.
 
@@ -264,7 +262,7 @@ class vLLMWrapper(EngineWrapper):
 
     @set_list_to_stack(True)  # type: ignore[untyped-decorator]
     def answer(self, request: SampleRequest, completion: Completion) -> TensorDictBase:
-        """Return what came of one of :meth:`requests`: the keys that :meth:`forward` writes, batch size ``[]``."""
+        """Return the answer to one of :meth:`requests`: the keys that :meth:`forward` writes, batch size ``[]``."""
         layout = self.engine.routing_layout
         params = request.arguments["sampling_params"]
         answer = answer_tensordict(completion, completion.outputs[0], layout, request.keys, params, request.sample)
@@ -325,7 +323,7 @@ class vLLMWrapper(EngineWrapper):
         response = self.tokenizer.decode(ids, skip_special_tokens=False)
         answer.set(self.text_key, reading.text_entry(prompts.texts[i], response))
         if self.input_mode == "history":
-            # the template writes the end-of-turn token after the content: it is no part of it
+            # the template writes the end-of-turn token after the content; it is not part of it
             if ids and ids[-1] == self.tokenizer.eos_token_id:
                 response = self.tokenizer.decode(ids[:-1], skip_special_tokens=False)
             answer.set(self.history_key, reading.history_entry(prompts.histories[i], response))

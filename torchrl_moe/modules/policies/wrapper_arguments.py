@@ -32,7 +32,7 @@ OF_GENERATING = ("num_samples", "return_routed_experts")
 
 
 def refuse(arguments: dict[str, Any]) -> None:
-    """Refuse what cannot be meant, before an engine is started."""
+    """Refuse invalid values, before an engine is started."""
     if not arguments["generate"]:
         _refuse_to_score(arguments)
     elif given := sorted(name for name in ("replay", "temperature") if arguments[name] is not None):
@@ -51,7 +51,7 @@ def refuse(arguments: dict[str, Any]) -> None:
 
 
 def _refuse_to_score(arguments: dict[str, Any]) -> None:
-    """Refuse what cannot be meant of a wrapper that scores."""
+    """Refuse invalid values of a wrapper that scores."""
     if arguments["return_log_probs"] is False:
         raise ValueError("return_log_probs must be True when generate=False: log-probs are all that it computes")
     if arguments["replay"] not in (None, "R3", "none"):

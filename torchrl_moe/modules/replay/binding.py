@@ -1,4 +1,4 @@
-"""What one forward pass is to do with its routes. Bound per call, captured by checkpointed layers, never consumed.
+"""What one forward pass does with its routes. Bound per call, captured by checkpointed layers, never consumed.
 
 Letters: B sequences, T tokens, N = B * T rows, L decoder layers, K experts per token, E experts.
 """
@@ -50,8 +50,7 @@ class Recording:
 class LayerReport:
     """What one layer did in one forward.
 
-    Rows replayed, rows on the live router, how many of those because their sample was refused, and in how many of the
-    replayed ones the live router agrees.
+    Rows replayed; rows on the live router; live rows of refused samples; replayed rows in which the live router agrees.
     """
 
     replayed: int
@@ -60,7 +59,7 @@ class LayerReport:
     agreeing: Tensor | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """What :meth:`RouterReplay.report` says of a layer; waits for the device."""
+        """The entry of a layer in :meth:`RouterReplay.report`; waits for the device."""
         agreement = None
         if self.agreeing is not None and self.replayed:
             agreement = int(self.agreeing) / self.replayed
@@ -73,18 +72,18 @@ class Binding:
 
     Args:
         layers: decoder layers with a router, as global indices.
-        recording: filled with what the routers use: their own choice, or in a replay the routes, and their own choice
-            where there is none.
-        routes: ``[N, L, K]`` of a signed integer type, nobody else's memory; ``None`` in a recording.
+        recording: filled with the experts that the routers use: their own choice, or in a replay the routes where
+            known.
+        routes: ``[N, L, K]`` of a signed integer type, memory that nothing else writes; ``None`` in a recording.
         shape: ``(B, T)`` of the batch that the routes are laid out for.
         known: ``[N, L]`` bool, rows that are replayed.
-        replayed: how many those are, by layer ``[L]``.
-        complete: whether they are all, by layer. Such a layer needs no ``topk`` at all. (A compiled graph depends on
-            this, and on no count.)
-        live: of each other layer the rows that are not, int64 ``[M]``; no others are ranked. An engine knows no experts
-            of a sequence's last token, so that every rollout has some.
+        replayed: number of replayed rows, by layer ``[L]``.
+        complete: whether all rows are replayed, by layer. Such a layer needs no ``topk`` at all. (A compiled graph
+            depends on this, and not on a count.)
+        live: for each other layer the rows that are not replayed, int64 ``[M]``; only these are ranked. Every rollout
+            has some, because an engine knows no experts of a sequence's last token.
         refused: samples that run on the live router because their routes were bad.
-        refused_rows: how many rows those are.
+        refused_rows: number of their rows.
         measure: also run each router on its own, and count the rows where it agrees as a set.
     """
 
@@ -112,7 +111,7 @@ class Binding:
             recompute: whether this is a checkpointed layer's second run, which is not counted again.
         """
         layer = site.layer
-        if self.recording is not None and recompute:  # kernels may break a tie another way the second time
+        if self.recording is not None and recompute:  # kernels may break ties differently in the second run
             chosen = self.recording.by_layer[layer].long()
         elif self.routes is None:
             chosen = own(None).indices.reshape(len(scores), site.top_k)
@@ -131,7 +130,7 @@ class Binding:
             site: the router.
             scores: ``[N, G]``, what it ranks the groups by.
             own: its own choice of groups.
-            top_k: how many groups that is: more than K experts lie in, perhaps.
+            top_k: number of groups to return; may be more than the K experts need.
         """
         groups = self._experts(site, scores).clamp(min=0) // (site.num_experts // scores.shape[-1])
         return self._with_live(site.layer, _widened(groups, max(site.top_k, top_k)), own)
@@ -143,7 +142,7 @@ class Binding:
         self.agreeing[site.layer] = same.sum()
 
     def see_batch(self, shape: tuple[int, ...]) -> None:
-        """Take note of ``(B, T)`` of the hidden states, or compare it with that of the routes.
+        """Store ``(B, T)`` of the hidden states, or compare it with that of the routes.
 
         Raises:
             ReplayError: the routes are laid out for another batch, which may have as many rows.
@@ -161,7 +160,7 @@ class Binding:
         """Raise unless every router ran exactly once.
 
         Raises:
-            ReplayError: no forward ran, or more than one, or it went past some routers.
+            ReplayError: no forward ran, or more than one, or it skipped some routers.
         """
         if not self.calls:
             raise ReplayError("the context closed and no forward pass of this model ran in it")
@@ -171,7 +170,7 @@ class Binding:
             raise ReplayError(f"one forward pass per context: {detail}. Open a context for each micro-batch.")
 
     def report(self) -> dict[int, LayerReport]:
-        """Return what each layer did; to be asked after :meth:`check_used`."""
+        """Return what each layer did; call :meth:`check_used` first."""
         if self.routes is None:
             assert self.recording is not None
             return {layer: LayerReport(0, len(self.recording.by_layer[layer])) for layer in self.layers}
@@ -206,14 +205,14 @@ class Binding:
 
 
 def live_rows(known: Tensor, layers: Sequence[int]) -> dict[int, Tensor]:
-    """Return by layer the rows, int64 ``[M]``, that ``known`` ``[N, L]`` does not name."""
+    """Return by layer the rows, int64 ``[M]``, that are not in ``known`` ``[N, L]``."""
     live = ~known[:, list(layers)].T
     places = live.nonzero()[:, 1].split(live.sum(1).tolist())
     return dict(zip(layers, places, strict=True))
 
 
 def _widened(choice: Tensor, width: int) -> Tensor:
-    """Return ``[N, width]``: the columns of ``choice``, from the first again where there are no more."""
+    """Return ``[N, width]``: the columns of ``choice``, repeated from the first if there are too few."""
     if choice.shape[1] == width:
         return choice
     return choice[:, torch.arange(width, device=choice.device) % choice.shape[1]]

@@ -1,7 +1,14 @@
 """Keeping a binding for a checkpointed layer's second run, which happens in ``backward``.
 
-By then the context may be closed, or belong to another micro-batch. So the binding is captured when the layer runs
-forward, and put back for its recompute alone. transformers runs a checkpointed layer through one attribute, torch's
+By then the context may be closed, or belong to another micro-batch. So the binding is captured in the layer's forward,
+and restored only for its recompute::
+
+    with replay.replay(A): forward          layer captures A
+    with replay.replay(B): forward          layer captures B
+    loss_A.backward()                       recompute under A, although B was last
+    loss_B.backward()                       recompute under B
+
+transformers runs a checkpointed layer through one attribute, torch's
 ``checkpoint_wrapper`` through another; enabling checkpointing overwrites it, so it is wrapped again at each context.
 """
 

@@ -1,7 +1,7 @@
 """Finding the routers of a model by running it once: a router is the module whose own code ranks the experts.
 
-No table of families: the modules of a small forward pass are watched, and every ``topk`` is credited to the innermost
-module that runs. New architectures and remote code are found the same way, or refused by name.
+There is no table of families: the modules of a small forward pass are observed, and every ``topk`` is attributed to the
+    innermost running module. New architectures and remote code are found the same way, or refused with their name.
 
 Letters: N rows of a batch, E experts, K experts per row.
 """
@@ -28,6 +28,7 @@ __all__ = [
     "check_replayed",
     "discover",
     "dry_inputs",
+    "expert_counts",
     "has_experts",
     "number_of_layers",
 ]
@@ -40,8 +41,8 @@ DRY_TOKENS = 7
 REFUSED = {
     "PhimoeTopKRouter": "sparsemixer: two ordered slots, whose weights depend on the order, which engines do not keep",
     "LongcatFlashTopkRouter": "zero-computation experts: engines report them as expert 0",
-    "ZayaRouter": "it may choose to skip, which no expert's number says",
-    "DogeCDMoE": "product keys: its topk ranks places in a table, which are no experts",
+    "ZayaRouter": "it may choose to skip, which no expert id expresses",
+    "DogeCDMoE": "product keys: its topk ranks places in a table, not experts",
 }
 # Routers that choose nothing: experts are fixed by the token. Their layers have experts, and no routes.
 FIXED = {"DeepseekV4HashRouter"}
@@ -66,7 +67,7 @@ class RouterSite:
         return self.name[: match.end(1)]
 
 
-def _expert_counts(config: Any) -> set[int]:
+def expert_counts(config: Any) -> set[int]:
     """Return every number of experts that a config names."""
     found: set[int] = set()
     for part in [config, *(getattr(config, name, None) for name in NESTED)]:
@@ -79,7 +80,7 @@ def _expert_counts(config: Any) -> set[int]:
 
 def has_experts(model: nn.Module) -> bool:
     """Whether a model's config names a number of experts; no forward pass is run."""
-    return bool(_expert_counts(getattr(model, "config", None)))
+    return bool(expert_counts(getattr(model, "config", None)))
 
 
 def number_of_layers(model: nn.Module) -> int:
@@ -92,7 +93,7 @@ def number_of_layers(model: nn.Module) -> int:
 def dry_inputs(model: nn.Module) -> dict[str, Tensor]:
     """Return the inputs of a small forward pass, on the device on which the model runs."""
     device = computing_device(model)
-    counts = _expert_counts(getattr(model, "config", None))
+    counts = expert_counts(getattr(model, "config", None))
     # no number of experts, so that scores over tokens are not taken for scores over experts
     length = next(length for length in range(DRY_TOKENS, DRY_TOKENS + len(counts) + 1) if length not in counts)
     ids = torch.arange(1, length + 1, device=device).unsqueeze(0)
@@ -160,7 +161,7 @@ def discover(model: nn.Module) -> list[RouterSite]:
     Raises:
         UnsupportedRouterError: the model has no router, or one whose choice cannot be replayed exactly.
     """
-    counts = _expert_counts(getattr(model, "config", None))
+    counts = expert_counts(getattr(model, "config", None))
     _check_kind(model, counts)
     inputs = dry_inputs(model)
     running: list[str] = []
@@ -196,7 +197,7 @@ def _site(layer: int, router: _Ranking, tracer: ScoreTracer) -> RouterSite:
 
 
 def _check_kind(model: nn.Module, counts: set[int]) -> None:
-    """Refuse a model of which it is known, before it has run, that no routes can be replayed in it."""
+    """Refuse a model that is known, before it runs, not to support replay."""
     kind = type(model).__name__
     if not counts:
         raise UnsupportedRouterError(

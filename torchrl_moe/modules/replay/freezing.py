@@ -1,4 +1,4 @@
-"""Freezing routers: training goes on with the experts' choice rule as it is."""
+"""Freezing routers: training continues with fixed router weights."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["freeze_routers"]
 def freeze_routers(model: nn.Module) -> list[str]:
     """Set ``requires_grad=False`` on the parameters of every router; return their names.
 
-    A frozen router still chooses other experts as the hidden states before it change. Do it before the optimizer is
-    made; ``parameter.requires_grad_(True)`` takes it back. Runs a small forward pass to find the routers. Where a
-    family ranks experts in the block that holds them, experts and shared experts stay trainable.
+    A frozen router still chooses other experts when its hidden states change. Call this before the optimizer is made;
+    ``parameter.requires_grad_(True)`` undoes it. Runs a small forward pass to find the routers. Where a family ranks
+    experts in the block that holds them, experts and shared experts stay trainable.
 
     Args:
         model: a transformers MoE for causal language modelling, with a ``RouterReplay`` or without.

@@ -1,4 +1,4 @@
-"""What sits on a model's modules while it has a ``RouterReplay``: stand-ins for the forward of a few of them.
+"""Handles on a model's modules while it has a ``RouterReplay``: they replace the forward of a few modules.
 
 A handle is an object in the module's own ``__dict__``, not a closure: a deep copy or a pickle of the model holds
 handles of its own modules, which do nothing until a ``RouterReplay`` is made for that model.
@@ -31,7 +31,7 @@ class _Handle:
     def __init__(self, module: nn.Module, state: ReplayState) -> None:
         self.module = module
         self.state = state
-        self.shadowed = module.__dict__.get("forward")  # somebody else's stand-in
+        self.shadowed = module.__dict__.get("forward")  # another library's replacement
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, looked up late: FSDP and parametrizations change its class."""
@@ -52,7 +52,7 @@ class _RouterHandle(_Handle):
         binding, recompute = self.state.binding, self.state.recompute
         if binding is None:
             return self.forward(*args, **kwargs)
-        if binding.measure:  # in a recompute too: selective checkpointing keeps results in the order of their making
+        if binding.measure:  # in a recompute too: selective checkpointing matches results by their order
             binding.compare(self.site, self._own_choice(*args, **kwargs))
         site = self.site
 
@@ -67,7 +67,7 @@ class _RouterHandle(_Handle):
             return self.forward(*args, **kwargs)
 
     def _own_choice(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the experts ``[N, K]`` that the router chooses by itself, in a run of its own: groups are its own."""
+        """Return the experts ``[N, K]`` that the router chooses in a separate run, with its own groups."""
         chosen: list[Tensor] = []
 
         def choose(scores: Tensor, own: Any) -> Tensor:
@@ -82,7 +82,7 @@ class _RouterHandle(_Handle):
 
 
 class _LayerHandle(_Handle):
-    """On a decoder layer: routers see rows, this sees the batch's ``[B, T]``. It keeps what the routers' jitter was."""
+    """On a decoder layer: routers see rows, this sees the batch's ``[B, T]``. Stores the routers' original jitter."""
 
     def __init__(self, module: nn.Module, state: ReplayState, jitter: list[Jitter]) -> None:
         super().__init__(module, state)

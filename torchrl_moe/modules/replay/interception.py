@@ -1,9 +1,19 @@
 """The one place where a router's choice is replaced: its own ``topk`` over the experts.
 
-Inside a router's forward, ``topk`` is answered with the experts that were recorded, gathered from the very scores the
-router ranks. Everything else (scoring, bias, normalisation, scaling, dtype) is the family's own code, so replaying the
-router's own choice is bit-equal by construction, and gradients reach the router's weights through the live scores
-(R3, arXiv 2510.11370: the selection is a constant, the weights are not).
+Inside a router's forward, ``topk`` returns the recorded experts, with values gathered from the scores that the router
+ranks:
+
+.. code-block:: text
+
+    hidden -> logits -> scores -> bias ... -> topk(scores, K) -> normalise, scale -> weights
+                          |                    |        |
+              live, with gradient        values: from   indices: the recorded
+                                         live scores    experts (a constant)
+
+All code except this ``topk`` (scoring, bias, normalisation, scaling, dtype) is the family's own. So replaying the
+router's own choice is bit-equal by construction, and gradients reach the router's weights through the live scores (R3,
+arXiv 2510.11370: the selection is a constant, the weights are not). A TorchFunctionMode does it, active only while the
+router's forward runs, so that no other ``topk`` of the model is touched and no code of a family is copied here.
 
 Letters: N rows of a batch, E experts, K experts per row, G groups.
 """
@@ -36,13 +46,13 @@ def _ranked(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tupl
 
 
 def _order(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Return ``largest`` and ``sorted`` of a ``topk``; experts are added up in the order in which they are chosen."""
+    """Return ``largest`` and ``sorted`` of a ``topk``; experts are summed in the order in which they are chosen."""
     given = dict(zip(("largest", "sorted"), args[3:], strict=False)) | dict(kwargs)
     return given.get("largest", True), given.get("sorted", True)
 
 
 class TopKObserver(TorchFunctionMode):
-    """Tells a function of every ``topk`` along the last dimension (input, indices), and changes nothing."""
+    """Reports every ``topk`` along the last dimension (input, indices) to a function, and changes nothing."""
 
     def __init__(self, tell: Callable[[Tensor, Tensor], None]) -> None:
         super().__init__()
@@ -103,7 +113,7 @@ class TopKInterception(TorchFunctionMode):
                 return x.reshape(-1, width)[rows].topk(k, -1, *_order(args, kwargs))
 
         if (width, k, x.ndim) == (self._num_experts, self._top_k, self._rank):
-            self._groups = None  # groups are chosen before experts: what comes now is something else
+            self._groups = None  # groups are chosen before experts: a later topk is something else
             chosen = self._choose(x.reshape(-1, width), own).view(*x.shape[:-1], k)
         elif self._groups is not None and x.ndim == 2 and width < self._num_experts and not self._num_experts % width:
             chosen = self._groups(x, own, k)

@@ -1,7 +1,7 @@
 """``RouterReplay``: record the experts a stock transformers MoE chooses, or make it follow recorded ones.
 
-The face of one model; the interception itself is in ``interception``, what one forward does in ``binding``, what sits
-on the model in ``handles``, and how checkpointed layers keep their routes in ``checkpointing``.
+The public interface. The interception itself is in ``interception``, the state of one forward in ``binding``, what is
+attached to the model in ``handles``, and how checkpointed layers keep their routes in ``checkpointing``.
 
 Letters: B sequences, T tokens, N = B * T rows, L decoder layers, K experts per token, E experts.
 """
@@ -33,13 +33,12 @@ class RouterReplay:
     """Records and replays the routers of one transformers model.
 
     Construction runs a small forward pass five times: it finds the routers, and checks that each is hit exactly once,
-    that replaying the model's own choice gives the very same logits, in all rows or in every other one with live rows
-    between them, and that another choice does not. It may come
-    before or after peft, ``fully_shard`` and ``torch.compile``; after ``fully_shard`` all ranks must construct it.
-    Router jitter is off from then on, until :meth:`remove`.
+    that replaying the model's own choice gives exactly the same logits, in all rows or in every other one, and that
+    another choice does not. Construct it before or after peft, ``fully_shard`` and ``torch.compile``; after
+    ``fully_shard`` all ranks must do so. Router jitter is off until :meth:`remove`.
 
-    A deep copy or a pickle of the model alone comes without a ``RouterReplay``, and takes one of its own; copied
-    together with its ``RouterReplay``, the copies belong to each other.
+    A deep copy or a pickle of the model alone has no ``RouterReplay``, and may get its own; if the model is copied
+    together with its ``RouterReplay``, the copies belong together.
 
     Args:
         model: a transformers MoE for causal language modelling.
@@ -71,7 +70,7 @@ class RouterReplay:
         reason = refused_parallelism(model)
         if reason:
             raise UnsupportedRouterError(f"{type(model).__name__} cannot be replayed under {reason}")
-        handles.uninstall(model)  # those of the model that this one is a copy of
+        handles.uninstall(model)  # handles of the model that this one is a copy of
         self.model = model
         self._state = ReplayState(owner=self)
         self._last: dict[int, LayerReport] = {}
@@ -116,7 +115,7 @@ class RouterReplay:
 
     @property
     def scoring(self) -> str:
-        """How the routers score, as the dry forward showed it; "own code" where that cannot be seen."""
+        """How the routers score, as observed in a forward pass; "own code" where that is not visible."""
         return "; ".join(dict.fromkeys(site.scoring for site in self.sites))
 
     def __repr__(self) -> str:
@@ -158,16 +157,18 @@ class RouterReplay:
                 last included.
             attention_mask: ``[B, T]``; pads run on the live router whatever their rows hold.
             measure: also run each router on its own, for :meth:`report`'s agreement.
-            on_bad_routes: what to do about a wrong id: ``"raise"``, or run all of its sample on the ``"live"`` router,
-                which :meth:`report` counts and :attr:`refused` names. A wrong shape or dtype always raises.
-            packing: where the tokens stand in the model's input, if it holds several sequences in a row: routes and
-                mask are then those of the batch before packing, and messages name its samples.
-            record: whether to give a recording of what the routers use: the routes, and their own choice elsewhere.
+            on_bad_routes: what to do with a wrong id: ``"raise"``, or run its whole sample on the ``"live"`` router;
+                :meth:`report` counts and :attr:`refused` lists these samples. A wrong shape or dtype always raises.
+            packing: the places of the tokens in the model's input, if a row holds several sequences: routes and mask
+                are then those of the batch before packing, and messages name its samples.
+            record: whether to return a recording of the experts that the routers use: the routes, and their own choice
+                elsewhere.
 
         Raises:
             RouteShapeError: routes or mask of another shape.
             RouteValueError: an id out of range, twice in a row, on a layer without a router, or a row that is partly
-                -1; or routes that are no signed integers. It names sample, token (pads not counted), layer and values.
+                -1; or routes that are not signed integers. The message names sample, token (pads not counted), layer
+                and values.
             ReplayError: the routes are not laid out as the batch, a router did not use them, not exactly one forward
                 pass ran, or a context of this model is open already.
         """
@@ -195,7 +196,7 @@ class RouterReplay:
         binding.check_used()
         self._last, self._refused = binding.report(), binding.refused
 
-    # -- what happened ----------------------------------------------------------------------------------------------
+    # -- reports ----------------------------------------------------------------------------------------------------
 
     def report(self) -> ReplayReport:
         """Return what the last context's forward did, by layer; nothing if it failed.
@@ -213,7 +214,7 @@ class RouterReplay:
         return self._refused
 
     def remove(self) -> None:
-        """Take every handle off the model again; harmless if done before.
+        """Remove every handle from the model. Idempotent.
 
         Raises:
             ReplayError: a context is open.

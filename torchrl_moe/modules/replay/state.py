@@ -1,4 +1,4 @@
-"""Which binding is in force on a model, and in which thread: contexts, and the runs of checkpointed layers."""
+"""Which binding is active on a model, and in which thread: contexts, and the runs of checkpointed layers."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _TWO_THREADS = "another thread has a context of this model open: one thread at a
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A binding in force; ``recompute``: in a checkpointed layer's second run."""
+    """An active binding; ``recompute``: in a checkpointed layer's second run."""
 
     binding: Binding | None = None
     recompute: bool = False
 
 
 class _Layer(threading.local):
-    """What the checkpointed layer that runs in this thread goes by; ``None`` outside of one.
+    """The binding of the checkpointed layer that runs in this thread; ``None`` outside of one.
 
-    Of each thread by itself: autograd runs the backward of each device in a thread of its own.
+    Per thread: autograd runs the backward of each device in its own thread.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class _Layer(threading.local):
 
 
 class ReplayState:
-    """What the handles of one model look up while they run: the active binding, and whose it is.
+    """What the handles of one model look up while they run: the active binding, and its thread.
 
     Plain attributes rather than a context variable, so that a compiled graph can read them. A copy, or what comes out
     of a pickle, starts without a binding and without an owner: the original's contexts do not reach a copied model.
@@ -57,7 +57,7 @@ class ReplayState:
 
     @property
     def owned(self) -> bool:
-        """Whether a ``RouterReplay`` looks after the handles."""
+        """Whether a ``RouterReplay`` owns the handles."""
         return self.owner is not None
 
     @property

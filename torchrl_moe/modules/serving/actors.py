@@ -20,11 +20,11 @@ INSTEAD = {
     "update_weights_native": WEIGHTS,
     "wake_up": "replicas wake up together: engine.wake_up()",
 }
-"""What TorchRL's actors have and a handle has not -> what to do instead."""
+"""Methods that TorchRL's actors have and a handle lacks -> what to do instead."""
 
 
 def generate_for_torchrl(engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """Generate as an actor of TorchRL's does, with vLLM's own ``RequestOutput`` for an answer."""
+    """Generate as an actor of TorchRL's does: return vLLM's own ``RequestOutput``."""
     from torchrl_moe.modules.backends.vllm.request_outputs import generate_request_outputs
 
     return generate_request_outputs(engine, *args, **kwargs)
@@ -36,9 +36,9 @@ def _generate_there(handle: ActorHandle, *args: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True, repr=False)
 class ActorHandle:
-    """One replica of an engine: what is called here, this replica answers. ``engine.actors`` lists them.
+    """A handle of one replica of an engine: its methods run on this replica. ``engine.actors`` lists the handles.
 
-    It is no Ray actor, but each method has ``.remote``, which returns a Ray reference to the answer.
+    It is not a Ray actor, but each method has ``.remote``, which returns a Ray reference to the answer.
     """
 
     engine: Any
@@ -50,7 +50,7 @@ class ActorHandle:
     def generate(self, prompts: Any = None, sampling_params: Any = None, **kwargs: Any) -> Any:
         """Generate as the engine does; arguments as in :meth:`GenerationService.generate`, without ``actor_index``.
 
-        By ``.remote`` the answer is vLLM's ``RequestOutput``.
+        With ``.remote`` the answer is vLLM's ``RequestOutput``.
         """
         return self.engine.generate(prompts, sampling_params, actor_index=self.index, **kwargs)
 
@@ -71,18 +71,18 @@ class ActorHandle:
 
     @also_remote()
     def get_world_size(self) -> int:
-        """Return over how many devices it spreads."""
+        """Return the number of its devices."""
         info = self.engine.infos[0]
         return int(info.tensor_parallel_size * info.data_parallel_size)
 
     @also_remote()
     def ready(self) -> bool:
-        """Whether it would take a request now."""
+        """Whether it would accept a request now."""
         return bool(self.engine.is_running and self.engine.replica_table[self.index].may_take)
 
     @also_remote()
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; false if it could not, because requests are running."""
+        """Drop cached prefixes; return False if it could not, because requests are running."""
         table = self.engine.replica_table
         done = bool(table[self.index].replica.reset_prefix_cache(CALL_SECONDS))
         table.forget_prefixes(self.index)

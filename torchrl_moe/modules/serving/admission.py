@@ -1,6 +1,6 @@
-"""How many requests the engines have at a time, and which request is next.
+"""Admission: how many requests the engines run at a time, and which request is next.
 
-A request that finds the service full waits here, as one small record, not as a message in an engine.
+A request that arrives when the service is full waits here, as one small record, not as a message in an engine.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ PRIORITY_SECONDS = 30.0
 
 
 class Admission:
-    """Places for requests, given by priority, and in order of arrival within one. It belongs to one thread.
+    """Places for requests, given by priority, and by order of arrival within a priority. For one thread.
 
-    No request starves: a priority one higher counts as having come 30 seconds later, so a request that has waited that
-    much longer goes first. One that comes later is never ahead of the same priority. Each step costs the logarithm of
-    how many wait, whatever their priorities.
+    No request starves: a priority number one higher counts like arriving 30 seconds later, so a request that has waited
+        that much longer goes first. A later request is never ahead of one with the same priority. Each step costs the
+        logarithm of the number of waiting requests.
 
     Args:
-        limit: how many places; ``None`` for no limit.
+        limit: number of places; ``None`` for no limit.
         clock: seconds.
     """
 
@@ -34,11 +34,11 @@ class Admission:
             raise ValueError(f"max_concurrent_requests must be at least 1, or None for no limit, got {limit}")
         self.limit = limit
         self.taken = 0
-        """Places given and not given back."""
+        """Places in use."""
         self._clock = clock
         self._numbers = itertools.count()
         self._waiting: dict[int, InFlight] = {}  # by number
-        self._turns: list[tuple[float, int]] = []  # a heap: theirs, and some of requests that were taken out
+        self._turns: list[tuple[float, int]] = []  # a heap: their turns, and some of requests that were removed
 
     @property
     def waiting(self) -> int:
@@ -46,7 +46,7 @@ class Admission:
         return len(self._waiting)
 
     def put(self, request: InFlight) -> None:
-        """Have a request wait for a place; one that waited before takes its old turn."""
+        """Queue a request for a place; one that waited before keeps its old turn."""
         if request.turn is None:
             at = self._clock() + request.request.priority * PRIORITY_SECONDS
             request.turn = at, next(self._numbers)
@@ -54,7 +54,7 @@ class Admission:
         heapq.heappush(self._turns, request.turn)
 
     def remove(self, request: InFlight) -> bool:
-        """Take a request out that waits for no place any more; whether it did."""
+        """Remove a request from the queue; return whether it was there."""
         if request.turn is None or self._waiting.pop(request.turn[1], None) is None:
             return False
         if len(self._turns) > 2 * len(self._waiting) + 64:
@@ -63,7 +63,7 @@ class Admission:
         return True
 
     def next(self) -> InFlight | None:
-        """Give a place to the request that is next; ``None`` if there is no place, or none waits."""
+        """Give a place to the next request; ``None`` if there is no place, or none waits."""
         if not self._waiting or (self.limit is not None and self.taken >= self.limit):
             return None
         request = None
@@ -74,5 +74,5 @@ class Admission:
         return request
 
     def give_back(self) -> None:
-        """Give a place back."""
+        """Release a place."""
         self.taken -= 1

@@ -1,8 +1,8 @@
 """``AsyncVLLM``: the generation service over vLLM replicas, under the names that TorchRL gives it; other engines too.
 
-The replicas are child processes of the driver, or actors of a Ray cluster. They die with the driver, except those of a
-service in Ray that has a name. Route capture is on if and only if the model has experts; log-probs are those of the
-distribution that was sampled from; prefix caching is on.
+The replicas are child processes of the driver, or actors of a Ray cluster. They end with the driver, except those of a
+named service in Ray. Route capture is on if and only if the model has experts; log-probs are those of the distribution
+that was sampled from; prefix caching is on.
 """
 
 from __future__ import annotations
@@ -38,29 +38,31 @@ class AsyncVLLM(SharedService):
 
     Args:
         engine_args: ``vllm.AsyncEngineArgs`` or a mapping of its fields; it names the model.
-        num_replicas: how many engines, each with weights of its own.
+        num_replicas: how many engines, each with its own weights.
         actor_class: must be ``None``; ``backend`` says where replicas run.
         enable_prefix_caching: overrides the engine argument of that name; default: on.
-        engine: which: ``"vllm"``, or ``"transformers"``: slow, on one device, for where vLLM is not (docs/engines.md).
-        backend: ``"local"``: child processes of this one, without Ray; each has a set of GPUs of its own. ``"ray"``:
-            actors on any node of the Ray cluster that this process is in, or that it finds; else one is started.
+        engine: ``"vllm"``, or ``"transformers"``: slow, on one device, where vLLM is not available (docs/engines.md).
+        backend: ``"local"``: child processes of this one, without Ray; each has its own set of GPUs. ``"ray"``: actors
+            on any node of the Ray cluster that this process is connected to or finds; else one is started.
         sampling_params: the default of :meth:`generate`.
         verbose: whether vLLM logs its start-up and throughput, into the replica's log.
-        max_concurrent_requests: how many may be in the engines at a time; the others wait in the service, by priority
-            and in order of arrival. ``"auto"``: 1024 for each replica. ``None``: no limit.
+        max_concurrent_requests: how many requests the engines run at a time; the others wait in the service, by
+            priority and order of arrival. ``"auto"``: 1024 for each replica. ``None``: no limit.
         faults: when replicas are restarted, and how often; see :class:`FaultPolicy`.
         metrics: whether :attr:`metrics` counts requests.
-        log_folder: where the logs stay, as ``replica-<index>.log``, for this service alone; by default each log goes
-            with its replica.
-        name: in Ray: of a service that outlives this process, for :meth:`connect`. Without one it ends with it.
-        namespace: in Ray: where the name holds; default ``"torchrl_moe"``.
-        resources: in Ray: what a replica asks of one node; default per device a CPU, and a GPU if the cluster has any.
+        log_folder: where logs are kept, as ``replica-<index>.log``; use one folder per service. By default each log is
+            deleted with its replica.
+        name: in Ray: makes the service outlive this process, for :meth:`connect`. Without a name it ends with this
+            process.
+        namespace: in Ray: of the name; default ``"torchrl_moe"``.
+        resources: in Ray: what a replica needs on one node; default: per device one CPU, and one GPU if the cluster has
+            any.
         devices: of local replicas: one entry for each, its GPU or a list of them, by this process's own numbers
-            (``[[1], [2]]``, ``["cuda:1", "cuda:2"]``) or their names; by default those that this process does not
-            compute on. To share the trainer's on purpose, name it.
+            (``[[1], [2]]``, ``["cuda:1", "cuda:2"]``) or their names; by default the GPUs that this process does not
+            compute on. To share the trainer's GPU, name it.
 
     Attributes:
-        name: that other drivers :meth:`connect` to; ``None`` if the service ends with this process.
+        name: the name for :meth:`connect`; ``None`` if the service ends with this process.
 
     Example::
 
@@ -125,8 +127,8 @@ class AsyncVLLM(SharedService):
             timeout_seconds: for all of them; default: the environment's ``TORCHRL_VLLM_TIMEOUT_SECONDS``, or 600.
 
         Raises:
-            ReplicaDiedError: an engine did not come up; the message ends with its own last words.
-            EngineError: not in time, or its name is taken.
+            ReplicaDiedError: an engine did not start; the message ends with the end of its log.
+            EngineError: it did not start in time, or the service's name is taken.
         """
         if self._running:
             warnings.warn("the service is already running; start() does nothing", stacklevel=2)
@@ -151,8 +153,9 @@ class AsyncVLLM(SharedService):
         deadline = time.monotonic() + seconds
         for entry in self.replica_table:
             entry.replica.start()
-        # disable=None: a bar on a terminal, silence in a log file
-        for entry in tqdm(self.replica_table, desc="starting vLLM", total=self.num_replicas, leave=False, disable=None):
+        # disable=None: a bar on a terminal and in a notebook, silence in a log file
+        total = self.num_replicas
+        for entry in tqdm(self.replica_table, desc="start", unit="replica", total=total, leave=False, disable=None):
             self._wait(entry, deadline, seconds)
             self._fleet.serve(entry)
 
@@ -191,10 +194,10 @@ class AsyncVLLM(SharedService):
             num_devices: devices per replica, another name of ``tensor_parallel_size``; default: 1.
             num_replicas: how many engines.
             verbose: see the constructor.
-            compile: whether vLLM may compile the model; false sets mode 0 in ``compilation_config``, unless that says
-                another. ``enforce_eager=True`` leaves out CUDA graphs, too.
-            enable_fp32_output: whether the last layer computes in float32, whatever the others do. Log-probs then carry
-                no rounding of logits: in bfloat16 they are rounded to 3 significant digits.
+            compile: whether vLLM may compile the model; False sets mode 0 in ``compilation_config``, unless it has a
+                mode. ``enforce_eager=True`` turns CUDA graphs off, too.
+            enable_fp32_output: whether the last layer computes in float32, whatever the dtype of the others. Then
+                logits are not rounded: in bfloat16 they have 3 significant digits.
             engine: see the constructor.
             backend: see the constructor.
             sampling_params: see the constructor.
@@ -206,13 +209,13 @@ class AsyncVLLM(SharedService):
             max_concurrent_requests: see the constructor.
             faults: see the constructor.
             devices: see the constructor.
-            **vllm_engine_args: fields of ``vllm.AsyncEngineArgs``; a parallel size may be ``None`` for 1. Of another
-                engine, its own.
+            **vllm_engine_args: fields of ``vllm.AsyncEngineArgs``; a parallel size may be ``None`` for 1. For another
+                engine, that engine's own arguments.
 
         Raises:
             ValueError: ``num_devices`` and ``tensor_parallel_size`` differ, one is not positive, or a folder holds no
                 model.
-            ReplicaDiedError: an engine did not come up; the message ends with its own last words.
+            ReplicaDiedError: an engine did not start; the message ends with the end of its log.
         """
         return cls.launch(
             pretrained_arguments(os.fspath(model_name), num_devices, compile, enable_fp32_output, vllm_engine_args),

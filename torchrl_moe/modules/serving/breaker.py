@@ -17,11 +17,11 @@ class BreakerState(Enum):
 
     CLOSED = "closed"  # takes requests
     OPEN = "open"  # takes none, until it has cooled down
-    HALF_OPEN = "half-open"  # takes a few: the first that succeeds closes it, one that fails opens it again
+    HALF_OPEN = "half-open"  # takes a few trial requests: the first success closes it, a failure opens it again
 
 
 class Breaker:
-    """The breaker of one replica. Pure bookkeeping; the caller sees to it that one thread at a time uses it.
+    """The breaker of one replica. Pure bookkeeping; the caller ensures that one thread at a time uses it.
 
     Args:
         policy: its limits.
@@ -44,19 +44,19 @@ class Breaker:
 
     @property
     def barred(self) -> bool:
-        """Whether it takes no request at the moment."""
+        """Whether it blocks requests at the moment."""
         if self.state is BreakerState.HALF_OPEN:
             return self._trials >= self._policy.breaker_trials
         return self.state is BreakerState.OPEN
 
     def take(self) -> bool:
-        """Let a request pass; whether it is a trial, whose end :meth:`tried` takes."""
+        """Let a request pass; return whether it is a trial, whose outcome goes to :meth:`tried`."""
         trial = self.state is BreakerState.HALF_OPEN
         self._trials += trial
         return trial
 
     def tried(self, success: bool | None) -> None:
-        """Note how a trial ended: ``None`` if that says nothing of the replica."""
+        """Note the outcome of a trial: ``None`` if it says nothing about the replica."""
         self._trials -= 1
         if success and self.state is BreakerState.HALF_OPEN:
             self.state = BreakerState.CLOSED

@@ -1,8 +1,7 @@
-"""The replicas that may take a request, as a strategy sees them: live stats, and the least loaded at once.
+"""The replicas that may take a request, as a strategy sees them: live stats, and quick access to the least loaded.
 
 A fleet may have a thousand replicas, and every request asks for the least loaded of them. So their order is kept in a
-heap that follows each change, instead of being found again; entries that later changes made obsolete are dropped as
-they surface.
+heap that follows each change; obsolete heap entries are dropped when they reach the top.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ __all__ = ["CacheUsage", "Candidates", "Recovery", "TableEntry", "load_bound"]
 
 
 class Recovery(Enum):
-    """Who brings a replica back that does not serve."""
+    """What brings a replica back that does not serve."""
 
     NOBODY = "nobody"
     SUPERVISOR = "supervisor"  # restarts it
@@ -30,9 +29,9 @@ class Recovery(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CacheUsage:
-    """A replica's own figure: the share of KV blocks in use, 0 to 1; when it was read; requests in flight then.
+    """A replica's own value: the share of KV blocks in use, 0 to 1; when it was read; requests in flight then.
 
-    ``at`` is infinite for a figure that the replica sent by itself: it holds until the next.
+    ``at`` is infinite for a value that the replica sent by itself: it is used until the next.
     """
 
     share: float
@@ -42,27 +41,27 @@ class CacheUsage:
 
 @dataclass(slots=True, eq=False)
 class TableEntry:
-    """One line of the replica table. Read it anywhere; only the table changes it: others keep count of the changes."""
+    """One line of the replica table. Read it anywhere; only the table changes it, since others track its changes."""
 
     index: int
     replica: Any
     state: ReplicaState = ReplicaState.STARTING
     version: int = 0
-    inflight: int = 0  # what was handed out here and did not come back
-    polled: int = 0  # what the replica itself reported, while that is fresh
+    inflight: int = 0  # requests sent from here that have not ended
+    polled: int = 0  # what the replica itself reported, while that is recent
     polled_at: float = 0.0
     chosen: int = -1  # when it was last chosen, on the replica table's own clock
     change: int = 0  # the last change of the table that was one of this replica
-    cache: int = -1  # a number of its own, another one whenever the replica loses its cached prefixes
+    cache: int = -1  # a unique number; a new one whenever the replica loses its cached prefixes
     usage: CacheUsage | None = None
     stats: Any = None  # the last that the replica sent by itself and the replica table read
     breaker: Breaker = field(default_factory=lambda: Breaker(FaultPolicy()))
     recovery: Recovery = Recovery.NOBODY
     restarts: int = 0
-    leaving: bool = False  # the user wants it to go: it takes nothing new, and is not restarted
+    leaving: bool = False  # it is being removed: it takes nothing new, and is not restarted
     joining: bool = False  # it was added, and has not served yet
-    removed: bool = False  # for good: it is DEAD, and not listed any more
-    last_error: str | None = None  # the last that went wrong with it
+    removed: bool = False  # it is DEAD for good, and no longer listed
+    last_error: str | None = None  # its last error
 
     @property
     def may_take(self) -> bool:
@@ -71,7 +70,7 @@ class TableEntry:
 
     @property
     def load(self) -> int:
-        """Requests in flight, at least: a report can only add to what was counted here."""
+        """Requests in flight: a report can only add to what was counted here."""
         return self.inflight if self.inflight >= self.polled else self.polled
 
     def __repr__(self) -> str:

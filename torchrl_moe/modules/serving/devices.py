@@ -1,4 +1,4 @@
-"""Which GPUs the local replicas of a service compute on: those that its user names, else ones that nobody has."""
+"""Which GPUs the local replicas of a service compute on: those that the user names, else free ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeAlias, cast
 
 import torch
 
-__all__ = ["Device", "DeviceSets", "Devices", "devices_of_trainer", "visible_devices"]
+__all__ = ["Device", "DeviceSets", "Devices", "devices_of_trainer", "ranks_here", "visible_devices"]
 
 Device: TypeAlias = int | str | torch.device
 Devices: TypeAlias = Sequence[Device | Sequence[Device]]
@@ -24,26 +24,41 @@ def visible_devices() -> list[str]:
     return names[:count]
 
 
+def ranks_here() -> int:
+    """Return how many of several ranks a launcher such as ``torchrun`` has started on this machine; 0 without one.
+
+    Each computes on the device of its number.
+    """
+    is_one_of_several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "0")) if is_one_of_several else 0
+
+
 def devices_of_trainer() -> list[int]:
-    """Return the indices of the devices that this process computes on already: the current one, and those it fills."""
-    if not torch.cuda.is_initialized():
-        return []
-    filled = {index for index in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(index)}
-    return sorted(filled | {torch.cuda.current_device()})
+    """Return the indices of the devices that the trainer computes on.
+
+    They are this process's, once it has begun: the current one, and those that it fills; and those of a launcher's
+    ranks on this machine, whether they have begun or not.
+    """
+    count = torch.cuda.device_count()
+    found = set(range(min(ranks_here(), count)))
+    if torch.cuda.is_initialized():
+        found |= {torch.cuda.current_device(), *(index for index in range(count) if torch.cuda.memory_reserved(index))}
+    return sorted(found)
 
 
 class DeviceSets:
-    """The sets of devices that there are for replicas, and who has which.
+    """The sets of devices for replicas, and which replica has which.
 
     Args:
-        devices: what the user says, one entry per replica; ``None``: replicas get what the trainer does not compute on.
-        num_replicas: how many there are to begin with.
+        devices: the user's choice, one entry per replica; ``None``: the devices that the trainer does not compute on.
+        num_replicas: how many there are at the start.
         per_replica: how many devices each needs.
-        listed: returns the indices of the replicas that there are, once some were added: those that are not among
-            them need their devices no more.
+        listed: returns the indices of the current replicas, once some were added: the others no longer need their
+            devices.
 
     Raises:
-        ValueError: there are too few, or the user names what is not there, or not as many as are needed.
+        ValueError: there are too few devices, the user names one that does not exist, or names another number than
+            needed.
     """
 
     def __init__(
@@ -67,7 +82,7 @@ class DeviceSets:
     def of(self, index: int) -> str | None:
         """Return a replica's devices, as a value of ``CUDA_VISIBLE_DEVICES``; ``None`` on a machine without GPUs.
 
-        One that is restarted keeps its own; one that is added gets what no other has.
+        A restarted replica keeps its own; an added one gets a free set.
 
         Raises:
             ValueError: there are GPUs, but none left.
@@ -88,7 +103,7 @@ class DeviceSets:
         raise ValueError(
             f"{num_replicas} replicas of {self._per_replica} GPU(s) need {num_replicas * self._per_replica}, but "
             f"{len(self._visible)} are visible ({', '.join(self._visible)}){own}. Use fewer replicas, a smaller "
-            "tensor_parallel_size, or name what they shall share: devices=[[0], ...]"
+            "tensor_parallel_size, or name the devices to share: devices=[[0], ...]"
         )
 
 

@@ -1,12 +1,23 @@
-"""Calls on their way through the service: admitted, placed, handed over, and placed again if a replica dies.
+"""Requests on their way through the service: admitted, placed, sent, and placed again if a replica dies.
 
-All of it happens in one thread, the service's event loop. A request is in one place at a time: it waits for its turn
-(admission), for a replica (parked) or for a replica's answer (with a lease); nothing runs for it meanwhile. A change of
-the replica table concerns only requests that no replica took and that the changed ones may take, or that wait for these
-in vain; of each kind only the first is tried until one is taken. What becomes of a group concerns only its own, and an
-answer only its request. So n requests cost n wake-ups, however they end.
+Everything happens in one thread, the service's event loop. A request is in one of three places:
 
-A killed replica delivers nothing: its requests begin again, from their prompts, on a replica that the balancer picks.
+.. code-block:: text
+
+    call ---> admission ---> a replica is chosen ---> in flight ---> answer
+              waits for a      |            ^         holds a lease
+              place            | none       |              |
+                ^              v            |              | the replica died
+                |            parked         |              v
+                +--- waits for a change     +------- tries again, up to
+                     of the replica table            ``attempts`` times
+
+Nothing runs for a request while it waits. A change of the replica table wakes only parked requests that the changed
+replicas may take, or that can no longer be taken; of requests with the same needs only the first is tried until one is
+taken. The outcome of a group wakes only its own requests, and an answer only its request. So n requests cost n
+wake-ups, however they end.
+
+A killed replica delivers nothing: its requests start again from their prompts, on a replica that the balancer picks.
 """
 
 from __future__ import annotations
@@ -41,18 +52,18 @@ __all__ = ["Dispatcher"]
 ABORT_GRACE_SECONDS = 5.0
 STOP_SECONDS = 5.0
 AT_ONCE = 32
-"""Requests that begin in one turn of the loop, so that others are not held up."""
+"""Requests admitted in one turn of the loop, so that other callbacks are not delayed."""
 
 
 class Dispatcher:
-    """Brings calls to their ends. Its public methods may be called from any thread.
+    """Runs calls to their end. Its public methods may be called from any thread.
 
     Args:
         table: the replicas.
-        admission: how many requests the engines have at a time; it belongs to the dispatcher from now on.
+        admission: how many requests the engines run at a time; only the dispatcher uses it from now on.
         attempts: how many replicas may die under a request.
-        retried: called for each request that is handed over again.
-        loop: where all of it happens, and which ends with :meth:`stop`.
+        retried: called for each request that is sent again.
+        loop: where everything happens; it ends with :meth:`stop`.
     """
 
     def __init__(
@@ -70,7 +81,7 @@ class Dispatcher:
         self._loop = loop or EventLoop("torchrl_moe-service")
         # what only the loop's thread touches
         self._open: dict[str, InFlight] = {}
-        self._parked = Parked(table)  # those that no replica took
+        self._parked = Parked(table)  # requests that no replica took
         self._submissions = Submissions(self._loop)
         self._admitting = False
         self._stopped = False
@@ -91,9 +102,9 @@ class Dispatcher:
         Raises:
             GenerationTimeout: some were not finished in time.
             NoReplicaError: no replica serves, and none will in time.
-            StaleReplicaError: none holds the version asked for, and none will in time.
-            ReplicaDiedError: replicas died under a request again and again, or the named one is gone.
-            RequestRefusedError: the engine refused a request; the others were finished before that is raised.
+            StaleReplicaError: no replica holds the version asked for, and none will in time.
+            ReplicaDiedError: too many replicas died under a request, or the named one is dead.
+            RequestRefusedError: the engine refused a request; it is raised once the others have finished.
             ValueError: a request id is in flight already.
             EngineError: the engine failed at a request.
         """
@@ -104,7 +115,7 @@ class Dispatcher:
                 over.wait()
         except BaseException as interrupt:
             if self._loop.call(self._cancel, call):
-                over.wait(2 * ABORT_GRACE_SECONDS)  # a second Ctrl-C ends this wait; the abort goes on
+                over.wait(2 * ABORT_GRACE_SECONDS)  # a second Ctrl-C ends this wait; the abort continues
             interrupt.partial = call.partial()  # type: ignore[attr-defined]
             raise
         if not is_taken:
@@ -126,16 +137,16 @@ class Dispatcher:
         return call.result()
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Cut requests short; what they have so far is their answer. Unknown ids are ignored."""
+        """Abort requests; what they have so far is their answer. Unknown ids are ignored."""
         self._loop.call(self._abort_by_id, list(request_ids))
 
     def set_limit(self, limit: int) -> None:
-        """Change how many requests the engines have at a time."""
+        """Change how many requests the engines run at a time."""
         self._admission.limit = limit
         self._loop.call(self._admit_soon)
 
     def stop(self) -> None:
-        """End the loop, and with an error what is still in flight; the replicas must have been shut down."""
+        """End the loop, and fail what is still in flight; the replicas must have been shut down."""
         self._table.remove_listener(self._on_change)
         with self._table.lock:
             self._table.groups.listeners.discard(self._on_settled)
@@ -169,7 +180,7 @@ class Dispatcher:
             call.end()
 
     def _cancel(self, call: Call) -> None:
-        """Abort what is not finished; the caller has been told, or is not there any more."""
+        """Abort what is not finished; the caller already has its result, or is gone."""
         if call.has_begun and not call.over:
             self._end_early(call)
         else:
@@ -185,13 +196,14 @@ class Dispatcher:
         self._end_early(call)
 
     def _end_early(self, call: Call) -> None:
-        """Abort what is not finished, and wait a little for what the engines had of it."""
+        """Abort what is not finished, and wait briefly for the engines' partial answers."""
         if call.timer is not None:
             call.timer.cancel()
         unfinished = [request for request in call.requests if not request.is_over]
         for request in unfinished:
             request.dropped = True
-        # if the engines do not answer, the call ends without them; its requests count as theirs until they do
+        # if the engines do not answer, the call ends without their partial answers; its requests count as running until
+        # they do
         call.timer = asyncio.get_running_loop().call_later(ABORT_GRACE_SECONDS, call.end)
         self._abort(unfinished)
 
@@ -220,7 +232,7 @@ class Dispatcher:
     # -- places -----------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Begin the requests that are next, as far as there are places, a few in each turn of the loop."""
+        """Admit the next requests, as far as there are places, a few in each turn of the loop."""
         self._admitting = False
         for _ in range(AT_ONCE):
             request = self._admission.next()
@@ -231,7 +243,7 @@ class Dispatcher:
         self._admit_soon()
 
     def _admit_now(self) -> None:
-        if not self._admitting:  # else in the next turn: more at once would hold others up
+        if not self._admitting:  # else in the next turn: more at once would delay other callbacks
             self._admit()
 
     def _admit_soon(self) -> None:
@@ -247,14 +259,14 @@ class Dispatcher:
         self._finish(request, error=error)
 
     def _leave(self, request: InFlight) -> None:
-        """Give back the place of a request, if it has one."""
+        """Release the place of a request, if it has one."""
         if request.has_place:
             request.has_place = False
             self._admission.give_back()
             self._admit_soon()
 
     def _place(self, request: InFlight) -> None:
-        """Have a replica take a request, or have it wait for one without a place."""
+        """Send a request to a replica, or park it without a place."""
         try:
             if self._lease(request):
                 self._submissions.put(request, self._ended)
@@ -309,11 +321,11 @@ class Dispatcher:
         self._admit_now()
 
     def _try(self, requests: Sequence[InFlight], are_first: bool = True) -> None:
-        """Have requests that waited for a replica wait for a place again, in their old turns.
+        """Move parked requests back to admission, in their old turns.
 
         Args:
             requests: these.
-            are_first: whether each is tried for all of its kind; if a replica takes it, the others follow.
+            are_first: whether each stands for all with the same needs; if a replica takes it, the others follow.
         """
         for request in requests:
             self._parked.remove(request)
@@ -325,7 +337,7 @@ class Dispatcher:
     # -- engines ----------------------------------------------------------------------------------------------------
 
     def _ended(self, request: InFlight, future: Future[Completion]) -> None:
-        """Take what came of a request that a replica had; if the replica died, another one may take it."""
+        """Handle the outcome of a request at a replica; if the replica died, the request may go to another one."""
         try:
             if (error := future.exception()) is not None:
                 self._failed(request, error)
@@ -341,7 +353,7 @@ class Dispatcher:
         lease, request.lease = request.lease, None
         if lease is None:  # given up meanwhile
             return
-        # what was aborted because its call ended early is nobody's answer
+        # if its call ended early, no one waits for this answer
         lease.release(None if request.dropped and completion.aborted else True)
         self._finish(request, completion)
 
@@ -375,7 +387,7 @@ class Dispatcher:
         self._abort([self._open[name] for name in ids if name in self._open])
 
     def _abort(self, requests: Iterable[InFlight]) -> None:
-        """Cut requests short, wherever they are: those that engines have, with one message for each replica."""
+        """Abort requests wherever they are; running ones with one message per replica."""
         names: dict[Any, list[str]] = {}
         for request in requests:
             request.aborted = True
@@ -390,7 +402,7 @@ class Dispatcher:
             abort_on(replica, ids)
 
     def _withdraw(self, request: InFlight) -> bool:
-        """Take out a request that no replica was asked for yet, wherever it waits; false if one was."""
+        """Remove a request that was not sent to a replica yet, wherever it waits; return False if it was sent."""
         return any(place.remove(request) for place in (self._admission, self._parked, self._submissions))
 
     def _stop(self) -> None:

@@ -1,6 +1,6 @@
-"""What TorchRL's code asks of an engine beside ``generate``: its ``RLvLLMEngine``, and what goes with that.
+"""What TorchRL's code uses of an engine besides ``generate``: its ``RLvLLMEngine``, and related methods.
 
-TorchRL's names and meanings; what cannot be meant here is refused with what to do instead.
+Names and meanings are TorchRL's; what has no meaning here is refused, with what to do instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WEIGHT_CALLS = frozenset({"init_weight_update_group", "load_weights_from_storage
 
 
 class EngineInterface(GenerationService):
-    """A service that TorchRL's code may take for an engine of its own: it counts as TorchRL's ``RLvLLMEngine``."""
+    """A service that TorchRL's code accepts as its own engine: ``isinstance(service, RLvLLMEngine)`` holds."""
 
     _master_port: int | None = None
 
@@ -38,7 +38,7 @@ class EngineInterface(GenerationService):
         return type(self)
 
     def __reduce__(self) -> Any:
-        """Refused: no other process could talk to the replicas.
+        """Refuse: no other process could reach the replicas.
 
         Raises:
             TypeError: always.
@@ -53,13 +53,13 @@ class EngineInterface(GenerationService):
 
     @property
     def actors(self) -> list[ActorHandle]:
-        """The replicas one by one; an actor of TorchRL's is a handle here, whose methods can be called as they are."""
+        """Handles of the replicas, in place of TorchRL's actors; their methods can be called directly."""
         return [ActorHandle(self, entry.index) for entry in self.replica_table]
 
     generate = also_remote(generate_for_torchrl)(GenerationService.generate)
 
     def remote(self, *_: Any) -> NoReturn:
-        """Refused: an engine makes nothing. TorchRL's ``vLLMWrapper`` takes what has this and ``generate`` as it is.
+        """Refuse: an engine is no actor class. TorchRL's ``vLLMWrapper`` accepts any object with this and ``generate``.
 
         It calls ``generate.remote``, which returns a Ray reference to vLLM's ``RequestOutput``.
         """
@@ -78,11 +78,11 @@ class EngineInterface(GenerationService):
         return self._fleet.alive()[0].replica.metadata(CALL_SECONDS)
 
     def get_master_address(self) -> str:
-        """Return where a process group of yours would meet. Our own senders know where without it."""
+        """Return the address for your own process group. Our senders do not need it."""
         return "127.0.0.1"
 
     def get_master_port(self) -> int:
-        """Return a port for it that was free when this was first called, the same each time."""
+        """Return a port for it, free at the first call, and the same each time."""
         if self._master_port is None:
             with socket.socket() as probe:
                 probe.bind(("", 0))
@@ -117,7 +117,7 @@ class EngineInterface(GenerationService):
     # -- tests of what the workers hold -----------------------------------------------------------------------------
 
     def save_model_params(self) -> None:
-        """Have every worker keep a copy of its parameters in host memory, for :meth:`validate_model_params`."""
+        """Make every worker keep a copy of its parameters in host memory, for :meth:`validate_model_params`."""
         self.collective_rpc("torchrl_moe_save_params")
 
     def validate_model_params(self, function: Callable[[Mapping[str, torch.Tensor], torch.nn.Module], Any]) -> Any:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class EventLoop:
-    """An asyncio loop that runs from its first use until it is stopped or forgotten.
+    """An asyncio loop that runs from its first use until it is stopped or garbage collected.
 
     Args:
         name: of its thread.
@@ -26,12 +26,12 @@ class EventLoop:
     def __init__(self, name: str) -> None:
         self._name = name
         self._thread: threading.Thread | None = None
-        # the thread holds this and not the loop's owner: a service that its user forgot is collected
+        # the thread holds this and not the loop's owner, so that an unused service can be garbage collected
         self._state = _State()
         self._end = weakref.finalize(self, self._state.stop)
 
     def call(self, function: Callable[..., object], *arguments: Any) -> bool:
-        """Have the loop call a function soon, from any thread; false if it never will.
+        """Schedule a call in the loop, from any thread; return False if it will never run.
 
         It was stopped then, or belongs to a process that this one was forked from.
         """
@@ -64,7 +64,7 @@ class EventLoop:
         Args:
             function: is called in the loop, or here once the loop has stopped.
             arguments: of the function.
-            patience: seconds that a loop has which is just stopping.
+            patience: seconds to wait for a loop that is stopping.
 
         Raises:
             RuntimeError: the loop is stopping, and has not within that time.
@@ -75,7 +75,7 @@ class EventLoop:
         def call() -> None:
             try:
                 future.set_result(function(*arguments))
-            except BaseException as error:  # noqa: BLE001  it is raised where it was asked
+            except BaseException as error:  # noqa: BLE001  the caller raises it
                 future.set_exception(error)
 
         if not self.call(call):
@@ -86,16 +86,16 @@ class EventLoop:
         return future.result()
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Have the loop run a coroutine, from any thread; it is cancelled when the loop stops."""
+        """Run a coroutine in the loop, from any thread; it is cancelled when the loop stops."""
         if not self.call(self._state.spawn, coroutine):
             coroutine.close()
 
     def stop(self) -> None:
-        """Stop it, after what it was told to call before. Idempotent."""
+        """Stop it, after the calls scheduled before. Idempotent."""
         self._end()
 
     def join(self, seconds: float) -> None:
-        """Wait until its thread has ended, or for so long; not in that thread."""
+        """Wait until its thread has ended, or until the timeout; not in that thread."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(seconds)
 

@@ -1,4 +1,4 @@
-"""How a service treats faults: when it restarts, doubts, avoids a replica, and how often a request is tried."""
+"""How a service handles faults: when it restarts, probes or avoids a replica, and how often a request is tried."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ __all__ = ["FaultPolicy"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultPolicy:
-    """The settings by which faults are judged; all times in seconds.
+    """Settings of fault handling; all times are in seconds.
 
     Attributes:
         restart: whether replicas that died are started again.
-        max_restarts: of one replica within ``restart_window``; one more, and it stays dead.
+        max_restarts: of one replica within ``restart_window``; after that it stays dead.
         restart_window: see ``max_restarts``.
-        first_delay: before a restart; it doubles with each one in the window.
-        longest_delay: what it doubles up to.
-        start: that an engine has to start.
-        attempts: how many replicas may die under one request before it is given up.
-        probe: from one health probe to the next, and what a replica has to answer one; ``inf`` for none at all.
-        patience: without a sign of life, after which a replica counts as stalled and is ended.
-        slow_patience: the same where the engine's processes compute: a long step gives no other sign.
-        breaker_failures: within ``breaker_window``, that keep new requests from a replica.
+        first_delay: before the first restart; it doubles with each restart in the window.
+        longest_delay: upper bound of the delay.
+        start: time that an engine gets to start.
+        attempts: how many replicas may die under one request before the request fails.
+        probe: time between health probes, and the time to answer one; ``inf`` for no probes.
+        patience: time without an answer after which a replica counts as stalled and is ended.
+        slow_patience: the same while the engine's processes compute, since a long step blocks the answers.
+        breaker_failures: failures within ``breaker_window`` that keep new requests from a replica.
         breaker_window: see ``breaker_failures``.
-        breaker_cooldown: until it is tried again.
-        breaker_trials: requests at a time that try it.
+        breaker_cooldown: time until it is tried again.
+        breaker_trials: trial requests at a time.
 
     Raises:
-        ValueError: a figure out of range.
+        ValueError: a number out of range.
     """
 
     restart: bool = True

@@ -1,6 +1,6 @@
-"""The replicas of a service: their life, and commands to all of them at the same time.
+"""The replicas of a service: start and end, and commands to all of them at the same time.
 
-They are known only by the :class:`~torchrl_moe.modules.backends.replica.Replica` protocol.
+They are used only through the :class:`~torchrl_moe.modules.backends.replica.Replica` protocol.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SILENT = frozenset({ReplicaState.DEAD, ReplicaState.STARTING})
 
 
 class Fleet:
-    """N replicas, and what concerns all of them alike; safe to call from any thread.
+    """N replicas, and operations on all of them; thread-safe.
 
     Args:
         replicas: at least one, not started yet.
@@ -41,8 +41,8 @@ class Fleet:
 
     Attributes:
         table: what is known of each.
-        infos: what those that it began with said of themselves.
-        bring: brings a replica that is STARTING to the newest weights and to SERVING; ``None``: nobody does.
+        infos: the infos of the replicas that it started with.
+        bring: brings a STARTING replica to the newest weights and to SERVING; ``None``: nothing does.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class Fleet:
         """Wait until a replica that was started is ready.
 
         Raises:
-            EngineError: it did not come up, or not in time.
+            EngineError: it did not start, or not in time.
         """
         self.infos.append(entry.replica.wait_ready(seconds))
 
     def serve(self, entry: TableEntry) -> None:
-        """Let a replica that is ready serve: at once, or when it has the newest weights, if another has newer ones."""
+        """Let a ready replica serve: at once, or, if another has newer weights, once it has the newest."""
         if entry.version < self.table.latest_version:
             self._supervisor.await_update(entry)
         else:
@@ -89,7 +89,7 @@ class Fleet:
 
     @property
     def supervisor_error(self) -> str | None:
-        """Why the supervisor could not look at the replicas the last time; ``None`` if it could."""
+        """Why the supervisor's last check failed; ``None`` if it succeeded."""
         return self._supervisor.error
 
     def end(self, end_one: Callable[[Any], object] = lambda replica: replica.shutdown()) -> None:
@@ -114,11 +114,11 @@ class Fleet:
             raise
 
     def note_deaths(self) -> None:
-        """Note those that have died, if nobody has yet."""
+        """Mark replicas that have died and are not marked yet."""
         for entry in self.table:
             replica = entry.replica
             if entry.state not in SILENT and not replica.is_alive():
-                self.table.mark_dead(entry.index, _last_words(replica), replica)
+                self.table.mark_dead(entry.index, _reason_of_death(replica), replica)
 
     # -- more and fewer replicas ------------------------------------------------------------------------------------
 
@@ -126,16 +126,16 @@ class Fleet:
         """Start more replicas, and wait until they serve, with the current weights, and paused if the others are.
 
         Returns:
-            Their indices, which follow those of all that there have ever been.
+            Their indices; no index is used twice.
 
         Raises:
-            ValueError: not at least one, or there are no devices for them.
-            EngineError: one did not come up in time; then none is added.
+            ValueError: less than one, or there are no devices for them.
+            EngineError: one did not start in time; then none is added.
         """
         if count < 1:
             raise ValueError(f"add_replicas: the number of replicas must be at least 1, got {count}")
         if self._make_replica is None:
-            raise RuntimeError("add_replicas: this service cannot make replicas; it was given those that it has")
+            raise RuntimeError("add_replicas: this service cannot make replicas: it was given its replicas")
         deadline = time.monotonic() + seconds
         entries: list[TableEntry] = []
         try:
@@ -155,7 +155,7 @@ class Fleet:
         return [entry.index for entry in entries]
 
     def _add_one(self, make: Callable[[int], Replica]) -> TableEntry:
-        """List a replica and start it. One at a time: each gets an index, and devices, of its own."""
+        """Add a replica to the table and start it. One at a time: each gets its own index and devices."""
         with self._adding:
             (entry,) = self.table.add([make(self.table.next_index)])
         try:
@@ -166,16 +166,16 @@ class Fleet:
         return entry
 
     def remove(self, index: int, drain: bool, seconds: float) -> None:
-        """End a replica for good, and forget it.
+        """End a replica for good and remove it.
 
         Args:
             index: of the replica.
-            drain: whether its requests may finish first; otherwise they begin again on the others.
-            seconds: that they have for that, and an update of its weights that is on.
+            drain: whether its requests may finish first; otherwise they start again on the others.
+            seconds: for that, and for a running update of its weights.
 
         Raises:
             ValueError: it is the only one, or was removed already.
-            EngineError: its requests did not finish in time; it serves on.
+            EngineError: its requests did not finish in time; it keeps serving.
         """
         entry = self.table[index]
         with self.table.lock:
@@ -188,7 +188,7 @@ class Fleet:
             if drain and not self._is_idle(entry, seconds):
                 raise EngineError(
                     f"remove_replica: {entry.inflight} requests of replica {index} were not finished within "
-                    f"{seconds:g} s; it serves on. Wait longer, or have them begin elsewhere: drain=False"
+                    f"{seconds:g} s; it keeps serving. Wait longer, or restart them elsewhere: drain=False"
                 )
         except BaseException:  # Ctrl-C, too
             self.table.set_leaving(index, False)
@@ -196,7 +196,7 @@ class Fleet:
         self._take_away([entry])
 
     def _is_idle(self, entry: TableEntry, seconds: float) -> bool:
-        """Wait until a replica has no request, nor an update; false if that takes longer."""
+        """Wait until a replica has neither a request nor an update; return False on a timeout."""
         with self.table.changed:
             return self.table.changed.wait_for(
                 lambda: (entry.inflight == 0 and entry.state is not ReplicaState.SYNCING) or entry.state in GONE,
@@ -204,7 +204,7 @@ class Fleet:
             )
 
     def _take_away(self, entries: Sequence[TableEntry]) -> None:
-        """End replicas for good. They are listed until their processes have ended: then others get their devices."""
+        """End replicas for good. They stay listed until their processes have ended; then their devices are free."""
         for entry in entries:
             self._supervisor.let_go(entry)
         with ThreadPoolExecutor(max_workers=max(len(entries), 1)) as pool:
@@ -215,7 +215,7 @@ class Fleet:
     # -- commands to all --------------------------------------------------------------------------------------------
 
     def alive(self) -> list[TableEntry]:
-        """Return the replicas that can answer; one that has died unnoticed is noted here.
+        """Return the replicas that can answer; one that has died is marked.
 
         Raises:
             NoReplicaError: there is none.
@@ -244,7 +244,7 @@ class Fleet:
         """Stop scheduling on all; one that is restarted meanwhile comes back paused.
 
         Raises:
-            EngineError: a replica failed, or was not paused in time. Unless all were paused before, all go on.
+            EngineError: a replica failed, or was not paused in time. Unless all were paused before, all resume.
         """
         _check_mode(mode)
         self._check_awake("pause")
@@ -259,13 +259,13 @@ class Fleet:
             self._forget_prefixes()
 
     def resume(self, seconds: float) -> None:
-        """Go on scheduling on all."""
+        """Resume scheduling on all."""
         self._check_awake("resume")
         self._note_pause(False)
         self.on_all(lambda replica: replica.resume(seconds))
 
     def sleep(self, level: int, mode: PauseMode, seconds: float) -> None:
-        """Have all give up their memory; one that is restarted meanwhile does too, once it has come up.
+        """Release the memory of all; a replica that is restarted meanwhile does so too, once it has started.
 
         Raises:
             EngineError: a replica failed, or did not sleep in time. Unless all slept before, all are woken.
@@ -292,7 +292,7 @@ class Fleet:
             raise
 
     def _note_sleep(self, level: int | None) -> int | None:
-        """Note how deep the user wants replicas to sleep, before they are told, and return what it was before."""
+        """Store the requested sleep level before the replicas are told; return the previous one."""
         with self._pausing:
             before, self._sleep_level = self._sleep_level, level
             return before
@@ -302,12 +302,12 @@ class Fleet:
             raise RuntimeError(f"{what}: the engines sleep; wake_up() first")
 
     def _take_back_pause(self, seconds: float) -> None:
-        """Resume the replicas that a pause has reached: also one that it waits for takes nothing new."""
+        """Resume the replicas that a pause has reached; one that it still waits for also takes nothing new."""
         with contextlib.suppress(EngineError, RuntimeError):  # none is alive, or the service was shut down
             self.resume(seconds)
 
     def _note_pause(self, paused: bool) -> bool:
-        """Note what the user wants, before replicas are told, and return what it was before."""
+        """Store the requested pause before the replicas are told; return the previous one."""
         with self._pausing:
             before, self._paused = self._paused, paused
             return before
@@ -321,11 +321,11 @@ class Fleet:
             if self._paused:
                 replica.pause("keep", False, CALL_SECONDS)
             if self._sleep_level is not None:
-                replica.sleep(1, "keep", CALL_SECONDS)  # level 2 would drop weights that it was just brought
+                replica.sleep(1, "keep", CALL_SECONDS)  # level 2 would drop the weights that it just loaded
             return serve()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; false if some replica could not, because requests are running."""
+        """Drop cached prefixes; return False if a replica could not, because requests are running."""
         done = all(self.on_all(lambda replica: replica.reset_prefix_cache(CALL_SECONDS)))
         self._forget_prefixes()
         return done
@@ -340,8 +340,8 @@ def _check_mode(mode: str) -> None:
         raise ValueError(f"mode must be 'keep', 'wait' or 'abort', got {mode!r}")
 
 
-def _last_words(replica: Any) -> str | None:
-    """Return why a replica died; ``None`` if it has not said so after a second."""
+def _reason_of_death(replica: Any) -> str | None:
+    """Return why a replica died; ``None`` if it gave no reason within a second."""
     deadline = time.monotonic() + WORDS_SECONDS
     while replica.death is None and time.monotonic() < deadline:
         time.sleep(0.01)

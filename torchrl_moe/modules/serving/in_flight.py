@@ -1,4 +1,4 @@
-"""Requests in flight: what the service keeps of each, from the call that it came with to its outcome."""
+"""Requests in flight: what the service keeps of each, from its call to its outcome."""
 
 from __future__ import annotations
 
@@ -29,53 +29,53 @@ class InFlight:
     position: int
     request: Request
     placement: Placement
-    turn: tuple[float, int] | None = None  # for a place, once it has asked for one: the least is next
+    turn: tuple[float, int] | None = None  # in the queue for a place; the lowest is next
     has_place: bool = False
-    is_first: bool = False  # of those that wait for a replica with the same needs: it is tried for all
-    lease: Lease | None = None  # of the replica that has it
+    is_first: bool = False  # of the parked requests with the same needs: it is tried for all
+    lease: Lease | None = None  # on the replica that runs it
     refusal: EngineError | None = None  # why no replica took it, the last time
     death: ReplicaDiedError | None = None  # of the replica that had it last
     deaths: int = 0
     aborted: bool = False  # by the user, or because its call ends early
-    dropped: bool = False  # its call ends early: what comes of it is nobody's answer
+    dropped: bool = False  # its call ended early: its outcome is ignored
     outcome: Completion | None = None
     error: BaseException | None = None
 
     @property
     def is_over(self) -> bool:
-        """Whether its call waits for it no more."""
+        """Whether its call no longer waits for it."""
         return self.outcome is not None or self.error is not None
 
     @property
     def finished(self) -> bool:
-        """Whether it has its whole answer."""
+        """Whether it has its complete answer."""
         return self.outcome is not None and not self.outcome.aborted
 
     def died(self, error: ReplicaDiedError, counts: bool = True) -> None:
-        """Note that a replica died under it, or was removed, which does not count."""
+        """Note that its replica died; a removed replica does not count as a death."""
         self.death, self.refusal = error, None
         self.deaths += counts
 
     def given_up(self) -> ReplicaDiedError:
-        """Return what to raise once too many have."""
+        """Return the error for a request under which too many replicas died."""
         return ReplicaDiedError(
             f"request {self.position} ({self.request.request_id!r}) was given up: {self.deaths} replicas died under "
             f"it. The last one: {self.death}"
         )
 
     def not_placed(self) -> EngineError:
-        """Return what to raise if no replica takes it: why, and the death that it met before."""
+        """Return the error for a request that no replica takes: the reason, and an earlier death of its replica."""
         why, death, named = self.refusal, self.death, self.placement.actor_index
         assert why is not None
         table = self.call.balancer.replica_table
         if named is not None and table[named].state is ReplicaState.DEAD:
             words = death or table[named].last_error or "its process is gone"
             return ReplicaDiedError(f"replica {named}, which actor_index names, is dead: {words}")
-        text = str(why) if death is None else f"{why}. It had begun elsewhere: {death}"
+        text = str(why) if death is None else f"{why}. It had started on another replica: {death}"
         return StaleReplicaError(text) if isinstance(why, StaleReplicaError) else NoReplicaError(text)
 
     def cut_short(self) -> Completion:
-        """Return the answer to a request that was aborted before an engine had more of it than what it resumes."""
+        """Return the answer of a request that was aborted before an engine added to what it resumes."""
         return nothing_yet(self.request)
 
 
@@ -83,10 +83,10 @@ class Call:
     """The requests of one ``generate``, which end together.
 
     Args:
-        balancer: gives the leases.
-        requests: in input order; those whose answer is whole already are over.
+        balancer: grants the leases.
+        requests: in input order; those with a complete answer are over.
         placements: where each may go.
-        timeout: seconds that each request has, from now; ``None`` for ever.
+        timeout: seconds for each request, from now; ``None`` for no limit.
         finished: called with each completion, in the thread of the service's loop.
     """
 
@@ -120,7 +120,7 @@ class Call:
         self.on_over: Callable[[], object] = lambda: None
 
     def tell(self, completion: Completion) -> None:
-        """Tell of a completion; an error there ends the telling, not the call."""
+        """Report a completion to ``finished``; an error there ends the reports, not the call."""
         try:
             self.finished(completion)
         except Exception as error:
@@ -128,7 +128,7 @@ class Call:
             self.finished = lambda _: None
 
     def end(self) -> None:
-        """Let the caller have what there is, once."""
+        """Release the caller with the current results, once."""
         if self.timer is not None:
             self.timer.cancel()
         if not self.over:
@@ -136,7 +136,7 @@ class Call:
             self.on_over()
 
     def partial(self) -> list[Completion]:
-        """Return what came of each request, in input order; what was aborted or never begun counts as cut short."""
+        """Return the outcomes in input order; an aborted request has its tokens so far, one that never started none."""
         return [request.cut_short() if request.outcome is None else request.outcome for request in self.requests]
 
     def result(self) -> list[Completion]:
@@ -150,14 +150,14 @@ class Call:
             error = self._lateness()
         if isinstance(error, EngineError):
             error.partial = list(self.partial())
-        # they refer to the call, and in a circle the answers would stay until Python looks for circles
+        # they refer to the call; a reference cycle would keep the answers until the next garbage collection
         requests, self.requests = self.requests, []
         if error is not None:
             raise error
         return [request.outcome for request in requests if request.outcome is not None]
 
     def _lateness(self) -> EngineError | None:
-        """Return the error of a call that met its deadline; ``None`` if all of it had finished nevertheless."""
+        """Return the error of a call at its deadline; ``None`` if all requests had finished."""
         late = [request for request in self.requests if request.dropped and not request.finished]
         if not late:
             return None
@@ -169,6 +169,6 @@ class Call:
         if late[0].request.scoring is not None:
             return GenerationTimeout(f"{what}. Raise timeout_seconds, or score fewer tokens at once.")
         return GenerationTimeout(
-            f"{what}; what had finished, and what there is of the others, is in .partial. Raise timeout_seconds, "
-            "lower max_tokens, or go on with generate(resume=error.partial)."
+            f"{what}; finished and partial answers are in .partial. Raise timeout_seconds, "
+            "lower max_tokens, or continue with generate(resume=error.partial)."
         )

@@ -1,6 +1,6 @@
 """How a service is launched: arguments checked, and the function that makes its replicas.
 
-A replica that died is made again by the same function. The backends are imported here only when they are asked for.
+A replica that died is made again by the same function. A backend is imported only when it is used.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class EngineArguments(dict[str, Any]):
 def pretrained_arguments(
     model: str, num_devices: int | None, compiles: bool, fp32_output: bool, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the engine arguments of TorchRL's words for them.
+    """Return the engine arguments for TorchRL's names.
 
     Args:
         model: a folder, or a hub name.
@@ -80,7 +80,7 @@ def pretrained_arguments(
     if size is not None and size < 1:
         raise ValueError(f"num_devices, a replica's tensor_parallel_size, must be at least 1, got {size}")
     config = arguments.get("compilation_config")
-    if not compiles and isinstance(config, Mapping | None):  # an object of vLLM's says its mode by itself
+    if not compiles and isinstance(config, Mapping | None):  # a vLLM object has its own mode
         arguments["compilation_config"] = {"mode": 0, **(config or {})}
     if fp32_output:
         arguments["hf_overrides"] = _with_fp32_head(arguments.get("hf_overrides"))
@@ -97,34 +97,34 @@ def _with_fp32_head(overrides: Any) -> dict[str, Any]:
 def check_backend(
     backend: str, num_replicas: int, devices: Devices | None = None, actor_class: Any = None, **of_ray: Any
 ) -> None:
-    """Refuse an unknown backend, no replica, and arguments that only Ray knows, or does not know, where they are."""
+    """Refuse an unknown backend, fewer than one replica, and arguments that the backend does not have."""
     if actor_class is not None:
         raise ValueError(
             "actor_class must be None: a replica is a process with an engine, behind an actor of ours with "
-            "backend='ray'. Say what it gets: engine arguments, resources= in Ray, devices= of local replicas."
+            "backend='ray'. Configure it by engine arguments, resources= in Ray, or devices= of local replicas."
         )
     if backend not in ("local", "ray"):
         raise ValueError(f"backend must be 'local' (child processes of this one) or 'ray' (actors), got {backend!r}")
     if num_replicas < 1:
         raise ValueError(f"num_replicas must be at least 1, got {num_replicas}")
     if backend == "local" and (given := [name for name, value in of_ray.items() if value is not None]):
-        raise ValueError(f"{', '.join(given)} given with backend='local': only backend='ray' knows them")
+        raise ValueError(f"{', '.join(given)} given with backend='local': only backend='ray' takes them")
     if backend == "ray" and devices is not None:
         raise ValueError(
-            f"devices={devices!r} given with backend='ray': Ray chooses devices, on any node. Say what a replica asks "
-            "of one with resources=, as {'GPU': 1, 'a-custom-resource': 1}"
+            f"devices={devices!r} given with backend='ray': Ray chooses devices, on any node. Pass what a replica "
+            "needs there as resources=, such as {'GPU': 1, 'a-custom-resource': 1}"
         )
 
 
 def engine_kind(engine: str) -> EngineKind:
-    """Return the kind of engine that a name stands for.
+    """Return the kind of engine for a name.
 
     Raises:
         ValueError: there is no such engine.
     """
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
-    # in here, and not at the top: this room is imported without any engine's side
+    # here and not at the top: this package is imported without any engine
     if engine == "transformers":
         from torchrl_moe.modules.backends.transformers import kind as of_transformers
 
@@ -135,7 +135,7 @@ def engine_kind(engine: str) -> EngineKind:
 
 
 def default_timeout() -> float:
-    """Return the seconds that a start has, as the environment says."""
+    """Return the seconds for a start, from the environment."""
     text = os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_TIMEOUT_SECONDS))
     try:
         return float(text)
@@ -144,7 +144,7 @@ def default_timeout() -> float:
 
 
 def _checked(path: str) -> str:
-    """Return it; refuse a folder without a model before any process is started. A hub name is vLLM's business."""
+    """Return the path; refuse a folder without a model before any process is started. vLLM checks hub names."""
     looks_local = os.path.isabs(path) or path.startswith(".") or os.path.isdir(path)
     if looks_local and not os.path.isfile(os.path.join(path, "config.json")):
         state = "has no config.json" if os.path.isdir(path) else "does not exist"
@@ -164,21 +164,19 @@ def local_factory(
     listed: Callable[[], Iterable[int]] = tuple,
     devices: Devices | None = None,
 ) -> ReplicaFactory:
-    """Return what makes child processes of this one, each with GPUs of its own.
+    """Return a function that starts replicas as child processes, each with its own GPUs.
 
     Args:
         kind: of the engine: a module.
         arguments: of the engine, by keyword.
-        num_replicas: how many engines to begin with; they share the machine's cores.
+        num_replicas: how many engines at the start; they share the machine's cores.
         verbose: whether vLLM logs at its own default level.
-        log_folder: where logs stay; ``None``: they go with their replicas.
-        listed: returns the indices of the replicas that there are, once some were added: those that are not among
-            them need their GPUs no more.
+        log_folder: where logs are kept; ``None``: they are deleted with their replicas.
+        listed: returns the indices of the current replicas, once some were added: the others no longer need their GPUs.
         devices: see :class:`DeviceSets`.
 
     Raises:
-        ValueError: there are GPUs, but too few, or other ones than named; also when a replica is made for which none
-            are left.
+        ValueError: there are GPUs, but too few, or not the named ones; also when a replica is made and none are left.
     """
     from torchrl_moe.modules.backends.process.replica import LocalReplica
 
@@ -203,17 +201,17 @@ def ray_service(
     verbose: bool,
     log_folder: str | os.PathLike[str] | None = None,
 ) -> Any:
-    """Join the Ray cluster, or start one, and return the :class:`RayService` that is to be there.
+    """Connect to the Ray cluster, or start one, and return the :class:`RayService` to create in it.
 
     Args:
         kind: of the engine: a module.
         arguments: of the engine, by keyword.
         num_replicas: how many engines.
-        name: makes it outlive this process; ``None``: it ends with it.
+        name: makes the service outlive this process; ``None``: it ends with this process.
         namespace: of Ray; ``None``: our own.
-        resources: what a replica asks of one node; ``None``: a CPU for each device, and a GPU if the cluster has any.
+        resources: what a replica needs on one node; ``None``: one CPU per device, and one GPU if the cluster has any.
         verbose: whether vLLM logs at its own default level.
-        log_folder: where logs stay, on each replica's node; ``None``: they go with their replicas.
+        log_folder: where logs are kept, on each replica's node; ``None``: they are deleted with their replicas.
 
     Raises:
         ValueError: the arguments hold an access token.
@@ -247,7 +245,7 @@ def ray_service(
 
 
 def ray_factory(service: Any) -> ReplicaFactory:
-    """Return what makes replicas of a :class:`RayService` in this process's cluster, or joins those that run."""
+    """Return a function that makes replicas of a :class:`RayService` in this cluster, or connects to running ones."""
     from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 
     numbers = itertools.count()

@@ -1,4 +1,4 @@
-"""The lease by which a request's load is counted exactly once."""
+"""The lease: a request's claim on a replica, which counts its load exactly once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["Lease"]
 
 
 class Lease:
-    """One request's place on a replica. Release it once the request is over; releasing twice does nothing.
+    """One request's claim on a replica. Release it when the request is over; a second release has no effect.
 
     Attributes:
         index: the replica.
-        version: the weight version that it held when the lease was given.
-        replica: the very object, which another may have replaced by the time that the lease is used.
+        version: the weight version that it held when the lease was granted.
+        replica: the replica object; a restart may have replaced it before the lease is used.
     """
 
     __slots__ = ("_over", "_table", "_trial", "index", "replica", "version")
@@ -32,10 +32,10 @@ class Lease:
         self.replica = entry.replica
 
     def release(self, success: bool | None = True) -> None:
-        """Give the place back.
+        """Release the claim.
 
         Args:
-            success: whether the replica gave an answer; ``None`` if it was not asked, or was not let finish.
+            success: whether the replica answered; ``None`` if nothing was sent, or the request was aborted.
         """
         table = self._table
         if table is None:

@@ -1,8 +1,8 @@
-"""What a policy asks of an engine, of a synchronous ``vllm.LLM``: one replica, in this process, one call at a time.
+"""The engine interface of policies over a synchronous ``vllm.LLM``: one replica, in this process, one call at a time.
 
-A service balances, waits, retries, counts and knows versions; here is nothing of that. What a request says for a
-balancer (``session_ids``, ``group_ids``, ``request_context``) has no choice to steer, so it is accepted and means
-nothing. What the caller would rely on, and does not get, is refused.
+A service balances, waits, retries, counts and tracks versions; this does not. Arguments for a balancer
+(``session_ids``, ``group_ids``, ``request_context``) are accepted and have no effect. Arguments that the caller would
+rely on are refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEERS_NOTHING = ("session_ids", "group_ids", "request_context")
 
 
 def is_llm(model: Any) -> bool:
-    """Whether an object is a ``vllm.LLM``; nothing is imported to know that."""
+    """Whether an object is a ``vllm.LLM``; imports nothing."""
     return any(kind.__name__ == "LLM" and kind.__module__.split(".")[0] == "vllm" for kind in type(model).__mro__)
 
 
@@ -34,10 +34,10 @@ class LLMService:
     """Answers for a ``vllm.LLM``; safe to call from any thread.
 
     Args:
-        llm: it stays the caller's.
+        llm: owned by the caller.
 
     Raises:
-        ValueError: it gives logits in place of log-probs, or captures routes that cannot be read.
+        ValueError: it returns logits instead of log-probs, or captures routes that cannot be read.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -117,16 +117,16 @@ class LLMService:
 
 
 def _refuse_others(others: Mapping[str, Any]) -> None:
-    """Refuse what a caller would rely on."""
+    """Refuse arguments that a caller would rely on."""
     for name, value in others.items():
         is_unset = value is None or (isinstance(value, list) and all(one is None for one in value))
         if name in STEERS_NOTHING or is_unset or (name == "actor_index" and value == 0):
             continue
         raise ValueError(
-            f"{name}: a vllm.LLM is one engine, in this process, without a service that could see to it. "
+            f"{name}: a vllm.LLM is one engine in this process, without a service to provide that. "
             "AsyncVLLM.from_pretrained(path) can."
         )
 
 
 Engine: TypeAlias = GenerationService | LLMService
-"""What policies ask."""
+"""The methods that policies use."""

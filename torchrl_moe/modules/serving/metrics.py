@@ -1,4 +1,4 @@
-"""What became of the requests of a service, and how long they took: counters, percentiles, histograms.
+"""Outcomes and durations of a service's requests: counters, percentiles, histograms.
 
 Every request counts once in ``requests`` and once more when its call ends, by its outcome as the caller sees it.
 """
@@ -28,7 +28,7 @@ Finished: TypeAlias = Callable[[Sequence[Completion]], None]
 
 
 class Histogram:
-    """Seconds: how many fell in which bucket since the beginning, and percentiles of the most recent ones.
+    """Durations in seconds: counts per bucket since the start, and percentiles of the most recent ones.
 
     Attributes:
         counts: int, per bucket: up to each of ``BOUNDS`` (1 ms to 500 s), the last for all above.
@@ -86,11 +86,11 @@ class Metrics:
 
     @contextlib.contextmanager
     def call(self, requests: int, whole: Sequence[Completion] = ()) -> Iterator[Finished]:
-        """Count the requests of one call, whose completions the body hands to what it is given.
+        """Count the requests of one call; the body passes its completions to the yielded function.
 
         Args:
             requests: how many.
-            whole: completions among those of the call that were counted before, and are not among the requests.
+            whole: completions of the call that are not among the requests because they were complete before.
         """
         before = set(map(id, whole))
         self.count("requests", requests)
@@ -114,7 +114,7 @@ class Metrics:
         with self._lock:
             for completion in completions:
                 self._counts["aborted" if completion.aborted else "completed"] += 1
-                if completion.prompt_logprobs is None:  # else it was scored, and its one token is nobody's
+                if completion.prompt_logprobs is None:  # else it was scored, and its one token is dropped
                     self._counts["sequences"] += len(completion.outputs)
                     self._counts["generated_tokens"] += sum(len(output.token_ids) for output in completion.outputs)
                 self._counts["prompt_tokens"] += len(completion.prompt_token_ids)
@@ -124,7 +124,7 @@ class Metrics:
                     histogram.add(getattr(completion.metrics, name))
 
     def summary(self) -> dict[str, float]:
-        """Return all counters, and p50, p90, p99 of the seconds of the last 2048 requests, to be logged as they are.
+        """Return all counters, and p50, p90, p99 of the seconds of the last 2048 requests, for a logger.
 
         Empty if metrics are off.
         """
@@ -143,7 +143,7 @@ class Metrics:
 
 
 def _outcome(error: EngineError) -> str:
-    """Return what becomes of those requests of a call that have not finished as it ends with an error."""
+    """Return the outcome of a call's unfinished requests when it ends with an error."""
     if isinstance(error, RequestRefusedError):
         return "refused"
     return "timed_out" if isinstance(error, GenerationTimeout) else "failed"

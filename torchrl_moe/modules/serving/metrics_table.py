@@ -1,4 +1,4 @@
-"""Every metric of a service, once: its name in tables, its name and help in Prometheus, and where it is read.
+"""Every metric of a service: its name in tables, its name and help in Prometheus, and where it is read.
 
 A replica's metrics are rows of ``stats()``; the service's own are counted by
 :class:`~torchrl_moe.modules.serving.metrics.Metrics`.
@@ -28,15 +28,15 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMetric:
-    """One figure of a replica.
+    """One metric of a replica.
 
     Attributes:
         name: its key in ``stats()``.
-        kind: a ``"counter"`` only grows, over restarts too; a ``"gauge"`` is of this moment; a ``"label"`` is a word.
+        kind: a ``"counter"`` only grows, across restarts too; a ``"gauge"`` is a current value; a ``"label"`` is text.
         read: returns it, from the replica table's entry or from the engine's own stats.
         exported: its name in Prometheus; ``""``: it is not there.
         meaning: Prometheus' help.
-        number: what Prometheus gets of it.
+        number: its value in Prometheus.
     """
 
     name: str
@@ -62,7 +62,7 @@ OF_THE_TABLE: tuple[ReplicaMetric, ...] = (
     ReplicaMetric("replica", "label", attrgetter("index")),
     ReplicaMetric("state", "label", attrgetter("state.name")),
     _of("version", "gauge", "policy_version", "Version of the weights."),
-    _of("inflight", "gauge", "inflight_requests", "Requests handed to the replica and not back yet."),
+    _of("inflight", "gauge", "inflight_requests", "Requests sent to the replica that have not ended."),
     ReplicaMetric("breaker", "label", breaker_state, "breaker_open", "1 unless the circuit breaker is closed.",
                   lambda state: state != "closed"),
     _of("restarts", "counter", "restarts", "Restarts of the replica."),
@@ -78,7 +78,7 @@ OF_THE_ENGINE: tuple[ReplicaMetric, ...] = (
     _of("requests", "counter", "requests", "Requests that the engine ended."),
     _of("completions", "counter", "sequences", "Answers that the engine ended."),
     _of("prompt_tokens", "counter", "prompt_tokens", "Prompt tokens of ended requests."),
-    _of("cached_tokens", "counter", "cached_tokens", "Those of them that the prefix cache had."),
+    _of("cached_tokens", "counter", "cached_tokens", "Those of them found in the prefix cache."),
     _of("generated_tokens", "counter", "generated_tokens", "Tokens of ended requests."),
     _of("generation_seconds", "counter", "generation_seconds", "Seconds that requests spent in the engine, summed."),
     _of("cache_queries", "counter", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
@@ -89,7 +89,7 @@ OF_THE_ENGINE: tuple[ReplicaMetric, ...] = (
     _of("weights_version", "gauge", "", ""),
     _of("hit_rate", "gauge", "", ""),
 )
-"""What an engine says of itself: read from its :class:`ReplicaStats`."""
+"""What an engine reports: read from its :class:`ReplicaStats`."""
 
 ENGINE_COUNTERS = tuple(metric.name for metric in OF_THE_ENGINE if metric.kind == "counter")
 
@@ -100,7 +100,7 @@ OUTCOMES = {
     "refused": "that the engine or the service would not take",
     "failed": "that a replica failed, or that found none to serve them",
 }
-"""What may become of a request: every one ends in one of them."""
+"""The outcomes of requests: every request ends in one of them."""
 
 COUNTERS = {
     "requests": "Requests given to the service.",
@@ -108,7 +108,7 @@ COUNTERS = {
     "retried": "Times that a request was started again on another replica.",
     "sequences": "Answers returned.",
     "prompt_tokens": "Prompt tokens of the requests that were answered.",
-    "cached_tokens": "Those of them that a prefix cache had.",
+    "cached_tokens": "Those of them found in a prefix cache.",
     "generated_tokens": "Tokens of the answers.",
     "generation_seconds": "Seconds from a request's arrival at its engine to its last token, summed.",
 }
@@ -116,6 +116,6 @@ COUNTERS = {
 
 
 def replica_row(entry: TableEntry, stats: ReplicaStats | None) -> dict[str, Any]:
-    """Return all that is known of a replica as one flat dictionary, without the engine's part if it gave none."""
+    """Return all metrics of a replica as one flat dictionary, without the engine's part if it reported none."""
     row = {metric.name: metric.read(entry) for metric in OF_THE_TABLE}
     return row if stats is None else row | {metric.name: metric.read(stats) for metric in OF_THE_ENGINE}

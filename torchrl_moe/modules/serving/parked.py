@@ -1,7 +1,7 @@
-"""Requests that no replica took, and which of them a change concerns.
+"""Parked requests, which no replica took, and which of them a change affects.
 
-Requests with the same needs are of one kind: the first of them is tried for all. What one waits for is noted, so that a
-thousand kinds are not tried again because one replica changed.
+Requests with the same needs are of one kind: the first of them is tried for all. What each kind waits for is recorded,
+    so that a change of one replica does not retry a thousand kinds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Kind:
 
 
 class Parked:
-    """Requests that wait for a replica. It belongs to the thread of the service's loop.
+    """Requests that wait for a replica. Used only in the thread of the service's loop.
 
     Args:
         table: the replicas.
@@ -38,8 +38,8 @@ class Parked:
         self._table = table
         self._kinds: dict[Needs, _Kind] = {}
         self._groups: dict[str, dict[Needs, None]] = {}  # the kinds of each group
-        self._settled: set[str] = set()  # groups, since the last look; other threads add to it, under the table's lock
-        self._seen = 0  # changes of the table, at the last look
+        self._settled: set[str] = set()  # since the last call; other threads add, under the table's lock
+        self._seen = 0  # changes of the table, at the last call
 
     def __len__(self) -> int:
         return sum(len(kind.requests) for kind in self._kinds.values())
@@ -48,7 +48,7 @@ class Parked:
         return bool(self._kinds)
 
     def join(self, request: InFlight) -> bool:
-        """Have a request wait behind others of its needs, if there are any; whether there are."""
+        """Park a request behind others with its needs; return whether there are any."""
         kind = self._kinds.get(needs(request)) if self._kinds else None
         if kind is None:
             return False
@@ -57,7 +57,7 @@ class Parked:
         return True
 
     def put_first(self, request: InFlight, waits_for: int) -> None:
-        """Have a request wait that was tried, before others of its needs. The caller holds the table's lock."""
+        """Park a request that was tried, ahead of others with its needs. The caller holds the table's lock."""
         if not self._kinds:
             self._seen = self._table.changes
         key = needs(request)
@@ -79,7 +79,7 @@ class Parked:
         return [] if kind is None else [kind.first]
 
     def remove(self, request: InFlight) -> bool:
-        """Take a request out; whether it waited."""
+        """Remove a request; return whether it was parked."""
         key = needs(request)
         kind = self._kinds.get(key)
         if kind is None or request not in kind.requests:
@@ -94,12 +94,12 @@ class Parked:
         return True
 
     def settle(self, group: str) -> None:
-        """Note that what became of a group's requests concerns others of it. The caller holds the table's lock."""
+        """Note that a group's outcome is settled, for others of the group. The caller holds the table's lock."""
         if group in self._groups:
             self._settled.add(group)
 
     def concerned(self) -> list[InFlight]:
-        """Return the first of each kind that was concerned by anything since the last time, in order of arrival."""
+        """Return the first request of each kind that a change affected since the last call, in order of arrival."""
         firsts: dict[InFlight, None] = {}
         with self._table.lock:
             for group in self._settled:
@@ -113,7 +113,7 @@ class Parked:
         return sorted(firsts, key=lambda request: request.turn or (0.0, 0))
 
     def _firsts(self, changed: set[int], versions: set[int]) -> Iterator[InFlight]:
-        """Name those that wait for a replica that changed, or that one may take which serves a version now."""
+        """Yield kinds that wait for a changed replica, or that a replica now serving their version may take."""
         for kind in self._kinds.values():
             first, named = kind.first, kind.first.placement.actor_index
             if named is not None:

@@ -1,4 +1,4 @@
-"""Which replica takes a request now, and which one it is worth waiting for."""
+"""Which replica takes a request now, and which one it can wait for."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torchrl_moe.modules.serving.states import GONE, ReplicaState
 __all__ = ["GROUP", "Needs", "needs", "prospect", "take_lease", "takes"]
 
 Needs = tuple[object, ...]
-"""What requests must have in common so that a replica that takes one of them takes them all."""
+"""What requests have in common so that a replica that takes one of them takes all."""
 
 GROUP = -1
-"""In place of a replica that a request waits for: what becomes of the others of its group."""
+"""Stands for waiting for the outcome of other requests of the group, instead of for a replica."""
 
 
 def needs(request: InFlight) -> Needs:
-    """Return what a request needs of its replica."""
+    """Return what a request needs from its replica."""
     call, where = request.call, request.placement
-    priority = request.request.priority  # an urgent request does not wait for the turn of another
+    priority = request.request.priority  # an urgent request does not wait behind another one
     return id(call.balancer), where.actor_index, where.min_version, where.group_id, priority, call.timeout is None
 
 
@@ -45,7 +45,7 @@ def takes(request: InFlight, version: int) -> bool:
 
 
 def prospect(request: InFlight) -> int | None:
-    """Return the index of a replica that may come to take a request that none takes now, or :data:`GROUP`.
+    """Return the index of a replica that may later take a request that none takes now, or :data:`GROUP`.
 
     ``None`` if it would wait in vain. The caller holds the table's lock.
     """
@@ -54,7 +54,7 @@ def prospect(request: InFlight) -> int | None:
         return GROUP
     table, version, named = balancer.replica_table, _pinned(request), where.actor_index
     for entry in table if named is None else (table[named],):
-        # one that is restarted or updated comes with the latest; one that drains keeps what it has
+        # one that is restarted or updated gets the latest version; one that drains keeps its version
         if version in (None, entry.version, table.latest_version) and _comes(entry, request.call.timeout is not None):
             return entry.index
     return None
@@ -73,5 +73,5 @@ def _comes(entry: TableEntry, has_deadline: bool) -> bool:
         return entry.breaker.barred
     if entry.state in GONE:
         return entry.recovery is Recovery.SUPERVISOR
-    # the update that it waits for may have to come from the very thread that waits for this request
+    # the awaited update may come from the very thread that waits for this request
     return entry.recovery is not Recovery.UPDATE or has_deadline

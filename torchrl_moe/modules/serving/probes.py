@@ -1,4 +1,4 @@
-"""Health probes: whether a replica that should answer does, and if not, whether it is stalled or only slow."""
+"""Health probes: whether a replica answers, and if not, whether it is stalled or only slow."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["ProbeHistory", "Probes", "Stalled"]
 
 LOG = logging.getLogger(__name__)
 PROBED = frozenset({ReplicaState.SERVING, ReplicaState.DRAINING})  # others are busy with something else
-BUSY_SHARE = 0.05  # of one core, by which a process counts as computing
+BUSY_SHARE = 0.05  # of one core; above it a process counts as computing
 
 
 class ProbeHistory:
-    """What the probes of one replica add up to. Probes are counted, not seconds: a driver that slept missed none.
+    """The history of one replica's probes. Probes are counted, not seconds, since a suspended driver sends none.
 
     Args:
         policy: how many are too many.
@@ -42,16 +42,16 @@ class ProbeHistory:
 
     @property
     def silent(self) -> bool:
-        """Whether the last probe brought no sign of life."""
+        """Whether the last probe got no sign of life."""
         return self._silent > 0
 
     @property
     def doubtful(self) -> bool:
-        """Whether the core left the last probe without an answer."""
+        """Whether the engine core did not answer the last probe."""
         return self._silent + self._slow > 0
 
     def note(self, probe_report: ProbeReport | None) -> str:
-        """Take the answer to a probe, ``None`` for none; return why the replica counts as stalled, or ``""``."""
+        """Record the answer to a probe, ``None`` for none; return why the replica counts as stalled, or ``""``."""
         if probe_report is not None and probe_report.core_answered:
             self._silent = self._slow = 0
             self._cpu_seconds = probe_report.cpu_seconds
@@ -91,11 +91,11 @@ class _Probe:
 
 
 class Probes:
-    """Probes the replicas of a replica table. They belong to one thread, and nothing waits.
+    """Probes the replicas of a replica table. For one thread; nothing waits.
 
     Args:
-        table: where silent replicas are noted, so that they get no new requests meanwhile.
-        policy: how often, and how patient.
+        table: where silent replicas are marked, so that they get no new requests.
+        policy: intervals and limits.
         clock: seconds.
     """
 
@@ -106,7 +106,7 @@ class Probes:
         self._probes: dict[int, _Probe] = {}
 
     def look(self) -> Iterator[Stalled]:
-        """Take the answers that have come, ask those that are due, and name the replicas that are stalled."""
+        """Collect answers, send the probes that are due, and return the stalled replicas."""
         if self._policy.probe == math.inf:
             return
         with self._table.lock:
@@ -124,7 +124,7 @@ class Probes:
                 if (probe.answer.done() or is_late) and (reason := self._judge(entry, probe, probe.answer)):
                     yield Stalled(entry.index, replica, reason)
             else:
-                # one that is doubted already is not asked more often: its probes are counted as so many seconds
+                # a doubted replica is not probed more often, since its probes count as seconds
                 hurry = entry.index in doubts and not probe.pulse.doubtful
                 if hurry or self._clock() >= probe.due:
                     self._ask(probe)
@@ -137,20 +137,20 @@ class Probes:
         return reason
 
     def _ask(self, probe: _Probe) -> None:
-        """Ask a replica how it is; the core gets half of the time, so that its owner's answer still arrives."""
+        """Send a probe; the engine core gets half of the time, so that its owner's answer still arrives."""
         probe.due = self._clock() + self._policy.probe
         try:
             probe.answer = probe.replica.probe(self._policy.probe / 2)
-        except Exception as error:  # one that cannot even be asked is silent, and the others are asked too
+        except Exception as error:  # logged; it counts as silent, and the others are still probed
             LOG.exception("a replica could not be probed: %r", error)
             probe.answer = Future()
             probe.answer.set_exception(EngineError(str(error)))
 
 
 def _read(answer: Future[ProbeReport]) -> ProbeReport | None:
-    """Return what a replica said of itself, ``None`` if nothing. One that is dead, or has no such command, is well.
+    """Return a replica's report, ``None`` if there is none.
 
-    Others report its death.
+    A dead one, or one without this command, passes: its death is reported elsewhere.
     """
     if not answer.done():
         return None

@@ -1,4 +1,4 @@
-"""The bar that shows how far a call is."""
+"""The progress bar of a call."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ class Progress:
 
     Args:
         total: requests.
-        shown: whether it is seen at all.
+        shown: whether to show it, on a terminal or in a notebook; a log file gets none.
+        what: the bar's label.
     """
 
-    def __init__(self, total: int, shown: bool) -> None:
-        self._bar = tqdm(total=total, desc="generate", unit="req", disable=not shown)
-        self._shown = shown
+    def __init__(self, total: int, shown: bool, what: str = "generate") -> None:
+        self._bar = tqdm(total=total, desc=what, unit="req", disable=None if shown else True)
+        self._shown = not self._bar.disable
         self._tokens = 0
         self._started = time.monotonic()
 

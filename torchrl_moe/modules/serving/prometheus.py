@@ -39,7 +39,7 @@ def _prometheus() -> ModuleType:
 class ServiceCollector:
     """Gives a Prometheus registry the families of one service.
 
-    Counters of replicas go on over restarts. With metrics off, those of the service itself are left out.
+    Counters of replicas continue over restarts. With metrics off, those of the service itself are left out.
 
     Args:
         table: the replicas.

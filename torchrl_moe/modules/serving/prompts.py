@@ -1,4 +1,4 @@
-"""What ``generate`` accepts, brought to one form: a list of prompts, each text, token ids, or a completion to resume.
+"""What ``generate`` accepts, in one form: a list of prompts, each text, token ids, or a completion to resume.
 
 vLLM and TorchRL users pass strings, token lists, arrays, tensors, ``TextPrompt``/``TokensPrompt`` dictionaries, and
 lists of each; the rules for what counts as one prompt are here and nowhere else.
@@ -34,8 +34,8 @@ def normalise_prompts(prompts: Any = None, prompt_token_ids: Any = None, resume:
     """Bring the three ways of passing prompts to one form. A list of ints is one prompt.
 
     Raises:
-        ValueError: none or several are given, nothing is in the list, a prompt is empty, or an id is none.
-        TypeError: something that is no prompt, or in ``resume`` no :class:`Completion`.
+        ValueError: none or several are given, the list is empty, a prompt is empty, or an id is out of range.
+        TypeError: an entry is not a prompt, or in ``resume`` not a :class:`Completion`.
 
     >>> normalise_prompts("hi").single, normalise_prompts([1, 2]).single, normalise_prompts([[1, 2]]).single
     (True, True, False)
@@ -52,7 +52,7 @@ def normalise_prompts(prompts: Any = None, prompt_token_ids: Any = None, resume:
     if _is_one(source):
         return PromptBatch([_prompt(source, name)], single=True)
     if not isinstance(source, Sequence) and getattr(source, "ndim", 0) < 1:
-        raise TypeError(f"{name} must be text, token ids or a list of these, got {type(source).__name__}")
+        raise TypeError(f"{name} must be text, token ids or a list of them, got {type(source).__name__}")
     items = list(source)
     if not items:
         raise ValueError(f"{name} cannot be empty")
@@ -86,7 +86,7 @@ def _is_one(source: Any) -> bool:
 
 
 def _prompt(item: Any, name: str) -> Prompt:
-    if isinstance(item, list):  # the usual one, and the dearest to ask what else it might be
+    if isinstance(item, list):  # the usual case, and the slowest to test for other types
         return _ids(item, name)
     if isinstance(item, Mapping):
         keys = [key for key in ("prompt_token_ids", "prompt") if item.get(key) is not None]
@@ -119,5 +119,5 @@ def _ids(item: Any, name: str) -> NDArray[np.int32]:
 def _array(item: Any, name: str) -> NDArray[Any]:
     try:
         return np.asarray(item.cpu() if isinstance(item, torch.Tensor) else item)
-    except (TypeError, ValueError) as error:  # a dtype that numpy has not, or rows of different lengths
+    except (TypeError, ValueError) as error:  # a dtype unknown to numpy, or rows of different lengths
         raise TypeError(f"{name} must be a flat list of integer token ids: {error}") from error

@@ -1,6 +1,6 @@
-"""The replicas of a service as its user sees them: added, removed, paused, given new weights, and watched.
+"""The replicas of a service for its user: add, remove, pause, update and observe them.
 
-Replicas send their stats by themselves; only ``stats`` and ``get_cache_usage`` ask them anything.
+Replicas send their stats by themselves; only ``stats`` and ``get_cache_usage`` query them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torchrl_moe.modules.serving.metrics_table import replica_row
 from torchrl_moe.modules.serving.prometheus import ServiceCollector, prometheus_text
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.modules.serving.stats_table import SHOWN_REPLICAS, Totals, describe, service_html
+from torchrl_moe.render.data_frames import data_frame
 
 __all__ = ["ReplicaService"]
 
@@ -36,7 +37,7 @@ MOST_THREADS = 32
 
 
 class ReplicaService:
-    """A service without its requests; safe to use from any thread.
+    """A service without the handling of requests; thread-safe.
 
     Args:
         replicas: at least one, not started yet.
@@ -46,8 +47,8 @@ class ReplicaService:
 
     Attributes:
         replica_table: what is known of each replica.
-        infos: what the replicas that it began with said of themselves.
-        metrics: what became of the requests, and how long they took; ``metrics.summary()`` can be logged as it is.
+        infos: the infos of the replicas that it started with.
+        metrics: outcomes and durations of requests; ``metrics.summary()`` is ready for a logger.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class ReplicaService:
 
     @property
     def routing_layout(self) -> RoutingLayout | None:
-        """What the model's routers look like; ``None`` if routes are not captured (a dense model, say)."""
+        """The layout of the model's routers; ``None`` if routes are not captured, as for a dense model."""
         self._check_running("routing_layout")
         return self.infos[0].layout
 
@@ -106,18 +107,18 @@ class ReplicaService:
     def add_replicas(self, count: int = 1, *, timeout_seconds: float | None = None) -> list[int]:
         """Start more replicas, and wait until they serve: with the current weights, and paused if the service is.
 
-        One that needs weights which no sender can bring stays STARTING until the next update.
+        A replica that needs weights which no sender can load stays STARTING until the next update.
 
         Args:
             count: how many.
             timeout_seconds: for all of them; default: 600.
 
         Returns:
-            Their indices. No index is ever used twice.
+            Their indices. No index is used twice.
 
         Raises:
-            ValueError: not at least one, or there are no devices left for them.
-            EngineError: one did not come up, or not in time; then none is added.
+            ValueError: less than one, or there are no devices left for them.
+            EngineError: one did not start, or not in time; then none is added.
         """
         self._check_running("add_replicas")
         indices = self._fleet.add(count, START_SECONDS if timeout_seconds is None else timeout_seconds)
@@ -129,13 +130,13 @@ class ReplicaService:
 
         Args:
             index: of the replica.
-            drain: whether its requests may finish first; otherwise they begin again on the others.
-            timeout_seconds: that they have for that, and an update of its weights that is on.
+            drain: whether its requests may finish first; otherwise they start again on the others.
+            timeout_seconds: for that, and for a running update of its weights.
 
         Raises:
             IndexError: there is no such replica.
             ValueError: it is the only one, or was removed before.
-            EngineError: its requests were not finished in time; then it serves on.
+            EngineError: its requests were not finished in time; then it keeps serving.
         """
         self._check_running("remove_replica")
         self._fleet.remove(index, drain, timeout_seconds)
@@ -152,32 +153,32 @@ class ReplicaService:
         """Stop scheduling on all replicas; one that is restarted meanwhile comes back paused.
 
         Args:
-            mode: of requests in flight: ``keep`` freezes them until :meth:`resume`, ``wait`` lets them finish first,
+            mode: for requests in flight: ``keep`` freezes them until :meth:`resume`, ``wait`` lets them finish first,
                 ``abort`` cuts them short.
             clear_cache: whether to drop the KV cache too; frozen requests are then recomputed.
             timeout_seconds: deadline per replica.
 
         Raises:
-            EngineError: a replica failed, or was not paused in time. Unless the service was paused before, all go on.
+            EngineError: a replica failed, or was not paused in time. Unless the service was paused before, all resume.
         """
         self._check_running("pause")
         self._fleet.pause(mode, clear_cache, timeout_seconds)
 
     def resume(self, *, timeout_seconds: float = CALL_SECONDS) -> None:
-        """Go on scheduling on all replicas."""
+        """Resume scheduling on all replicas."""
         self._check_running("resume")
         self._fleet.resume(timeout_seconds)
 
     def sleep(self, level: int = 1, mode: PauseMode = "wait", *, timeout_seconds: float = CALL_SECONDS) -> None:
-        """Have all replicas give their GPU's memory to others, to the trainer on the same card, say.
+        """Release the GPU memory of all replicas, for example for the trainer on the same GPU.
 
-        Requests that come wait for :meth:`wake_up`. An update of the weights wakes the weights, and not the rest. The
-        engines need ``enable_sleep_mode=True``, and GPUs. Nothing to do if they sleep.
+        New requests wait for :meth:`wake_up`. A weight update wakes only the weights. The engines need
+        ``enable_sleep_mode=True`` and GPUs. No effect if they already sleep.
 
         Args:
             level: 1 drops the KV cache and keeps the weights in host memory, 2 drops both: then the weights must be
                 updated before :meth:`wake_up`.
-            mode: of requests in flight, as in :meth:`pause`; by default they finish first.
+            mode: for requests in flight, as in :meth:`pause`; by default they finish first.
             timeout_seconds: deadline per replica.
 
         Raises:
@@ -188,7 +189,7 @@ class ReplicaService:
         self._fleet.sleep(level, mode, timeout_seconds)
 
     def wake_up(self, tags: Sequence[str] | None = None, *, timeout_seconds: float = CALL_SECONDS) -> None:
-        """Take the memory back, and once it is all there go on. Idempotent.
+        """Allocate the memory again, and resume once all of it is there. Idempotent.
 
         Args:
             tags: ``["weights"]``, or ``["kv_cache"]`` for the rest; by default both.
@@ -202,14 +203,14 @@ class ReplicaService:
         self._fleet.wake_up(tags, timeout_seconds)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; false if some replica could not, because requests are running."""
+        """Drop cached prefixes; return False if a replica could not, because requests are running."""
         self._check_running("reset_prefix_cache")
         return self._fleet.reset_prefix_cache()
 
     def set_seed(self, seed: int) -> int:
-        """Seed what the replicas sample with, each differently. Their draws depend on how requests are batched, too.
+        """Seed the sampling of the replicas, each differently. What they draw also depends on batching.
 
-        A request with ``SamplingParams.seed`` draws from that alone. A replica that is restarted has its first seed.
+        A request with ``SamplingParams.seed`` uses only that seed. A restarted replica has its initial seed.
 
         Returns:
             The next seed to use.
@@ -229,26 +230,26 @@ class ReplicaService:
     def register_weight_sync(
         self, bring: Callable[[int], None] | None, update: Callable[[Any], Any] | None = None
     ) -> None:
-        """Take what brings weights here, in place of what was registered before.
+        """Register the functions that load weights here, replacing earlier ones.
 
         Args:
-            bring: brings a replica that is STARTING to the newest weights and to SERVING; ``None``: nobody does. A
-                replica that was restarted holds its checkpoint's weights: it serves once ``bring(index)`` has returned.
-            update: brings all replicas to new weights, for :meth:`update_weights`.
+            bring: brings a STARTING replica to the newest weights and to SERVING; ``None``: nothing does. A restarted
+                replica holds its checkpoint's weights: it serves once ``bring(index)`` has returned.
+            update: updates all replicas to new weights, for :meth:`update_weights`.
         """
         self._fleet.bring, self._update = bring, update
 
     @property
     def weight_sync(self) -> Callable[[int], None] | None:
-        """The ``bring`` that :meth:`register_weight_sync` took last."""
+        """The ``bring`` that was registered last."""
         return self._fleet.bring
 
     def update_weights(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Any:
-        """Bring all replicas to these weights, by the sender that was given this engine. TorchRL's name.
+        """Update all replicas to these weights, with the sender that has this engine. TorchRL's name.
 
         Args:
-            weights: checkpoint names, or those of the sender's registered model, and tensors; the whole model. If there
-                are none, a warning says so, and nothing is done.
+            weights: checkpoint names, or those of the sender's registered model, and tensors; the whole model. Without
+                any, a warning is shown and nothing is done.
 
         Returns:
             The sender's :class:`~torchrl_moe.weight_update.SyncReport`; ``None`` if there were no weights.
@@ -265,7 +266,7 @@ class ReplicaService:
         return self._check_sender("update_weights")(pairs)
 
     def _check_sender(self, what: str) -> Callable[[Any], Any]:
-        """Return what a sender has given to bring weights."""
+        """Return the function that a sender registered to load weights."""
         if self._update is None:
             raise RuntimeError(
                 f"{what}: no sender has this engine. Make one: VLLMWeightSyncScheme(...).create_sender(), then "
@@ -287,9 +288,9 @@ class ReplicaService:
         return [entry.inflight for entry in self.replica_table]
 
     def get_cache_usage(self, actor_index: int | None = None) -> float | list[float]:
-        """Share of KV-cache blocks in use, 0 to 1, of one replica or a list of all: the engine's own figure.
+        """Share of KV-cache blocks in use, 0 to 1, of one replica or a list of all, as the engine reports it.
 
-        NaN stands for a replica that is dead or starting.
+        NaN for a replica that is dead or starting.
         """
         self._check_running("get_cache_usage")
         self._fleet.note_deaths()
@@ -298,11 +299,11 @@ class ReplicaService:
         return [_cache_usage(entry) for entry in self.replica_table]
 
     def stats(self, timeout_seconds: float = STATS_SECONDS) -> list[dict[str, Any]]:
-        """Return one flat dictionary per replica: state, version, and its engine's stats of this moment.
+        """Return one flat dictionary per replica: state, version, and its engine's current stats.
 
-        All are asked at the same time; one that does not answer shows what it last sent by itself, and a dead one shows
-        no stats of an engine. ``supervisor_error`` is ``None`` while deaths and stalls are noticed. Counts are since
-        its engine started; see :class:`~torchrl_moe.modules.backends.reports.ReplicaStats`.
+        All are queried at the same time. One that does not answer shows the stats that it sent last; a dead one shows
+        no engine stats. ``supervisor_error`` is ``None`` while deaths and stalls are being detected. Counts start with
+        its engine; see :class:`~torchrl_moe.modules.backends.reports.ReplicaStats`.
         """
         self._check_running("stats")
         self._fleet.note_deaths()
@@ -314,12 +315,10 @@ class ReplicaService:
 
     def to_pandas(self) -> Any:
         """Return :meth:`stats` as a pandas ``DataFrame``."""
-        import pandas
-
-        return pandas.DataFrame(self.stats())
+        return data_frame(self.stats())
 
     def prometheus(self) -> str:
-        """Return the stats of the replicas and of the service in Prometheus' text format; asks no engine anything.
+        """Return the stats of the replicas and of the service in Prometheus' text format; sends nothing to the engines.
 
         Raises:
             ImportError: ``prometheus_client`` is not installed; the message names the extra.
@@ -328,7 +327,7 @@ class ReplicaService:
         return prometheus_text(self._collector())
 
     def register_prometheus(self, registry: Any) -> Any:
-        """Have a ``prometheus_client`` registry collect this service; returns the collector, to unregister it by.
+        """Add this service to a ``prometheus_client`` registry; return the collector, to unregister it.
 
         Raises:
             ImportError: ``prometheus_client`` is not installed; the message names the extra.
@@ -343,7 +342,7 @@ class ReplicaService:
         return ServiceCollector(self.replica_table, self._totals, self.metrics)
 
     def log_paths(self) -> list[Path | None]:
-        """Return where each replica's engine logs on this machine; ``None`` if it is not started, or runs elsewhere."""
+        """Return each replica's log file on this machine; ``None`` if it is not started, or runs elsewhere."""
         return [entry.replica.log_path for entry in self.replica_table]
 
     def _title(self) -> str:

@@ -19,15 +19,15 @@ from torchrl_moe.modules.serving.states import ReplicaState, check_transition
 __all__ = ["ReplicaTable", "TableEntry"]
 
 SHOWN = 8
-"""Replicas that a table prints one by one."""
+"""How many replicas a repr lists one by one."""
 
 
 class ReplicaTable:
     """The replicas of one service.
 
     Args:
-        replicas: anything; the replica table only keeps them.
-        state: the state that all begin in.
+        replicas: any objects; the table only stores them.
+        state: the initial state of all.
         faults: the limits of their breakers.
     """
 
@@ -39,18 +39,18 @@ class ReplicaTable:
     ) -> None:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
-        self.changes = 0  # of what may decide whether a request is placed, so far
-        self.latest_version = 0  # the newest that any replica has ever held
+        self.changes = 0  # number of changes so far that may affect placement
+        self.latest_version = 0  # the newest version that any replica has held
         self._faults = faults or FaultPolicy()
         self._choices = itertools.count()
         self._caches = itertools.count()
-        self._entries: list[TableEntry] = []  # by index; those that were removed too
+        self._entries: list[TableEntry] = []  # by index; removed ones included
         self._listed: list[TableEntry] = []
         self._append(replicas, state)
         self.groups = Groups()  # here, so that another balancer keeps their versions
-        self._listeners: dict[Callable[[], None], bool] = {}  # in order; whether doubts concern them too
+        self._listeners: dict[Callable[[], None], bool] = {}  # in order -> whether doubts are reported to them too
         self.doubts: set[int] = set()
-        self._versions: list[int] | None = None  # those that serve, in order; None: to be found again
+        self._versions: list[int] | None = None  # serving versions, in order; None: to be recomputed
         self._views: dict[tuple[int, int] | None, Candidates] = {}
         self.reports: deque[tuple[float, int]] = deque()  # when, which replica; of reports of load
 
@@ -78,7 +78,7 @@ class ReplicaTable:
 
     @property
     def next_index(self) -> int:
-        """The index of the replica that is added next: none is used twice."""
+        """The index of the next added replica; no index is used twice."""
         return len(self._entries)
 
     def add(self, replicas: Sequence[Any]) -> list[TableEntry]:
@@ -90,13 +90,13 @@ class ReplicaTable:
             return new
 
     def set_leaving(self, index: int, leaving: bool) -> None:
-        """Note that a replica is to go, or is not after all."""
+        """Mark a replica as being removed, or undo that."""
         with self.lock:
             self[index].leaving = leaving
             self._tell([self[index]])
 
     def remove(self, index: int) -> None:
-        """List a replica no more. Its entry stays for those that hold it, or its index, and is DEAD for good."""
+        """Remove a replica from the list. Its entry stays valid for whatever refers to it, and is DEAD for good."""
         with self.lock:
             entry = self[index]
             entry.removed, entry.leaving, entry.recovery = True, True, Recovery.NOBODY
@@ -124,7 +124,7 @@ class ReplicaTable:
             self._tell([entry])
 
     def _tell(self, changed: Iterable[TableEntry]) -> None:
-        """Say that requests may be placed, or not, that could not, or could, before, because these changed."""
+        """Notify listeners that these entries changed, so that placement may have other results."""
         self.changes += 1
         for entry in (*changed, *self._try_the_barred()):
             entry.change = self.changes
@@ -138,7 +138,7 @@ class ReplicaTable:
         return [entry for entry in self._entries if entry.change > change]
 
     def set_version(self, index: int, version: int) -> None:
-        """Note which weights a replica holds; what it has cached was made by others."""
+        """Set a replica's weight version; its cached prefixes belong to other weights."""
         with self.lock:
             entry = self[index]
             entry.version = version
@@ -149,11 +149,11 @@ class ReplicaTable:
                 self._tell([entry])
 
     def note_version(self, version: int) -> None:
-        """Note that some replica holds a version, which another driver may have brought."""
+        """Note that some replica holds a version, perhaps loaded by another driver."""
         with self.lock:
             if version > self.latest_version:
                 self.latest_version = version
-                self._tell(self._entries)  # a replica that restarts comes with another version than assumed
+                self._tell(self._entries)  # a restarting replica will have another version than assumed
 
     def forget_prefixes(self, index: int) -> None:
         """Note that a replica has lost its cached prefixes."""
@@ -165,12 +165,12 @@ class ReplicaTable:
         self._forget_views()
 
     def mark_dead(self, index: int, error: str | None = None, replica: Any = None) -> None:
-        """Note that a replica's process is gone; more than one caller may find that out.
+        """Mark a replica as dead; several callers may detect the same death.
 
         Args:
             index: of the replica.
             error: why.
-            replica: the one that is gone; its place may have another by now, which is not meant.
+            replica: the object that died; if it has been replaced by now, nothing happens.
         """
         with self.lock:
             entry = self[index]
@@ -182,10 +182,10 @@ class ReplicaTable:
                 self.set_state(index, ReplicaState.DEAD)
 
     def replace(self, index: int, replica: Any) -> bool:
-        """Put a new replica, of the checkpoint's weights, in the place of one that died or is quarantined.
+        """Replace a replica that died or is quarantined by a new one, with the checkpoint's weights.
 
         Returns:
-            Whether it has that place; false if the user wants it to go.
+            Whether it was replaced; False if the replica is being removed.
         """
         with self.lock:
             entry = self[index]
@@ -197,7 +197,7 @@ class ReplicaTable:
             return True
 
     def set_recovery(self, index: int, recovery: Recovery) -> None:
-        """Note what brings a replica back, and notify the calls that wait for it."""
+        """Set what will bring a replica back, and notify the calls that wait for it."""
         with self.lock:
             self[index].recovery = recovery
             self._tell([self[index]])
@@ -205,7 +205,7 @@ class ReplicaTable:
     # -- breakers ---------------------------------------------------------------------------------------------------
 
     def fail(self, index: int, error: str, trip: bool = False) -> None:
-        """Note that a replica failed at something; ``trip`` keeps new requests from it at once."""
+        """Count a failure of a replica; ``trip`` opens its breaker at once."""
         with self.lock:
             entry = self[index]
             entry.last_error = error
@@ -213,7 +213,7 @@ class ReplicaTable:
             self._tell([entry])
 
     def doubt(self, index: int) -> None:
-        """Note that a replica was late, so that somebody looks whether it is well."""
+        """Note that a replica was late, so that it is probed."""
         with self.lock:
             self.doubts.add(index)
             for listener, is_concerned in self._listeners.items():
@@ -221,7 +221,7 @@ class ReplicaTable:
                     listener()
 
     def cool(self) -> None:
-        """Let those breakers be tried that were open for long enough."""
+        """Half-open the breakers whose cooldown has passed."""
         with self.lock:
             opened = [entry for entry in self._listed if entry.breaker.state is BreakerState.OPEN]
             for entry in opened:
@@ -230,7 +230,7 @@ class ReplicaTable:
                 self._tell(cooled)
 
     def _try_the_barred(self) -> list[TableEntry]:
-        """Half-open the breakers that are open if nobody else serves: a bad replica is better than none."""
+        """Half-open all open breakers if no other replica serves: a bad replica is better than none."""
         serving = [entry for entry in self._listed if entry.state is ReplicaState.SERVING]
         if not all(entry.breaker.state is BreakerState.OPEN for entry in serving):
             return []
@@ -251,14 +251,14 @@ class ReplicaTable:
             self._listeners[listener] = doubts
 
     def remove_listener(self, listener: Callable[[], None]) -> None:
-        """Call it no more."""
+        """Remove a listener."""
         with self.lock:
             self._listeners.pop(listener, None)
 
     # -- who may serve ----------------------------------------------------------------------------------------------
 
     def serving(self, oldest: int | None = None, newest: int | None = None) -> Candidates:
-        """Return the replicas that serve and hold a version from ``oldest`` to ``newest``, perhaps none.
+        """Return the serving replicas with a version from ``oldest`` to ``newest``, possibly none.
 
         The caller holds the lock for as long as it uses them.
         """
@@ -279,7 +279,7 @@ class ReplicaTable:
 
     @property
     def newest_version(self) -> int:
-        """The newest version that serves. The caller holds the lock and has asked :meth:`serving`."""
+        """The newest serving version. The caller holds the lock and has called :meth:`serving`."""
         if not self._versions:
             raise ValueError(f"no replica is serving: {self!r}")
         return self._versions[-1]
@@ -291,7 +291,7 @@ class ReplicaTable:
     # -- load -------------------------------------------------------------------------------------------------------
 
     def reserve(self, index: int) -> bool:
-        """Count one more request in flight; whether it tries the replica. The caller holds the lock since it chose."""
+        """Count one more request in flight; return whether it is a trial. The caller holds the lock since choosing."""
         entry = self._entries[index]
         before = entry.load
         entry.inflight += 1
@@ -309,7 +309,7 @@ class ReplicaTable:
         self._count(entry, entry.load)
 
     def give_back(self, index: int, trial: bool = False, success: bool | None = None) -> None:
-        """Count one request less in flight; one that tried the replica also says how that ended."""
+        """Count one request less in flight; a trial also reports its outcome."""
         with self.lock:
             entry = self._entries[index]
             before = entry.load
@@ -326,12 +326,12 @@ class ReplicaTable:
             view.moved(entry, change)
 
     def observe(self, index: int, at: float, pending: int | None = None, cache_usage: float | None = None) -> None:
-        """Note what a replica says of itself: requests it has, share of KV blocks in use (0 to 1).
+        """Store a replica's report: its number of requests, share of KV blocks in use (0 to 1).
 
         Args:
             index: the replica.
-            at: when, on the clock of those who read it; never earlier than the time before.
-            pending: counts as load where it is more than was counted here, until :meth:`expire` drops it.
+            at: when, on the readers' clock; must not decrease.
+            pending: counts as load if it is more than was counted here, until :meth:`expire` drops it.
             cache_usage: kept with its time.
         """
         with self.lock:
@@ -345,7 +345,7 @@ class ReplicaTable:
                 entry.usage = CacheUsage(cache_usage, at, entry.inflight)
 
     def read_stats(self) -> None:
-        """Take what replicas have sent of themselves since the last time. The caller holds the lock."""
+        """Read the stats that replicas have sent since the last call. The caller holds the lock."""
         for entry in self._listed:
             stats = getattr(entry.replica, "last_stats", None)
             if stats is not None and stats is not entry.stats:
@@ -353,7 +353,7 @@ class ReplicaTable:
                 entry.usage = CacheUsage(min(max(stats.cache_usage, 0.0), 1.0), math.inf, entry.inflight)
 
     def expire(self, before: float) -> None:
-        """Drop reports of load that are older than that. The caller holds the lock."""
+        """Drop reports of load from before a time. The caller holds the lock."""
         while self.reports and self.reports[0][0] < before:
             _, index = self.reports.popleft()
             entry = self._entries[index]
@@ -363,7 +363,7 @@ class ReplicaTable:
                 self._count(entry, load)
 
     def __repr__(self) -> str:
-        """Return a line for few replicas; of many, how many are in which state, and the first: errors keep it."""
+        """List a few replicas; of many, give the number per state and the first ones, for error messages."""
         shown = ", ".join(map(repr, self._listed[:SHOWN]))
         if len(self) <= SHOWN:
             return f"ReplicaTable({shown})"

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where a request may go: a replica by its index, the version it needs, and what strategies may know of it."""
+    """Where a request may go: a replica by its index, the version it needs, and the context for strategies."""
 
     actor_index: int | None = None
     session_id: str | None = None
@@ -87,7 +87,7 @@ def common_fields(
     """Return the fields that all requests of a call share.
 
     Raises:
-        ValueError: a prompt adapter, or another word for ``on_resume``.
+        ValueError: a prompt adapter, or an unknown ``on_resume``.
     """
     if on_resume not in (None, *get_args(OnResume)):
         raise ValueError(f"on_resume must be None or one of {get_args(OnResume)}, got {on_resume!r}")
@@ -112,16 +112,16 @@ def make_request(prompt: Prompt, **fields: Any) -> Request:
 
 
 def rows_each(values: Any, batch: PromptBatch) -> list[NDArray[Any] | None]:
-    """Return the routes that each prompt is to follow: of one prompt as they are, of several a list.
+    """Return the routes that each prompt must follow: the array for one prompt, a list for several.
 
     Args:
-        values: an array, tensor or ``RoutedExperts``, ``[rows, L, K]``, or one of these or ``None`` per prompt;
-            ``None`` for none at all.
+        values: an array, tensor or ``RoutedExperts``, ``[rows, L, K]``, or a list with one of them or ``None`` per
+            prompt; ``None`` for no routes.
         batch: the prompts.
 
     Raises:
         ValueError: another number of them.
-        TypeError: something that is no array of numbers, or for several prompts no list.
+        TypeError: not an array of numbers, or for several prompts not a list.
     """
     count = len(batch.prompts)
     if values is None:
@@ -143,7 +143,7 @@ def _rows(value: Any, position: int) -> NDArray[Any]:
 
 
 def one_each(values: Any, count: int, name: str) -> list[Any] | None:
-    """Return one name per prompt, or ``None`` for none at all. The numbers of sessions and groups become text.
+    """Return one name per prompt, or ``None`` for no names. Session and group numbers become text.
 
     Raises:
         ValueError: another number of them, or a request id twice.
@@ -164,7 +164,7 @@ def integers(value: Any, count: int, name: str) -> list[int]:
 
     Raises:
         ValueError: another number of them.
-        TypeError: one that is no int.
+        TypeError: a value is not an int.
     """
     return _for_each(value, count, name, _int)
 

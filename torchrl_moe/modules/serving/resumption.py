@@ -1,4 +1,4 @@
-"""Completions that are to be finished: what a request is made of, what of it is refused, and which ask no engine.
+"""Resuming completions: the requests for them, the checks, and those that need no engine.
 
 Letters: P prompt tokens, G tokens so far, L decoder layers, K experts per token.
 """
@@ -16,7 +16,7 @@ __all__ = ["check_resume", "request_to_resume", "whole"]
 
 
 def request_to_resume(completion: Completion, **fields: Any) -> Request:
-    """Return the request that finishes a completion; one that had no token yet begins as it did at first."""
+    """Return the request that finishes a completion; one without tokens starts from its prompt."""
     ids = completion.prompt_token_ids.astype(np.int32)
     if not completion.aborted or any(len(output.token_ids) for output in completion.outputs):
         return Request(prompt_token_ids=ids, resume=completion, **fields)
@@ -26,21 +26,21 @@ def request_to_resume(completion: Completion, **fields: Any) -> Request:
 
 
 def whole(request: Request) -> Completion | None:
-    """Return the answer of a request that needs none, since what it resumes is whole already."""
+    """Return the answer of a request whose completion is already complete."""
     given = request.resume
     return None if given is None or given.aborted else given
 
 
 def check_resume(request: Request, position: int, layout: RoutingLayout | None) -> None:
-    """Check that what a request resumes is what an engine of these routers gave, as the request asks for it.
+    """Check that a completion to resume fits the engine's routers and the request's parameters.
 
     Args:
-        request: resumes a completion, or none.
+        request: resumes a completion, or does not.
         position: of the completion in the user's list.
         layout: the engine's routers; ``None`` if it captures no routes.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it does not fit.
     """
     given = request.resume
     if given is None or whole(request) is not None:
@@ -49,7 +49,7 @@ def check_resume(request: Request, position: int, layout: RoutingLayout | None) 
     if [output.index for output in given.outputs] != list(range(answers)):
         raise ValueError(
             f"resume[{position}] has {len(given.outputs)} answers, but sampling_params ask for n={answers}: pass those "
-            "that it began with"
+            "that it started with"
         )
     for output in given.outputs:
         if len(output.token_ids) and (wrong := _wrong(request, given, output, layout)):
@@ -65,13 +65,13 @@ def _wrong(request: Request, given: Completion, output: CompletionOutput, layout
         return f"no completion of an engine: {prompt} prompt tokens, {tokens} tokens, lengths {lengths}"
     if output.kept is not None and np.abs(output.kept.sizes).sum() != len(output.kept.ids):
         named, said = len(output.kept.ids), int(np.abs(output.kept.sizes).sum())
-        return f"no completion of an engine: it names {named} words, and their sizes say {said}"
+        return f"no completion of an engine: it has {named} kept ids, and their sizes say {said}"
     if output.logprobs is None and request.param("logprobs") is not None:
-        return "it has no log-probs, which sampling_params ask for: pass those that it began with"
+        return "it has no log-probs, which sampling_params ask for: pass those that it started with"
     if layout is None or not request.return_routed_experts:
         return ""
     if output.routed_experts is None:
-        return "it has no routes: pass return_routed_experts=False, as when it began"
+        return "it has no routes: pass return_routed_experts=False, as when it started"
     rows = output.routed_experts
     expected = (prompt + tokens - 1, layout.num_layers, layout.top_k)
     if rows.shape != expected:

@@ -1,4 +1,4 @@
-"""What a wrapper samples with, to be read as vLLM's ``SamplingParams`` is: by attributes."""
+"""A wrapper's sampling parameters, readable by attributes like vLLM's ``SamplingParams``."""
 
 from __future__ import annotations
 

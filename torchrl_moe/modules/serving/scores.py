@@ -1,4 +1,4 @@
-"""Scores of given tokens: from the arguments of ``score`` to what a request asks for, and back to tensors.
+"""Scores of given tokens: from the arguments of ``score`` to requests, and from completions to tensors.
 
 Letters: T tokens of a sequence.
 """
@@ -21,7 +21,7 @@ from torchrl_moe.modules.serving.prompts import PromptBatch
 __all__ = ["ONE_TOKEN", "scores_of", "scorings"]
 
 ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
-"""What is sampled beside the scores, and dropped: vLLM answers each prompt with a token at least."""
+"""Sampling of the extra token, which is dropped: vLLM generates at least one token per prompt."""
 
 
 def scorings(batch: PromptBatch, temperature: Any, kept: Any) -> list[Scoring]:
@@ -30,11 +30,12 @@ def scorings(batch: PromptBatch, temperature: Any, kept: Any) -> list[Scoring]:
     Args:
         batch: the sequences.
         temperature: of all, or of each.
-        kept: the words of each token, :class:`~torchrl_moe.data.KeptTokens` of one sequence as they are, of several a
-            list with ``None`` where no word was left out; ``None`` for none at all.
+        kept: the ids that each token was sampled from: :class:`~torchrl_moe.data.KeptTokens` for one sequence; a list
+            for several, with ``None`` where no id was cut off; ``None`` if none was in any.
 
     Raises:
-        ValueError: text, a temperature that is not positive, a list of another length, or words for other tokens.
+        ValueError: text, a temperature that is not positive, a list of another length, or kept ids for another number
+            of tokens.
     """
     count = len(batch.prompts)
     sequences = [prompt for prompt in batch.prompts if isinstance(prompt, np.ndarray)]
@@ -50,7 +51,7 @@ def scorings(batch: PromptBatch, temperature: Any, kept: Any) -> list[Scoring]:
         if len(given) != count:
             raise ValueError(f"{name} must have one entry per sequence: got {len(given)} for {count} sequences")
     if not all(0 < value < math.inf for value in temperatures):
-        raise ValueError(f"temperature must be positive, got {temperature!r}: at 0 a token has no log-prob but 0")
+        raise ValueError(f"temperature must be positive, got {temperature!r}: at 0 every log-prob is 0")
     return [
         Scoring(temperature=value, kept=_ids(one, len(ids), i))
         for i, (ids, value, one) in enumerate(zip(sequences, temperatures, words, strict=True))
@@ -65,7 +66,7 @@ def _ids(kept: Any, tokens: int, position: int) -> KeptIds | None:
     ids, sizes = (np.asarray(part.cpu(), np.int32) for part in (kept.ids, kept.sizes))
     said = int(np.abs(sizes).sum())
     if said > len(ids):
-        raise ValueError(f"kept[{position}] has {len(ids)} ids, and its sizes say {said}: both must be cut alike")
+        raise ValueError(f"kept[{position}] has {len(ids)} ids, and its sizes say {said}: cut both at the same token")
     return KeptIds(ids[:said], sizes)
 
 

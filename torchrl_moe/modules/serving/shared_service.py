@@ -1,4 +1,4 @@
-"""A service that other drivers may join, if it is in a Ray cluster: by its name, or as an engine that was pickled."""
+"""A service that other drivers can connect to, if it is in a Ray cluster: by its name, or by a pickled engine."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ __all__ = ["SharedService"]
 
 
 _ENTERING = threading.RLock()
-"""Under which a pickled engine joins its service, when it is first used."""
+"""Held while a pickled engine connects to its service, on first use."""
 
 
 class SharedService(EngineInterface):
-    """A service of engines of one kind, in this process's hands or in a Ray cluster.
+    """A service of engines of one kind, local or in a Ray cluster.
 
     Args:
         engine_args: of the engines, by keyword.
-        num_replicas: how many to begin with.
-        make_replica: makes one, or joins one that runs.
-        service: what it is in Ray, a :class:`RayService`; ``None``: its replicas are children of this process.
+        num_replicas: how many at the start.
+        make_replica: makes a replica, or connects to a running one.
+        service: its :class:`RayService`; ``None``: its replicas are children of this process.
         **how: see :class:`GenerationService`.
 
     Attributes:
         engine_args: of the engines, by keyword.
-        name: that other drivers :meth:`connect` to; ``None`` if the service ends with the process that made it.
+        name: the name for :meth:`connect`; ``None`` if the service ends with the process that made it.
     """
 
-    _is_guest = False  # in a service that another driver made
+    _is_guest = False  # whether another driver made the service
 
     def __init__(
         self,
@@ -81,23 +81,24 @@ class SharedService(EngineInterface):
         sampling_params: Any = None,
         timeout_seconds: float | None = None,
     ) -> Self:
-        """Join a service that runs in the Ray cluster under that name, from any driver; several may be in it at once.
+        """Connect to a named service in the Ray cluster, from any driver; several drivers may use it at once.
 
-        A replica that holds older weights than another (Ray has restarted it, say) serves here once it has the newest.
-        Updates that another driver makes are heard of within a second; each completion says what it was made with.
-        :meth:`disconnect`, a ``with`` block's end and the end of the process leave the service as it is;
-        :meth:`shutdown` ends it for all, with replicas that were restarted since. The driver that made the replicas
-        probes and restarts them, and Ray restarts those whose process ends; here one that died stays so: connect again.
+        A replica with older weights than another (after a restart by Ray, say) serves here once it has the newest.
+        Updates by another driver are seen within a second; each completion has the version it was made with.
+        :meth:`disconnect`, the end of a ``with`` block and the end of the process leave the service running;
+        :meth:`shutdown` ends it for all drivers, including replicas restarted since. The driver that made the replicas
+        probes and restarts them, and Ray restarts those whose process ends. In this driver a dead replica stays dead:
+        connect again.
 
         Args:
-            name: as its maker named it.
-            namespace: as its maker gave it.
+            name: of the service.
+            namespace: of the service.
             sampling_params: the default of :meth:`generate`, of this driver.
             timeout_seconds: for all replicas, some of which may be starting; default as in :meth:`start`.
 
         Raises:
-            EngineError: there is no Ray cluster, no such service in it (the message lists those that run), or no
-                replica that answers; :class:`NoReplicaError`: all have died.
+            EngineError: there is no Ray cluster, no such service in it (the message lists the running ones), or no
+                replica answers; :class:`NoReplicaError`: all have died.
         """
         from torchrl_moe.modules.backends.ray.cluster import find_service
 
@@ -106,7 +107,7 @@ class SharedService(EngineInterface):
         return engine
 
     def _enter(self, service: Any, sampling_params: Any, timeout_seconds: float | None = None) -> None:
-        """Become an engine over the replicas of a service that runs; nothing is launched."""
+        """Become an engine over the replicas of a running service; nothing is launched."""
         self._is_guest = True
         SharedService.__init__(
             self,
@@ -144,11 +145,11 @@ class SharedService(EngineInterface):
         self._running = True
 
     def add_replicas(self, count: int = 1, *, timeout_seconds: float | None = None) -> list[int]:
-        """Start more replicas; see :meth:`GenerationService.add_replicas`. A service with a name cannot have more.
+        """Start more replicas; see :meth:`GenerationService.add_replicas`. A named service cannot have more.
 
         Raises:
-            ValueError: not at least one, there are no GPUs left for them, or the service has a name.
-            EngineError: one did not come up, or not in time; then none is added.
+            ValueError: less than one, there are no GPUs left for them, or the service has a name.
+            EngineError: one did not start, or not in time; then none is added.
         """
         if self.name is not None or self._is_guest:
             raise ValueError("add_replicas: other drivers of a service with a name would not learn of new replicas")
@@ -158,20 +159,20 @@ class SharedService(EngineInterface):
 
     @staticmethod
     def shutdown_service(name: str, *, namespace: str | None = None) -> None:
-        """End a service in Ray for all its drivers, or what a killed one left; ``EngineError`` if there is nothing."""
+        """End a service in Ray for all its drivers, or clean up after a killed one; ``EngineError`` without one."""
         from torchrl_moe.modules.backends.ray.cluster import end_service
 
         end_service(name, namespace)
 
     def disconnect(self) -> None:
-        """Leave a service that has a name, or that was joined; it goes on, and what this driver asked of it is aborted.
+        """Disconnect from a named or connected service; it keeps running. Idempotent.
 
-        Idempotent.
+        This driver's requests are aborted.
 
         Raises:
             RuntimeError: the service has no name, and ends with this process.
         """
-        if "_later" in vars(self):  # not joined yet
+        if "_later" in vars(self):  # not connected yet
             return
         if self.name is None and not self._is_guest:
             raise RuntimeError("disconnect: this service ends with its driver: use shutdown(), or launch it by name")
@@ -180,7 +181,7 @@ class SharedService(EngineInterface):
         self._dispatcher.stop()
 
     def get_master_address(self) -> str:
-        """Return where a process group of yours would meet: this node in Ray, as its other nodes know it."""
+        """Return the address for your own process group: this node's address in Ray."""
         if self._service is None:
             return super().get_master_address()
         from torchrl_moe.modules.backends.ray.cluster import own_address
@@ -188,12 +189,12 @@ class SharedService(EngineInterface):
         return own_address()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a handle: in another process of the same Ray cluster, it joins the service when it is first used.
+        """Pickle as a handle: in another process of the same Ray cluster, it connects to the service on first use.
 
-        It takes the default sampling parameters along, and has a balancer and limits of its own.
+        It keeps the default sampling parameters, and has its own balancer and limits.
 
         Raises:
-            TypeError: the replicas are children of this process, which no other can talk to.
+            TypeError: the replicas are children of this process, which no other process can reach.
             RuntimeError: the service is not running.
         """
         if self._service is None:
@@ -202,9 +203,9 @@ class SharedService(EngineInterface):
         return _handle, (type(self), self._service, self.sampling_params)
 
     def __getattr__(self, name: str) -> Any:
-        """Join, if this was pickled and is used for the first time: then it has no attributes yet.
+        """Connect, if this was unpickled and is used for the first time: then it has no attributes yet.
 
-        Not as it is loaded: Ray holds a lock meanwhile that its other threads need to answer.
+        Not while unpickling: Ray then holds a lock that its other threads need to answer.
         """
         with _ENTERING:
             later = vars(self).pop("_later", None)
@@ -214,7 +215,7 @@ class SharedService(EngineInterface):
 
     def _check_running(self, what: str) -> None:
         if self._is_guest and not self._running:
-            with _ENTERING:  # another thread may be about to join
+            with _ENTERING:  # another thread may be connecting
                 pass
         super()._check_running(what)
 

@@ -1,4 +1,4 @@
-"""The states of a replica, and the only place that says which may follow which."""
+"""The states of a replica, and the allowed transitions."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class ReplicaState(Enum):
 
 
 GONE = frozenset({ReplicaState.DEAD, ReplicaState.QUARANTINED})
-"""What only a restart brings back."""
+"""States that only a restart ends."""
 
 _S = ReplicaState
 
-# A replica whose update failed half-way is never put back to SERVING: it restarts, and starts over.
+# A replica whose update failed half-way is never put back to SERVING: it restarts, and starts again.
 TRANSITIONS: Mapping[ReplicaState, frozenset[ReplicaState]] = {
     _S.STARTING: frozenset({_S.SERVING, _S.QUARANTINED, _S.DEAD}),
     _S.SERVING: frozenset({_S.DRAINING, _S.SYNCING, _S.QUARANTINED, _S.DEAD}),

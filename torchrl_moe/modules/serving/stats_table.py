@@ -1,4 +1,4 @@
-"""Stats as tables: one row per replica, and counts that go on over its restarts."""
+"""Stats as tables: one row per replica, with counts that continue across its restarts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _state(entry: TableEntry) -> str:
 
 
 class Totals:
-    """What replicas have done since the service began: an engine's own counts begin at zero when it restarts.
+    """Counts of replicas since the service started: an engine's own counts restart at zero with it.
 
     Read from the stats that replicas send by themselves; no engine is asked.
 
@@ -40,7 +40,7 @@ class Totals:
         self._before: defaultdict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(ENGINE_COUNTERS, 0.0))
 
     def of(self, entry: TableEntry) -> dict[str, float]:
-        """Return the counts of one replica, its earlier lives included as far as they were seen."""
+        """Return the counts of one replica, including its earlier engines as far as their stats arrived."""
         with self._lock:
             before = self._before[entry.index]
             if (last := self._replicas.setdefault(entry.index, entry.replica)) is not entry.replica:

@@ -1,4 +1,4 @@
-"""Requests on their way to replicas, and what comes of them on its way back to the loop."""
+"""Sends requests to replicas, and returns their outcomes to the loop."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Ended: TypeAlias = Callable[[InFlight, "Future[Completion]"], object]
 
 
 class Submissions:
-    """Hands over what one turn of the loop has placed, in one message for each replica. It belongs to the loop.
+    """Sends the requests placed in one turn of the loop, in one message per replica. Used only in the loop.
 
     Args:
-        loop: is woken once for all that ends in the meantime.
+        loop: woken once for all outcomes that arrive meanwhile.
     """
 
     def __init__(self, loop: EventLoop) -> None:
@@ -35,7 +35,7 @@ class Submissions:
         self._back: list[tuple[InFlight, Ended, Future[Completion]]] = []  # other threads add to it
 
     def put(self, request: InFlight, ended: Ended) -> None:
-        """Hand a request over to the replica of its lease at the end of this turn.
+        """Send a request to the replica of its lease at the end of this turn.
 
         Args:
             request: with its lease.
@@ -47,7 +47,7 @@ class Submissions:
         self._outgoing.setdefault(request.lease.replica, {})[request] = ended
 
     def remove(self, request: InFlight) -> bool:
-        """Take a request back that was not handed over yet; whether it was not. Nobody learns how it ended."""
+        """Withdraw a request; return whether it was not sent yet. Then its outcome is not reported."""
         outgoing = {} if request.lease is None else self._outgoing.get(request.lease.replica, {})
         return outgoing.pop(request, None) is not None
 
@@ -59,7 +59,7 @@ class Submissions:
                 future.add_done_callback(partial(self._take_back, request, ended))
 
     def _take_back(self, request: InFlight, ended: Ended, future: Future[Completion]) -> None:
-        """Note the end of a request, in whatever thread brings it."""
+        """Record the end of a request; called from any thread."""
         with self._lock:
             is_first = not self._back
             self._back.append((request, ended, future))
@@ -70,12 +70,12 @@ class Submissions:
         with self._lock:
             back, self._back = self._back, []
         loop = asyncio.get_running_loop()
-        for request, ended, future in back:  # each by itself: an error in one is not that of others
+        for request, ended, future in back:  # each by itself, so that an error in one does not affect the others
             loop.call_soon(ended, request, future)
 
 
 def _submit(replica: Any, requests: Sequence[Request]) -> Sequence[Future[Completion]]:
-    """Hand requests over; whatever that raises, after part of them was sent perhaps, is what comes of all of them."""
+    """Send requests. If that fails, perhaps after some were sent, the error is the outcome of all of them."""
     try:
         futures: Sequence[Future[Completion]] = replica.submit(requests)
     except BaseException as error:
@@ -89,7 +89,7 @@ def _submit(replica: Any, requests: Sequence[Request]) -> Sequence[Future[Comple
 
 
 def abort_on(replica: Any, request_ids: Sequence[str]) -> None:
-    """Abort requests on a replica; one that cannot be told is logged, since others must be told too."""
+    """Abort requests on a replica; an error is logged, because the other replicas must be told too."""
     try:
         replica.abort(request_ids)
     except Exception as error:

@@ -27,8 +27,8 @@ __all__ = ["WORDS_SECONDS", "Bring", "Supervisor"]
 
 LOG = logging.getLogger(__name__)
 TICK_SECONDS = 0.5
-GATHER_SECONDS = 0.02  # so that many changes at once are looked at once
-WORDS_SECONDS = 1.0  # that a replica which died has to say why
+GATHER_SECONDS = 0.02  # so that many changes are handled in one pass
+WORDS_SECONDS = 1.0  # for a replica that died to report why
 JOIN_SECONDS = 5.0
 PEER_SECONDS = 5.0
 
@@ -37,18 +37,18 @@ Serve = Callable[[], bool]
 
 
 class Supervisor:
-    """Watches a replica table until :meth:`stop`, or until nobody holds the supervisor any more.
+    """Watches a replica table until :meth:`stop`, or until the supervisor is garbage collected.
 
-    A replica that died, was quarantined or is stalled is ended for certain, and a new one is started in its place, in a
-    thread of its own, since an engine takes a minute to start. It serves once it holds the current weights.
+    The process of a replica that died, was quarantined or is stalled is ended, and a new replica is started in its
+    place, in its own thread, since an engine takes a minute to start. It serves once it holds the current weights.
 
     Args:
         table: the replicas.
-        policy: how often, how soon.
-        loop: where it looks at the replicas.
+        policy: intervals and limits.
+        loop: where it checks the replicas.
         make_replica: makes a new replica for an index; ``None`` if none is ever restarted.
-        get_bring: returns what brings a replica to the newest weights and to SERVING, or ``None``.
-        as_the_others: pauses a replica if all are, and then has it serve.
+        get_bring: returns the function that brings a replica to the newest weights and to SERVING, or ``None``.
+        as_the_others: pauses a replica if all are paused, and then lets it serve.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Supervisor:
         self._as_the_others = as_the_others
         self._health = Probes(table, policy)
         self._restarted_at: defaultdict[int, deque[float]] = defaultdict(deque)  # times of restarts
-        self._lacks: dict[int, int] = {}  # the latest version as a replica began to wait for the next
+        self._lacks: dict[int, int] = {}  # the latest version when a replica started to wait for the next
         self._renewing: dict[int, threading.Thread] = {}
         self._lock = threading.Lock()  # under which threads are started: none once it has stopped
         self._starting = threading.Lock()  # under which replicas are
@@ -78,10 +78,10 @@ class Supervisor:
         self._silent: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
         self._watches = False
         self.error: str | None = None
-        """Why it could not look at the replicas the last time; ``None`` if it could."""
+        """Why its last check failed; ``None`` if it succeeded."""
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start watching."""
         self._watches = True
         for entry in self._table:
             self._take_on(entry)
@@ -91,11 +91,11 @@ class Supervisor:
         self._loop.spawn(_watch(weakref.ref(self), self._bell, self._stopped))
 
     def _ring(self) -> None:
-        """Look soon. Called from any thread."""
+        """Schedule a check. Called from any thread."""
         self._loop.call(self._bell.set)
 
     def _take_on(self, entry: TableEntry) -> None:
-        """Restart a replica from now on when it dies, if any is ever restarted."""
+        """From now on restart a replica when it dies, if restarts are enabled."""
         if self._watches and self._make_replica is not None:
             self._set_recovery(entry, Recovery.SUPERVISOR)
 
@@ -103,7 +103,7 @@ class Supervisor:
         """Start a replica that was added.
 
         Raises:
-            EngineError: nothing starts any more.
+            EngineError: the service was shut down.
         """
         with self._starting:
             if self._stopped.is_set():
@@ -111,18 +111,18 @@ class Supervisor:
             entry.replica.start()
 
     def let_go(self, entry: TableEntry) -> None:
-        """Start no replica any more in the place of one that the user wants to go, and that is dead from now on."""
+        """Stop restarting a replica that is being removed, and mark it dead."""
         with self._starting:
             self._table.set_leaving(entry.index, True)
         self._table.set_recovery(entry.index, Recovery.NOBODY)
         self._table.mark_dead(entry.index, "it was removed")
 
     def admit(self, entry: TableEntry, deadline: float) -> None:
-        """Wait until a replica that was added, and started, serves like the others, or waits for the next update.
+        """Wait until an added replica serves like the others, or waits for the next update.
 
         Args:
             entry: of the replica.
-            deadline: when it must, on the monotonic clock.
+            deadline: on the monotonic clock.
 
         Raises:
             EngineError: it did not come up, or not in time.
@@ -134,7 +134,7 @@ class Supervisor:
             self._take_on(entry)
 
     def stop(self) -> None:
-        """Start no replica any more; those that were started are in the replica table."""
+        """Stop starting replicas; those that were started are in the replica table."""
         with self._starting, self._lock:
             self._stopped.set()
         self._ring()
@@ -150,21 +150,21 @@ class Supervisor:
     # -- in the loop ------------------------------------------------------------------------------------------------
 
     def look_and_go_on(self) -> None:
-        """Look at all replicas once; an error is logged, and what it kept from being done is tried at the next look."""
+        """Check all replicas once; an error is logged and kept, and the next check tries again."""
         try:
             self.look()
         except Exception as error:
             if self.error is None:
-                LOG.exception("the supervisor could not look at the replicas; it tries again")
+                LOG.exception("the supervisor could not check the replicas; it tries again")
             self.error = f"{type(error).__name__}: {error}"
         else:
             self.error = None
 
     def look(self) -> None:
-        """Look at all replicas once.
+        """Check all replicas once.
 
         Raises:
-            EngineError: a replica could not be asked whether it lives; what concerns the others was done.
+            EngineError: a replica could not be asked whether it is alive; the others were handled.
         """
         failed = [error for entry in self._table if (error := self._note_death(entry)) is not None]
         for stalled in self._health.look():
@@ -175,7 +175,7 @@ class Supervisor:
         self._table.cool()
         for entry in self._table:
             if entry.state in GONE and entry.recovery is Recovery.SUPERVISOR and not entry.leaving:
-                if self._make_replica is None:  # the replica is its maker's, to end and to restart
+                if self._make_replica is None:  # the driver that made the replica ends and restarts it
                     self._table.set_recovery(entry.index, Recovery.NOBODY)
                 elif entry.replica.was_ended:
                     self._give_up(entry, f"replica {entry.index} was shut down by another driver")
@@ -187,21 +187,21 @@ class Supervisor:
             raise failed[0]
 
     def _note_death(self, entry: TableEntry) -> EngineError | None:
-        """Note whether a replica has died; return why it cannot be asked, if it cannot."""
+        """Note whether a replica has died; return an error if it cannot be asked."""
         replica, state = entry.replica, entry.state
         started = state is not ReplicaState.STARTING or entry.recovery is Recovery.UPDATE
         try:
             self._hear_version(entry)
             if started and state is not ReplicaState.DEAD and not replica.is_alive() and self._has_said_why(replica):
                 self._table.mark_dead(entry.index, replica.death, replica)
-        except Exception as error:  # noqa: BLE001  it is raised once all were looked at
-            failure = EngineError(f"replica {entry.index} could not be asked whether it lives: {error!r}")
+        except Exception as error:  # noqa: BLE001  returned, and raised once all were checked
+            failure = EngineError(f"replica {entry.index} could not be asked whether it is alive: {error!r}")
             failure.__cause__ = error
             return failure
         return None
 
     def _has_said_why(self, replica: Replica) -> bool:
-        """Whether a replica that died has said why, or has had the time to."""
+        """Whether a dead replica has reported why, or had the time to."""
         since = self._silent.setdefault(replica, time.monotonic())
         if replica.death is None and time.monotonic() - since < WORDS_SECONDS:
             self._bell.set()
@@ -210,7 +210,7 @@ class Supervisor:
         return True
 
     def _was_updated(self, entry: TableEntry) -> bool:
-        """Whether the update that a replica waited for was made, of the others or of this one too."""
+        """Whether the update that a replica waited for has happened, with or without this replica."""
         lacks = self._lacks.get(entry.index)
         if lacks is None or entry.state is not ReplicaState.STARTING:
             return lacks is not None
@@ -220,7 +220,7 @@ class Supervisor:
         return entry.recovery is Recovery.UPDATE and (lacks < newest or 0 < newest <= holds)
 
     def _hear_version(self, entry: TableEntry) -> None:
-        """Note the version that a replica says it serves: where this driver brings none, another one may have."""
+        """Note the version that a replica reports: if this driver loads none, another one may have."""
         replica = entry.replica
         if (stats := replica.last_stats) is None:
             return
@@ -242,8 +242,8 @@ class Supervisor:
     # -- in a thread for each restart -------------------------------------------------------------------------------
 
     def _renew(self, entry: TableEntry) -> None:
-        """End what is left of a replica, and put new ones in its place until one serves."""
-        if entry.state not in GONE:  # the thread before has just brought it back
+        """End what is left of a replica, and start new ones in its place until one serves."""
+        if entry.state not in GONE:  # an earlier thread has just brought it back
             return
         try:
             entry.replica.shutdown()  # its memory is free before another one asks for it
@@ -255,7 +255,7 @@ class Supervisor:
             raise
 
     def _wait_for_turn(self, entry: TableEntry) -> bool:
-        """Wait as the policy says; false if it is to be restarted no more."""
+        """Wait as the policy says; return False if it must not be restarted again."""
         begun, policy = self._restarted_at[entry.index], self._policy
         while begun and time.monotonic() - begun[0] > policy.restart_window:
             begun.popleft()
@@ -274,7 +274,7 @@ class Supervisor:
         self._table.set_recovery(entry.index, Recovery.NOBODY)
 
     def _restart(self, entry: TableEntry) -> bool:
-        """Start a new replica, and wait until it serves, or waits for the user's next update; false if it failed."""
+        """Start a new replica, and wait until it serves, or waits for the next update; return False if it failed."""
         assert self._make_replica is not None
         if self._stopped.is_set():
             return True
@@ -282,7 +282,7 @@ class Supervisor:
         try:
             with self._starting:
                 if self._stopped.is_set() or not self._table.replace(entry.index, replica):
-                    replica.shutdown()  # it was not started, and is in nobody's hands
+                    replica.shutdown()  # it was not started, and nothing else would end it
                     return True
                 self._restarted_at[entry.index].append(time.monotonic())
                 replica.start()
@@ -296,7 +296,7 @@ class Supervisor:
         return True
 
     def _join(self, entry: TableEntry, replica: Any, deadline: float = math.inf) -> None:
-        """Let a replica that has started serve, with the current weights, and paused if the service is.
+        """Let a started replica serve, with the current weights, and paused if the service is.
 
         Raises:
             EngineError: it died meanwhile, or does not answer, or has no such weights by the deadline.
@@ -308,7 +308,7 @@ class Supervisor:
                     bring(entry.index)
                 except (TorchRLMoEError, ValueError, RuntimeError, OSError) as error:
                     entry.last_error = f"its weights could not be loaded: {error}"
-            if entry.state in GONE:  # the process may live all the same: it must not be waited for
+            if entry.state in GONE:  # the process may still be alive: do not wait for it
                 break
             if entry.state is not ReplicaState.STARTING:
                 self._as_the_others(replica, lambda: True)
@@ -323,7 +323,7 @@ class Supervisor:
         raise ReplicaDiedError(entry.last_error or f"replica {entry.index} died before it could serve")
 
     def _begin(self, entry: TableEntry, replica: Any) -> bool:
-        """Let a replica serve the weights that it holds, or wait for an update if others have newer ones."""
+        """Let a replica serve with its weights, or wait for an update if others have newer ones."""
         newest = self._newest_version(entry)
         holds = _version_of(replica) if newest else 0
         if holds < newest:
@@ -334,12 +334,12 @@ class Supervisor:
         return self._as_the_others(replica, lambda: self._serve(entry))
 
     def await_update(self, entry: TableEntry) -> None:
-        """Have a replica that is STARTING serve once it holds the newest weights, which any driver may bring."""
+        """Let a STARTING replica serve once it holds the newest weights, which any driver may load."""
         self._lacks[entry.index] = self._table.latest_version
         self._set_recovery(entry, Recovery.UPDATE)
 
     def _newest_version(self, entry: TableEntry) -> int:
-        """Return the newest version of the others; they are asked, since another driver may have brought it."""
+        """Return the newest version of the others; they are asked, since another driver may have loaded it."""
         for peer in self._table:
             if self._table.latest_version:
                 break
@@ -349,13 +349,13 @@ class Supervisor:
         return self._table.latest_version
 
     def _set_recovery(self, entry: TableEntry, recovery: Recovery) -> None:
-        """Note what brings a replica back; nothing does once this has stopped, and calls that wait are notified."""
+        """Set what will bring a replica back (nothing after a stop), and notify the calls that wait."""
         with self._lock:
             if not self._stopped.is_set():
                 self._table.set_recovery(entry.index, recovery)
 
     def _catch_up(self, entry: TableEntry) -> None:
-        """Bring a replica that waited for an update, now that there was one, which may have brought it already."""
+        """Bring a replica back after the update that it waited for, unless the update did so already."""
         self._lacks.pop(entry.index, None)
         if entry.state in GONE:
             return
@@ -363,7 +363,7 @@ class Supervisor:
         self._set_recovery(entry, Recovery.SUPERVISOR)
         try:
             self._join(entry, replica)
-        except BaseException as error:  # whatever it was: what is STARTING, and in nobody's hands, would stay so
+        except BaseException as error:  # after any error: otherwise it would stay STARTING for ever
             self._table.mark_dead(entry.index, str(error) or repr(error), replica)
             if not isinstance(error, EngineError):
                 raise
@@ -377,14 +377,14 @@ class Supervisor:
 
 
 def _version_of(replica: Any) -> int:
-    """Return the version of a replica's weights; 0 if it can say nothing now."""
+    """Return the version of a replica's weights; 0 if it does not answer now."""
     with contextlib.suppress(EngineError, ValueError, RuntimeError, OSError):
         return int(replica.weights_version(PEER_SECONDS))
     return 0
 
 
 async def _watch(reference: weakref.ref[Supervisor], bell: asyncio.Event, stopped: threading.Event) -> None:
-    """Look again and again. The supervisor is held weakly: a service that its user forgot is collected."""
+    """Check repeatedly. The supervisor is held weakly, so that an unused service can be garbage collected."""
     while not stopped.is_set():
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(bell.wait(), TICK_SECONDS)

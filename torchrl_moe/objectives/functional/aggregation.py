@@ -13,6 +13,7 @@ from torchrl_moe.ops.masked import masked_mean
 __all__ = ["Aggregation", "aggregate", "entropy_bonus", "sequence_count"]
 
 Aggregation: TypeAlias = Literal["token_mean", "prompt_mean", "sequence_mean", "fixed_length", "none"]
+"""How the losses of tokens become one; see :func:`aggregate`."""
 
 
 def entropy_bonus(entropy: Tensor, coeff: Tensor | float) -> Tensor:

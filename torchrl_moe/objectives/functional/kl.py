@@ -1,6 +1,6 @@
 r"""Penalties that keep a policy near another one, ``q``: the reference or the rollout policy.
 
-What a penalty does is its gradient. The one wanted is that of the reverse divergence of each token's distribution,
+What matters in a penalty is its gradient. It should be that of the reverse divergence of each token's distribution,
 ``∇KL(π || q) = E_π[log(π/q) ∇log π]``. With tokens sampled from μ and ``r = π/μ`` (``sg`` stops the gradient):
 
 =========  =========================================  =============================================================
@@ -30,6 +30,7 @@ from torchrl_moe.ops.divergence import k1, k2, k3
 __all__ = ["KLEstimator", "kl_penalty", "kl_reward", "trust_region"]
 
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
+"""Estimators of a KL divergence from samples: :func:`~torchrl_moe.ops.k1`, ``k2`` and ``k3``."""
 _ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 

@@ -1,4 +1,4 @@
-"""Ratios of two policies on the sampled tokens, and what the proximal policy of a decoupled objective is."""
+"""Ratios of two policies on the sampled tokens, and the proximal policy of a decoupled objective."""
 
 from __future__ import annotations
 

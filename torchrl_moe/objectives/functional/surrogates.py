@@ -20,6 +20,7 @@ __all__ = [
 ]
 
 Divergence: TypeAlias = Literal["tv", "kl"]
+"""What DPPO's trust region bounds: total variation, or KL."""
 
 _SMALLEST = 1e-7  # of 1 - p: keeps log(1 - p) finite where p is 1
 

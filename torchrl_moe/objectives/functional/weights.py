@@ -1,4 +1,4 @@
-"""What a mismatch between two policies does to a token or a sequence: weights and masks, all of them constants.
+"""Weights and masks of tokens and sequences for the mismatch between two policies, all of them constants.
 
 ``log_rho`` is ``log ρ = log old - log μ``, ``[B, T]``: how much likelier the sampled token is under the old policy
 than under the one that sampled it. ``ρ(y) = Π ρ`` is the sequence's. Sums and means are over the tokens of ``mask``.
@@ -84,7 +84,8 @@ def k3_mean_below(log_rho: Tensor, mask: Tensor, limit: float) -> Tensor:
 def off_policy_negatives(log_ratio: Tensor, advantage: Tensor, mask: Tensor, threshold: float) -> Tensor:
     """Return the tokens (bool) with ``A < 0`` in sequences whose mean ``log μ - log π`` exceeds ``threshold``.
 
-    Those that off-policy sequence masking leaves out: DeepSeek-V3.2, arXiv 2512.02556, eq. 9. ``log_ratio`` is ``log π
+    These are the tokens that off-policy sequence masking drops: DeepSeek-V3.2, arXiv 2512.02556, eq. 9. ``log_ratio``
+    is ``log π
     - log μ``, of the policy as it is now.
 
     >>> advantage, mask = torch.tensor([[-1.0, 1.0]]), torch.tensor([[True, True]])

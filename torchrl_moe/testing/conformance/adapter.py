@@ -109,7 +109,7 @@ class Aborts(Protocol):
 
 @runtime_checkable
 class Resumes(Protocol):
-    """An engine, or an adapter that does what a trainer would, which goes on with an answer that was cut."""
+    """An engine, or an adapter that does what a trainer would, which continues with an answer that was cut."""
 
     def resume(self, prompt: Sequence[int], answer: Answer, sampling: Sampling) -> Answer:
         """Return the whole answer, its first part included; ``sampling.max_tokens`` counts all of its tokens."""

@@ -1,4 +1,4 @@
-"""Checks of answers that an abort cuts, and that go on afterwards."""
+"""Checks of answers that an abort cuts, and that continue afterwards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Resumed:
 
 
 def resumed(trial: Trial) -> Resumed:
-    """Cut an answer, change the weights if the engine takes any, and have it go on."""
+    """Cut an answer, change the weights if the engine takes any, and have it continue."""
     engine = trial.adapter
     if not isinstance(engine, Resumes):
         raise NotOffered("the adapter has no resume(prompt, answer, sampling)")
@@ -42,7 +42,7 @@ def resumed(trial: Trial) -> Resumed:
         trial.restore_weights()
     whole = Sampled(part.prompt, part.sampling, answer)
     if len(whole.tokens) <= len(part.tokens):
-        raise DoesNotHold(f"an answer cut after {len(part.tokens)} tokens has {len(whole.tokens)} when it went on")
+        raise DoesNotHold(f"an answer cut after {len(part.tokens)} tokens has {len(whole.tokens)} when it continued")
     return Resumed(part, whole, judge, has_other_weights)
 
 
@@ -61,7 +61,7 @@ def abort(trial: Trial) -> Finding:
 
 
 def resume(trial: Trial) -> Finding:
-    """An answer that goes on keeps what was delivered (tokens, log-probs, versions, rows), and has all other rows."""
+    """An answer that continues keeps what was delivered (tokens, log-probs, versions, rows), and has all other rows."""
     found = trial.once(resumed)
     part, whole = found.part, found.whole
     tokens, rows = len(part.tokens), len(part.ids) - 1
@@ -80,8 +80,8 @@ def resume(trial: Trial) -> Finding:
     return Finding(
         sum(changed.values()) + missing + surplus + cut,
         0,
-        f"entries delivered with {tokens} tokens that changed when it went on with {between}: {named}; {missing} rows "
-        f"missing, {surplus} too many, finish_reason {whole.answer.finish_reason!r}",
+        f"entries delivered with {tokens} tokens that changed when it continued with {between}: {named}; {missing} "
+        f"rows missing, {surplus} too many, finish_reason {whole.answer.finish_reason!r}",
     )
 
 

@@ -29,7 +29,7 @@ CANDIDATES = 3
 
 @dataclass(frozen=True, slots=True)
 class Crossed:
-    """An answer that went on over a weight update.
+    """An answer that continued over a weight update.
 
     Attributes:
         sampled: the answer.
@@ -75,7 +75,7 @@ def cut_midway(trial: Trial) -> Sampled:
 
 
 def crossed_by_update(trial: Trial) -> Crossed:
-    """Return an answer that went on over a weight update; the model's own weights are back when this returns.
+    """Return an answer that continued over a weight update; the model's own weights are back when this returns.
 
     Raises:
         NotOffered: the engine takes no weights, or ends what is in flight first.
@@ -96,7 +96,7 @@ def crossed_by_update(trial: Trial) -> Crossed:
                 break
     finally:
         trial.restore_weights()
-    raise NotOffered(f"no answer went on over a weight update; those in flight ended with {', '.join(seen)}")
+    raise NotOffered(f"no answer continued over a weight update; those in flight ended with {', '.join(seen)}")
 
 
 def _asked_during(trial: Trial, act: Callable[[], object]) -> list[Sampled]:

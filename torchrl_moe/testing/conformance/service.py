@@ -51,7 +51,7 @@ class ServiceAdapter:
         self._engine.abort(request_ids)
 
     def resume(self, prompt: Sequence[int], answer: Answer, sampling: Sampling) -> Answer:
-        """Go on with an answer; the service holds on to what it knows of its first part."""
+        """Continue with an answer; the service holds on to what it knows of its first part."""
         del prompt  # the completion has it
         (whole,) = self._engine.generate(  # type: ignore[misc]
             resume=[answer.native], sampling_params=_params(sampling), use_tqdm=False

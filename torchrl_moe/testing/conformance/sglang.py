@@ -35,7 +35,7 @@ MASKED = "output_token_sampling_logprobs"  # of the truncated distribution
 class SGLangAdapter:
     """A server of SGLang as the checks ask it.
 
-    A request that is cut goes on as a trainer would have it: prompt and tokens so far are a new prompt, of whose rows
+    A request that is cut continues as a trainer would have it: prompt and tokens so far are a new prompt, of whose rows
     only the new ones are asked for (``routed_experts_start_len``).
 
     ``output_token_logprobs`` are taken after temperature and penalties and before truncation; with ``sampling_mask``
@@ -86,7 +86,7 @@ class SGLangAdapter:
             self._post("/abort_request", {"rid": name})
 
     def resume(self, prompt: Sequence[int], answer: Answer, sampling: Sampling) -> Answer:
-        """Go on with an answer in a new request; what was delivered stays as it is."""
+        """Continue with an answer in a new request; what was delivered stays as it is."""
         had = [int(token) for token in answer.token_ids]
         rest = replace(sampling, max_tokens=sampling.max_tokens - len(had), n=1)
         (second,) = self._generate([*prompt, *had], rest, None, known=len(prompt) + len(had) - 1)

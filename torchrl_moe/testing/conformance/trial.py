@@ -142,7 +142,7 @@ class Trial:
     def switch_weights(self) -> Reference:
         """Bring other weights to the engine, in turns altered ones and the model's own; return what it has then.
 
-        :attr:`judge` goes on judging by the model's own.
+        :attr:`judge` continues judging by the model's own.
 
         Raises:
             NotOffered: the engine takes none, or there is no model.

@@ -69,7 +69,7 @@ def update(trial: Trial) -> Finding:
 
 
 def versions_over_update(trial: Trial) -> Finding:
-    """Tokens of an answer that goes on over an update have the version that made them."""
+    """Tokens of an answer that continues over an update have the version that made them."""
     found = trial.once(crossed_by_update)
     labels, boundary = found.sampled.versions, found.boundary
     old, new = found.versions
@@ -86,7 +86,7 @@ def versions_over_update(trial: Trial) -> Finding:
 
 
 def rows_over_update(trial: Trial) -> Finding:
-    """Rows stay beside the log-probs that they were sampled with when an answer goes on over an update."""
+    """Rows stay beside the log-probs that they were sampled with when an answer continues over an update."""
     found = trial.once(crossed_by_update)
     tokens = len(found.sampled.prompt) + found.boundary
     faults = found.before.faults(found.sampled, tokens=tokens)

@@ -1,9 +1,10 @@
-"""What a version is made of: names, kinds, and tensors one after another, wherever they come from."""
+"""The contents of a version: names, dtypes and shapes, and the tensors one by one, from any source."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ from torchrl_moe.modules.policies.unstack import ModelWeights
 from torchrl_moe.weight_update.metadata import trained_model
 from torchrl_moe.weight_update.store.manifest import TensorKind
 
-__all__ = ["Kinds", "Source", "Weights", "cast_kinds", "source_of"]
+__all__ = ["Dtypes", "Kinds", "Source", "Weights", "cast_kinds", "source_of"]
 
 Kinds = Mapping[str, TensorKind]
 Weights = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+Dtypes = Sequence[torch.dtype | None]
+"""Of tensors that are read one after another; ``None``: its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +30,22 @@ class Source:
 
     Attributes:
         kinds: checkpoint name -> (dtype, shape).
-        tensors: gives name and tensor; reading one that other ranks hold parts of is a collective.
-        is_sharded: whether there is such a one.
+        tensors: yields names and tensors; reading a sharded one is a collective. It takes what ``gathered_in`` returned
+            on rank 0: the dtype to which each rank casts its part first.
+        is_sharded: whether a tensor is sharded over ranks.
         changes: counts in-place changes to the tensors.
+        gathered_in: returns what tensors may be gathered in, one after another, for kinds that they are written as.
     """
 
     kinds: Kinds
-    tensors: Callable[[], Iterator[tuple[str, Tensor]]]
+    tensors: Callable[..., Iterator[tuple[str, Tensor]]]
     is_sharded: bool = False
     changes: Callable[[], int] = int
+    gathered_in: Callable[[Kinds], Dtypes] = lambda _: ()
 
 
 def source_of(weights: Weights | None, model: ModelWeights | None, expected: Kinds | None) -> Source:
-    """Return the source that an update names.
+    """Return the source for the arguments of an update.
 
     Args:
         weights: a model, or tensors: with checkpoint names, or with the registered model's own, stacked ones.
@@ -56,7 +62,10 @@ def source_of(weights: Weights | None, model: ModelWeights | None, expected: Kin
     if weights is None:
         if model is None:
             raise RuntimeError("publish: no model; call register_model(model) first, or pass weights")
-        return Source(model.kinds, model.tensors, model.is_sharded, model.changes)
+        own = model
+        return Source(
+            own.kinds, lambda dtypes=(): own.tensors(None, dtypes), own.is_sharded, own.changes, own.gathered_in
+        )
     named = _named(weights)
     is_sharded = any(hasattr(tensor, "full_tensor") for tensor in named.values())
 
@@ -65,9 +74,15 @@ def source_of(weights: Weights | None, model: ModelWeights | None, expected: Kin
 
     # sharded tensors always go by the model, if there is one: ranks without the engine know nothing of ``expected``
     if model is not None and model.keys <= set(named) and (is_sharded or set(named) != set(expected or model.kinds)):
-        return Source(model.kinds, lambda: model.tensors(named), is_sharded, changes)
+        read = model.tensors
+        return Source(model.kinds, lambda dtypes=(): read(named, dtypes), is_sharded, changes, model.gathered_in)
     kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in named.items()}
-    return Source(kinds, lambda: ((name, whole(tensor)) for name, tensor in named.items()), is_sharded, changes)
+
+    def tensors(dtypes: Dtypes = ()) -> Iterator[tuple[str, Tensor]]:
+        for (name, tensor), dtype in zip(named.items(), chain(dtypes, repeat(None)), strict=False):
+            yield name, whole(tensor.detach(), dtype)
+
+    return Source(kinds, tensors, is_sharded, changes, lambda written: [written[name][0] for name in named])
 
 
 def _named(weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -99,13 +114,13 @@ def cast_kinds(
             target = dtype
         elif dtype == "engine" and expected is not None and engine_dtype is not None and name in expected:
             target = _widest(engine_dtype, expected[name][0])
-        # the engine may keep a tensor in its checkpoint's wider dtype; what is narrower already is cast over there
+        # the engine may keep a tensor in its checkpoint's wider dtype; a narrower one is cast there
         narrows = own.is_floating_point and target.is_floating_point and target.itemsize < own.itemsize
         cast[name] = (target if narrows or (isinstance(dtype, torch.dtype) and own.is_floating_point) else own, shape)
     return cast
 
 
 def _widest(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    if one.itemsize == 1 or other.itemsize == 1:  # quantised: torch promotes none of these
+    if one.itemsize == 1 or other.itemsize == 1:  # quantised: torch promotes none of them
         return max(one, other, key=lambda dtype: dtype.itemsize)
     return torch.promote_types(one, other)

@@ -15,9 +15,9 @@ from torchrl_moe.weight_update.store.adapters import ADAPTER_FILES
 
 __all__ = ["adapter_files", "check_adapter", "check_shapes"]
 
-ROOT = "base_model.model."  # of every name in a file of peft's
+ROOT = "base_model.model."  # prefix of every name in peft's files
 ELSEWHERE = ("modules_to_save", "rank_pattern", "alpha_pattern", "trainable_token_indices", "layer_replication")
-STARTS_ELSEWHERE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # ways to begin that change the base weights too
+STARTS_ELSEWHERE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that change the base weights too
 
 
 def check_adapter(model: nn.Module) -> None:
@@ -25,7 +25,7 @@ def check_adapter(model: nn.Module) -> None:
 
     Raises:
         ValueError: it has none, or more than one that is active, or parts that vLLM leaves out.
-        TypeError: the adapter is no plain sum, ``W + scale * B A``.
+        TypeError: the adapter is not a plain sum, ``W + scale * B A``.
     """
     if not has_adapters(model):
         raise ValueError(
@@ -52,9 +52,9 @@ def check_adapter(model: nn.Module) -> None:
 
 
 def check_shapes(model: nn.Module, expected: Kinds) -> None:
-    """Check that a model's adapter has the shapes of the engine's weights, where these go by the same names.
+    """Check that a model's adapter has the shapes of the engine's weights, where names agree.
 
-    A base that either side has quantised may be stored under other names, which is no error.
+    A base that is quantised on either side may be stored under other names, which is not an error.
 
     Raises:
         ManifestMismatch: it does not.

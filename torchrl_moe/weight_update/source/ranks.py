@@ -1,16 +1,17 @@
-"""Trainers of several ranks: all read sharded weights together, rank 0 writes, and all learn how that went."""
+"""Trainers of several ranks: all read sharded weights together, rank 0 writes, and all learn the outcome."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from torchrl_moe._errors import WeightSyncError
 
-__all__ = ["agreed", "from_first", "is_first"]
+__all__ = ["agreed", "dtypes_of_first", "from_first", "is_first"]
 
 FAILED = -1
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def is_first() -> bool:
@@ -20,14 +21,20 @@ def is_first() -> bool:
 
 def from_first(value: int) -> int:
     """Return rank 0's value; all ranks must ask."""
-    return _gathered(value)[0]
+    return _gathered([value])[0][0]
+
+
+def dtypes_of_first(dtypes: Sequence[torch.dtype | None]) -> list[torch.dtype | None]:
+    """Return rank 0's floating dtypes, which alone knows what the engine wants; all ranks must ask, for as many."""
+    codes = _gathered([FLOATS.index(dtype) if dtype in FLOATS else FAILED for dtype in dtypes])[0]
+    return [None if code == FAILED else FLOATS[code] for code in codes]
 
 
 def agreed(compute: Callable[[], int]) -> int:
     """Let every rank compute a value, and return rank 0's; all must ask, and none waits for one that failed.
 
     Args:
-        compute: what each computes, which is not negative; its error goes on as it is.
+        compute: returns a non-negative value; its error is raised unchanged.
 
     Raises:
         WeightSyncError: another rank failed.
@@ -36,21 +43,22 @@ def agreed(compute: Callable[[], int]) -> int:
     try:
         value = compute()
     finally:
-        values = _gathered(value)
+        values = [found for (found,) in _gathered([value])]
     if FAILED in values:
-        raise WeightSyncError(f"rank {values.index(FAILED)} could not begin to publish; its own error says why")
+        raise WeightSyncError(f"rank {values.index(FAILED)} could not begin to publish; see the error of that rank")
     return values[0]
 
 
-def _gathered(value: int) -> list[int]:
-    """Return the values of all ranks, which must all ask."""
+def _gathered(values: Sequence[int]) -> list[list[int]]:
+    """Return the values of all ranks, which must all ask, for as many."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return [value]
+        return [list(values)]
     device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
-    boxes = torch.zeros(torch.distributed.get_world_size(), 1, dtype=torch.int64, device=device)
-    own = torch.tensor([value], dtype=torch.int64, device=device)
+    boxes = torch.zeros(torch.distributed.get_world_size(), len(values), dtype=torch.int64, device=device)
+    own = torch.tensor(values, dtype=torch.int64, device=device)
     torch.distributed.all_gather(list(boxes), own)
-    return [int(found) for found in boxes.flatten().tolist()]
+    found: list[list[int]] = boxes.tolist()
+    return found
 
 
 def _rank() -> int:

@@ -1,7 +1,7 @@
 """Bytes: tensors cut into pieces that are hashed and copied while in cache, and files mapped without a copy.
 
-Hashing a piece brings it into the cache, from where it is copied: together they cost what the copy alone does. numpy
-copies, since torch's threads on a busy host cost a hundred times what they gain.
+Hashing brings a piece into the cache, from where it is copied, so both cost no more than the copy alone. numpy copies,
+because torch's threads on a busy host cost a hundred times what they gain.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ CAST_ELEMENTS = 1 << 15  # at most so many: torch uses more than one thread abov
 
 
 def pieces_of(tensor: Tensor, dtype: torch.dtype) -> Iterator[Bytes]:
-    """Give a tensor's bytes in ``dtype``, in order and on the CPU: without a copy where that can be."""
+    """Return a tensor's bytes in ``dtype``, in order and on the CPU, without a copy where possible."""
     if _lies_ready(tensor, dtype):
         raw = _bytes_of(tensor)
         for start in range(0, len(raw), PIECE_BYTES):
@@ -65,7 +65,7 @@ def pieces_of(tensor: Tensor, dtype: torch.dtype) -> Iterator[Bytes]:
 
 
 def send(tensor: Tensor, dtype: torch.dtype, take: Callable[[Bytes], object]) -> str:
-    """Give a tensor's bytes to ``take``, piece by piece, and return their digest."""
+    """Pass a tensor's bytes to ``take``, piece by piece, and return their digest."""
     if tensor.nbytes <= PIECE_BYTES and _lies_ready(tensor, dtype):  # the most, and all of it at once
         piece = _bytes_of(tensor)
         found = str(xxhash.xxh3_64_hexdigest(piece.data))
@@ -97,7 +97,7 @@ def lay_out(kinds: Iterable[TensorKind]) -> tuple[list[int], int]:
 
 
 class MappedFile:
-    """A file's tensors, mapped to be read: what its writer changes is seen here, and a write here ends the process.
+    """A file's tensors, mapped read-only: changes by its writer are visible here, and writing here kills the process.
 
     Args:
         path: the file; one of safetensors has its tensors after a header.
@@ -130,7 +130,7 @@ class MappedFile:
         self._buffer = buffer
 
     def is_current(self) -> bool:
-        """Whether the path still leads to this file, at the same size."""
+        """Whether the path still names this file, at the same size."""
         try:
             status = os.stat(self.path, follow_symlinks=False)
         except OSError:
@@ -138,7 +138,7 @@ class MappedFile:
         return self.identity == (status.st_dev, status.st_ino, status.st_size)
 
     def check(self, entry: TensorEntry) -> None:
-        """Refuse a tensor that lies past the end; to read there would end the process.
+        """Refuse a tensor that lies past the end; reading there would kill the process.
 
         Raises:
             ManifestMismatch: it does.
@@ -150,7 +150,7 @@ class MappedFile:
             )
 
     def tensor(self, entry: TensorEntry) -> Tensor:
-        """Return a tensor as it lies there."""
+        """Return a tensor of the file, without a copy."""
         dtype, count = entry.torch_dtype, math.prod(entry.shape)
         if not count:
             return torch.empty(entry.shape, dtype=dtype)
@@ -158,7 +158,7 @@ class MappedFile:
 
 
 class CheckedTensors(Mapping[str, Tensor]):
-    """Tensors of a version, each compared with its digest whenever it is taken; its bytes are in cache afterwards.
+    """Tensors of a version, each compared with its digest on access; its bytes are in the cache afterwards.
 
     Args:
         manifest: the version.
@@ -193,7 +193,7 @@ def check_digest(version: int, entry: TensorEntry, content: Buffer) -> None:
 
 
 def not_published(version: int, entry: TensorEntry) -> DigestMismatch:
-    """Return the error that says that a tensor's bytes are others than those published."""
+    """Return the error for a tensor whose bytes differ from those published."""
     return DigestMismatch(f"version {version}: bytes of {entry.name} are not those published; publish it again")
 
 
@@ -203,10 +203,10 @@ def verify_entries(manifest: Manifest, view_of: Callable[[TensorEntry], memoryvi
     Args:
         manifest: what was published.
         view_of: gives the bytes of the file that a tensor lies in.
-        threads: that read and hash, each every so many-th tensor.
+        threads: number of threads that read and hash, each every n-th tensor.
 
     Raises:
-        DigestMismatch: bytes differ; the first such tensor that was met is named.
+        DigestMismatch: bytes differ; the message names the first such tensor found.
     """
 
     def verify(share: Sequence[TensorEntry]) -> None:

@@ -1,9 +1,9 @@
-"""What a version holds: names, dtypes, shapes, places and digests of its tensors, and the text that says so.
+"""The manifest of a version: names, dtypes, shapes, places and digests of its tensors, and its text form.
 
 The text is the header of a safetensors file, with the rest in its ``__metadata__``: a directory of versions puts it
 before the tensors, and any tool reads both. It is written and read a few hundred tensors at a time, each a line, so
-that an event loop beside does not wait; a process reads a text once. A manifest names no path: a slot and a version
-are numbers, and an offset is looked up only within its file.
+that an event loop in the same process is not blocked; a process parses a text once. A manifest names no path: a slot
+and a version are numbers, and an offset is looked up only within its file.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TensorEntry(msgspec.Struct, frozen=True, gc=False):
     """One tensor: checkpoint name, dtype (torch's name), shape, place in its file, and the xxh3 digest of its bytes.
 
     ``base`` is the version whose file holds the bytes, if that is an older one. Python's garbage collector does not
-    count entries: many thousand would make it look through the whole process, which takes it a second beside vLLM.
+    track entries: thousands of them would trigger full collections, which take a second in a process with vLLM.
     """
 
     name: str
@@ -83,7 +83,7 @@ class TensorEntry(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True)
 class Manifest:
-    """One version, and its tensors in the order of publication. What follows from these is computed once.
+    """One version, and its tensors in the order of publication. Derived values are computed once.
 
     Attributes:
         version: its number.
@@ -171,7 +171,7 @@ _reading = threading.Lock()
 
 
 def _free(manifest: Manifest) -> None:
-    """Give the memory of a manifest back in turns, if nobody else has it."""
+    """Free the memory of a manifest in steps, if nothing else refers to it."""
     entries = list(manifest.entries)
     del manifest
     while entries:
@@ -180,12 +180,12 @@ def _free(manifest: Manifest) -> None:
 
 
 def give_way() -> None:
-    """Let another thread run: it would wait for Python's switch interval, 5 ms, which is long for an event loop."""
+    """Let another thread run: Python's switch interval of 5 ms is too long a wait for an event loop."""
     time.sleep(GIVE_WAY_SECONDS)
 
 
 def in_lines(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Give as many at a time as a line of the text has, and give way between two."""
+    """Yield as many at a time as a line of the text has, and yield the GIL in between."""
     for start in range(0, len(items), LINE_TENSORS):
         if start:
             give_way()
@@ -264,7 +264,7 @@ def _json(value: Any) -> str:
 
 
 def _parsed(text: bytes) -> Manifest:
-    """Return the manifest that a text is; nothing in it is taken on trust."""
+    """Parse a manifest; every value in it is checked."""
     lines = io.BytesIO(text)
     lines.seek(len(OPENING))
     try:
@@ -277,7 +277,7 @@ def _parsed(text: bytes) -> Manifest:
         if there:
             entries = _merged(entries, there)
         if lines.read():
-            raise ValueError("it goes on after its end")
+            raise ValueError("there is more text after its end")
     except (ValueError, KeyError, msgspec.MsgspecError) as error:
         words = f"{type(error).__name__}: {error}"
         raise ManifestMismatch(f"the manifest is not one of this format: {words}") from None
@@ -289,10 +289,10 @@ def _count(text: str) -> int:
 
 
 def _objects(lines: IO[bytes], kind: Any) -> Iterator[tuple[str, Any]]:
-    """Give the names and values of an object, up to the line that closes it.
+    """Yield the names and values of an object, up to the line that closes it.
 
     Raises:
-        ValueError: a line is none of an object's, or a name comes twice.
+        ValueError: a line does not belong to an object, or a name comes twice.
     """
     decoder = msgspec.json.Decoder(dict[str, kind])
     names: set[str] = set()

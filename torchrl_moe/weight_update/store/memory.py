@@ -1,7 +1,7 @@
-"""How much memory a process may still take before somebody ends it: the host's, or what a container's limit leaves.
+"""How much memory a process may still allocate before it is killed: the host's free memory, or a container's limit.
 
-Workers that look at the same moment would all see the same bytes. So what one is about to take is reserved: by a file
-in a folder of the user's, with a lock that ends with its process.
+Workers that check at the same moment would all count the same free bytes. So each reserves what it is about to
+allocate: by a file in a folder of the user's, with a lock that ends with its process.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def node_folder() -> Path:
 
 
 class MemoryReservation:
-    """Memory that this process is about to take, and that no other worker of this user on this host counts as free.
+    """Memory that this process is about to allocate; other workers of this user on this host do not count it as free.
 
-    Keep it until the memory is taken: from then on everybody sees that it is gone.
+    Keep it until the memory is allocated: then every worker sees that.
 
     Args:
-        folder: where reservations lie, which all workers see; by default in shared memory, or in ``/tmp`` (engine
-            processes have temporary folders of their own). Where it cannot be used, each looks for itself.
+        folder: of the reservations, which all workers see; by default in shared memory, or in ``/tmp`` (engine
+            processes have temporary folders of their own). Where it cannot be used, each worker checks for itself.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -47,7 +47,7 @@ class MemoryReservation:
         self._held: tuple[Path, int] | None = None
 
     def reserve(self, needed: int) -> str:
-        """Reserve bytes, in place of those reserved before; return why not, in words, or an empty string."""
+        """Reserve bytes, replacing an earlier reservation; return why that failed, or an empty string."""
         self.end()
         with self._alone() as shared:
             promised = sum(self._of_others()) if shared else 0
@@ -63,7 +63,7 @@ class MemoryReservation:
 
     @contextmanager
     def _alone(self) -> Iterator[bool]:
-        """Keep the others waiting; give whether they can be seen at all."""
+        """Hold the lock on reservations; yield whether there is one."""
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             status = self._folder.lstat()
@@ -80,7 +80,7 @@ class MemoryReservation:
             os.close(lock)
 
     def _of_others(self) -> Iterator[int]:
-        """Give what each living process has reserved, and forget the dead ones' files."""
+        """Yield what each living process has reserved, and remove the files of dead ones."""
         for path in self._folder.glob("*.bytes"):
             with suppress(FileNotFoundError), path.open() as file:  # one that ends now is gone
                 try:
@@ -98,7 +98,7 @@ class MemoryReservation:
         self._held = path, file
 
     def end(self) -> None:
-        """Let others count the memory again, or see that it was taken. Idempotent."""
+        """Release the reservation. Idempotent."""
         if self._held is not None:
             (path, file), self._held = self._held, None
             path.unlink(missing_ok=True)

@@ -1,9 +1,9 @@
 """Copies of a shared file system's files in the memory of a node: one for all of its replicas.
 
-The first process that needs a file copies it, compares its digests on the way, and renames it into place whole; the
-others find it by what identifies the shared file. All of this is done under one lock, which ends with its holder, so
-that a process that is killed leaves a draft that the next one throws away. Who needs a copy holds a lock on it; one
-that nobody holds is removed by the next process that brings a version, or that ends.
+The first process that needs a file copies it, compares its digests meanwhile, and renames it into place when it is
+complete; the others find it by what identifies the shared file. All of this happens under one lock, which ends with its
+holder; a process that is killed leaves a draft, which the next one removes. A process that uses a copy holds a lock on
+it; a copy without a lock is removed by the next process that brings a version, or that ends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torchrl_moe.weight_update.store.slots import lock_slot, unlock
 __all__ = ["NodeCopies"]
 
 LOCK, DRAFT = "lock", "draft"
-STALL_SECONDS = 60.0  # after which a process that copies and does not get on is not waited for
+STALL_SECONDS = 60.0  # without progress, after which a copying process is not waited for
 CLOSE_SECONDS = 0.05  # for others that close; a worker that waits makes no tokens
 
 
@@ -58,15 +58,15 @@ class NodeCopies:
         return path
 
     def bring(self, files: Mapping[Path, int], threads: int = 1) -> str:
-        """Make sure that files have copies, and keep these; those that were kept before may go.
+        """Make sure that files have copies, and hold these; copies held before are released.
 
         Args:
             files: path -> descriptor, of files of safetensors.
             threads: that read and hash.
 
         Returns:
-            Why not all files could be copied, in words: those are to be read where they lie. Empty if all have copies,
-            or lie in the memory of this node anyway.
+            Why some files were not copied and must be read from the shared file system. Empty if all have copies, or
+            are in the memory of this node anyway.
 
         Raises:
             DigestMismatch: a tensor's bytes are not those published.
@@ -93,7 +93,7 @@ class NodeCopies:
         return ""
 
     def close(self) -> None:
-        """Let go of all copies, and remove those that nobody needs. Idempotent."""
+        """Release all copies, and remove those that no process holds. Idempotent."""
         self._release()
         with suppress(OSError):  # there is none, nor a folder
             if self._is_closed():
@@ -105,7 +105,7 @@ class NodeCopies:
                     unlock(lock)
 
     def _is_closed(self) -> bool:
-        """Whether the folder belongs to this user, and nobody else may put a file there."""
+        """Whether the folder belongs to this user, and no other user may write to it."""
         status = self.folder.lstat()
         return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
@@ -117,10 +117,10 @@ class NodeCopies:
 
     @contextmanager
     def _alone(self, patience: float) -> Iterator[int]:
-        """Keep other processes of this node out, and give the file whose time of change shows them that it goes on.
+        """Keep other processes of this node out; yield the file whose modification time shows them progress.
 
         Args:
-            patience: seconds without such a change after which another one is not waited for.
+            patience: seconds without such progress after which another process is not waited for.
         """
         lock = self._open_lock()
         try:
@@ -128,7 +128,7 @@ class NodeCopies:
             while not lock_slot(lock, fcntl.LOCK_EX, patience):
                 before, seen = seen, os.fstat(lock).st_mtime_ns
                 if seen == before:
-                    raise TimeoutError(errno.ETIMEDOUT, f"a copy that was begun did not get on for {patience:g} s")
+                    raise TimeoutError(errno.ETIMEDOUT, f"another process copies, without progress for {patience:g} s")
             yield lock
         finally:
             unlock(lock)
@@ -180,13 +180,13 @@ class NodeCopies:
 
 
 class _Copier:
-    """One file on its way.
+    """One file that is being copied.
 
     Args:
-        path: for people.
+        path: for messages.
         source: the file.
         target: its copy.
-        lock: is touched after each piece.
+        lock: touched after each piece.
     """
 
     def __init__(self, path: Path, source: int, target: int, lock: int) -> None:
@@ -198,7 +198,7 @@ class _Copier:
         Args:
             manifest: the file's header.
             start: where its tensors begin.
-            threads: that read and hash, each every so many-th tensor.
+            threads: number of threads that read and hash, each every n-th tensor.
         """
         here = sorted((entry for entry in manifest.entries if entry.base is None), key=lambda entry: entry.offset)
 

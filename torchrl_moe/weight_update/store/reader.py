@@ -26,8 +26,8 @@ from torchrl_moe.weight_update.store.node_copy import NodeCopies
 from torchrl_moe.weight_update.store.slots import lock_slot, manifest_path, manifest_paths, slot_path, unlock
 from torchrl_moe.weight_update.store.versions import (
     bytes_path,
-    leased,
     newest_stable,
+    pinned,
     version_path,
     version_paths,
 )
@@ -38,11 +38,11 @@ __all__ = ["WeightStoreReader"]
 class WeightStoreReader:
     """Reads versions. Files stay mapped from one version to the next; safe to use from several threads.
 
-    A file of which this node has a copy is read there.
+    If this node has a copy of a file, that is read instead.
 
     Args:
         folder: the writer's.
-        lock_seconds: how long to wait for a writer that is at the slot which is to be read.
+        lock_seconds: how long to wait for a writer of the slot to be read.
         copies: of this node; default: those that all readers of this user share.
     """
 
@@ -56,18 +56,18 @@ class WeightStoreReader:
         self._lock = threading.Lock()
 
     def newest(self) -> int | None:
-        """Return the newest version that is there, if any is."""
+        """Return the newest version in the store, or ``None``."""
         return max(manifest_paths(self.folder), default=newest_stable(self.folder))
 
     def versions(self) -> list[int]:
-        """Return the versions that are there, in ascending order."""
+        """Return the versions in the store, in ascending order."""
         return sorted({*manifest_paths(self.folder), *version_paths(self.folder)})
 
     def manifest(self, version: int) -> Manifest:
         """Return the manifest of a version.
 
         Raises:
-            ManifestMismatch: it was not published, is gone again, or its file is damaged.
+            ManifestMismatch: it was not published, was removed, or its file is damaged.
         """
         for path in (manifest_path(self.folder, version), version_path(self.folder, version)):
             try:
@@ -92,14 +92,14 @@ class WeightStoreReader:
         return known[1]
 
     def bring(self, manifest: Manifest, threads: int = 1) -> str:
-        """Have a version in the memory of this node, where its readers share one copy, until another one is brought.
+        """Copy a version into the memory of this node, where its readers share one copy, until the next call.
 
         Args:
             manifest: the version. One in slots is in memory already.
             threads: that read and hash.
 
         Returns:
-            Why it is to be read where it lies, in words; empty if it was brought, or need not be.
+            Why it must be read from the shared file system; empty if it was copied, or need not be.
 
         Raises:
             ManifestMismatch: the version is not there any more, or its files were cut short.
@@ -109,10 +109,10 @@ class WeightStoreReader:
         if manifest.slot is not None:
             return ""
         try:
-            with self._lease(manifest), ExitStack() as opened, self._bringing:
+            with self._pin(manifest), ExitStack() as opened, self._bringing:
                 files = dict(self._open(manifest, base, opened) for base in manifest.last)
                 with self._lock:
-                    self._mapped.clear()  # else copies that go would stay in memory
+                    self._mapped.clear()  # else removed copies would stay in memory
                 return self._copies.bring(files, threads)
         finally:
             if self._closed:
@@ -127,7 +127,7 @@ class WeightStoreReader:
         raise ManifestMismatch(f"version {manifest.version} is not in the store any more")
 
     def close(self) -> None:
-        """Let go of what :meth:`bring` brought, or is about to bring. Never waits for that. Idempotent."""
+        """Release what :meth:`bring` copied, or is copying. Never waits for that. Idempotent."""
         self._closed = True
         if self._bringing.acquire(blocking=False):  # else it is done there, at the end
             try:
@@ -139,18 +139,18 @@ class WeightStoreReader:
 
     @contextmanager
     def reading(self, manifest: Manifest, verify: bool = False) -> Iterator[Mapping[str, Tensor]]:
-        """Keep a version from being overwritten or removed, and give its tensors.
+        """Keep a version from being overwritten or removed; yield its tensors.
 
-        They are mapped and not copied. Do not keep them afterwards, and do not write into them: that ends the process.
+        They are mapped, not copied. Do not keep them afterwards, and do not write into them: that kills the process.
 
         Args:
             manifest: the version.
-            verify: whether to compare a tensor's digest whenever it is taken, where :meth:`verify` was not called:
-                copying it right afterwards finds its bytes in cache.
+            verify: whether to compare a tensor's digest on access, if :meth:`verify` was not called; its bytes are then
+                in the cache for a copy.
 
         Raises:
             ManifestMismatch: the version is not there any more, or its files were cut short.
-            SyncTimeout: the trainer did not let go of the slot in time: it is stopped.
+            SyncTimeout: the trainer did not release the slot in time; it may be suspended.
             DigestMismatch: on taking a tensor, its bytes are not those published.
         """
         with self._holding(manifest) as files:
@@ -161,7 +161,7 @@ class WeightStoreReader:
 
     @contextmanager
     def flat(self, manifest: Manifest) -> Iterator[Bytes]:
-        """:meth:`reading` for those who send a slot as it lies there: uint8 ``[manifest.extent]``, read-only."""
+        """:meth:`reading` of a slot's raw bytes, to send them: uint8 ``[manifest.extent]``, read-only."""
         if manifest.slot is None:
             raise ManifestMismatch("a version in a directory may lie in more than one file: read it tensor by tensor")
         with self._holding(manifest) as files:
@@ -172,10 +172,10 @@ class WeightStoreReader:
 
         Args:
             manifest: the version.
-            threads: that read and hash; they help where reading waits (a disk, a network).
+            threads: number of threads that read and hash; more help where reading waits for a disk or network.
 
         Raises:
-            DigestMismatch: bytes differ from those that were published; such a tensor is named.
+            DigestMismatch: bytes differ from those published; the message names a tensor.
         """
         with self._holding(manifest) as files:
             views = {base: file.view for base, file in files.items()}
@@ -183,15 +183,15 @@ class WeightStoreReader:
 
     @contextmanager
     def _holding(self, manifest: Manifest) -> Iterator[dict[int | None, MappedFile]]:
-        with self._lease(manifest):
-            if self.manifest(manifest.version) != manifest:  # now that nobody may take it away
+        with self._pin(manifest):
+            if self.manifest(manifest.version) != manifest:  # now that it cannot be removed
                 raise ManifestMismatch(f"version {manifest.version} was published again since its manifest was read")
             yield self._files(manifest)
 
     @contextmanager
-    def _lease(self, manifest: Manifest) -> Iterator[None]:
+    def _pin(self, manifest: Manifest) -> Iterator[None]:
         if manifest.slot is None:
-            with leased(self.folder, manifest.version):
+            with pinned(self.folder, manifest.version):
                 yield
             return
         path = slot_path(self.folder, manifest.slot)
@@ -211,7 +211,7 @@ class WeightStoreReader:
         files = {base: self._file(manifest, base) for base in (None, *manifest.last)}
         for base, entry in manifest.last.items():
             files[base].check(entry)
-        with self._lock:  # versions go; the mappings of their files with them
+        with self._lock:  # versions are removed, and the mappings of their files with them
             self._mapped = {path: file for path, file in self._mapped.items() if file.is_current()}
         return files
 
@@ -225,11 +225,11 @@ class WeightStoreReader:
         return self._map(self._copies.find(last))
 
     def _places(self, manifest: Manifest, base: int | None) -> tuple[Path, ...]:
-        """Return where a file may be, in the order in which to look."""
+        """Return the paths at which a file may be, in order."""
         if base is None:
             return (version_path(self.folder, manifest.version),)
         own = version_path(self.folder, base)
-        return own, bytes_path(self.folder, base), own  # its writer may take it away, and put it back
+        return own, bytes_path(self.folder, base), own  # its writer may remove it and publish it again
 
     def _map(self, path: Path) -> MappedFile:
         with self._lock:

@@ -2,8 +2,8 @@
 
 New files cost page allocation, so a version is written over the one that was published longest ago: version v over
 version v - n in slot v % n, unless an older one was published again. Its manifest is renamed into place last. A reader
-takes a shared lock on the slot while it reads, which the writer's exclusive lock waits for: a slot
-is never overwritten under a reader, and its old manifest is gone before the first byte is.
+takes a shared lock on the slot while it reads, for which the writer's exclusive lock waits: a slot is never overwritten
+under a reader, and its old manifest is removed before its first byte changes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def manifest_paths(folder: Path) -> dict[int, Path]:
 
 
 def lock_slot(descriptor: int, kind: int, seconds: float) -> bool:
-    """Wait for the lock of a slot's open file; false if others had it all the time."""
+    """Wait for the lock of a slot's open file; return False on a timeout."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -68,7 +68,7 @@ def lock_slot(descriptor: int, kind: int, seconds: float) -> bool:
 
 
 def unlock(descriptor: int) -> None:
-    """Close a file and give its lock up, also where a process that was forked meanwhile has the file open still."""
+    """Close a file and release its lock, even if a forked process still has the file open."""
     fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
@@ -77,12 +77,12 @@ class WeightStoreWriter:
     """Publishes versions.
 
     Args:
-        folder: best in memory (``/dev/shm``); made if it is not there, and closed to other users.
+        folder: best in memory (``/dev/shm``); created if missing, and closed to other users.
         lock_seconds: how long to wait for readers of the slot that is next.
-        slots: how many versions are there at the same time.
+        slots: how many versions are kept at the same time.
 
     Attributes:
-        protected: a version that is not written over; ``None`` for none.
+        protected: a version that is not overwritten; ``None`` for none.
 
     Raises:
         WeightSyncError: the folder has a writer, or belongs to someone else.
@@ -121,7 +121,7 @@ class WeightStoreWriter:
 
         Raises:
             ManifestMismatch: a name comes twice, or tensors are not as announced.
-            SyncTimeout: a reader did not let go of the slot in time.
+            SyncTimeout: a reader did not release the slot in time.
             WeightSyncError: the folder has no room.
         """
         if kinds is None:
@@ -146,7 +146,7 @@ class WeightStoreWriter:
         return manifest
 
     def _remove_others(self) -> None:
-        """Remove slots of a writer before this one that kept more, once all of ours are newer."""
+        """Remove the surplus slots of an earlier writer that kept more, once all of ours are newer."""
         used, own = list(self._slot_of.values())[::-1], set(range(self._slots))
         for slot in {other for other in used if other is not None} - own:
             if own <= set(used[: used.index(slot)]):
@@ -154,11 +154,12 @@ class WeightStoreWriter:
                 slot_path(self.folder, slot).unlink(missing_ok=True)
 
     def republish(self, old: int, new: int) -> Manifest:
-        """Publish what an older version holds under a new number. Its bytes stay where they are, in the same slot,
-        which will be the last to be written over.
+        """Publish an older version's contents under a new number.
+
+        Its bytes stay in the same slot, which becomes the last to be overwritten.
 
         Raises:
-            ManifestMismatch: the older version is not there any more.
+            ManifestMismatch: the older version is no longer in the store.
             ValueError: the new number is not higher.
             WeightSyncError: the folder has no room.
         """
@@ -186,7 +187,7 @@ class WeightStoreWriter:
 
     @contextmanager
     def _holding(self, slot: int) -> Iterator[int]:
-        """Hold a slot's file alone."""
+        """Hold a slot's file exclusively."""
         path = slot_path(self.folder, slot)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
@@ -208,14 +209,14 @@ class WeightStoreWriter:
         return held
 
     def _withdraw(self, slot: int, version: int) -> None:
-        """Take away manifests that are about to lose their bytes."""
+        """Remove manifests whose bytes are about to be overwritten."""
         for old, used in list(self._slot_of.items()):
             if used in (slot, None) or old == version:
                 manifest_path(self.folder, old).unlink(missing_ok=True)
                 del self._slot_of[old]
 
     def close(self) -> None:
-        """Let go of the folder; what is published stays. Idempotent."""
+        """Close the folder; published versions stay. Idempotent."""
         self._maps.clear()
         self._writing.close()
 

@@ -2,18 +2,19 @@
 
 A file is written under a temporary name and renamed into place whole; then ``STABLE`` names it. With ``delta`` only
 tensors that changed are written, and the header's ``__metadata__`` says which older version's file holds each of the
-others. Old versions are collected, but none that a reader has leased; a file that a newer one refers to stays, under
-another name.
+others. Old versions are removed, except those that a reader has pinned; a file that a newer version refers to stays,
+under another name.
 
-The header comes first, and what it says is known last: so room for the longest that may come is left, and filled up
+The header comes first, but its contents are known last: so room for the longest possible header is left, and padded
 with spaces. Tensors follow each other without a gap, as safetensors wants it, and each is aligned to its dtype: those
 whose bytes are a multiple of the widest element's go to the file as they come, since what follows them is aligned
 whatever it is. The others, few where dtypes are mixed and none where they are not, wait in memory, beyond 4 MB in a
 temporary file, and come last: multiples of four bytes first, then of two, then the rest. To sort by dtype, as
 safetensors does, all tensors that will be written must be known before the first one is.
 
-A lease is a file that its reader removes; one that is older than :data:`LEASE_SECONDS` is a dead reader's. Times are
-the file system's own. NFS may show a client an old state of a directory for as long as it caches attributes (seconds,
+A pin is a file that its reader creates and removes; one that is older than :data:`PIN_SECONDS` is a dead reader's.
+Times are the file system's own. NFS may show a client an old state of a directory for as long as it caches attributes
+(seconds,
 by ``acregmax`` and ``acdirmax``): keep one version more than is in use there.
 """
 
@@ -56,11 +57,11 @@ from torchrl_moe.weight_update.store.writing import (
     replace_text,
 )
 
-__all__ = ["LEASE_SECONDS", "VersionsWriter", "bytes_path", "leased", "newest_stable", "version_path", "version_paths"]
+__all__ = ["PIN_SECONDS", "VersionsWriter", "bytes_path", "newest_stable", "pinned", "version_path", "version_paths"]
 
-LEASE_SECONDS = 900.0
-STABLE, LEASES = "STABLE", "leases"
-VERSION, BYTES = "v", "bytes-of-v"  # files of versions, and of those kept for the sake of others
+PIN_SECONDS = 900.0
+STABLE, PINS = "STABLE", "pins"
+VERSION, BYTES = "v", "bytes-of-v"  # files of versions, and of older ones that newer ones refer to
 WIDTHS = (8, 4, 2, 1)
 MOST, NO_DIGEST = (1 << 63) - 1, "0" * 16
 
@@ -71,7 +72,7 @@ def version_path(folder: Path, version: int) -> Path:
 
 
 def bytes_path(folder: Path, version: int) -> Path:
-    """Return the file of a version that is gone, whose bytes a newer one needs."""
+    """Return the file of a removed version whose bytes a newer one needs."""
     return folder / f"{BYTES}{version}{SAFETENSORS}"
 
 
@@ -82,7 +83,7 @@ def version_paths(folder: Path, prefix: str = VERSION) -> dict[int, Path]:
 
 
 def newest_stable(folder: Path) -> int | None:
-    """Return the newest whole version, as ``STABLE`` names it."""
+    """Return the newest complete version, which ``STABLE`` names."""
     with contextlib.suppress(OSError):
         text = (folder / STABLE).read_text().strip().removeprefix("v")
         return int(text) if text.isdecimal() else None
@@ -90,28 +91,28 @@ def newest_stable(folder: Path) -> int | None:
 
 
 @contextmanager
-def leased(folder: Path, version: int) -> Iterator[None]:
-    """Keep a version from being collected."""
-    lease = folder / LEASES / f"v{version}-{uuid.uuid4().hex}"
-    lease.parent.mkdir(mode=0o700, exist_ok=True)
-    lease.touch(0o600)
+def pinned(folder: Path, version: int) -> Iterator[None]:
+    """Pin a version: keep it from being removed."""
+    pin = folder / PINS / f"v{version}-{uuid.uuid4().hex}"
+    pin.parent.mkdir(mode=0o700, exist_ok=True)
+    pin.touch(0o600)
     try:
         yield
     finally:
-        lease.unlink(missing_ok=True)
+        pin.unlink(missing_ok=True)
 
 
 class VersionsWriter:
     """Publishes versions.
 
     Args:
-        folder: on a file system that trainer and engines share; made if it is not there, and closed to other users.
+        folder: on a file system that trainer and engines share; created if missing, and closed to other users.
         keep_versions: how many of the newest to keep.
         delta: whether to write only what changed.
-        fsync: whether a version must be on the disk before it is named: it then outlives a crash of the machine.
+        fsync: whether a version must be on the disk before it becomes visible: it then survives a crash of the machine.
 
     Attributes:
-        protected: a version that is not collected; ``None`` for none.
+        protected: a version that is not removed; ``None`` for none.
 
     Raises:
         WeightSyncError: the folder has a writer, or belongs to someone else.
@@ -132,7 +133,7 @@ class VersionsWriter:
         version: int,
         kinds: Mapping[str, TensorKind] | None = None,
     ) -> Manifest:
-        """Write a version, make it visible by one rename, and collect old ones; arguments and errors as those of
+        """Write a version, make it visible by one rename, and remove old ones; arguments and errors as those of
         :meth:`~torchrl_moe.weight_update.store.slots.WeightStoreWriter.publish`. Readers are never waited for.
         """
         if kinds is None:
@@ -154,10 +155,10 @@ class VersionsWriter:
         return manifest
 
     def republish(self, old: int, new: int) -> Manifest:
-        """Publish what an older version holds under a new number. Its bytes stay where they are.
+        """Publish an older version's contents under a new number. Its bytes stay where they are.
 
         Raises:
-            ManifestMismatch: the older version is not there any more.
+            ManifestMismatch: the older version is no longer in the store.
             ValueError: the new number is not higher.
             WeightSyncError: the folder has no room.
         """
@@ -182,7 +183,7 @@ class VersionsWriter:
 
     @contextmanager
     def _showing(self, version: int, size: int) -> Iterator[IO[bytes]]:
-        """Give a file of another name; once it is written, let it take its own."""
+        """Yield a file under a temporary name; rename it once it is written."""
         draft = self.folder / f"{VERSION}{version}.tmp-{uuid.uuid4().hex[:8]}"
         try:
             with naming_full_disks(self.folder, size):
@@ -200,7 +201,7 @@ class VersionsWriter:
             draft.unlink(missing_ok=True)
             raise
 
-    # -- collecting -------------------------------------------------------------------------------------------------
+    # -- removing old versions --------------------------------------------------------------------------------------
 
     def _collect(self) -> None:
         live = version_paths(self.folder)
@@ -208,7 +209,7 @@ class VersionsWriter:
         kept = set(sorted(live, key=lambda version: (version != newest, -version))[: self._keep])
         if self.protected in live:
             kept.add(self.protected)
-        held = self._leased()
+        held = self._pinned()
         kept |= {version for version in live if version not in kept and (version in held or not self._hide(version))}
         needed = {base for version in kept for base in self._bases(version)}
         for version, path in version_paths(self.folder, BYTES).items():
@@ -226,26 +227,26 @@ class VersionsWriter:
                 return set()
         return {entry.base for entry in manifest.entries if entry.base is not None}
 
-    def _leased(self) -> set[int]:
-        """Return the versions that readers hold, and forget leases of the dead."""
+    def _pinned(self) -> set[int]:
+        """Return the versions that readers hold, and remove the pins of dead readers."""
         clock = self.folder / ".clock"
         clock.touch(0o600)
         os.utime(clock)
         now, held = clock.stat().st_mtime, set()
-        for lease in (self.folder / LEASES).glob("v*-*"):
-            number = lease.name.removeprefix("v").partition("-")[0]
+        for pin in (self.folder / PINS).glob("v*-*"):
+            number = pin.name.removeprefix("v").partition("-")[0]
             with contextlib.suppress(FileNotFoundError):
-                if now - lease.stat().st_mtime > LEASE_SECONDS:
-                    lease.unlink()
+                if now - pin.stat().st_mtime > PIN_SECONDS:
+                    pin.unlink()
                 elif number.isdecimal():
                     held.add(int(number))
         return held
 
     def _hide(self, version: int) -> bool:
-        """Hide a version from new readers, unless one leased it in the last moment."""
+        """Hide a version from new readers, unless one pinned it at the last moment."""
         shown, hidden = version_path(self.folder, version), bytes_path(self.folder, version)
         os.rename(shown, hidden)
-        if version in self._leased():
+        if version in self._pinned():
             os.rename(hidden, shown)
             return False
         return True
@@ -255,7 +256,7 @@ class VersionsWriter:
         there = [
             path for path in (version_path(self.folder, version), bytes_path(self.folder, version)) if path.exists()
         ]
-        if there and version in self._leased():
+        if there and version in self._pinned():
             raise WeightSyncError(f"version {version} is there already, and a reader holds it: count on from it")
         if there:
             there += [path for other, path in version_paths(self.folder).items() if version in self._bases(other)]
@@ -263,17 +264,17 @@ class VersionsWriter:
             path.unlink()
 
     def close(self) -> None:
-        """Let go of the folder; what is published stays. Idempotent."""
+        """Close the folder; published versions stay. Idempotent."""
         self._writing.close()
 
 
 class _Body:
-    """The tensors of a file on their way there.
+    """The tensors that are being written to a file.
 
     Args:
-        file: gets them.
+        file: the file.
         start: where its header will end.
-        folder: for those that wait.
+        folder: for the temporary file.
         widest: bytes of an element of the widest dtype that may come.
     """
 
@@ -295,7 +296,7 @@ class _Body:
         self._sizes[width] += entry.nbytes
 
     def finish(self) -> dict[str, TensorEntry]:
-        """Add those that wait; return all, with their places."""
+        """Write the waiting tensors; return all, with their places."""
         starts = dict(zip(WIDTHS, itertools.accumulate(self._sizes.values(), initial=0), strict=False))
         for waiting in self._waiting.values():
             waiting.seek(0)
@@ -303,7 +304,7 @@ class _Body:
         return {e.name: msgspec.structs.replace(e, offset=starts[width] + e.offset) for width, e in self._added}
 
     def close(self) -> None:
-        """Let go of what waits."""
+        """Drop the waiting tensors."""
         for waiting in self._waiting.values():
             waiting.close()
 
@@ -313,7 +314,7 @@ def _waiting_file(folder: Path) -> tempfile.SpooledTemporaryFile[bytes]:
 
 
 def _room(kinds: Mapping[str, TensorKind], before: Mapping[str, TensorEntry], size: int) -> int:
-    """Return where the longest header ends that a version may get: each tensor in its own file, or in an older one."""
+    """Return the end of the longest header that a version may get: tensors may lie in its file, or in an older one."""
     rows = ((name, dtype_name(dtype), tuple(shape)) for name, (dtype, shape) in kinds.items())
     here = tuple(TensorEntry(name, dtype, shape, size, NO_DIGEST) for name, dtype, shape in rows)
     there = tuple(before.values())

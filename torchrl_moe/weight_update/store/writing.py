@@ -1,4 +1,4 @@
-"""What both kinds of store do before a byte is written: whose folder it is, who may write, and what will come."""
+"""What both kinds of store check before a byte is written: the folder's owner, its writer, and the tensors to come."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def own_folder(folder: Path) -> Path:
-    """Make a folder that only its owner may enter, and return it; one that is there must be a store, or empty.
+    """Create a folder that only its owner may enter, and return it; an existing one must be a store, or empty.
 
     Raises:
         WeightSyncError: it belongs to someone else, or holds other things.
@@ -37,7 +37,7 @@ def own_folder(folder: Path) -> Path:
     status = folder.stat()
     if status.st_uid != os.getuid():
         raise WeightSyncError(f"the weight store {str(folder)!r} belongs to another user: name a folder of your own")
-    if not (folder / LOCK).exists() and any(folder.iterdir()):  # old versions are removed: other things may look so
+    if not (folder / LOCK).exists() and any(folder.iterdir()):  # files like old versions are removed
         raise WeightSyncError(f"{str(folder)!r} holds other things: name a folder of the weight store's own")
     if status.st_mode & 0o077:
         folder.chmod(0o700)
@@ -50,10 +50,10 @@ LOCK = "writer"
 class WriterLock:
     """Keeps a second trainer out of a store, until it is closed or its process ends.
 
-    A file system without locks (some NFS mounts) keeps nobody out.
+    On a file system without locks (some NFS mounts) this has no effect.
 
     Raises:
-        WeightSyncError: the store has a writer; it is named.
+        WeightSyncError: the store has a writer, which the message names.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -79,7 +79,7 @@ class WriterLock:
         """Let the next writer in. Idempotent."""
         if not self._file.closed:
             with suppress(OSError):  # a file system without locks
-                fcntl.flock(self._file, fcntl.LOCK_UN)  # a process that was forked has the file open still
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # a forked process may still have the file open
             self._file.close()
 
 
@@ -90,7 +90,7 @@ def check_higher(old: int, new: int) -> None:
         ValueError: it is not.
     """
     if new <= old:
-        raise ValueError(f"version {old} can be published again under a higher number only, got {new}")
+        raise ValueError(f"version {old} can be published again only under a higher number, got {new}")
 
 
 def kinds_of(tensors: Iterable[tuple[str, Tensor]], version: int) -> tuple[dict[str, Tensor], dict[str, TensorKind]]:
@@ -107,7 +107,7 @@ def kinds_of(tensors: Iterable[tuple[str, Tensor]], version: int) -> tuple[dict[
 
 
 def in_order(tensors: Iterable[tuple[str, Tensor]], kinds: Mapping[str, TensorKind]) -> Iterator[tuple[str, Tensor]]:
-    """Give tensors as they come, each once and as announced.
+    """Yield tensors as they come; check that each comes once and as announced.
 
     Raises:
         ManifestMismatch: one was not announced, comes twice, has another shape, or does not come.
@@ -126,7 +126,7 @@ def in_order(tensors: Iterable[tuple[str, Tensor]], kinds: Mapping[str, TensorKi
 
 @contextmanager
 def naming_full_disks(folder: Path, nbytes: int) -> Iterator[None]:
-    """Say in words that a disk is full."""
+    """Turn the error of a full disk into a WeightSyncError."""
     try:
         yield
     except OSError as error:
@@ -139,7 +139,7 @@ def naming_full_disks(folder: Path, nbytes: int) -> Iterator[None]:
 
 
 def replace_text(path: Path, text: str, fsync: bool = False) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     draft = path.with_name(f".{path.name}.tmp")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "w") as handle:

@@ -1,7 +1,7 @@
 """A worker that passes the version it has received on to the workers of other replicas, each over a group of its own.
 
 It sends what it holds whole: digests were compared before, so a byte that is damaged stays where it is. The trainer
-says to whom. A group in which anything failed is given up, and the others go on.
+says to whom. A group in which anything failed is given up, and the others continue.
 """
 
 from __future__ import annotations

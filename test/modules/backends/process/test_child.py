@@ -98,7 +98,7 @@ def test_a_child_leads_a_group_in_our_session_and_its_output_goes_to_its_log(
     assert not process.outbox._thread.is_alive()
 
 
-def test_a_log_in_a_folder_of_the_users_stays_and_a_later_child_goes_on_in_it(
+def test_a_log_in_a_folder_of_the_users_stays_and_a_later_child_continues_in_it(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = temporary / "kept" / "logs"
@@ -122,7 +122,9 @@ def test_a_folder_for_logs_that_cannot_be_one_starts_nothing(temporary: Path) ->
     assert list(temporary.iterdir()) == [temporary / "file"]
 
 
-def test_whoever_ends_a_child_waits_until_it_has_ended(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_thread_that_ends_a_child_waits_until_it_has_ended(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(child, "GRACE_SECONDS", 0.5)
     process = Child(0, toy_kind, toy_environment())
     process.outbox.put(child.configuration({"model": "toy", "start": {"sleeper": True}}))

@@ -139,7 +139,7 @@ def test_a_command_that_fails_says_whose_fault_it_is(command: str, kwargs: Any, 
     assert words in error[3]
 
 
-def test_a_death_is_told_once_and_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_death_is_reported_once_and_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_program, "WATCH_SECONDS", 60)  # nobody else looks
 
     async def script(program: Program) -> None:

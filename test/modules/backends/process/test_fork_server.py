@@ -226,11 +226,11 @@ def test_a_server_that_does_not_answer_is_replaced(forks: Forks, monkeypatch: py
         launch.wait()
     monkeypatch.undo()
     until(lambda: not server.is_alive(), 60)
-    assert forked.report()["pid"] == forked.process.pid  # goes on
+    assert forked.report()["pid"] == forked.process.pid  # continues
     assert forks.start().report()["ppid"] == forks.server().pid != server.pid
 
 
-def test_the_processes_of_a_killed_server_go_on_and_the_next_start_has_another_server(forks: Forks) -> None:
+def test_the_processes_of_a_killed_server_continue_and_the_next_start_has_another_server(forks: Forks) -> None:
     server = forks.server()
     forked = forks.start()
     os.kill(server.pid, signal.SIGKILL)
@@ -282,7 +282,7 @@ def test_a_server_that_may_not_fork_says_why(forks: Forks, how: str, reason: str
     with pytest.raises((EOFError, ConnectionResetError)):
         connection.recv()
     server.end()
-    assert server.last_words() == ""  # and not an error, in a thread that is late
+    assert server.how_it_ended() == ""  # and not an error, in a thread that is late
 
 
 def _no_such_call(*_: Any) -> int:

@@ -119,7 +119,7 @@ def test_a_process_that_still_starts_ends_at_once(line: Line, how: str) -> None:
     line.run(script)
 
 
-def test_what_is_no_message_ends_the_process_and_is_told(line: Line, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_not_a_message_ends_the_process_and_is_reported(line: Line, caplog: pytest.LogCaptureFixture) -> None:
     line.driver.send_bytes(bytes(4) + b"\x80\x05cno_such_module\nname\n.")  # a pickle, say
     assert line.run(lambda inbox: served(inbox, 1)) == [("shutdown",)]
     assert "what came is no message" in caplog.text
@@ -240,7 +240,7 @@ def test_a_group_ends_when_its_leader_and_its_driver_are_killed_at_once(
 
 
 @pytest.mark.parametrize("who", ["leader", "driver"])
-def test_a_group_is_left_to_whoever_of_the_two_still_lives(
+def test_a_group_is_left_to_the_process_that_is_still_alive(
     orphans: tuple[subprocess.Popen[str], int, Path], who: str
 ) -> None:
     driver, leader, folder = orphans
@@ -270,7 +270,7 @@ def test_a_member_that_comes_when_both_are_gone_ends_the_group(tmp_path: Path) -
     until(lambda: not group(leader.pid))
 
 
-def test_whoever_cannot_be_looked_at_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_inspected_counts_as_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parent_watch._is_gone(os.getpid()) is False
 
     def fail(pid: int) -> psutil.Process:

@@ -302,7 +302,7 @@ def test_a_replica_that_fails_to_start_says_why_and_leaves_nothing() -> None:
     replica.shutdown()
 
 
-def test_an_environment_in_which_the_child_cannot_run_is_told_with_its_words() -> None:
+def test_an_environment_in_which_the_child_cannot_run_is_reported_with_its_words() -> None:
     replica = LocalReplica(0, toy_kind, {"model": "toy"}, {**toy_environment(), "PYTHONHOME": "nowhere"})
     replica.start()
     with pytest.raises(ReplicaDiedError, match=r"(?s)replica 0 ended with exit code 1\. Its last log lines:\n.*Error"):
@@ -565,7 +565,7 @@ def real(shelf: Any) -> Any:
 
 
 @pytest.mark.engine
-def test_a_model_folder_that_vllm_refuses_is_told_in_its_words_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_model_folder_that_vllm_refuses_is_reported_in_its_words_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
     replica = LocalReplica(0, kind, {"model": str(tmp_path)}, kind.engine_environment())
     replica.start()

@@ -140,9 +140,9 @@ def test_the_outbox_writes_in_order_and_hangs_up_when_closed(ends: tuple[Connect
     for number in range(50):
         outbox.put(("message", number))
     assert [wire.receive(ends[1]) for _ in range(50)] == [("message", number) for number in range(50)]
-    outbox.put("last words")
+    outbox.put("a goodbye")
     outbox.close()
-    assert wire.receive(ends[1]) == "last words"
+    assert wire.receive(ends[1]) == "a goodbye"
     with pytest.raises(EOFError):
         wire.receive(ends[1])
 

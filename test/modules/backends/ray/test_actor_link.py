@@ -32,7 +32,7 @@ from torchrl_moe.modules.backends.ray.ray_service import NAMESPACE, RayService, 
 START = 120.0
 
 
-def test_of_rays_long_reports_the_reason_is_told() -> None:
+def test_of_rays_long_reports_the_reason_is_reported() -> None:
     long = RayError("The actor died.\n\tclass_name: A\n\tThe actor is dead because x. Some common causes include: y")
     assert actor_link._cause(long) == "The actor is dead because x."
     assert actor_link._cause(OSError("first\n\nlast\n")) == "last"
@@ -216,7 +216,7 @@ def placed() -> list[Any]:
 
 
 @pytest.mark.ray
-def test_a_group_of_a_driver_that_was_killed_is_found_by_its_name_and_removed_whoever_comes(
+def test_a_group_of_a_killed_driver_is_found_by_its_name_and_removed_by_any_other(
     in_cluster: Any, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "MAKING_SECONDS", 0.2)  # nobody is about to make an actor

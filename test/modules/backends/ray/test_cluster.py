@@ -132,7 +132,7 @@ def test_a_service_describes_itself_by_whichever_replica_answers(actors: dict[st
     assert cluster.find_service("b", "ours") == service
 
 
-def test_a_service_that_is_not_there_or_does_not_answer_is_told_apart(actors: dict[str, Any]) -> None:
+def test_a_service_that_is_not_there_or_does_not_answer_is_distinguished(actors: dict[str, Any]) -> None:
     with pytest.raises(EngineError, match=r"no service 'c' is running\. In namespace 'ours' run: 'a'.*name='c'"):
         cluster.find_service("c", "ours")
     with pytest.raises(EngineError, match=r"In namespace 'empty' runs none"):

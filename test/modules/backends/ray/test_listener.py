@@ -31,7 +31,7 @@ def listener() -> Iterator[Listener]:
     listener.close()
 
 
-def test_whoever_has_the_key_comes_in_and_several_do_not_disturb_each_other(listener: Listener) -> None:
+def test_several_clients_with_the_key_connect_and_do_not_disturb_each_other(listener: Listener) -> None:
     with dial(listener.address) as one, dial(listener.address) as two:
         for connection, word in ((one, b"one"), (two, b"two"), (one, b"x" * (1 << 20))):
             connection.send_bytes(word)
@@ -162,7 +162,7 @@ def test_readers_and_writers_wait_for_it() -> None:
             other.recv_bytes()
 
 
-def test_one_that_is_given_up_ends_whoever_waits_and_a_connection_that_comes_after_all_is_closed() -> None:
+def test_giving_up_ends_the_waiting_and_closes_a_late_connection() -> None:
     late = LateConnection()
     caught: list[type[BaseException]] = []
 

@@ -114,7 +114,7 @@ def test_a_refusal_finds_its_request_and_names_are_not_split_twice(two: tuple[Ra
     assert good.result(60.0).request_id == "d/e"
 
 
-def test_who_leaves_fails_what_he_waits_for_and_the_other_goes_on(two: tuple[RayReplica, RayReplica]) -> None:
+def test_who_leaves_fails_what_he_waits_for_and_the_other_continues(two: tuple[RayReplica, RayReplica]) -> None:
     stays, leaves = two
     (future,) = leaves.submit([ids_request("x", sampling_params={"seconds": 3600})])
     leaves.disconnect()

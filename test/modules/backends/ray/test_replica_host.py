@@ -82,7 +82,7 @@ def test_ids_of_drivers_are_kept_apart() -> None:
     assert driver_of("d/x/y") == ("d", "x/y")
 
 
-def test_each_driver_hears_its_own_and_whoever_comes_later_hears_that_the_engine_is_ready(host: ToyHost) -> None:
+def test_each_driver_gets_its_own_messages_and_a_late_one_that_the_engine_is_ready(host: ToyHost) -> None:
     one = Driver(host, "one")
     kind, info = one.hear()
     assert (kind, info.model) == ("ready", "toy")
@@ -100,7 +100,7 @@ def test_each_driver_hears_its_own_and_whoever_comes_later_hears_that_the_engine
     assert one.hear() == ("refused", "one/bad", "value", "too long")
 
 
-def test_what_a_driver_that_left_had_asked_is_aborted_and_the_others_go_on(host: ToyHost) -> None:
+def test_what_a_driver_that_left_had_asked_is_aborted_and_the_others_continue(host: ToyHost) -> None:
     stays, leaves = Driver(host, "stays"), Driver(host, "leaves")
     assert [driver.hear()[0] for driver in (stays, leaves)] == ["ready", "ready"]
     leaves.ask("long", seconds=3600)
@@ -153,7 +153,7 @@ def test_the_end_closes_the_door_and_leaves_no_process_and_no_folder() -> None:
         Driver(host, "late")
 
 
-def test_an_end_on_purpose_is_told_as_such_and_is_no_death_of_the_engine() -> None:
+def test_an_end_on_purpose_is_reported_as_such_and_is_no_death_of_the_engine() -> None:
     host = ToyHost()
     driver = Driver(host, "d")
     assert driver.hear()[0] == "ready"

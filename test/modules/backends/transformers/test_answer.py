@@ -191,7 +191,7 @@ def given(**fields: Any) -> CompletionOutput:
     return CompletionOutput(**{**defaults, **fields})
 
 
-def test_it_goes_on_from_what_there_was() -> None:
+def test_it_continues_from_what_there_was() -> None:
     one = answer(logprobs=0, max_tokens=4, stop="éb")
     one.go_on_from(given())
     one.note_read()
@@ -215,7 +215,7 @@ def test_it_goes_on_from_what_there_was() -> None:
     assert output.resume == "forced"
 
 
-def test_what_had_no_routes_and_log_probs_goes_on_without() -> None:
+def test_what_had_no_routes_and_log_probs_continues_without() -> None:
     one = answer(logprobs=0)
     one.go_on_from(given(routed_experts=None, logprobs=None, kept=None))
     one.note_read()
@@ -226,6 +226,6 @@ def test_what_had_no_routes_and_log_probs_goes_on_without() -> None:
     assert (output.resume, len(output.token_ids)) == ("live", 3)
 
 
-def test_an_answer_that_is_full_cannot_go_on() -> None:
+def test_an_answer_that_is_full_cannot_continue() -> None:
     with pytest.raises(ValueError, match="answer 3 to resume has 2 tokens already: max_tokens=2 must be larger"):
         answer(index=3, max_tokens=2).go_on_from(given())

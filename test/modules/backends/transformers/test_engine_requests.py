@@ -108,7 +108,7 @@ def test_cut_answers_are_those_of_the_model(plain: Loaded) -> None:
     assert output.logprobs == pytest.approx(chosen(log_probs(plain.decoder.model, answer), answer), abs=TOLERANCE)
 
 
-def test_what_is_cut_goes_on_as_if_it_never_was(plain: Loaded) -> None:
+def test_what_is_cut_continues_as_if_it_never_was(plain: Loaded) -> None:
     params = {"temperature": 0.0, "max_tokens": 12}
 
     async def script(bench: Bench) -> None:

@@ -54,7 +54,7 @@ def resumed(plain: Loaded, changes: Any = None, **fields: Any) -> Any:
     return plain.reader(ids_request("a", [65, 66], sampling_params={"n": 2, "seed": 1}, resume=given, **fields))
 
 
-def test_what_was_whole_stays_and_what_was_cut_goes_on(plain: Loaded) -> None:
+def test_what_was_whole_stays_and_what_was_cut_continues(plain: Loaded) -> None:
     running = resumed(plain)
     (answer,) = running.answers
     assert (answer.index, answer.tokens) == (1, [97])

@@ -91,7 +91,7 @@ def test_what_means_the_same_is_the_same() -> None:
         ("greedy", "must be a mapping, got str"),
     ],
 )
-def test_what_cannot_be_meant_or_served_is_refused(spec: Any, words: str) -> None:
+def test_what_is_invalid_or_not_served_is_refused(spec: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         read_sampling(spec)
 

@@ -138,7 +138,9 @@ def test_an_update_changes_the_answers_and_their_versions(engine: Loaded, folder
 @pytest.mark.parametrize(
     ("pause", "clear", "resume"), [("keep", False, "none"), ("keep", True, "forced"), ("abort", False, "forced")]
 )
-def test_an_answer_goes_on_with_new_weights(engine: Loaded, folder: Path, pause: str, clear: bool, resume: str) -> None:
+def test_an_answer_continues_with_new_weights(
+    engine: Loaded, folder: Path, pause: str, clear: bool, resume: str
+) -> None:
     async def script(bench: Bench) -> None:
         updates = Updates(bench, engine, folder)
         bench.start("a", IDS, params=LONG)

@@ -188,7 +188,7 @@ def check_following(model: Any, completion: Completion, rows: Any) -> None:
 
 
 @pytest.mark.engine("qwen3_moe", **ADAPTED)
-def test_an_adapter_that_is_not_there_is_refused_and_the_engine_goes_on(engine: AsyncVLLM, tmp_path: Path) -> None:
+def test_an_adapter_that_is_not_there_is_refused_and_the_engine_continues(engine: AsyncVLLM, tmp_path: Path) -> None:
     missing = {"lora_name": "none", "lora_int_id": 2, "lora_path": str(tmp_path / "missing")}
     with pytest.raises(ValueError, match="missing"):
         engine.generate(IDS, GREEDY, use_tqdm=False, lora_request=missing, timeout_seconds=60)

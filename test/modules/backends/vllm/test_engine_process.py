@@ -173,7 +173,7 @@ def test_an_abort_right_behind_its_request_is_not_lost(serve: Serve) -> None:
         await bench.until_sent(1)
         asked = len(bench.engine.aborts)
         await asyncio.sleep(5 * engine_requests.ABORT_SECONDS)
-        assert len(bench.engine.aborts) == asked  # and it does not go on asking
+        assert len(bench.engine.aborts) == asked  # and it does not continue asking
 
     ((_, completion),) = serve(script).sent
     assert completion.aborted
@@ -285,7 +285,7 @@ def test_a_driver_that_has_left_has_no_claim_to_the_weights(serve: Serve) -> Non
         ("metadata", {}, "engine", "LocalEntryNotFoundError"),  # no such folder, no such model in the hub's cache
     ],
 )
-def test_a_command_that_fails_answers_and_the_process_goes_on(
+def test_a_command_that_fails_answers_and_the_process_continues(
     serve: Serve, command: str, kwargs: dict[str, Any], kind: str, words: str
 ) -> None:
     async def script(bench: Bench) -> None:
@@ -470,7 +470,7 @@ def test_the_sampled_distributions_logprobs_come_back_not_the_raw_ones(engine: A
         ({"prompt": "hi", "sampling_params": {}, "guided_options": {"regex": "("}}, r"regex|grammar"),
     ],
 )
-def test_a_bad_request_is_refused_in_vllms_words_and_the_engine_goes_on(
+def test_a_bad_request_is_refused_in_vllms_words_and_the_engine_continues(
     engine: Any, fields: dict[str, Any], message: str
 ) -> None:
     bad = Request(request_id="bad", **{"sampling_params": {"max_tokens": 2}, **fields})
@@ -574,7 +574,7 @@ def test_an_abort_on_the_heels_of_its_request_ends_it(engine: Any) -> None:
 
 @pytest.mark.engine("qwen3_moe")
 @pytest.mark.parametrize("clear_cache", [False, True])
-def test_a_pause_freezes_requests_and_a_resume_lets_them_go_on(engine: Any, clear_cache: bool) -> None:
+def test_a_pause_freezes_requests_and_a_resume_lets_them_continue(engine: Any, clear_cache: bool) -> None:
     replica = replica_of(engine)
     greedy = {**LONG, "max_tokens": 80, "temperature": 0.0}
     (whole,) = generate(engine, by_ids("whole", *prompt(6, 12), **greedy))

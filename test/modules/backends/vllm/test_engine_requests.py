@@ -19,8 +19,8 @@ from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, 
 from torchrl_moe.modules.backends.vllm import engine_requests
 from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
 from torchrl_moe.modules.backends.vllm.weights import engine as weights
-from torchrl_moe.modules.backends.vllm.weights.canary import Canary
 from torchrl_moe.modules.backends.vllm.weights.engine import EngineWeights
+from torchrl_moe.modules.backends.vllm.weights.weight_check import WeightCheck
 
 PROMPT = [7, 8, 9]
 
@@ -248,18 +248,18 @@ class Bench:
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Bench], Awaitable[None]]], Bench]:
     monkeypatch.setattr(engine_requests, "SamplingParamsBuilder", lambda *how: lambda spec, guided_options: spec)
 
-    async def ask(canary: Canary, seconds: float) -> str:
+    async def ask(canary: WeightCheck, seconds: float) -> str:
         engine: HandEngine = canary._engine
         await engine.step()  # what it froze makes tokens meanwhile
         if engine.canary is not None:
             raise engine.canary
         return ""
 
-    async def send(canary: Canary) -> None:
+    async def send(canary: WeightCheck) -> None:
         pass
 
-    monkeypatch.setattr(weights.Canary, "ask", ask)
-    monkeypatch.setattr(weights.Canary, "send", send)
+    monkeypatch.setattr(weights.WeightCheck, "ask", ask)
+    monkeypatch.setattr(weights.WeightCheck, "send", send)
 
     def play(script: Callable[[Bench], Awaitable[None]]) -> Bench:
         async def main() -> Bench:
@@ -287,7 +287,7 @@ def check(output: CompletionOutput, *versions: int) -> None:
     assert output.routed_experts[:, 0, 0].tolist() == [100 * version + row for row, version in enumerate(made_by)]
 
 
-def test_what_a_swap_cuts_goes_on_where_it_was_cut(run: Run) -> None:
+def test_what_a_swap_cuts_continues_where_it_was_cut(run: Run) -> None:
     async def script(bench: Bench) -> None:
         await bench.start(max_tokens=6, min_tokens=5)
         await bench.engine.step(2)
@@ -325,7 +325,7 @@ def test_many_swaps_cut_one_request_many_times(run: Run) -> None:
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_stop_string_across_a_cut_ends_the_answer_though_its_rest_is_cut_too(run: Run, steps: int) -> None:
-    """The last token of version 0, and the first one of version 1. vLLM does not see it, and goes on."""
+    """The last token of version 0, and the first one of version 1. vLLM does not see it, and continues."""
 
     async def script(bench: Bench) -> None:
         await bench.start(stop=chr(4) + chr(105), include_stop_str_in_output=True)
@@ -342,7 +342,7 @@ def test_a_stop_string_across_a_cut_ends_the_answer_though_its_rest_is_cut_too(r
     assert len(bench.engine.asked) == 2
 
 
-def test_each_answer_goes_on_by_itself_and_those_that_are_done_stay(run: Run) -> None:
+def test_each_answer_continues_by_itself_and_those_that_are_done_stay(run: Run) -> None:
     async def script(bench: Bench) -> None:
         await bench.start(n=3, lengths=(1, 9, 9), max_tokens=5, seed=10)
         await bench.engine.step(2)
@@ -361,7 +361,7 @@ def test_each_answer_goes_on_by_itself_and_those_that_are_done_stay(run: Run) ->
     assert len({name for name, _, _ in bench.engine.asked}) == 3
 
 
-def test_what_cannot_be_continued_starts_anew(run: Run) -> None:
+def test_what_cannot_be_continued_starts_again(run: Run) -> None:
     async def script(bench: Bench) -> None:
         await bench.start(n=2, structured_outputs="a grammar", max_tokens=3)
         await bench.engine.step(2)
@@ -374,7 +374,7 @@ def test_what_cannot_be_continued_starts_anew(run: Run) -> None:
     assert [params.n for _, _, params in bench.engine.asked] == [2, 2]
 
 
-def test_a_finished_answer_stays_while_its_sibling_starts_anew(run: Run) -> None:
+def test_a_finished_answer_stays_while_its_sibling_starts_again(run: Run) -> None:
     async def script(bench: Bench) -> None:
         await bench.start(n=2, lengths=(2, 9), structured_outputs="a grammar", max_tokens=3)
         await bench.engine.step(2)
@@ -436,7 +436,7 @@ def test_a_dropped_cache_needs_no_answer_to_start_again(run: Run) -> None:
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort"])
-def test_a_request_that_vllm_still_reads_at_the_swap_starts_anew(run: Run, mode: str) -> None:
+def test_a_request_that_vllm_still_reads_at_the_swap_starts_again(run: Run, mode: str) -> None:
     async def script(bench: Bench) -> None:
         bench.engine.reading = asyncio.Event()
         await bench.start()
@@ -472,7 +472,7 @@ def test_what_the_user_aborts_during_a_swap_comes_back_with_what_it_had(run: Run
     check(other, 0, 0, 1, 1, 1, 1)
 
 
-def test_an_abort_reaches_what_goes_on_after_a_swap(run: Run) -> None:
+def test_an_abort_reaches_what_continues_after_a_swap(run: Run) -> None:
     async def script(bench: Bench) -> None:
         await bench.start(n=2)
         await bench.engine.step(2)
@@ -513,7 +513,7 @@ def test_weights_that_fail_their_canary_leave_no_token(run: Run, mode: str) -> N
         check(output, *[0] * 6)
 
 
-def test_an_error_while_it_goes_on_refuses_the_request(run: Run) -> None:
+def test_an_error_while_it_continues_refuses_the_request(run: Run) -> None:
     async def script(bench: Bench) -> None:
         await bench.start()
         await bench.engine.step(2)
@@ -581,7 +581,7 @@ def had(*tokens: int, reason: str = "abort") -> Completion:
     )
 
 
-def test_a_request_goes_on_from_what_it_resumes(run: Run) -> None:
+def test_a_request_continues_from_what_it_resumes(run: Run) -> None:
     async def script(bench: Bench) -> None:
         await bench.swap(1)
         await bench.start(resume=had(2), max_tokens=6, min_tokens=5, seed=10)
@@ -605,7 +605,7 @@ def test_a_request_goes_on_from_what_it_resumes(run: Run) -> None:
     assert bench.requests.counts["generated_tokens"] == 4
 
 
-def test_of_several_answers_each_goes_on_from_where_it_was_cut(run: Run) -> None:
+def test_of_several_answers_each_continues_from_where_it_was_cut(run: Run) -> None:
     async def script(bench: Bench) -> None:
         await bench.start(resume=had(4, 0, 2, reason="stop"), n=3, max_tokens=5)
         await bench.finish()
@@ -716,7 +716,7 @@ def test_requests_keep_the_adapter_they_began_with_and_its_version(run: Run) -> 
 
 
 @pytest.mark.parametrize("clear_cache", [False, True])
-def test_what_the_trainers_adapter_makes_goes_on_without_it_when_whole_weights_come(
+def test_what_the_trainers_adapter_makes_continues_without_it_when_whole_weights_come(
     run: Run, clear_cache: bool
 ) -> None:
     """Also where nothing is aborted: the weights have the adapter in them. A user's adapter stays."""
@@ -757,7 +757,7 @@ def test_what_the_trainers_adapter_makes_goes_on_without_it_when_whole_weights_c
     assert {output.finish_reason for done in bench.done.values() for output in done.outputs} == {"length"}
 
 
-def test_what_a_swap_of_whole_weights_cuts_goes_on_with_the_adapter_of_then(run: Run) -> None:
+def test_what_a_swap_of_whole_weights_cuts_continues_with_the_adapter_that_it_had(run: Run) -> None:
     async def script(bench: Bench) -> None:
         bench.requests.change_adapter(object(), 1)
         bench.engine.version = 1
@@ -777,7 +777,7 @@ def test_what_a_swap_of_whole_weights_cuts_goes_on_with_the_adapter_of_then(run:
 # -- what there is of them so far -------------------------------------------------------------------------------------
 
 
-def test_a_snapshot_has_what_there_is_and_the_request_goes_on(run: Run) -> None:
+def test_a_snapshot_has_what_there_is_and_the_request_continues(run: Run) -> None:
     async def script(bench: Bench) -> None:
         await bench.start(n=2, lengths=(2, 6))
         (before,) = await bench.requests.snapshot()

@@ -70,7 +70,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(Scheduler, "update_from_output", lambda self, scheduler_output, output: output(self))
     monkeypatch.setattr(Scheduler, "reset_prefix_cache", lambda self, running, connector: True)
     made = MoEScheduler.__new__(MoEScheduler)
-    made._follows, made._leaving, made._canary, made.requests = True, {}, "", {}
+    made._follows, made._leaving, made._weight_check, made.requests = True, {}, "", {}
     made.kv_cache_manager = SimpleNamespace(get_block_ids=lambda name: ([0, 1],))
     made.routed_experts_mgr = SimpleNamespace(
         attn_gid=0, get=lambda blocks, stop, token_start: STORE[token_start:stop].copy()
@@ -210,13 +210,13 @@ def test_a_question_is_answered_by_the_first_step_of_a_full_engine_and_takes_nob
     steps = make()
     fill(steps)
     running = list(steps.core.running)
-    steps.add("canary", prompt=16, max_tokens=1, canary=True)
-    assert steps.step() == {"canary": 16}
+    steps.add("check", prompt=16, max_tokens=1, check=True)
+    assert steps.step() == {"check": 16}
     assert sorted(steps.step()) == ["0", "1", "2", "3"]
-    assert steps.tokens["canary"] == 1
+    assert steps.tokens["check"] == 1
     assert steps.core.running == running
     finish(steps)
-    assert steps.tokens == {**{str(number): 30 for number in range(20)}, "canary": 1}
+    assert steps.tokens == {**{str(number): 30 for number in range(20)}, "check": 1}
     assert steps.most == steps.core.max_num_running_reqs == PLACES
     assert not any(request.num_preemptions for request in running)
 
@@ -224,10 +224,10 @@ def test_a_question_is_answered_by_the_first_step_of_a_full_engine_and_takes_nob
 def test_a_question_longer_than_a_step_gets_as_many_as_it_needs(make: Make) -> None:
     steps = make()
     fill(steps)
-    steps.add("canary", prompt=150, max_tokens=1, canary=True)
-    assert [steps.step() for _ in range(3)] == [{"canary": 64}, {"canary": 64}, {"canary": 22}]
+    steps.add("check", prompt=150, max_tokens=1, check=True)
+    assert [steps.step() for _ in range(3)] == [{"check": 64}, {"check": 64}, {"check": 22}]
     steps.step()
-    assert steps.tokens["canary"] == 1
+    assert steps.tokens["check"] == 1
     finish(steps)
     assert set(steps.tokens.values()) == {1, 30}
 
@@ -238,11 +238,11 @@ def test_a_question_takes_blocks_from_the_request_that_vllm_would_take_them_from
     steps = make(blocks=1 + PLACES, scheduling_policy=policy)
     fill(steps, tokens=5)  # a block each, and none is left
     first, *others, last = steps.core.running
-    steps.add("canary", prompt=15, max_tokens=1, canary=True, priority=1000)
-    assert steps.step() == {"canary": 15}
+    steps.add("check", prompt=15, max_tokens=1, check=True, priority=1000)
+    assert steps.step() == {"check": 15}
     assert [one.num_preemptions for one in (first, *others, last)] == [0, 0, 0, 1]
     finish(steps)
-    assert steps.tokens == {**{str(number): 5 for number in range(20)}, "canary": 1}
+    assert steps.tokens == {**{str(number): 5 for number in range(20)}, "check": 1}
 
 
 def test_questions_are_forgotten_when_they_are_over_or_given_up(make: Make) -> None:
@@ -250,12 +250,12 @@ def test_questions_are_forgotten_when_they_are_over_or_given_up(make: Make) -> N
 
     steps = make()
     fill(steps)
-    steps.add("given up", prompt=16, max_tokens=1, canary=True)
+    steps.add("given up", prompt=16, max_tokens=1, check=True)
     steps.core.finish_requests("given up", RequestStatus.FINISHED_ABORTED)
     assert sorted(steps.step()) == ["0", "1", "2", "3"]
     steps.drain()
     for name in ("first", "second"):
-        steps.add(name, prompt=16, max_tokens=1, canary=True)
+        steps.add(name, prompt=16, max_tokens=1, check=True)
         assert steps.step() == {name: 16}
         steps.drain()
     finish(steps)
@@ -266,7 +266,7 @@ def test_a_question_that_comes_in_the_middle_of_a_step_disturbs_no_token(make: M
     steps = make()
     fill(steps)
     steps.step()
-    steps.add("canary", prompt=16, max_tokens=1, canary=True)
-    assert steps.step() == {"canary": 16}
+    steps.add("check", prompt=16, max_tokens=1, check=True)
+    assert steps.step() == {"check": 16}
     finish(steps)
     assert set(steps.tokens.values()) == {1, 30}

@@ -42,7 +42,7 @@ def test_groups_with_requests_under_way_are_never_forgotten() -> None:
     assert groups.version(str(count - 1)) == 1
 
 
-def test_an_end_that_settles_what_others_wait_for_is_told_once() -> None:
+def test_an_end_that_settles_what_others_wait_for_is_reported_once() -> None:
     groups, told = Groups(), []
     groups.listeners.add(told.append)
     groups.join("other", 3)

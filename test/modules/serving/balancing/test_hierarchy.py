@@ -158,7 +158,7 @@ def test_a_keyboard_interrupt_is_no_failure() -> None:
 # -- learning ---------------------------------------------------------------------------------------------------------
 
 
-def test_those_that_learn_hear_of_every_placement_whoever_chose() -> None:
+def test_strategies_that_learn_see_every_placement_of_any_strategy() -> None:
     first, second = Says(lambda: 1), Says(lambda: 0)
     hierarchy = Hierarchy([first, "requests", second], Settings())
     hierarchy.placed(candidates(0, 0)[1], CONTEXT)

@@ -63,14 +63,14 @@ def test_ids_of_any_kind_have_the_same_keys() -> None:
     assert len({tuple(keys_of(kind)) for kind in kinds}) == 1
 
 
-def test_text_chats_and_ids_are_told_apart() -> None:
+def test_text_chats_and_ids_are_distinguished() -> None:
     turn = {"role": "user", "content": "hi"}
     prompts: list[object] = ["hi", [turn], [ord("h"), ord("i")], {"prompt": "hi there"}]
     assert len({tuple(keys_of(prompt)) for prompt in prompts}) == 4
     assert keys_of({"prompt": "hi"}) == keys_of("hi")
 
 
-def test_a_chat_begins_with_the_keys_of_the_chat_it_goes_on_from() -> None:
+def test_a_chat_begins_with_the_keys_of_the_chat_it_continues_from() -> None:
     first = [{"role": "system", "content": "s" * 100}, {"role": "user", "content": "u" * 100}]
     longer = [*first, {"role": "assistant", "content": "a" * 100}]
     whole_blocks = keys_of(first)[:-1]
@@ -145,7 +145,7 @@ def test_the_same_prompt_again_adds_its_holder_and_nothing_else() -> None:
     assert len(index) == 3
 
 
-def test_a_prompt_is_distinct_unless_it_came_before_or_goes_on_from_one() -> None:
+def test_a_prompt_is_distinct_unless_it_came_before_or_continues_from_one() -> None:
     index = PrefixIndex()
     assert is_distinct(index, 1, 2, -1)
     record(index, [1, 2, -1])

@@ -78,7 +78,7 @@ def test_round_robin_takes_turns_by_index_and_ignores_load() -> None:
     assert choices(RoundRobin(), table_of(0, 0, 0), [[2, 0, 1]] * 4) == [0, 1, 2, 0]
 
 
-def test_round_robin_skips_whoever_is_away_and_keeps_its_turn() -> None:
+def test_round_robin_skips_a_replica_that_is_away_and_keeps_its_turn() -> None:
     allowed = [[0, 1, 2, 3], [0, 2, 3], [0, 2, 3], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3], [1]]
     # turn:        0             1          3          4 -> 0      1             2          3 -> 1
     assert choices(RoundRobin(), table_of(0, 0, 0, 0), allowed) == [0, 2, 3, 0, 1, 2, 1]

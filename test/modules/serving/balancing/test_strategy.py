@@ -35,7 +35,7 @@ def test_a_strategy_must_choose() -> None:
         Undecided()  # type: ignore[abstract]
 
 
-def test_what_it_is_told() -> None:
+def test_what_a_strategy_sees() -> None:
     diary = Diary()
     lb = LoadBalancer(["a", "b"], [diary, "requests"])
     lb.acquire("hi", "s", request_context={"k": 1})

@@ -77,7 +77,7 @@ class Child:
             not be forked then, or ``""``; and ``run(connection, driver_is_gone)``, which is all that the process does.
             As a script it is given the number of its socket and the driver's process id.
         environment: of the process.
-        log_folder: where its log is kept, under the replica's index; a later child goes on in the same file. By
+        log_folder: where its log is kept, under the replica's index; a later child continues in the same file. By
             default it is among what is removed at the end.
         fork: whether it may be forked. A server that forks for one child only would save nothing.
     """

@@ -35,7 +35,7 @@ from torchrl_moe.modules.backends.reports import ReplicaInfo, ReplicaStats
 __all__ = ["EngineProgram", "OpenEngine", "Send", "run_engine", "run_script"]
 
 WATCH_SECONDS = 0.5
-MESSAGE_BYTES = 64 << 20  # beyond which completions go on in another one
+MESSAGE_BYTES = 64 << 20  # beyond which completions continue in another one
 SMALL_BYTES = 1 << 10  # of what is not an array
 
 Send: TypeAlias = Callable[[tuple[Any, ...]], None]

@@ -95,7 +95,7 @@ class Launch:
             return _watched(value, status)
         except EOFError as error:
             status.close()
-            raise CannotFork(f"the fork server ended{self._server.last_words()}") from error
+            raise CannotFork(f"the fork server ended{self._server.how_it_ended()}") from error
         except OSError as error:
             status.close()
             raise CannotFork(f"the fork server cannot be heard: {error}") from error
@@ -109,7 +109,7 @@ class Launch:
         patience = ANSWER_SECONDS if self._server.has_answered else IMPORT_SECONDS
         if not status.poll(patience):
             self._server.kill()
-            raise CannotFork(f"the fork server did not answer within {patience:.0f} s{self._server.last_words()}")
+            raise CannotFork(f"the fork server did not answer within {patience:.0f} s{self._server.how_it_ended()}")
         answer: tuple[str, Any] = status.recv()
         self._server.has_answered = True
         return answer
@@ -188,13 +188,13 @@ class ForkServer:
                 send(self._control, request, engine, log, theirs.fileno())
         except OSError as error:
             ours.close()
-            raise CannotFork(f"the fork server cannot be reached: {error}{self.last_words()}") from error
+            raise CannotFork(f"the fork server cannot be reached: {error}{self.how_it_ended()}") from error
         except BaseException:
             ours.close()
             raise
         return Launch(self, ours)
 
-    def last_words(self) -> str:
+    def how_it_ended(self) -> str:
         """Return what the server printed last, after a colon; "" if nothing."""
         if self._log.closed:
             return ""
@@ -208,7 +208,7 @@ class ForkServer:
         _hang_up(self._control, self._driver)
 
     def kill(self) -> None:
-        """Kill it; the processes that it forked go on."""
+        """Kill it; the processes that it forked continue."""
         self._process.kill()
 
 

@@ -134,7 +134,7 @@ def end_with_leader() -> None:
     """Have this process, which is not the leader, end the group once both the leader and its driver are gone.
 
     The leader ends the group when the driver dies, and the driver when the leader does; but somebody may kill both at
-    once, and vLLM's engine core goes on without them for ever. Does nothing in a process that no driver started, and
+    once, and vLLM's engine core continues without them for ever. Does nothing in a process that no driver started, and
     where processes cannot be looked at.
     """
     leader, folder, driver = os.getpgrp(), os.environ.get(FOLDER_VARIABLE), os.environ.get(DRIVER_VARIABLE)

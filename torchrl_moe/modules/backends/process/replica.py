@@ -105,7 +105,7 @@ class EngineReplica(Commands, Generic[LinkT]):
         """Wait until the engine serves.
 
         Raises:
-            ReplicaDiedError: the engine did not come up; the message ends with its own last words.
+            ReplicaDiedError: the engine did not come up; the message ends with the end of its log.
             EngineError: it did not come up in time.
         """
         self._started()

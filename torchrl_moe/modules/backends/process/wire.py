@@ -175,7 +175,7 @@ class Outbox:
         self._limit = limit
         self._reader = reader
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._lock = threading.RLock()  # a finalizer may put last words while this thread puts others
+        self._lock = threading.RLock()  # a finalizer may put a message while this thread puts another
         self._waiting = 0  # bytes
         self._stuck_seconds = stuck_seconds
         self._read_at = time.monotonic()  # when the reader last took something

@@ -71,7 +71,7 @@ class Listener:
         """Accept no more connections; open ones stay."""
         self._closed.set()
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # or the thread would go on waiting
+            self._socket.shutdown(socket.SHUT_RDWR)  # or the thread would continue waiting
         self._socket.close()
 
 

@@ -24,7 +24,7 @@ __all__ = ["EngineRequests"]
 
 T = TypeVar("T")
 BAD_REQUEST = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
-"""What a request may fail with as it is read: whatever is wrong with it, the others go on."""
+"""What a request may fail with as it is read: whatever is wrong with it, the others continue."""
 
 
 class EngineRequests:
@@ -186,7 +186,7 @@ class EngineRequests:
 
         Args:
             mode: ``"keep"`` freezes what is in flight, ``"abort"`` cuts it, ``"wait"`` lets it finish.
-            clear_cache: whether what is frozen is read again when it goes on.
+            clear_cache: whether what is frozen is read again when it continues.
         """
         if mode == "abort":
             self.abort(list(self._open))
@@ -206,7 +206,7 @@ class EngineRequests:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether requests in flight do not go on, since the user has paused the engine."""
+        """Whether requests in flight do not continue, since the user has paused the engine."""
         only = self._paused_but
         return only is not None and any(running not in only for running in self._open.values())
 

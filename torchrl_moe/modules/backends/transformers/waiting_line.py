@@ -20,7 +20,7 @@ class WaitingLine:
     Args:
         arguments: of the engine.
         token_bytes: that keys and values of a token take.
-        may_run: whether a request may go on now.
+        may_run: whether a request may continue now.
     """
 
     def __init__(self, arguments: EngineArguments, token_bytes: int, may_run: Callable[[Running], bool]) -> None:

@@ -4,7 +4,7 @@ The prompt of the next part is the old prompt and the tokens so far. The rows de
 brings routes, log-probs and versions of its own tokens only. The first part has G1 tokens, the rest G2.
 
 Stop strings: vLLM looks for them in the rest; here they are looked for across the cut. Where the cut is inside a
-character, vLLM's detokeniser cannot go on, and the text of the rest is made here.
+character, vLLM's detokeniser cannot continue, and the text of the rest is made here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The requests that an engine process runs: one task each, from the driver's message to the completion.
 
 A weight swap may cut a request short (``pause="abort"``), or find it without a token, queued or half prefilled, with
-cached prefixes of the old weights; either way its task asks vLLM again once the swap is over. What a swap cut goes on
+cached prefixes of the old weights; either way its task asks vLLM again once the swap is over. What a swap cut continues
 from its last token, answer by answer; what had no token yet, or cannot be continued, starts again. Only what the user
 aborts comes back cut. A request that resumes a completion is in its first moment what another is after a swap.
 """
@@ -187,7 +187,7 @@ class EngineRequests:
                 return self._noted(good, part, request), part
 
     def _noted(self, completion: Completion, part: Part, request: Request) -> Completion:
-        """Note which answers went on after they had lost their cache, so that their tokens were read again."""
+        """Note which answers continued after they had lost their cache, so that their tokens were read again."""
         for output in completion.outputs:
             if 0 < part.lost.get(output.index, 0) < len(output.token_ids):
                 output.resume = self._routes.how(request)
@@ -317,7 +317,7 @@ class EngineRequests:
         return taken
 
     async def leave_adapter(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
-        """Have what the trainer's adapter makes go on without it, in a paused engine that gets other weights.
+        """Have what the trainer's adapter makes continue without it, in a paused engine that gets other weights.
 
         These have the adapter in them, or another: both together would be neither's.
 
@@ -356,7 +356,7 @@ class EngineRequests:
             await asyncio.sleep(ABORT_SECONDS)
 
     def pausing(self, mode: PauseMode) -> None:
-        """Note that a swap is about to pause the engine: what it aborts is to go on afterwards."""
+        """Note that a swap is about to pause the engine: what it aborts is to continue afterwards."""
         if mode == "abort":
             for part in self._parts():
                 part.cut = True
@@ -376,7 +376,7 @@ class EngineRequests:
         self._spawn(self._cut(late))
 
     def read_again(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
-        """Note that answers lose their cache; those that go on have read their tokens again."""
+        """Note that answers lose their cache; those that continue have read their tokens again."""
         for part in self._parts():
             part.lost |= delivered.get(part.name, {})
 

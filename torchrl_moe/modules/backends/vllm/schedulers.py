@@ -1,11 +1,11 @@
 """vLLM's schedulers, which hand on the words that sampling kept, and the experts of a request that is read again.
 
 vLLM preempts a request where others need its blocks, or where a weight swap has its cache recomputed; later it reads
-the request's tokens again, and routes them as its weights of then see fit. Here they go with the experts that their
-answer was sampled with.
+the request's tokens again, and routes them by the weights of that time. Here they follow the experts that their answer
+was sampled with.
 
-The question that tries new weights overtakes all other requests: it is read in steps of its own, in which those that
-run have no part. So it needs no free place among them, and nobody else's prompt comes before it. Where no blocks of the
+The weight check overtakes all other requests: it runs in steps of its own, without the running requests. So it needs no
+free place among them, and no other prompt comes before it. Where no blocks of the
 cache are free, the request is preempted that vLLM itself would preempt.
 
 Read in the engine core only, which makes a scheduler by its name.
@@ -25,7 +25,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from torchrl_moe import _compat_routing, _compat_sampling
 from torchrl_moe.modules.backends.vllm.forced_rows import Forced, forced_of
-from torchrl_moe.modules.backends.vllm.weights.canary import is_canary
+from torchrl_moe.modules.backends.vllm.weights.weight_check import is_weight_check
 
 __all__ = ["AsyncMoEScheduler", "MoEScheduler"]
 
@@ -40,7 +40,7 @@ class MoEScheduler(Scheduler):
         self.return_sampling_mask = _compat_sampling.carries_masks(self.vllm_config)
         self._follows = not _compat_routing.why_live(self.vllm_config)
         self._leaving: dict[str, Any] = {}  # preempted with tokens on their way -> the blocks that it had
-        self._canary = ""  # the name of the request that came last to try new weights
+        self._weight_check = ""  # the name of the request that came last to try new weights
         if self._follows:
             _compat_routing.key_blocks_by_rows(lambda request: forced_of(request).rows)
 
@@ -83,15 +83,15 @@ class MoEScheduler(Scheduler):
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)
-        if is_canary(request.sampling_params):
-            self._canary = request.request_id
+        if is_weight_check(request.sampling_params):
+            self._weight_check = request.request_id
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        canary = self.requests.get(self._canary)
-        if canary is None:
+        check = self.requests.get(self._weight_check)
+        if check is None:
             output = super().schedule(*args, **kwargs)
-        elif canary.num_computed_tokens < canary.num_tokens:
-            output = self._schedule_alone(canary)
+        elif check.num_computed_tokens < check.num_tokens:
+            output = self._schedule_alone(check)
         else:  # its answer is on its way, and it takes nobody's place
             self.max_num_running_reqs += 1
             output = super().schedule(*args, **kwargs)

@@ -89,7 +89,7 @@ class EngineSleep:
             raise
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
-        """Take memory back, and once it has all go on as before. Idempotent.
+        """Take memory back, and once it has all continue as before. Idempotent.
 
         Args:
             tags: ``"weights"`` or ``"kv_cache"``, which is all but the weights; ``None``: both.

@@ -124,7 +124,7 @@ def _layout_of(llm: Any) -> RoutingLayout | None:
         raise ValueError("the vllm.LLM captures routes on one of its pipeline stages only: use tensor_parallel_size")
     try:
         layers = llm.apply_model(_compat.router_layer_ids)[0]
-    except TypeError as error:  # vLLM sends no function to its other processes unless it is told to
+    except TypeError as error:  # by default vLLM does not send functions to its other processes
         raise ValueError(
             "the vllm.LLM captures routes, and cannot be asked for its routers: set "
             f"VLLM_ALLOW_INSECURE_SERIALIZATION=1 before it is made, or use an AsyncVLLM ({error})"

@@ -1,1 +1,1 @@
-"""Which replica takes the next request: strategies, and the balancer that asks them. Nothing here waits."""
+"""Which replica takes the next request: strategies, and the balancer that applies them. Nothing here waits."""

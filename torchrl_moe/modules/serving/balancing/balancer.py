@@ -1,7 +1,7 @@
 """Which replica takes the next request.
 
-It never waits and never asks a replica anything: load is counted here, at ``acquire`` and ``release``. Waiting for a
-replica to come back is the service's business.
+It never waits and sends nothing to a replica: load is counted here, at ``acquire`` and ``release``. The service waits
+    for replicas that are not serving.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class LoadBalancer:
     """Chooses replicas by a hierarchy of strategies: the first that has an opinion wins, the least loaded if none has.
 
     Args:
-        actors: a service, all of its ``actors``, or a list of replicas of anything (all taken to be serving).
+        actors: a service, all of its ``actors``, or a list of arbitrary replicas (all considered serving).
         strategy: a name, a strategy object, or a list of them in order of precedence; default: ``prefix-aware``, then
             ``requests``. Names: ``prefix-aware``, ``session``, ``requests`` (``least-loaded``), ``kv-cache``,
             ``power-of-two``, ``round-robin``, with hyphens or underscores.
         prefix_length: leading tokens that ``prefix-aware`` looks at; ``None`` for all.
-        overload_threshold: affinity, of prefixes and sessions, ends at this times the mean load.
-        clock: seconds, for whatever ages.
-        rng: for whatever draws.
+        overload_threshold: prefix and session affinity end at this multiple of the mean load.
+        clock: returns seconds; for whatever ages.
+        rng: source of random draws.
 
     Attributes:
         async_vllm: the service; ``None`` over a list.
 
     Raises:
-        ValueError: an unknown name, an empty list, or a figure out of range.
+        ValueError: an unknown name, an empty list, or a number out of range.
 
     >>> lb = LoadBalancer(["a", "b"], "requests")
     >>> with lb.acquire() as first, lb.acquire() as second:
@@ -98,7 +98,7 @@ class LoadBalancer:
 
     @property
     def overload_threshold(self) -> float:
-        """Affinity ends at this times the mean load."""
+        """Affinity ends at this multiple of the mean load."""
         return self.settings.overload_threshold
 
     # -- choosing ---------------------------------------------------------------------------------------------------
@@ -116,10 +116,10 @@ class LoadBalancer:
         Args:
             prompt: text, token ids or a chat, for strategies that look at it.
             session_id: the same for all turns of one rollout.
-            min_version: the oldest weight version that will do.
-            request_context: anything a strategy of yours wants to know.
-            group_id: requests of one group all go to one weight version, the newest that serves when the first comes.
-                If the replicas of all its requests die before one has answered, it begins again, perhaps on another.
+            min_version: the oldest weight version that is acceptable.
+            request_context: input for your own strategies.
+            group_id: all requests of a group go to one weight version, the newest that serves when the first arrives.
+                If the replicas of all its requests die before one has answered, the group may move to another version.
 
         Raises:
             NoReplicaError: no replica is serving.
@@ -138,7 +138,7 @@ class LoadBalancer:
         session_id: str | None = None,
         group_id: str | None = None,
     ) -> Lease:
-        """Count a request on the replica that the user names; arguments as in :meth:`acquire`.
+        """Count a request on the replica that the caller names; arguments as in :meth:`acquire`.
 
         Raises:
             IndexError: there is no such replica.
@@ -165,12 +165,12 @@ class LoadBalancer:
         context = RoutingContext(prompt=prompt, request_context=request_context or {})
         with self.replica_table.lock:
             entry = self.hierarchy.choose(self._candidates(None, None), context)
-            self.replica_table.touch(entry.index)  # so that others get their turn
+            self.replica_table.touch(entry.index)  # so that other replicas get their turn
             self.hierarchy.placed(entry, context)
             return entry.index
 
     def _lease(self, entry: TableEntry, context: RoutingContext, group_id: str | None) -> Lease:
-        self.hierarchy.placed(entry, context)  # first: a warning may be an error, and nothing is counted yet
+        self.hierarchy.placed(entry, context)  # first, while nothing is counted: warnings may be errors
         trial = self.replica_table.reserve(entry.index)
         self._decisions[entry.index] += 1
         return Lease(
@@ -210,23 +210,24 @@ class LoadBalancer:
         return candidates
 
     def finish_session(self, session_id: str) -> None:
-        """Say that a session has had its last turn; else it counts as active until it was silent for ten minutes."""
+        """End a session; otherwise it counts as active until it was idle for ten minutes."""
         with self.replica_table.lock:
             self.hierarchy.finish_session(session_id)
 
     # -- stats ----------------------------------------------------------------------------------------------------
 
     def observe(self, index: int, pending_requests: int | None = None, cache_usage: float | None = None) -> None:
-        """Note what is known of a replica from elsewhere; it holds for five seconds, or until the replica's own next.
+        """Report a replica's load from elsewhere; it is used for five seconds, or until the replica's own next report.
 
         Args:
             index: the replica.
-            pending_requests: counts where it is more than was counted here: other callers share the replica.
+            pending_requests: its requests, counted if more than are counted here, because other callers share the
+                replica.
             cache_usage: share of KV-cache blocks in use, 0 to 1, for ``kv-cache``.
 
         Raises:
             IndexError: there is no such replica.
-            ValueError: a figure out of range.
+            ValueError: a number out of range.
         """
         if pending_requests is not None and pending_requests < 0:
             raise ValueError(f"pending_requests must not be negative, got {pending_requests}")
@@ -236,9 +237,9 @@ class LoadBalancer:
             self.replica_table.observe(index, self._clock(), pending_requests, cache_usage)
 
     def get_stats(self) -> dict[str, Any]:
-        """Return the balancer's own stats, under TorchRL's names where it has them; asks no replica anything.
+        """Return the balancer's own stats, under TorchRL's names where it has them; sends nothing to replicas.
 
-        ``cache_usage`` is the last figure that the replica sent or that was noted, or ``None``.
+        ``cache_usage`` is the last value that the replica sent or :meth:`observe` was given, or ``None``.
         """
         with self.replica_table.lock:
             self.replica_table.read_stats()

@@ -9,28 +9,28 @@ from dataclasses import dataclass
 __all__ = ["MOST_GROUPS", "Groups"]
 
 MOST_GROUPS = 1 << 17
-"""Of those without a request under way: the one that ended longest ago is forgotten first."""
+"""Groups kept without a running request; the one that ended longest ago is dropped first."""
 
 
 @dataclass(slots=True)
 class _Group:
     version: int
-    open: int = 0  # requests under way
-    answered: bool = False  # whether anybody holds an answer of that version
-    awaited: bool = False  # whether a request waits to see what becomes of the others
+    open: int = 0  # running requests
+    answered: bool = False  # whether a caller has an answer of that version
+    awaited: bool = False  # whether a request waits for the outcome of the others
 
 
 class Groups:
-    """Which version each group is on. The caller sees to it that one thread at a time uses it."""
+    """The version of each group. The caller ensures that one thread at a time uses it."""
 
     def __init__(self) -> None:
         self.listeners: set[Callable[[str], object]] = set()
-        """Called with a group, at once, if what became of its requests settles what others of it wait to see."""
-        self._open: dict[str, _Group] = {}  # with requests under way; these are never forgotten
-        self._answered: OrderedDict[str, _Group] = OrderedDict()  # without; the latest last
+        """Called with a group when the outcome of its requests settles what other requests of it wait for."""
+        self._open: dict[str, _Group] = {}  # with running requests; never dropped
+        self._answered: OrderedDict[str, _Group] = OrderedDict()  # without running requests; the latest last
 
     def version(self, group_id: str) -> int | None:
-        """Return the version that a group is on; ``None`` if it has none yet, or none any more."""
+        """Return the version that a group is on; ``None`` if it has none yet, or no longer has one."""
         group = self._find(group_id)
         return None if group is None else group.version
 
@@ -38,7 +38,7 @@ class Groups:
         return self._open.get(group_id) or self._answered.get(group_id)
 
     def may_begin_again(self, group_id: str) -> bool:
-        """Whether a group's version depends on requests under way; the end that settles that is then told."""
+        """Whether a group's version depends on running requests; if so, the outcome that settles it is reported."""
         group = self._find(group_id)
         if group is None or group.answered:
             return False
@@ -46,7 +46,7 @@ class Groups:
         return True
 
     def join(self, group_id: str, version: int) -> Callable[[bool | None], None]:
-        """Count a request of a group, and return what is to be told whether it was answered.
+        """Count a request of a group; return a function to be called with whether it was answered.
 
         A group is on the version of its first request until all its requests ended without an answer; then it begins
         again. With one answer of a version out, the others must be of that version too.
@@ -68,7 +68,7 @@ class Groups:
         return over
 
     def _close(self, group_id: str) -> None:
-        """Note that no request of a group is under way; one without an answer begins again."""
+        """Note that no request of a group is running; a group without an answer starts again."""
         group = self._open.pop(group_id)
         if group.answered:
             self._answered[group_id] = group

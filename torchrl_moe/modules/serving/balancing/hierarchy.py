@@ -27,7 +27,7 @@ OVERLOAD_THRESHOLD = 1.15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What strategies made by name are made with; see there."""
+    """The settings of strategies made by name; see their arguments."""
 
     prefix_length: int | None = None
     overload_threshold: float = OVERLOAD_THRESHOLD
@@ -77,7 +77,8 @@ def make_strategy(strategy: str | Strategy, settings: Settings | None = None) ->
 class Hierarchy:
     """Strategies in order of precedence.
 
-    One that raises, or answers a replica that may not take the request, has no opinion, and a warning says so once.
+    A strategy that raises, or returns a replica that may not take the request, counts as having no opinion; a warning
+    is shown once.
 
     Args:
         strategies: names or objects, at least one.
@@ -105,7 +106,7 @@ class Hierarchy:
             try:
                 index = strategy.choose(candidates, context)
                 entry = None if index is None else candidates.find(index)
-            except Exception as error:  # noqa: BLE001  a user's code may raise anything, and requests must go on
+            except Exception as error:  # noqa: BLE001  user code; requests must still be placed
                 self._warn(strategy, f"failed with {error!r}")
                 continue
             if entry is not None:
@@ -116,7 +117,7 @@ class Hierarchy:
         return candidates.least_loaded()
 
     def placed(self, entry: TableEntry, context: RoutingContext) -> None:
-        """Tell those that learn where a request went."""
+        """Notify strategies of where a request went."""
         for strategy in self.strategies:
             try:
                 strategy.placed(entry, context)
@@ -126,10 +127,10 @@ class Hierarchy:
     def _warn(self, strategy: Strategy, what: str) -> None:
         if id(strategy) not in self._warned:
             self._warned.add(id(strategy))
-            warnings.warn(f"strategy {strategy.name!r} {what}; the next one is asked. Said once.", stacklevel=4)
+            warnings.warn(f"strategy {strategy.name!r} {what}; the next strategy is used. Shown once.", stacklevel=4)
 
     def finish_session(self, session_id: str) -> None:
-        """Tell those that keep sessions that one is over."""
+        """Notify strategies that a session has ended."""
         for strategy in self.strategies:
             strategy.finish_session(session_id)
 

@@ -1,4 +1,4 @@
-"""``prefix-aware``: to a replica that has the prompt's beginning in its cache, unless it is too busy."""
+"""``prefix-aware``: chooses a replica that has the prompt's beginning in its cache, unless it is too busy."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _Match = tuple[list[int], list[Branch], bool]  # keys; the branches on their way
 class PrefixAware(Strategy):
     """The candidate that holds the longest beginning of the prompt, within the load bound; of equals, the least loaded.
 
-    It learns from every placement, its own or not. What more than a quarter of all distinct prompts begin with is a
-    template: every replica has it or soon will, so it counts for nothing. Prefixes cached under other weights count for
-    nothing either. Of those that got a prefix, only the latest are taken to hold it still: one, and twice the share of
-    the fleet that its share of the prompts makes; else each prefix would end up in every cache, and push others out.
+    It learns from every placement, its own or not. A prefix of more than a quarter of all distinct prompts is a
+    template: every replica has it or soon will, so it is ignored. Prefixes cached under other weights are ignored too.
+    Of the replicas that got a prefix, only the latest are assumed to still hold it: one, plus twice its share of the
+    prompts as a share of the fleet; else each prefix would end up in every cache, and push others out.
 
-    No opinion without a prompt, when nobody holds more than the template, or when all who do are too busy: then the
+    No opinion without a prompt, if no replica holds more than the template, or if all that do are too busy: then the
     next strategy chooses, and one more replica holds the prefix.
 
     Args:
-        prefix_length: leading tokens that are looked at (four bytes each, for text); ``None`` for all.
-        overload_threshold: a replica with more than this times the mean load is too busy, but never below one request
-            above the mean.
-        index: what is known so far.
+        prefix_length: leading tokens that are compared (four bytes each, for text); ``None`` for all.
+        overload_threshold: a replica with more than this multiple of the mean load is too busy, but never one with at
+            most one request above the mean.
+        index: the prefixes known so far.
     """
 
     name = "prefix-aware"
@@ -79,7 +79,7 @@ class PrefixAware(Strategy):
             self.index.record(keys, entry.cache, is_distinct)
 
     def _match(self, context: RoutingContext) -> _Match | None:
-        """Return what is known of a request's prompt. It is asked about, and then placed, with nothing in between."""
+        """Return what is known of a request's prompt. One result is kept, since placing directly follows choosing."""
         if self._last is None or self._last[0] is not context:
             found = prompt_bytes(context.prompt)
             match = None

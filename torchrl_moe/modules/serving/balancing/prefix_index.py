@@ -101,7 +101,7 @@ class PrefixIndex:
     def match(self, keys: list[int]) -> tuple[list[Branch], bool]:
         """Return the branches on a prompt's way, shortest prefix first, and whether the prompt is a distinct one.
 
-        It is not, if it came before, or goes on where another one ended: a conversation's next turn.
+        It is not, if it came before, or continues where another one ended: a conversation's next turn.
         """
         known: list[Branch] = []
         position = 0

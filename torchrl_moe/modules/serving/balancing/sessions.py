@@ -1,4 +1,4 @@
-"""``session``: all turns of a rollout to one replica, as long as that is not much busier than others."""
+"""``session``: sends all turns of a rollout to one replica, unless that is much busier than others."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class SessionAffinity(Strategy):
     """The replica that had the session's last turn; for a new session, the one with the fewest active sessions.
 
     Among equals a new session goes to the replica that got one longest ago. A session moves for good when its replica
-    is too busy or gone. While its replica takes no requests for a while (an update), there is no opinion: the next
-    strategy lends another, and the session returns. No opinion without a session either.
+    is too busy or gone. While its replica temporarily takes no requests (an update), there is no opinion: the next
+    strategy chooses another replica, and the session returns later. No opinion without a session either.
 
     Args:
-        overload_threshold: a replica with more than this times the mean load is too busy, ...
+        overload_threshold: a replica with more than this multiple of the mean load is too busy, ...
         margin: ... but never below this many requests above the mean.
-        idle_seconds: a session that was silent for longer is over.
+        idle_seconds: a session without requests for longer has ended.
         clock: seconds.
     """
 
@@ -97,7 +97,7 @@ class SessionAffinity(Strategy):
             self.finish_session(session)
 
     def finish_session(self, session_id: str) -> None:
-        """Forget a session; an unknown one is none."""
+        """Forget a session; unknown ones are ignored."""
         pin = self._pins.pop(session_id, None)
         if pin is not None:
             self._sessions[pin.entry.index] -= 1

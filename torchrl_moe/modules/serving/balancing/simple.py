@@ -31,7 +31,7 @@ class LeastRequests(Strategy):
 
 
 class RoundRobin(Strategy):
-    """Each replica in turn, by index, whichever of them may serve at the moment."""
+    """Each replica that may serve in turn, by index."""
 
     name = "round-robin"
 
@@ -73,13 +73,13 @@ class PowerOfTwo(Strategy):
 class KVCache(Strategy):
     """The replica with the smallest share of its KV cache in use.
 
-    Figures are the replicas' own, so they lag: each is moved on by the requests that came and went here since, at the
-    mean share of one request; else everything would pile onto one replica until the next stats. A replica without
+    The values are the replicas' own and lag. So each is corrected by the requests that started and ended here since, at
+    the mean share of one request; else all requests would go to one replica until the next stats. A replica without
     fresh stats is estimated by its requests alone. No opinion if no stats are fresh.
 
     Args:
         clock: seconds, the clock by which stats were noted.
-        max_age: seconds that noted stats hold; those that a replica sent by itself hold until its next.
+        max_age: seconds for which reported stats are used; those that a replica sends are used until its next.
     """
 
     name = "kv-cache"

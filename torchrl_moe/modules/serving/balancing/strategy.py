@@ -1,4 +1,4 @@
-"""What a balancing strategy is: the base class, and what it knows of a request."""
+"""The base class of balancing strategies, and what they know of a request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["RoutingContext", "Strategy"]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RoutingContext:
-    """What is known of a request when it is placed: prompt (text, token ids, a chat), session, the user's own words."""
+    """What is known of a request when it is placed: prompt (text, token ids, a chat), session, the caller's context."""
 
     prompt: Any = None
     session_id: str | None = None
@@ -22,11 +22,11 @@ class RoutingContext:
 
 
 class Strategy(abc.ABC):
-    """One way of choosing. It does no I/O and needs no lock: the balancer asks one question at a time.
+    """A way of choosing a replica. It does no I/O and needs no lock: the balancer makes one call at a time.
 
     Attributes:
         name: as users know it.
-        reads_stats: whether it looks at what replicas send of themselves, ``usage`` of a candidate.
+        reads_stats: whether it reads the stats that replicas send, ``usage`` of a candidate.
     """
 
     name: str
@@ -40,4 +40,4 @@ class Strategy(abc.ABC):
         """Learn that a request went to a replica, whichever strategy chose."""
 
     def finish_session(self, session_id: str) -> None:  # noqa: B027  most know no sessions
-        """Forget a session that has had its last turn."""
+        """Forget a session that has ended."""

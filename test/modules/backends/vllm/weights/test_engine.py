@@ -108,7 +108,7 @@ def test_a_canary_that_gets_no_turn_before_the_driver_gives_up_proves_nothing() 
     weights = make(engine)
     report = swap(weights, patience=0.05)
     assert (report.started, report.error, weights.version) == (True, None, 7)
-    assert report.unproved.startswith("the canary had no turn within 0")
+    assert report.unproved.startswith("the check of the new weights had no turn within 0")
     assert engine.log == [*GOOD, ("abort", ["weight-probe-1"])]
 
 
@@ -301,7 +301,7 @@ def test_every_swap_has_a_salt_of_its_own_even_of_the_same_version() -> None:
     assert len({salt["cache_salt"] for salt in salts[1:]}) == 4
 
 
-def test_every_probe_is_computed_anew() -> None:
+def test_every_probe_is_computed_again() -> None:
     engine = FakeLLM()
     weights = make(engine)
     for _ in range(3):
@@ -760,7 +760,7 @@ def test_a_tied_head_is_synced_in_both_ways(no_engine: EngineShelf, tmp_path: Pa
 
 
 @pytest.mark.engine("qwen3_moe")
-def test_generation_goes_on_while_a_version_is_staged(train: Train) -> None:
+def test_generation_continues_while_a_version_is_staged(train: Train) -> None:
     """Requests begin and end while the staging of one version is under way."""
     trainer, stop = train(), threading.Event()
     spans: list[tuple[float, float]] = []
@@ -947,7 +947,7 @@ def test_a_prefix_cached_under_older_weights_is_not_used_again(train: Train, kv:
         pytest.param("recompute", "plain", marks=pytest.mark.soak),
     ],
 )
-def test_requests_in_flight_go_on_with_the_new_weights_and_each_token_knows_its_version(
+def test_requests_in_flight_continue_with_the_new_weights_and_each_token_knows_its_version(
     train: Train, kv: str, how: str
 ) -> None:
     """Tokens made before the swap have the old weights' log-probs, exactly up to the mark. Those after have the new

@@ -107,7 +107,7 @@ def test_a_version_is_fetched_and_loaded_into_the_shadow() -> None:
     assert receiver.read_verifying is True
 
 
-def test_without_a_shadow_it_is_fetched_only_and_the_reason_is_told() -> None:
+def test_without_a_shadow_it_is_fetched_only_and_the_reason_is_reported() -> None:
     receiver = FakeReceiver()
     report = run(receiver, None, "the model is quantised").report()
     assert (report["stage"], report["reason"], report["loaded"]) == ("plain", "the model is quantised", 0.0)

@@ -334,7 +334,7 @@ def test_memory_is_given_back_beside_the_loop_and_before_the_next_version(
     assert finished(shadowed)["stage"] == "shadow"
 
 
-def test_what_goes_wrong_as_memory_is_given_back_is_told_by_the_next_staging(
+def test_what_goes_wrong_as_memory_is_given_back_is_reported_by_the_next_staging(
     shadowed: Any, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torchrl_moe.modules.backends.vllm.weights.shadow import ShadowModel
@@ -426,7 +426,7 @@ def test_an_earlier_staging_that_still_runs_is_stopped_first(
     assert finished(shadowed)["stage"] == "shadow"
 
 
-def test_a_version_that_is_being_staged_goes_on_however_often_it_is_asked_for(
+def test_a_version_that_is_being_staged_continues_however_often_it_is_asked_for(
     shadowed: Any, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As often as another worker of the engine answers that it has to be asked again."""
@@ -477,7 +477,7 @@ def test_a_version_is_not_left_to_a_transport_that_was_given_up(
         (("shadow.ShadowModel.reserve_memory", lambda _: "9.0 GB are needed"), "9.0 GB are needed"),
     ],
 )
-def test_where_there_can_be_no_shadow_the_reason_is_told(
+def test_where_there_can_be_no_shadow_the_reason_is_reported(
     shadowed: Any, model: Model, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch, change: Any, reason: str
 ) -> None:
     monkeypatch.setattr(f"torchrl_moe.modules.backends.vllm.weights.{change[0]}", change[1])

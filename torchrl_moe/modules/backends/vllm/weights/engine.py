@@ -1,10 +1,19 @@
 """The engine process's side of a weight update: stage a version while the engine serves, then swap it in.
 
 One transaction. Staging checks names, shapes and digests, and loads the version into the workers' shadow where they can
-have one. Swapping pauses, loads or lets model and shadow change places, resumes, and asks the canary; what any request
-makes meanwhile is held back until that is through. A failure that the old weights survive, before the first tensor was
-loaded or with a shadow at any time, leaves them serving; any other leaves the engine paused, since its layers may be
-half old and half new.
+have one. Swapping pauses, loads the version or swaps model and shadow, resumes, and sends the weight check. Output that
+requests produce meanwhile is held back until the check has passed:
+
+.. code-block:: text
+
+    stage ---------> pause --> load or swap --> resume + weight check --> release held output
+    (serving)          |            |                    | failed
+                       |            | failed             v
+                       |            v              pause, drop held output, old weights back if there is a shadow
+                       |      old weights intact?  yes: resume with them   no: stay paused
+
+Old weights are intact before the first tensor is loaded and, with a shadow, at any time. Otherwise layers may be half
+old and half new, so the engine stays paused until it is updated or restarted.
 """
 
 from __future__ import annotations
@@ -19,14 +28,14 @@ from torchrl_moe import _compat
 from torchrl_moe._errors import WeightSyncError
 from torchrl_moe.modules.backends.replica import Completion, PauseMode
 from torchrl_moe.modules.backends.reports import SwapReport
-from torchrl_moe.modules.backends.vllm.weights.canary import Canary
+from torchrl_moe.modules.backends.vllm.weights.weight_check import WeightCheck
 from torchrl_moe.weight_update.store import Manifest, WeightStoreReader, check_tensors
 from torchrl_moe.weight_update.transports.base import StageReport
 
 __all__ = ["EngineWeights"]
 
-SETTLE_SECONDS = 0.01  # between two looks at tokens that are still on their way
-POLL_SECONDS = (0.005, 0.1)  # between two looks at workers that stage: first, and at most
+SETTLE_SECONDS = 0.01  # between two polls for tokens that are still in transit
+POLL_SECONDS = (0.005, 0.1)  # between two polls of workers that stage: first, and at most
 
 
 class InFlight(Protocol):
@@ -36,16 +45,16 @@ class InFlight(Protocol):
         """Note that the engine is about to pause."""
 
     def take_versions(self, delivered: Iterable[str]) -> dict[str, int]:
-        """Return the versions of requests whose tokens so far are not of the weights' version."""
+        """Return the versions of requests that have tokens of other weights."""
 
     async def leave_adapter(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
-        """Have requests that run with the trainer's adapter go on without it."""
+        """Continue requests that use the trainer's adapter without it."""
 
     def restart_answers(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
-        """Have answers without a token asked for again; ``delivered`` is request -> answer -> tokens."""
+        """Restart answers without tokens; ``delivered`` is request -> answer -> tokens."""
 
     def read_again(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
-        """Note that answers lose their cache, so that the tokens they have are read again."""
+        """Note that answers lose their cache, so that their tokens are read again."""
 
 
 class EngineWeights:
@@ -61,19 +70,19 @@ class EngineWeights:
         self._read_expected = expected
         self._expected: dict[str, Any] | None = None  # until a transport is open
         self.version = 0
-        self.proved_version = 0  # of the last weights that were found good
+        self.proved_version = 0  # of the last weights that passed the check
         self.in_flight: InFlight | None = None
         self._swaps = 0
-        self._left_paused = False  # by a swap that failed, not by the user
-        self._user_paused = False  # as the last swap that worked on sound weights began
-        self.awake = asyncio.Event()  # else requests that come wait; see ``sleeping.py``
+        self._left_paused = False  # by a failed swap, not by the user
+        self._user_paused = False  # when the last swap from sound weights started
+        self.awake = asyncio.Event()  # otherwise new requests wait; see ``sleeping.py``
         self.awake.set()
-        self._open_gate = asyncio.Event()  # for requests that come
+        self._open_gate = asyncio.Event()  # for new requests
         self._open_gate.set()
-        self._proved = asyncio.Event()  # for completions that go
+        self._proved = asyncio.Event()  # for outgoing completions
         self._proved.set()
-        self._held: set[str] = set()  # requests whose completion waits for that
-        self._spoiled: set[str] = set()  # requests that may have tokens of weights that failed
+        self._held: set[str] = set()  # requests whose completion waits for ``_proved``
+        self._spoiled: set[str] = set()  # requests that may have tokens of failed weights
         self.reader: WeightStoreReader | None = None
         self._stagings = 0
         self._in_shadow: int | None = None  # the version that waits in the workers' shadows
@@ -90,35 +99,35 @@ class EngineWeights:
 
     @property
     def replaced(self) -> bool:
-        """Whether the weights may be others than those that the engine was started from."""
+        """Whether the weights may differ from those that the engine was started from."""
         return self._swaps > 0
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
     async def salt(self) -> dict[str, str]:
-        """Return the part of a prompt that keeps cached prefixes of different weights apart, once no swap is on."""
+        """Return the salt that separates cached prefixes of different weights; waits for a running swap."""
         while not (self.awake.is_set() and self._open_gate.is_set()):
             await self.awake.wait()
             await self._open_gate.wait()
-        # by swap, not by version: another trainer may begin to count at zero
+        # by swap, not by version: another trainer may count from zero
         return {"cache_salt": f"swap-{self._swaps}"} if self._swaps else {}
 
     async def no_swap(self) -> None:
-        """Wait until no swap is on."""
-        while not self._open_gate.is_set():  # the next swap may begin before who waits is woken
+        """Wait until no swap is running."""
+        while not self._open_gate.is_set():  # the next swap may start before a waiter wakes
             await self._open_gate.wait()
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
-        """Pause the engine for the user; a swap that is on ends first, since it would resume what the user paused."""
+        """Pause the engine for the user, after a running swap, which would resume what the user paused."""
         await self.no_swap()
-        self._user_paused = True  # asked of vLLM at each swap, but not where one has left the engine paused
+        self._user_paused = True  # vLLM tells this at each swap, except where one has left the engine paused
         await self.engine.pause_generation(mode=mode, clear_cache=clear_cache)
 
     async def resume(self) -> None:
-        """Resume the engine for the user; a swap that is on ends first, since half of the weights would generate.
+        """Resume the engine for the user, after a running swap, since half-loaded weights would generate.
 
         Raises:
-            WeightSyncError: a swap failed, and left it neither its old weights nor good new ones.
+            WeightSyncError: a swap failed and left neither the old weights nor good new ones.
         """
         await self.no_swap()
         if self._left_paused:
@@ -126,7 +135,7 @@ class EngineWeights:
         await self.engine.resume_generation()
 
     async def deliver(self, completion: Completion) -> Completion | None:
-        """Return a completion whose tokens know their versions, once the weights that made them are proved.
+        """Return a completion with the versions of its tokens, once their weights have passed the check.
 
         Returns:
             None if they were not good: the request must start again.
@@ -142,11 +151,11 @@ class EngineWeights:
         return self.stamp(completion)
 
     def stamp(self, completion: Completion, keep: bool = False) -> Completion:
-        """Give tokens that a request had before a swap the version that made them; the rest has the version now.
+        """Set the versions of tokens from before a swap; the others have the current version.
 
         Args:
             completion: changed in place.
-            keep: whether to remember the swaps, since the request goes on.
+            keep: whether to remember the swaps, because the request continues.
         """
         marks = self._marks.get(completion.request_id, []) if keep else self._marks.pop(completion.request_id, [])
         for version, counts in reversed(marks):
@@ -157,18 +166,18 @@ class EngineWeights:
     # -- staging ----------------------------------------------------------------------------------------------------
 
     async def stage(self, version: int, stage: str, verify: str, threads: int, manifest: str | None) -> StageReport:
-        """Check a version while the engine serves, and load it into the shadow if asked to and possible.
+        """Check a version while the engine serves, and load it into the shadow if requested and possible.
 
         Args:
             version: its number.
             stage: ``"shadow"``, ``"plain"``, or ``"auto"``: shadow where that works.
             verify: ``"digest"`` compares the digests of all bytes.
             threads: that read and hash.
-            manifest: as JSON, for a transport whose versions cannot be looked up.
+            manifest: as JSON, for a transport that cannot look versions up.
 
         Raises:
             WeightSyncError: the transport was not initialised, the version is not what the engine expects, or a worker
-                could not stage it. The old weights serve on.
+                could not stage it. The old weights keep serving.
         """
         if self._expected is None:
             raise WeightSyncError("the weight transport is not initialised: call init_all_workers_group() first")
@@ -192,7 +201,7 @@ class EngineWeights:
         )
 
     def _find(self, version: int, manifest: str | None, expected: Mapping[str, Any]) -> tuple[Manifest, int, str]:
-        """Return the manifest of a version that fits, its bytes and digest; takes long if it names many tensors."""
+        """Return the manifest of a version that fits, its bytes and digest; slow with many tensors."""
         if manifest is not None:
             found = Manifest.from_json(manifest)
         elif self.reader is not None:
@@ -203,11 +212,11 @@ class EngineWeights:
         return found, found.nbytes, found.digest
 
     async def _stage_in_workers(self, found: Manifest, *options: Any) -> list[dict[str, Any]]:
-        """Have all workers stage a version, in threads of theirs, and return what each reports at the end."""
+        """Let all workers stage a version, each in a thread; return their final reports."""
         waiting, longest = POLL_SECONDS
         self._stagings = mine = self._stagings + 1
         while not all(await self.engine.collective_rpc("torchrl_moe_stage", args=(found.to_json(), *options))):
-            await asyncio.sleep(longest)  # the version before was asked to stop
+            await asyncio.sleep(longest)  # the previous version was asked to stop
             self._check_newest(mine)
         while True:
             reports: list[dict[str, Any]] = await self.engine.collective_rpc("torchrl_moe_staged")
@@ -222,7 +231,7 @@ class EngineWeights:
         return reports
 
     def _check_newest(self, staging: int) -> None:
-        if staging != self._stagings:  # the driver lost patience with this one
+        if staging != self._stagings:  # the driver has started another one
             raise WeightSyncError("another version was staged meanwhile")
 
     # -- swapping ---------------------------------------------------------------------------------------------------
@@ -235,17 +244,17 @@ class EngineWeights:
         canary: Mapping[str, Any] | None = None,
         patience: float = math.inf,
     ) -> SwapReport:
-        """Replace the weights. Never raises for a failed update: the report says how far it came.
+        """Replace the weights. Does not raise for a failed update: the report says how far it got.
 
         Requests that arrive meanwhile wait here, so that none reads cached prefixes of the old weights afterwards. An
-        engine that was paused before stays so, and its canary is not asked.
+        engine that was paused before stays paused, and gets no weight check.
 
         Args:
             version: what was staged.
-            pause: what becomes of requests in flight.
+            pause: what happens to requests in flight.
             clear_cache: drop cached prefixes.
-            canary: the proof that :class:`Canary` asks for.
-            patience: seconds after which the driver gives the engine up; the canary gets half of what is left.
+            canary: for :class:`WeightCheck`.
+            patience: seconds after which the driver gives up on the engine; the weight check gets half of what is left.
         """
         started = time.perf_counter()
         self._open_gate.clear()
@@ -263,7 +272,7 @@ class EngineWeights:
         canary: Mapping[str, Any] | None,
         patience: float,
     ) -> SwapReport:
-        # both asked at once: a busy engine answers between two steps
+        # both requested at once: a busy engine answers between two steps
         was_paused, error = await asyncio.gather(
             self._is_paused(), self._hold(pause, clear_cache), return_exceptions=True
         )
@@ -275,7 +284,7 @@ class EngineWeights:
             await self._settle(error, restored=not touched, resume=not touched and not was_paused)
             return SwapReport(started=touched, error=_words(error))
         paused = time.perf_counter()
-        self._swaps += 1  # whatever comes of it, nothing cached before is good for what comes after
+        self._swaps += 1  # whatever the outcome, earlier cache entries must not be used afterwards
         (error,) = await asyncio.gather(self._load(version), return_exceptions=True)
         loaded = resumed = time.perf_counter()
         restored = error is not None and not self._left_paused and await self._whole()
@@ -301,7 +310,7 @@ class EngineWeights:
         )
 
     async def _is_paused(self) -> bool:
-        """Whether the user has paused the engine; as noted before, where a swap has left it paused in any case."""
+        """Whether the user has paused the engine; the stored value, if a failed swap left it paused."""
         return self._user_paused if self._left_paused else bool(await self.engine.is_paused())
 
     async def _hold(self, pause: PauseMode, clear_cache: bool) -> None:
@@ -320,7 +329,7 @@ class EngineWeights:
     async def _delivered(self) -> dict[str, dict[int, int]]:
         """Return how many tokens each request of a paused engine has, by answer."""
         seen, counts = None, _compat.delivered_tokens(self.engine)
-        while counts != seen:  # the last step's tokens may still be on their way
+        while counts != seen:  # the last step's tokens may still be in transit
             seen = counts
             await asyncio.sleep(SETTLE_SECONDS)
             counts = _compat.delivered_tokens(self.engine)
@@ -337,22 +346,22 @@ class EngineWeights:
         await self.engine.finish_weight_update(str(version))
 
     async def _whole(self) -> bool:
-        """Whether the model of every worker can run: then a load that failed has not begun."""
+        """Whether the model of every worker can run: then a failed load has not touched it."""
         asked = self.engine.collective_rpc("torchrl_moe_whole")
         whole: list[bool] | BaseException
         (whole,) = await asyncio.gather(asked, return_exceptions=True)
         return not isinstance(whole, BaseException) and all(whole)
 
     async def _prove(self, canary: Mapping[str, Any] | None, before: bool, deadline: float) -> tuple[float, str]:
-        """Resume, and return when that was, and why the weights are not proved, if they are not.
+        """Resume; return the time of that, and why the weights were not checked, if they were not.
 
         Args:
-            canary: the proof that :class:`Canary` asks for.
-            before: ask before resuming, so that the first step answers it. Else nothing is there that would come
-                before it: all requests were aborted (and later releases take none until they are resumed).
-            deadline: when the driver gives up; the canary gets half of what is left.
+            canary: for :class:`WeightCheck`.
+            before: whether to send the check before resuming, so that the first step answers it. Otherwise nothing runs
+                ahead of it: all requests were aborted (and later releases accept none while paused).
+            deadline: when the driver gives up; the weight check gets half of what is left.
         """
-        question = Canary(self.engine, canary, f"weight-probe-{self._swaps}")
+        question = WeightCheck(self.engine, canary, f"weight-probe-{self._swaps}")
         if before:
             await question.send()
         await self.engine.resume_generation()
@@ -360,9 +369,9 @@ class EngineWeights:
         return resumed, await question.ask(max(deadline - resumed, 0.0) / 2)
 
     async def _take_back(self, before: int) -> bool:
-        """Pause weights that failed, let go of what they made, and bring the old ones back if they are still there.
+        """Pause failed weights, drop what they generated, and restore the old ones if they still exist.
 
-        Requests that ran meanwhile start again: with them even a cached prefix may be of those weights.
+        Requests that ran meanwhile start again: even their cached prefixes may come from the failed weights.
         """
         await self.engine.pause_generation(mode="keep", clear_cache=False)
         running = set(await self._delivered())
@@ -378,7 +387,7 @@ class EngineWeights:
         return not isinstance(undone, BaseException)
 
     async def _settle(self, error: BaseException | None, restored: bool, resume: bool) -> None:
-        """Put the engine back to work, or leave it paused if it has neither its old weights nor good new ones."""
+        """Resume the engine, or leave it paused if it has neither its old weights nor good new ones."""
         was_in_shadow, self._in_shadow = self._in_shadow, None
         self._left_paused = error is not None and not restored
         if resume:
@@ -389,7 +398,7 @@ class EngineWeights:
         if was_in_shadow is not None:
             if error is None and was_in_shadow == self.version:
                 await self.engine.update_weight_version(str(self.version))
-            # the old weights, or new ones that nobody will use
+            # the old weights, or new ones that will not be used
             await asyncio.gather(self.engine.collective_rpc("torchrl_moe_drop_staged"), return_exceptions=True)
 
 

@@ -1,12 +1,20 @@
-"""A second model beside the one that generates: new weights are loaded into it meanwhile, then the two change places.
+"""The shadow: a second model, into which new weights are loaded while the first generates; then both are swapped.
 
-The second model is built once, by vLLM itself, and holds no memory but while a version waits in it. Loading it is what
-vLLM does at start-up: checkpoint tensors into fresh parameters, then packing. Changing places exchanges what the
-modules of the two *hold*, the storage of parameters and buffers and the packed handles of linear layers, and never the
-modules or parameters themselves: what refers to one of those, such as a tied head, a router's correction bias, the
-route capture or vLLM's own registry of layers, goes on to refer to the model that generates.
+vLLM itself builds the second model, once; it holds memory only while a version waits in it. Loading it is what vLLM
+does at start-up: checkpoint tensors into fresh parameters, then packing. A swap exchanges what the modules of the two
+*hold*, never the modules or parameters themselves:
 
-After the change the second model holds the old weights, so that changing again undoes it.
+.. code-block:: text
+
+                     before                       after
+    live module   -> parameter -> old storage     live module   -> parameter -> new storage
+    shadow module -> parameter -> new storage     shadow module -> parameter -> old storage
+
+The storages of parameters and buffers and the packed handles of linear layers are exchanged. Whatever refers to a live
+module or parameter (a tied head, a router's correction bias, the route capture, vLLM's registry of layers) still refers
+to the model that generates. Exchanging the modules instead would leave each of these references at the old weights.
+
+After the swap the second model holds the old weights, so that a second swap undoes the first.
 
 Imported in vLLM's worker processes only.
 """
@@ -32,7 +40,7 @@ SHOWN_NAMES = 4
 
 
 def reason_against(model: nn.Module, vllm_config: Any, device: torch.device) -> str:
-    """Return why a model cannot have a shadow, in words; an empty string if it can."""
+    """Return why a model cannot have a shadow; an empty string if it can."""
     parallel = vllm_config.parallel_config
     if device.type != "cpu":
         return f"a shadow was proved on cpu only, not on {device.type}"
@@ -53,7 +61,7 @@ def reason_against(model: nn.Module, vllm_config: Any, device: torch.device) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Blank:
-    """A parameter of the second model before anything is loaded into it."""
+    """A parameter of the second model before it is loaded."""
 
     parameter: nn.Parameter
     shape: torch.Size
@@ -74,8 +82,8 @@ class _Blank:
 class ShadowModel:
     """The second model of a worker.
 
-    Build it between two steps of the model that runs: that sets vLLM's process-wide state for a moment. The other
-    methods may run in a thread, one at a time, except :meth:`swap`, which no step may run beside.
+    Build it between two steps of the live model, because it temporarily sets vLLM's process-wide state. The other
+    methods may run in a thread, one at a time, except :meth:`swap`, during which no step may run.
 
     Args:
         live: the model that generates.
@@ -109,22 +117,22 @@ class ShadowModel:
         return sum(blank.nbytes for blank in self._blanks)
 
     def reserve_memory(self) -> str:
-        """Reserve the memory of a version; return why there is no room, in words, or an empty string.
+        """Reserve the memory of a version; return why there is no room, or an empty string.
 
-        To be ended by :meth:`end_reservation` when the version is loaded, or will not be.
+        Call :meth:`end_reservation` when the version is loaded, or dropped.
         """
         return self._reservation.reserve(int(self.nbytes * MEMORY_MARGIN))
 
     def end_reservation(self) -> None:
-        """Let the memory that was reserved count as taken, or as free. Idempotent."""
+        """End the reservation: its memory now counts as used or as free. Idempotent."""
         self._reservation.end()
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> str:
-        """Load a version as vLLM does at start-up, and get ready to change places.
+        """Load a version as vLLM does at start-up, and prepare the swap.
 
         Returns:
-            Why the two cannot change places, in words; an empty string if they can.
+            Why the two cannot be swapped; an empty string if they can.
         """
         self.release()
         with ExitStack() as give_up:
@@ -140,7 +148,7 @@ class ShadowModel:
         return ""
 
     def _match(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the tensors that change places, live and shadow, each once."""
+        """Return the tensors that are exchanged, live and shadow, each once."""
         pairs: dict[int, tuple[Tensor, Tensor]] = {}
         for place, live in self._live.items():
             ours, theirs = _tensors(live), _tensors(self._shadow[place])
@@ -169,14 +177,14 @@ class ShadowModel:
         return pairs
 
     def swap(self) -> None:
-        """Let the two models change places; again, to undo it."""
+        """Swap the two models; a second call undoes it."""
         for live, shadow in self._exchanges:
             live.data, shadow.data = shadow.data, live.data
         for live_layer, shadow_layer in self._packed:
             _compat.exchange_packed(live_layer, shadow_layer)
 
     def release(self) -> None:
-        """Give up what the second model holds."""
+        """Drop what the second model holds."""
         self._exchanges, self._packed = [], []
         for module, parameters, buffers in self._tables:
             module._parameters = dict(parameters)

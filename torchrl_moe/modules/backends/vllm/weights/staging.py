@@ -1,7 +1,12 @@
-"""A version on its way into a worker, in a thread, while the worker's loop goes on to generate.
+"""Staging: a thread brings a version into a worker, while the worker's loop keeps generating.
 
-The thread is a polite one: it computes with one core, at a lower priority, and Python lets it run in shorter turns, so
-that the steps of the model that generates are not kept waiting.
+.. code-block:: text
+
+    worker's loop:   step  step  step  step  step  | pause: swap |  step  step
+    staging thread:  fetch -> check digests -> load into the shadow   (then it ends)
+
+The thread must not slow the steps down. So it computes with one core and at a lower priority, and Python switches
+threads more often: with the usual 5 ms, a step would wait for the interpreter lock at each of its many short calls.
 
 Imported in vLLM's worker processes only.
 """
@@ -32,11 +37,11 @@ TURN_SECONDS = 0.0005  # of Python's interpreter lock, instead of 5 ms
 
 
 class TensorStream:
-    """A version's tensors, one after another, as a model takes them. ``taken`` counts how many it took.
+    """A version's tensors, one by one, for a model's loader. ``taken`` counts how many it took.
 
     Args:
         tensors: name -> tensor.
-        cancelled: ends the stream with an error once it is set.
+        cancelled: once it is set, the stream ends with an error.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], cancelled: threading.Event | None = None) -> None:
@@ -61,11 +66,11 @@ class Staging:
 
     Args:
         manifest: the version's, as JSON.
-        receiver: where it comes from.
-        shadow: what to load it into.
-        reason: why the loading is left to the pause; empty if it is not. A shadow then gives up what it held.
-        verify: compare digests, of what arrives or of what is loaded into the shadow.
-        threads: that read and hash.
+        receiver: the source.
+        shadow: the second model to load it into.
+        reason: why loading waits for the pause; empty if it does not. With a reason, a shadow drops what it held.
+        verify: whether to compare digests, of what arrives or of what is loaded into the shadow.
+        threads: number of threads that read and hash.
 
     Attributes:
         manifest: the version's, once the thread has read it.
@@ -92,20 +97,20 @@ class Staging:
 
     @property
     def running(self) -> bool:
-        """Whether the thread is still at it."""
+        """Whether the thread is still running."""
         return not self._job.done()
 
     @property
     def stage(self) -> Literal["shadow", "plain"]:
-        """What was done, once the thread has ended."""
+        """The result, once the thread has ended."""
         return "plain" if self._reason or self._job.exception() is not None else "shadow"
 
     def cancel(self) -> None:
-        """Ask the thread to end; it does at the next tensor."""
+        """Ask the thread to end; it ends at the next tensor."""
         self._cancelled.set()
 
     def report(self) -> dict[str, Any]:
-        """Return how far it is, as plain data."""
+        """Return its progress, as plain data."""
         if self.running:
             return {"running": True}
         error = self._job.exception()
@@ -147,7 +152,7 @@ class Staging:
 
 
 def run_politely(work: Callable[[], None]) -> Future[None]:
-    """Run something in a thread of its own that makes way for the worker's loop."""
+    """Run a function in its own thread, which yields to the worker's loop."""
     executor = ThreadPoolExecutor(1, "weights")
     job = executor.submit(_polite()(work))
     executor.shutdown(wait=False)  # the thread ends with its job
@@ -156,9 +161,9 @@ def run_politely(work: Callable[[], None]) -> Future[None]:
 
 @contextmanager
 def _polite() -> Iterator[None]:
-    if sys.platform == "linux":  # there, a priority may be a thread's own
+    if sys.platform == "linux":  # only there a thread has its own priority
         thread = threading.get_native_id()
-        # only ever up: without a privilege nobody may lower his own
+        # only upwards: lowering the nice value needs a privilege
         os.setpriority(os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
     _compat.compute_with_one_thread()
     before = sys.getswitchinterval()

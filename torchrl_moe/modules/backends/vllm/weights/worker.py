@@ -1,9 +1,10 @@
 """The worker's side of a weight update: vLLM's own weight-transfer interface, over a transport of ours.
 
 vLLM asks for the backend at start-up, before a transport is chosen; so every engine starts with this one, and init
-names the transport. A version comes into the model in one of two ways. Plain: one bracket of vLLM's layerwise reload
-under the pause, where start takes the layers apart, each is put together when its last tensor arrives, and finish does
-the rest. Shadow: it is loaded into a second model while the first generates, and the two change places under the pause.
+names the transport. A version gets into the model in one of two ways. Plain: one layerwise reload of vLLM during the
+pause; its start takes the layers apart, each layer is reassembled when its last tensor arrives, and finish does the
+rest. Shadow: the version is loaded into a second model while the first generates, and the two are swapped during the
+pause.
 
 Imported in vLLM's worker processes only.
 """
@@ -32,7 +33,7 @@ from torchrl_moe.weight_update.transports.registry import open_receiver
 
 __all__ = ["InitInfo", "UpdateInfo", "WeightEngine"]
 
-# what a model class that cannot be built a second time may raise
+# errors of a model class that cannot be built a second time
 BUILD_ERRORS = (WeightSyncError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
 
@@ -54,7 +55,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Loads versions of the weights into the worker's model.
 
-    ``whole`` says whether the model can run: no layer of it is taken apart.
+    ``whole``: whether the model can run, because no layer is taken apart.
     """
 
     init_info_cls = InitInfo
@@ -74,7 +75,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._dropping: Future[None] | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Open the transport, and close the one before."""
+        """Open the transport, and close the previous one."""
         receiver = open_receiver(init_info.transport, init_info.options, self)
         self.shutdown()
         self._receiver = receiver
@@ -87,10 +88,10 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     # -- while the model generates ----------------------------------------------------------------------------------
 
     def stage(self, manifest: str, *, shadow: bool, verify: bool, threads: int) -> bool:
-        """Begin to fetch a version, and to load it into the shadow if asked to and possible. Returns at once.
+        """Start to fetch a version, and to load it into the shadow if requested and possible. Returns at once.
 
-        The manifest comes as JSON, and is read in the thread. What was staged before and not used is dropped. What is
-        being staged already goes on: of several workers some may have begun when another has still to be asked again.
+        The manifest is JSON, parsed in the thread. An unused staged version is dropped. If this version is being staged
+        already, that continues: some workers may have started while another has to be asked again.
 
         Returns:
             False if an earlier version is still in the way: ask again.
@@ -140,13 +141,13 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._reason_against or (self._shadow.reserve_memory() if self._shadow is not None else "")
 
     def staged(self) -> dict[str, Any]:
-        """Return how far staging is, as :meth:`Staging.report` does."""
+        """Return the progress of staging, as :meth:`Staging.report` does."""
         if self._staging is None:
             raise RuntimeError("nothing was staged")
         return self._staging.report()
 
     def drop(self) -> None:
-        """Give up what was staged, or after a swap the old weights; in a thread, since memory takes time to free."""
+        """Drop what was staged, or after a swap the old weights; in a thread, because freeing memory takes time."""
         self._staging = None
         if self._shadow is not None:
             self._dropping = run_politely(self._shadow.release)
@@ -154,7 +155,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     # -- under the pause: shadow ------------------------------------------------------------------------------------
 
     def change_places(self, version: int) -> None:
-        """Let the model and its shadow change places; again, to undo it."""
+        """Swap the model and its shadow; a second call undoes it."""
         staging = self._staging
         if staging is None or self._shadow is None or staging.running or staging.stage != "shadow":
             raise RuntimeError(f"version {version} is not in the shadow")
@@ -171,7 +172,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         would then be read in the wrong layout.
         """
         self.whole = False
-        self._reading.close()  # of an update that was never finished
+        self._reading.close()  # of an unfinished update
         if self.device.type == "cpu":
             self._kernels += _compat.take_moe_kernels(self.model)
         _compat.forget_half_loads(self.model)
@@ -200,7 +201,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise
 
     def _receive(self, receiver: Receiver, manifest: Manifest) -> None:
-        """Load what arrives while it does."""
+        """Load tensors as they arrive."""
         if (taken := receiver.load(manifest)) != len(manifest.entries):
             raise WeightSyncError(f"{taken} of {len(manifest.entries)} tensors of version {manifest.version} arrived")
 
@@ -210,7 +211,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return staged if staged is not None and staged.version == version else self._open().manifest(version)
 
     def finish_weight_update(self) -> None:
-        """Put together what is left, and give experts that were not loaded their kernels back."""
+        """Reassemble the remaining layers, and restore the kernels of experts that were not loaded."""
         with self._reading:
             finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
@@ -220,6 +221,6 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.whole = True
 
     def shutdown(self) -> None:
-        """Let go of the sender."""
+        """Close the receiver."""
         if self._receiver is not None:
             self._receiver.close()

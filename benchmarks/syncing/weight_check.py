@@ -1,7 +1,7 @@
-"""What the canary of a hot swap waits for in an engine with a thousand requests in line: nobody.
+"""The weight check of a hot swap in an engine with a thousand waiting requests: it overtakes them all.
 
 One engine and its event loop in this process, of the model of ``pause.py``, with 32 places. Timed is from a swap's
-begin to its canary's answer, before which nothing leaves; in the idle engine and in the full one.
+begin to its weight check's answer, before which nothing leaves; in the idle engine and in the full one.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def behind_a_queue() -> list[Row]:
         idle, full, step = asyncio.run(measure(Path(folder), dict(checkpoint_tensors(model))))
     limit = statistics.median(idle) + 2 * step
     return [
-        Row(claim="from a swap's begin to its canary's answer, idle engine, seconds", value=median_range(idle, 3)),
+        Row(claim="from a swap's begin to its weight check, idle engine, seconds", value=median_range(idle, 3)),
         Row(
             claim=f"the same, {PLACES} requests running and {QUEUED} in line, seconds (a full step takes {step:.3f})",
             value=median_range(full, 3),

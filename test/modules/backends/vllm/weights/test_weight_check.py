@@ -10,14 +10,14 @@ import pytest
 
 from support.llm import FakeLLM
 from torchrl_moe._errors import WeightSyncError
-from torchrl_moe.modules.backends.vllm.weights import canary as canary_module
-from torchrl_moe.modules.backends.vllm.weights.canary import Canary, is_canary
+from torchrl_moe.modules.backends.vllm.weights import weight_check
+from torchrl_moe.modules.backends.vllm.weights.weight_check import WeightCheck, is_weight_check
 
 CANARY = {"token_ids": [5, 6, 7], "log_probs": [-1.0, -2.0], "tolerance": 1e-3}
 
 
 def ask(engine: FakeLLM, canary: Any = None, seconds: float = 60.0) -> str:
-    return asyncio.run(Canary(engine, canary, "probe-3").ask(seconds))
+    return asyncio.run(WeightCheck(engine, canary, "probe-3").ask(seconds))
 
 
 def test_without_a_canary_one_token_is_asked_for_and_no_log_prob_of_the_prompt() -> None:
@@ -26,24 +26,24 @@ def test_without_a_canary_one_token_is_asked_for_and_no_log_prob_of_the_prompt()
     prompt, params, name = engine.prompts[0]
     assert (prompt, name) == ({"prompt_token_ids": [0], "cache_salt": "probe-3"}, "probe-3")
     assert (params.max_tokens, params.logprobs, params.prompt_logprobs) == (1, 0, None)
-    assert is_canary(params)
+    assert is_weight_check(params)
     params.max_tokens = 2  # then it would have steps of its own for as long as it likes
-    assert not is_canary(params)
+    assert not is_weight_check(params)
 
 
 def test_requests_of_users_are_no_canaries() -> None:
     from vllm import SamplingParams
 
-    assert not is_canary(None)
-    assert not is_canary(SamplingParams(max_tokens=1))
-    assert not is_canary(SamplingParams(max_tokens=1, extra_args={"torchrl_moe": {"live": True}}))
+    assert not is_weight_check(None)
+    assert not is_weight_check(SamplingParams(max_tokens=1))
+    assert not is_weight_check(SamplingParams(max_tokens=1, extra_args={"torchrl_moe": {"live": True}}))
 
 
 def test_what_was_sent_is_not_sent_again() -> None:
     engine = FakeLLM()
 
     async def send_and_ask() -> str:
-        canary = Canary(engine, None, "probe-3")
+        canary = WeightCheck(engine, None, "probe-3")
         await canary.send()
         assert engine.log == ["probe"]
         return await canary.ask(60.0)
@@ -75,14 +75,14 @@ def test_as_many_log_probs_as_tokens_but_the_first() -> None:
 
 
 def test_a_question_behind_a_long_queue_is_let_go_and_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(canary_module, "PROBE_SECONDS", 0.01)
-    monkeypatch.setattr(canary_module, "PROOF_SECONDS", 0.02)
+    monkeypatch.setattr(weight_check, "PROBE_SECONDS", 0.01)
+    monkeypatch.setattr(weight_check, "PROOF_SECONDS", 0.02)
     engine = FakeLLM()
     assert ask(engine) == ask(engine, CANARY) == ""
     engine.hangs = True
-    assert ask(engine) == "the canary had no turn within 0.01 s"
-    assert ask(engine, CANARY) == "the canary had no turn within 0.02 s"
-    assert ask(engine, CANARY, seconds=0.005) == "the canary had no turn within 0.005 s"
+    assert ask(engine) == "the check of the new weights had no turn within 0.01 s"
+    assert ask(engine, CANARY) == "the check of the new weights had no turn within 0.02 s"
+    assert ask(engine, CANARY, seconds=0.005) == "the check of the new weights had no turn within 0.005 s"
     assert engine.log[-2:] == ["probe", ("abort", ["probe-3"])]
 
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from tensordict import TensorDictBase
 from torch import Tensor
 
-__all__ = ["batch_figures", "sample_rewards"]
+__all__ = ["batch_metrics", "sample_rewards"]
 
 
-def batch_figures(batch: TensorDictBase, version: int) -> dict[str, float]:
-    """Return figures of a batch as it was collected.
+def batch_metrics(batch: TensorDictBase, version: int) -> dict[str, float]:
+    """Return metrics of a batch as it was collected.
 
     Args:
         batch: ``[rows]``; the rows of a sample, its turns, stand together, the last one is done.

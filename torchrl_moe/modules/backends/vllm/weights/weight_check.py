@@ -1,7 +1,7 @@
-"""A question that new weights must answer well before anything else that they made leaves the engine process.
+"""The weight check: a request that new weights must pass before any of their tokens leaves the engine process.
 
-With the trainer's own log-probs of a fixed prompt, the engine's must equal them; without, one token is asked for, whose
-log-prob must be a number: a tensor that did not arrive shows as NaN.
+With a canary (the trainer's own log-probs of a fixed prompt), the engine's log-probs must equal it. Without one, the
+engine generates one token, whose log-prob must be a number: a tensor that did not arrive shows as NaN.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import Any
 from torchrl_moe._errors import WeightSyncError
 from torchrl_moe.modules.backends.weight_proof import compare_log_probs
 
-__all__ = ["Canary", "is_canary"]
+__all__ = ["WeightCheck", "is_weight_check"]
 
 PROBE_SECONDS = 10.0
 PROOF_SECONDS = 60.0
-KEY = "torchrl_moe_canary"  # in the request's ``extra_args``
+KEY = "torchrl_moe_weight_check"  # in the request's ``extra_args``
 
 
-class Canary:
-    """A question to an engine that generates, or is about to.
+class WeightCheck:
+    """A request to an engine that generates, or is about to.
 
-    A scheduler of ours lets it overtake all other requests. Another one has it wait behind those that run and wait; so
-    no answer in time says that the engine is full, and nothing of its weights.
+    Our scheduler lets it overtake all other requests. Under another scheduler it waits its turn; then no answer in time
+    means that the engine is full, and says nothing about its weights.
 
     Args:
         engine: the ``AsyncLLM``.
         proof: ``token_ids`` of a prompt, the trainer's ``log_probs`` of its tokens from the second on, and the
             ``tolerance`` between the two; ``None`` asks for one token.
-        name: of the request, and of its part of the prefix cache; each asking needs its own.
+        name: of the request, and of its part of the prefix cache; each check needs its own.
     """
 
     def __init__(self, engine: Any, proof: Mapping[str, Any] | None, name: str) -> None:
@@ -39,7 +39,7 @@ class Canary:
         self._sent: Any = None
 
     async def send(self) -> None:
-        """Put the question; an engine that is paused answers it in its first steps afterwards. Once is enough."""
+        """Send the request; a paused engine answers it in its first steps after the pause. Idempotent."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -59,10 +59,10 @@ class Canary:
         self._sent = await self._engine.add_request(self._name, prompt, params)
 
     async def ask(self, seconds: float) -> str:
-        """Return why nothing is proved, in words; an empty string if the answer is right.
+        """Return why the weights were not checked; an empty string if the answer is right.
 
         Args:
-            seconds: that it may take, at most.
+            seconds: the time limit.
 
         Raises:
             WeightSyncError: the answer is wrong.
@@ -74,7 +74,7 @@ class Canary:
         if not done:
             answer.cancel()
             await self._engine.abort([self._name])
-            return f"the canary had no turn within {seconds:g} s"
+            return f"the check of the new weights had no turn within {seconds:g} s"
         final = answer.result()
         first = final.outputs[0].logprobs[0]
         if not all(math.isfinite(entry.logprob) for entry in first.values()):
@@ -86,6 +86,6 @@ class Canary:
         return ""
 
 
-def is_canary(params: Any) -> bool:
-    """Whether ``SamplingParams`` are those of such a question."""
+def is_weight_check(params: Any) -> bool:
+    """Whether ``SamplingParams`` are those of a weight check."""
     return bool(params and params.max_tokens == 1 and (params.extra_args or {}).get(KEY))

@@ -1,4 +1,4 @@
-"""Figures of a batch, by hand."""
+"""Metrics of a batch, by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
-from torchrl_moe.trainers.batch_figures import batch_figures
+from torchrl_moe.trainers.batch_metrics import batch_metrics
 
 
 def row(group: int, reward: float, tokens: int, version: int, *, done: bool = True, cut: bool = False) -> TensorDict:
@@ -34,9 +34,9 @@ def test_rewards_are_of_samples_and_lengths_of_rows() -> None:
             row(9, 0.0, 6, 7),
         ]
     )
-    figures = batch_figures(batch, version=7)
+    metrics = batch_metrics(batch, version=7)
     # rewards 1, 0, 0, 0; ages: 8 tokens of 0, 2 of 1, 4 of 2, 6 of 0
-    assert figures == {
+    assert metrics == {
         "reward": 0.25,
         "reward_std": pytest.approx(0.1875**0.5),
         "uniform_groups": 0.5,

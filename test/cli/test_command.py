@@ -1,0 +1,36 @@
+"""What commands share: results as text or as JSON, and help with examples."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from torchrl_moe.cli.command import Command, Output, note
+
+
+def test_a_result_is_text_or_json() -> None:
+    text, data = io.StringIO(), io.StringIO()
+    Output(text, is_json=False).show("two words", {"words": 2})
+    Output(data, is_json=True).show("two words", {"words": 2, 3: [float("inf"), (1.5, float("nan"))], "none": None})
+    assert text.getvalue() == "two words\n"
+    assert json.loads(data.getvalue()) == {"words": 2, "3": [None, [1.5, None]], "none": None}
+
+
+def test_help_shows_the_examples_in_columns() -> None:
+    command = Command(
+        name="x",
+        help="",
+        description="",
+        examples=[("x", "short"), ("x --long", "long")],
+        add_arguments=lambda parser: None,
+        run=lambda options, output: 0,
+    )
+    assert command.epilog.splitlines()[:3] == ["examples:", "  x         short", "  x --long  long"]
+    assert command.epilog.splitlines()[-1] == "exit codes: 0 fine, 1 a problem was found, 2 bad use"
+
+
+def test_a_note_is_no_result(capsys: pytest.CaptureFixture[str]) -> None:
+    note("working")
+    assert capsys.readouterr() == ("", "working\n")

@@ -1,0 +1,127 @@
+"""``torchrl-moe conformance``: engines that are started, adapters by name, servers by address."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.conformance import shared_moe
+from support.conforming_engine import ConformingEngine
+from support.engines import EngineShelf
+from support.sglang_server import FakeSGLang, serving
+from torchrl_moe.cli.command import BadUse
+from torchrl_moe.cli.conformance import adapter_by_name
+from torchrl_moe.cli.main import main
+from torchrl_moe.testing.conformance import CHECKS
+
+
+class Right(ConformingEngine):
+    """One without a fault."""
+
+    def __init__(self) -> None:
+        super().__init__(shared_moe())
+
+
+class Late(Right):
+    """Its rows are those of the token before."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        groups = super().generate(*args, **kwargs)
+        return [
+            [replace(one, routed_experts=np.roll(one.routed_experts, 1, axis=0)) for one in group] for group in groups
+        ]
+
+
+READY = SimpleNamespace(generate=lambda prompts, sampling, request_ids=None: [])
+NOTHING = 3
+
+
+def nobody() -> Any:
+    return SimpleNamespace()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of the engines here."""
+    path = tmp_path_factory.mktemp("model")
+    shared_moe().save_pretrained(path)
+    return str(path)
+
+
+def test_an_adapter_is_an_object_or_what_makes_one() -> None:
+    assert adapter_by_name(f"{__name__}:READY") is READY
+    assert type(adapter_by_name(f"{__name__}:Late")).__name__ == "Late"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("my_engine", "write it as module:name"),
+        ("no_such_module:Adapter", "cannot import 'no_such_module'"),
+        (f"{__name__}:Missing", "has no 'Missing'"),
+        (f"{__name__}:NOTHING", r"a int has no generate\(prompts, sampling, request_ids\)"),
+        (f"{__name__}:nobody", r"a SimpleNamespace has no generate"),
+    ],
+)
+def test_an_adapter_that_is_none_is_refused(name: str, said: str) -> None:
+    with pytest.raises(BadUse, match=said):
+        adapter_by_name(name)
+
+
+def test_checks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conformance", "--list"]) == 0
+    assert capsys.readouterr().out.split() == [one.name for one in CHECKS]
+
+
+def test_an_adapter_that_is_right_and_one_that_is_late(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    checks = ["--only", "rows, native_routes", "--json"]
+    assert main(["conformance", folder, "--adapter", f"{__name__}:Right", *checks]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["holds"], [one["verdict"] for one in found["checks"]]) == (True, ["holds", "holds"])
+    assert main(["conformance", folder, "--adapter", f"{__name__}:Late", *checks]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [one["verdict"] for one in found["checks"]] == ["holds", "does not hold"]
+
+
+def test_where_no_check_holds_nothing_was_proved(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conformance", "--adapter", f"{__name__}:Right", "--only", "rows"]) == 1
+    assert "conforming: 0 hold, 0 do not hold, 1 not offered" in capsys.readouterr().out
+
+
+def test_a_started_engine_takes_updates(shelf: EngineShelf, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = ["--engine", "transformers", "--only", "rows,update"]
+    assert main(["conformance", str(shelf.folder("qwen3_moe")), *engine, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(one["name"], one["verdict"]) for one in found["checks"]] == [("rows", "holds"), ("update", "holds")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "name the MODEL that the engine serves"),
+        (["./none"], "there is no folder './none'"),
+        (["tiny", "--only", "rows,speed"], "--only speed: no such check; --list names them"),
+        (["tiny", "--tolerance", "0"], "tolerance must be positive"),
+    ],
+)
+def test_bad_use(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conformance", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_server_is_checked_by_its_address(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(FakeSGLang(Right(), False)) as url:
+        assert main(["conformance", folder, "--sglang", url, "--only", "rows,native_routes"]) == 0
+    assert f"SGLang({url}): 2 hold, 0 do not hold, 0 not offered" in capsys.readouterr().out
+
+
+def test_a_server_that_does_not_answer(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conformance", folder, "--sglang", "http://127.0.0.1:1"]) == 2
+    assert "no server of SGLang answers there" in capsys.readouterr().err
+    assert main(["conformance", folder, "--sglang", "127.0.0.1:1"]) == 2
+    assert "begins with http:// or https://" in capsys.readouterr().err

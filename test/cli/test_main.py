@@ -1,0 +1,170 @@
+"""The command line as a whole: light help, one line for every error, and no traceback unless it is asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from support.sources import ROOT
+from torchrl_moe import __version__
+from torchrl_moe.cli import main as module
+from torchrl_moe.cli.command import Command, Output
+from torchrl_moe.cli.main import COMMANDS, main
+
+HEAVY = ("torch", "vllm", "ray", "transformers", "torchrl", "tensordict", "numpy", "hydra", "rich")
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = f"""
+import contextlib, io, json, sys
+from torchrl_moe.cli.main import main
+for arguments in (["--help"], ["doctor", "--help"], ["train", "--help"], ["train", "--list"], ["--version"]):
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        main(arguments)
+print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))
+"""
+    done = run_python(code)
+    assert (done.returncode, done.stderr) == (0, "")
+    # "train --list" finds the folder of configurations by their room, whose face is lazy
+    assert json.loads(done.stdout) == []
+
+
+def test_python_m_is_the_same_command() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "torchrl_moe.cli", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"torchrl_moe {__version__}\n", "")
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_every_command_has_help_with_examples(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command.name, "--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(line in shown for line, _ in command.examples) and len(command.examples) >= 3
+    assert "--json" in shown and "--traceback" in shown and "exit codes: 0 fine" in shown
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_every_example_can_be_typed(command: Command) -> None:
+    parser = module._parser()
+    for line, _ in command.examples:
+        words = line.split()
+        words = words[words.index("torchrl_moe.cli") + 1 :] if words[0] == "torchrun" else words[1:]
+        assert parser.parse_args(words).command == command.name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], ""),
+        (["dance"], "invalid choice: 'dance'"),
+        (["doctor", "--fast"], "doctor does not know --fast: see torchrl-moe doctor --help"),
+        (["train", "--fast"], "train does not know --fast"),
+        (["doctor", "tiny", "more"], "doctor does not know more"),
+        (["probe"], "the following arguments are required: MODEL"),
+        (["probe", "tiny", "--dtype", "int4"], "invalid choice: 'int4'"),
+        (["conformance", "tiny", "--engine", "vllm", "--sglang", "http://x"], "not allowed with argument"),
+    ],
+)
+def test_bad_use_has_exit_code_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: Any = main(arguments)
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.fixture
+def acting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], int]], None]:
+    """Has ``doctor`` do something else."""
+
+    def act(what: Callable[[], int]) -> None:
+        def run(options: Namespace, output: Output) -> int:
+            return what()
+
+        monkeypatch.setattr(module, "COMMANDS", (dataclasses.replace(COMMANDS[0], run=run), *COMMANDS[1:]))
+
+    return act
+
+
+def test_an_error_is_one_line_unless_its_traceback_is_asked_for(
+    acting: Callable[[Callable[[], int]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> int:
+        raise KeyError("gone")
+
+    acting(fail)
+    assert main(["doctor"]) == 1
+    line = "torchrl-moe doctor: KeyError: 'gone' (--traceback shows where it comes from)\n"
+    assert capsys.readouterr() == ("", line)
+    assert main(["doctor", "--traceback"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback") and err.endswith(line)
+
+
+def test_an_interrupt_is_one_line(
+    acting: Callable[[Callable[[], int]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    acting(interrupted)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "torchrl-moe doctor: interrupted; nothing was left running\n"
+
+
+def test_json_is_all_there_is_on_stdout(
+    acting: Callable[[Callable[[], int]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def chat() -> int:
+        print("a library says hello")
+        return 0
+
+    acting(chat)
+    assert main(["doctor", "--json"]) == 0
+    assert capsys.readouterr() == ("", "a library says hello\n")
+
+
+def test_what_libraries_warn_of_is_hidden_and_logging_is_as_before(
+    acting: Callable[[Callable[[], int]], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    def warn() -> int:
+        warnings.warn("old", DeprecationWarning, stacklevel=1)
+        logging.getLogger("other").warning("odd")
+        logging.getLogger("other").error("bad")
+        return 0
+
+    acting(warn)
+    with warnings.catch_warnings(record=True) as seen:
+        assert main(["doctor"]) == 0
+        assert seen == []
+        assert main(["doctor", "--traceback"]) == 0
+        assert len(seen) == 1
+    assert [record.message for record in caplog.records] == ["bad", "odd", "bad"]
+    assert logging.root.manager.disable == logging.NOTSET
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = f"{sys.executable} -m torchrl_moe.cli train --cfg | head -n 1"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert len(done.stdout.splitlines()) == 1
+    assert done.stderr == ""

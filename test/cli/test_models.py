@@ -1,0 +1,146 @@
+"""The model that a command is given, and whether its routers can be replayed, found out without its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from torchrl_moe.cli.command import BadUse
+from torchrl_moe.cli.models import config_of, engine_defaults, load, model_folder, narrow, try_replay
+from torchrl_moe.testing import make_tiny_moe
+
+QWEN = "Qwen/Qwen3-30B-A3B"
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Any:
+    """The configuration of a model of 48 layers and 30 billion parameters, which is kept in the package."""
+    return config_of(QWEN)
+
+
+def test_the_tiny_model_is_made_and_removed() -> None:
+    with model_folder("tiny") as folder:
+        config = AutoConfig.from_pretrained(folder)
+        assert (config.num_hidden_layers, config.num_experts, config.num_experts_per_tok) == (8, 32, 4)
+        assert (Path(folder) / "tokenizer.json").is_file()
+    assert not Path(folder).exists()
+
+
+def test_a_folder_of_that_name_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text("{}")
+    with model_folder("tiny") as folder:
+        assert folder == "tiny"
+
+
+def test_a_wrong_path_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for source, said in [
+        ("./none", "there is no folder './none'"),
+        (str(tmp_path / "none"), "there is no folder"),
+        ("a/b/c", "there is no folder 'a/b/c': name one that holds config.json, a hub name, or tiny"),
+        ("", "there is no folder ''"),
+        (str(tmp_path), "holds no model: it has no config.json"),
+        (str(tmp_path / "file"), "is a file: name the folder"),
+    ]:
+        with pytest.raises(BadUse, match="") as caught, model_folder(source):
+            pass
+        assert said in str(caught.value)
+
+
+def test_a_hub_name_may_be_one() -> None:
+    with model_folder("org/model") as folder:
+        assert folder == "org/model"
+
+
+def test_a_configuration_that_cannot_be_had_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        BadUse, match=r"the hub gave no configuration of that name \(.*without a network, name a folder"
+    ):
+        config_of("no/such-model")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(BadUse, match=r"transformers cannot read its config\.json"):
+        config_of(str(tmp_path))
+
+
+def test_weights_that_are_not_there_are_one_line(tmp_path: Path) -> None:
+    AutoConfig.for_model("qwen3_moe").save_pretrained(tmp_path)
+    with pytest.raises(BadUse, match="transformers cannot load") as caught:
+        load(str(tmp_path), "float32")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_is_loaded_in_the_dtype_asked_for(tmp_path: Path) -> None:
+    make_tiny_moe(num_hidden_layers=1, mlp_only_layers=[]).save_pretrained(tmp_path)
+    model = load(str(tmp_path), "bfloat16")
+    assert model.dtype == torch.bfloat16 and not model.training
+
+
+def test_what_a_family_needs_on_a_cpu(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engine_defaults(qwen) == {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert engine_defaults(AutoConfig.for_model("deepseek_v3")) == {"compilation_config": {"custom_ops": ["none"]}}
+
+
+# -- a narrow model of the same routers --------------------------------------------------------------------------------
+
+
+def test_a_narrow_model_has_the_routers_of_the_wide_one(qwen: Any) -> None:
+    small = narrow(qwen)
+    assert (qwen.num_hidden_layers, qwen.moe_intermediate_size) == (48, 768)  # not changed
+    assert (small.num_hidden_layers, small.moe_intermediate_size, small.vocab_size) == (2, 16, 64)
+    assert (small.num_experts, small.num_experts_per_tok, small.hidden_size) == (128, 8, 2048)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small)
+    assert sum(weight.numel() for weight in model.parameters()) < 70e6  # of 30.5e9
+
+
+def test_layers_are_kept_until_two_have_experts() -> None:
+    config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=12, mlp_only_layers=[0, 1, 2])
+    assert narrow(config).num_hidden_layers == 5
+    deep = AutoConfig.for_model("deepseek_v3", first_k_dense_replace=3)
+    assert (narrow(deep).first_k_dense_replace, narrow(deep).num_hidden_layers) == (1, 3)
+    typed = AutoConfig.for_model("gpt_oss", num_hidden_layers=6)
+    assert len(typed.layer_types) == 6 and len(narrow(typed).layer_types) == 2
+
+
+def test_a_large_model_can_be_replayed(qwen: Any) -> None:
+    found = try_replay(qwen)
+    assert (found.answer, found.why) == (True, "")
+    assert found.routers == "softmax, normalised; 8 of 128 experts"
+    assert (found.top_k, found.num_experts) == (8, 128)
+
+
+def test_a_dense_model_cannot(tmp_path: Path) -> None:
+    found = try_replay(make_tiny_moe("qwen3").config)
+    assert found.answer is False and "it is a dense model" in found.why
+
+
+def test_a_router_that_cannot_be_replayed_is_named() -> None:
+    small = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    found = try_replay(AutoConfig.for_model("phimoe", **small))
+    assert found.answer is False and "sparsemixer" in found.why
+
+
+def test_a_hybrid_gets_the_layers_that_it_needs() -> None:
+    """Its first layers have no attention, and cannot run by themselves."""
+    found = try_replay(AutoConfig.for_model("qwen3_next", hidden_size=64, num_hidden_layers=48))
+    assert found.answer is True, found.why
+
+
+def test_what_cannot_be_tried_is_no_verdict() -> None:
+    config = AutoConfig.for_model("qwen3_moe", num_experts=1 << 16, num_experts_per_tok=2)
+    found = try_replay(config)
+    assert found.answer is None and "billion parameters" in found.why
+    config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=2)
+    config.num_attention_heads = 0
+    found = try_replay(config)
+    assert found.answer is None and "cannot be built or run: " in found.why

@@ -1,0 +1,84 @@
+"""``torchrl-moe train``: the packaged configurations, and what the trainer's script makes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchrl_moe.cli.main import main
+from torchrl_moe.cli.train import configurations
+from torchrl_moe.trainers import GRPOConfig, script
+from torchrl_moe.trainers.compose import CONFIGS
+
+
+def test_every_configuration_is_listed_with_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == sorted(file.stem for file in CONFIGS.glob("*.yaml"))
+    assert all(len(about) > 20 and about.endswith(".") for about in configurations().values())
+    assert main(["train", "--list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == configurations()
+
+
+def test_a_configuration_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    # settings before, between and behind options
+    assert main(["train", "steps=7", "--config", "tiny_sums", "optim.lr=1e-5", "--cfg", "--json", "seed=3"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["steps"], shown["optim"]["lr"], shown["seed"]) == (7, 1e-5, 3)
+
+
+def test_a_plan_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--config", "olmoe_1b_7b", "plan=true", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["totals"]["engine, each GPU"] > 1e9
+    assert {row["part"] for row in plan["rows"]} >= {"trainer, each GPU", "host of the trainer"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["tiny_async"], "'tiny_async' is no setting: write key=value; a configuration's name stands behind --config"),
+        (["--config", "nonsense"], "there is no configuration nonsense; of the package: multi_node"),
+        (["optim.lr=fast"], "optim.lr"),
+        (["resume=true", "out=./no/such/run"], "resume=true, but there is no run in ./no/such/run"),
+    ],
+)
+def test_bad_use_is_one_line(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *arguments]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("torchrl-moe train: ") and line in said
+
+
+def test_a_run_ends_with_its_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(config: GRPOConfig) -> None:
+        (tmp_path / "metrics.csv").write_text("step,reward,note\n0,0.25,\n1,0.5,good\n")
+        print("a table for people")
+
+    monkeypatch.setattr(script, "run", run)
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["train", f"out={tmp_path}", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {
+        "folder": str(tmp_path),
+        "last_step": {"step": 1.0, "reward": 0.5, "note": "good"},
+    }
+    assert err == "a table for people\n"
+    monkeypatch.setenv("RANK", "1")
+    assert main(["train", f"out={tmp_path}", "--json"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_after_an_interrupt_a_run_can_continue(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(config: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script, "run", run)
+    assert main(["train"]) == 130
+    assert capsys.readouterr().err == ("torchrl-moe train: interrupted; resume=true goes on from the last checkpoint\n")

@@ -1,0 +1,95 @@
+"""What commands share: exit codes, their description, results as text or JSON. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+__all__ = ["BAD_USE", "FINE", "INTERRUPTED", "PROBLEM", "BadUse", "Command", "Output", "note"]
+
+FINE, PROBLEM, BAD_USE, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes: done and all is well; a problem was found, or it failed midway; it cannot be done as asked; Ctrl-C."""
+
+
+class BadUse(Exception):
+    """What was asked for cannot be done; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where results go: stdout, where nothing else is written under ``--json``.
+
+    Attributes:
+        stream: takes them.
+        is_json: whether they are JSON.
+    """
+
+    stream: TextIO
+    is_json: bool
+
+    def show(self, text: str, data: Any, *, indent: int | None = 2) -> None:
+        """Write a result.
+
+        Args:
+            text: for people.
+            data: the same as plain data, for ``--json``. NaN and infinity, which JSON lacks, become null.
+            indent: of JSON; ``None``: one line.
+
+        >>> Output(sys.stdout, is_json=True).show("", {"a": (1, float("nan"))}, indent=None)
+        {"a": [1, null]}
+        """
+        if self.is_json:
+            text = json.dumps(_plain(data), indent=indent, allow_nan=False)
+        print(text, file=self.stream, flush=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One command.
+
+    Attributes:
+        name: as it is typed.
+        help: one line for the list of commands.
+        description: what it does, for its own help.
+        examples: pairs of a line to type and what it does.
+        add_arguments: adds its options to a parser.
+        run: does it; returns the exit code.
+        after_interrupt: what to do after a Ctrl-C.
+        keeps_logs: whether warnings and logs of libraries are shown, as of a long run.
+    """
+
+    name: str
+    help: str
+    description: str
+    examples: Sequence[tuple[str, str]]
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace, Output], int]
+    after_interrupt: str = "nothing was left running"
+    keeps_logs: bool = False
+
+    @property
+    def epilog(self) -> str:
+        """The examples, as its help shows them."""
+        width = max(len(line) for line, _ in self.examples)
+        lines = [f"  {line:<{width}}  {what}" for line, what in self.examples]
+        return "\n".join(["examples:", *lines, "", "exit codes: 0 fine, 1 a problem was found, 2 bad use"])
+
+
+def note(text: str) -> None:
+    """Say what is going on, on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

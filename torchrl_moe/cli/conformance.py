@@ -1,0 +1,169 @@
+"""``torchrl-moe conformance``: whether an engine's routes, log-probs and versions can be trained on."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from torchrl_moe.cli.command import FINE, PROBLEM, BadUse, Command, Output, note
+from torchrl_moe.cli.engines import ENGINES, add_engine_arguments, started
+from torchrl_moe.cli.models import MODEL_HELP, config_of, load, model_folder
+
+__all__ = ["COMMAND", "adapter_by_name"]
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=f"what the engine serves: {MODEL_HELP}")
+    engine = parser.add_mutually_exclusive_group()
+    engine.add_argument("--engine", choices=ENGINES, help="an engine that is started for it (default: vllm)")
+    engine.add_argument("--adapter", metavar="MODULE:NAME", help="an adapter, or what makes one without arguments")
+    engine.add_argument("--sglang", metavar="URL", help="a server of SGLang, such as http://localhost:30000")
+    parser.add_argument("--only", metavar="CHECKS", help="names of checks, separated by commas")
+    parser.add_argument("--list", action="store_true", help="list the checks")
+    parser.add_argument("--tolerance", type=float, help="of log-probs (default: 1e-4, for float32)")
+    parser.add_argument("--tie", type=float, help="of router scores that count as equal (default: 1e-5)")
+    add_engine_arguments(parser, "float32")
+
+
+def adapter_by_name(name: str) -> Any:
+    """Return an adapter by name: an object with ``generate``, or what a class or function of that name makes.
+
+    Raises:
+        BadUse: another form, no such module or name, or what is found cannot generate.
+
+    """
+    module_name, colon, path = name.partition(":")
+    if not (module_name and colon and path):
+        raise BadUse(f"--adapter {name}: write it as module:name, such as my_engine:MyAdapter")
+    try:
+        found = import_module(module_name)
+    except ImportError as error:
+        raise BadUse(f"--adapter {name}: cannot import {module_name!r} ({error}): PYTHONPATH=. finds it here") from None
+    for part in path.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise BadUse(f"--adapter {name}: {module_name} has no {path!r}") from None
+    made: Any = found
+    if isinstance(found, type) or not hasattr(found, "generate"):
+        if not callable(found):
+            raise BadUse(f"--adapter {name}: a {type(found).__name__} has no generate(prompts, sampling, request_ids)")
+        made = found()
+    if not hasattr(made, "generate"):
+        raise BadUse(f"--adapter {name}: a {type(made).__name__} has no generate(prompts, sampling, request_ids)")
+    return made
+
+
+def _run(options: argparse.Namespace, output: Output) -> int:
+    from torchrl_moe.testing.conformance import CHECKS, check
+
+    if options.list:
+        output.show("\n".join(one.name for one in CHECKS), [one.name for one in CHECKS])
+        return FINE
+    only = None if options.only is None else [name.strip() for name in options.only.split(",") if name.strip()]
+    unknown = set(only or ()) - {one.name for one in CHECKS}
+    if unknown:
+        raise BadUse(f"--only {', '.join(sorted(unknown))}: no such check; --list names them")
+    if options.model is None and options.adapter is None:
+        raise BadUse(f"name the MODEL that the engine serves: {MODEL_HELP}")
+    settings = _settings(options)
+    with contextlib.ExitStack() as stack:
+        model, adapter = _model_and_adapter(options, stack)
+        note("checking; a minute or two ...")
+        report = check(adapter, model, only=only, settings=settings)
+    output.show(report.table(), report.to_dict())
+    # what is not offered is no pass: where nothing holds, nothing was proved
+    return FINE if not report.failures and any(one.holds for one in report.results) else PROBLEM
+
+
+def _settings(options: argparse.Namespace) -> Any:
+    from torchrl_moe.testing.conformance import Settings
+
+    given = {"tolerance": options.tolerance, "tie": options.tie}
+    return Settings(**{name: value for name, value in given.items() if value is not None})
+
+
+def _model_and_adapter(options: argparse.Namespace, stack: contextlib.ExitStack) -> tuple[Any, Any]:
+    """Return the model, in transformers, and the adapter of the engine that serves it."""
+    adapter = None if options.adapter is None else adapter_by_name(options.adapter)
+    if options.model is None:
+        return None, adapter
+    if options.engine in (None, "vllm") and not (adapter or options.sglang) and find_spec("vllm") is None:
+        raise BadUse("vLLM is not installed: pip install 'torchrl_moe[vllm]', or take --engine transformers")
+    folder = stack.enter_context(model_folder(options.model))
+    config = config_of(folder)
+    model = load(folder, "float32")
+    if adapter is not None:
+        return model, adapter
+    if options.sglang is not None:
+        return model, _sglang(options.sglang, model)
+    engine = stack.enter_context(
+        started(folder, config, options.engine or ENGINES[0], options.dtype, options.engine_args)
+    )
+    return model, stack.enter_context(_updatable(engine, model))
+
+
+@contextlib.contextmanager
+def _updatable(engine: Any, model: Any) -> Iterator[Any]:
+    """Give the adapter of an engine of ours, with a sender, so that weight updates are checked too."""
+    from torchrl_moe.testing.conformance import ServiceAdapter
+    from torchrl_moe.weight_update import VLLMWeightSyncScheme
+
+    sender = VLLMWeightSyncScheme(transport="memmap").create_sender()
+    sender.register_model(model)
+    sender.init_all_workers_group(None, vllm_engine=engine)
+    try:
+        yield ServiceAdapter(engine)
+    finally:
+        sender.shutdown()
+
+
+def _sglang(url: str, model: Any) -> Any:
+    from torchrl_moe.testing.conformance import SGLangAdapter
+    from torchrl_moe.testing.conformance.reference import Reference
+
+    if not url.startswith(("http://", "https://")):
+        raise BadUse(f"--sglang {url}: it begins with http:// or https://, such as http://localhost:30000")
+    reference = Reference(model)
+    layout = reference.layout
+    reference.close()
+    if layout is None:
+        raise BadUse(f"--sglang {url}: {type(model).__name__} has no routers that can be replayed")
+    adapter = SGLangAdapter(url, layout)
+    _check_answers(adapter, url)
+    return adapter
+
+
+def _check_answers(adapter: Any, url: str) -> None:
+    """Refuse a server that does not answer before 26 checks each wait for it."""
+    from torchrl_moe._errors import EngineError
+    from torchrl_moe.testing.conformance import NotOffered
+
+    try:
+        adapter.weights_version()
+    except NotOffered:
+        return  # it answers, and says no version
+    except (EngineError, OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise BadUse(f"--sglang {url}: no server of SGLang answers there ({reason}): is it running?") from error
+
+
+COMMAND = Command(
+    name="conformance",
+    help="can an engine's routes, log-probs and versions be trained on? 26 checks",
+    description="Asks an engine, compares its answers with what the same model computes in transformers, and says of "
+    "each check whether it holds and how far off the engine is.",
+    examples=[
+        ("torchrl-moe conformance tiny", "vLLM, as it is installed"),
+        ("torchrl-moe conformance path/to/moe --engine transformers", "the second engine"),
+        ("torchrl-moe conformance path/to/moe --adapter my_engine:MyAdapter", "an engine of yours"),
+        ("torchrl-moe conformance path/to/moe --sglang http://localhost:30000", "a server of SGLang"),
+        ("torchrl-moe conformance tiny --only rows,native_routes --json", "two checks, as JSON"),
+    ],
+    add_arguments=_add_arguments,
+    run=_run,
+)

@@ -1,0 +1,95 @@
+"""Engines that a command starts for itself: small, of one replica, gone when the command is."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from torchrl_moe.cli.command import BadUse, note
+
+if TYPE_CHECKING:
+    from torchrl_moe.modules import AsyncVLLM
+
+__all__ = ["DTYPES", "ENGINES", "add_engine_arguments", "engine_arguments", "started"]
+
+ENGINES = ("vllm", "transformers")
+DTYPES = ("bfloat16", "float32", "float16")
+CPU_CACHE_BYTES = 1 << 29
+MOST_TOKENS = 2048
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser, dtype: str) -> None:
+    """Add the options of every command that starts an engine."""
+    parser.add_argument("--dtype", choices=DTYPES, default=dtype, help=f"of the engine (default: {dtype})")
+    parser.add_argument(
+        "--engine-arg",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="engine_args",
+        help="an engine argument of vLLM's, its value as JSON or text; may be given several times",
+    )
+
+
+def engine_arguments(pairs: Sequence[str]) -> dict[str, Any]:
+    """Return engine arguments of ``KEY=VALUE``.
+
+    Raises:
+        BadUse: one has no ``=``.
+
+    >>> engine_arguments(["tensor_parallel_size=2", "load_format=dummy"])
+    {'tensor_parallel_size': 2, 'load_format': 'dummy'}
+    """
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key.isidentifier():
+            raise BadUse(f"--engine-arg {pair}: write it as KEY=VALUE, such as tensor_parallel_size=2")
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+    return found
+
+
+@contextlib.contextmanager
+def started(folder: str, config: Any, kind: str, dtype: str, given: Sequence[str]) -> Iterator[AsyncVLLM]:
+    """Start an engine of a model; it ends with the context.
+
+    Args:
+        folder: of the model, or a hub name.
+        config: its transformers configuration.
+        kind: one of ``ENGINES``.
+        dtype: to compute in.
+        given: engine arguments of the user's, ``KEY=VALUE``.
+
+    Raises:
+        BadUse: vLLM is not installed.
+        EngineError: it did not come up.
+    """
+    arguments = engine_arguments(given)
+    if kind == "vllm" and find_spec("vllm") is None:
+        raise BadUse(
+            "vLLM is not installed: pip install 'torchrl_moe[vllm]' (a CPU needs a build of its own, see the README), "
+            "or take --engine transformers"
+        )
+    from torchrl_moe.cli.models import engine_defaults
+    from torchrl_moe.modules import AsyncVLLM
+
+    longest = int(getattr(config.get_text_config(), "max_position_embeddings", MOST_TOKENS) or MOST_TOKENS)
+    defaults: dict[str, Any] = {"dtype": dtype, "max_model_len": min(longest, MOST_TOKENS)}
+    if kind == "vllm":
+        defaults |= {"enforce_eager": True, **_for_cpu(), **engine_defaults(config)}
+    note(f"starting {kind} ...")
+    with AsyncVLLM.from_pretrained(folder, engine=kind, **{**defaults, **arguments}) as engine:  # type: ignore[arg-type]
+        yield engine
+
+
+def _for_cpu() -> dict[str, Any]:
+    import torch
+
+    return {} if torch.cuda.is_available() else {"kv_cache_memory_bytes": CPU_CACHE_BYTES}

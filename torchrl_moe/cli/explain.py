@@ -1,0 +1,98 @@
+"""Errors as one line that says what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import tempfile
+
+from torchrl_moe._errors import RequestRefusedError, TorchRLMoEError, UnsupportedRouterError
+from torchrl_moe.cli.command import BAD_USE, PROBLEM, BadUse
+
+__all__ = ["EXTRAS", "explain", "missing_extra"]
+
+EXTRAS = {
+    "hydra": "train",
+    "omegaconf": "train",
+    "peft": "train",
+    "tensorboard": "train",
+    "yaml": "train",
+    "matplotlib": "render",
+    "pandas": "render",
+    "rich": "render",
+    "prometheus_client": "prometheus",
+    "ray": "ray",
+    "vllm": "vllm",
+}
+"""Module -> the extra of this package that installs it."""
+FULL = {errno.ENOSPC, errno.EDQUOT}
+CAUSE = re.compile(r"\b\w+(Error|Exception): .+")
+VAGUE = "See root cause above"
+"""vLLM's word for an error of one of its processes, which only the log names."""
+WHERE = "--traceback shows where it comes from"
+
+
+def explain(error: Exception) -> tuple[str, int]:
+    """Return an error as one line that says what to do, and the exit code.
+
+    >>> explain(ModuleNotFoundError("No module named 'ray'", name="ray"))
+    ("needs ray, which is not installed: pip install 'torchrl_moe[ray]'", 2)
+    """
+    root = _root(error)
+    if isinstance(root, ModuleNotFoundError) and root.name:
+        return missing_extra(root.name), BAD_USE
+    if isinstance(root, OSError) and root.errno in FULL:
+        return _disk_full(root), PROBLEM
+    if isinstance(root, OSError) and root.errno == errno.EADDRINUSE:
+        return f"{_first_line(root)}: end what holds the port, or name another", BAD_USE
+    if isinstance(error, PermissionError):
+        return f"{_first_line(error)}: name a folder that you may write to, or read", BAD_USE
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return (
+            f"out of memory ({_first_line(error)}): take --dtype bfloat16, or a smaller model",
+            PROBLEM,
+        )
+    if isinstance(error, BadUse | RequestRefusedError | UnsupportedRouterError | ValueError | ImportError):
+        return _first_line(error), BAD_USE
+    if isinstance(error, TorchRLMoEError):
+        return _of_engine(error), PROBLEM
+    return f"{type(error).__name__}: {_first_line(error)} ({WHERE})", PROBLEM
+
+
+def missing_extra(module: str) -> str:
+    """Return what to do about a module that is not installed."""
+    top = module.partition(".")[0]
+    extra = EXTRAS.get(top)
+    mend = f"pip install 'torchrl_moe[{extra}]'" if extra else f"pip install {top}"
+    return f"needs {top}, which is not installed: {mend}"
+
+
+def _of_engine(error: TorchRLMoEError) -> str:
+    """Return the first line of an error, and of an engine's log that comes with it the line that says why."""
+    first, *log = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if not log:
+        return first
+    causes = [found[0] for line in log if (found := CAUSE.search(line)) and VAGUE not in line]
+    why = f" It was {causes[-1]}" if VAGUE in first and causes else ""
+    return f"{first}{why} (--traceback shows the rest, with the engine's log)"
+
+
+def _root(error: BaseException) -> BaseException:
+    """Return what an error was raised from in the end, if that says more: a missing module, or the system's word."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ModuleNotFoundError) or (isinstance(cause, OSError) and cause.errno is not None):
+            return cause
+        cause = cause.__cause__
+    return error
+
+
+def _disk_full(error: OSError) -> str:
+    where = error.filename or f"{os.getcwd()} or {tempfile.gettempdir()}"
+    return f"the disk is full at {where}: make room there; TMPDIR names another place for temporary files"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

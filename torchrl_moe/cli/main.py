@@ -1,0 +1,114 @@
+"""``torchrl-moe``: reads the command line, runs a command, and says in one line what went wrong.
+
+Help loads neither torch nor an engine: the files of commands import what they need in the functions that need it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+
+from torchrl_moe import __version__
+from torchrl_moe.cli import conformance, doctor, probe, top, train
+from torchrl_moe.cli.command import BAD_USE, FINE, INTERRUPTED, Command, Output
+from torchrl_moe.cli.explain import explain
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS: tuple[Command, ...] = (doctor.COMMAND, probe.COMMAND, top.COMMAND, train.COMMAND, conformance.COMMAND)
+PROGRAM = "torchrl-moe"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: of the command line; default: this process's.
+
+    Returns:
+        The exit code: 0 if all is well, 1 for a problem that was found, 2 for bad use, 130 after a Ctrl-C.
+    """
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    command = next((one for one in COMMANDS if one.name == options.command), None)
+    if command is None:
+        parser.print_help()
+        return BAD_USE
+    _take_rest(options, rest, parser)
+    with _without_chatter(options.traceback or command.keeps_logs):
+        return _run(command, options)
+
+
+@contextlib.contextmanager
+def _without_chatter(wanted: bool) -> Iterator[None]:
+    """Hide what libraries log and warn of, unless it is wanted: what matters comes as an error or as a result."""
+    before = logging.root.manager.disable
+    with warnings.catch_warnings():
+        if not wanted:
+            logging.disable(logging.WARNING)
+            warnings.simplefilter("ignore")
+            warnings.filterwarnings("default", module="torchrl_moe")
+        try:
+            yield
+        finally:
+            logging.disable(before)
+
+
+def _run(command: Command, options: argparse.Namespace) -> int:
+    program = f"{PROGRAM} {command.name}"
+    output = Output(sys.stdout, options.json)
+    # what libraries print must not stand between the lines of JSON
+    aside = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
+    try:
+        with aside:
+            return command.run(options, output)
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted; {command.after_interrupt}", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # the reader has gone (head, say); without this, Python's end would complain of the same
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FINE
+    except Exception as error:  # noqa: BLE001  whatever it is, the user gets a line and not a traceback
+        if options.traceback:
+            traceback.print_exc()
+        line, code = explain(error)
+        print(f"{program}: {line}", file=sys.stderr)
+        return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="Mixture-of-Experts routing for TorchRL's LLM stack: check, measure, watch and train.",
+        epilog=f"{PROGRAM} COMMAND --help shows a command's options, with examples.",
+    )
+    parser.add_argument("--version", action="version", version=f"torchrl_moe {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for command in COMMANDS:
+        one = commands.add_parser(
+            command.name,
+            help=command.help,
+            description=command.description,
+            epilog=command.epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(one)
+        one.add_argument("--json", action="store_true", help="write the result as JSON")
+        one.add_argument("--traceback", action="store_true", help="show where an error comes from")
+    return parser
+
+
+def _take_rest(options: argparse.Namespace, rest: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Give ``train`` the settings that stand behind an option, which argparse leaves over; refuse anything else."""
+    unknown = [word for word in rest if options.command != "train" or word.startswith("-")]
+    if unknown:
+        parser.error(f"{options.command} does not know {' '.join(unknown)}: see {PROGRAM} {options.command} --help")
+    if rest:
+        options.overrides.extend(rest)

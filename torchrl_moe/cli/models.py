@@ -1,0 +1,222 @@
+"""The model that a command is given: a folder, a hub name, or ``tiny``, which is made for the occasion.
+
+Whether it can be replayed is tried on a model of the same code with few, narrow layers and random weights: routers are
+found by running, and the real weights may be large, or elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchrl_moe.cli.command import BadUse
+
+__all__ = ["MODEL_HELP", "TINY", "Replayable", "config_of", "engine_defaults", "load", "model_folder", "try_replay"]
+
+TINY = "tiny"
+TINY_SIZES: dict[str, Any] = {
+    "num_hidden_layers": 8,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 4096,
+}
+MODEL_HELP = f"a folder, a hub name, or {TINY!r}: a small Qwen3-MoE with random weights, made on the spot"
+WIDTHS = ("intermediate_size", "ffn_hidden_size")
+NARROW = 16
+"""Width of experts and dense layers in the model that is tried: routers do not see it."""
+FEW_WORDS = 64
+MOST_LAYERS = 8
+MOST_PARAMETERS = 1_500_000_000
+DENSE_FIRST = "first_k_dense_replace"
+SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+@contextlib.contextmanager
+def model_folder(source: str) -> Iterator[str]:
+    """Give the folder or hub name of a model; ``tiny`` is made for as long as the context is open.
+
+    Raises:
+        BadUse: there is no model in that folder, or the name can be neither.
+    """
+    if source != TINY or Path(source).is_dir():
+        yield _checked(source)
+        return
+    from torchrl_moe.testing.tiny_moe import save_tiny_moe
+
+    _hide_bars()
+    with tempfile.TemporaryDirectory(prefix="torchrl_moe-tiny-") as folder:
+        yield str(save_tiny_moe(folder, "qwen3_moe", **TINY_SIZES))
+
+
+def _checked(source: str) -> str:
+    path = Path(source)
+    if source and path.is_dir():
+        if not (path / "config.json").is_file():
+            raise BadUse(f"{source} holds no model: it has no config.json; model.save_pretrained(path) writes one")
+    elif path.is_file():
+        raise BadUse(f"{source} is a file: name the folder that config.json is in")
+    elif os.path.isabs(source) or source.startswith((".", "~")) or source.count("/") > 1 or not source.strip():
+        raise BadUse(f"there is no folder {source!r}: name one that holds config.json, a hub name, or {TINY}")
+    return source
+
+
+def config_of(source: str) -> Any:
+    """Return the transformers configuration of a folder or hub name.
+
+    Raises:
+        BadUse: there is none, or it cannot be fetched.
+    """
+    from torchrl_moe.trainers.config import ConfigError
+    from torchrl_moe.trainers.model_sizes import model_config_of
+
+    try:
+        return model_config_of(source)
+    except ConfigError as error:
+        said = str(error).partition(": ")[2]
+        if Path(source).is_dir():
+            raise BadUse(f"{source}: transformers cannot read its config.json: {said}") from error
+        raise BadUse(
+            f"there is no folder {source!r}, and the hub gave no configuration of that name ({said.rstrip('.:')}). "
+            "Check the name; without a network, name a folder that holds the model"
+        ) from error
+
+
+def engine_defaults(config: Any) -> dict[str, Any]:
+    """Return the engine arguments that a family needs on a CPU, where one is known to need any."""
+    import torch
+
+    from torchrl_moe.testing.tiny_moe import TINY_MOE_FAMILIES
+
+    family = TINY_MOE_FAMILIES.get(str(config.model_type))
+    return {} if family is None or torch.cuda.is_available() else dict(family.vllm_cpu_args)
+
+
+def load(folder: str, dtype: str) -> Any:
+    """Load a model for scoring, onto the GPU if there is one.
+
+    Raises:
+        BadUse: its weights cannot be loaded.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    _hide_bars()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    except (OSError, ValueError) as error:
+        raise BadUse(f"transformers cannot load {folder}: {str(error).strip().splitlines()[0]}") from error
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def _hide_bars() -> None:
+    """Keep transformers' bars, one for each file, out of a terminal."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+@dataclass(frozen=True, slots=True)
+class Replayable:
+    """Whether a model's routers can be replayed; ``None``: it could not be tried, and ``why`` says why.
+
+    ``routers`` says how they score, and of how many experts they choose how many.
+    """
+
+    answer: bool | None
+    why: str = ""
+    routers: str = ""
+    top_k: int = 0
+    num_experts: int = 0
+
+
+def try_replay(config: Any) -> Replayable:
+    """Build a narrow model of a configuration and replay its routers, as ``RouterReplay`` tests itself."""
+    from torchrl_moe.modules.replay.discovery import expert_counts
+
+    if not expert_counts(config):
+        return Replayable(False, "it is a dense model: its config names no experts")
+    found = _try(config, 2)
+    return _try(config, MOST_LAYERS) if found.answer is None else found  # a hybrid may need more layers to run
+
+
+def _try(config: Any, layers_with_experts: int) -> Replayable:
+    import torch
+
+    from torchrl_moe._errors import UnsupportedRouterError
+    from torchrl_moe.modules.replay.router_replay import RouterReplay
+
+    try:
+        small = narrow(config, layers_with_experts)
+        parameters = _parameters(small)
+        if parameters > MOST_PARAMETERS:
+            return Replayable(None, f"even a narrow model of it has {parameters / 1e9:.1f} billion parameters")
+        dtype = torch.float32 if parameters < MOST_PARAMETERS / 4 else torch.bfloat16
+        replay = RouterReplay(_built(small, dtype))
+    except UnsupportedRouterError as error:
+        return Replayable(False, str(error))
+    except Exception as error:  # noqa: BLE001  a model's own code may refuse narrow sizes in any way, which is no verdict
+        said = (str(error).strip().splitlines() or [""])[0]
+        return Replayable(None, f"a narrow model of it cannot be built or run: {type(error).__name__}: {said}")
+    routers = f"{replay.scoring}; {replay.top_k} of {replay.num_experts} experts"
+    return Replayable(True, "", routers, replay.top_k, replay.num_experts)
+
+
+def narrow(config: Any, layers_with_experts: int = 2) -> Any:
+    """Return the configuration of a model with the same routers, but few layers, narrow experts and few words."""
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    for part in {id(one): one for one in (small, text)}.values():
+        for name in part.to_dict():
+            value = getattr(part, name, None)
+            if name.endswith(WIDTHS) and isinstance(value, int) and not isinstance(value, bool):
+                setattr(part, name, min(value, NARROW))
+        for name in SPECIAL_TOKENS:
+            if hasattr(part, name):
+                setattr(part, name, None)
+    text.vocab_size = min(int(text.vocab_size), FEW_WORDS)
+    dense = int(getattr(text, DENSE_FIRST, 0) or 0)
+    if dense:
+        setattr(text, DENSE_FIRST, 1)
+    return _shallow(small, text, layers_with_experts)
+
+
+def _shallow(config: Any, text: Any, wanted: int) -> Any:
+    """Cut layers, so that as many as are wanted have experts, or all that have any, among the first few."""
+    layers = int(text.num_hidden_layers)
+    of_each = {
+        name: value for name, value in text.to_dict().items() if isinstance(value, list) and len(value) == layers
+    }
+    for count in range(2, min(layers, MOST_LAYERS) + 1):
+        text.num_hidden_layers = count
+        for name, values in of_each.items():
+            setattr(text, name, values[:count])
+        if _layers_with_experts(config) >= wanted:
+            break
+    return config
+
+
+def _layers_with_experts(config: Any) -> int:
+    import torch
+
+    with torch.device("meta"):
+        names = [name for name, _ in _built(config, torch.float32).named_modules()]
+    return sum(name.endswith(".experts") for name in names)
+
+
+def _parameters(config: Any) -> int:
+    import torch
+
+    with torch.device("meta"):
+        return sum(weight.numel() for weight in _built(config, torch.float32).parameters())
+
+
+def _built(config: Any, dtype: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()

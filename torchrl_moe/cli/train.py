@@ -1,0 +1,121 @@
+"""``torchrl-moe train``: the trainer by one of the packaged configurations, or a file of one's own."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchrl_moe.cli.command import FINE, BadUse, Command, Output
+
+if TYPE_CHECKING:
+    from torchrl_moe.trainers.config import GRPOConfig
+
+__all__ = ["COMMAND", "configurations"]
+
+DEFAULT = "tiny_cpu"
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", default=DEFAULT, metavar="NAME", help=f"see --list, or a file (default: {DEFAULT})")
+    parser.add_argument("--list", action="store_true", help="list the packaged configurations")
+    parser.add_argument("--cfg", action="store_true", help="print the configuration, and do not train")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as optim.lr=1e-5")
+
+
+def configurations() -> dict[str, str]:
+    """Return the packaged configurations: name -> the first sentence of the comment that each begins with."""
+    folder = files("torchrl_moe.trainers").joinpath("configs")
+    found = {}
+    for item in folder.iterdir():
+        if item.name.endswith(".yaml"):
+            found[item.name.removesuffix(".yaml")] = _about(item.read_text(encoding="utf-8"))
+    return dict(sorted(found.items()))
+
+
+def _about(text: str) -> str:
+    words: list[str] = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        words.append(line.lstrip("# ").strip())
+    return " ".join(words).partition(". ")[0].partition(": torchrun")[0].rstrip(".:") + "."
+
+
+def _run(options: argparse.Namespace, output: Output) -> int:
+    if options.list:
+        listed = configurations()
+        width = max(map(len, listed))
+        output.show("\n".join(f"{name:<{width}}  {about}" for name, about in listed.items()), listed)
+        return FINE
+    for word in options.overrides:
+        if "=" not in word:
+            raise BadUse(f"{word!r} is no setting: write key=value; a configuration's name stands behind --config")
+    from torchrl_moe.trainers.compose import load_config
+
+    config = load_config(options.config, options.overrides)
+    if options.cfg:
+        from torchrl_moe.trainers.config import as_dict, as_yaml
+
+        output.show(as_yaml(config).rstrip(), as_dict(config))
+    elif config.plan:
+        _plan(config, output)
+    else:
+        _train(config, output)
+    return FINE
+
+
+def _plan(config: GRPOConfig, output: Output) -> None:
+    from torchrl_moe.trainers.script import show_plan
+
+    if not output.is_json:
+        show_plan(config)
+        return
+    from torchrl_moe.trainers.plan import RunPlan
+
+    output.show("", RunPlan.of(config).to_dict())
+
+
+def _train(config: GRPOConfig, output: Output) -> None:
+    from torchrl_moe.trainers.script import run
+
+    run(config)
+    if output.is_json and os.environ.get("RANK", "0") == "0":  # of torchrun's ranks, the first has the records
+        output.show("", {"folder": config.out, "last_step": _last_row(Path(config.out) / "metrics.csv")})
+
+
+def _last_row(file: Path) -> dict[str, Any]:
+    """Return the last step of a run's record, numbers as numbers."""
+    with file.open(encoding="utf-8", newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    return {key: _number(value) for key, value in rows[-1].items()} if rows else {}
+
+
+def _number(text: str) -> float | str | None:
+    try:
+        return float(text)
+    except ValueError:
+        return text or None
+
+
+COMMAND = Command(
+    name="train",
+    help="train by GRPO, by a packaged configuration or one of yours",
+    description="Trains a Mixture-of-Experts model with GRPO: rollouts by vLLM, updates on the recorded experts. "
+    "resume=true goes on after a kill; plan=true prints what a run would need, and starts nothing.",
+    examples=[
+        ("torchrl-moe train", "a tiny model on a CPU, in a minute and a half"),
+        ("torchrl-moe train --list", "the packaged configurations"),
+        ("torchrl-moe train --config olmoe_1b_7b plan=true", "what it needs of memory and network"),
+        ("torchrl-moe train --config my.yaml optim.lr=1e-5", "a configuration of yours, with a change"),
+        ("torchrl-moe train engine.kind=transformers steps=3", "without vLLM, three steps"),
+        ("torchrun -m torchrl_moe.cli train --config tiny_ranks", "on ranks; more options of torchrun before -m"),
+    ],
+    add_arguments=_add_arguments,
+    run=_run,
+    after_interrupt="resume=true goes on from the last checkpoint",
+    keeps_logs=True,
+)
