@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from torchrl_moe.render.collection_timelines import collection_figure
 from torchrl_moe.render.curves import PHASES, training_figure
 from torchrl_moe.render.histograms import log_ratio_figure
-from torchrl_moe.render.kept_counts import kept_figure
+from torchrl_moe.render.kept_numbers import kept_figure
 from torchrl_moe.render.legends import legend_above
 from torchrl_moe.render.loads import load_figure
 from torchrl_moe.render.timelines import timeline_figure
