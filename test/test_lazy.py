@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from torchrl_moe._lazy import attach
+
 ROOM = """
 from torchrl_moe._lazy import attach
 __getattr__, __dir__, __all__ = attach(__name__, {
