@@ -14,7 +14,9 @@ from matplotlib.figure import Figure
 from torchrl_moe.render.collection_timelines import collection_figure
 from torchrl_moe.render.curves import PHASES, training_figure
 from torchrl_moe.render.histograms import log_ratio_figure
+from torchrl_moe.render.kept_numbers import kept_figure
 from torchrl_moe.render.legends import legend_above
+from torchrl_moe.render.loads import load_figure
 from torchrl_moe.render.timelines import timeline_figure
 
 
@@ -41,8 +43,18 @@ def collection() -> Any:
     return collection_figure("trainer", rows, flights, [0.5], end=2.0, title="a collector")
 
 
+def kept() -> Any:
+    """Four long labels: more than one line takes."""
+    counts = {f"temperature 0.6, top_p 0.{part}": np.arange(1, 99) for part in (90, 95, 99)}
+    return kept_figure(counts, vocabulary=259)
+
+
+def loads() -> Any:
+    return load_figure({f"replica {index}": [(0.0, index), (1.0, 9)] for index in range(12)})
+
+
 @pytest.mark.parametrize("background", ["default", "dark_background"])
-@pytest.mark.parametrize("draw", [curves, histogram, timeline, collection])
+@pytest.mark.parametrize("draw", [curves, histogram, timeline, collection, kept, loads])
 def test_no_legend_covers_what_is_drawn(draw: Callable[[], Any], background: str) -> None:
     with style.context(background):
         figure = draw()
@@ -54,6 +66,7 @@ def test_no_legend_covers_what_is_drawn(draw: Callable[[], Any], background: str
         box, panel, title = (part.get_window_extent(renderer) for part in (legend, axes.patch, axes.title))
         assert panel.y1 <= box.y0 and box.y1 <= title.y0 + 1
         assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
+        assert panel.width >= 0.3 * figure.bbox.width and title.y1 <= figure.bbox.y1
 
 
 def test_a_panel_without_labels_has_a_title_only() -> None:
