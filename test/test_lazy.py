@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from torchrl_moe._lazy import attach
+
 ROOM = """
 from torchrl_moe._lazy import attach
 __getattr__, __dir__, __all__ = attach(__name__, {
@@ -73,3 +75,8 @@ def test_a_submodule_that_cannot_give_the_name_is_an_import_error_with_the_cause
 ) -> None:
     with pytest.raises(ImportError, match=rf"cannot load '{name}' of 'a_lazy_room'.*{cause}"):
         getattr(room, name)
+
+
+def test_a_name_that_is_its_own_files_is_refused() -> None:
+    with pytest.raises(ValueError, match="room exports figure of a file of the same name: rename the file"):
+        attach("room", {"figure": ".figure", "other": ".figure"})

@@ -28,6 +28,9 @@ def attach(
     Returns:
         ``__getattr__``, ``__dir__`` and ``__all__``, to be bound at the top level of the room's ``__init__``.
 
+    Raises:
+        ValueError: a name is that of its own file too: once the file is imported, the name is the module.
+
     Example:
         >>> load, _, names = attach("torchrl_moe", {"TorchRLMoEError": "._errors"})
         >>> names
@@ -35,6 +38,9 @@ def attach(
         >>> load("TorchRLMoEError")
         <class 'torchrl_moe._errors.TorchRLMoEError'>
     """
+
+    if clashes := [name for name, module in exports.items() if module == f".{name}"]:
+        raise ValueError(f"{package_name} exports {', '.join(clashes)} of a file of the same name: rename the file")
 
     def __getattr__(name: str) -> Any:
         if name not in exports:

@@ -11,10 +11,14 @@ from matplotlib import style
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from torchrl_moe.render.agreements import agreement_figure
 from torchrl_moe.render.collection_timelines import collection_figure
 from torchrl_moe.render.curves import PHASES, training_figure
 from torchrl_moe.render.histograms import log_ratio_figure
+from torchrl_moe.render.kept_numbers import kept_figure
 from torchrl_moe.render.legends import legend_above
+from torchrl_moe.render.loads import load_figure
+from torchrl_moe.render.staleness import staleness_figure
 from torchrl_moe.render.timelines import timeline_figure
 
 
@@ -41,8 +45,30 @@ def collection() -> Any:
     return collection_figure("trainer", rows, flights, [0.5], end=2.0, title="a collector")
 
 
+def agreement() -> Any:
+    return agreement_figure({"live router": [0.5, 0.75], "replayed": [1.0, 1.0]}, "a rollout")
+
+
+def kept() -> Any:
+    return kept_figure({"top_p=0.9": [1, 5, 9], "top_k=4": [4, 4]}, 64, "kept words")
+
+
+def staleness() -> Any:
+    return staleness_figure([[0, 0], [0, 1], [1, 2]], [0, 2, 3], "a run")
+
+
+def load() -> Any:
+    return load_figure({f"replica {i}": [(0.0, i), (1.0, 3)] for i in range(4)}, [(0.5, "replica 1 died")], "a call")
+
+
+def many_kept() -> Any:
+    """Four long labels: more than one line takes."""
+    counts = {f"temperature 0.6, top_p 0.{part}": np.arange(1, 99) for part in (90, 95, 99)}
+    return kept_figure(counts, vocabulary=259)
+
+
 @pytest.mark.parametrize("background", ["default", "dark_background"])
-@pytest.mark.parametrize("draw", [curves, histogram, timeline, collection])
+@pytest.mark.parametrize("draw", [curves, histogram, timeline, collection, agreement, kept, many_kept, staleness, load])
 def test_no_legend_covers_what_is_drawn(draw: Callable[[], Any], background: str) -> None:
     with style.context(background):
         figure = draw()
@@ -54,6 +80,7 @@ def test_no_legend_covers_what_is_drawn(draw: Callable[[], Any], background: str
         box, panel, title = (part.get_window_extent(renderer) for part in (legend, axes.patch, axes.title))
         assert panel.y1 <= box.y0 and box.y1 <= title.y0 + 1
         assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
+        assert panel.width >= 0.3 * figure.bbox.width and title.y1 <= figure.bbox.y1
 
 
 def test_a_panel_without_labels_has_a_title_only() -> None:

@@ -156,8 +156,8 @@ def _cell_problems(cell: NotebookNode, folder: Path) -> Iterator[str]:
             yield f"ends with {output.ename}"
         if output.get("name") == "stderr":
             yield f"prints to stderr: {output.text.strip()[:80]!r}"
-    if "__name__" in cell.source:
-        yield "__name__ has no meaning in a notebook"
+    if "if __name__" in cell.source:
+        yield "a guard by __name__ has no meaning in a notebook"
     texts = [cell.source, *(text for output in cell.get("outputs", []) for _, text in _texts(output))]
     for found in {match[0] for text in texts for match in PLACE.finditer(text)}:
         yield f"{found} is a path of one machine"

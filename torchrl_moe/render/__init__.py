@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torchrl_moe.render.heatmaps import expert_figure as expert_figure
     from torchrl_moe.render.heatmaps import expert_load as expert_load
     from torchrl_moe.render.histograms import log_ratio_figure as log_ratio_figure
-    from torchrl_moe.render.kept_counts import kept_counts as kept_counts
-    from torchrl_moe.render.kept_counts import kept_figure as kept_figure
+    from torchrl_moe.render.kept_numbers import kept_counts as kept_counts
+    from torchrl_moe.render.kept_numbers import kept_figure as kept_figure
     from torchrl_moe.render.loads import load_figure as load_figure
     from torchrl_moe.render.route_maps import routes_figure as routes_figure
     from torchrl_moe.render.samples import show_samples as show_samples
@@ -32,8 +32,8 @@ else:
             "expert_agreement": ".heatmaps",
             "expert_figure": ".heatmaps",
             "expert_load": ".heatmaps",
-            "kept_counts": ".kept_counts",
-            "kept_figure": ".kept_counts",
+            "kept_counts": ".kept_numbers",
+            "kept_figure": ".kept_numbers",
             "layer_agreement": ".agreements",
             "load_figure": ".loads",
             "log_ratio_figure": ".histograms",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from torchrl_moe.render.kept_counts import KEPT_LABELS, kept_label
+from torchrl_moe.render.kept_numbers import KEPT_LABELS, kept_label
 from torchrl_moe.render.palette import HUES, OTHERS, Fill, shades
 from torchrl_moe.render.token_sample import ShownToken, TokenSample
 
