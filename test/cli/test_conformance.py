@@ -106,6 +106,7 @@ def test_a_started_engine_takes_updates(shelf: EngineShelf, capsys: pytest.Captu
         ([], "name the MODEL that the engine serves"),
         (["./none"], "there is no folder './none'"),
         (["tiny", "--only", "rows,speed"], "--only speed: no such check; --list names them"),
+        (["tiny", "--only", " "], "--only '': it names no check"),
         (["tiny", "--tolerance", "0"], "tolerance must be positive"),
     ],
 )

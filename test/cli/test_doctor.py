@@ -126,6 +126,12 @@ def test_an_engine_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--engine vllm needs a MODEL" in capsys.readouterr().err
 
 
+def test_a_model_without_a_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", ""]) == 2  # of a shell variable that was not set
+    said = capsys.readouterr()
+    assert "there is no folder ''" in said.err and said.out == ""
+
+
 def lend(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AsyncVLLM, "from_pretrained", lambda *_, **__: contextlib.nullcontext(engine))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -76,6 +77,23 @@ def test_an_address_that_does_not_answer(url: str, said: str) -> None:
 def test_an_address_of_something_else() -> None:
     with serving("up 1\n") as url, pytest.raises(BadUse, match="there are no replicas in it: export them"):
         Exported(url).stats()
+
+
+def test_a_port_that_speaks_no_http() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/metrics"
+
+        def answer() -> None:
+            client, _ = server.accept()
+            with client:
+                client.recv(1000)
+                client.sendall(b"SSH-2.0-OpenSSH\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(BadUse, match=r"nothing answers there \(SSH-2\.0-OpenSSH"):
+            Exported(url).stats()
+        thread.join()
 
 
 # -- services that live in their drivers ------------------------------------------------------------------------------

@@ -83,6 +83,7 @@ def test_on_a_terminal_a_table_takes_the_place_of_the_one_before(
         (["top", "--interval", "0"], "--interval 0: it must be above 0 seconds"),
         (["top", "mine", "--url", "http://x"], "give one of the two"),
         (["top", "--url", "x"], "begins with http://"),
+        (["top", "--url", ""], "begins with http://"),
     ],
 )
 def test_bad_use(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,6 +68,8 @@ def _run(options: argparse.Namespace, output: Output) -> int:
     unknown = set(only or ()) - {one.name for one in CHECKS}
     if unknown:
         raise BadUse(f"--only {', '.join(sorted(unknown))}: no such check; --list names them")
+    if only == []:
+        raise BadUse("--only '': it names no check; --list names them")
     if options.model is None and options.adapter is None:
         raise BadUse(f"name the MODEL that the engine serves: {MODEL_HELP}")
     settings = _settings(options)

@@ -62,12 +62,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, output: Output) -> int:
-    if options.engine and not options.model:
+    if options.engine and options.model is None:
         raise BadUse(f"--engine {options.engine} needs a MODEL to start it with: {MODEL_HELP}")
     seen = _Seen()
     _look_at_packages(seen)
     _look_at_machine(seen)
-    if options.model:
+    if options.model is not None:  # '' is a variable that was not set: refused, not passed over
         try:
             _look_at_model(seen, options)
         except Exception as error:  # what was seen so far is shown all the same

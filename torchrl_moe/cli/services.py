@@ -6,6 +6,7 @@ from outside is that it is there, and how to see more.
 
 from __future__ import annotations
 
+import http.client
 import os
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -157,8 +158,8 @@ class Exported:
         try:
             with urllib.request.urlopen(self.url, timeout=FETCH_SECONDS) as answer:
                 text = answer.read().decode()
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", error)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = str(getattr(error, "reason", error)).strip()
             raise BadUse(f"--url {self.url}: nothing answers there ({reason}): is the driver running?") from error
         rows = exported_rows(text)
         if not rows:

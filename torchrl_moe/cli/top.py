@@ -47,7 +47,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace, output: Output) -> int:
     if not options.interval > 0:
         raise BadUse(f"--interval {options.interval:g}: it must be above 0 seconds")
-    if options.url and options.name:
+    if options.url is not None and options.name is not None:
         raise BadUse("NAME is of a service in Ray, --url of one that exports metrics: give one of the two")
     with _service(options) as (name, service):
         if options.once:
@@ -65,7 +65,7 @@ def _run(options: argparse.Namespace, output: Output) -> int:
 
 @contextlib.contextmanager
 def _service(options: argparse.Namespace) -> Iterator[tuple[str, Service]]:
-    if options.url:
+    if options.url is not None:
         yield options.url, Exported(options.url)
         return
     note("looking for the service in the Ray cluster ...")
