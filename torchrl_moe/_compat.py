@@ -131,8 +131,7 @@ def make_async_llm(engine_args: Any, stat_loggers: list[Any]) -> tuple[Any, str]
 def inspect_models_here() -> None:
     """Have vLLM inspect a model's class in this process; on a CPU that initialises no device (0.30).
 
-    Left alone, it starts another process for that, which imports vLLM. The forked processes need what is imported here
-    anyway. Call this before the first model configuration is made.
+    Otherwise it starts another process, which imports vLLM. Call this before the first model configuration is made.
     """
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
@@ -212,8 +211,7 @@ def unused_adapter_modules(model_runner: Any, number: int) -> list[str]:
 def forget_half_loads(model: Any) -> None:
     """Drop what a failed update left pending in vLLM's layerwise reload.
 
-    A new start skips layers that are already taken apart and would count their tensors twice: the layer would be
-    reassembled before its last tensors arrive.
+    A new start skips layers taken apart and counts their tensors twice: they would be complete before the last arrive.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 

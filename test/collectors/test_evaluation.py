@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -14,6 +15,8 @@ from torchrl.envs import EnvBase, StepCounter
 from torchrl.envs.llm import DatasetChatEnv
 
 from support.collecting import TOKENIZER, Questions, chat, policy_of, queries
+from support.interrupts import Interrupt
+from support.waiting import HOUR
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.collectors.environments import EnvironmentTimeoutError
 from torchrl_moe.collectors.evaluation import evaluate
@@ -125,3 +128,14 @@ def test_a_bar_counts_answers_where_somebody_looks(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     evaluate(policy_of(engine), chat(1), 3, Questions(), use_tqdm=use_tqdm)
     assert ("3/3" in capsys.readouterr().err) is (use_tqdm and is_terminal)
+
+
+def test_a_ctrl_c_aborts_its_requests(engine: FakeAsyncVLLM, interrupt: Interrupt) -> None:
+    engine.replicas[0].token_seconds = HOUR
+    interrupt(lambda: engine.get_num_unfinished_requests() == [3])
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(policy_of(engine), chat(1), 3, Questions())
+    assert engine.get_num_unfinished_requests() == [0]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("torchrl_moe-evaluation")]
+    engine.replicas[0].token_seconds = 0.0
+    assert queries(evaluate(policy_of(engine), chat(1), 2, Questions())) == ["q0", "q1"]

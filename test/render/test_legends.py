@@ -11,12 +11,14 @@ from matplotlib import style
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from torchrl_moe.render.agreements import agreement_figure
 from torchrl_moe.render.collection_timelines import collection_figure
 from torchrl_moe.render.curves import PHASES, training_figure
 from torchrl_moe.render.histograms import log_ratio_figure
 from torchrl_moe.render.kept_numbers import kept_figure
 from torchrl_moe.render.legends import legend_above
 from torchrl_moe.render.loads import load_figure
+from torchrl_moe.render.staleness import staleness_figure
 from torchrl_moe.render.timelines import timeline_figure
 
 
@@ -43,18 +45,35 @@ def collection() -> Any:
     return collection_figure("trainer", rows, flights, [0.5], end=2.0, title="a collector")
 
 
+def agreement() -> Any:
+    return agreement_figure({"live router": [0.5, 0.75], "replayed": [1.0, 1.0]}, "a rollout")
+
+
 def kept() -> Any:
-    """Four long labels: more than one line takes."""
-    counts = {f"temperature 0.6, top_p 0.{part}": np.arange(1, 99) for part in (90, 95, 99)}
-    return kept_figure(counts, vocabulary=259)
+    return kept_figure({"top_p=0.9": [1, 5, 9], "top_k=4": [4, 4]}, 64, "kept words")
 
 
-def loads() -> Any:
+def staleness() -> Any:
+    return staleness_figure([[0, 0], [0, 1], [1, 2]], [0, 2, 3], "a run")
+
+
+def load() -> Any:
+    return load_figure({f"replica {i}": [(0.0, i), (1.0, 3)] for i in range(4)}, [(0.5, "replica 1 died")], "a call")
+
+
+def long_labels() -> Any:
+    return kept_figure({f"temperature 0.6, top_p 0.{part}": np.arange(1, 99) for part in (90, 95, 99)}, 259)
+
+
+def many_labels() -> Any:
     return load_figure({f"replica {index}": [(0.0, index), (1.0, 9)] for index in range(12)})
 
 
+FIGURES = [curves, histogram, timeline, collection, agreement, kept, staleness, load, long_labels, many_labels]
+
+
 @pytest.mark.parametrize("background", ["default", "dark_background"])
-@pytest.mark.parametrize("draw", [curves, histogram, timeline, collection, kept, loads])
+@pytest.mark.parametrize("draw", FIGURES)
 def test_no_legend_covers_what_is_drawn(draw: Callable[[], Any], background: str) -> None:
     with style.context(background):
         figure = draw()

@@ -222,6 +222,21 @@ def test_other_errors_beside_the_run_are_raised_when_it_is_waited_for(
     checkpoints.close()
 
 
+def test_an_error_that_nothing_waited_for_is_logged_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = checkpoints_of(tmp_path)
+
+    def broken(*_: Any) -> None:
+        raise LookupError("a bug")
+
+    monkeypatch.setattr(checkpoints.rotation, "prune", broken)
+    checkpoints.save(1, 0.0)
+    checkpoints.close()
+    checkpoints.close()
+    assert caplog.text.count("the last checkpoint was not written: LookupError('a bug')") == 1
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [

@@ -100,7 +100,7 @@ def test_a_short_run_passes_every_check_and_leaves_its_records(first_run: MoEGRP
 @pytest.mark.engine
 def test_it_shows_what_it_did(first_run: MoEGRPOTrainer, capsys: pytest.CaptureFixture[str]) -> None:
     assert repr(first_run).startswith("MoEGRPOTrainer(Qwen3MoeForCausalLM, GRPOLoss, replay='R3', step 16 of 16")
-    assert "<td>reward</td>" in first_run._repr_html_()
+    assert ">reward</td>" in first_run._repr_html_()
     first_run.show_samples(2)
     assert "+" in capsys.readouterr().out
     assert len(first_run.to_pandas()) == STEPS

@@ -56,8 +56,7 @@ class AsyncLLMCollector(Reports):
         flatten_data: batches are flat; ``False`` is refused.
         weight_updater: TorchRL's, used by :meth:`update_policy_weights_`.
         queue: refused, because it drops the oldest data silently.
-        track_policy_version: rows always carry ``"policy_version"``; whether to write it to ``next`` too, as TorchRL
-            does.
+        track_policy_version: rows carry ``"policy_version"``; whether to write it to ``next`` too, as TorchRL does.
         verbose: whether to show a progress bar over answers, with mean reward, mean age and queued groups.
         dataloader: the prompts; default: the dataloader of the environment's ``DataLoadingPrimer``.
         group_size: answers to a prompt; default: the primer's ``repeats``, or 1.
@@ -71,10 +70,8 @@ class AsyncLLMCollector(Reports):
             and starts others.
         on_weight_update: must be ``None``: what an update does to running answers is the weight sync's ``mode``.
         max_in_flight: answers generated at a time; ``"auto"``: as many as the engine admits.
-        over_sample: starts this many times the groups that are needed and drops the late ones; needs
-            ``on_stale="drop"``.
-        group_filter: called with a group's rows ``[rows]``; returns whether to train on it. A rejected group is
-            replaced.
+        over_sample: starts so many times the groups needed and drops the late ones; needs ``on_stale="drop"``.
+        group_filter: of a group's rows ``[rows]``, whether to train on it; a rejected group is replaced.
         max_failures: how many groups may fail in their environment or reward before the error is raised.
         reward_timeout: seconds that a call of an environment may take.
         heartbeat_timeout: seconds without progress after which it raises; ``None`` for never.

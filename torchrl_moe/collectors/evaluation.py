@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -64,15 +65,21 @@ def evaluate(
         bar = tqdm(total=len(prompts), desc="evaluate", unit="answer", disable=None if use_tqdm else True)
         try:
             with bar:
-                played = thread.submit(_run, _play(policy, environments, prompts, reward_timeout, generate_kwargs, bar))
-                return lazy_stack(played.result())
+                loop = asyncio.new_event_loop()
+                task = loop.create_task(_play(policy, environments, prompts, reward_timeout, generate_kwargs, bar))
+                played = thread.submit(_run, loop, task)
+                try:
+                    return lazy_stack(played.result())
+                except KeyboardInterrupt:  # answers are not waited for, and their requests are aborted
+                    with suppress(RuntimeError):  # the loop has just come to its end
+                        loop.call_soon_threadsafe(task.cancel)
+                    raise
         finally:
             environments.close(keep=first if make is None else None)  # the caller may use the given one again
 
 
-def _run(played: Coroutine[Any, Any, list[TensorDictBase]]) -> list[TensorDictBase]:
-    """Run a coroutine to its end; ``asyncio.run`` would also wait for threads, such as those of rewards that hang."""
-    loop = asyncio.new_event_loop()
+def _run(loop: asyncio.AbstractEventLoop, played: asyncio.Task[list[TensorDictBase]]) -> list[TensorDictBase]:
+    """Run a task to its end; ``asyncio.run`` would also wait for threads, such as those of rewards that hang."""
     try:
         return loop.run_until_complete(played)
     finally:

@@ -265,7 +265,8 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         """Return an attribute of the buffer.
 
         Raises:
-            Exception: the error that ended the collection."""
+            Exception: the error that ended the collection.
+        """
         if self._failure is not None:
             raise self._failure
         return super().getattr_rb(attr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,6 +24,8 @@ from torchrl_moe.render.text_tables import print_table
 from torchrl_moe.render.token_scale import Colour
 
 __all__ = ["RayCollector"]
+
+LOG = logging.getLogger(__name__)
 
 OF_RAY = ("ray_init_config", "remote_config", "num_cpus", "num_gpus", "sync_iter")
 SHOW_SECONDS = 5.0
@@ -132,7 +135,7 @@ class RayCollector(BaseCollector):
                 found: tuple[TensorDictBase | None, ...] = unpack(self._host.wait(self._awaited))
             except Exception:
                 self._awaited = None
-                if self._is_over:  # meanwhile
+                if self._is_over:  # shut down meanwhile, which is why it failed
                     return ()
                 raise
             asks_ahead = found and not self.sync_iter and not self._pauses
@@ -173,6 +176,7 @@ class RayCollector(BaseCollector):
                 pass
         except BaseException as error:  # noqa: BLE001  the trainer gets it from getattr_rb
             self._failure = error
+            LOG.error("the collector has ended: %r", error)
         finally:
             with self._changed:
                 self._is_writing = False
@@ -325,10 +329,7 @@ class RayCollector(BaseCollector):
     # -- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the local collector's state; ``"ahead"`` holds a batch that it yielded and that was not handed on.
-
-        There is one if it was requested ahead, or if a Ctrl-C interrupted the wait for it.
-        """
+        """Return the local collector's state; ``"ahead"``: a batch requested ahead, or whose wait a Ctrl-C interrupted."""
         with self.pause() if self._rests else nullcontext():
             ahead = list(self._ahead)
             if self._taking.acquire(blocking=False):  # else a thread is taking it

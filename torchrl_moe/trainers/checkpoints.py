@@ -190,10 +190,18 @@ class Checkpoints:
         return True
 
     def close(self) -> None:
-        """Wait for what is being written, whatever comes of it; not for long where other ranks may hang. Idempotent."""
+        """Wait for a write in progress, but not for long where other ranks may hang. Idempotent.
+
+        An error of the write is logged and not raised: this runs while a run ends, perhaps by another error.
+        """
         pending, self._pending = self._pending, None
-        if pending is not None:
-            wait([pending], None if self._ranks.size == 1 else FAREWELL)
+        if pending is None:
+            return
+        wait([pending], None if self._ranks.size == 1 else FAREWELL)
+        if not pending.done():
+            LOG.warning("the last checkpoint was still being written when the run ended: it may be missing")
+        elif (error := pending.exception()) is not None:
+            LOG.error("the last checkpoint was not written: %r", error)
 
     @staticmethod
     def forget(folder: Path) -> None:

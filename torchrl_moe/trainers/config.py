@@ -211,8 +211,7 @@ class OptimConfig:
         max_grad_norm: gradients are scaled down to it; ``None`` for never.
         epochs: passes over a batch.
         minibatches: optimizer steps per pass.
-        max_tokens: of a micro-batch, pads included; ``None``: each minibatch is one micro-batch. Affects memory, not
-            gradients.
+        max_tokens: of a micro-batch, pads included; ``None``: a minibatch is one. Affects memory, not gradients.
     """
 
     lr: float = 1e-6

@@ -128,7 +128,8 @@ class RollingSwap:
         """Check that a claimed replica is still this driver's; a new one belongs to the owner of the others.
 
         Raises:
-            WeightSyncError: another driver owns it."""
+            WeightSyncError: another driver owns it.
+        """
         for replica in list(self._claimed):
             holds = _tried(partial(replica.owns_weights, self._swapping.timeout_seconds))
             if holds is False:

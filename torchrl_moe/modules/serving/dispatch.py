@@ -1,21 +1,9 @@
 """Requests on their way through the service: admitted, placed, sent, and placed again if a replica dies.
 
-Everything happens in one thread, the service's event loop. A request is in one of three places:
-
-.. code-block:: text
-
-    call ---> admission ---> a replica is chosen ---> in flight ---> answer
-              waits for a      |            ^         holds a lease
-              place            | none       |              |
-                ^              v            |              | the replica died
-                |            parked         |              v
-                +--- waits for a change     +------- tries again, up to
-                     of the replica table            ``attempts`` times
-
-Nothing runs for a request while it waits. A change of the replica table wakes only parked requests that the changed
-replicas may take, or that can no longer be taken; of requests with the same needs only the first is tried until one is
-taken. The outcome of a group wakes only its own requests, and an answer only its request. So n requests cost n
-wake-ups, however they end.
+Everything happens in one thread, the service's event loop; ``in_flight`` draws the places of a request. Nothing runs
+for a request while it waits. A change of the replica table wakes only parked requests that the changed replicas may
+take, or that can no longer be taken; of requests with the same needs only the first is tried until one is taken. The
+outcome of a group wakes only its own requests, and an answer only its request. So n requests cost n wake-ups.
 
 A killed replica delivers nothing: its requests start again from their prompts, on a replica that the balancer picks.
 """

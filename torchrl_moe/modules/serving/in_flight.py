@@ -1,4 +1,15 @@
-"""Requests in flight: what the service keeps of each, from its call to its outcome."""
+"""Requests in flight: what the service keeps of each, from its call to its outcome.
+
+.. code-block:: text
+
+    call ---> admission ---> a replica is chosen ---> in flight ---> answer
+              waits for a      |            ^         holds a lease
+              place            | none       |              |
+                ^              v            |              | the replica died
+                |            parked         |              v
+                +--- waits for a change     +------- tries again, up to
+                     of the replica table            ``attempts`` times
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,8 @@ from torchrl_moe.testing.conformance.settings import Settings
 from torchrl_moe.testing.conformance.trial import Trial
 
 __all__ = ["CHECKS", "Check", "check", "open_trial", "run_check"]
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +194,8 @@ def run_check(one: Check, trial: Trial) -> CheckResult:
         return CheckResult(name=one.name, meaning=one.meaning, verdict="not offered", seen=str(reason))
     except DoesNotHold as fault:
         seen, off, allowed = str(fault), None, None
-    except Exception as error:  # noqa: BLE001  whatever an engine raises is what was seen of it
+    except Exception as error:  # whatever an engine raises is the finding; the log has where it came from
+        LOG.info("check %s raised", one.name, exc_info=True)
         seen, off, allowed = f"{type(error).__name__}: {error}", None, None
     else:
         seen, off, allowed = found.seen, found.off, found.allowed
@@ -212,7 +216,8 @@ def _closed(trial: Trial) -> tuple[CheckResult, ...]:
     """Close a trial; a failure is one more result, so that none of the others is lost."""
     try:
         trial.close()
-    except Exception as error:  # noqa: BLE001  whatever an engine raises is what was seen of it
+    except Exception as error:  # whatever an engine raises is the finding; the log has where it came from
+        LOG.info("an engine did not take its own weights back", exc_info=True)
         return (
             CheckResult(
                 name="own weights",

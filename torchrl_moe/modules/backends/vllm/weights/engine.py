@@ -1,19 +1,14 @@
 """The engine process's side of a weight update: stage a version while the engine serves, then swap it in.
 
 One transaction. Staging checks names, shapes and digests, and loads the version into the workers' shadow where they can
-have one. Swapping pauses, loads the version or swaps model and shadow, resumes, and sends the weight check. Output that
-requests produce meanwhile is held back until the check has passed:
+have one. Swapping pauses, loads or swaps, resumes and sends the weight check, which must pass before output is released:
 
 .. code-block:: text
 
-    stage ---------> pause --> load or swap --> resume + weight check --> release held output
-    (serving)          |            |                    | failed
-                       |            | failed             v
-                       |            v              pause, drop held output, old weights back if there is a shadow
-                       |      old weights intact?  yes: resume with them   no: stay paused
+    stage (serving) --> pause --> load or swap --> resume + weight check --> release held output
+                                       +-- failed --------+--> drop it; back to old weights if intact, else stay paused
 
-Old weights are intact before the first tensor is loaded and, with a shadow, at any time. Otherwise layers may be half
-old and half new, so the engine stays paused until it is updated or restarted.
+Old weights are intact before the first tensor is loaded and, with a shadow, at any time; else layers may be mixed.
 """
 
 from __future__ import annotations
@@ -246,8 +241,8 @@ class EngineWeights:
     ) -> SwapReport:
         """Replace the weights. Does not raise for a failed update: the report says how far it got.
 
-        Requests that arrive meanwhile wait here, so that none reads cached prefixes of the old weights afterwards. An
-        engine that was paused before stays paused, and gets no weight check.
+        New requests wait here, so that none reads cached prefixes of the old weights afterwards. An engine that was
+        paused before stays paused, and gets no weight check.
 
         Args:
             version: what was staged.
