@@ -95,5 +95,5 @@ package: venv ## build dist/ (source archive, wheel) and check what is in them, 
 	ls dist/*
 
 clean: ## remove caches and build outputs; .venv and runs/ stay
-	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage docs/_build
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage docs/_build docs/notebooks
 	find . -path ./.venv -prune -o -name __pycache__ -type d -print0 | xargs -0r rm -rf

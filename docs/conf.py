@@ -17,6 +17,7 @@ from sphinx.pycode import ModuleAnalyzer
 import torchrl_moe
 
 ROOT = Path(__file__).resolve().parents[1]
+TUTORIALS, NOTEBOOKS = ROOT / "tutorials", ROOT / "docs" / "notebooks"
 REPOSITORY = os.environ.get("REPOSITORY_URL", "")
 """The folder of the sources on the web, ``https://…/blob/main``; without it, the site has copies of linked sources."""
 
@@ -30,7 +31,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
 ]
-exclude_patterns = ["_build", "notebooks/grpo", "**/runs", "**/.ipynb_checkpoints"]
+exclude_patterns = ["_build"]
 
 html_theme = "furo"
 html_title = f"torchrl_moe {version}"
@@ -59,9 +60,22 @@ ERRORS = "torchrl_moe._errors"
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|/)([^\s)#]+)(#[^\s)]*)?(?=\))")
 
 
+def copy_notebooks(_: Sphinx, __: Any) -> None:
+    """Bring the notebooks to where Sphinx reads, and remove old copies; unchanged ones keep their times."""
+    NOTEBOOKS.mkdir(exist_ok=True)
+    written = {path.name: path.read_bytes() for path in TUTORIALS.glob("*.ipynb")}
+    for copy in NOTEBOOKS.glob("*.ipynb"):
+        if written.get(copy.name) != copy.read_bytes():
+            copy.unlink()
+    for name, content in written.items():
+        if not (NOTEBOOKS / name).exists():
+            (NOTEBOOKS / name).write_bytes(content)
+
+
 def link_sources(app: Sphinx, page: str, content: list[str], written_in: Path | None = None) -> None:
     """Make each link that leaves ``docs/`` one that holds in the site."""
-    file = (written_in or Path(app.env.doc2path(page))).resolve()  # notebooks/ is a link to tutorials/
+    shown = Path(app.env.doc2path(page))
+    file = written_in or (TUTORIALS / shown.name if shown.parent == NOTEBOOKS else shown)
 
     def linked(match: re.Match[str]) -> str:
         path, anchor = (file.parent / match[1]).resolve(), match[2] or ""
@@ -79,7 +93,7 @@ def link_sources(app: Sphinx, page: str, content: list[str], written_in: Path | 
 
 def link_included(app: Sphinx, path: Path, page: str, content: list[str]) -> None:
     """The same for the README, which a page includes."""
-    link_sources(app, page, content, app.srcdir / path)
+    link_sources(app, page, content, (app.srcdir / path).resolve())
 
 
 def is_torchrls(obj: Any) -> bool:
@@ -129,6 +143,7 @@ def list_names(_: Sphinx, what: str, _name: str, room: Any, __: Any, lines: list
 
 def setup(app: Sphinx) -> None:
     """Connect the functions above."""
+    app.connect("config-inited", copy_notebooks)
     app.connect("source-read", link_sources)
     app.connect("include-read", link_included)
     app.connect("autodoc-skip-member", show_own_names)

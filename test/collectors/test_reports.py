@@ -193,13 +193,13 @@ def test_it_is_shown_whatever_has_become_of_it(
         end()
         assert repr(collector).startswith("AsyncLLMCollector(1 groups of 2 a batch")
         rows = TableReader(collector._repr_html_()).rows["tbody"]
-        assert ["figure", "frames", "2"] in rows
+        assert ["metric", "frames", "2"] in rows
 
     def stats() -> Any:
         raise RuntimeError("<script>")
 
     monkeypatch.setattr(collector, "stats", stats)
-    assert TableReader(collector._repr_html_()).rows["tbody"][-1] == ["figure", "not known", "RuntimeError('<script>')"]
+    assert TableReader(collector._repr_html_()).rows["tbody"][-1] == ["metric", "not known", "RuntimeError('<script>')"]
     unmade = AsyncLLMCollector.__new__(AsyncLLMCollector)
     assert TableReader(unmade._repr_html_()).other == ["AsyncLLMCollector(not made)"]
 

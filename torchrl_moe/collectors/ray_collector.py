@@ -329,7 +329,7 @@ class RayCollector(BaseCollector):
     # -- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the local collector's state; ``"ahead"``: a batch requested ahead, or whose wait a Ctrl-C interrupted."""
+        """Return the local collector's state; ``"ahead"``: a batch requested ahead, or interrupted by a Ctrl-C."""
         with self.pause() if self._rests else nullcontext():
             ahead = list(self._ahead)
             if self._taking.acquire(blocking=False):  # else a thread is taking it

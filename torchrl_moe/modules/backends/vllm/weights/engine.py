@@ -1,14 +1,14 @@
 """The engine process's side of a weight update: stage a version while the engine serves, then swap it in.
 
 One transaction. Staging checks names, shapes and digests, and loads the version into the workers' shadow where they can
-have one. Swapping pauses, loads or swaps, resumes and sends the weight check, which must pass before output is released:
+have one. Swapping pauses, loads or swaps, resumes and sends the weight check, which holds output back:
 
 .. code-block:: text
 
     stage (serving) --> pause --> load or swap --> resume + weight check --> release held output
                                        +-- failed --------+--> drop it; back to old weights if intact, else stay paused
 
-Old weights are intact before the first tensor is loaded and, with a shadow, at any time; else layers may be mixed.
+Old weights are intact before the first tensor is loaded and, with a shadow, at any time.
 """
 
 from __future__ import annotations
@@ -241,8 +241,7 @@ class EngineWeights:
     ) -> SwapReport:
         """Replace the weights. Does not raise for a failed update: the report says how far it got.
 
-        New requests wait here, so that none reads cached prefixes of the old weights afterwards. An engine that was
-        paused before stays paused, and gets no weight check.
+        New requests wait, so that none reads old prefixes. A paused engine stays paused and gets no weight check.
 
         Args:
             version: what was staged.
