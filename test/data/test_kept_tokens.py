@@ -226,7 +226,7 @@ def test_how_it_looks() -> None:
     assert repr(both.pad()).startswith("KeptTokens(shape=[2, T=4], tokens with ids cut off=3, ids=4, nbytes=56")
     assert repr(by_hand().empty()) == "KeptTokens(batch_size=[])"
     assert repr(by_hand().to("meta")) == "KeptTokens(batch_size=[])"
-    assert str(KeptTokens.__doc__).startswith("The words that each token was sampled from")
+    assert str(KeptTokens.__doc__).startswith("The token ids that each token was sampled from")
 
 
 # containers
