@@ -661,7 +661,7 @@ def test_pauses_can_be_nested(collect: Callable[..., AsyncLLMCollector], engine:
     ("kwargs", "error", "words"),
     [
         ({"yield_completed_trajectories": False}, ValueError, "only whole groups"),
-        ({"async_envs": True}, ValueError, "threads as it is"),
+        ({"async_envs": True}, ValueError, "stepped in threads anyway"),
         ({"flatten_data": False}, ValueError, "batches are flat"),
         ({"queue": object()}, ValueError, "lose the oldest data"),
         ({"on_weight_update": "drain"}, ValueError, r"VLLMWeightSyncScheme\(mode=...\)"),

@@ -241,7 +241,7 @@ def test_a_reward_is_the_last_turns_or_one_for_each(engine: FakeAsyncVLLM, rewar
 @pytest.mark.parametrize(
     ("reward", "error", "words"),
     [
-        (None, TypeError, "returns its reward, a number, or one for each turn, got None"),
+        (None, TypeError, "must return its reward, a number or one number per turn, got None"),
         ("1.0", TypeError, "got '1.0'"),
         ([1.0, None], TypeError, "got"),
         ([1.0, 2.0], ValueError, "returned 2 rewards for 1 turns"),

@@ -52,7 +52,7 @@ def test_an_actor_that_no_node_has_room_for_is_said_to_wait_for_one(
 ) -> None:
     monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "0.5")
     with pytest.raises(
-        CollectionError, match=r"no place within 0\.5 s .*waits for a node with {'CPU': 64\.0, 'GPU': 2\.0} free"
+        CollectionError, match=r"not placed within 0\.5 s .*waits for a node with {'CPU': 64\.0, 'GPU': 2\.0} free"
     ):
         RemoteHost("AsyncLLMCollector", {}, actor_options({"num_gpus": 2}, num_cpus=64))
 

@@ -61,14 +61,19 @@ def load() -> Any:
     return load_figure({f"replica {i}": [(0.0, i), (1.0, 3)] for i in range(4)}, [(0.5, "replica 1 died")], "a call")
 
 
-def many_kept() -> Any:
-    """Four long labels: more than one line takes."""
-    counts = {f"temperature 0.6, top_p 0.{part}": np.arange(1, 99) for part in (90, 95, 99)}
-    return kept_figure(counts, vocabulary=259)
+def long_labels() -> Any:
+    return kept_figure({f"temperature 0.6, top_p 0.{part}": np.arange(1, 99) for part in (90, 95, 99)}, 259)
+
+
+def many_labels() -> Any:
+    return load_figure({f"replica {index}": [(0.0, index), (1.0, 9)] for index in range(12)})
+
+
+FIGURES = [curves, histogram, timeline, collection, agreement, kept, staleness, load, long_labels, many_labels]
 
 
 @pytest.mark.parametrize("background", ["default", "dark_background"])
-@pytest.mark.parametrize("draw", [curves, histogram, timeline, collection, agreement, kept, many_kept, staleness, load])
+@pytest.mark.parametrize("draw", FIGURES)
 def test_no_legend_covers_what_is_drawn(draw: Callable[[], Any], background: str) -> None:
     with style.context(background):
         figure = draw()

@@ -391,7 +391,7 @@ def test_after_a_ctrl_c_the_engine_serves_and_another_trainer_continues(fleet: F
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
         assert 1 <= trainer.steps_done < 3
-        with pytest.raises(RuntimeError, match=r"interrupted: go on with another trainer and config.resume=True"):
+        with pytest.raises(RuntimeError, match=r"interrupted: continue with another trainer and config.resume=True"):
             trainer.train()
     until(lambda: {thread.name for thread in threading.enumerate()} <= before)
     assert fleet.states == ["SERVING"] * len(fleet.states)

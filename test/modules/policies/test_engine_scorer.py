@@ -140,7 +140,7 @@ def test_a_batch_that_cannot_be_scored_is_named(fake: FakeAsyncVLLM) -> None:
     batch = rollout(fake, 3, 5)
     with pytest.raises(ValueError, match="is to be scored at 2"):
         scorer(fake, temperature=2.0)(batch)
-    with pytest.raises(ValueError, match="are of generating"):
+    with pytest.raises(ValueError, match="are for generation"):
         scorer(fake)(batch, max_new_tokens=3)
     for row in batch.unbind(0):
         row["masks", "all_attention_mask"][:] = False

@@ -562,7 +562,7 @@ def test_what_is_not_there_is_named(dense_model: nn.Module) -> None:
         chats(spoken("text"))
     with pytest.raises(TypeError, match="Expected History object"):
         chats.get_new_version(input_key=("text", "full"))(spoken("text"))
-    with pytest.raises(TypeError, match=r"\['temperature'\] are of generation, and this wrapper scores"):
+    with pytest.raises(TypeError, match=r"\['temperature'\] are for generation, but this wrapper has generate=False"):
         scorer(spoken("text"), temperature=1.0)
 
 

@@ -922,7 +922,12 @@ def test_the_tokenizer_is_the_models(engine: AsyncVLLM) -> None:
 
 
 @pytest.mark.engine("qwen3_moe")
-def test_a_bar_shows_on_request(engine: AsyncVLLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bar_shows_on_a_terminal(
+    engine: AsyncVLLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.generate([IDS, IDS], {"max_tokens": 2})
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     engine.generate([IDS, IDS], {"max_tokens": 2})
     assert "2/2" in capsys.readouterr().err
     generate(engine, [IDS, IDS])
