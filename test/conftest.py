@@ -138,8 +138,10 @@ def ray_cluster(clusters: ClusterHolder, shelf: EngineShelf) -> ClusterHolder:
 
 
 @pytest.fixture
-def ray_pair(ray_cluster: ClusterHolder, shelf: EngineShelf) -> AsyncVLLM:
+def ray_pair(request: pytest.FixtureRequest, ray_cluster: ClusterHolder, shelf: EngineShelf) -> AsyncVLLM:
     """Two real replicas in the cluster, one on each node, under the name "test-pair"."""
+    # They fill both nodes: tests that place actors of their own must have run before.
+    assert request.node.get_closest_marker("engine") is not None, "mark the test: @pytest.mark.engine"
     return ray_cluster.pair(shelf.folder("qwen3_moe"))
 
 

@@ -92,6 +92,7 @@ def test_bad_use(arguments: list[str], said: str, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.ray
+@pytest.mark.engine  # after the other tests of the cluster: the pair fills its nodes
 def test_a_service_in_ray_is_found_by_its_name_or_as_the_only_one(
     ray_pair: AsyncVLLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,4 +104,4 @@ def test_a_service_in_ray_is_found_by_its_name_or_as_the_only_one(
     assert main(["top", "none", "--once"]) == 2
     said = capsys.readouterr().err
     assert "no service 'none' is running. In namespace 'torchrl_moe' run: 'test-pair' (2 replica(s))." in said
-    assert ray_pair.ready()  # it goes on
+    assert ray_pair.ready()  # it keeps running

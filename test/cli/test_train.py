@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from torchrl_moe.cli import engines
 from torchrl_moe.cli.main import main
 from torchrl_moe.cli.train import configurations
 from torchrl_moe.trainers import GRPOConfig, script
@@ -81,4 +82,15 @@ def test_after_an_interrupt_a_run_can_continue(
 
     monkeypatch.setattr(script, "run", run)
     assert main(["train"]) == 130
-    assert capsys.readouterr().err == ("torchrl-moe train: interrupted; resume=true goes on from the last checkpoint\n")
+    assert capsys.readouterr().err == "torchrl-moe train: interrupted; resume=true continues from the last checkpoint\n"
+
+
+def test_without_vllm_it_ends_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    monkeypatch.setattr(script, "run", ran.append)
+    assert main(["train"]) == 2 and not ran
+    assert "or take engine.kind=transformers" in capsys.readouterr().err
+    assert main(["train", "engine.kind=transformers"]) == 0 and len(ran) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 import pytest
-from tensordict import lazy_stack
+from tensordict import TensorDict, lazy_stack
 
 from support.token_rollouts import TOKENIZER, rollout
 from torchrl_moe.render import samples, show_samples
@@ -42,3 +42,11 @@ def test_the_rollouts_are_not_changed() -> None:
     before = TD.clone()
     show_samples(TD, colour="experts")
     assert bool((before.exclude(("log_probs", "full")) == TD.exclude(("log_probs", "full"))).all())
+
+
+def test_what_cannot_be_shown_is_refused() -> None:
+    with pytest.raises(ValueError, match="the batch is empty"):
+        show_samples(TensorDict(batch_size=[0]))
+    for odd in ("gpt2", ["a"]):
+        with pytest.raises(TypeError, match="tokenizer must be"):
+            show_samples(TD, tokenizer=odd)

@@ -6,11 +6,10 @@ import argparse
 import contextlib
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from torchrl_moe.cli.command import FINE, PROBLEM, BadUse, Command, Output, note
-from torchrl_moe.cli.engines import ENGINES, add_engine_arguments, started
+from torchrl_moe.cli.engines import ENGINES, add_engine_arguments, check_installed, started
 from torchrl_moe.cli.models import MODEL_HELP, config_of, load, model_folder
 
 __all__ = ["COMMAND", "adapter_by_name"]
@@ -94,8 +93,8 @@ def _model_and_adapter(options: argparse.Namespace, stack: contextlib.ExitStack)
     adapter = None if options.adapter is None else adapter_by_name(options.adapter)
     if options.model is None:
         return None, adapter
-    if options.engine in (None, "vllm") and not (adapter or options.sglang) and find_spec("vllm") is None:
-        raise BadUse("vLLM is not installed: pip install 'torchrl_moe[vllm]', or take --engine transformers")
+    if not (adapter or options.sglang):
+        check_installed(options.engine or "vllm", "--engine transformers")
     folder = stack.enter_context(model_folder(options.model))
     config = config_of(folder)
     model = load(folder, "float32")

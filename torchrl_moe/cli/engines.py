@@ -14,7 +14,7 @@ from torchrl_moe.cli.command import BadUse, note
 if TYPE_CHECKING:
     from torchrl_moe.modules import AsyncVLLM
 
-__all__ = ["DTYPES", "ENGINES", "add_engine_arguments", "engine_arguments", "started"]
+__all__ = ["DTYPES", "ENGINES", "add_engine_arguments", "check_installed", "engine_arguments", "started"]
 
 ENGINES = ("vllm", "transformers")
 DTYPES = ("bfloat16", "float32", "float16")
@@ -56,6 +56,19 @@ def engine_arguments(pairs: Sequence[str]) -> dict[str, Any]:
     return found
 
 
+def check_installed(kind: str, instead: str) -> None:
+    """Refuse an engine that is not installed; ``instead`` is what chooses the other one.
+
+    Raises:
+        BadUse: vLLM is asked for, and is not installed.
+    """
+    if kind == "vllm" and find_spec("vllm") is None:
+        raise BadUse(
+            "vLLM is not installed: pip install 'torchrl_moe[vllm]' (a CPU needs a build of its own, see the README), "
+            f"or take {instead}"
+        )
+
+
 @contextlib.contextmanager
 def started(folder: str, config: Any, kind: str, dtype: str, given: Sequence[str]) -> Iterator[AsyncVLLM]:
     """Start an engine of a model; it ends with the context.
@@ -72,11 +85,7 @@ def started(folder: str, config: Any, kind: str, dtype: str, given: Sequence[str
         EngineError: it did not come up.
     """
     arguments = engine_arguments(given)
-    if kind == "vllm" and find_spec("vllm") is None:
-        raise BadUse(
-            "vLLM is not installed: pip install 'torchrl_moe[vllm]' (a CPU needs a build of its own, see the README), "
-            "or take --engine transformers"
-        )
+    check_installed(kind, "--engine transformers")
     from torchrl_moe.cli.models import engine_defaults
     from torchrl_moe.modules import AsyncVLLM
 

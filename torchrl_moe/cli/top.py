@@ -132,5 +132,5 @@ COMMAND = Command(
     ],
     add_arguments=_add_arguments,
     run=_run,
-    after_interrupt="the service goes on",
+    after_interrupt="the service keeps running",
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_moe.cli.command import FINE, BadUse, Command, Output
+from torchrl_moe.cli.engines import check_installed
 
 if TYPE_CHECKING:
     from torchrl_moe.trainers.config import GRPOConfig
@@ -80,6 +81,8 @@ def _plan(config: GRPOConfig, output: Output) -> None:
 
 
 def _train(config: GRPOConfig, output: Output) -> None:
+    if config.engine.connect is None:
+        check_installed(config.engine.kind, "engine.kind=transformers")
     from torchrl_moe.trainers.script import run
 
     run(config)
@@ -105,7 +108,7 @@ COMMAND = Command(
     name="train",
     help="train by GRPO, by a packaged configuration or one of yours",
     description="Trains a Mixture-of-Experts model with GRPO: rollouts by vLLM, updates on the recorded experts. "
-    "resume=true goes on after a kill; plan=true prints what a run would need, and starts nothing.",
+    "resume=true continues after a kill; plan=true prints what a run would need, and starts nothing.",
     examples=[
         ("torchrl-moe train", "a tiny model on a CPU, in a minute and a half"),
         ("torchrl-moe train --list", "the packaged configurations"),
@@ -116,6 +119,6 @@ COMMAND = Command(
     ],
     add_arguments=_add_arguments,
     run=_run,
-    after_interrupt="resume=true goes on from the last checkpoint",
+    after_interrupt="resume=true continues from the last checkpoint",
     keeps_logs=True,
 )

@@ -42,9 +42,14 @@ def show_samples(
         tokens: of each rollout that are shown; of a longer one the end of the prompt, and both ends of what follows.
 
     Raises:
-        ValueError: there are no tokens, ``n`` or ``tokens`` is below 1, another colour, or a layer without routes.
+        ValueError: there are no rollouts or no tokens, ``n`` or ``tokens`` is below 1, another colour, or a layer
+            without routes.
+        TypeError: ``tokenizer`` is no tokenizer.
     """
-    show_token_samples(read_samples(td, n, tokens, policy=policy, tokenizer=tokenizer), colour, layer)
+    samples = read_samples(td, n, tokens, policy=policy, tokenizer=tokenizer)
+    if not samples:
+        raise ValueError("there are no rollouts to show: the batch is empty")
+    show_token_samples(samples, colour, layer)
 
 
 def show_token_samples(samples: Sequence[TokenSample], colour: Colour = "versions", layer: int | None = None) -> None:

@@ -96,10 +96,13 @@ def read_samples(td: Any, n: int, most: int, *, policy: Any = None, tokenizer: A
 
     Raises:
         ValueError: ``n`` or ``most`` is below 1, there are no tokens, or an entry has not one value per token.
+        TypeError: ``tokenizer`` is no tokenizer.
     """
     for name, value in (("n", n), ("tokens", most)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+    if tokenizer is not None and not hasattr(tokenizer, "decode"):
+        raise TypeError(f"tokenizer must be a tokenizer of transformers, with decode(), got {tokenizer!r}")
     rows = rows_of(td)
     keys = {name: getattr(policy, f"{name}_key", None) or name for name in ("tokens", "masks", "log_probs")}
     texts = TokenTexts(getattr(policy, "tokenizer", None) if tokenizer is None else tokenizer)
