@@ -542,7 +542,7 @@ def test_ray_object_store() -> None:
     import ray
 
     data = lazy_stack([rollout(sample(3)), rollout(sample(5))])
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
         assert_same(ray.get(ray.put(data))["routed_experts"], data["routed_experts"])
         rows = ray.get(ray.put(ROWS))
