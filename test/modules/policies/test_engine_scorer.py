@@ -109,7 +109,7 @@ def test_without_replay_the_engine_routes(fake: FakeAsyncVLLM) -> None:
     batch = rollout(fake, 3)
     replica.submitted.clear()
     bare = lazy_stack([row.exclude("routed_experts", "sampling") for row in batch.unbind(0)])
-    with pytest.warns(UserWarning, match="no 'sampling' to say"), pytest.raises(ReplayError, match="replay='none'"):
+    with pytest.warns(UserWarning, match="no 'sampling' entry"), pytest.raises(ReplayError, match="replay='none'"):
         scorer(fake)(bare)
     scorer(fake, replay="none", temperature=2.0)(bare)
     (request,) = replica.submitted

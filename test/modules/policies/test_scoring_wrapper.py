@@ -229,7 +229,7 @@ def test_of_an_engines_answer_that_says_nothing_one_is_warned_once(
             getattr(scorer, ask)(unsaid.copy())
     (warning,) = caught
     assert warning.category is UserWarning
-    text = r"^sample 0 has an engine's log-probs, and no 'sampling' .* scored at temperature 1, over all words\."
+    text = r"^sample 0 has an engine's log-probs, but no 'sampling' .* scored at temperature 1, over all words\."
     assert re.match(text, str(warning.message))
 
 
