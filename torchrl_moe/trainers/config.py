@@ -6,10 +6,9 @@ import os
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
 from torchrl_moe.trainers.hardware_config import HardwareConfig
 from torchrl_moe.trainers.placement_config import PlacementConfig
+from torchrl_moe.trainers.yaml_text import yaml_text
 
 __all__ = [
     "CheckpointConfig",
@@ -315,7 +314,7 @@ class GRPOConfig:
         self.out = os.fspath(self.out)
         try:
             as_yaml(self)
-        except yaml.YAMLError as error:
+        except ValueError as error:
             raise ConfigError(f"a value is not a plain number, text, list or dict: {error}") from error
         for name in POSITIVE:
             value = self.get(name)
@@ -397,4 +396,4 @@ def as_dict(config: Any) -> Any:
 
 def as_yaml(config: GRPOConfig) -> str:
     """Return a configuration as YAML, which :func:`~torchrl_moe.trainers.compose.load_config` reads again."""
-    return str(yaml.safe_dump(as_dict(config), sort_keys=False))
+    return yaml_text(as_dict(config))
