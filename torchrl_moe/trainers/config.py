@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -318,10 +319,10 @@ class GRPOConfig:
             raise ConfigError(f"a value is not a plain number, text, list or dict: {error}") from error
         for name in POSITIVE:
             value = self.get(name)
-            _check(value > 0, name, value, "must be positive")
+            _check(0 < value < math.inf, name, value, "must be positive and finite")
         for name in POSITIVE_OR_NONE:
             value = self.get(name)
-            _check(value is None or value > 0, name, value, "must be positive, or null for none")
+            _check(value is None or 0 < value < math.inf, name, value, "must be positive and finite, or null for none")
         for name in COUNTS:
             value = self.get(name)
             _check(value is None or value >= 0, name, value, "must be 0 or more")
