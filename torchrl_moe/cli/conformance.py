@@ -139,7 +139,10 @@ def _model_and_adapter(options: argparse.Namespace, stack: contextlib.ExitStack)
     adapter = None if options.adapter is None else adapter_by_name(options.adapter)
     if options.model is None:
         return None, adapter
+    from torchrl_moe.modules.backends.checkpoint import check_weights
+
     folder = stack.enter_context(model_folder(options.model))
+    check_weights(folder)
     config = config_of(folder)
     model = load(folder, "float32")
     if adapter is not None:
