@@ -39,10 +39,10 @@ def recorded(text: str) -> dict[str, str]:
 
 
 def listing(shown: Collection[str]) -> str:
-    """One row per benchmark: what it measures, and the pages with its figures; its own record, if that is ``shown``."""
+    """One row per benchmark: what it measures, and the pages with its results; its own record, if that is ``shown``."""
     pages = {page.name: page.read_text(encoding="utf-8") for page in sorted(PAGE.parent.glob("*.md")) if page != PAGE}
     pages["first_steps.md"] = (HERE.parent / "README.md").read_text(encoding="utf-8")  # which that page includes
-    lines = ["| benchmark | what it measures | figures |", "| --- | --- | --- |"]
+    lines = ["| benchmark | what it measures | results in |", "| --- | --- | --- |"]
     for name in names():
         mention = re.compile(rf"benchmarks/{name}\.py|ARGS=\"?{name}\b")
         links = [f"[{page.removesuffix('.md')}]({page})" for page, text in pages.items() if mention.search(text)]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 import re
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,8 +18,9 @@ import torchrl_moe
 
 ROOT = Path(__file__).resolve().parents[1]
 TUTORIALS, NOTEBOOKS = ROOT / "tutorials", ROOT / "docs" / "notebooks"
-REPOSITORY = os.environ.get("REPOSITORY_URL", "")
-"""The folder of the sources on the web, ``https://…/blob/main``; without it, the site has copies of linked sources."""
+PUBLISHED = tomllib.loads((TUTORIALS / "notebooks.toml").read_text(encoding="utf-8"))
+SOURCES = f"{PUBLISHED['repository']}/blob/{PUBLISHED['branch']}"
+"""Where links to files outside ``docs/`` lead."""
 
 project, author, copyright = "torchrl_moe", "torchrl_moe contributors", "torchrl_moe contributors"
 version = release = torchrl_moe.__version__
@@ -86,7 +87,7 @@ def link_sources(app: Sphinx, page: str, content: list[str], written_in: Path | 
             name = Path("docs", "notebooks", name.name)
         if name.parts[0] == "docs":
             return f"/{name.relative_to('docs')}{anchor}"
-        return f"{REPOSITORY}/{name}{anchor}" if REPOSITORY else f"path:/../{name}"
+        return f"{SOURCES}/{name}{anchor}"
 
     content[0] = LINK.sub(linked, content[0])
 

@@ -1,7 +1,7 @@
 """A toy task with verifiable answers: arithmetic as one-turn chats, over a vocabulary of single characters.
 
 The data is made here, nothing is downloaded; some problems are held out and never shown in training. Small enough that
-a tiny MoE learns it on a CPU in half a minute.
+a tiny MoE learns it on a CPU in a minute or two.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ MASKS = st.integers(2, 9).flatmap(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(mask=MASKS, data=st.data())
 def test_words_named_step_by_step_are_those_of_the_mask(mask: torch.Tensor, data: st.DataObject) -> None:
     """Two answers, sampled together; then cut in two and joined."""

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torchrl_moe.modules.backends.checkpoint import check_weights
+
 __all__ = ["EngineArguments", "arguments_of", "build_engine_args", "seeded"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -88,7 +90,8 @@ def arguments_of(engine_args: Any) -> dict[str, Any]:
 
     Raises:
         TypeError: no mapping.
-        ValueError: an argument that this engine has not, one that it cannot serve, or no model.
+        ValueError: an argument that this engine has not, one that it cannot serve, no model, or a folder without
+            weights.
     """
     if not isinstance(engine_args, Mapping):
         raise TypeError(
@@ -106,6 +109,7 @@ def arguments_of(engine_args: Any) -> dict[str, Any]:
     if not arguments.get("model"):
         raise ValueError("engine_args names no model: set 'model' to a folder or a hub name.")
     EngineArguments(**arguments)
+    check_weights(arguments["model"])
     return arguments
 
 
