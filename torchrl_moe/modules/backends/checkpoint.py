@@ -37,7 +37,8 @@ INDEX = "model.safetensors.index.json"
 
 
 def checkpoint_folder(model: str) -> str:
-    """Return the folder of a model that was given as one, or by a hub name: then vLLM has fetched it."""
+    """Return a model's folder: the path that was given, or for a hub name the snapshot that its engine has
+    downloaded."""
     if os.path.isdir(model):
         return model
     from huggingface_hub import snapshot_download

@@ -1,1 +1,2 @@
-"""An engine in a child process: its start, its socket, its end. It knows no engine, only its kind."""
+"""An engine in a child process: how it is started, reached and ended. Nothing here knows more of an engine than its
+kind."""
