@@ -141,7 +141,7 @@ class SyncReport:
 
 
 def _cells(entry: ReplicaSync, characters: int | None = None) -> tuple[str, ...]:
-    """Return a text for each of :data:`HEADER`, the last of at most so many characters."""
+    """Return a text for each of :data:`HEADER`, the last of at most ``characters`` characters."""
     times = (entry.fetched, entry.staged, entry.waited, entry.paused, entry.loaded)
     outcome = entry.error or _remarks(entry) or "ok"
     if characters is not None:

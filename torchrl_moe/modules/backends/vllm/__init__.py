@@ -1,1 +1,2 @@
-"""Replicas on vLLM: the only room that imports vllm. It holds no balancing, no queue of requests and no tensordict."""
+"""Replicas on vLLM; only this folder and ``_compat*`` import it. No balancing, no request queue, no tensordict is
+here."""

@@ -1,8 +1,9 @@
 """The shadow: a second model, into which new weights are loaded while the first generates; then both are swapped.
 
-vLLM itself builds the second model, once; it holds memory only while a version waits in it. Loading it is what vLLM
-does at start-up: checkpoint tensors into fresh parameters, then packing. A swap exchanges what the modules of the two
-*hold*, never the modules or parameters themselves:
+Why a second model: loading takes seconds, and during it a model cannot run. With a shadow, only the swap needs the
+pause. vLLM itself builds the second model, once; it holds memory only while a version waits in it. Loading it is what
+vLLM does at start-up: checkpoint tensors into fresh parameters, then packing. A swap exchanges what the modules of the
+two *hold*, never the modules or parameters themselves:
 
 .. code-block:: text
 
@@ -14,7 +15,12 @@ The storages of parameters and buffers and the packed handles of linear layers a
 module or parameter (a tied head, a router's correction bias, the route capture, vLLM's registry of layers) still refers
 to the model that generates. Exchanging the modules instead would leave each of these references at the old weights.
 
-After the swap the second model holds the old weights, so that a second swap undoes the first.
+After the swap the second model holds the old weights, so that a second swap undoes the first. What it holds, in order:
+
+.. code-block:: text
+
+    nothing -- load --> new weights -- swap --> old weights -- release --> nothing
+                                    <-- undo --
 
 Imported in vLLM's worker processes only.
 """
