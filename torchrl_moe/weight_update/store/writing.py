@@ -1,4 +1,4 @@
-"""What both kinds of store check before a byte is written: the folder's owner, its writer, and the tensors to come."""
+"""What both kinds of store check before a byte is written: the folder's owner, its writer, and the expected tensors."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def in_order(tensors: Iterable[tuple[str, Tensor]], kinds: Mapping[str, TensorKi
 
 @contextmanager
 def naming_full_disks(folder: Path, nbytes: int) -> Iterator[None]:
-    """Turn the error of a full disk into a WeightSyncError."""
+    """Turn the error of a full disk into a ``WeightSyncError``."""
     try:
         yield
     except OSError as error:
