@@ -37,8 +37,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def checkpoint_folder(model: str) -> str:
-    """Return a model's folder: the path that was given, or for a hub name the snapshot that its engine has
-    downloaded."""
+    """Return a model's folder: the path itself, or for a hub name the snapshot that the engine has downloaded."""
     if os.path.isdir(model):
         return model
     from huggingface_hub import snapshot_download

@@ -71,7 +71,6 @@ def _is_of_launcher(name: str) -> bool:
 
 
 def find_kind(module: str) -> EngineKind:
-    """Return the kind that a module describes. Only the module's name is sent to other machines, which call this
-    again."""
+    """Return the kind that a module describes; other machines get the module's name only, and call this there."""
     kind: EngineKind = importlib.import_module(module)
     return kind

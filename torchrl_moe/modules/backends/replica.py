@@ -84,8 +84,7 @@ class Request:
 
 
 def _restore(self: Any, state: tuple[Any, dict[str, Any]]) -> None:
-    """Restore an instance from pickle, also one of an older release: fields that it does not have get their
-    defaults."""
+    """Restore a pickled instance, also one of an older release: fields that it lacks get their defaults."""
     _, kept = state
     for one in fields(self):
         if one.name in kept:
@@ -174,8 +173,7 @@ class Completion:
 
 
 def nothing_yet(request: Request) -> Completion:
-    """Return the completion of a request that has generated nothing: what it resumes, or empty answers that count as
-    cut."""
+    """Return a request's completion before its first token: what it resumes, or empty answers that count as cut."""
     if request.resume is not None:
         return replace(request.resume, request_id=request.request_id)
     ids = np.empty(0, np.int64) if request.prompt_token_ids is None else request.prompt_token_ids.astype(np.int64)

@@ -68,8 +68,7 @@ class WeightOwner:
             )
 
     def why_not_swap(self, epoch: int, version: int, digest: str, staged: str) -> str:
-        """Return why a version may not be swapped in, or "": the claim is an older one, or another version was staged
-        last.
+        """Return why a version may not be swapped in, or "": the claim is old, or another version was staged last.
 
         Args:
             epoch: of the claim that the command goes with.

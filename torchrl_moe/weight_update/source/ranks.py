@@ -25,8 +25,7 @@ def from_first(value: int) -> int:
 
 
 def dtypes_of_first(dtypes: Sequence[torch.dtype | None]) -> list[torch.dtype | None]:
-    """Return the floating dtypes of rank 0, which alone knows what the engine takes; all ranks must call it, with as
-    many."""
+    """Return the floating dtypes of rank 0, which alone knows the engine's; all ranks must call it, with as many."""
     codes = _gathered([FLOATS.index(dtype) if dtype in FLOATS else FAILED for dtype in dtypes])[0]
     return [None if code == FAILED else FLOATS[code] for code in codes]
 

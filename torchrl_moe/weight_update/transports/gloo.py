@@ -86,8 +86,7 @@ class GlooTransport:
         self._changed = threading.Condition()  # of groups and edges
 
     def open(self, replica: Peer, timeout: float) -> None:
-        """Connect with a replica's workers, replacing an earlier group; those below other replicas connect to these
-        later.
+        """Connect with a replica's workers, replacing an earlier group; a replica below others connects to them later.
 
         Raises:
             SyncTimeout: they did not come in time.
@@ -160,8 +159,7 @@ class GlooTransport:
             edge.end()
 
     def stage(self, replica: Peer, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
-        """Send a version to a replica while it generates: from its parent in the tree if possible, else from the
-        trainer.
+        """Send a version to a replica while it generates: from its parent in the tree, or else from the trainer.
 
         Raises:
             SyncTimeout: it was not done in time.
@@ -263,8 +261,7 @@ class GlooTransport:
 
 
 class _Edge:
-    """Where a replica's workers meet the worker that sends to them, and their options. The meeting ends when this is
-    dropped."""
+    """Where a replica's workers meet the one that sends to them, and their options. It ends when this is dropped."""
 
     def __init__(self, place: Place, options: dict[str, Any], end: Callable[[dict[str, Any]], None]) -> None:
         self.place, self.options = place, options

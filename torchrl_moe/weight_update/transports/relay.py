@@ -91,9 +91,9 @@ class Relay:
         """Pass a version on in a thread, once it is here and the other side is ready.
 
         Args:
-            order: ``place``, the number of the replica that it goes to; the ``meeting`` with it, or ``None`` to stop
-                that transfer; ``world_size`` of the group, ``buffer_bytes``, ``timeout_seconds``, and the version's
-                ``digest``.
+            order: ``place``, the number of the receiving replica among this one's; the ``meeting`` with it, or ``None``
+                to stop that transfer; ``world_size`` of the group, ``buffer_bytes``, ``timeout_seconds``, and the
+                version's ``digest``.
         """
         place = int(order["place"])
         with self._changed:

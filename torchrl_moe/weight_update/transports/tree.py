@@ -1,5 +1,4 @@
-"""Which replica gets a version from which: the trainer sends to a few, and each of these to a few others. Sends
-nothing."""
+"""Which replica gets a version from which: the trainer sends to a few, each of these to a few others."""
 
 from __future__ import annotations
 

@@ -1,2 +1,1 @@
-"""An engine in a child process: how it is started, reached and ended. Nothing here knows more of an engine than its
-kind."""
+"""An engine in a child process: how it is started, reached and ended. Of an engine, only its kind is known here."""

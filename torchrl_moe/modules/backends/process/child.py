@@ -187,7 +187,7 @@ class Child:
         return self._launched.exception() is None and self.process.poll() is None
 
     def end(self) -> None:
-        """End the process and its whole group: ask, and kill after a grace period. Idempotent; all callers wait for the
+        """End the process and its group: ask it, kill them after a grace period. Idempotent; all callers wait for the
         end.
 
         Does nothing in a process that the driver forked, which runs Python's finalizers at its own end.
@@ -243,8 +243,7 @@ _held: set[socket.socket] = set()  # the engines' ends of sockets, while the eng
 
 
 def _close_held() -> None:
-    """Close them in a process that the driver forks: while it held an engine's end, that engine's death would not
-    show."""
+    """Close them in a process that the driver forks: while it held one, the death of that engine would not show."""
     for engine in _held:
         engine.close()
     _held.clear()

@@ -105,8 +105,7 @@ class EngineProgram(abc.ABC):
     def _described(self, error: BaseException) -> tuple[str, str]:
         """Return ``"value"`` if the caller is at fault, else ``"engine"``, and the message of an error.
 
-        An engine may wrap what it did not expect in a request in an error without a message; then the cause's is
-        returned.
+        An engine may wrap an unexpected error in one without a message; then the cause's message is returned.
         """
         cause = error if error.__cause__ is None or str(error) else error.__cause__
         if isinstance(cause, self._client_errors):
@@ -123,8 +122,7 @@ class EngineProgram(abc.ABC):
         task.add_done_callback(partial(self._send_result, number))
 
     async def _answer(self, method: str, kwargs: wire.Parcel) -> wire.Parcel:
-        """Run a command. Its arguments are decoded here, its value by the caller: a failure of either concerns only the
-        caller."""
+        """Run a command. Arguments are decoded here, the value by the caller: failures of both stay with the caller."""
         command = getattr(self, f"command_{method}", None)
         if command is None:
             known = sorted(name.removeprefix("command_") for name in dir(self) if name.startswith("command_"))
@@ -170,8 +168,7 @@ class EngineProgram(abc.ABC):
             await asyncio.sleep(WATCH_SECONDS)
 
     def _report_death(self) -> bool:
-        """Return whether the engine is dead; if so, tell the driver once, and end. Other errors only follow from
-        that."""
+        """Whether the engine is dead; then tell the driver once, and end. Other errors only follow from that."""
         death = "" if self._death_reported else self._death()
         if death:
             self._death_reported = True
@@ -234,8 +231,7 @@ async def _main(connection: Connection, driver_is_gone: Callable[[], bool], open
 
 
 def run_engine(connection: Connection, driver_is_gone: Callable[[], bool], open_engine: OpenEngine) -> None:
-    """Run the engine, then end the process, whatever still runs in it: engines leave threads behind, and the driver
-    waits.
+    """Run the engine, then end the process, whatever still runs in it: engines leave threads, and the driver waits.
 
     Args:
         connection: the socket to the driver.

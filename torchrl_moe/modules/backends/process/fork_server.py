@@ -238,8 +238,7 @@ _servers_lock = threading.Lock()
 
 
 def fork_server(module: str, environment: Mapping[str, str]) -> ForkServer:
-    """Return this process's server for a module and an environment, started if there is none; it may still be
-    importing.
+    """Return this process's server for a module and an environment, or start one; it may still be importing.
 
     A driver keeps two of them; a third closes the one that was asked for least recently.
 

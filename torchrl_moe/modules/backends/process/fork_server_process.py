@@ -233,8 +233,7 @@ def _set_title(title: str) -> None:
 
 
 def _threads() -> str:
-    """Return why this process may not fork, if it has other threads: a lock that one holds would stay locked in the
-    child.
+    """Return why this process may not fork, if it has more threads: a lock of theirs would stay locked in the child.
 
     A library that handles forks ends its threads before one, and starts them again when it needs them: OpenBLAS does,
     whose threads come with NumPy unless it is limited to one. So the threads are counted after a fork.
@@ -250,8 +249,7 @@ def _threads() -> str:
 
 @contextlib.contextmanager
 def _ends_with_driver(control: socket.socket, driver: int) -> Iterator[None]:
-    """End this process if the driver ends within the block. A timer signal checks that; a thread would forbid
-    forking."""
+    """End this process if the driver ends within the block. A timer checks that: a thread would forbid forking."""
 
     def look(*_: object) -> None:
         if _is_readable(driver):

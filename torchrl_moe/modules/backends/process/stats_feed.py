@@ -21,8 +21,7 @@ RATE_READINGS = 5  # the rate is that of the last second
 
 @dataclasses.dataclass(slots=True)
 class Load:
-    """What the engine reported at its last step, and counts since it started; :class:`ReplicaStats` explains most of
-    it.
+    """The engine's report of its last step, and counts since it started; :class:`ReplicaStats` explains most of it.
 
     ``tokens`` counts generated tokens as they are made, not when their request ends.
     """

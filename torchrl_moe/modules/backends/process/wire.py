@@ -111,8 +111,7 @@ def open_parcel(parcel: Parcel) -> Any:
 
 
 class Stream(Protocol):
-    """What messages are written to and read from: a ``multiprocessing.connection.Connection``, or one with its
-    methods."""
+    """Where messages are written and read: a ``multiprocessing.connection.Connection``, or one with its methods."""
 
     def send_bytes(self, buf: bytes | memoryview) -> None:
         """Write one frame."""

@@ -106,8 +106,7 @@ class ActorLink:
                 self._withdraw()
 
     def _dial(self) -> SealedConnection:
-        """Connect to the actor; one that is dying may have closed its port since it gave its address, and is asked
-        again."""
+        """Connect to the actor. A dying one may have closed its port since it gave its address, and is asked again."""
         for _ in range(REDIALS):
             try:
                 return dial(self._reach().address)
@@ -143,8 +142,7 @@ class ActorLink:
         return None
 
     def _place(self) -> Any:
-        """Return a new actor in a new group, both of which may wait for resources; ``None`` if another driver was
-        faster.
+        """Return a new actor in a new group; both may wait for resources. ``None`` if another driver was faster.
 
         The actor is made at once: without its name, nobody would find what a driver that is killed leaves behind.
 

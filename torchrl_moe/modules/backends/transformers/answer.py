@@ -191,8 +191,7 @@ class Answer:
             self._text = self._text[: start + (len(stop) if sampling.include_stop_str_in_output else 0)]
 
     def _match(self, begun: int) -> tuple[int, str] | None:
-        """Return the start of a stop string that ends after ``begun``, and the string: of several, the one that ends
-        first."""
+        """Return the start of the first stop string to end after ``begun``, and the string."""
         found = []
         for stop in self.sampling.stop:
             start = self._text.find(stop, max(begun - len(stop) + 1, 0))

@@ -258,8 +258,7 @@ class BatchDecoder:
 
 
 def _padded(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return ids ``[J, S]``, the shorter ones padded on the left with their own first token, and the mask of real
-    tokens."""
+    """Return ids ``[J, S]``, padded on the left with their own first tokens, and the mask of what is not a pad."""
     width = max(map(len, sequences))
     ids = torch.tensor([[one[0]] * (width - len(one)) + list(one) for one in sequences])
     mask = torch.tensor([[False] * (width - len(one)) + [True] * len(one) for one in sequences])

@@ -150,8 +150,7 @@ def _longest(model: Any, arguments: EngineArguments) -> int:
 
 
 def _same_angles(config: Any) -> int | None:
-    """Return the most tokens for which a longrope model rotates positions by the same angles; ``None`` for other
-    models."""
+    """Return the most tokens for which a longrope model rotates positions by the same angles; else ``None``."""
     rope = getattr(config, "rope_parameters", None) or {}
     parts = [part for part in (rope, *rope.values()) if isinstance(part, Mapping)]  # some have one for each layer type
     found = [part["original_max_position_embeddings"] for part in parts if part.get("rope_type") == "longrope"]

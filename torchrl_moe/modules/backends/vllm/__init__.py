@@ -1,2 +1,1 @@
-"""Replicas on vLLM; only this folder and ``_compat*`` import it. No balancing, no request queue, no tensordict is
-here."""
+"""Replicas on vLLM, which only this folder and ``_compat*`` import. There is no balancing and no tensordict here."""

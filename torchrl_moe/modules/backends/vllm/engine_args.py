@@ -26,8 +26,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def arguments_of(engine_args: Any) -> dict[str, Any]:
-    """Return engine arguments as keywords: a mapping as it is; of an ``EngineArgs``, the model and what differs from
-    defaults.
+    """Return engine arguments as keywords: a mapping as it is; of an ``EngineArgs``, the model and what is not default.
 
     Raises:
         TypeError: neither of the two.
@@ -58,8 +57,7 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def devices_per_replica(arguments: Mapping[str, Any]) -> int:
-    """Return the number of devices that one replica uses: tensor x pipeline x data parallel ranks. Experts share
-    these."""
+    """Return how many devices one replica uses: tensor x pipeline x data parallel ranks; experts add none."""
     ranks = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     return math.prod(int(arguments.get(name) or 1) for name in ranks)
 

@@ -342,8 +342,7 @@ class EngineRequests:
     # -- cutting requests short -------------------------------------------------------------------------------------
 
     def abort(self, request_ids: list[str]) -> None:
-        """Cut requests short. Repeated until they are gone: vLLM does not know a request while it tokenizes the
-        prompt."""
+        """Cut requests short; repeated until they are gone, since vLLM may still be taking a request in."""
         chosen = [self._open[name] for name in request_ids if name in self._open]
         for running in chosen:
             running.aborted = True

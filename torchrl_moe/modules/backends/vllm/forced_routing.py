@@ -1,5 +1,4 @@
-"""Recorded experts in a worker: the routers of a step follow them, row by row, and choose themselves where there are
-none.
+"""Recorded experts in a worker: the routers of a step follow them, row by row; where a row has none, they choose.
 
 A router runs its own code (scoring, bias, groups, normalisation, scaling); only its ``topk`` is answered, as the
 trainer's replay does it (:mod:`torchrl_moe.modules.replay.interception`). What vLLM recorded in a step is compared with

@@ -24,8 +24,7 @@ KEY = "torchrl_moe_scoring"
 
 
 def scoring_params(params: Any, scoring: Scoring, tokens: int) -> Any:
-    """Return vLLM's ``SamplingParams`` that ask for the log-probs of a prompt of ``tokens`` tokens, and for no
-    routes."""
+    """Return ``SamplingParams`` that ask for the log-probs of a prompt of ``tokens`` tokens, and for no routes."""
     params = params.clone()
     params.prompt_logprobs, params.flat_logprobs = 0, True
     params.routed_experts_prompt_start = tokens

@@ -62,8 +62,7 @@ class MoEScheduler(Scheduler):
         return bool(done)
 
     def _keep_rows(self, request: Any, blocks: Any) -> None:
-        """Keep the rows of the tokens delivered: ``[P + G - 1, L, K]``, since the row of the last token comes with the
-        next one."""
+        """Keep the rows of the tokens delivered: ``[P + G - 1, L, K]``; the last token's comes with the next token."""
         forced, total = forced_of(request), request.num_tokens - 1
         had = forced.rows if forced.is_recorded else None
         known = 0 if had is None else len(had)
@@ -103,8 +102,7 @@ class MoEScheduler(Scheduler):
         return output
 
     def _schedule_alone(self, request: Any) -> Any:
-        """Schedule a step of one request; the others are left out, like requests beyond vLLM's token budget of a
-        step."""
+        """Schedule a step of one request; the others are left out, like requests beyond a step's token budget."""
         if request not in self.running:
             while (victim := _compat_routing.victim_for(self, request)) is not None:
                 self.running.remove(victim)

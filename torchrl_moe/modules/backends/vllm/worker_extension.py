@@ -53,8 +53,7 @@ class WorkerExtension:
         torch.manual_seed(seed)
 
     def torchrl_moe_name_kept_words(self, on: bool = True) -> None:
-        """Report from now on which words sampling kept, for requests with log-probs; or stop that, to measure its
-        cost."""
+        """Report which words sampling kept, for requests with log-probs; or stop that, to measure its cost."""
         if on:
             _compat_sampling.fill_masks(self.model_runner, name_kept)
         else:
