@@ -34,7 +34,7 @@ class ReplicaSync:
         reason: why there was no shadow, or no copy on the replica's node.
         attempts: how often it was swapped.
         rejected: whether the replica itself refused the new weights; False if it died or did not answer.
-        unproved: why its new weights were not checked: no check was sent, or its answer was late.
+        unproved: why its new weights were not checked: no check was sent, or its result was late.
         error: why it does not hold the version; ``None`` if it does.
     """
 

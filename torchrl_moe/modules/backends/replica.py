@@ -248,7 +248,7 @@ class Replica(Protocol):
         That process gives the engine core ``core_seconds`` to answer a ping. If it is stuck itself, it never answers.
         """
 
-    # -- commands: each waits for the engine's answer -------------------------------------------------------------
+    # -- commands: each waits for the engine's reply --------------------------------------------------------------
 
     def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
         """Stop scheduling; ``mode`` says what happens to requests in flight."""
@@ -293,8 +293,8 @@ class Replica(Protocol):
 
         Args:
             name: of this driver, for messages.
-            takeover: whether to take them from another live driver; otherwise the claim is refused, and names the
-                owner.
+            takeover: whether to take them from another driver that is alive; otherwise the claim is refused, and names
+                the owner.
             timeout: in seconds.
         """
 

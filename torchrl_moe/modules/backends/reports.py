@@ -91,7 +91,7 @@ class SwapReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeReport:
-    """The health of an engine, as the process that owns it reports: the answer to the command ``probe``.
+    """The health of an engine, as the process that owns it reports: the reply to the command ``probe``.
 
     Attributes:
         core_answered: whether the engine core answered a ping in time; one in the middle of a long step does not.

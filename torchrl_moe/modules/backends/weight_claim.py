@@ -22,7 +22,7 @@ def this_process() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightClaim:
-    """The answer to a claim.
+    """The reply to a claim.
 
     Attributes:
         epoch: of this claim; 0 if it was refused.

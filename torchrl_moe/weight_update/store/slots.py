@@ -85,7 +85,7 @@ class WeightStoreWriter:
         protected: a version that is not overwritten; ``None`` for none.
 
     Raises:
-        WeightSyncError: the folder has a writer, or belongs to someone else.
+        WeightSyncError: the folder has a writer, or belongs to another user.
     """
 
     def __init__(self, folder: str | Path, lock_seconds: float = 60.0, slots: int = 2) -> None:

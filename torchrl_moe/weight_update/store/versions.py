@@ -114,7 +114,7 @@ class VersionsWriter:
         protected: a version that is not removed; ``None`` for none.
 
     Raises:
-        WeightSyncError: the folder has a writer, or belongs to someone else.
+        WeightSyncError: the folder has a writer, or belongs to another user.
     """
 
     def __init__(self, folder: str | Path, keep_versions: int = 2, *, delta: bool = False, fsync: bool = False) -> None:

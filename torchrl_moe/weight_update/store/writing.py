@@ -31,7 +31,7 @@ def own_folder(folder: Path) -> Path:
     """Create a folder that only its owner may enter, and return it; an existing one must be a store, or empty.
 
     Raises:
-        WeightSyncError: it belongs to someone else, or holds other things.
+        WeightSyncError: it belongs to another user, or holds other things.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()

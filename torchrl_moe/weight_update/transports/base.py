@@ -81,7 +81,7 @@ class Peer(Protocol):
 
 @contextmanager
 def asked(replica: Peer, manifest: Manifest, options: StageOptions, timeout: float) -> Iterator[Future[StageReport]]:
-    """Ask a replica to prepare a version, in a thread; the answer is a future inside the context."""
+    """Ask a replica to prepare a version, in a thread; its report is a future inside the context."""
     caller = ThreadPoolExecutor(1, thread_name_prefix="weight-stage")
     try:
         yield caller.submit(

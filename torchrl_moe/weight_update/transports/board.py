@@ -1,7 +1,7 @@
 """A board: what the ranks of a group leave for each other. Across hosts, only ranks that have a secret reach it.
 
-A replica gets the secret with its other commands. Each request is a connection of its own, in which both sides draw a
-nonce; request and response carry a MAC of both nonces and their own bytes, so that nothing can be forged, changed or
+A replica gets the secret with its other commands. Each query is a connection of its own, in which both sides draw a
+nonce; query and reply carry a MAC of both nonces and their own bytes, so that nothing can be forged, changed or
 replayed. They are authenticated, not encrypted.
 """
 
@@ -19,14 +19,14 @@ from typing import Any, Protocol
 
 __all__ = ["Board", "BoardServer", "RemoteBoard"]
 
-STRANGER_SECONDS = 10.0  # that a request may take in total
+STRANGER_SECONDS = 10.0  # that a query may take in total
 LEAST_SECONDS = 0.001
 MOST_VISITORS = 256  # at the same time
 STOP_SECONDS = 0.1  # that ending the server may take
 BACKLOG = 1024  # connections that wait to be accepted: all workers connect at the same time
 NONCE_BYTES = 32
 LENGTH_BYTES = 4
-MOST_BYTES = 1 << 16  # of a request or a response: their values are short
+MOST_BYTES = 1 << 16  # of a query or a reply: their values are short
 ASK, ANSWER = b"ask", b"answer"
 
 
@@ -79,7 +79,7 @@ class BoardServer(socketserver.ThreadingTCPServer):
 
 
 class _Visit(socketserver.BaseRequestHandler):
-    """One request."""
+    """One query."""
 
     server: BoardServer
 
@@ -110,7 +110,7 @@ class _Visit(socketserver.BaseRequestHandler):
 
 
 class RemoteBoard:
-    """A board of a server on another host: each request is a connection of its own, with its own authentication."""
+    """A board of a server on another host: each query is a connection of its own, with its own authentication."""
 
     def __init__(self, address: str, port: int, name: str, secret: bytes) -> None:
         self._where, self._name, self._secret = (address, port), name, secret
@@ -129,7 +129,7 @@ class RemoteBoard:
         return self._ask({"do": "check", "keys": keys}) == b"1"
 
     def _ask(self, question: dict[str, Any]) -> bytes:
-        """Return the server's answer.
+        """Return the server's reply.
 
         Raises:
             OSError: nothing answers, or the server has another secret.

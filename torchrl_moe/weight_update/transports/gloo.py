@@ -53,7 +53,7 @@ class GlooTransport:
     """Sends versions by broadcast, to each replica separately, from the trainer or from another replica.
 
     Args:
-        folder: of the weight store, whose slots are sent as they lie there.
+        folder: of the weight store, whose slots are sent as they are.
         address: where to meet; the replicas must reach it. Loopback by default, where they meet without a port.
         device: of the trainer; only the CPU has a meaning here.
         buffer_bytes: sent at a time; 64 MiB by default.

@@ -65,7 +65,7 @@ class NcclTransport:
     """Sends versions by NCCL.
 
     Args:
-        folder: of the weight store, whose slots are sent as they lie there.
+        folder: of the weight store, whose slots are sent as they are.
         address: where to meet, at ``port`` (0: a free one); the replicas must reach it. Loopback by default.
         device: the trainer's GPU.
         buffer_bytes: sent at a time; a larger tensor is sent alone.

@@ -127,7 +127,7 @@ class NcclGroup:
         def join() -> None:
             try:
                 joined.set_result(uid_init_process_group(unique_id, rank, world_size, device))
-            except BaseException as error:  # noqa: BLE001  raised by who waits for the future
+            except BaseException as error:  # noqa: BLE001  raised where the future is awaited
                 joined.set_exception(error)
 
         # a daemon: NCCL may never return, and then must not hold back the end of the process

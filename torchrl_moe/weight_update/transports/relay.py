@@ -85,7 +85,7 @@ class Relay:
     def _has(self, digest: str) -> bool:
         return self._held is not None and self._held[0] == digest
 
-    # -- to whom ----------------------------------------------------------------------------------------------------
+    # -- to which replicas ------------------------------------------------------------------------------------------
 
     def pass_on(self, order: Mapping[str, Any]) -> None:
         """Pass a version on in a thread, once it is here and the other side is ready.

@@ -72,7 +72,7 @@ class Launch:
 
     Args:
         server: the one that was asked.
-        status: the socket that its answers come on.
+        status: the socket that its replies come on.
     """
 
     def __init__(self, server: ForkServer, status: socket.socket) -> None:
@@ -98,7 +98,7 @@ class Launch:
             raise CannotFork(f"the fork server ended{self._server.how_it_ended()}") from error
         except OSError as error:
             status.close()
-            raise CannotFork(f"the fork server's answer cannot be read: {error}") from error
+            raise CannotFork(f"the fork server's reply cannot be read: {error}") from error
         except BaseException:
             status.close()
             raise

@@ -7,7 +7,7 @@ Started by :class:`~torchrl_moe.modules.backends.process.fork_server.ForkServer`
 engine's messages and touches no device. It ends with its driver, or when the driver closes the control socket, in
 either case after the processes that it forked.
 
-For requests see ``fork_request.py``. Answers, on a request's status socket: ``("refused", reason)``, or from the forked
+For requests see ``fork_request.py``. Replies, on a request's status socket: ``("refused", reason)``, or from the forked
 process ``("forked", pid)`` as soon as it is ready to run, and ``("ended", exit code)`` when it has ended.
 """
 
@@ -198,7 +198,7 @@ def _flush() -> None:
 
 
 def _tell(answers: Connection, *message: object) -> bool:
-    """Send an answer; false if its reader is gone."""
+    """Send a reply; false if its reader is gone."""
     try:
         answers.send(message)
     except OSError:

@@ -146,9 +146,9 @@ def receive(connection: Stream) -> Any:
 class Outbox:
     """Writes messages in its own thread, so that no sender waits for a stuck reader.
 
-    When the thread ends, for whatever reason, it hangs up: someone would wait for a message that was lost in silence.
-    It also hangs up when the reader falls too far behind: what waits is dropped, with a line in the log, and this side
-    reads end of file, as if the other side had gone.
+    When the thread ends, for whatever reason, it hangs up: the other side would wait for a message that was lost in
+    silence. It also hangs up when the reader falls too far behind: what waits is dropped, with a line in the log, and
+    this side reads end of file, as if the other side had gone.
 
     Args:
         connection: what to write to.

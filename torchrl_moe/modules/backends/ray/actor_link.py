@@ -1,8 +1,8 @@
 """A driver's end of a replica in a Ray cluster: finds its actor or places one, connects to it, and lets go of it.
 
-Each replica has a placement group of one bundle, so its devices lie on one node, as vLLM's ``mp`` executor wants. An
-actor of a service with a name is detached: it outlives its drivers, and Ray restarts it in its place when it dies.
-The others end with the driver that made them.
+Each replica has a placement group of one bundle, so its devices are on one node, as vLLM's ``mp`` executor needs. An
+actor of a service with a name is detached: it outlives its drivers, and Ray restarts it in its place when it dies. The
+others end with the driver that made them.
 """
 
 from __future__ import annotations

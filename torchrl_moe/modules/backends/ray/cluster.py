@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 ASK_SECONDS = 20.0
-MAKING_SECONDS = 2.0  # a live driver takes milliseconds between a group and its actor
+MAKING_SECONDS = 2.0  # between a group and its actor, a running driver takes milliseconds
 END_SECONDS = 15.0  # more than the engine processes get to end
 GONE_SECONDS = 10.0
 PLACED = "CREATED"  # Ray's state of a placement group that has its node

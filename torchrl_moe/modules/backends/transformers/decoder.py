@@ -36,7 +36,7 @@ COARSE = 0.1  # the same for other dtypes
 
 
 class BatchDecoder:
-    """Decodes with one model, which nobody else may use at the same time.
+    """Decodes with one model, which no other thread may use at the same time.
 
     Args:
         model: a causal language model of transformers, in eval mode.

@@ -1,6 +1,14 @@
 """The experts that a request follows, on their way to the workers: inside the request's ``SamplingParams``.
 
-vLLM hands ``extra_args`` on as they are, from its frontend to scheduler and workers, and drops them with the request.
+vLLM passes ``extra_args`` on unchanged, from its frontend to scheduler and workers, and drops them with the request. So
+rows need no message of their own, except those of a request that loses its cache and is read again: only the scheduler
+has what was recorded since.
+
+.. code-block:: text
+
+    engine process       scheduler (``schedulers.py``)           worker (``forced_routing.py``)
+    attach(params) ----> params: rows key the cache blocks ----> params: rows of a new request
+                         preempted: keep the recorded rows ----> in the step's message: rows of a resumed request
 
 Letters: P prompt tokens, L decoder layers, K experts per token.
 """

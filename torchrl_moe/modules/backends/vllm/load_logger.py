@@ -12,7 +12,7 @@ __all__ = ["LoadLogger"]
 
 
 class LoadLogger(StatLoggerBase):
-    """Keeps a :class:`Load`. Give vLLM its :meth:`factory`, which hands out this very object."""
+    """Keeps a :class:`Load`. Give vLLM its :meth:`factory`, which returns this very object."""
 
     def __init__(self) -> None:
         self.load = Load()

@@ -35,7 +35,7 @@ class EngineProbe:
         await asyncio.wait({ping}, timeout=seconds)
         answered = ping.done()
         if answered:
-            ping.exception()  # an error is an answer too
+            ping.exception()  # an error is a reply, too
             if self._ping is ping:
                 self._ping = None
         stopped, cpu_seconds = _what_they_do()

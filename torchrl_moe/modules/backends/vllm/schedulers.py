@@ -92,7 +92,7 @@ class MoEScheduler(Scheduler):
             output = super().schedule(*args, **kwargs)
         elif check.num_computed_tokens < check.num_tokens:
             output = self._schedule_alone(check)
-        else:  # its answer is on its way, and it takes nobody's place
+        else:  # its token is on its way, and it takes no request's place
             self.max_num_running_reqs += 1
             output = super().schedule(*args, **kwargs)
             self.max_num_running_reqs -= 1

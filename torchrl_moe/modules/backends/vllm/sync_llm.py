@@ -138,7 +138,7 @@ def _layout_of(llm: Any) -> RoutingLayout | None:
 
 
 def _check_answered(prompts: Sequence[Any], outputs: Sequence[Any]) -> None:
-    """Refuse outputs that are not, one by one, those of the prompts: vLLM hands out all that its engine had."""
+    """Refuse outputs that are not, one by one, those of the prompts: vLLM returns all that its engine had."""
     asked = [prompt.get("prompt_token_ids") for prompt in prompts]
     given = [output.prompt_token_ids for output in outputs]
     if len(asked) != len(given) or any(a is not None and list(a) != list(b) for a, b in zip(asked, given, strict=True)):
