@@ -2,8 +2,9 @@
 
 A router runs its own code (scoring, bias, groups, normalisation, scaling); only its ``topk`` is answered, as the
 trainer's replay does it (:mod:`torchrl_moe.modules.replay.interception`). What vLLM recorded in a step is compared with
-what was to be followed, and a difference ends the engine: no answer is delivered that followed something else. A step, as
-``_compat_routing.drive_routers`` calls it:
+what was to be followed, and a difference ends the engine: no answer is delivered that followed something else.
+
+``_compat_routing.drive_routers`` calls, in each step:
 
 .. code-block:: text
 
