@@ -289,7 +289,7 @@ def test_a_ray_worker_takes_an_engine_as_it_is_and_its_death_ends_no_replica(toy
     other = ray.remote(num_cpus=0)(Holder).remote(maker)
     answer, pid = ray.get(other.ask.remote([8]), timeout=120)
     assert answer == [9]
-    other.__ray_terminate__.remote()  # in peace, so that its own exit handlers run
+    other.__ray_terminate__.remote()  # cleanly, so that its own exit handlers run
     until(lambda: is_gone(pid))
     assert generate(maker, [2]) == [3]
 

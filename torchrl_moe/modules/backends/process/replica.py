@@ -358,7 +358,7 @@ def _receive(reference: weakref.ref[EngineReplica[Any]], child: Link) -> None:
                 replica._handle(*message)
                 del message, replica
     finally:
-        # end the group first: whoever learns of its death must find its memory free
+        # end the group first: a caller that learns of its death must find its memory free
         child.end()
         if (replica := reference()) is not None:
             replica._lost()
