@@ -25,7 +25,7 @@ __all__ = ["SealedConnection", "TamperedError"]
 LOG = logging.getLogger(__name__)
 NONCE_BYTES = 32
 NUMBER_BYTES = 8
-CHUNK_BYTES = 1 << 18  # that are sent before this side's MAC takes them, while the other side's does
+CHUNK_BYTES = 1 << 18  # that are sent before they go into the MAC, so that the other side can start on them
 TAG_BYTES = hashlib.sha256().digest_size
 ACTOR, DRIVER = b"actor", b"driver"
 

@@ -65,8 +65,7 @@ class WaitingLine:
             again: answers to be read again; they join before others.
 
         Returns:
-            As many as there is room for, and as one step may read, which is always one; those of ``again`` first, in
-            order.
+            As many as there is room for and one step may read, where one may always be read; those of ``again`` first.
         """
         joining: list[Answer] = []
         held, now, widest = [], time.monotonic(), 0
