@@ -1,1 +1,1 @@
-"""One file per claim. Each prints ratios against a peer or a limit that it measured in the same run."""
+"""One file per claim. Each prints ratios to a peer or a limit measured in the same run."""

@@ -1,9 +1,9 @@
-"""How much sooner batches come from ``AsyncLLMCollector`` than if generating and training take turns.
+"""How much faster ``AsyncLLMCollector`` delivers batches than alternating generation and training.
 
-Slots generate answers of log-normal lengths, and a trainer takes a batch of 16 groups of 8 and updates the weights,
-which holds generation up. The unit of time is the mean answer. Against taking turns: all answers of a batch, then the
-training, then the next. Two ways: an event simulation around the real :class:`Schedule`, to 512 replicas; and the real
-collectors, ours and TorchRL's, on a simulated clock over one fake engine.
+Slots generate answers of log-normal lengths; a trainer takes a batch of 16 groups of 8 and updates the weights, which
+blocks generation. The unit of time is the mean answer. The baseline is synchronous: all answers of a batch, then
+training, then the next batch. It is measured in two ways: in an event simulation around the real :class:`Schedule`,
+with up to 512 replicas; and with the real collectors, ours and TorchRL's, on a simulated clock over one fake engine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KNOWN = {
     "sigma 0.8, cap 2.6x": (1.93, 2.76, 2.88, 2.91, 3.62),
     "sigma 1, cap 8x": (2.05, 2.85, 3.26, 5.02, 5.52),
 }
-"""An independent simulation's speed over taking turns (2026-11-22), in the order of the cases."""
+"""The speed-up over synchronous training in an independent simulation (2026-11-22), in the order of the cases."""
 
 
 @dataclass
@@ -44,9 +44,9 @@ class Simulation:
 
     Args:
         schedule: decides which groups begin and which are trained.
-        sigma: of the lengths' logarithms.
+        sigma: standard deviation of the lengths' logarithms.
         cap: the longest length.
-        slots: answers that are generated at a time.
+        slots: number of answers generated at a time.
         train: time to train a batch.
         sync: time of a weight update, in which nothing is generated.
     """
@@ -98,7 +98,7 @@ class Simulation:
                 self.slots -= 1
                 length = min(self._rng.lognormal(-(self.sigma**2) / 2, self.sigma), self.cap)
                 group = self._waiting.popleft()
-                self._begun.setdefault(group, self.version)  # as its first answer begins
+                self._begun.setdefault(group, self.version)  # when its first answer begins
                 heapq.heappush(self._events, (max(self.now, self._paused_until) + length, 0, group))
             if not self.slots or not self.schedule.may_begin:
                 return
@@ -127,7 +127,7 @@ class Simulation:
 def in_turns(
     sigma: float, cap: float, slots: int, train: float, steps: int = 2000, groups: int = GROUPS, sync: float = SYNC
 ) -> float:
-    """Time per step if a batch is generated, then trained: answers begin as slots are free."""
+    """Time per step if a batch is generated, then trained; answers begin as slots become free."""
     rng = np.random.default_rng(1)
     spent = []
     for _ in range(steps):
@@ -174,18 +174,18 @@ def collectors(replicas: int) -> dict[str, Callable[[vLLMWrapper], Any]]:
 
 @dataclass
 class Timed:
-    """What a trainer saw."""
+    """Measurements of a trainer."""
 
     step: float
-    """Time of the clock per step."""
+    """Simulated time per step."""
     idle: float
     """Share of the time that the trainer waited."""
     age: int
-    """Weight updates since the oldest token of a batch."""
+    """Weight updates since the oldest token of each batch."""
 
 
 def train(make: Callable[[vLLMWrapper], Any], replicas: int, sigma: float, cap: float, steps: int, warm: int) -> Timed:
-    """Collect batches and pretend to train on them."""
+    """Collect batches and simulate training on them."""
     rng = np.random.default_rng(2)
     lengths = (min(rng.lognormal(-(sigma**2) / 2, sigma), cap) for _ in itertools.count())
     with FakeAsyncVLLM(replicas, layout=None, max_concurrent_requests=None) as engine, VirtualClock() as clock:
@@ -228,7 +228,7 @@ def on_a_simulated_clock(name: str, replicas: int, steps: int) -> list[Row]:
     ]
     for other, words in (("sync", "our LLMCollector"), ("TorchRL's", "TorchRL's LLMCollector")):
         speed = train(made[other], replicas, sigma, cap, max(steps // 3, 4), 1).step / ours.step
-        claim = f"{name}, {replicas} replicas: the real collector, S = 2, speed over {words}"
+        claim = f"{name}, {replicas} replicas: the real collector, S = 2, speed-up over {words}"
         rows.append(Row(claim=claim, value=f"{speed:.2f}", target=f">= {BAR}", met=speed >= BAR))
     return rows
 
@@ -244,13 +244,13 @@ def simulated(replicas: Sequence[int]) -> list[Row]:
             run = Simulation(Schedule(count * GROUPS, 2, "window"), sigma, cap, count * 128, 1.0)
             steps = max(STEPS // count, 20)
             speed = in_turns(sigma, cap, count * 128, 1.0, steps, count * GROUPS) / run.run(steps)
-            claim = f"{name}, {count} replicas, simulated: S = 2, window: speed over taking turns; trainer idle"
+            claim = f"{name}, {count} replicas, simulated: S = 2, window: speed-up over synchronous; trainer idle"
             rows.append(Row(claim=claim, value=f"{speed:.2f}; {run.idle:.2f}", target=f">= {BAR}", met=speed >= BAR))
     return rows
 
 
 def main() -> None:
-    """All cases; then how idle a trainer is that need not be; then more replicas, and the real collectors."""
+    """All cases; then the idle time of a trainer that need not wait; then more replicas, and the real collectors."""
     rows = []
     for name, (sigma, cap) in LENGTHS.items():
         turns = in_turns(sigma, cap, 128, 1.0)
@@ -258,7 +258,7 @@ def main() -> None:
             run = Simulation(Schedule(GROUPS, staleness, order), sigma, cap, 128, 1.0)
             speed = turns / run.run(STEPS)
             words = (
-                f"{name}: S = {staleness}, {order}: speed over taking turns (simulated elsewhere); trainer idle; age"
+                f"{name}: S = {staleness}, {order}: speed-up over synchronous (another simulation); trainer idle; age"
             )
             value = f"{speed:.2f} ({known:.2f}); {run.idle:.2f}; {max(run.ages)}"
             rows.append(Row(claim=words, value=value, target="within 5 %", met=abs(speed / known - 1) <= 0.05))

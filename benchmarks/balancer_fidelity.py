@@ -1,7 +1,8 @@
-"""Whether the simulator of ``balancer_quality`` tells the truth: its prefix-hit rate against that of real vLLM.
+"""Whether the simulator of ``balancer_quality`` is accurate: its prefix-hit rate against that of real vLLM.
 
 The same jobs, from the same seed, run on two replicas of a tiny model and on a simulated fleet of the same KV capacity
-and block size, both behind our balancer; with room for all prefixes, and with so little that most are evicted.
+and block size, both behind our balancer; once with room for all prefixes, and once with so little that most are
+evicted.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Real:
         return np.random.default_rng(name).integers(3, 250, tokens)
 
     async def work(self, jobs: Iterator[Job]) -> None:
-        """Take one job after the other until enough requests are over."""
+        """Run one job after another until enough requests are finished."""
         for job in jobs:
             for prompt, (name, tokens), pause in job.turns:
                 await asyncio.sleep(pause)

@@ -1,8 +1,8 @@
 """What choosing a replica costs: ours (select and lease) against TorchRL's ``LoadBalancer`` over real Ray actors.
 
 Both run their default hierarchy, prefix-aware and then requests, on the same 256-token prompts, in turns. TorchRL asks
-every actor for its load at every choice; ours counts. Its actors here do nothing but answer, so what is measured is
-the balancer and not an engine.
+every actor for its load at every choice; ours keeps counts. Its actors here do nothing but reply, so the balancer is
+measured and not an engine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TARGET_US, TARGET_RATIO = 20.0, 100.0
 
 
 class Prompts:
-    """Prompts that never end: token lists, each given ``repeat`` times."""
+    """An endless stream of prompts: token lists, each repeated ``repeat`` times."""
 
     def __init__(self, repeat: int) -> None:
         self._rng = random.Random(0)
@@ -36,7 +36,7 @@ class Prompts:
         return [self._rng.randrange(VOCABULARY) for _ in range(TOKENS)]
 
     def take(self, count: int) -> list[list[int]]:
-        """Return the next so many."""
+        """Return the next prompts."""
         taken = []
         for _ in range(count):
             if self._given == self._repeat:
@@ -47,7 +47,7 @@ class Prompts:
 
 
 class Ours:
-    """Our balancer, with a full house: each new request lets the oldest one go, outside the clock."""
+    """Our balancer at full load: each new request first releases the oldest one, which is not timed."""
 
     def __init__(self, num_replicas: int, repeat: int) -> None:
         self.balancer = LoadBalancer(list(range(num_replicas)))
@@ -83,7 +83,7 @@ class Theirs:
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
         self.balancer: Any = TorchRLBalancer([Actor.remote() for _ in range(2)])
         self.prompts = Prompts(1)
-        self.round()  # until here the actors start
+        self.round()  # a warm-up round, while the actors start
 
     def round(self) -> float:
         """Return the median microseconds of a choice."""
@@ -96,7 +96,7 @@ class Theirs:
 
 
 def rows_of(name: str, figures: Sequence[float]) -> Row:
-    """Return a row with the promise of every fleet."""
+    """Return a row with the target of every fleet."""
     return Row(
         claim=f"ours, select and lease, {name}, us",
         value=median_range(figures, 1),
@@ -106,7 +106,7 @@ def rows_of(name: str, figures: Sequence[float]) -> Row:
 
 
 def main() -> None:
-    """Let all take turns, round by round."""
+    """Run all balancers in turn, round by round."""
     theirs = Theirs()
     kinds = {"distinct prompts": 1, f"groups of {GROUP}": GROUP}
     ours = {(n, kind): Ours(n, repeat) for n in FLEETS for kind, repeat in kinds.items()}

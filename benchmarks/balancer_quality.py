@@ -1,10 +1,11 @@
 """How well requests are placed: throughput, prefix hits and evenness against eight rivals, on a simulated fleet.
 
-All are given the same jobs. Rivals that look at more than loads run twice: as they are, and seeing only the replicas
-that may take one more request within our load bound; the promise is made against the latter, and a row says how far
-beyond the bound the fastest of the former goes. Seeds are held out, and so are the parameters of all settings but the
-first: the balancer was made without them. The oracle knows what every cache really holds, and keeps the bound too.
-``balancer_fidelity`` holds the simulator against real vLLM. The table goes to ``runs/bench/balancer_quality.csv``.
+All get the same jobs. Rivals that use more than loads run twice: unmodified, and restricted to the replicas that may
+take one more request within our load bound. The target compares with the restricted ones, and a row says how far the
+fastest unmodified one exceeds the bound. Seeds are held out, and so are the parameters of all settings but the first:
+the balancer was developed without them. The oracle knows what every cache really holds, and also keeps the bound.
+``balancer_fidelity`` compares the simulator with real vLLM. The table is written to
+``runs/bench/balancer_quality.csv``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MANY_REPLICAS, MANY_REQUESTS = 1024, 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A fleet, what is asked of it, how many rollouts each replica has at a time, and the first run's seed."""
+    """A fleet, its workload, the number of concurrent rollouts per replica, and the seed of the first run."""
 
     spec: FleetSpec
     shape: Shape
@@ -59,7 +60,7 @@ SETTINGS: Mapping[str, Setting] = {
 
 
 def bound(mean: float) -> float:
-    """Return the largest load that a placement should make."""
+    """Return the largest load that a placement should cause."""
     return max(1.15 * mean, mean + 1.0)
 
 
@@ -82,12 +83,12 @@ def compare(name: str, workload: str, pool: ProcessPoolExecutor) -> dict[str, Ou
 
 
 def fastest(outcomes: Mapping[str, Outcome], names: Sequence[str]) -> str:
-    """Return who made the most tokens per second."""
+    """Return the policy with the most tokens per second."""
     return max(names, key=lambda name: outcomes[name].throughput)
 
 
 def cell_rows(where: str, outcomes: Mapping[str, Outcome]) -> list[Row]:
-    """Return what was promised of one cell."""
+    """Return the rows with targets of one cell."""
     ours, oracle = outcomes[OURS], outcomes["oracle"]
     best = fastest(outcomes, [name for name in outcomes if name not in OWN and name not in AFFINE])
     free = fastest(outcomes, list(AFFINE))
@@ -120,7 +121,7 @@ def cell_rows(where: str, outcomes: Mapping[str, Outcome]) -> list[Row]:
 
 
 class Timed(Ours):
-    """Ours, with a clock around what a request costs."""
+    """Our balancer, with the time of each request measured."""
 
     seconds: list[float]
 
@@ -138,7 +139,7 @@ class Timed(Ours):
 
 
 def many() -> list[Row]:
-    """A thousand replicas, a million requests."""
+    """Measure a thousand replicas with a million requests."""
     setting = Setting(
         spec=FleetSpec(replicas=MANY_REPLICAS), shape=Shape(template=100, question=(50, 250)), concurrency=16, seed=14
     )
@@ -163,7 +164,7 @@ def many() -> list[Row]:
 
 
 def write(table: Sequence[tuple[str, str, str, Outcome]]) -> None:
-    """Write every cell of every rival."""
+    """Write the results of every rival in every cell."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     with (RESULTS / "balancer_quality.csv").open("w", newline="") as file:
         writer = csv.writer(file)

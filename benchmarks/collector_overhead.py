@@ -1,7 +1,7 @@
-"""CPU per answer of ``AsyncLLMCollector`` against TorchRL's ``LLMCollector``, and over what is in flight.
+"""CPU time per answer of ``AsyncLLMCollector``, against TorchRL's ``LLMCollector`` and by number of answers in flight.
 
-Both collect the same groups of one turn, with one reward and one policy, from one engine: a fake one whose answers
-are ready, so what is measured is the way from prompt to row. CPU seconds of the whole process, rounds in turns.
+Both collect the same groups of one turn, with one reward and one policy, from one fake engine whose answers are ready,
+so the path from prompt to row is measured. CPU seconds are of the whole process; the contenders alternate.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class Length(Transform):
 
 
 def environment(count: int) -> EnvBase:
-    """So many samples, in groups."""
+    """Batches of a fixed number of samples, in groups."""
     env = DatasetChatEnv.from_dataloader(Questions(), repeats=GROUP, batch_size=(count,), tokenizer=TOKENIZER)
     return env.append_transform(Length()).append_transform(StepCounter(max_steps=1))
 
 
 def ready_answers() -> FakeAsyncVLLM:
-    """An engine that has made its one answer, with routes, before it is asked."""
+    """An engine that has its one answer, with routes, ready before the first request."""
     layout = RoutingLayout(num_layers=48, moe_layers=tuple(range(48)), top_k=8, num_experts=128)  # Qwen3-30B-A3B
     engine = FakeAsyncVLLM(max_concurrent_requests=None, layout=layout)
     made: list[Completion] = []
@@ -89,7 +89,7 @@ def ready_answers() -> FakeAsyncVLLM:
 
 
 def cost(batches: Iterator[Any], answers: int, count: int = BATCHES) -> float:
-    """Milliseconds of CPU per answer, over so many batches of so many answers."""
+    """Return the milliseconds of CPU per answer, over ``batches`` batches of ``size`` answers."""
     gc.collect()
     began = time.process_time()
     got = sum(batch.numel() for batch in islice(batches, count))
@@ -98,7 +98,7 @@ def cost(batches: Iterator[Any], answers: int, count: int = BATCHES) -> float:
 
 
 def against_torchrl(policy: vLLMWrapper) -> list[Row]:
-    """Rounds in turns, after one that warms up."""
+    """Alternating rounds, after a warm-up round."""
     answers = GROUP * GROUPS
     collectors: dict[str, Any] = {
         "ours": AsyncLLMCollector(environment(answers), policy=policy, dialog_turns_per_batch=answers, max_staleness=1),
@@ -130,27 +130,27 @@ def against_torchrl(policy: vLLMWrapper) -> list[Row]:
 
 
 def over_what_is_in_flight(policy: vLLMWrapper) -> list[Row]:
-    """One after another, batches of a half of what is in line; as many answers are begun as are given out."""
+    """One size after another; batches are half of the answers in flight, and each delivered answer starts another."""
     spent: dict[int, list[float]] = {}
     for count in IN_FLIGHT:
         size = count // 2
         collector = AsyncLLMCollector(environment(size), policy=policy, dialog_turns_per_batch=size, max_staleness=1)
         batches = iter(collector)
-        cost(batches, size, 2)  # fills the line
+        cost(batches, size, 2)  # fills the pipeline
         spent[count] = [cost(batches, size, max(IN_FLIGHT[-1] // count, 1)) for _ in range(3)]
         collector.shutdown()
     medians = [statistics.median(values) for values in spent.values()]
     growth = medians[-1] / medians[0]
     rows = [
-        Row(claim=f"{count} answers in line, CPU per answer, ms", value=median_range(values, 2))
+        Row(claim=f"{count} answers in flight, CPU per answer, ms", value=median_range(values, 2))
         for count, values in spent.items()
     ]
-    claim = f"CPU per answer, {IN_FLIGHT[-1]} in line / {IN_FLIGHT[0]}"
+    claim = f"CPU per answer, {IN_FLIGHT[-1]} in flight / {IN_FLIGHT[0]}"
     return [*rows, Row(claim=claim, value=f"{growth:.2f}", target=f"<= {FLAT}", met=growth <= FLAT)]
 
 
 def bytes_per_token(policy: vLLMWrapper) -> Row:
-    """Of a row's tensors, over id, log-prob, routes and version."""
+    """Compare the bytes of a row's tensors with those of id, log-prob, routes and version."""
     collector = AsyncLLMCollector(environment(GROUP), policy=policy)
     (batch,) = islice(collector, 1)
     collector.shutdown()
@@ -165,7 +165,7 @@ def bytes_per_token(policy: vLLMWrapper) -> Row:
     least = 8 + 4 + routes[0].numel() * routes.element_size() + 4
     value = held / tokens / least
     return Row(
-        claim=f"bytes a token of a row / {least}: id, log-prob, version, routes of 48 layers, top-8",
+        claim=f"bytes per token of a row / {least}: id, log-prob, version, routes of 48 layers, top-8",
         value=f"{value:.2f}",
         target="<= 1.2",
         met=value <= 1.2,

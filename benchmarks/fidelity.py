@@ -1,7 +1,7 @@
 """How far trainer and engine are apart on the same tokens, with the engine's experts replayed and with live routing.
 
-fp32 proves that routes, tokens and layers are mapped right; bf16 shows what replay is for. Real vLLM rollouts, scored
-teacher-forced by the stock transformers model of the same folder and dtype.
+fp32 proves that routes, tokens and layers are mapped correctly; bf16 shows the benefit of replay. Real vLLM rollouts
+are scored, teacher-forced, by the stock transformers model of the same folder and dtype.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What the table calls it."""
+        """Its name in the table."""
         sizes = ""
         if self.config:
             layers, experts = self.config["num_hidden_layers"], self.config["num_experts"]

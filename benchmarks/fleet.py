@@ -1,9 +1,9 @@
-"""What the service itself costs on a fleet: seconds, loop lag, memory of calls that wait, CPU per request.
+"""What the service itself costs on a fleet: time, event-loop lag, memory of waiting calls, CPU per request.
 
-The replicas are in this process and answer as they are asked: with an answer that is ready, so that the service is what
-is measured, or as fakes that make tokens up. What they cost is measured in the same run, by handing them the same
-requests without a service between. Lag is how late a task of the service's own loop is due each millisecond; the
-garbage collector is on, and its share is a row. Memory is measured in fresh processes.
+The replicas are in this process and answer at once: either with a prepared answer, so that only the service is
+measured, or as fakes that generate tokens. Their own cost is measured in the same run, by sending them the same
+requests without the service. Lag is how late a task in the service's event loop runs that is due every millisecond; the
+garbage collector is on, and its share is a separate row. Memory is measured in fresh processes.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def prompts_of(count: int) -> list[list[int]]:
 
 
 def forget(engine: FakeAsyncVLLM) -> None:
-    """Have the fakes drop what they keep of requests, and Python what nobody uses."""
+    """Make the fakes forget past requests, and collect garbage."""
     for replica in engine.replicas:
         replica.submitted.clear()
     gc.collect()
 
 
 def answer_at_once(engine: FakeAsyncVLLM) -> None:
-    """Have the fakes make nothing up."""
+    """Make the fakes return a prepared answer."""
     (made,) = engine.replicas[0].submit([Request(request_id="", sampling_params=PARAMS, prompt="a")])
     outputs = made.result().outputs
 
@@ -74,9 +74,9 @@ def answer_at_once(engine: FakeAsyncVLLM) -> None:
 
 
 class Heart:
-    """A task in the service's loop that wants to run each millisecond; how late it was, in ms.
+    """A task in the service's loop that is due every millisecond; records how late it ran, in ms.
 
-    It begins as the service asks a replica for the first time, which it does in its loop.
+    It starts when the service first calls a replica, which happens in its loop.
     """
 
     def __init__(self, replica: Any) -> None:
@@ -103,7 +103,7 @@ class Heart:
 
 
 class Collections:
-    """How long Python's garbage collector has held everything up."""
+    """How long Python's garbage collector has paused the process."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -119,7 +119,7 @@ class Collections:
 
 
 def speed(are_ready: bool) -> list[Row]:
-    """Many prompts over many replicas, whose answers are ready or are made up."""
+    """Many prompts over many replicas, whose answers are prepared or generated."""
     prompts, collections = prompts_of(PROMPTS), Collections()
     requests = [
         Request(request_id=str(i), sampling_params=PARAMS, prompt_token_ids=np.array(prompt, np.int32))
@@ -147,7 +147,7 @@ def speed(are_ready: bool) -> list[Row]:
             paused.append(collections.seconds - before)
             late.append(heart.late)
             del completions
-    name = f"{PROMPTS} prompts, {REPLICAS} {'replicas with an answer ready' if are_ready else 'fake replicas'}"
+    name = f"{PROMPTS} prompts, {REPLICAS} {'replicas with a prepared answer' if are_ready else 'fake replicas'}"
     p99 = [float(np.quantile(run, 0.99)) for run in late]
     return [
         Row(
@@ -157,19 +157,19 @@ def speed(are_ready: bool) -> list[Row]:
             met=statistics.median(through) <= SECONDS,
         ),
         Row(claim=f"{name}, through generate, CPU s", value=median_range(cpu)),
-        Row(claim=f"{name}, handed over without a service, s", value=median_range(direct)),
+        Row(claim=f"{name}, sent to replicas without a service, s", value=median_range(direct)),
         Row(
             claim=f"{name}, through generate / without a service",
             value=median_range([a / b for a, b in zip(through, direct, strict=True)]),
         ),
-        Row(claim=f"{name}, of generate: Python's garbage collector, s", value=median_range(paused)),
+        Row(claim=f"{name}, garbage collector's share of generate, s", value=median_range(paused)),
         Row(
             claim=f"{name}, lag of the service's loop, p99, ms",
             value=median_range(p99, 1),
             target=f"<= {LAG_MS:.0f}",
             met=statistics.median(p99) <= LAG_MS,
         ),
-        Row(claim=f"{name}, lag, longest, ms", value=median_range([max(run) for run in late], 0)),
+        Row(claim=f"{name}, lag of the service's loop, longest, ms", value=median_range([max(run) for run in late], 0)),
     ]
 
 
@@ -179,7 +179,7 @@ def resident() -> float:
 
 
 async def grown(begin: Callable[[list[int]], Any], all_wait: Callable[[], bool], go_on: Callable[[], None]) -> float:
-    """Begin many tasks, each with a prompt of its own; return how much memory they took as all waited, MB."""
+    """Start many tasks, each with its own prompt; return the memory that they take while all wait, in MB."""
     prompts = prompts_of(PARKED)
     gc.collect()
     before = resident()
@@ -193,7 +193,7 @@ async def grown(begin: Callable[[list[int]], Any], all_wait: Callable[[], bool],
 
 
 def parked(why: str) -> float:
-    """Return the memory of calls that wait because the service is full, or because no replica serves, MB."""
+    """Return the memory of calls that wait because the service is full, or because no replica serves, in MB."""
     with FakeAsyncVLLM(16, layout=None, max_concurrent_requests=1 if why == "full" else None) as engine:
         table = engine.replica_table
 
@@ -215,7 +215,7 @@ def parked(why: str) -> float:
 
 
 def raw(_: str) -> float:
-    """Return the memory of as many tasks that wait for a future each, MB."""
+    """Return the memory of as many tasks that each wait for a future, in MB."""
 
     async def main() -> float:
         loop = asyncio.get_running_loop()
@@ -234,7 +234,7 @@ def raw(_: str) -> float:
 
 
 def memory() -> list[Row]:
-    """What calls that wait take, each kind in a process of its own."""
+    """Measure the memory of waiting calls, each kind in its own process."""
     rows = []
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         least = pool.apply(raw, ("",))
@@ -252,7 +252,7 @@ def memory() -> list[Row]:
 
 
 def growth() -> list[Row]:
-    """CPU of this process per request, of small and large fleets in turns."""
+    """Measure the CPU time of this process per request, alternating small and large fleets."""
     prompts = prompts_of(BATCH)
     engines = {count: FakeAsyncVLLM(count, layout=None) for count in FLEETS}
     micro: dict[int, list[float]] = {count: [] for count in FLEETS}

@@ -1,11 +1,11 @@
-"""What a weight update costs with 16 to 1024 replicas, and what a tree saves where the trainer's link is the limit.
+"""What a weight update costs with 16 to 1024 replicas, and what a tree saves if the trainer's link is the bottleneck.
 
-The sender is the real one, the replicas are fakes in this process that take as long to prepare and to swap a version as
-they are told to. The limit is what these waits alone add up to, with all that may continue at the same time: replicas
-prepare together, and an eighth of them is swapped at a time. CPU is this process's, fakes included.
+The sender is the real one; the replicas are fakes in this process with given times to stage and to swap a version. The
+limit is the critical path of these times alone: all replicas stage at once, and an eighth of them is swapped at a time.
+CPU time is of this process, fakes included.
 
-The links are simulated: gloo moves the bytes for real, and every sender, the trainer or a replica, first waits as long
-as its own link would take, one transfer after another.
+The links are simulated: gloo really moves the bytes, and every sender, the trainer or a replica, first waits as long as
+    its own link would take, one transfer after another.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from torchrl_moe.weight_update.transports.relay import Relay
 FLEETS, ROUNDS = (16, 64, 256, 1024), 3
 STAGE_SECONDS, SWAP_SECONDS, WAVES = 0.5, 0.1, 8
 LINKED, LINK_ROUNDS = (16, 64, 128), 3
-NBYTES, LINK_SECONDS = 1 << 20, 0.05  # of a version, and how long a link takes for it
-TREE_TARGET = 3.0  # times that 64 copies from the trainer take longer
+NBYTES, LINK_SECONDS = 1 << 20, 0.05  # size of a version, and its transfer time over a link
+TREE_TARGET = 3.0  # factor by which 64 copies from the trainer take longer
 
 
 class Threads:
-    """The most threads that this process had at a time, looked at whenever a replica is asked for something."""
+    """The greatest number of threads of this process, sampled at every call of a replica."""
 
     def __init__(self) -> None:
         self.most = 0
@@ -44,7 +44,7 @@ class Threads:
 
 
 def waiting(seconds: float) -> Any:
-    """Return a hook of a fake's command that lets it take this long."""
+    """Return a hook that makes a fake's command take this long."""
 
     def wait(_: int) -> None:
         time.sleep(seconds)
@@ -78,7 +78,7 @@ def updates(count: int) -> dict[str, list[float]]:
 
 
 def growing() -> list[Row]:
-    """Return what updates of fleets of several sizes cost."""
+    """Return the costs of updates for several fleet sizes."""
     rows, least, limit = [], None, STAGE_SECONDS + WAVES * SWAP_SECONDS
     for count in FLEETS:
         found = updates(count)
@@ -89,17 +89,17 @@ def growing() -> list[Row]:
         rows += [
             Row(claim=f"{name}: seconds of an update", value=median_range(found["seconds"])),
             Row(
-                claim=f"{name}: the same / what the replicas alone take ({limit:.1f} s)",
+                claim=f"{name}: the same / the replicas' time alone ({limit:.1f} s)",
                 value=median_range([seconds / limit for seconds in found["seconds"]]),
             ),
             Row(claim=f"{name}: CPU of the driver per replica, ms", value=median_range(_per_replica(found, count))),
-            Row(claim=f"{name}: threads at most", value=f"{max(found['threads']):.0f}"),
+            Row(claim=f"{name}: most threads", value=f"{max(found['threads']):.0f}"),
             Row(claim=f"{name}: seconds to open them", value=f"{found['opened'][0]:.2f}"),
         ]
         if count > FLEETS[0]:
             rows.append(
                 Row(
-                    claim=f"{name}: time / that of {FLEETS[0]}, of {bigger:.0f} times as many",
+                    claim=f"{name}: time / that of {FLEETS[0]} replicas (this fleet is {bigger:.0f} times as large)",
                     value=f"{times:.2f}",
                     target=f"< {bigger:.0f}",
                     met=times < bigger,
@@ -113,7 +113,7 @@ def _per_replica(found: dict[str, list[float]], count: int) -> list[float]:
 
 
 class Links:
-    """One link for each sender; ``sent`` counts what has left the trainer."""
+    """One link for each sender; ``sent`` counts the copies that have left the trainer."""
 
     def __init__(self) -> None:
         self.sent = 0
@@ -123,7 +123,7 @@ class Links:
 
     @contextmanager
     def laid(self) -> Iterator[None]:
-        """Let all transfers go over the links."""
+        """Route all transfers over the links."""
         broadcast, pass_on = GlooGroup.broadcast, Relay._pass_on
 
         def slow(group: GlooGroup, *args: Any) -> None:
@@ -167,7 +167,7 @@ def over_links(count: int, fan_out: int | None) -> tuple[list[float], int]:
 
 
 def trees() -> list[Row]:
-    """Return what passing on saves."""
+    """Return rows that compare the tree with separate copies."""
     rows = []
     for count in LINKED:
         (tree, left), (copies, all_left) = over_links(count, None), over_links(count, count)
@@ -177,9 +177,9 @@ def trees() -> list[Row]:
         rows += [
             Row(claim=f"{name}: copies that leave the trainer, in a tree / without", value=f"{left} / {all_left}"),
             Row(claim=f"{name}: seconds in a tree", value=median_range(tree)),
-            Row(claim=f"{name}: seconds of a copy for each", value=median_range(copies)),
+            Row(claim=f"{name}: seconds with a copy for each replica", value=median_range(copies)),
             Row(
-                claim=f"{name}: a copy for each / a tree",
+                claim=f"{name}: a copy for each replica / a tree",
                 value=f"{middle:.2f}",
                 target=f">= {TREE_TARGET:.0f}" if promised else "",
                 met=middle >= TREE_TARGET if promised else None,

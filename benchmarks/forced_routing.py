@@ -1,13 +1,13 @@
-"""What it is worth, and what it costs, that an engine follows recorded experts.
+"""What forced routing gains, and what it costs: an engine that follows recorded experts.
 
-Worth: a partial rollout over a weight change. Its first half was sampled by the old weights, the second half by the new
-ones, which read the first half again: as they route it, or by the experts it was sampled with. A trainer replays the
-rows that were recorded first (R3). By how far its log-probs of the second half are from the engine's, and in how many
-rows the new weights would choose other experts than those recorded.
+Gain: a partial rollout across a weight change. The first half is sampled by the old weights, the second half by the new
+    ones, which prefill the first half again: with their own routing, or with the experts that it was sampled with. A
+    trainer replays the rows that were recorded first (R3). The rows say how far its log-probs of the second half are
+    from the engine's, and in how many rows the new weights would choose other experts than those recorded.
 
-Cost: seconds of reading 2048 tokens with given experts over without, and of generating with the hook in place over
-without it, in pairs, beside pairs without any difference; and what a worker holds of requests under way. A model with
-enough to compute that a step is no overhead.
+Cost: the time to prefill 2048 tokens with given experts relative to without, and the speed of generation with the hook
+    installed relative to without it, in pairs, next to control pairs that do not differ; and the memory that a worker
+    holds for running requests. The model is large enough that a step is not dominated by overhead.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from torchrl_moe.weight_update import VLLMWeightSyncScheme
 HALF, PROMPTS, PROMPT_TOKENS = 64, 12, 24
 BOUND, GAIN = 1e-5, 100.0
 LONG, REQUESTS, TOKENS, HELD = 2048, 16, 32, 4
-READ_PAIRS, WRITE_PAIRS = 30, 120  # a short generation varies by a quarter on a shared machine
+READ_PAIRS, WRITE_PAIRS = 30, 120  # the time of a short generation varies by a quarter on a shared machine
 PREFILL, DECODE = 1.05, 0.97
 
 
@@ -61,7 +61,7 @@ def engine_of(folder: Path, dtype: str, length: int) -> AsyncVLLM:
 
 @torch.no_grad()
 def change(model: PreTrainedModel, scale: float) -> None:
-    """Move every weight by a share of its spread."""
+    """Perturb every weight by a fraction of its spread."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -69,13 +69,13 @@ def change(model: PreTrainedModel, scale: float) -> None:
 
 
 def first_half(completion: Completion) -> Completion:
-    """As if a weight update had cut it there."""
+    """Return an answer as if a weight update had interrupted it there."""
     (output,) = completion.outputs
     return replace(completion, outputs=[replace(output, finish_reason="abort")])
 
 
 def worth(words: str, dtype: str, scale: float, **config: Any) -> list[Row]:
-    """One model, one weight change; the same first halves read again in both ways."""
+    """One model, one weight change; the same first halves are prefilled again in both ways."""
     with tempfile.TemporaryDirectory() as name:
         folder = save_tiny_moe(Path(name), "qwen3_moe", dtype=getattr(torch, dtype), **config)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
@@ -109,7 +109,7 @@ def worth(words: str, dtype: str, scale: float, **config: Any) -> list[Row]:
                 batch = lazy_stack([policy.answer(one, whole) for one, whole in zip(requests, wholes, strict=True)])
                 off = tail_gap(batch, actor)
                 means[how] = float(off.mean())
-                claim = f"{words}, weights changed by {scale:.1%}, re-read {how}: |dlogp| of the tail, mean; max"
+                claim = f"{words}, weights changed by {scale:.1%}, re-prefilled {how}: |dlogp| of the tail, mean; max"
                 exact = how == "forced" and dtype == "float32"
                 rows.append(
                     Row(
@@ -133,7 +133,7 @@ def worth(words: str, dtype: str, scale: float, **config: Any) -> list[Row]:
 
 
 def other_experts(words: str, engine: AsyncVLLM, firsts: Sequence[Completion]) -> Row:
-    """In how many rows the weights of now choose other experts for the first halves."""
+    """Return in how many rows the current weights choose other experts for the first halves."""
     parts = [part for first in firsts if (part := first.outputs[0].routed_experts) is not None]
     again = engine.generate(
         prompt_token_ids=[[*first.prompt_token_ids, *first.outputs[0].token_ids[:-1].tolist()] for first in firsts],
@@ -144,7 +144,7 @@ def other_experts(words: str, engine: AsyncVLLM, firsts: Sequence[Completion]) -
     routed = [part for one in again if (part := one.outputs[0].routed_experts) is not None]
     pairs = zip(parts, routed, strict=True)
     others = np.concatenate([(np.sort(was, -1) != np.sort(now[: len(was)], -1)).any(-1).ravel() for was, now in pairs])
-    return Row(claim=f"{words}: rows whose experts are others", value=f"{others.mean():.1%} of {others.size}")
+    return Row(claim=f"{words}: rows with other experts", value=f"{others.mean():.1%} of {others.size}")
 
 
 def tail_gap(batch: TensorDictBase, actor: TransformersWrapper) -> torch.Tensor:
@@ -159,7 +159,7 @@ def tail_gap(batch: TensorDictBase, actor: TransformersWrapper) -> torch.Tensor:
 
 
 def paired(one: Callable[[], float], other: Callable[[], float], pairs: int) -> list[float]:
-    """Ratios of seconds, of runs side by side in either order."""
+    """Ratios of seconds, of paired runs in alternating order."""
     ratios = []
     for i in range(pairs):
         order = (one, other) if i % 2 else (other, one)
@@ -176,7 +176,7 @@ def interval(values: Sequence[float]) -> str:
 
 
 def cost() -> list[Row]:
-    """Reading with given experts, generating without any."""
+    """Measure prefill with given experts, and generation without any."""
     with tempfile.TemporaryDirectory() as name:
         config: dict[str, Any] = {**deep(8), "max_position_embeddings": 4096}
         folder = save_tiny_moe(Path(name), "qwen3_moe", **config)
@@ -186,7 +186,7 @@ def cost() -> list[Row]:
             held = memory(engine, rows)
     return [
         Row(
-            claim=f"reading {LONG} tokens: seconds with given experts, its own / as routed",
+            claim=f"prefill of {LONG} tokens: seconds with its own experts given / as routed",
             value=interval(reading),
             target=f"<= {PREFILL}",
             met=statistics.median(reading) <= PREFILL,
@@ -197,13 +197,13 @@ def cost() -> list[Row]:
             target=f">= {DECODE}",
             met=statistics.median(generating) >= DECODE,
         ),
-        Row(claim="the same with the hook / with the hook: what the machine does alone", value=interval(null)),
+        Row(claim="control, with the hook / with the hook: noise of the machine", value=interval(null)),
         held,
     ]
 
 
 def read_pairs(engine: AsyncVLLM) -> tuple[np.ndarray[Any, Any], list[float]]:
-    """Rows of a prompt, and ratios. Given experts are the router's own: others would load the kernels otherwise."""
+    """Rows of a prompt, and ratios. Given experts are the router's own: others would load the kernels differently."""
     ids = np.random.default_rng(0).integers(0, 256, LONG).tolist()
     layout = engine.routing_layout
     assert layout is not None
@@ -230,7 +230,7 @@ def read_pairs(engine: AsyncVLLM) -> tuple[np.ndarray[Any, Any], list[float]]:
 
 
 def write_pairs(engine: AsyncVLLM, base: bool) -> list[float]:
-    """Ratios of tokens per second, of the hook in place over ``base``. It is in place before and after."""
+    """Ratios of tokens per second, with the hook installed over ``base``. It is installed before and afterwards."""
     ids = np.random.default_rng(1).integers(0, 256, (REQUESTS, 12)).tolist()
     params = {"max_tokens": TOKENS, "ignore_eos": True, "detokenize": False}
 
@@ -247,7 +247,7 @@ def write_pairs(engine: AsyncVLLM, base: bool) -> list[float]:
 
 
 def bytes_held(_saved: Mapping[str, torch.Tensor], _model: torch.nn.Module) -> tuple[int, int]:
-    """Return, in a worker: how many requests follow rows, and the bytes of all memory that has rows in it."""
+    """Return, in a worker, the number of requests that follow rows, and the bytes of all memory that holds rows."""
     from torchrl_moe.modules.backends.vllm.forced_routing import ForcedRouting
 
     buffers: dict[int, int] = {}
@@ -265,7 +265,7 @@ def bytes_held(_saved: Mapping[str, torch.Tensor], _model: torch.nn.Module) -> t
 
 
 def memory(engine: AsyncVLLM, rows: np.ndarray[Any, Any]) -> Row:
-    """What a worker holds of requests under way."""
+    """Measure the memory that a worker holds for running requests."""
     ids = np.random.default_rng(0).integers(0, 256, LONG).tolist()
     half = rows[: LONG // 2]
     with ThreadPoolExecutor(1) as pool:
@@ -282,7 +282,7 @@ def memory(engine: AsyncVLLM, rows: np.ndarray[Any, Any]) -> Row:
             requests, held = found
         running.result()
     return Row(
-        claim=f"bytes that a worker holds of {requests} requests with {len(half)} rows of {rows.shape[1]} layers, "
+        claim=f"bytes that a worker holds for {requests} requests with {len(half)} rows of {rows.shape[1]} layers, "
         f"top-{rows.shape[2]} / of the rows",
         value=f"{held / (HELD * half.nbytes):.2f} ({held} bytes)",
         target="1",

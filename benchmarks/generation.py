@@ -1,8 +1,8 @@
 """Tokens per second of ``vLLMWrapper`` -> TensorDict against raw ``AsyncLLM``, and against TorchRL's own pair.
 
-Same model, same engine arguments, same sampling parameters (routes and log-probs on), same prompts; the contenders
-take turns within each round, and the ratios are taken round by round. Engines that wait for their turn are stopped. The
-raw engine lives in this process and is awaited the way vLLM's examples do it; nothing is made of its outputs.
+Same model, same engine arguments, same sampling parameters (routes and log-probs on), same prompts; the contenders take
+turns within each round, and ratios are computed per round. Engines that wait for their turn are stopped. The raw engine
+runs in this process and is awaited as in vLLM's examples; its outputs are not processed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Contender = Callable[[torch.Tensor], Any]
 
 
 class RawEngine:
-    """``AsyncLLM`` in this process, on an event loop of its own."""
+    """``AsyncLLM`` in this process, on its own event loop."""
 
     def __init__(self, path: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -103,13 +103,13 @@ def torchrl_pair(path: str) -> tuple[Contender, Contender, Callable[[], None]]:
     from torchrl.modules.llm import vLLMWrapper
     from torchrl.modules.llm.backends.vllm import AsyncVLLM
 
-    # its placement groups ask for a GPU; the CPU engine never looks at it
+    # its placement groups request a GPU, which the CPU engine never uses
     ray.init(num_cpus=2, num_gpus=1, include_dashboard=False, runtime_env={"env_vars": SETTINGS}, log_to_driver=False)
     engine = AsyncVLLM.from_pretrained(
         path, compile=False, verbose=False, distributed_executor_backend="uni", disable_log_stats=True, **ENGINE
     )
     policy = vLLMWrapper(engine, input_mode="tokens", generate_kwargs={**SAMPLING, "prompt_logprobs": None})
-    # what a user writes; log-probs of prompts are then asked for too, which no loss reads
+    # a user's settings; they also request log-probs of prompts, which no loss reads
     asked = {name: SAMPLING[name] for name in ("max_tokens", "temperature", "ignore_eos")}
     shipped = vLLMWrapper(engine, input_mode="tokens", generate_kwargs=asked)
 
@@ -125,7 +125,7 @@ def torchrl_pair(path: str) -> tuple[Contender, Contender, Callable[[], None]]:
 
 
 def wrapper_input(prompts: torch.Tensor, input_mode: str) -> TensorDict:
-    """Return prompts as a wrapper reads them; chats and texts hold the same tokens' characters."""
+    """Return prompts as a wrapper reads them; chats and texts hold the characters of the same tokens."""
     from torchrl.data.llm import History
     from torchrl.modules.llm.policies import ChatHistory, Tokens
 
@@ -140,7 +140,7 @@ def race(contenders: dict[str, Contender], processes: dict[str, set[psutil.Proce
     """Let the contenders take turns on fresh prompts; return tokens per second, round by round.
 
     Args:
-        contenders: by name; what stands before the comma is the engine's.
+        contenders: by name; the part before the comma names the engine.
         processes: of each engine, to stop them while others run.
     """
     generator = torch.Generator().manual_seed(0)

@@ -9,7 +9,7 @@ from benchmarks.report import Row, finish, median_range
 
 PAIRS = 10
 TARGET_MS = 50.0
-# Both interpreters load torch and tensordict; the clock runs over what comes after.
+# Both interpreters load torch and tensordict; only what follows is timed.
 PROBE = """
 import time, torch, tensordict
 started = time.perf_counter()

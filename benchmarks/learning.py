@@ -1,8 +1,8 @@
-"""Does it learn, and does replay help? Five seeds in turns and asynchronously, and faults that checks must notice.
+"""Does it learn, and does replay help? Five seeds, synchronous and asynchronous, and faults that checks must notice.
 
-``python -m benchmarks.learning [--steps N] [--seeds N]``. Each run starts an engine of its own; all curves go to
-``runs/bench/learning.png``. Faults are looked for in a smaller float32 run: only where trainer and engine agree to
-rounding is every disagreement a fault.
+``python -m benchmarks.learning [--steps N] [--seeds N]``. Each run starts its own engine; all curves go to
+``runs/bench/learning.png``. Faults are tested in a smaller float32 run: only if trainer and engine agree to rounding is
+every disagreement a fault.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "tutorials/grpo/train.py"
 RISE, RISE_HELD_OUT, SECONDS, DLOGP_BOUND = 0.4, 0.1, 180.0, 1e-3
 QWEN3 = ("rollout.temperature=0.6", "rollout.top_p=0.95", "rollout.top_k=20")
-"""The sampling that Qwen3's card asks for."""
+"""The sampling settings that Qwen3's model card recommends."""
 FAULTS = {
     **{
         name: f"hooks=[torchrl_moe.testing.faults:{name}]"
@@ -31,7 +31,7 @@ FAULTS = {
 }
 ARMS = {"in turns": "tiny_cpu", "asynchronous": "tiny_async"}
 SLACK = 0.05
-"""What the asynchronous arm may lack in reward after the same tokens."""
+"""The reward that the asynchronous arm may fall short by, after the same tokens."""
 MISMATCH = ("dlogp_live", "dlogp_mean", "agreement")
 ABOVE = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}
 Rows = list[dict[str, str]]
@@ -58,7 +58,7 @@ def column(rows: Rows, name: str) -> list[float]:
 
 
 def rise(rows: Rows, name: str = "reward") -> float:
-    """Return the mean of the last five cells less that of the first five."""
+    """Return the mean of the last five cells minus that of the first five."""
     values = column(rows, name)
     edge = min(5, len(values) // 2)
     if not edge:
@@ -110,7 +110,7 @@ def draw(runs: dict[str, Rows]) -> None:
 
 
 def held_out_gain(rows: Rows) -> float:
-    """Return the last evaluation less the first, which comes before any step."""
+    """Return the last evaluation minus the first, which comes before any step."""
     values = column(rows, "held_out_reward")
     return values[-1] - values[0]
 
@@ -121,7 +121,7 @@ def removed(rows: Rows) -> float:
 
 
 def seed_rows(runs: list[Rows], seconds: list[float]) -> list[Row]:
-    """Say how the seeds did, in turns."""
+    """Return the rows of the seeds, trained synchronously."""
     rises, gains = [rise(rows) for rows in runs], [held_out_gain(rows) for rows in runs]
     last = statistics.median(column(rows, "held_out_reward")[-1] for rows in runs)
     means = {name: statistics.median(statistics.mean(column(rows, name)) for rows in runs) for name in MISMATCH}
@@ -153,7 +153,7 @@ def steps_seconds(rows: Rows) -> float:
 
 
 def arm_rows(arms: dict[str, list[Rows]]) -> list[Row]:
-    """Compare training in turns with asynchronous training, seed by seed, after the same steps."""
+    """Compare synchronous with asynchronous training, seed by seed, after the same steps."""
     ours, others = arms["in turns"], arms["asynchronous"]
     pairs = list(zip(ours, others, strict=True))
     gaps = [last_reward(other) - last_reward(one) for one, other in pairs]
@@ -170,7 +170,7 @@ def arm_rows(arms: dict[str, list[Rows]]) -> list[Row]:
     return [
         *found,
         Row(
-            claim="reward, asynchronous less in turns, after the same steps",
+            claim="reward, asynchronous minus synchronous, after the same steps",
             value=f"{median_range(gaps)}; held out {median_range(held_out)}; tokens of a run {median_range(tokens, 0)}",
             target=f"median >= -{SLACK}",
             met=statistics.median(gaps) >= -SLACK,
@@ -188,7 +188,7 @@ def _bar(claim: str, values: list[float], target: float, more: str = "") -> Row:
 
 
 def control_row(control: str, rows: Rows) -> Row:
-    """Say which checks notice a fault."""
+    """Return the row of a fault: the checks that notice it."""
     noticed = failures(rows)
     return Row(
         claim=f"control `{control}`: checks that fail",

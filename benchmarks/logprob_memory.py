@@ -1,12 +1,12 @@
 """What a loss costs in memory and time, forward and backward, entropy included: ours against TorchRL's.
 
 Same model, same batch: TorchRL's ``TransformersWrapper`` and ``GRPOLoss``, and ours without replay. The body of the
-model is small, so that the figures are those of head and loss: with a large body the ratio of times is nearer to 1.
-Each measurement is a process of its own; its memory is the growth of the peak resident set over a whole step, the
-parameters' gradients included.
+    model is small, so that head and loss dominate: with a large body the ratio of times is nearer to 1. Each
+    measurement runs in its own process; memory is the growth of the peak resident set over a whole step, the
+    parameters' gradients included.
 
-Then the head alone, over all words and over those that a sampler kept: lists of 20 words, of some hundreds, and of 5
-that are left out.
+Then the head alone, over all words and over those that a sampler kept: lists of 20 kept words, of some hundreds, and of
+5 excluded words.
 
 ``python -m benchmarks.logprob_memory [--quick]``. The curves go to ``runs/bench/logprob_memory.png``.
 """
@@ -36,10 +36,10 @@ MEMORY_GOAL, MEMORY_GOAL_LARGE, TIME_GOAL, RAGGED_GOAL = 10.0, 12.0, 0.55, 0.15
 KEPT_GOAL = 1.10
 PEERS = ("torchrl", "torchrl_moe")
 SAMPLERS = {"all words": 0, "top_k 20": 20, "top_p, 400 words on average": 400, "5 bans": -5}
-"""What a sampler kept -> sizes of the lists of words, as ``selected_log_probs`` has them."""
+"""Sampling setting -> size of a token's list of words for ``selected_log_probs``; negative: excluded words."""
 QWEN_VOCABULARY = 151_936
 DENSE_COPIES = 10
-"""Of the float32 logits, that TorchRL's step takes at most: to tell what fits before it is run."""
+"""Upper bound of TorchRL's memory, in copies of the float32 logits, to decide beforehand whether a case fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +54,13 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Of the batch as TorchRL pads it."""
+        """Tokens of the batch as TorchRL pads it."""
         return max(self.lengths) * len(self.lengths)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """``bytes`` of one step, ``seconds`` of each later one, and what both losses must agree on."""
+    """``bytes`` of one step, ``seconds`` of each later one, and the values on which both losses must agree."""
 
     bytes: int
     seconds: list[float]
@@ -97,7 +97,7 @@ def make_loss(peer: str, case: Case) -> tuple[Any, Any]:
     from torchrl_moe.testing import make_tiny_moe
 
     model = make_tiny_moe(vocab_size=case.vocabulary, hidden_size=case.hidden, num_hidden_layers=2).train()
-    model.lm_head.weight.data.mul_(0.2)  # entropies as of a model that has learned something, not of one word
+    model.lm_head.weight.data.mul_(0.2)  # entropies of a trained model, not of a distribution on one word
     if peer == "torchrl":
         from torchrl.modules.llm.policies import TransformersWrapper as TorchRLWrapper
         from torchrl.objectives.llm import GRPOLoss as TorchRLLoss
@@ -197,7 +197,7 @@ def score(sampler: str, case: Case) -> Measured:
 
 
 def kept_rows(quick: bool) -> list[Row]:
-    """Compare what the head costs over the words that samplers kept with its cost over all words."""
+    """Compare the cost of the head over kept words with that over all words."""
     case = (
         Case(vocabulary=2_048, lengths=(64,), hidden=64)
         if quick
@@ -231,7 +231,7 @@ def measure(peer: str, case: Case, module: str = "benchmarks.logprob_memory") ->
 
 
 def answer(text: str, work: Callable[[str, Case], Any]) -> None:
-    """Be the process that :func:`measure` started."""
+    """Run in the process that :func:`measure` started."""
     peer, case = json.loads(text)
     print(json.dumps(asdict(work(peer, Case(**{**case, "lengths": tuple(case["lengths"])})))))
 
@@ -254,7 +254,7 @@ def compare(case: Case, pairs: int = 1) -> dict[str, list[Measured]]:
 
 
 def ratios(results: dict[str, list[Measured]]) -> tuple[float, list[float]]:
-    """Return ours over theirs: median memory, and the times pair by pair."""
+    """Return the ratios of ours to theirs: median memory, and times pair by pair."""
     memory = [statistics.median(run.bytes for run in results[peer]) for peer in PEERS]
     theirs, ours = ([statistics.median(run.seconds) for run in results[peer]] for peer in PEERS)
     return memory[1] / memory[0], [b / a for a, b in zip(theirs, ours, strict=True)]
@@ -293,7 +293,7 @@ def large_case(available: float) -> Case | None:
 
 
 def free_memory() -> float:
-    """Return what this machine has to give, less a reserve, and 20 GB at most."""
+    """Return this machine's available memory minus a reserve, at most 20 GB."""
     found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     assert found is not None
     return min(20e9, 0.85 * int(found[1]) * 1024)
@@ -339,7 +339,7 @@ def curves() -> None:
 
 
 def read_arguments(arguments: list[str] | None, work: Callable[[str, Case], Any]) -> bool | None:
-    """Return whether to be quick; ``None`` in a process that :func:`measure` started, which has answered."""
+    """Return whether to run the quick version; ``None`` in a process that :func:`measure` started, which is done."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="small sizes, one pair, no curves: does it run?")
     parser.add_argument("--worker", help=argparse.SUPPRESS)

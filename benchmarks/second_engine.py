@@ -1,8 +1,8 @@
 """Tokens per second of ``engine="transformers"`` beside ``engine="vllm"``, one replica each, in one run.
 
-Both are asked through the service for the same prompts, with routes and log-probs; they take turns within each round,
-the ratio is taken round by round, and vLLM's processes are stopped while the other works. The smaller the model, the
-more of the time is overhead, and the less these ratios say of models that people use.
+Both get the same prompts through the service, with routes and log-probs; they take turns within each round, the ratio
+is computed per round, and vLLM's processes are stopped while the other engine works. The smaller the model, the more of
+the time is overhead, and the less these ratios say about real models.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def start(path: str, which: Any) -> tuple[Any, float]:
-    """Start an engine; return it, and its seconds."""
+    """Start an engine; return it, and its start-up time in seconds."""
     from torchrl_moe.modules import AsyncVLLM, FaultPolicy
 
     arguments = {name: value for name, value in ENGINE.items() if which == VLLM or name != "enable_prefix_caching"}
     began = time.perf_counter()
-    # no probes: an engine that is stopped until its turn is not stalled
+    # no probes: an engine that is stopped until its turn would look stalled
     engine = AsyncVLLM.from_pretrained(path, engine=which, faults=FaultPolicy(probe=math.inf), **arguments)
     return engine, time.perf_counter() - began
 
@@ -63,7 +63,7 @@ def measure(name: str, config: dict[str, Any]) -> Iterator[Row]:
         try:
             for which in (VLLM, PLAIN):
                 engines[which], seconds[which] = start(path, which)
-                # of the second one there is one process, which waits for requests and does not poll
+                # the second engine is one process, which waits for requests without polling
                 processes[which] = engine_processes(before) if which == VLLM else set()
             speeds = race({which: through(engine) for which, engine in engines.items()}, processes)
         finally:

@@ -1,7 +1,7 @@
 """Tokens per second of two replicas through the service, against two raw ``AsyncLLM``s driven directly.
 
-Each raw engine has a process of its own, as our replicas have; both are given half of the prompts at the same time. The
-contenders take turns within each round, ratios are taken round by round, and engines that wait for their turn are
+Each raw engine runs in its own process, as our replicas do; both get half of the prompts at the same time. The
+contenders take turns within each round, ratios are computed per round, and engines that wait for their turn are
 stopped. ``python -m benchmarks.service_overhead [local] [ray]``.
 """
 
@@ -36,7 +36,7 @@ Contender = Callable[[torch.Tensor], Any]
 
 
 def drive(connection: Connection, path: str) -> None:
-    """Be a raw engine: take prompts, answer when they are done."""
+    """Run a raw engine: take prompts, and reply when all are finished."""
     torch.set_num_threads(1)
     started = time.perf_counter()
     engine = RawEngine(path)
@@ -76,11 +76,11 @@ def through(engine: Any) -> Contender:
 
 
 def started(path: str, backend: Any, replicas: int) -> tuple[Any, float]:
-    """Start a service; return it and its seconds."""
+    """Start a service; return it and its start-up time in seconds."""
     from torchrl_moe.modules import AsyncVLLM, FaultPolicy
 
     begun = time.perf_counter()
-    # no probes: an engine that is stopped until its turn is not stalled
+    # no probes: an engine that is stopped until its turn would look stalled
     faults = FaultPolicy(probe=math.inf)
     engine = AsyncVLLM.from_pretrained(path, num_replicas=replicas, backend=backend, faults=faults, **ENGINE)
     return engine, time.perf_counter() - begun

@@ -1,9 +1,9 @@
-"""Nothing is lost: requests without a pause over replicas that are killed and stopped, for a long time.
+"""Nothing is lost: a long run of steady requests over replicas that are killed and stopped.
 
-A driver asks for answers at a steady pace. Each time all replicas have served for ten seconds, one process of one
-replica (owner, engine core or worker, in turn) is killed; at random moments one is stopped and never continued. Every
-request must be answered once, with as many tokens and rows of routes as it asked for; at the end the log-probs of a
-sample are compared with the stock transformers model's. ``python -m benchmarks.soak [--bounded]``.
+A driver sends requests at a steady rate. Each time all replicas have served for ten seconds, one process of one replica
+(owner, engine core or worker, in turn) is killed; at random moments one is stopped and never continued. Every request
+must be answered exactly once, with the requested number of tokens and rows of routes; at the end the log-probs of a
+sample are compared with those of the stock transformers model. ``python -m benchmarks.soak [--bounded]``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ENGINE: dict[str, Any] = {
     "kv_cache_memory_bytes": 1 << 26,
     "max_model_len": 256,
 }
-# stalls are noticed in 15 s, a start that was stopped in 180, and no number of kills is too many
+# stalls are noticed after 15 s, a stopped start after 180 s, and there is no limit on restarts
 FAULTS = FaultPolicy(probe=5.0, patience=15.0, start=180.0, max_restarts=1000)
 SERVED_SECONDS = 10.0
 DEADLINE_SECONDS = 600.0
@@ -45,7 +45,7 @@ LOG_PROB_BOUND = 1e-5
 GROWTH_BOUND = 0.02
 WARM_SHARE = 0.2
 PARTS = ("owner", "core", "worker")
-MOST = 5  # times the planned requests, while replicas that do not come back hold up the kills
+MOST = 5  # greatest multiple of the planned requests, while replicas that do not recover delay the kills
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +65,9 @@ BOUNDED = Plan(requests=1_500, replicas=2, kills=3, stalls=1, per_second=12.0)
 
 @dataclass(slots=True)
 class Tally:
-    """What came of the requests, and what was done to the replicas. It takes its memory at the beginning."""
+    """The outcome of the requests, and what was done to the replicas. All memory is allocated at the beginning."""
 
-    answered: NDArray[np.uint8]  # how often, by request
+    answered: NDArray[np.uint8]  # number of answers, by request
     seconds: NDArray[np.float64]
     asked: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Tally:
 
 
 def processes_of(owner: psutil.Process) -> dict[str, psutil.Process]:
-    """Return the three processes of a replica by their part."""
+    """Return the three processes of a replica by their role."""
     found = {"owner": owner}
     for process in owner.children(recursive=True):
         name = process.name() + " ".join(process.cmdline())
@@ -104,7 +104,7 @@ class Soak:
     """One run.
 
     Args:
-        plan: of it.
+        plan: of the run.
         engine: the service.
         seed: of prompts, lengths, moments and victims.
     """
@@ -117,7 +117,7 @@ class Soak:
         self.done = False
 
     async def run(self) -> None:
-        """Ask, and harm, until all is answered."""
+        """Send requests and inject faults, until all are answered."""
         tasks = [asyncio.create_task(task) for task in (self._harm(), self._stall(), self._watch_memory())]
         open_: set[asyncio.Task[None]] = set()
         begun, tally = time.monotonic(), self.tally
@@ -185,11 +185,11 @@ class Soak:
             await self._hit(PARTS[(blow + 1) % len(PARTS)], signal.SIGSTOP, "stop")
 
     async def _hit(self, part: str, signal_: signal.Signals, word: str) -> None:
-        """Send a signal to such a process of some replica, as soon as there is one."""
+        """Send a signal to a process of the given role in some replica, as soon as there is one."""
         victim = None
         while victim is None and not self.done:
             await asyncio.sleep(0.1)
-            with contextlib.suppress(psutil.NoSuchProcess):  # of a replica that is being ended
+            with contextlib.suppress(psutil.NoSuchProcess):  # of a replica that is being shut down
                 victims = [parts[part] for owner in owners() if part in (parts := processes_of(owner))]
                 if victims:
                     victim = self.rng.choice(victims)
@@ -222,7 +222,7 @@ def worst_difference(sample: list[Any], path: str) -> float:
 
 
 def growth(memory: list[tuple[float, int]]) -> float:
-    """Return by how much the last tenth's median memory is above that of the tenth after warm-up."""
+    """Return the relative growth of the median memory, from the tenth after warm-up to the last tenth."""
     sizes = [size for _, size in memory]
     tenth = max(len(sizes) // 10, 1)
     first = int(len(sizes) * WARM_SHARE)
@@ -230,7 +230,7 @@ def growth(memory: list[tuple[float, int]]) -> float:
 
 
 def rows_of(soak: Soak, path: str, minutes: float) -> list[Row]:
-    """Say what was found."""
+    """Report the results."""
     tally, plan = soak.tally, soak.plan
     asked, lost = tally.asked, tally.asked - int(np.count_nonzero(tally.answered))
     twice = int(np.count_nonzero(tally.answered > 1))
@@ -283,7 +283,7 @@ def rows_of(soak: Soak, path: str, minutes: float) -> list[Row]:
 
 
 def main() -> None:
-    """Run the plan; exit with 1 if a target was missed."""
+    """Run the plan; exit with code 1 if a target was missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bounded", action="store_true", help="a few minutes instead of the whole plan")
     plan = BOUNDED if parser.parse_args().bounded else FULL

@@ -1,10 +1,10 @@
-"""Does plain GRPO become unstable where GRPO with R3 does not? Both from the same start, at several stalenesses.
+"""Does plain GRPO become unstable where GRPO with R3 does not? Both from one start, at several levels of staleness.
 
 ``python -m benchmarks.stability [--seeds N] [--steps N] [--sync-every N ...]``. A MoE of 6 layers with 64 experts is
 warmed up once per seed and trained in float32 from bf16 rollouts, with and without replay, with the engine's weights
-renewed every 1, 4 and 8 steps. All runs share one engine. A run is called unstable if a number in it is not finite,
-or if its reward falls by ``FALL`` from its best to its last five steps. Nothing is promised: the rows say what was
-seen, and all curves go to ``runs/bench/stability.png``.
+updated every 1, 4 and 8 steps. All runs share one engine. A run is called unstable if one of its metrics is not finite,
+or if its reward falls by ``FALL`` from its best to its last five steps. There are no targets: the rows report what was
+observed, and all curves go to ``runs/bench/stability.png``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ARMS = {"R3": "with R3", "none": "plain"}
 MODEL = (
     "model.arguments.num_hidden_layers=6", "model.arguments.num_experts=64", "model.arguments.num_experts_per_tok=8",
 )  # fmt: skip
-# Twice the trainer's default rate: what is stable here is not stable because nothing moves.
+# Twice the trainer's default learning rate, so that stability does not just mean that nothing changes.
 TRAINING = ("optim.lr=1e-3", "rollout.prompts_per_step=8")
 ENGINE: dict[str, Any] = {
     "dtype": "bfloat16",
@@ -63,19 +63,19 @@ class Outcome:
 
     @property
     def fall(self) -> float:
-        """The best mean reward of any window of steps, less that of the last."""
+        """The best mean reward of any window of steps, minus that of the last window."""
         reward = self.column("reward")
         windows = [statistics.mean(reward[max(0, end - WINDOW) : end]) for end in range(1, len(reward) + 1)]
         return max(windows[WINDOW - 1 :] or windows or [nan]) - self.last
 
     def median_k3(self, stale: bool) -> float:
-        """Return the median over steps whose rollouts are of the newest weights, or of older ones."""
+        """Return the median k3 over steps whose rollouts come from the newest weights, or from older ones."""
         steps = [row for row in self.rows if bool(row["step"] % self.sync_every) == stale]
         return statistics.median([float(row["kl"]) for row in steps] or [nan])
 
     @property
     def unstable(self) -> bool:
-        """Whether the reward fell, or a number was none."""
+        """Whether the reward fell, or a metric was not finite."""
         numbers = self.column("loss") + self.column("kl")
         return self.broke or not all(map(isfinite, numbers)) or self.fall >= FALL
 
@@ -93,7 +93,7 @@ class Bench:
         self._engine: AsyncVLLM | None = None
 
     def warm(self, seed: int) -> Path:
-        """Warm one model up and save it; every run of the seed starts from it."""
+        """Warm up one model and save it; every run of the seed starts from it."""
         config = load_config("tiny_sums", [f"seed={seed}", *MODEL])
         made = PolicyModel.load(None, None, config.model)
         path = (self.folder / f"start-{seed}").absolute()
@@ -101,7 +101,7 @@ class Bench:
         return path
 
     def engine(self, path: Path) -> AsyncVLLM:
-        """Return the engine, a new one if the last run ended it."""
+        """Return the engine; start a new one if the last run shut it down."""
         if self._engine is None or not self._engine.is_running:
             self.close()
             self._engine = AsyncVLLM.from_pretrained(path, **ENGINE)
@@ -114,7 +114,7 @@ class Bench:
         self._engine = None
 
     def run(self, path: Path, seed: int, sync_every: int, arm: str) -> Outcome:
-        """Train once; a run that its own numbers end is an outcome like any."""
+        """Train once; a run that fails because of its metrics is an outcome like any other."""
         name = f"{arm}-every-{sync_every}-seed-{seed}"
         sizes = (f"steps={self.steps}", f"checkpoint.every={self.steps}", f"eval.every={self.steps}")
         arguments = (f"out={self.folder / name}", f"model.source={path}", f"seed={seed}", f"loss.replay={arm}")
@@ -136,10 +136,10 @@ class Bench:
 
 
 def rows_of(outcomes: Sequence[Outcome], sync_every: int) -> list[Row]:
-    """Say how both arms did at one staleness."""
+    """Return the rows of both arms at one staleness."""
     arms = {arm: [one for one in outcomes if (one.arm, one.sync_every) == (arm, sync_every)] for arm in ARMS}
     unstable = [f"{ARMS[arm]} {sum(one.unstable for one in runs)} of {len(runs)}" for arm, runs in arms.items()]
-    found = [Row(claim=f"engine renewed every {sync_every} steps: unstable runs", value="; ".join(unstable))]
+    found = [Row(claim=f"engine updated every {sync_every} steps: unstable runs", value="; ".join(unstable))]
     measures: dict[str, tuple[Callable[[Outcome], float], str]] = {
         "reward of the last five steps": (lambda one: one.last, ".2f"),
         "median k3 of trainer and engine, fresh rollouts": (lambda one: one.median_k3(stale=False), ".1e"),
@@ -148,12 +148,12 @@ def rows_of(outcomes: Sequence[Outcome], sync_every: int) -> list[Row]:
     }
     for name, (measure, digits) in measures.items():
         values = [f"{ARMS[arm]} {spread([measure(one) for one in runs], digits)}" for arm, runs in arms.items()]
-        found.append(Row(claim=f"engine renewed every {sync_every} steps: {name}", value="; ".join(values)))
+        found.append(Row(claim=f"engine updated every {sync_every} steps: {name}", value="; ".join(values)))
     return found
 
 
 def spread(values: Sequence[float], digits: str) -> str:
-    """Return the median of the runs, and the least and greatest; a run without a step has none of these."""
+    """Return the median, minimum and maximum of the runs; a run without a step is ignored."""
     values = [value for value in values if isfinite(value)]
     if not values:
         return "none"
@@ -173,7 +173,7 @@ def draw(outcomes: Sequence[Outcome], levels: Sequence[int]) -> None:
             style |= {"label": ARMS[one.arm]} if one.seed == 0 else {}
             for axes, name in zip(column, ("reward", "kl"), strict=True):
                 axes.plot(one.column("step"), one.column(name), **style)
-        column[0].set(title=f"engine renewed every {level} steps", ylabel="rollout reward", ylim=(-0.02, 1.02))
+        column[0].set(title=f"engine updated every {level} steps", ylabel="rollout reward", ylim=(-0.02, 1.02))
         column[1].set(xlabel="step", ylabel="k3, trainer and engine", yscale="log")
         for axes in column:
             axes.grid(alpha=0.3)

@@ -1,8 +1,8 @@
 """Seconds from ``from_pretrained`` to the first answer, and from the death of a process to serving again.
 
-Each is measured as the project does it (engine processes forked from one that has imported vLLM, vLLM's own processes
-forked too) and with ``VLLM_WORKER_MULTIPROC_METHOD=spawn`` (each process imports vLLM itself), in turns. *Cold* is the
-first start of a new driver, without the driver's own imports; *warm* is a later one. Quiet machine only:
+Each is measured as the project does it (engine processes are forked from one that has imported vLLM, and so are vLLM's
+own processes) and with ``VLLM_WORKER_MULTIPROC_METHOD=spawn`` (each process imports vLLM itself), alternately. *Cold*
+is the first start of a new driver, without the driver's own imports; *warm* is a later one. Quiet machine only:
 ``python -m benchmarks.startup [start] [recovery]``.
 """
 
@@ -34,7 +34,7 @@ Seconds = dict[str, list[float]]
 
 
 def first_answer(path: str, replicas: int) -> float:
-    """Start a service, ask it once per replica, end it; return the seconds to the last of the answers."""
+    """Start a service, send one request per replica, shut it down; return the seconds to the last of the answers."""
     from torchrl_moe.modules import AsyncVLLM
 
     begun = time.perf_counter()
@@ -85,7 +85,7 @@ def processes() -> list[Any]:
 
 
 def family(before: set[Any]) -> list[Any]:
-    """Return owner, engine core and worker of the one engine that was started since."""
+    """Return owner, engine core and worker of the only engine that was started since."""
     made = [process for process in processes() if process not in before]
     (worker,) = [process for process in made if "Worker" in process.name() + "".join(process.cmdline())]
     core = worker.parent()
@@ -104,7 +104,7 @@ def in_a_new_driver(what: str, path: str, replicas: int) -> Seconds:
 
 
 def start_rows(path: str, replicas: int) -> list[Row]:
-    """Race the ways to start so many replicas at once."""
+    """Compare the ways to start a number of replicas at once."""
     runs = [in_a_new_driver("start", path, replicas) for _ in range(ROUNDS)]
     seconds = {way: [run[way][0] for run in runs] for way in runs[0]}
     who = "1 replica" if replicas == 1 else f"{replicas} replicas at once"
@@ -132,7 +132,7 @@ def recovery_rows(path: str) -> list[Row]:
 
 
 def main(names: list[str]) -> None:
-    """Measure what is named, or all."""
+    """Run the named measurements, or all."""
     from torchrl_moe.testing.tiny_moe import save_tiny_moe
 
     with tempfile.TemporaryDirectory() as folder:

@@ -2,9 +2,10 @@
 
 The same model, prompts, rewards and lengths, real vLLM in both; one optimizer step on each batch. TorchRL's recipe is
 ``LLMCollector`` over ``AsyncVLLM`` and ``vLLMWrapper``, ``MCAdvantage`` in a ``ReplayBuffer``, ``TransformersWrapper``
-and ``GRPOLoss``. Ours replays the engine's experts, theirs cannot. Its weight sync does not work with this vLLM (its
-NCCL path needs names that are gone, its file loader loads none of the weights), so a step is compared without; ours is
-a row of its own. Arms take turns, the other engine is stopped meanwhile. ``python -m benchmarks.trainer_step``.
+and ``GRPOLoss``. Ours replays the engine's experts, theirs cannot. TorchRL's weight sync does not work with this vLLM
+(its NCCL path needs names that no longer exist, its file loader loads none of the weights), so steps are compared
+without it; ours is a separate row. The arms take turns, and the other engine is stopped meanwhile. ``python -m
+benchmarks.trainer_step``.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ ENGINE: dict[str, Any] = {
     "max_num_seqs": ANSWERS,
 }
 Steps = list[dict[str, float]]
-"""Phase -> seconds, of each step; the first is not among them."""
+"""Phase -> seconds of each step, without the first step."""
 
 
 def low_ids(completion_ids: list[int]) -> float:
@@ -74,7 +75,7 @@ def ours(engine: Any, path: str, folder: Path) -> Steps:
 
 
 class TorchRLRecipe:
-    """TorchRL's classes, put together as its GRPO script does.
+    """TorchRL's classes, combined as in its GRPO script.
 
     Args:
         path: of the model.
@@ -85,7 +86,7 @@ class TorchRLRecipe:
         from torchrl.modules.llm.backends.vllm import AsyncVLLM
         from transformers import AutoTokenizer
 
-        # its placement groups ask for a GPU; the CPU engine never looks at it
+        # its placement groups request a GPU, which the CPU engine never uses
         options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
         ray.init(num_cpus=2, num_gpus=1, runtime_env={"env_vars": SETTINGS}, **options)
         arguments = {**ENGINE, "distributed_executor_backend": "uni", "disable_log_stats": True}
@@ -207,7 +208,7 @@ def rows_of(runs: dict[str, list[Steps]]) -> list[Row]:
 
 
 def main() -> None:
-    """Start both engines, and let the arms take turns."""
+    """Start both engines, and run the arms in turn."""
     from torchrl_moe.modules import AsyncVLLM
     from torchrl_moe.testing.tiny_moe import save_tiny_moe
 

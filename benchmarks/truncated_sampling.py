@@ -1,9 +1,9 @@
-"""What it is worth, and what it costs, that a rollout says which words its tokens were sampled from.
+"""What recording the kept words of truncated sampling gains, and what it costs.
 
-Worth: fresh on-policy rollouts of a tiny MoE, real vLLM in float32, routes replayed, so trainer and engine agree to
-rounding. By how much log-probs over all words are off, and what GRPO and GSPO clip for it, with and without the kept
-words. Cost: tokens per second with the hook in the sampler and without it, in pairs, and bytes per token, at 32 768
-words. That model's weights are random, so its distributions are flat, and top_p keeps most words.
+Gain: fresh on-policy rollouts of a tiny MoE, real vLLM in float32, routes replayed, so trainer and engine agree to
+rounding. The rows say how far log-probs over all words are off, and what GRPO and GSPO clip because of it, with and
+without the kept words. Cost: tokens per second with the hook in the sampler and without it, in pairs, and bytes per
+token, at 32 768 words. That model's weights are random, so its distributions are flat, and top_p keeps most words.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def engine_of(folder: Path, **config: Any) -> AsyncVLLM:
 
 
 def without_words(batch: TensorDictBase) -> TensorDictBase:
-    """As if nobody had said which words were kept."""
+    """Return the batch without its record of kept words."""
     return lazy_stack([row.exclude(("sampling", "kept")) for row in batch.unbind(0)])
 
 
@@ -68,7 +68,7 @@ def gap(batch: TensorDictBase, actor: TransformersWrapper) -> torch.Tensor:
 
 
 def clipped(batch: TensorDictBase, actor: TransformersWrapper) -> tuple[float, float]:
-    """The shares that GRPO and GSPO clip."""
+    """Return the shares that GRPO and GSPO clip."""
     rows = batch.unbind(0)
     signs = torch.tensor([1.0, -1.0]).repeat(len(rows) // 2)
     for row, sign in zip(rows, signs, strict=True):
@@ -144,7 +144,7 @@ def speed(engine: AsyncVLLM, params: dict[str, Any]) -> tuple[float, list[Any]]:
 
 
 def cost() -> list[Row]:
-    """Pairs with the hook and without."""
+    """Measure pairs with the hook and without it."""
     rows = []
     with tempfile.TemporaryDirectory() as name, engine_of(Path(name), vocab_size=WORDS) as engine:
         for words, params in (("top_k 20", {"top_k": 20}), ("top_p 0.95", {"top_p": 0.95})):

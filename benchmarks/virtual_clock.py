@@ -1,7 +1,8 @@
-"""Real code on a simulated clock: time continues once nothing in this process works any more.
+"""Real code on a simulated clock: time advances once every thread of this process is idle.
 
-A fake engine's answers end at times of the clock, and a pretended trainer sleeps by it; what runs between two times is
-the collectors' real code with its loops and threads, and takes no time. Linux only: it looks at the threads' states.
+A fake engine's answers end at times of the clock, and a simulated trainer sleeps by it. Between two times the
+collectors' real code runs, with its loops and threads, and takes no simulated time. Linux only: it reads the states of
+threads.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LOOK_SECONDS, QUIET_SECONDS, QUIET_LOOKS = 0.001, 0.0002, 2
 
 
 class VirtualClock:
-    """Runs what is due, in a thread; :meth:`sleep` is for other threads. A context manager."""
+    """Runs due functions in its own thread; other threads call :meth:`sleep`. A context manager."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -46,12 +47,12 @@ class VirtualClock:
         self._thread.join()
 
     def at(self, when: float, function: Callable[[], None]) -> None:
-        """Call a function, in the clock's thread."""
+        """Schedule a call of a function in the clock's thread."""
         with self._lock:
             heapq.heappush(self._due, (max(when, self.now), next(self._numbers), function))
 
     def sleep(self, duration: float) -> None:
-        """Wait for so much time of this clock; raises what a function that was due has raised."""
+        """Wait for some simulated time; raise the error of a due function, if one failed."""
         woken = threading.Event()
         self.at(self.now + duration, woken.set)
         while not woken.wait(1.0):
@@ -79,7 +80,7 @@ class VirtualClock:
                 function()
 
     def _wait_until_quiet(self) -> None:
-        """Return once no other thread has run for a while, and none wants to."""
+        """Return once no other thread has run for a while, and none is runnable."""
         quiet = 0
         while quiet < QUIET_LOOKS:
             before = time.process_time() - time.thread_time()
@@ -101,12 +102,12 @@ class VirtualClock:
 
 
 class ClockedReplicas:
-    """Has an engine's fakes answer in so many slots each, first come, first served.
+    """Makes an engine's fakes answer in a fixed number of slots each, first come, first served.
 
     Args:
         engine: of fakes.
-        clock: says when an answer has ended.
-        slots: answers of a replica at a time.
+        clock: decides when an answer ends.
+        slots: concurrent answers per replica.
         length: how long the next answer takes.
     """
 
@@ -118,13 +119,13 @@ class ClockedReplicas:
             _Slots(self, replica, slots)
 
     def hold_up(self, duration: float) -> None:
-        """Have all replicas stand still for so long."""
+        """Stop all replicas for some time."""
         with self._lock:
             self._held += duration
             self._held_until = self._clock.now + duration
 
     def end(self, function: Callable[[], None]) -> None:
-        """Call a function as an answer that begins now has ended."""
+        """Call a function when an answer that begins now has ended."""
         with self._lock:
             self._end_at(max(self._clock.now, self._held_until) + self._length(), self._held, function)
 
@@ -141,7 +142,7 @@ class ClockedReplicas:
 
 
 class _Slots:
-    """Those of one replica."""
+    """The slots of one replica."""
 
     def __init__(self, replicas: ClockedReplicas, replica: FakeReplica, count: int) -> None:
         self._replicas, self._replica, self._free = replicas, replica, count

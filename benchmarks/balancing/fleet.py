@@ -2,9 +2,9 @@
 
 Prompts are chains of segments (a template, a question, a turn); a segment is cached as a whole, and counts as a hit if
 all before it are cached too, rounded down to KV blocks. Running requests get one token each per step, and a step takes
-``step + step_per_request * running`` seconds; a prefill holds decoding up. When running requests outgrow the KV cache,
-the last admitted one is preempted, and recomputed later. Between two events all of a replica's requests advance alike,
-so a request costs a few heap operations, however many tokens it has.
+``step + step_per_request * running`` seconds; a prefill holds decoding up. When running requests exceed the KV cache,
+the last admitted one is preempted, and recomputed later. Between two events all of a replica's requests advance at the
+same rate, so a request costs a few heap operations, however many tokens it has.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Segment = tuple[int, int]  # name, tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSpec:
-    """Replicas, all alike; seconds and tokens. The defaults are about those of an 8B model on one H100."""
+    """Identical replicas; units are seconds and tokens. The defaults roughly match an 8B model on one H100."""
 
     replicas: int = 8
     kv_tokens: int = 120_000
@@ -63,31 +63,31 @@ class SimRequest:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Turns one after the other, with a pause (an environment) between two."""
+    """Consecutive turns, with a pause (an environment) in between."""
 
     session: str
-    turns: Iterator[tuple[tuple[Segment, ...], Segment, float]]  # prompt, answer, seconds before it is asked
+    turns: Iterator[tuple[tuple[Segment, ...], Segment, float]]  # prompt, answer, seconds before it is sent
 
 
 class Policy(Protocol):
-    """Who takes a request."""
+    """Decides which replica takes a request."""
 
     def place(self, request: SimRequest) -> int:
         """Return a replica that is up, and count the request."""
 
     def finished(self, request: SimRequest, index: int) -> None:
-        """Hear that a request left its replica."""
+        """Note that a request left its replica."""
 
     def ended(self, session: str) -> None:
-        """Hear that a job is over."""
+        """Note that a job is finished."""
 
     def changed(self, index: int, up: bool) -> None:
-        """Hear that a replica went, or came back with an empty cache."""
+        """Note that a replica went down, or came back with an empty cache."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What came of a run. ``excess``: the largest load at a placement, as a share of the bound."""
+    """The result of a run. ``excess``: the largest load at a placement, as a share of the bound."""
 
     requests: int = 0
     seconds: float = 0.0
@@ -98,7 +98,7 @@ class Outcome:
     excess: float = 0.0
 
     def __add__(self, other: Outcome) -> Outcome:
-        """Of two runs together."""
+        """Return the combined result of two runs."""
         return Outcome(
             requests=self.requests + other.requests,
             seconds=self.seconds + other.seconds,
@@ -123,7 +123,7 @@ class Outcome:
 @dataclass(slots=True)
 class _Running:
     request: SimRequest
-    start: float  # progress of the replica when it began, less what it had done before
+    start: float  # progress of the replica when it began, minus the tokens that it already had
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +132,7 @@ class _Replica:
     outcome: Outcome
     clock: float = 0.0
     stall: float = 0.0  # seconds of prefill still to come
-    progress: float = 0.0  # tokens that a request would have, had it always run
+    progress: float = 0.0  # tokens that a request would have if it had always run
     held: int = 0  # tokens in the cache that running requests use
     evictable: int = 0
     stamp: int = 0
@@ -213,7 +213,7 @@ class _Replica:
         return self.clock + self.stall + max(min(tokens, room), 0.0) * self._step()
 
     def settle(self) -> list[SimRequest]:
-        """Do what is due now: end, preempt, admit. Return what ended."""
+        """Process due events: finish, preempt, admit. Return the finished requests."""
         ended = []
         while self.ends and self.ends[0][0] <= self.progress + 1e-6:
             _, number = heapq.heappop(self.ends)
@@ -266,7 +266,7 @@ class _Replica:
             self._evict(max(self.spec.kv_tokens - self.used, 0.0))
 
     def die(self) -> list[SimRequest]:
-        """Lose everything; return what was under way."""
+        """Lose everything; return the unfinished requests."""
         lost = [run.request for run in self.running.values()] + list(self.waiting)
         for request in lost:
             request.done = 0
@@ -279,13 +279,13 @@ class _Replica:
 
 
 class Fleet:
-    """Replicas, and the requests on their way.
+    """Replicas, and the requests in flight.
 
     Args:
         spec: the replicas.
-        jobs: makes one job after the other.
-        concurrency: jobs under way at a time.
-        bound: the largest load that a placement should make, of the mean load after it.
+        jobs: yields one job after another.
+        concurrency: number of concurrent jobs.
+        bound: the largest load that a placement should cause, given the mean load after it.
     """
 
     def __init__(self, spec: FleetSpec, jobs: Iterator[Job], concurrency: int, bound: Callable[[float], float]) -> None:
@@ -302,16 +302,16 @@ class Fleet:
         self.now = 0.0
 
     def cached(self, request: SimRequest, index: int) -> int:
-        """Tokens of a prompt that a replica has now: what only an oracle can know."""
+        """Tokens of a prompt that a replica has cached now, which only an oracle can know."""
         return self.replicas[index].cached(request)
 
     def run(self, policy: Policy, requests: int, loss: tuple[float, float] | None = None) -> Outcome:
-        """Run until so many requests are over.
+        """Run until a number of requests are finished.
 
         Args:
             policy: places them.
-            requests: how many.
-            loss: shares of the requests after which replica 0 dies, and comes back.
+            requests: their number.
+            loss: shares of the requests after which replica 0 dies, and after which it comes back.
         """
         marks = deque(zip((share * requests for share in loss or ()), (self._lose, self._return), strict=False))
         for _ in range(self._concurrency):

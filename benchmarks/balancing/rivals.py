@@ -22,7 +22,7 @@ __all__ = ["AFFINE", "BOUNDED", "RIVALS", "Oracle", "Ours"]
 
 
 class Rival:
-    """A policy that sees the fleet's loads and who is up."""
+    """A policy that sees the fleet's loads and which replicas are up."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
@@ -132,12 +132,12 @@ class CacheAware(Rival):
         return found
 
     def changed(self, index: int, up: bool) -> None:
-        """Forget what a replica had."""
+        """Forget the cache of a replica."""
         self._trees[index].clear()
 
 
 class StickyLeastLoaded(Rival):
-    """A session stays where it is; a new one goes to the replica with the fewest."""
+    """A session stays on its replica; a new one goes to the replica with the fewest sessions."""
 
     def __init__(self, fleet: Fleet) -> None:
         super().__init__(fleet)
@@ -155,14 +155,14 @@ class StickyLeastLoaded(Rival):
         return index
 
     def ended(self, session: str) -> None:
-        """Give the place back."""
+        """Release the session's place."""
         index = self._where.pop(session, None)
         if index is not None:
             self._sessions[index] -= 1
 
 
 class _Answer:
-    """What a Ray method looks like to TorchRL's balancer; a future is its own value."""
+    """Looks like a Ray method to TorchRL's balancer; a future is its own value."""
 
     def __init__(self, ask: Callable[[], int]) -> None:
         self.remote = ask
@@ -194,13 +194,13 @@ class TorchRL(Rival):
         return self._up[self._balancer.select_actor(request.ids.tolist())]
 
     def changed(self, index: int, up: bool) -> None:
-        """It knows of no deaths: a user makes a new one."""
+        """It does not handle dead replicas: a user makes a new balancer."""
         self._up = list(self.fleet.up)
         self._balancer = self._make([self._actors[i] for i in self._up])
 
 
 class Ours:
-    """Our balancer, asked and told as the service does it."""
+    """Our balancer, called as the service calls it."""
 
     def __init__(self, fleet: Fleet, strategy: Sequence[str] | None = None) -> None:
         self.balancer = LoadBalancer(list(range(fleet.spec.replicas)), strategy, clock=lambda: fleet.now)
@@ -213,7 +213,7 @@ class Ours:
         return lease.index
 
     def finished(self, request: SimRequest, index: int) -> None:
-        """Give it back."""
+        """Release it."""
         self._leases.pop(id(request)).release()
 
     def ended(self, session: str) -> None:
@@ -221,7 +221,7 @@ class Ours:
         self.balancer.finish_session(session)
 
     def changed(self, index: int, up: bool) -> None:
-        """As the service notes a death and a restart."""
+        """Report a death or a restart, as the service does."""
         for state in (ReplicaState.STARTING, ReplicaState.SERVING) if up else (ReplicaState.DEAD,):
             self.balancer.replica_table.set_state(index, state)
 
@@ -238,7 +238,7 @@ class Oracle(Rival):
 
 
 class Bounded:
-    """Another policy, which sees only replicas that may take one more request within our load bound."""
+    """Wraps another policy, which then sees only replicas that may take one more request within our load bound."""
 
     def __init__(self, fleet: Fleet, make: Callable[[Fleet], Rival]) -> None:
         self._fleet = fleet
@@ -246,7 +246,7 @@ class Bounded:
         self.finished, self.ended, self.changed = self._policy.finished, self._policy.ended, self._policy.changed
 
     def place(self, request: SimRequest) -> int:
-        """As the other one would, were these all that are up."""
+        """Choose as the other policy would if only these replicas were up."""
         fleet = self._fleet
         up, most = fleet.up, fleet.bound((fleet.total + 1) / len(fleet.up)) - 1
         fleet.up = [i for i in up if fleet.loads[i] <= most]
@@ -262,7 +262,7 @@ AFFINE: Mapping[str, Callable[[Fleet], Rival]] = {
     "cache-aware tree": CacheAware,
     "sticky least loaded": StickyLeastLoaded,
 }
-"""The rivals that look at more than loads; as they are, they keep no bound, or another one."""
+"""The rivals that use more than loads; unmodified, they keep no bound, or a different one."""
 BOUNDED = ", bounded"
 RIVALS: Mapping[str, Callable[[Fleet], Any]] = {
     "ours": Ours,

@@ -1,4 +1,4 @@
-"""What rollouts ask of a fleet. A workload makes jobs for ever, from a seed; lengths in tokens, pauses in seconds."""
+"""Workloads of rollouts. A workload yields endless jobs from a seed; lengths are in tokens, pauses in seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Turn = tuple[tuple[Segment, ...], Segment, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a workload is made of; held-out runs change it."""
+    """Parameters of a workload; held-out runs change them."""
 
     template: int = 1000
     question: tuple[int, int] = (100, 400)
@@ -41,7 +41,7 @@ def _single(session: str, prompt: tuple[Segment, ...], answer: Segment) -> Job:
 
 
 def groups(shape: Shape, rng: random.Random, names: Iterator[int]) -> Iterator[Job]:
-    """GRPO: groups of one prompt behind a template that all share."""
+    """GRPO: groups of one prompt, after a template that all groups share."""
     template = (next(names), shape.template)
     while True:
         question = (next(names), rng.randint(*shape.question))
@@ -64,12 +64,12 @@ def agents(shape: Shape, rng: random.Random, names: Iterator[int]) -> Iterator[J
     while True:
         task = (next(names), rng.randint(*shape.question))
         for _ in range(shape.group):
-            # drawn now: the jobs must not depend on how fast a fleet answers
+            # drawn in advance: the jobs must not depend on how fast a fleet answers
             yield Job(f"{next(names)}", iter(list(turns(task))))
 
 
 def long_tail(shape: Shape, rng: random.Random, names: Iterator[int]) -> Iterator[Job]:
-    """Distinct prompts behind the template, and answers of which a few are very long."""
+    """Distinct prompts after the template, and answers of which a few are very long."""
     template = (next(names), shape.template)
     while True:
         answer = (next(names), shape.answer_tokens(rng, 1.2))
@@ -77,7 +77,7 @@ def long_tail(shape: Shape, rng: random.Random, names: Iterator[int]) -> Iterato
 
 
 def hot_prefix(shape: Shape, rng: random.Random, names: Iterator[int]) -> Iterator[Job]:
-    """Questions about documents: one document has a large share of them, the others a few each."""
+    """Questions about documents: one document gets a large share of them, the others a few each."""
     hot = (next(names), shape.document)
     cold = [(next(names), shape.document) for _ in range(64)]
     while True:

@@ -1,1 +1,1 @@
-"""What benchmarks of several engines on one machine share."""
+"""Shared code of benchmarks that run several engines on one machine."""

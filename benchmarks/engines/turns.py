@@ -15,7 +15,7 @@ import psutil
 __all__ = ["Turns", "engine_processes", "is_engine"]
 
 ENGINES = ("EngineCore", "VLLM::", "engine_process", "ray::_AsyncLLMEngine")
-"""In the command line or the name of a process of an engine."""
+"""Texts in the command line or the name of an engine's processes."""
 RAYS_OWN = ("raylet", "gcs_server")
 """Names of processes that others wait for: without them ``ray.shutdown()`` never returns."""
 
@@ -30,7 +30,7 @@ def is_engine(name: str, command_line: str) -> bool:
 
 
 def engine_processes(started: set[int]) -> set[psutil.Process]:
-    """Return the engine processes that were not there before, and note all that are there now.
+    """Return the engine processes that are new, and add all current ones to ``started``.
 
     Args:
         started: pids; those that run now are added.
@@ -46,7 +46,7 @@ def engine_processes(started: set[int]) -> set[psutil.Process]:
 
 
 class Turns:
-    """As a context: however it ends, no process stays stopped. Processes that have ended meanwhile are passed over.
+    """A context: however it ends, no process stays stopped. Processes that have ended meanwhile are ignored.
 
     Args:
         processes: those of each engine, by its name.
@@ -56,7 +56,7 @@ class Turns:
         self._processes = processes
 
     def give(self, engine: str) -> None:
-        """Let one engine continue, and stop the others."""
+        """Continue one engine, and stop the others."""
         for name, processes in self._processes.items():
             for process in processes:
                 with contextlib.suppress(psutil.NoSuchProcess):

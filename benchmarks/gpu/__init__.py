@@ -1,1 +1,1 @@
-"""What a GPU is asked, in ten minutes and without vLLM: ``python -m benchmarks.gpu``."""
+"""Measurements on a GPU, in ten minutes and without vLLM: ``python -m benchmarks.gpu``."""

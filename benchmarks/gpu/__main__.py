@@ -1,7 +1,7 @@
-"""What a GPU is asked, in ten minutes and without vLLM: ``python -m benchmarks.gpu [--kernel liger] [--tiny]``.
+"""Measurements on a GPU, in ten minutes and without vLLM: ``python -m benchmarks.gpu [--kernel liger] [--tiny]``.
 
-It needs torch, transformers, tensordict and torchrl; pytest for the tests that are marked ``gpu``. ``--tiny`` runs all
-of it in small on a CPU, which measures nothing and shows that it runs.
+It needs torch, transformers, tensordict and torchrl; pytest for the tests that are marked ``gpu``. ``--tiny`` runs
+everything at small sizes on a CPU, which measures nothing but shows that it runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.report import Row, finish
 
 ROOT = Path(__file__).parents[2]
 TESTS = ("test/ops", "test/modules/replay/test_router_replay.py")
-"""Where tests are that need a GPU, and no vLLM."""
+"""Paths with tests that need a GPU, but no vLLM."""
 MODULES = {"liger": "liger_kernel", "cut-cross-entropy": "cut_cross_entropy"}
 
 
@@ -38,14 +38,14 @@ def gpu_tests(paths: tuple[str, ...] = TESTS) -> Row:
 
 
 def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """Return what was asked for."""
+    """Return the command line's arguments."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu")
     parser.add_argument("--tiny", action="store_true", help="small sizes, on the CPU too: nothing is measured")
     parser.add_argument("--kernel", choices=sorted(KERNELS), help="a library of fused kernels to compare the head with")
     parser.add_argument("--no-tests", action="store_true", help="leave out the tests that are marked gpu")
     asked = parser.parse_args(arguments)
     if not asked.tiny and not torch.cuda.is_available():
-        parser.error("there is no CUDA device; --tiny runs it in small on the CPU")
+        parser.error("there is no CUDA device; --tiny runs small sizes on the CPU")
     if asked.kernel is not None and find_spec(MODULES[asked.kernel]) is None:
         parser.error(f"--kernel {asked.kernel}: {MODULES[asked.kernel]} is not installed")
     return asked

@@ -16,16 +16,16 @@ from torchrl_moe.ops import selected_log_probs
 __all__ = ["KERNELS", "head_rows"]
 
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Of hidden ``[N, H]``, weight ``[V, H]`` and words ``[N]``: the sum of the words' log-probs."""
+"""From hidden ``[N, H]``, weight ``[V, H]`` and words ``[N]`` to the sum of the words' log-probs."""
 
 
 def ours(hidden: Tensor, weight: Tensor, words: Tensor) -> Tensor:
-    """As losses without an entropy bonus call it."""
+    """The head, as losses without an entropy bonus call it."""
     return selected_log_probs(hidden, weight, words, entropy=False)[0].sum()
 
 
 def with_entropy(hidden: Tensor, weight: Tensor, words: Tensor) -> Tensor:
-    """As losses with an entropy bonus call it; the kernel libraries give none."""
+    """The head, as losses with an entropy bonus call it; the kernel libraries compute no entropy."""
     log_probs, entropy = selected_log_probs(hidden, weight, words)
     assert entropy is not None
     return log_probs.sum() + 0.01 * entropy.sum()
@@ -37,7 +37,7 @@ def dense(hidden: Tensor, weight: Tensor, words: Tensor) -> Tensor:
 
 
 def liger(hidden: Tensor, weight: Tensor, words: Tensor) -> Tensor:
-    """Of ``liger-kernel``; its backward pass is right for sums only."""
+    """``liger-kernel``'s; its backward pass is correct for sums only."""
     fused = import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
     result: Tensor = fused(hidden, weight, words, reduction="sum")
     return -result
@@ -56,10 +56,10 @@ def head_rows(device: Device, sizes: Sizes, peak: float, kernel: str | None) -> 
     """Measure the head at its size in the model.
 
     Args:
-        device: where.
+        device: to run on.
         sizes: N tokens, H, V.
-        peak: FLOP/s at best.
-        kernel: of :data:`KERNELS`, a library to compare with.
+        peak: greatest FLOP/s of the device.
+        kernel: a library of :data:`KERNELS` to compare with.
     """
     like = {"device": device.device, "dtype": torch.bfloat16}
     hidden = torch.randn(sizes.tokens, sizes.hidden, **like).requires_grad_()  # type: ignore[arg-type]
@@ -84,10 +84,10 @@ def head_rows(device: Device, sizes: Sizes, peak: float, kernel: str | None) -> 
     claim = f"head, {sizes.tokens} tokens, V={sizes.vocabulary}, forward and backward"
     rows = [Row(claim=f"{claim}: {name}", value=str(cost)) for name, cost in zip(heads, costs, strict=True)]
     share = sizes.head_flops / peak / costs[0].time
-    rows.append(Row(claim=f"{claim}: tiles, time at the device's best product over measured", value=f"{share:.2f}"))
+    rows.append(Row(claim=f"{claim}: tiles, time at the device's peak product over measured", value=f"{share:.2f}"))
     if kernel is not None:
         gap = difference(KERNELS[kernel], eighth.detach(), weight.detach(), words[: len(eighth)])
-        rows.append(Row(claim=f"head: {kernel}, mean log-prob apart from that of tiles", value=f"{gap:.1e}"))
+        rows.append(Row(claim=f"head: {kernel}, mean log-prob, difference from tiles", value=f"{gap:.1e}"))
         rows.append(Row(claim=f"head: time of {kernel} over tiles", value=f"{costs[-1].time / costs[0].time:.2f}"))
     return rows
 

@@ -1,4 +1,4 @@
-"""Seconds and memory of some work on a device, and how fast the device is at best."""
+"""Seconds and memory of work on a device, and the device's peak rates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Cost", "Device"]
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Of each run: seconds, and the growth of the allocated memory at its peak in bytes, 0 on a CPU."""
+    """Per run: seconds, and the peak growth of allocated memory in bytes, 0 on a CPU."""
 
     seconds: list[float] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Device:
 
     Args:
         name: ``"cuda"`` or ``"cpu"``.
-        repeats: runs of each piece of work, after one that warms up.
+        repeats: runs of each piece of work, after a warm-up run.
     """
 
     def __init__(self, name: str, repeats: int) -> None:
@@ -46,7 +46,7 @@ class Device:
         return torch.cuda.get_device_name(self.device) if self.is_gpu else "CPU: not a measurement of a GPU"
 
     def measure(self, *works: Callable[[], object]) -> list[Cost]:
-        """Run the works in turn, and return what each cost."""
+        """Run the pieces of work in turn, and return the cost of each."""
         costs = [Cost() for _ in works]
         for run in range(self.repeats + 1):
             for cost, work in zip(costs, works, strict=True):
@@ -70,7 +70,7 @@ class Device:
         return time.perf_counter() - start, 0
 
     def roofline(self, rows: int) -> tuple[float, float]:
-        """Return what a product of bfloat16 matrices ``[rows, rows]`` reaches, FLOP/s, and a copy of one, bytes/s."""
+        """Return the FLOP/s of a product of bfloat16 matrices ``[rows, rows]``, and the bytes/s of copying one."""
         a, b = (torch.randn(rows, rows, device=self.device, dtype=torch.bfloat16) for _ in range(2))
         product, copy = self.measure(lambda: a @ b, lambda: b.copy_(a))
         return 2 * rows**3 / product.time, 2 * a.numel() * a.element_size() / copy.time

@@ -26,7 +26,7 @@ def model_rows(device: Device, sizes: Sizes, model: nn.Module, peak: float) -> l
     with torch.no_grad(), replay.record() as recording:
         before = body(model, ids)
     routes = recording.routed_experts
-    routes[:, -1] = -1  # as of every rollout
+    routes[:, -1] = -1  # as in every rollout
     with torch.no_grad():
         again = body(model, ids)
         with replay.replay(routes):
@@ -61,7 +61,7 @@ def model_rows(device: Device, sizes: Sizes, model: nn.Module, peak: float) -> l
             met=ratio <= REPLAY_TARGET if device.is_gpu else None,
         ),
         Row(
-            claim="layers, live, time at the device's best product over measured",
+            claim="layers, live, time at the device's peak product over measured",
             value=f"{sizes.body_flops / peak / native.time:.2f}",
         ),
     ]
@@ -84,7 +84,7 @@ def loss_rows(device: Device, model: nn.Module, ids: Tensor, routes: Tensor) -> 
 
 
 def batch(ids: Tensor, routes: Tensor) -> TensorDict:
-    """Return rollouts of these tokens, as if another policy had sampled all but the first of each."""
+    """Return rollouts of these tokens, as if another policy had sampled all but the first token of each."""
     known = torch.ones_like(ids, dtype=torch.bool)
     log_probs = torch.full(ids.shape, -2.0, device=ids.device)
     log_probs[:, 0] = float("nan")

@@ -1,4 +1,4 @@
-"""The sizes that are measured: layers of Qwen3-30B-A3B, and tiny ones to see on a CPU that all of it runs."""
+"""The measured sizes: layers of Qwen3-30B-A3B, and tiny ones that show on a CPU that everything runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["LARGE", "TINY", "Sizes", "make_model"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """A model's, and a batch's: ``sequences`` of ``length`` tokens."""
+    """Sizes of a model, and of a batch: ``sequences`` of ``length`` tokens."""
 
     layers: int
     hidden: int
@@ -26,17 +26,17 @@ class Sizes:
     sequences: int
     length: int
     matmul: int
-    """Rows of the square matrices that show how fast the device is."""
+    """Rows of the square matrices that measure the device's peak rates."""
     repeats: int
 
     @property
     def tokens(self) -> int:
-        """Of the batch."""
+        """Tokens of the batch."""
         return self.sequences * self.length
 
     @property
     def body_flops(self) -> float:
-        """Of a forward and backward pass of the layers: 6 for each weight that a token meets, and causal attention."""
+        """FLOPs of a forward and backward pass of the layers: 6 per active weight and token, and causal attention."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
         weights = attention + self.hidden * (self.experts + 3 * self.top_k * self.expert_width)
         pairs = 6 * self.heads * self.head_dim * self.length  # half of all pairs, twice: scores and values
@@ -44,7 +44,7 @@ class Sizes:
 
     @property
     def head_flops(self) -> float:
-        """Of the head, forward and backward, with the products of the forward pass made again."""
+        """FLOPs of the head, forward and backward, with the products of the forward pass recomputed."""
         return 8.0 * self.tokens * self.hidden * self.vocabulary
 
 
@@ -81,7 +81,7 @@ TINY = Sizes(
 
 
 def make_model(sizes: Sizes, device: torch.device) -> nn.Module:
-    """Return a Qwen3-MoE in bfloat16 whose experts run by ``grouped_mm``; its weights are random."""
+    """Return a Qwen3-MoE in bfloat16 whose experts run with ``grouped_mm``; its weights are random."""
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     config = Qwen3MoeConfig(

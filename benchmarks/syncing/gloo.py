@@ -1,7 +1,7 @@
-"""What gloo transfers: a version's bytes by our transport, against a bare broadcast of one buffer of the same size.
+"""The speed of gloo: a version's bytes sent by our transport, against a bare broadcast of one buffer of the same size.
 
 The receiving end is the worker's receiver in a process of its own, without vLLM. Only the transfer is timed on either
-side; the digests of one arm are taken while it continues.
+side; in the arm with digests, they are computed during the transfer.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ ARMS = {"digest": "transfer with digests", "off": "transfer without", "whole": "
 
 
 def ignore(_: int) -> None:
-    """Take no note of a bucket."""
+    """Compute no digest of a bucket."""
 
 
 def receive_on_request(connection: Connection) -> None:
-    """Be the receiving process: what a worker does with the commands of a replica, and a bare broadcast."""
+    """Run the receiving process: what a worker does with the commands of a replica, and a bare broadcast."""
     torch.set_num_threads(1)
     receiver: GlooReceiver | None = None
     bare: GlooGroup | None = None
@@ -54,7 +54,7 @@ def receive_on_request(connection: Connection) -> None:
             receiver.fetch(manifest, verify=verify, threads=arguments["threads"])
             connection.send(StageReport(seconds=0.0, nbytes=manifest.nbytes, digest=manifest.digest))
         else:
-            connection.send(None)  # before the group is made: that waits for the other end
+            connection.send(None)  # before the group is made, which waits for the other end
             if bare is None:
                 bare = GlooGroup(Meeting(board_of(arguments["where"]), PATIENCE), 1, 2, PATIENCE, NBYTES)
             bare.broadcast(buffer, time.monotonic() + PATIENCE, ignore)
@@ -75,7 +75,7 @@ class Peer(Commands):
         self._process.start()
 
     def wait_ready(self, timeout: float) -> Any:
-        """Say that there is one worker."""
+        """Report one worker."""
         del timeout
         return SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1)
 
@@ -90,13 +90,13 @@ class Peer(Commands):
         return self._connection.recv()
 
     def end(self) -> None:
-        """Let it end."""
+        """End the process."""
         self._connection.send(None)
         self._process.join()
 
 
 class Stopwatch:
-    """Times the broadcasts of this process alone, without what stands around them."""
+    """Times only the broadcasts of this process, without the code around them."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -38,7 +38,7 @@ SAMPLING = {"max_tokens": NEW_TOKENS, "temperature": 1.0, "logprobs": 0, "ignore
 
 
 class Load:
-    """As many requests as a small training run keeps going."""
+    """As many concurrent requests as in a small training run."""
 
     def __init__(self, engine: AsyncVLLM) -> None:
         self.engine = engine
@@ -70,7 +70,7 @@ class Load:
 
 
 def change_and_send(model: nn.Module, sender: Any) -> None:
-    """Take a small step, and bring it to all replicas."""
+    """Take a small step, and sync it to all replicas."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.0001)

@@ -1,7 +1,7 @@
-"""How long generation stands still for a weight update: vLLM's bare reload, ours, and with a shadow model.
+"""How long generation is paused for a weight update: vLLM's bare reload, ours, and ours with a shadow model.
 
-One engine and its event loop in this process, eight requests generating all the while. Each round takes the three ways
-in turn, and the ratios are taken round by round. Bare is pause, start, load, finish, resume, with the expert kernels
+One engine and its event loop run in this process, with eight requests generating throughout. Each round runs the three
+ways in turn, and ratios are computed per round. Bare is pause, start, load, finish, resume; the expert kernels are
 dropped first, without which vLLM 0.30 computes wrongly on CPU. Digests are checked before any pause.
 """
 
@@ -45,7 +45,7 @@ ENGINE: dict[str, Any] = {
 
 
 class Traffic:
-    """Requests that generate all the while; ``gaps`` has the seconds between tokens, by what else went on.
+    """Requests that generate throughout; ``gaps`` holds the seconds between tokens, by concurrent activity.
 
     Args:
         engine: the ``AsyncLLM``.
@@ -79,14 +79,14 @@ class Traffic:
 
 
 async def stage(weights: EngineWeights, version: int, how: str) -> StageReport:
-    """Stage a version; what was asked for must be what was done."""
+    """Stage a version, and check that it was staged as requested."""
     report = await weights.stage(version, how, "digest", 1, None)
     assert report.stage == how, report.reason
     return report
 
 
 async def measure_round(weights: EngineWeights, traffic: Traffic, version: int) -> dict[str, float]:
-    """Bring a version in three ways, and return the seconds of each."""
+    """Update to a version in three ways, and return the seconds of each."""
     await stage(weights, version, "plain")
     traffic.beside = "a swap"
     started = time.perf_counter()
@@ -130,7 +130,7 @@ async def measure(folder: Path, tensors: dict[str, Tensor]) -> tuple[list[dict[s
 
 
 def pauses() -> list[Row]:
-    """Return the seconds paused in each way, on a model of 0.8 GB, and what staging costs the requests beside it."""
+    """Return the seconds paused in each way, on a model of 0.8 GB, and the cost of staging to concurrent requests."""
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_moe("qwen3_moe", **MODEL)
         model.save_pretrained(folder)

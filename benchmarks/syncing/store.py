@@ -1,9 +1,11 @@
-"""One host: publish a version, and copy it verified into another process's memory; what a plain memory copy takes; and
-what TorchRL's double buffer takes for the same tensors. Versions that are files, whole and as deltas. What the manifest
-of a large model costs, and how long it keeps an engine's event loop waiting.
+"""Weight store on one host: the time to publish a version and copy it, verified, into another process's memory.
 
-vLLM's own reload is not part of this. Everything lies in shared memory; the reader's destination is allocated and
-touched before. Copies run in one thread.
+It is compared with a plain memory copy, and with TorchRL's double buffer for the same tensors. Also measured: versions
+that are files, whole and as deltas; and the cost of a large model's manifest, and how long it blocks an engine's event
+loop.
+
+vLLM's own reload is not included. Everything is in shared memory; the reader's destination is allocated and touched
+beforehand. Copies run in one thread.
 """
 
 from __future__ import annotations
@@ -31,24 +33,24 @@ from torchrl_moe.modules.backends.vllm.weights.engine import EngineWeights
 from torchrl_moe.weight_update.store import Manifest, VersionsWriter, WeightStoreReader, WeightStoreWriter
 
 SIZES = {"400 MB": 400_000_000, "2 GB": 2_000_000_000}
-TENSORS = 738  # of a MoE of 48 experts in 4 layers, one by one
+TENSORS = 738  # of an MoE of 48 experts in 4 layers, one tensor per expert
 COUNTS = (231, 2_000, 10_000, 40_000)
 ROUNDS, WARM_UP = 7, 2
 LIMIT = 3.0  # times a plain memory copy
-LARGE_MODEL = 36_096  # tensors of a MoE of 94 layers and 128 experts
+LARGE_MODEL = 36_096  # tensors of an MoE of 94 layers and 128 experts
 TICK_SECONDS, LOOP_LIMIT_MS = 0.001, 5.0
 TORN_READS, TORN_TENSORS, TORN_BYTES = 40, 64, 32_000_000
 
 
 def tensors_of(nbytes: int, count: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return flat memory, and fp32 tensors of equal size in it; the sum of their bytes and their number are given."""
+    """Return flat memory, and fp32 tensors of equal size in it, given their total bytes and their number."""
     each = nbytes // count // 4
     flat = torch.arange(each * count, dtype=torch.float32)
     return flat, {f"layers.{i}.weight": part for i, part in enumerate(flat.split(each))}
 
 
 def copy_into(target: NDArray[np.uint8], tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors one after another into flat memory, as a model takes them: by torch's copy."""
+    """Copy tensors one after another into flat memory with torch's copy, as a model loads them."""
     flat, place = torch.from_numpy(target), 0
     for tensor in tensors.values():
         size = tensor.nbytes
@@ -57,21 +59,21 @@ def copy_into(target: NDArray[np.uint8], tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_ours(target: NDArray[np.uint8], reader: WeightStoreReader, version: int) -> None:
-    """Take a version; each tensor's digest is checked when it is taken."""
+    """Read a version; each tensor's digest is checked as it is read."""
     manifest = reader.manifest(version)
     with reader.reading(manifest, verify=True) as tensors:
         copy_into(target, tensors)
 
 
 def read_theirs(target: NDArray[np.uint8], folder: str) -> None:
-    """Take what TorchRL's receiver would load."""
+    """Read what TorchRL's receiver would load."""
     from torchrl.weight_update.llm.vllm_double_buffer import VLLMDoubleBufferTransport
 
     copy_into(target, dict(VLLMDoubleBufferTransport(folder).receive_weights().items()))
 
 
 def read_on_request(connection: Connection, nbytes: int) -> None:
-    """Be the reading process: answer each request by the seconds it took, and the sum of what arrived."""
+    """Run the reading process: reply to each request with the seconds it took, and the sum of the received bytes."""
     torch.set_num_threads(1)
     target = np.ones(nbytes, np.uint8)
     readers: dict[str, WeightStoreReader] = {}
@@ -87,7 +89,7 @@ def read_on_request(connection: Connection, nbytes: int) -> None:
 
 
 class ReadingProcess:
-    """Another process with memory of its own."""
+    """Another process with its own memory."""
 
     def __init__(self, nbytes: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -96,13 +98,13 @@ class ReadingProcess:
         self._process.start()
 
     def read(self, folder: str, version: int | None) -> tuple[float, int]:
-        """Let it read; return its seconds, and the sum of the bytes that it has now."""
+        """Make it read; return its seconds, and the sum of the bytes that it now has."""
         self._connection.send((folder, version))
         answer: tuple[float, int] = self._connection.recv()
         return answer
 
     def end(self) -> None:
-        """Let it end."""
+        """End the process."""
         self._connection.send(None)
         self._process.join()
 
@@ -115,7 +117,7 @@ def timed(function: Callable[[], Any]) -> float:
 
 
 class Contest:
-    """The same tensors by both ways, in turns, beside a plain copy."""
+    """The same tensors in both ways, alternately, beside a plain copy."""
 
     def __init__(self, nbytes: int, count: int) -> None:
         self._flat, self.tensors = tensors_of(nbytes, count)
@@ -127,12 +129,12 @@ class Contest:
         self.version = 0
 
     def plain(self) -> float:
-        """Copy the same memory in one piece to some of the same kind that was touched before."""
+        """Copy the same bytes in one piece into memory that was touched before."""
         target = torch.ones(self.nbytes, dtype=torch.uint8)
         return timed(lambda: np.copyto(target.numpy(), self._flat.view(torch.uint8).numpy()))
 
     def by_ours(self) -> float:
-        """Publish, and have it read."""
+        """Publish a version, and let the other process read it."""
         self.change()
         self.version += 1
         published = timed(lambda: self.writer.publish(self.tensors.items(), self.version))
@@ -151,7 +153,7 @@ class Contest:
         next(iter(self.tensors.values())).add_(1.0)
 
     def checked(self, answer: tuple[float, int]) -> float:
-        """Return a reader's seconds, if it has the right bytes."""
+        """Return a reader's seconds; raise if it has wrong bytes."""
         seconds, total = answer
         sums = [
             tensor.view(torch.int32).numpy().view(np.uint32).sum(dtype=np.uint64) for tensor in self.tensors.values()
@@ -167,7 +169,7 @@ class Contest:
 
 
 def against_copies() -> list[Row]:
-    """Return the times of both ways in copies, by size."""
+    """Return the times of both ways as multiples of a plain copy, by size."""
     rows = []
     for name, nbytes in SIZES.items():
         contest = Contest(nbytes, TENSORS)
@@ -218,7 +220,7 @@ def by_tensor_count() -> list[Row]:
 def torn(
     publish: Callable[[dict[str, Tensor], int], Any], read: Callable[[], dict[str, float] | None]
 ) -> tuple[int, int]:
-    """Publish constant versions without a pause while another thread reads; return torn reads and refused ones."""
+    """Publish constant versions continuously while another thread reads; return counts of torn and refused reads."""
     stop = threading.Event()
 
     def write() -> None:
@@ -261,7 +263,7 @@ def torn_reads() -> list[Row]:
                 manifest = reader.manifest(newest[0])
                 with reader.reading(manifest) as tensors:
                     return {name: float(tensor.mean()) for name, tensor in tensors.items()}
-            except ManifestMismatch:  # its slot was taken for a newer version meanwhile
+            except ManifestMismatch:  # its slot was reused for a newer version meanwhile
                 return None
 
         transport = VLLMDoubleBufferTransport(theirs)
@@ -269,7 +271,7 @@ def torn_reads() -> list[Row]:
         def read_theirs() -> dict[str, float] | None:
             try:
                 return {name: float(tensor.mean()) for name, tensor in transport.receive_weights().items()}
-            except json.JSONDecodeError:  # it read the metadata in the middle of a write
+            except json.JSONDecodeError:  # it read the metadata during a write
                 return None
 
         own, refused = torn(publish, read)
@@ -289,7 +291,7 @@ def torn_reads() -> list[Row]:
 
 
 def versions() -> list[Row]:
-    """Return the time to publish files and to copy them verified, in plain copies: whole, and one tensor in deltas."""
+    """Return the time to publish files and copy them verified, in plain copies: whole, and one tensor as a delta."""
     return [versions_by(delta) for delta in (False, True)]
 
 
@@ -312,7 +314,7 @@ def versions_by(delta: bool) -> Row:
 
 
 class NoWorkers:
-    """The engine of workers that stage at once, after they have been busy for two questions."""
+    """An engine whose workers stage at once, after they have been busy at two polls."""
 
     def __init__(self) -> None:
         self._answers = iter([[False], [False], [True]])
@@ -321,7 +323,7 @@ class NoWorkers:
         """Do nothing."""
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        """Answer as workers do that have no shadow."""
+        """Answer like workers without a shadow."""
         del args
         if method == "torchrl_moe_stage":
             return next(self._answers)
@@ -329,7 +331,7 @@ class NoWorkers:
 
 
 async def longest_wait(work: Any) -> float:
-    """Return for how many ms an event loop was late at worst while something ran in it."""
+    """Return the greatest lag, in ms, of an event loop while something ran in it."""
     task, late = asyncio.ensure_future(work), 0.0
     while not task.done():
         before = time.perf_counter()
@@ -340,7 +342,7 @@ async def longest_wait(work: Any) -> float:
 
 
 def manifests() -> list[Row]:
-    """Return what a large model's manifest costs to read, and how it holds up the event loop of a staging engine."""
+    """Return the time to read a large model's manifest, and how long it blocks the event loop of a staging engine."""
     tensors = {f"model.layers.{i // 384}.mlp.experts.{i % 384}.weight": torch.ones(16) for i in range(LARGE_MODEL)}
     kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     reads, waits, idle = [], [], []
@@ -360,9 +362,9 @@ def manifests() -> list[Row]:
             asyncio.run(stage(2 * version + 1))
     longest = statistics.median(waits[WARM_UP:])
     return [
-        Row(claim=f"a manifest of {LARGE_MODEL} tensors is read, ms", value=median_range(reads[WARM_UP:])),
+        Row(claim=f"reading a manifest of {LARGE_MODEL} tensors, ms", value=median_range(reads[WARM_UP:])),
         Row(
-            claim=f"{LARGE_MODEL} tensors staged: the engine's event loop waits at worst, ms (nothing staged: "
+            claim=f"{LARGE_MODEL} tensors staged: greatest lag of the engine's event loop, ms (nothing staged: "
             f"{median_range(idle[WARM_UP:])})",
             value=median_range(waits[WARM_UP:]),
             target=f"<= {LOOP_LIMIT_MS:g}",

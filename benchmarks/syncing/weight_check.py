@@ -1,7 +1,8 @@
-"""The weight check of a hot swap in an engine with a thousand waiting requests: it overtakes them all.
+"""The weight check of a hot swap in an engine with a thousand waiting requests: it is served before all of them.
 
-One engine and its event loop in this process, of the model of ``pause.py``, with 32 places. Timed is from a swap's
-begin to its weight check's answer, before which nothing leaves; in the idle engine and in the full one.
+One engine and its event loop run in this process, with the model of ``pause.py`` and 32 slots. The time from the start
+of a swap to the answer of its weight check, before which no answer leaves the engine, is measured in the idle engine
+and in the full one.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ async def _ask(engine: Any, number: int, gaps: list[float]) -> None:
 
 
 async def _swaps(weights: EngineWeights, writer: WeightStoreWriter, tensors: dict[str, Tensor]) -> list[float]:
-    """Return the seconds until swaps let answers go; each must be proved."""
+    """Return the seconds until swaps release answers; each swap must pass its weight check."""
     seconds = []
     for _ in range(ROUNDS):
         version = weights.version + 1
@@ -82,7 +83,7 @@ async def measure(folder: Path, tensors: dict[str, Tensor]) -> tuple[list[float]
 
 
 def behind_a_queue() -> list[Row]:
-    """Return the seconds until a swap is proved, idle and full."""
+    """Return the seconds until a swap passes its weight check, idle and full."""
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_moe("qwen3_moe", **MODEL)
         model.save_pretrained(folder)
@@ -90,9 +91,9 @@ def behind_a_queue() -> list[Row]:
         idle, full, step = asyncio.run(measure(Path(folder), dict(checkpoint_tensors(model))))
     limit = statistics.median(idle) + 2 * step
     return [
-        Row(claim="from a swap's begin to its weight check, idle engine, seconds", value=median_range(idle, 3)),
+        Row(claim="from the start of a swap to its weight check, idle engine, seconds", value=median_range(idle, 3)),
         Row(
-            claim=f"the same, {PLACES} requests running and {QUEUED} in line, seconds (a full step takes {step:.3f})",
+            claim=f"the same, {PLACES} requests running and {QUEUED} waiting, seconds (a full step takes {step:.3f})",
             value=median_range(full, 3),
             target=f"<= idle + two full steps = {limit:.3f}",
             met=statistics.median(full) <= limit,

@@ -52,7 +52,7 @@ def test_tests_are_run_that_are_marked(tmp_path: Path, passes: bool, summary: st
 def test_a_run_without_a_gpu_or_a_library_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     wrong: dict[tuple[str, ...], str] = {("--tiny", "--kernel", "liger"): "liger_kernel is not installed"}
     if not torch.cuda.is_available():
-        wrong[()] = "there is no CUDA device; --tiny runs it in small"
+        wrong[()] = "there is no CUDA device; --tiny runs small sizes"
     for arguments, message in wrong.items():
         with pytest.raises(SystemExit):
             read_arguments(list(arguments))
@@ -77,7 +77,7 @@ def test_a_kernel_library_is_compared(monkeypatch: pytest.MonkeyPatch, kernel: s
         monkeypatch.setitem(sys.modules, ".".join(parts[: i + 1]), ModuleType(".".join(parts[: i + 1])))
     setattr(sys.modules[module], name, plain)
     rows = {row.claim: row.value for row in head_rows(Device("cpu", 1), TINY, 1e9, kernel)}
-    assert float(rows[f"head: {kernel}, mean log-prob apart from that of tiles"]) < 1e-2
+    assert float(rows[f"head: {kernel}, mean log-prob, difference from tiles"]) < 1e-2
     assert float(rows[f"head: time of {kernel} over tiles"]) > 0
 
 

@@ -151,7 +151,7 @@ def test_masks_of_both_kinds_combine_in_the_coupled_objective() -> None:
     ("names", "proximal", "told"),
     [
         ("trunc", None, r"correction must be of \['tis', .*\], one name or a list of them, got 'trunc'"),
-        (["geo", "geo"], None, r"correction names one twice, got \['geo', 'geo'\]"),
+        (["geo", "geo"], None, r"correction lists a name twice, got \['geo', 'geo'\]"),
         ("snis", None, "correction='snis' is an importance weight"),
         (["snis", "geo"], "recomputed", r"'snis' normalises an importance weight, got \['snis', 'geo'\]: add tis"),
         (["snis", "tis"], "interpolated", "'snis' needs the mean weight .* use 'recomputed', or leave 'snis' out"),

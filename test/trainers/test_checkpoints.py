@@ -179,7 +179,7 @@ def test_a_full_disk_costs_no_older_checkpoint(
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", full)
         assert not save(checkpoints, 2)
-    assert "no checkpoint of step 2, the older ones are whole" in caplog.text and str(error) in caplog.text
+    assert "no checkpoint of step 2, the older ones are intact" in caplog.text and str(error) in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000000001"]
     assert checkpoints.load() and value.state == 1
     assert save(checkpoints, 2)

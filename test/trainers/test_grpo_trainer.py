@@ -287,7 +287,7 @@ def test_a_full_disk_costs_no_older_checkpoint(
     monkeypatch.setattr(torch, "save", full)
     trainer.train()
     assert trainer.steps_done == 3 and calls
-    assert "no checkpoint of step 2, the older ones are whole: [Errno 28] No space left on device" in caplog.text
+    assert "no checkpoint of step 2, the older ones are intact: [Errno 28] No space left on device" in caplog.text
     assert [path.name for path in trainer.checkpoints.rotation.checkpoints()] == [
         "step-000000000001",
         "step-000000000003",

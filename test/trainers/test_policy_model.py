@@ -308,7 +308,7 @@ def test_a_save_whose_removal_is_interrupted_has_a_whole_model(tmp_path: Path, m
 
 def test_a_folder_with_something_else_in_it_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("three years of work")
-    with pytest.raises(FileExistsError, match="holds something else than a model"):
+    with pytest.raises(FileExistsError, match="holds something other than a model"):
         given().save(tmp_path)
     assert (tmp_path / "thesis.tex").exists()
     (tmp_path / "empty").mkdir()

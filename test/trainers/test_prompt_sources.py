@@ -86,7 +86,7 @@ def test_splits_without_one_to_train_on() -> None:
 
 
 def test_a_stream_has_no_places() -> None:
-    with pytest.raises(ValueError, match="a FakeStream is a data set that is streamed, which has no places"):
+    with pytest.raises(ValueError, match="a FakeStream is a streamed data set, whose rows cannot be indexed"):
         read_source(FakeStream())
 
 

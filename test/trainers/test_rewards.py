@@ -167,7 +167,7 @@ def test_the_total_is_the_weighted_sum() -> None:
 def test_one_without_an_opinion_counts_for_nothing() -> None:
     assert reward([named("a", None), named("b", 0.5)], [10.0, 2.0]) == Reward(1.0, {"a": None, "b": 0.5})
     assert reward([lambda completions: [None], named("b", 1.0)]) == Reward(1.0, {"<lambda>": None, "b": 1.0})
-    with pytest.raises(ValueError, match="no reward function has an opinion: a, b returned None"):
+    with pytest.raises(ValueError, match="every reward function abstained: a, b returned None"):
         reward([named("a", None), named("b", None)])
 
 

@@ -26,7 +26,7 @@ class Run(RunReports):
 
 
 def test_a_run_without_a_step_has_nothing_to_sum_up() -> None:
-    with pytest.raises(RuntimeError, match="no step was made"):
+    with pytest.raises(RuntimeError, match="no step has run"):
         Run().summary()
 
 

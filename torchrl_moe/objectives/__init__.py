@@ -1,6 +1,7 @@
 """Losses over rollouts (namesake: ``torchrl.objectives.llm``).
 
-``functional`` is the maths, torch only; a loss module reads tensordict keys, calls it and writes keys. No model and no
+``functional`` holds the maths, in torch only; a loss module reads tensordict keys, calls those functions and writes
+keys. No model and no
 engine is imported here: an actor is anything with a ``score`` method, see :mod:`torchrl_moe.objectives.actors`.
 
 What a script imports from ``torchrl.objectives.llm`` is here under the same name. Classes that need no change are

@@ -34,8 +34,8 @@ class ScoringActor(Protocol):
             td: the batch.
             router_logits: whether to return the routers' logits.
             entropy: whether to return entropies.
-            mask: bool ``[B, T]``: the only tokens whose scores will be read. An actor may skip the others, and may lack
-                this argument.
+            mask: bool ``[B, T]``: the only tokens whose scores will be read. An actor may skip the others, and need not
+                accept this argument.
 
         Returns:
             ``[B, T]`` log-probs of token t given those before it, 0 at first tokens and pads; ``[B, T]`` entropies of
@@ -46,7 +46,7 @@ class ScoringActor(Protocol):
 
 
 class TokenScores(NamedTuple):
-    """What a loss reads of an actor: ``[B, T]`` each, and the routers' logits ``[B, T, L, E]`` if they were wanted."""
+    """What a loss reads from an actor: ``[B, T]`` each, and the routers' logits ``[B, T, L, E]`` if requested."""
 
     log_probs: Tensor
     entropy: Tensor | None
@@ -79,16 +79,16 @@ def score_tokens(
         tensordict: the batch, batch size ``[B]``.
         tokens: ``[B, T]``, padded on the left.
         attention_mask_key: the mask under which a TorchRL wrapper scores.
-        entropy: whether entropies are wanted.
-        mask: bool ``[B, T]``: the tokens that will be read; all, by default.
-        router_logits: whether the routers' logits are wanted, which a TorchRL wrapper does not give.
+        entropy: whether to return entropies.
+        mask: bool ``[B, T]``: the tokens that will be read; default: all.
+        router_logits: whether to return the routers' logits, which a TorchRL wrapper cannot.
 
     Raises:
         ValueError: the actor's tensors are not ``[B, T]``, or it returned no entropy although ``entropy`` is set.
     """
     routers = None
     if hasattr(actor, "score"):
-        # An actor that always computes entropies, or all tokens, may lack these arguments.
+        # An actor that always computes entropies, or all tokens, need not accept these arguments.
         asked: dict[str, Any] = {} if entropy else {"entropy": False}
         if mask is not None and "mask" in signature(actor.score).parameters:
             asked["mask"] = mask
@@ -117,8 +117,8 @@ def score_tokens(
 def _dist_arguments(actor: Any, attention_mask_key: NestedKey) -> dict[str, Any]:
     """Return the keyword arguments of ``actor.get_dist``.
 
-    The side is explicit: TorchRL's wrappers differ in their default. tensordict's own modules would pass unknown
-        keywords to the model.
+    The padding side is explicit, because TorchRL's wrappers differ in their default. tensordict's own modules get no
+    keywords, because they would pass them to the model.
     """
     asked = {"mask_key": attention_mask_key, "padding_side": "left"}
     takes = signature(actor.get_dist).parameters
@@ -144,7 +144,7 @@ def score_reference(
     model = next((holder for holder in holders if hasattr(holder, "disable_adapter")), None)
     if model is None:
         raise ValueError(
-            f"reference='adapter' needs a model with an adapter to switch off (peft's disable_adapter), got "
+            f"reference='adapter' needs a model with an adapter that can be switched off (peft's disable_adapter), got "
             f"{type(actor).__name__} of {type(holders[1]).__name__}: use reference='key' and RetrieveLogProb."
         )
     with torch.no_grad(), model.disable_adapter():

@@ -1,8 +1,9 @@
 """Advantages as transforms of a replay buffer: GRPO, RLOO, Dr. GRPO, REINFORCE++.
 
-They replace TorchRL's ``MCAdvantage``, and read and write the same keys. A group is complete in a batch, or its first
-trajectories are held back until the last one arrives. The return of a trajectory is the sum of its rewards, and each of
-its steps gets its advantage, of the shape of the step's reward: ``[1, 1]``, or ``[T, 1]`` for rewards per token.
+They replace TorchRL's ``MCAdvantage``, and read and write the same keys. Either each batch holds complete groups, or
+the trajectories of a group are held back until the last one arrives. The return of a trajectory is the sum of its
+rewards. Each of its steps gets the trajectory's advantage, in the shape of the step's reward: ``[1, 1]``, or ``[T, 1]``
+for rewards per token.
 """
 
 from __future__ import annotations
@@ -25,25 +26,27 @@ GROUP_KEY, PROMPT_KEY = "group_id", "query"
 
 
 class Trajectory(NamedTuple):
-    """Steps without a batch size, the last one done, and the sum of their rewards."""
+    """Steps with batch size ``[]``, the last one done, and the sum of their rewards."""
 
     steps: Sequence[TensorDictBase]
     value: float
 
 
 class GroupAdvantage(Transform):
-    """Gives the trajectories of a group advantages. They may come in any order, each with its steps together.
+    """Computes advantages of the trajectories of a group.
+
+    Trajectories may arrive in any order; the steps of each are contiguous.
 
     Args:
         group_size: trajectories of a group, which are held back until all have arrived; ``None``: each batch holds
-            complete groups, of any sizes, as the batches of ``AsyncLLMCollector`` do. A group of one gets 0.
+            complete groups, of any sizes, as those of ``AsyncLLMCollector`` do. A group of one gets advantage 0.
         prompt_key: the entry that identifies a group, the same in all steps of a trajectory: text, or a tensor compared
-            by value. Default: ``"group_id"`` where a step has it (two groups of one prompt differ in it), else
-            ``"query"``.
+            by value. Default: ``"group_id"`` where a step has it (it distinguishes two groups of the same prompt), else
+                ``"query"``.
         rewards_key, advantage_key, done_key: the entries that are read and written.
 
     Raises:
-        ValueError: a group of less than 2.
+        ValueError: ``group_size`` is below 2.
     """
 
     requires_shared_write_state = True  # makes TorchRL refuse to share a buffer whose groups would never complete
@@ -67,11 +70,11 @@ class GroupAdvantage(Transform):
 
     @property
     def queued_trajectories(self) -> int:
-        """How many trajectories wait for others of their group."""
+        """Number of trajectories that wait for others of their group."""
         return sum(map(len, self._queues.values()))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return samples of the buffer unchanged."""
+        """Return samples from the buffer unchanged."""
         return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
@@ -145,7 +148,7 @@ class GroupAdvantage(Transform):
         _checks.check_floating(repr(self.rewards_key), reward)
         value = float(reward.sum())
         if not abs(value) < float("inf"):
-            raise ValueError(f"{self.rewards_key!r} must be finite, got {value}: it would spoil its whole group.")
+            raise ValueError(f"{self.rewards_key!r} must be finite, got {value}: it would corrupt its whole group.")
         return value
 
     def _group(self, steps: Sequence[TensorDictBase]) -> Hashable:
@@ -171,11 +174,11 @@ class GroupAdvantage(Transform):
 
 
 class GRPOAdvantage(GroupAdvantage):
-    """``A_i = (R_i - mean_j R_j) / std_j R_j``: TorchRL's ``MCAdvantage``, for whole groups of any sizes.
+    """``A_i = (R_i - mean_j R_j) / std_j R_j``: TorchRL's ``MCAdvantage``, for complete groups of any size.
 
-    GRPO (arXiv 2402.03300). The standard deviation is the unbiased one, at least 1e-6. For trajectories of one step
-    these are ``MCAdvantage``'s numbers. For several, those of ``MCAdvantage(trajectory_return="sum")``: by default that
-    compares step with step, so the early turns of a sample that is rewarded at its end are discouraged.
+    GRPO (arXiv 2402.03300). The standard deviation is the unbiased one, at least 1e-6. For trajectories of one step the
+    values equal ``MCAdvantage``'s. For several steps they equal ``MCAdvantage(trajectory_return="sum")``: by default
+    ``MCAdvantage`` compares single steps, which penalises the early turns of a sample that is rewarded at its end.
 
     Example::
 
@@ -206,8 +209,9 @@ class RLOOAdvantage(GroupAdvantage):
 class DrGRPOAdvantage(GroupAdvantage):
     """``A_i = R_i - mean_j R_j``: GRPO's advantage without the division by the standard deviation.
 
-    Dr. GRPO (arXiv 2503.20783, sec. 3): dividing weighs prompts that are nearly solved, or nearly hopeless, more than
-    the rest. Its other half is ``GRPOLoss(aggregation="fixed_length")``. ``(G - 1) / G`` times RLOO's.
+    Dr. GRPO (arXiv 2503.20783, sec. 3): the division would give prompts that are nearly always or nearly never solved
+        more weight than the rest. The other half of Dr. GRPO is ``GRPOLoss(aggregation="fixed_length")``. The value is
+        ``(G - 1) / G`` times RLOO's.
     """
 
     def _complete(self, group: list[Trajectory]) -> list[TensorDictBase]:
@@ -218,9 +222,9 @@ class DrGRPOAdvantage(GroupAdvantage):
 class ReinforcePlusPlusAdvantage(GroupAdvantage):
     """``A_i = (R_i - mean R) / std R`` over the whole batch, not over a prompt's answers.
 
-    REINFORCE++ (arXiv 2501.03262). With ``group_size`` its baseline variant: the mean of the group is taken off first.
-    The standard deviation is the unbiased one, at least 1e-6. The paper's penalty of KL per token is not here: it
-    belongs in the reward.
+    REINFORCE++ (arXiv 2501.03262). With ``group_size`` it is the paper's baseline variant: the mean of the group is
+    subtracted first. The standard deviation is the unbiased one, at least 1e-6. The paper's per-token KL penalty is not
+    included: it belongs in the reward.
 
     Args:
         batch_size: trajectories that are normalised together; they are held back until all have arrived.
@@ -240,7 +244,7 @@ class ReinforcePlusPlusAdvantage(GroupAdvantage):
 
     @property
     def queued_trajectories(self) -> int:
-        """How many trajectories wait for others of their group, or of their batch."""
+        """Number of trajectories that wait for others of their group, or of their batch."""
         return super().queued_trajectories + len(self._pool)
 
     def _whole_groups(self, arrived: Sequence[Trajectory]) -> Iterator[list[Trajectory]]:

@@ -1,4 +1,4 @@
-"""Checks of a loss's arguments, made when a loss is built, so that an error costs no step."""
+"""Checks of a loss's arguments, run when the loss is built, before any step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_dual_clip(dual_clip: float | None) -> None:
 
 
 def check_no_dual_clip(loss: type, arguments: Mapping[str, object]) -> None:
-    """Raise ValueError if the ``arguments`` of a loss that has no clipped surrogate ask for a dual clip."""
+    """Raise ValueError if a loss without a clipped surrogate is given ``dual_clip``."""
     if arguments.get("dual_clip") is not None:
         raise ValueError(
             f"{loss.__name__} has no dual_clip, got {arguments['dual_clip']}: it bounds the clipped surrogate of "
@@ -50,7 +50,7 @@ def check_penalties(
     off_policy: bool,
     clamp: float | None = None,
 ) -> None:
-    """Raise ValueError unless the KL terms make sense: coefficients, bounds (``None`` passes) and estimator."""
+    """Raise ValueError unless the KL arguments are valid: coefficients, bounds (``None`` passes) and estimator."""
     for name, bound in {"kl_mask_threshold": threshold, "kl_clamp": clamp}.items():
         if bound is not None and not bound > 0:
             raise ValueError(f"{name} must be positive, got {bound}: None switches it off.")
@@ -66,11 +66,11 @@ def check_penalties(
 
 
 def check_fixed_length(aggregation: str, fixed_length: int | None) -> None:
-    """Raise ValueError unless ``fixed_length`` is given exactly if the aggregation uses it."""
+    """Raise ValueError unless ``fixed_length`` is given if and only if the aggregation uses it."""
     if (aggregation == "fixed_length") != (fixed_length is not None):
         raise ValueError(
             f"fixed_length and aggregation='fixed_length' go together, got fixed_length={fixed_length} and "
-            f"aggregation={aggregation!r}: give the most tokens that a response may have."
+            f"aggregation={aggregation!r}: give the greatest number of tokens that a response may have."
         )
     if fixed_length is not None and fixed_length < 1:
         raise ValueError(f"fixed_length must be at least 1, got {fixed_length}.")
@@ -95,7 +95,7 @@ def aggregation_of(aggregation: str | None, reduction: str | None, fixed_length:
 
 
 def check_unused(gamma: float | None, clip_value: bool | float | None, samples_mc_entropy: int) -> None:
-    """Raise ValueError if an argument that TorchRL's losses have, and GRPO cannot use, is set."""
+    """Raise ValueError if an argument is set that TorchRL's losses accept but GRPO cannot use."""
     if gamma is not None:
         raise ValueError(
             f"gamma must be None, got {gamma}: GRPO has no value function, and TorchRL's loss never reads it. Discount "
@@ -122,7 +122,7 @@ def check_hooks(loss: type) -> None:
 
 
 def check_router_loss(router_loss: object, actor: object) -> None:
-    """Raise ValueError if there is a router loss and it is of another actor, whose forward pass does not run."""
+    """Raise ValueError if there is a router loss of another actor, since that actor's forward pass does not run."""
     if router_loss is not None and getattr(router_loss, "actor_network", None) is not actor:
         raise ValueError(
             f"router_loss must be a MoERouterLoss of this loss's actor, got {type(router_loss).__name__} of another: "

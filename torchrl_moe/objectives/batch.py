@@ -1,7 +1,7 @@
 """The inputs of a loss, read from a tensordict into aligned ``[B, T]`` tensors.
 
 Ragged samples (a lazy stack) are padded on the left to the longest, so that their last tokens share a column; a dense
-batch keeps the pads it has. Which tokens count is decided here; what is computed from them is not.
+batch keeps its padding. This module decides which tokens count, not what is computed from them.
 
 Letters: B sequences, T tokens of the longest, P_i prompt and T_i prompt and response tokens of sequence i.
 """
@@ -27,14 +27,14 @@ Masking: TypeAlias = Literal["sft", "rlhf", "generic"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
-    """What a loss computes with. Where ``mask`` is cleared the other values mean nothing."""
+    """What a loss computes with. Where ``mask`` is False, the other values are undefined."""
 
     tokens: Tensor
     """int64 ``[B, T]``."""
     mask: Tensor
     """bool ``[B, T]``: the tokens to train on whose sample log-prob is known."""
     unsampled: Tensor
-    """bool ``[B, T]``: the tokens to train on whose sample log-prob should be known and is not."""
+    """bool ``[B, T]``: the tokens to train on whose sample log-prob should be known, but is not."""
     advantage: Tensor
     """``[B, T]``."""
     sample_log_probs: Tensor
@@ -44,9 +44,9 @@ class TokenBatch:
     prox_log_probs: Tensor | None
     """``[B, T]``, of the proximal policy, if it was recomputed; NaN where there is none."""
     staleness: Tensor | None
-    """int64 ``[B, T]``, how many weight updates ago each token was sampled, if something needs it."""
+    """int64 ``[B, T]``, number of weight updates since each token was sampled, if a correction needs it."""
     num_valid_tokens: Tensor | None
-    """``[]``, of the whole batch, if this is a part of it."""
+    """``[]``, valid tokens of the whole batch, if this is a part of it."""
     num_sequences: Tensor | None
     """``[]``, the same for sequences."""
     sum_weights: Tensor | None
@@ -141,7 +141,7 @@ class TokenReader:
         return _pad_left(per_token, 0.0)
 
     def constant_log_probs(self, key: NestedKey, meaning: str) -> Tensor:
-        """Return log-probs that are data, not the result of the model being trained, ``[B, T]``."""
+        """Return log-probs ``[B, T]`` that are data, not results of the model being trained."""
         values = self.per_token(key, f"the log-probs of {meaning}")
         _checks.check_floating(repr(key), values)
         if values.requires_grad:
@@ -149,7 +149,7 @@ class TokenReader:
         return values
 
     def staleness(self, versions_key: NestedKey, current_key: NestedKey, mask: Tensor) -> Tensor:
-        """Return how many weight updates ago each token was sampled, int64 ``[B, T]``, 0 outside ``mask``."""
+        """Return how many weight updates ago each token was sampled, int64 ``[B, T]``; 0 outside ``mask``."""
         versions = self.per_token(versions_key, "the version of the weights that sampled each token", fill=-1)
         _checks.check_integer(repr(versions_key), versions)
         current = self.total(current_key)
@@ -186,7 +186,7 @@ class TokenReader:
         return _pad_left(complete, fill)
 
     def total(self, key: NestedKey) -> Tensor | None:
-        """Return a number that all samples share, ``[]``; ``None`` if there is none."""
+        """Return a number ``[]`` that all samples share; ``None`` if there is none."""
         value: Any = self._td.get(key, None)
         if value is None:
             return None

@@ -1,4 +1,4 @@
-"""``CISPOLoss``: a clipped weight that no gradient flows through."""
+"""``CISPOLoss``: clips the importance weight, and lets no gradient flow through it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["CISPOLoss"]
 class CISPOLoss(GRPOLoss):
     """CISPO: ``-sg(clip(r, 1 - low, 1 + high)) A log π`` per token; ``sg`` stops the gradient.
 
-    `arXiv 2506.13585 <https://arxiv.org/abs/2506.13585>`_, eq. 4 and 5: every token keeps a gradient, also one whose
-    weight is clipped. TorchRL's ``CISPOLoss`` lets it flow through the clipped weight instead, so clipped tokens get
+    `arXiv 2506.13585 <https://arxiv.org/abs/2506.13585>`_, eq. 4 and 5: every token keeps a gradient, even if its
+    weight is clipped. In TorchRL's ``CISPOLoss`` the gradient flows through the clipped weight, so clipped tokens get
     none.
 
     Args:
         actor_network: π, as for :class:`~torchrl_moe.objectives.GRPOLoss`.
-        clip_epsilon: ``low`` and ``high``. The paper bounds the weight from above only, and does not say where; the
-            default is a weight of at most 5, as TRL recommends after ScaleRL (arXiv 2510.13786).
-        entropy_bonus: whether to add one: the paper does not, TorchRL's class does.
+        clip_epsilon: ``low`` and ``high``. The paper bounds the weight only from above, and does not give the bound;
+            the default is a weight of at most 5, as TRL recommends after ScaleRL (arXiv 2510.13786).
+        entropy_bonus: whether to add one; the paper does not, TorchRL's class does.
         **arguments: the others of :class:`~torchrl_moe.objectives.GRPOLoss`, except ``dual_clip``.
     """
 

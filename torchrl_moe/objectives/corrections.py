@@ -1,7 +1,7 @@
-"""Corrections of the mismatch between the policy that sampled and the one that is trained, by name.
+"""Corrections for the mismatch between the policy that sampled and the policy being trained, by name.
 
 With ``old = prox`` in the decoupled objective (``proximal_policy`` set) and ``old = π`` in the coupled one, ``ρ = old /
-μ`` of a token and ``ρ(y) = Π ρ`` of a sequence, all of them constants:
+μ`` of a token and ``ρ(y) = Π ρ`` of a sequence, both constants:
 
 ====================  ================  ===========================================  ==================================
 name                  weight            left out                                     source, default
@@ -28,20 +28,21 @@ Liu et al., "When Speed Kills Stability", richardli.xyz/rl-collapse.
 
 Which combinations are allowed:
 
-- **An importance weight needs the decoupled objective.** Coupled, the surrogate's ratio is π/μ and contains ``ρ``
-  already: a weight would count it twice. (GSPO's is ``(π/μ)^(1/|y|)``, which does not contain ``ρ(y)``; but a weight of
-  π/μ would move with each update there too.) ``tis``, ``seq_tis`` and ``snis`` are refused; ``mis``, ``icepop`` and
-  ``seq_mis`` only mask, and keep their meaning, since the ratio is their weight.
+- **An importance weight needs the decoupled objective.** In the coupled one the surrogate's ratio is π/μ, which
+  already contains ``ρ``: a weight would count it twice. (GSPO's is ``(π/μ)^(1/|y|)``, which does not contain ``ρ(y)``;
+  but there, too, a weight of π/μ would change with each update.) ``tis``, ``seq_tis`` and ``snis`` are refused;
+  ``mis``, ``icepop`` and ``seq_mis`` only mask, and keep their meaning, since the ratio is their weight.
 - **A mask of tokens needs a ratio of tokens.** ``mis``, ``icepop`` and ``staleness_mask`` are refused with
   ``GSPOLoss(level="sequence")``.
 - **One importance weight.** ``tis``, ``mis`` and ``icepop`` share ``ρ``, ``seq_tis`` and ``seq_mis`` share ``ρ(y)``:
-  each set combines freely. One of each is refused in the decoupled objective, as ``ρ`` is a factor of ``ρ(y)``.
-- ``snis`` needs one of those weights, and not the interpolated proximal policy, whose weights depend on π: their mean
-  over a batch is not known before each of its parts has been through the model.
-- ``geo``, ``k3``, ``opsm`` and ``staleness_weight`` go with everything.
+  within a set they combine freely. In the decoupled objective, one of each set together is refused, because ``ρ`` is a
+  factor of ``ρ(y)``.
+- ``snis`` needs one of those weights, and not the interpolated proximal policy, whose weights depend on π:
+  their mean over a batch is unknown until every part has been through the model.
+- ``geo``, ``k3``, ``opsm`` and ``staleness_weight`` combine with everything.
 
-A masked token contributes 0 to every loss term, but still counts in the denominator: that number depends on the data
-alone, and is the same however a batch is split.
+A masked token contributes 0 to every loss term, but still counts in the denominator, which depends on the data alone
+and is the same however a batch is split.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ class Corrections:
         self.thresholds = thresholds or Thresholds()
         self.proximal = proximal
         _check_names(self.names, proximal)
-        # The importance weight of the surrogate; the coupled one contains it already.
+        # The importance weight of the surrogate; the coupled objective's ratio contains it already.
         self._weighs = proximal is not None and bool({*_TOKEN, *_SEQUENCE} & {*self.names})
         self._by_sequence = bool({*_SEQUENCE} & {*self.names})
 
@@ -140,16 +141,16 @@ class Corrections:
 
     @property
     def needs_staleness(self) -> bool:
-        """Whether the age of each token must be known."""
+        """Whether the corrections need the age of each token."""
         return "staleness_mask" in self.names or "staleness_weight" in self.names
 
     @property
     def normalises(self) -> bool:
-        """Whether the mean weight of the whole batch must be known."""
+        """Whether the corrections need the mean weight of the whole batch."""
         return "snis" in self.names
 
     def importance_weight(self, log_rho: Tensor, mask: Tensor) -> Tensor:
-        """Return the importance weights of the tokens of ``mask``, ``[B, T]``: 1 if there is none, 0 outside."""
+        """Return the importance weights of the tokens of ``mask``, ``[B, T]``: 1 without a weight, 0 outside."""
         weight = torch.ones_like(log_rho)
         if self._weighs:
             weight = F.sequence_weight(log_rho, mask) if self._by_sequence else F.token_weight(log_rho)
@@ -163,7 +164,7 @@ class Corrections:
     def __call__(
         self, ratios: PolicyRatios, advantage: Tensor, staleness: Tensor | None, mean_weight: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the weight of each token, and the tokens (bool) that are kept: constants, ``[B, T]``.
+        """Return the weight of each token, and the tokens (bool) that are kept; both are constants ``[B, T]``.
 
         Args:
             ratios: of the batch.
@@ -206,7 +207,7 @@ def _check_names(names: tuple[str, ...], proximal: Proximal | None) -> None:
         if name not in allowed:
             raise ValueError(f"correction must be of {list(allowed)}, one name or a list of them, got {name!r}.")
     if len(set(names)) < len(names):
-        raise ValueError(f"correction names one twice, got {list(names)}.")
+        raise ValueError(f"correction lists a name twice, got {list(names)}.")
     token, sequence = ([name for name in names if name in group] for group in (_TOKEN, _SEQUENCE))
     if proximal is None:
         for name in names:
@@ -224,7 +225,7 @@ def _check_names(names: tuple[str, ...], proximal: Proximal | None) -> None:
             "of sequences that go with a weight of tokens."
         )
     if "snis" in names and not (token or sequence):
-        raise ValueError(f"correction 'snis' normalises an importance weight, got {list(names)}: add tis, say.")
+        raise ValueError(f"correction 'snis' normalises an importance weight, got {list(names)}: add tis, for example.")
     if "snis" in names and proximal == "interpolated":
         raise ValueError(
             "correction 'snis' needs the mean weight of the whole batch, and with proximal_policy='interpolated' "

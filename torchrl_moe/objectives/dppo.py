@@ -1,4 +1,4 @@
-"""``DPPOLoss``: a trust region of a divergence instead of a ratio."""
+"""``DPPOLoss``: a trust region defined by a divergence instead of a ratio."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _THRESHOLDS = {"tv": 0.15, "kl": 0.05}
 class DPPOLoss(GRPOLoss):
     """DPPO: ``-M r A`` per token; ``M = 0`` if the token left the trust region and would move further out.
 
-    `arXiv 2602.04879 <https://arxiv.org/abs/2602.04879>`_. Outside is ``D > high`` for ``A > 0, r > 1`` and ``D > low``
-    for ``A < 0, r < 1``, where D compares the probabilities that old and new policy give to the token, not their ratio:
-    an unlikely token may double, a likely one may not halve. D is defined in
+    `arXiv 2602.04879 <https://arxiv.org/abs/2602.04879>`_. A token is outside if ``D > high`` for ``A > 0, r > 1``, or
+    ``D > low`` for ``A < 0, r < 1``, where D compares the probabilities that old and new policy give to the token, not
+    their ratio: the probability of an unlikely token may double, that of a likely one may not halve. D is defined in
     :func:`~torchrl_moe.objectives.functional.outside_divergence`.
 
-    The paper's trust region lies around the policy that sampled, so without ``proximal_policy``.
+    The paper's trust region is centred on the policy that sampled: leave ``proximal_policy`` unset for it.
 
     Args:
         actor_network: π, as for :class:`~torchrl_moe.objectives.GRPOLoss`.
         divergence: ``"tv"``, total variation, or ``"kl"``.
         clip_epsilon: the thresholds of D, ``low`` and ``high``; default: 0.15 of ``"tv"``, 0.05 of ``"kl"``.
         max_ratio: the cap of r.
-        entropy_bonus: whether to add one: the paper does not.
+        entropy_bonus: whether to add one; the paper does not.
         **arguments: the others of :class:`~torchrl_moe.objectives.GRPOLoss`, except ``dual_clip``.
     """
 

@@ -52,42 +52,44 @@ class GRPOLoss(LossModule):
     - every loss term and metric is a mean over valid tokens: TorchRL's KL terms, ``kl_approx``, ``entropy`` and
       ``clip_fraction`` average over prompts and pads too. All loss terms follow ``aggregation``;
     - a token's KL penalty is bounded, see ``kl_clamp``;
-    - ``kl_mask_threshold`` compares with the reference, as TorchRL documents, not with the rollout policy;
-    - a part of a batch can be normalised by the whole batch, see :meth:`denominators`;
+    - ``kl_mask_threshold`` compares with the reference, as TorchRL documents, not with the rollout policy, as it does;
+    - a part of a batch can be normalised by the denominators of the whole batch, see :meth:`denominators`;
     - advantages per token are padded on the same side as the tokens;
-    - arguments that TorchRL's accepts and never reads are refused: ``gamma``, ``clip_value``, any other keyword.
+    - arguments that TorchRL's loss accepts but never reads are refused: ``gamma``, ``clip_value``, any other keyword.
 
     A token counts if ``masking_strategy`` selects it and its sample log-prob is finite (TorchRL writes NaN where
-    nothing was sampled). A counting token may contribute 0: if the actor's log-prob is not finite, or a mask drops it.
-    The denominators depend on the tokens that count, so on the data alone. ``num_dropped_tokens`` says how many tokens
-    were lost to a number that is not finite: a log-prob or an entropy, or, with ``"sft"`` and ``"rlhf"``, the sample
-    log-prob of a token that the strategy names.
+    nothing was sampled). A token that counts may still contribute 0, if the actor's log-prob is not finite or a mask
+    drops it. The denominators count these tokens too, so they depend on the data alone. ``num_dropped_tokens`` is the
+    number of tokens lost to a non-finite value: a log-prob or an entropy or, with ``"sft"`` and ``"rlhf"``, the sample
+    log-prob of a token that the strategy selects.
 
     Args:
         actor_network: π: anything with ``score`` (:class:`~torchrl_moe.objectives.actors.ScoringActor`), or TorchRL's
             wrappers with ``generate=False``.
-        clip_epsilon: one number for ``low`` and ``high``, or the pair. They become the buffers ``clip_epsilon_low`` and
-            ``clip_epsilon_high``, to which a number may be assigned.
+        clip_epsilon: one number for both ``low`` and ``high``, or a pair. They become the buffers ``clip_epsilon_low``
+            and ``clip_epsilon_high``, which may be assigned numbers.
         dual_clip: c: where ``A < 0`` the loss is at most ``-c A`` (arXiv 1912.09729).
         kl_mask_threshold: a token with ``(log π - log ref)^2 / 2`` above this contributes 0 to every loss term.
         aggregation: how tokens become one loss, see :func:`~torchrl_moe.objectives.functional.aggregate`; ``"none"``
             gives ``[B, T, 1]``, ``None`` means ``"token_mean"``.
-        correction: of the mismatch between policies, by name or names, see :mod:`torchrl_moe.objectives.corrections`.
+        correction: for the mismatch between policies, by name or names, see :mod:`torchrl_moe.objectives.corrections`.
         thresholds: of the corrections.
         proximal_policy: ``"recomputed"`` reads its log-probs, the actor's at the start of the step, from
-            ``prox_log_prob``; ``"interpolated"`` is A-3PO's (arXiv 2512.06547), from versions and no forward pass.
+            ``prox_log_prob``; ``"interpolated"`` is A-3PO's (arXiv 2512.06547), computed from versions without a
+            forward pass.
         entropy_bonus: whether to add ``loss_entropy``.
-        samples_mc_entropy: no effect: the entropies of tokens are exact, not estimated from samples.
+        samples_mc_entropy: has no effect: the entropies of tokens are exact, not estimated from samples.
         entropy_coeff: its coefficient.
         gamma: ``None``: there is no value function.
-        reduction: ``"none"`` means ``aggregation="none"``, ``"mean"`` nothing. TorchRL's ``"sum"`` is a mean: refused.
+        reduction: ``"none"`` means ``aggregation="none"``, ``"mean"`` changes nothing. ``"sum"``, which is a mean in
+            TorchRL, is refused.
         clip_value: ``None`` or ``False``: there is no value function.
         kl_to_ref_coeff: adds ``loss_kl_to_ref``, the KL to the reference. ``None`` or 0 switch it off.
         kl_to_inference_coeff: adds ``loss_kl_to_inference``, to the rollout policy. With 0 it is only measured.
         kl_estimator: of both: ``"k1"``, ``"k2"`` or ``"k3"``; for their gradients see
             :mod:`torchrl_moe.objectives.functional.kl`.
-        kl_off_policy: weight both by π/μ, for the gradient of the KL whatever μ is.
-        kl_clamp: cuts both per token to ``±kl_clamp``, before the coefficient; a token that is cut has no gradient from
+        kl_off_policy: whether to weight both by π/μ, so that their gradient is that of the KL off policy too.
+        kl_clamp: clamps both per token to ``±kl_clamp``, before the coefficient; a clamped token has no gradient from
             them. ``None`` switches it off.
         reference: ``"key"`` reads ``ref_log_probs``; ``"adapter"`` scores with the actor's peft adapter switched off.
         device: of the buffers; default: the actor's.
@@ -188,12 +190,12 @@ class GRPOLoss(LossModule):
 
     @property
     def functional(self) -> bool:
-        """False: the actor keeps its own parameters."""
+        """False: the actor keeps its parameters; the loss does not take them over."""
         return False
 
     @property
     def inputs(self) -> LossInputs:
-        """What is read from a batch, from the current attributes: a coefficient may be assigned at any time."""
+        """What is read from a batch, by the current attributes: a coefficient may be assigned at any time."""
         return LossInputs(
             masking=self.masking_strategy,
             reference=self._needs_reference and self.reference == "key",
@@ -235,7 +237,7 @@ class GRPOLoss(LossModule):
         scores = score_tokens(self.actor_network, *ask, self.entropy_bonus, batch.mask, self.router_loss is not None)
         batch = batch.to(scores.log_probs.device)
         ratios = policy_ratios(scores.log_probs, batch, self.proximal_policy)
-        advantage = torch.where(ratios.mask, batch.advantage, 0)  # NaN may stand where no token counts
+        advantage = torch.where(ratios.mask, batch.advantage, 0)  # it may be NaN where no token counts
         surrogate, clipped = self._surrogate(ratios, advantage)
         weight, within, kept = self._correct(scores.log_probs, batch, ratios, mean_weight)
         metrics = {}
@@ -276,7 +278,7 @@ class GRPOLoss(LossModule):
         return self._correct(log_probs, batch, ratios, mean_weight)[2]
 
     def _read(self, tensordict: TensorDictBase) -> tuple[TokenBatch, Tensor | None]:
-        """Return the batch, and the mean importance weight of the whole."""
+        """Return the batch, and the mean importance weight of the whole batch."""
         batch = self.inputs.read(tensordict, self.tensor_keys, self._user_mask)
         mean_weight = self._mean_weight(batch)
         if self._needs_reference and self.reference == "adapter":
@@ -304,7 +306,7 @@ class GRPOLoss(LossModule):
         return loss, F.outside_clip_range(ratios.log_ratio, *clip)
 
     def _penalties(self, batch: TokenBatch, scores: TokenScores, ratios: PolicyRatios) -> dict[str, _Term]:
-        """Return the other summands of the loss, by the name that follows ``loss_``."""
+        """Return the other terms of the loss, by their name after ``loss_``."""
         terms = {}
         if scores.entropy is not None:
             known = ratios.mask & scores.entropy.isfinite()
@@ -340,8 +342,8 @@ class GRPOLoss(LossModule):
 
         With these keys in every part, the loss terms of the parts sum to those of the batch, however it is split. A
         trainer that averages over n parts instead of summing (TorchRL's ``GRPOTrainer`` divides the loss by
-        ``gradient_accumulation_steps``) needs these numbers divided by n. Ranks that share a batch add theirs up first,
-        with :func:`torchrl_moe.objectives.sum_over_ranks`. Metrics stay means over the part.
+        ``gradient_accumulation_steps``) needs these numbers divided by n. Ranks that share a batch first sum theirs
+        with :func:`torchrl_moe.objectives.sum_over_ranks`. Metrics remain means over the part.
 
         Example::
 
@@ -364,7 +366,7 @@ class GRPOLoss(LossModule):
         return numbers
 
     def _mean_weight(self, batch: TokenBatch) -> Tensor | None:
-        """Return the mean importance weight of the batch that this is a part of, if a correction asks for it."""
+        """Return the mean importance weight of the batch that this is a part of, if a correction needs it."""
         if not self.corrections.normalises or batch.prox_log_probs is None:
             return None
         if batch.sum_weights is not None and batch.num_valid_tokens is not None:
@@ -379,12 +381,12 @@ class GRPOLoss(LossModule):
 
     @property
     def _user_mask(self) -> NestedKey | None:
-        # loss_mask_key is of LossModule; its "auto" knows no mask of tokens
+        # loss_mask_key belongs to LossModule, whose "auto" finds no mask of tokens
         return None if self.loss_mask_key in (None, "auto") else self.loss_mask_key
 
 
 class _Term(NamedTuple):
-    """A summand of the loss, ``[B, T]`` each; ``metric`` is reported as its mean over ``mask``."""
+    """A term of the loss, ``[B, T]`` each; ``metric`` is reported as its mean over ``mask``."""
 
     loss: Tensor
     metric: Tensor | None

@@ -1,4 +1,4 @@
-"""``GSPOLoss``: the ratio of whole sequences."""
+"""``GSPOLoss``: one ratio per sequence."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class GSPOLoss(GRPOLoss):
     """GSPO: ``-min(s A, clip(s, 1 - low, 1 + high) A)`` per sequence, ``s = (π(y) / μ(y))^(1/|y|)``.
 
     `arXiv 2507.18071 <https://arxiv.org/abs/2507.18071>`_, eq. 5 and 7. Clipping keeps or drops a sequence as a whole;
-    s moves far less than a token's ratio, hence the narrow range. ``level="token"`` is GSPO-token (eq. 13 and 14):
-    ``s_t = sg(s) π / sg(π)``, equal in value, and in gradient too as long as all tokens of a sequence share their
-    advantage; it lets them differ.
+    s varies far less than a token's ratio, hence the narrow range. ``level="token"`` is GSPO-token (eq. 13 and 14):
+    ``s_t = sg(s) π / sg(π)``, equal in value, and also in gradient if all tokens of a sequence share one advantage;
+    unlike ``"sequence"``, it allows different advantages.
 
-    At the level of sequences s contains every token, so masking one would not remove its gradient: the masks of tokens
-    (``mis``, ``icepop``, ``staleness_mask``, ``kl_mask_threshold``) are refused there.
+    With ``level="sequence"``, s contains every token, so masking a token would not remove its gradient: token masks
+    (``mis``, ``icepop``, ``staleness_mask``, ``kl_mask_threshold``) are refused.
 
     Args:
         actor_network: π, as for :class:`~torchrl_moe.objectives.GRPOLoss`.
         level: ``"sequence"`` or ``"token"``.
         clip_epsilon: ``low`` and ``high``; default: the paper's.
-        aggregation: the paper's is the mean of sequences' means.
-        entropy_bonus: whether to add one: the paper does not.
+        aggregation: the paper's is the mean of the sequences' means.
+        entropy_bonus: whether to add one; the paper does not.
         **arguments: the others of :class:`~torchrl_moe.objectives.GRPOLoss`.
 
     Raises:

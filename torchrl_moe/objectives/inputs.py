@@ -17,7 +17,7 @@ __all__ = ["LossInputs", "LossKeys"]
 
 @dataclass
 class LossKeys(LossModule._AcceptedKeys):
-    """Where a loss finds its inputs: for ``set_keys``."""
+    """The keys of a loss's inputs, for ``set_keys``."""
 
     advantage: NestedKey = "advantage"
     action: NestedKey = ("tokens", "full")
@@ -40,11 +40,11 @@ class LossInputs:
 
     masking: Masking
     reference: bool
-    """The log-probs of the reference."""
+    """Whether the reference's log-probs are read."""
     proximal: bool
-    """Those of the proximal policy."""
+    """Whether the proximal policy's log-probs are read."""
     staleness: bool
-    """How old each token is."""
+    """Whether the age of each token is read."""
     ref_side: Literal["left", "right"]
     ref_fill: float
 
@@ -93,8 +93,8 @@ class LossInputs:
     def mask(self, reader: TokenReader, names: LossKeys, loss_mask: NestedKey | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the tokens to train on, those of them that lack a sample log-prob, and the sample log-probs.
 
-        ``"generic"`` selects prompts too, which were not sampled, so none is reported as lacking. ``loss_mask`` names a
-        mask of the user's, ``[T]`` per sample.
+        ``"generic"`` also selects prompts, which were not sampled, so no token is reported as lacking. ``loss_mask``
+        names a mask of the user's, ``[T]`` per sample.
         """
         mask = reader.mask(self.masking, names.prompt, names.attention_mask, names.assistant_mask)
         if loss_mask is not None:
@@ -110,5 +110,5 @@ def _check_finite(key: NestedKey, advantage: Tensor, mask: Tensor) -> None:
         sample, token = broken[0].tolist()
         raise ValueError(
             f"{key!r} must be finite where a token counts, got {advantage[sample, token].item()} in sample {sample}: "
-            "look at the rewards of its group (one sample alone has no standard deviation), or leave the sample out."
+            "check the rewards of its group (a single sample has no standard deviation), or leave the sample out."
         )

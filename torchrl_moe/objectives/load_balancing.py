@@ -1,7 +1,7 @@
 """Measures of the load over experts, and the auxiliary losses that balance it. Pure functions, torch only.
 
-A *row* is a token in a layer. Its logits are what the live router gave, before any softmax or sigmoid. A layer whose
-logits are all 0 has no router, and so no rows; a token with a logit that is NaN or infinite has no row in that layer.
+A *row* is a token in a layer. Its logits are the live router's, before any softmax or sigmoid. A layer whose logits are
+all 0 has no router, and so no rows; a token with a logit that is NaN or infinite has no row in that layer.
 
 Letters: B sequences, T tokens of the longest, L decoder layers, E experts, K experts per token.
 """
@@ -59,10 +59,10 @@ def router_layers(router_logits: Tensor, mask: Tensor) -> Tensor:
 
 
 def choice_counts(router_logits: Tensor, rows: Tensor, top_k: int) -> Tensor:
-    """Return how many rows of each sequence choose each expert by its logit, ``[B, L, E]``, without a gradient.
+    """Return how many rows of each sequence choose each expert by logit, ``[B, L, E]``, without a gradient.
 
-    The choice is the live router's, also where the forward pass followed replayed experts: a balancing loss acts on
-    what the router would do. A bias that enters the selection only (DeepSeek-V3) is not in it.
+    The choice is the live router's, even where the forward pass followed replayed experts: a balancing loss acts on
+    what the router would do. A bias that only affects the selection (DeepSeek-V3) is ignored.
 
     >>> logits = torch.tensor([[[[3.0, 1.0, 2.0]], [[0.0, 5.0, 4.0]]]])
     >>> choice_counts(logits, torch.ones(1, 2, 1, dtype=torch.bool), top_k=2)
@@ -113,7 +113,7 @@ def load_share(counts: Tensor) -> Tensor:
 
 
 def load_entropy(share: Tensor) -> Tensor:
-    """Return the entropy of the load over ``log E``, ``[...]``: 1 if even, 0 if one expert has it all, NaN for no load.
+    """Return the entropy of the load over ``log E``, ``[...]``: 1 if even, 0 if all on one expert, NaN for no load.
 
     >>> load_entropy(torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.0, 0.0]]))
     tensor([1., 0., nan])
@@ -144,14 +144,14 @@ def load_balancing_loss(
     """Return the mean over layers of ``E Σ_e f_e P_e``: 1 if load and scores are even, up to ``E / K`` if not.
 
     ``f_e`` is expert e's share of the choices, ``P_e`` the mean of its normalised score; only ``P_e`` has a gradient.
-    Switch Transformer's loss (arXiv 2101.03961, eq. 4-6, there for K = 1) as Mixtral uses it for K experts, with the
-    K choices of a token counted as K parts of one. Layers are balanced one by one: transformers pools them first, and
-    multiplies by K. With ``per_sequence`` f and P are of one sequence, and the result is the mean over sequences
+    Switch Transformer's loss (arXiv 2101.03961, eq. 4-6, there for K = 1) as Mixtral uses it for K experts, with each
+    of the K choices of a token counted as 1/K. Layers are balanced one by one, whereas transformers pools them first,
+    and multiplies by K. With ``per_sequence`` f and P are of one sequence, and the result is the mean over sequences
     (DeepSeek-V3, arXiv 2412.19437, eq. 17-20, where ``scoring`` is ``"sigmoid"``).
 
-    A product of two means is not additive: the losses of micro-batches balance each micro-batch. They sum to the loss
-    of the whole batch, gradients included, if each is given the whole batch's ``share`` and ``num_rows`` (as global
-    batch balancing does, arXiv 2501.11873). Per sequence, the numbers of sequences are enough.
+    A product of two means is not additive: the losses of micro-batches balance each micro-batch separately. They sum to
+    the loss of the whole batch, gradients included, if each is given the whole batch's ``share`` and ``num_rows`` (as
+    global batch balancing does, arXiv 2501.11873). With ``per_sequence``, the whole batch's ``num_rows`` is enough.
 
     Args:
         router_logits: ``[B, T, L, E]``.
@@ -159,8 +159,8 @@ def load_balancing_loss(
         top_k: K.
         scoring: how a logit becomes a score; sigmoid scores are divided by their sum.
         per_sequence: whether sequences are balanced one by one.
-        share: f of the whole batch, ``[L, E]``. Default: that of ``rows``. Not with ``per_sequence``.
-        num_rows: ``[L]``, what P divides by: rows of the whole batch, or sequences with a row if ``per_sequence``.
+        share: f of the whole batch, ``[L, E]``; not with ``per_sequence``. Default: that of ``rows``.
+        num_rows: ``[L]``, the denominator of P: rows of the whole batch, or sequences with a row if ``per_sequence``.
             Layers with 0 are left out of the mean. Default: those of ``rows``.
 
     >>> logits = torch.tensor([[[[0.0, 0.0]], [[0.0, 0.0]]]])
@@ -190,7 +190,7 @@ def load_balancing_loss(
 
 
 def z_loss(router_logits: Tensor, rows: Tensor, num_rows: Tensor | None = None) -> Tensor:
-    """Return the mean over rows of ``(log Σ_e exp x_e)^2``: it keeps logits small, where low precision is exact.
+    """Return the mean over rows of ``(log Σ_e exp x_e)^2``: it keeps logits small, where low precision is accurate.
 
     ST-MoE's router z-loss (arXiv 2202.08906, eq. 5), the mean over layers. With ``num_rows`` of the whole batch
     (``[L]``, as for :func:`load_balancing_loss`), the losses of its parts sum to that of the whole.

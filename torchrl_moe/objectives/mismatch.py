@@ -38,10 +38,10 @@ def _no_sums() -> Sums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollapseThresholds:
-    """When a run is likely to collapse; ``None`` switches one off."""
+    """Thresholds beyond which a run is likely to collapse; ``None`` switches one off."""
 
     k3: float | None = 0.01
-    """Greatest mean k3. A healthy 30B MoE has 1.5e-3, and half of that with replay (arXiv 2510.11370)."""
+    """Greatest mean k3. A healthy 30B MoE has 1.5e-3, or half of that with replay (arXiv 2510.11370)."""
     extreme_fraction: float | None = 0.1
     """Greatest F(τ), with τ = 2: more than this came before a collapse (arXiv 2510.11370)."""
     ess: float | None = 0.5
@@ -52,7 +52,7 @@ class CollapseThresholds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchKeys:
-    """Where the entries are."""
+    """The keys of the entries."""
 
     tokens: NestedKey = ("tokens", "full")
     sample_log_prob: NestedKey = ("log_probs", "full")
@@ -65,14 +65,15 @@ class MismatchKeys:
 
 
 class MismatchMetrics:
-    """Collects the mismatch of micro-batches and computes it over all of them.
+    """Accumulates the mismatch over micro-batches and computes metrics over all of them.
 
-    π is the trainer, μ the engine that sampled, ``ℓ = log π - log μ`` of a sampled token, cut to ±20, ``r = exp(ℓ)``.
-    Every token counts that ``masking_strategy`` names and whose ``log μ`` is finite, before any correction masks it.
-    Sums and counts are kept, in float64, so micro-batches and ranks add up without bias. Nothing has a gradient.
+    π is the trainer, μ the engine that sampled, ``ℓ = log π - log μ`` of a sampled token, clamped to ±20, ``r =
+    exp(ℓ)``. A token counts if ``masking_strategy`` selects it and its ``log μ`` is finite, whether or not a correction
+    masks it later. Sums and counts are kept, in float64, so micro-batches and ranks add up without bias. Nothing has a
+    gradient.
 
     ==============================  ====================================================================================
-    ``mismatch/tokens``             n, the tokens that count
+    ``mismatch/tokens``             n, the number of tokens that count
     ``mismatch/k1``, ``k3``         means of ``-ℓ`` and ``r - 1 - ℓ``: both estimate ``KL(μ || π)``
     ``mismatch/dlogp_mean``,        mean and maximum of ``|ℓ|``
     ``dlogp_max``
@@ -98,10 +99,10 @@ class MismatchMetrics:
     Args:
         masking_strategy: ``"sft"``, ``"rlhf"`` or ``"generic"``, see :class:`~torchrl_moe.objectives.GRPOLoss`.
         tau: τ of F(τ).
-        max_age: ages from this one on are one group.
+        max_age: this age and all greater ones form one group.
         sample_size: greatest number of log-ratios kept, for the percentile and for :attr:`log_ratios`.
-        thresholds: when :meth:`compute` warns; ``None`` for never.
-        keys: where the entries are.
+        thresholds: beyond which :meth:`compute` warns; ``None``: no warnings.
+        keys: of the entries.
 
     Example::
 
@@ -133,7 +134,7 @@ class MismatchMetrics:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all micro-batches. Whether a warning was given is remembered."""
+        """Discard all micro-batches, but not whether a warning was given."""
         self._sums = _no_sums()
         self._ages: dict[int, Sums] = defaultdict(_no_sums)
         self._layers: dict[int, Sums] = defaultdict(_no_sums)
@@ -155,7 +156,7 @@ class MismatchMetrics:
 
         Args:
             tensordict: batch size ``[B]``, ragged (a lazy stack) or dense; read, not written.
-            log_probs: of the trainer, ``[B, T]``, padded on the left: what ``score`` returns.
+            log_probs: of the trainer, ``[B, T]``, padded on the left, as ``score`` returns them.
             kept: bool ``[B, T]``, tokens that a correction leaves in the loss.
             version: of the weights that ``log_probs`` were computed with; needed for the ages of tokens.
 
@@ -170,7 +171,7 @@ class MismatchMetrics:
         trained = log_probs.detach().cpu().double()
         _checks.check_same_shape({"log_probs": trained, repr(keys.sample_log_prob): sampled})
         mask = reader.mask(self.masking_strategy, keys.prompt, keys.attention_mask, keys.assistant_mask).cpu()
-        if self.masking_strategy == "generic":  # it selects prompts too, which were not sampled
+        if self.masking_strategy == "generic":  # it also selects prompts, which were not sampled
             mask = mask & sampled.isfinite()
         known = mask & sampled.isfinite() & trained.isfinite()
         self._sums["dropped"] += int((mask & ~known).sum())
@@ -224,7 +225,7 @@ class MismatchMetrics:
             sums["dlogp_mean"] += k1(p[at], q[at]).abs().sum().item()
 
     def _add_routing(self, tensordict: TensorDictBase, reader: TokenReader) -> None:
-        """Weight the metrics of each sample by its rows."""
+        """Add the routing metrics of each sample, weighted by its rows."""
         fallback: Any = tensordict.get(self.keys.fallback, None)
         if fallback is None:
             return
@@ -255,7 +256,7 @@ class MismatchMetrics:
     # -- output -----------------------------------------------------------------------------------------------------
 
     def compute(self) -> dict[str, float]:
-        """Return all metrics; logs one warning when a threshold is crossed, and no other until none is crossed."""
+        """Return all metrics; when a threshold is crossed, log one warning, and no other until none is crossed."""
         found = self._metrics()
         crossed = self._crossed(found)
         if crossed and not self._warned:
@@ -271,7 +272,7 @@ class MismatchMetrics:
         return f"MismatchMetrics({', '.join([tokens, *shown])})"
 
     def _repr_html_(self) -> str:
-        """Return all metrics as a table; it warns of nothing."""
+        """Return all metrics as a table, without a warning."""
         found = self._metrics()
         crossed = self._crossed(found)
         rows = [
@@ -325,7 +326,7 @@ class MismatchMetrics:
         return found | {f"agreement/layer_{layer}": share for layer, share in layers.items()}
 
     def _crossed(self, found: Mapping[str, float]) -> dict[str, str]:
-        """Return the thresholds that are crossed, in words, by the name of the metric."""
+        """Return the crossed thresholds as text, by the name of the metric."""
         crossed = {}
         for name, limit in asdict(self.thresholds).items() if self.thresholds else ():
             value = found.get(f"mismatch/{name}")

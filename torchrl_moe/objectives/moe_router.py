@@ -1,4 +1,4 @@
-"""``MoERouterLoss``: keeps a router's load even and its logits small while a policy is trained."""
+"""``MoERouterLoss``: keeps the routers' load even and their logits small while a policy is trained."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MoERouterLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined] 
     expert_load: Tensor
     """``[L, E]``: each expert's share of the live router's choices."""
     load_entropy: Tensor
-    """``[L]``: entropy of the load over ``log E``; 1 if even, 0 if one expert has it all."""
+    """``[L]``: entropy of the load over ``log E``; 1 if even, 0 if one expert has all of it."""
     max_load: Tensor
     """``[L]``: load of the busiest expert over the mean load; 1 if even."""
     num_dropped_rows: Tensor
@@ -49,20 +49,20 @@ class MoERouterLoss(LossModule):
     ``loss_load_balancing`` is ``load_balancing_coeff E Σ_e f_e P_e`` (arXiv 2101.03961, eq. 4-6) and ``loss_z`` is
     ``z_coeff (log Σ_e exp x_e)^2`` (arXiv 2202.08906, eq. 5), means over layers; see
     :mod:`~torchrl_moe.objectives.load_balancing`. They act on the router's own choice, even where the forward pass
-    follows the engine's experts. Every attended token counts, prompts included, since a router routes them all; pads do
-    not, nor do layers without a router.
+    follows the engine's experts. Every attended token counts, prompts included, since a router routes them all; padding
+    and layers without a router do not count.
 
-    With ``GRPOLoss(actor, router_loss=...)`` the policy loss returns these terms too, from one forward pass. On its own
-    it runs a forward pass of the layers without the head: ``actor.score(td, router_logits=True)``, with an empty
-    ``mask`` if ``score`` takes one.
+    With ``GRPOLoss(actor, router_loss=...)`` the policy loss returns these terms too, from one forward pass. Called by
+    itself, it runs a forward pass of the layers without the head: ``actor.score(td, router_logits=True)``, with an
+    empty ``mask`` if ``score`` takes one.
 
     Args:
-        actor_network: anything with ``score`` (:class:`~torchrl_moe.objectives.actors.ScoringActor`) that knows
+        actor_network: anything with ``score`` (:class:`~torchrl_moe.objectives.actors.ScoringActor`) that accepts
             ``router_logits``.
         top_k: K, experts per token.
         load_balancing_coeff: 1e-2 is Switch's.
         z_coeff: 1e-3 is ST-MoE's.
-        scoring: how the router makes scores of its logits: ``"softmax"``, or ``"sigmoid"`` (DeepSeek-V3).
+        scoring: how the router turns logits into scores: ``"softmax"``, or ``"sigmoid"`` (DeepSeek-V3).
         per_sequence: balance each sequence (DeepSeek-V3, arXiv 2412.19437, eq. 17-20) instead of the batch.
 
     Keys, for :meth:`set_keys`: ``action``, ``attention_mask``, and two optional ones of the whole batch of which the
@@ -112,7 +112,7 @@ class MoERouterLoss(LossModule):
 
     @property
     def functional(self) -> bool:
-        """False: the actor keeps its own parameters."""
+        """False: the actor keeps its parameters; the loss does not take them over."""
         return False
 
     def _set_in_keys(self) -> None:  # set_keys() calls it
@@ -124,7 +124,7 @@ class MoERouterLoss(LossModule):
 
         Args:
             tensordict: batch size ``[B]``, ragged (a lazy stack) or dense.
-            router_logits: ``[B, T, L, E]``, what the actor's ``score`` returned for this batch; by default it is
+            router_logits: ``[B, T, L, E]``, what the actor's ``score`` returned for this batch; by default ``score`` is
                 called.
 
         Raises:
@@ -186,7 +186,7 @@ class MoERouterLoss(LossModule):
         return reader.per_token(self.tensor_keys.attention_mask, "the mask of all tokens that are no pads").bool()
 
     def _of_batch(self, tensordict: TensorDictBase, key: NestedKey, *shape: int) -> Tensor | None:
-        """Return a number of the whole batch, which each sample of a part holds; ``None`` if it is absent."""
+        """Return a value of the whole batch, which each sample of a part holds; ``None`` if it is absent."""
         value: Any = tensordict.get(key, None)
         if value is None:
             return None
@@ -198,21 +198,20 @@ class MoERouterLoss(LossModule):
     def totals(
         self, parts: Iterable[TensorDictBase], routes: NestedKey | None = None, num_experts: int | None = None
     ) -> dict[NestedKey, Tensor]:
-        """Return the choices of the whole batch: to be stored in each of its parts.
+        """Return the routing choices of the whole batch, to be stored in each of its parts.
 
         With these entries the loss terms of the parts sum to those of the batch, however it is split; without them
         each part is balanced by itself, and both terms are divided by its own rows. The choices are those of the
-        routers as they are now, which takes a forward pass per part, without a gradient; or those in ``routes``, which
-        needs no pass: the experts that a replay follows, which equal the live router's except for about a tenth.
+        current routers, which takes a forward pass per part, without a gradient; or those in ``routes``, which takes
+        none: the experts that a replay follows, which differ from the live router's in about a tenth of the rows.
 
-        They are counts. Ranks that share a batch add theirs up first, with
-        :func:`torchrl_moe.objectives.sum_over_ranks`; where gradients are averaged (DDP, FSDP), the result is the
-        gradient of the whole batch.
+        They are counts. Ranks that share a batch first sum theirs with :func:`torchrl_moe.objectives.sum_over_ranks`;
+        where gradients are averaged (DDP, FSDP), the result is the gradient of the whole batch.
 
         Args:
             parts: micro-batches that make up the batch, or this rank's share of it.
-            routes: where to read choices ``[T, L, K]``, -1 for none: ``("routed_experts", "full")``. Rows without any,
-                as a sequence's last token, count as the mean of the others.
+            routes: key of choices ``[T, L, K]``, -1 for none, such as ``("routed_experts", "full")``. Rows without any
+                choice, such as a sequence's last token, count as the mean of the others.
             num_experts: E, with ``routes``.
 
         Raises:
@@ -226,7 +225,7 @@ class MoERouterLoss(LossModule):
 
             parts = td.split(4)
             totals = router_loss.totals(parts, routes=("routed_experts", "full"), num_experts=model.config.num_experts)
-            for key, value in sum_over_ranks(totals).items():  # on one process without it
+            for key, value in sum_over_ranks(totals).items():  # without sum_over_ranks on one process
                 for part in parts:
                     part[key] = value.expand(len(part), *value.shape)
         """

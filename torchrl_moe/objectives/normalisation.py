@@ -1,4 +1,4 @@
-"""Denominators of a whole batch, over its parts and over the ranks that share it."""
+"""Denominators of a whole batch, summed over the ranks that share it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def sum_over_ranks(
     gradients_are_averaged: bool = True,
     device: torch.device | str = "cpu",
 ) -> dict[Key, Number]:
-    """Add up the denominators of each rank's part of a batch: a collective, one message for all numbers.
+    """Sum the denominators of each rank's part of a batch, in one collective for all numbers.
 
     With the result in each part, data parallel training gets the gradients of the whole batch, however it is split.
 
@@ -30,20 +30,20 @@ def sum_over_ranks(
             :meth:`torchrl_moe.objectives.MoERouterLoss.totals`; numbers, or tensors of counts. The same keys and shapes
             on each rank, in the same order.
         group: the ranks that share the batch; default: all.
-        gradients_are_averaged: as DDP and FSDP do; the numbers are then divided by how many ranks there are. ``False``
-            if gradients are summed.
+        gradients_are_averaged: whether gradients are averaged over ranks, as DDP and FSDP do; the sums are then divided
+            by the number of ranks. ``False`` if gradients are summed.
         device: of the message: one that the group's backend supports, ``"cuda"`` for NCCL.
 
     Returns:
         The sums: numbers for numbers; for tensors, float64 tensors on the same device.
 
     Raises:
-        ValueError: no process group has been started.
+        ValueError: no process group is initialised.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         raise ValueError(
             "sum_over_ranks needs a process group, and none is initialised: call torch.distributed.init_process_group "
-            "first. On a single process the denominators are those of the batch as they are."
+            "first. A single process can use the denominators of its batch directly."
         )
     given = list(denominators.values())
     tensors = [torch.as_tensor(value, dtype=torch.float64) for value in given]

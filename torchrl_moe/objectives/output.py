@@ -19,8 +19,9 @@ class LLMLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
     ESS: Tensor
     """Effective sample size of the ratios π/μ, as a share of the tokens."""
     num_dropped_tokens: Tensor
-    """Tokens with a number that is NaN or infinite, 0 if all is well: a log-prob of the actor or the proximal policy, a
-    sample log-prob where the masking strategy names responses, or an entropy (left out of the entropy terms only)."""
+    """Number of tokens with a value that is NaN or infinite, 0 if all is well: a log-prob of the actor or the proximal
+    policy, a sample log-prob where the masking strategy names responses, or an entropy (left out of the entropy terms
+    only)."""
     masked_fraction: Tensor | None = None
     """Share of tokens that the corrections leave out."""
     mean_weight: Tensor | None = None
@@ -41,7 +42,7 @@ class LLMLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
 
 
 class GRPOLossOutput(LLMLossOutput):
-    """Of :class:`~torchrl_moe.objectives.GRPOLoss`, and of the losses on top of it that have no class of their own."""
+    """Output of :class:`~torchrl_moe.objectives.GRPOLoss`, and of derived losses without their own class."""
 
 
 class DAPOLossOutput(LLMLossOutput):

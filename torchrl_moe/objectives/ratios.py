@@ -1,8 +1,8 @@
 """The policies of a batch side by side: trained, sampling, and proximal if there is one.
 
-The decoupled objective (arXiv 2110.00641; for language models arXiv 2505.24298) measures the trust region
-against a proximal policy, and corrects for the one that sampled by a weight: ``(prox/μ) min(r A, clip(r) A)`` with ``r
-= π/prox``. The proximal policy is recomputed at the start of a step, or interpolated without a forward pass.
+The decoupled objective (arXiv 2110.00641; for language models arXiv 2505.24298) centres the trust region on a proximal
+policy, and corrects for the policy that sampled by a weight: ``(prox/μ) min(r A, clip(r) A)`` with ``r = π/prox``. The
+proximal policy is recomputed at the start of a step, or interpolated without a forward pass.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PolicyRatios:
     old_log_probs: Tensor
     """log old, a constant."""
     log_ratio: Tensor
-    """log π - log old: what a surrogate is a function of."""
+    """log π - log old: the argument of a surrogate."""
     sample_log_ratio: Tensor
     """log π - log μ."""
     mask: Tensor
@@ -38,7 +38,7 @@ class PolicyRatios:
     log_rho: Tensor
     """log old - log μ, or log π - log μ without a proximal policy: the mismatch to correct, a constant."""
     rho_mask: Tensor
-    """bool: the tokens where it is known. With a recomputed proximal policy it does not depend on π."""
+    """bool: the tokens where the mismatch is known. With a recomputed proximal policy it does not depend on π."""
 
 
 def policy_ratios(log_probs: Tensor, batch: TokenBatch, proximal: Proximal | None) -> PolicyRatios:

@@ -17,14 +17,14 @@ __all__ = ["SAPOLoss"]
 class SAPOLoss(GRPOLoss):
     """SAPO: ``-(4 / τ) σ(τ (r - 1)) A`` per token, with one τ for ``A > 0`` and another for ``A <= 0``.
 
-    `arXiv 2511.20347 <https://arxiv.org/abs/2511.20347>`_. The gate's slope weighs a token's gradient: 1 on policy,
-    fading smoothly as r leaves 1, where a clip would cut.
+    `arXiv 2511.20347 <https://arxiv.org/abs/2511.20347>`_. The gate's slope weights a token's gradient: 1 on policy,
+    decreasing smoothly as r moves away from 1, where a clip would cut it off.
 
     Args:
         actor_network: π, as for :class:`~torchrl_moe.objectives.GRPOLoss`.
         temperatures: τ for positive and for other advantages; default: the paper's.
-        aggregation: the paper's is the mean of sequences' means.
-        entropy_bonus: whether to add one: the paper does not.
+        aggregation: the paper's is the mean of the sequences' means.
+        entropy_bonus: whether to add one; the paper does not.
         **arguments: the others of :class:`~torchrl_moe.objectives.GRPOLoss`, except ``dual_clip``. Nothing is clipped:
             ``clip_epsilon`` only says which ratios ``clip_fraction`` counts.
     """

@@ -1,4 +1,4 @@
-"""A bounded uniform sample of a stream of numbers: for quantiles, which have no sum to keep."""
+"""A bounded uniform sample of a stream of numbers, for quantiles, which cannot be accumulated as sums."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Values = np.ndarray[Any, np.dtype[np.float64]]
 class UniformSample:
     """Keeps up to ``capacity`` numbers of a stream; every subset of that size is equally likely.
 
-    Each number draws a priority and the numbers with the lowest ones stay, so that merging two samples gives the sample
-    of the joined streams. Up to ``capacity`` numbers are all kept. It has its own random generator.
+    Each number draws a random priority, and the numbers with the lowest priorities are kept, so merging two samples
+    gives a sample of the joined streams. Up to ``capacity`` numbers, all are kept. It has its own random generator.
 
     Args:
         capacity: how many numbers to keep.
-        seed: of the priorities; default: the system's entropy, so that samples which merge differ.
+        seed: of the priorities; default: the system's entropy, so that merged samples draw different priorities.
 
     >>> sample = UniformSample(capacity=100)
     >>> sample.add(np.arange(50))

@@ -1,6 +1,6 @@
-"""What a test needs of an MoE stack, small enough for a CPU (namesake: ``torchrl.testing``).
+"""The parts of an MoE stack that tests need, small enough for a CPU (namesake: ``torchrl.testing``).
 
-Part of the library, for users' tests as well as ours. Nothing in the library outside this room imports it.
+It is part of the library, for users' tests as well as ours. Nothing else in the library imports this package.
 """
 
 from typing import TYPE_CHECKING

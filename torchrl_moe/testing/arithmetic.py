@@ -1,7 +1,7 @@
 """A toy task with verifiable answers: arithmetic as one-turn chats, over a vocabulary of single characters.
 
-The data is made here, nothing is downloaded; some problems are held out and never shown in training. Small enough that
-a tiny MoE learns it on a CPU in a minute or two.
+The data is generated here, nothing is downloaded; some problems are held out and never used in training. The task is
+small enough that a tiny MoE learns it on a CPU in a minute or two.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ def CharacterTokenizer() -> PreTrainedTokenizerFast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArithmeticTask:
-    """Sums of two numbers of up to ``digits`` digits, or such numbers doubled.
+    """Sums of two numbers of up to ``digits`` digits, or doubling such a number.
 
-    Doubling is quick to learn and holds for numbers never seen: a digit of the answer depends on two of the question.
-    Its numbers are written with leading zeros, so that those two are always at the same distance.
+    Doubling is quick to learn and generalises to unseen numbers: a digit of the answer depends on two digits of the
+    question. Numbers are written with leading zeros, so that those two digits are always at the same distance.
 
     Args:
         operation: ``"sum"``, ``"3+4="`` gives ``"7"``; ``"double"``, ``"2*0470="`` gives ``"00940"``.
-        digits: of the numbers. Of sums, 1 gives 100 problems, 2 gives 10 000; of doubling, 4 gives 10 000.
-        held_out: problems kept apart, chosen by ``seed``.
+        digits: of the numbers. For sums, 1 gives 100 problems and 2 gives 10 000; for doubling, 4 gives 10 000.
+        held_out: number of held-out problems, chosen by ``seed``.
         seed: of the split, and of the order of training problems.
 
     >>> task = ArithmeticTask(digits=1, held_out=20)
@@ -103,7 +103,7 @@ class ArithmeticTask:
         object.__setattr__(self, "train", tuple(problems[self.held_out :]))
 
     def problems(self, start: int) -> Iterator[tuple[str, str]]:
-        """Yield training problems for ever from position ``start``: each pass is a new order, the same for a seed."""
+        """Yield training problems endlessly from position ``start``: each pass has its own order, set by the seed."""
         position = start
         while True:
             turn, place = divmod(position, len(self.train))
@@ -117,9 +117,9 @@ class ArithmeticTask:
 
         Args:
             prompts: problems per batch.
-            group_size: repeats of each.
+            group_size: repetitions of each problem.
             tokenizer: of the policy, for its chat template.
-            start: position of the first problem, to continue where another run stopped.
+            start: position of the first problem, to continue where an earlier run stopped.
         """
         env = DatasetChatEnv.from_dataloader(
             DataLoader(_Problems(self, start), batch_size=1, collate_fn=_stack),
@@ -139,12 +139,12 @@ class ArithmeticTask:
 def arithmetic_prompts(
     operation: Literal["sum", "double"] = "double", digits: int = 4, held_out: int = 200, seed: int = 0
 ) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Return the problems of an :class:`ArithmeticTask` as rows, those to train on and those held out.
+    """Return the problems of an :class:`ArithmeticTask` as rows: those to train on, and the held-out ones.
 
     Args:
-        operation: see :class:`ArithmeticTask`, as for the others.
+        operation: see :class:`ArithmeticTask`, also for the others.
         digits: of the numbers.
-        held_out: problems kept apart.
+        held_out: number of held-out problems.
         seed: of the split.
 
     Raises:
@@ -162,11 +162,11 @@ def arithmetic_prompts(
 
 
 def exact_answer(completion: str, answer: str) -> float:
-    """Reward an answer that is exactly right with 1, any other with 0.
+    """Reward an exactly correct answer with 1, any other with 0.
 
     Args:
         completion: the text that was generated, without the token that ends it.
-        answer: the true one.
+        answer: the correct answer.
 
     >>> exact_answer("09634", "09634"), exact_answer("9634", "09634")
     (1.0, 0.0)
@@ -189,7 +189,7 @@ def _stack(rows: list[dict[str, str]]) -> TensorDict:
 
 
 class ExactAnswerReward(Transform):
-    """Rewards an answer that is exactly right with 1, any other with 0; ``("next", "reward")`` is ``(*B, 1, 1)``."""
+    """Rewards an exactly correct answer with 1, any other with 0; ``("next", "reward")`` is ``(*B, 1, 1)``."""
 
     def __init__(self) -> None:
         super().__init__(in_keys=[("history", "full"), "answer"], out_keys=["reward"])
@@ -207,10 +207,10 @@ class ExactAnswerReward(Transform):
 
 
 def share_correct(answers: list[str], rollout: TensorDictBase) -> float:
-    """Return the share of a rollout's answers that are exactly right.
+    """Return the share of a rollout's answers that are exactly correct.
 
     Args:
-        answers: the true ones.
+        answers: the correct answers.
         rollout: of a policy with ``input_mode="history"``, batch size ``[B]``.
     """
     contents = [sample["history", "response"].content[0] for sample in rollout.unbind(0)]

@@ -3,9 +3,9 @@
 The id of byte ``b`` is ``b``, so ids of ASCII text are ``ord`` of its characters, and every Unicode text survives
 encode and decode unchanged. Chat turns are ChatML, which TorchRL's ``History.from_text`` reads back by default.
 
-What this is not: a class of its own. :func:`ByteTokenizer` builds a stock ``PreTrainedTokenizerFast``, so a saved
-folder loads in transformers and vLLM where torchrl_moe is not installed. And decode-encode is no identity: ids that a
-random model samples need not be valid UTF-8, and such bytes decode to U+FFFD. Keep the ids.
+It is not a class of its own: :func:`ByteTokenizer` builds a stock ``PreTrainedTokenizerFast``, so a saved folder loads
+    in transformers and vLLM where torchrl_moe is not installed. Decoding and encoding again is not an identity: ids
+    that a random model samples need not be valid UTF-8, and such bytes decode to U+FFFD. Keep the ids.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def ByteTokenizer() -> PreTrainedTokenizerFast:
     Markers inside a text are encoded as markers (pass ``split_special_tokens=True`` for untrusted text). No bos is
     added and spaces are never cleaned up. The result pickles, and survives ``save_pretrained`` and ``AutoTokenizer``.
 
-    Mind the name of the folder that it is loaded from: TorchRL picks a template of its own if the path contains "qwen",
-    "llama", "deepseek", "falcon" or "dialogpt", unless told ``chat_template=tokenizer.chat_template``.
+    Choose the folder's name with care: TorchRL uses its own template if the path contains "qwen", "llama", "deepseek",
+    "falcon" or "dialogpt", unless it is passed ``chat_template=tokenizer.chat_template``.
 
     Example:
         >>> tokenizer = ByteTokenizer()

@@ -1,7 +1,7 @@
-"""A fake engine behind the real service: for tests whose subject is not the engine.
+"""A fake engine behind the real service, for tests of everything but the engine.
 
-:class:`FakeReplica` honours the replica protocol; its answers are those of a :class:`FakeModel`, and delays and
-failures are injected by hand. Nothing here learns or scores.
+:class:`FakeReplica` honours the replica protocol; its answers come from a :class:`FakeModel`, and delays and failures
+are injected explicitly. Nothing here learns or scores.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ class FakeReplica(Commands):
     """One fake engine; see :class:`~torchrl_moe.modules.backends.replica.Replica`.
 
     Args:
-        index: place in the service.
+        index: position in the service.
         seed: changes every token, log-prob and route.
-        layout: the routers it pretends to have; ``None`` for a dense model.
-        token_seconds: how long a token takes, or a function of the request that says so; 0 answers within ``submit``.
+        layout: of the routers that it pretends to have; ``None`` for a dense model.
+        token_seconds: time per token, or a function of the request that returns it; with 0, ``submit`` itself answers.
         refuse: a function of the request that returns a reason to refuse it, or ``None``.
-        die_under: a function of the request; the replica dies as it begins one for which that is true.
-        start_seconds: how long it takes to be ready.
-        fail_start: why it does not come up; ``""`` if it does.
-        script: a function of the prompt's text that returns the answer's, without the end of the turn, or ``None`` for
-            an answer as ever; for tests that need tool calls.
-        why_live: why it cannot follow recorded experts; ``""`` if it can, as it does with a layout.
+        die_under: a function of the request; the replica dies when it starts a request for which this is true.
+        start_seconds: time until it is ready.
+        fail_start: error message of a failed start; ``""`` if it starts.
+        script: a function of the prompt's text that returns the answer's text, without the end of the turn, or ``None``
+            for an ordinary answer; for tests that need tool calls.
+        why_live: why it cannot follow recorded experts; ``""`` if it can, which needs a layout.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class FakeReplica(Commands):
         self._running: dict[str, _Running] = {}
         self._changed = threading.Condition()
         self._paused = False
-        self._asleep: set[str] = set()  # vLLM's tags of what sleeps
+        self._asleep: set[str] = set()  # vLLM's tags of what is asleep
         self._weights_lost = False
-        self._finishing: set[str] = set()  # what a pause lets finish
+        self._finishing: set[str] = set()  # requests that a pause lets finish
         self._stalled = False
         self._dead: str | None = None
         self._counts: Counter[str] = Counter()
@@ -118,15 +118,15 @@ class FakeReplica(Commands):
 
     @property
     def death(self) -> str | None:
-        """Why it died; ``None`` before."""
+        """Why it died; ``None`` while it lives."""
         return self._dead
 
     def is_alive(self) -> bool:
-        """Whether :meth:`die` and :meth:`shutdown` were not called."""
+        """Whether neither :meth:`die` nor :meth:`shutdown` was called."""
         return self._dead is None
 
     def die(self, reason: str = "injected death") -> None:
-        """Fail everything that runs and all that comes, as a killed engine does."""
+        """Fail all running and all future requests, as a killed engine does."""
         with self._changed:
             self._dead = self._dead or f"replica {self.index} died: {reason}"
             running = list(self._running.values())
@@ -136,13 +136,13 @@ class FakeReplica(Commands):
             entry.future.set_exception(ReplicaDiedError(self._dead))
 
     def stall(self) -> None:
-        """Make no token and answer nothing from now on, as a process that is stopped by a signal."""
+        """Generate no token and answer nothing from now on, like a process that is stopped by a signal."""
         with self._changed:
             self._stalled = True
             self._changed.notify_all()
 
     def shutdown(self) -> None:
-        """Die of old age."""
+        """Die, as at the end of its life."""
         self.die("shut down")
 
     def _check_alive(self) -> None:
@@ -208,7 +208,7 @@ class FakeReplica(Commands):
         entry.future.set_result(self._complete(entry))
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Cut requests short; what they have so far comes back with ``finish_reason="abort"``."""
+        """Abort requests; their tokens so far are returned with ``finish_reason="abort"``."""
         with self._changed:
             for request_id in request_ids:
                 if request_id in self._running:
@@ -254,7 +254,7 @@ class FakeReplica(Commands):
         return answers[name]()
 
     def _pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
-        """Stop making tokens; as in vLLM, nothing new is begun from here on, also if the wait comes to no end."""
+        """Stop generating; as in vLLM, no request starts from here on, even if the wait times out."""
         del clear_cache
         with self._changed:
             self._paused = True
@@ -271,7 +271,7 @@ class FakeReplica(Commands):
             self._changed.notify_all()
 
     def _sleep(self, level: int, mode: PauseMode, timeout: float) -> None:
-        """Hold what comes, as a pause does; one that was before holds afterwards too."""
+        """Hold incoming requests, as a pause does; an earlier pause continues afterwards."""
         was_paused = self._paused
         try:
             self._pause(mode, True, timeout)
@@ -290,12 +290,12 @@ class FakeReplica(Commands):
 
     @property
     def last_stats(self) -> ReplicaStats:
-        """The stats of this moment: a fake sends each change at once."""
+        """The current stats: a fake reports each change at once."""
         with self._changed:
             return ReplicaStats(running=len(self._running), weights_version=self.version, **self._counts)
 
     def snapshot(self, timeout: float) -> list[Completion]:
-        """Return what there is of each request that runs."""
+        """Return the partial answers of all running requests."""
         del timeout
         self._check_alive()
         with self._changed:
@@ -340,10 +340,10 @@ class FakeAsyncVLLM(EngineInterface):
     """An engine of fake replicas, accepted wherever an engine is; it serves on construction.
 
     Args:
-        num_replicas: how many.
-        seed: see :class:`FakeReplica`, as is every argument that is not named here.
+        num_replicas: number of replicas.
+        seed: see :class:`FakeReplica`, as for every argument that is not named here.
         max_concurrent_requests: see :class:`~torchrl_moe.modules.AsyncVLLM`.
-        faults: the same; but without it no supervisor runs, so what died stays dead.
+        faults: see there, too; without it no supervisor runs, so a dead replica stays dead.
 
     >>> with FakeAsyncVLLM(num_replicas=2, seed=1) as engine:
     ...     completion = engine.generate("1+1=", {"max_tokens": 4, "logprobs": 0}, use_tqdm=False)

@@ -1,7 +1,7 @@
-"""What the fake engine answers: tokens, log-probs and routes as a pure function of seed, version and token prefix.
+"""The fake engine's answers: tokens, log-probs and routes as a pure function of seed, version and token prefix.
 
-So a request that is repeated gets the same again, and one that resumes an answer gets what was to come. No model is
-behind it, and nothing here waits or fails. A script may say what is answered instead.
+So a repeated request gets the same answer, and one that resumes an answer gets the rest of it. There is no model behind
+it, and nothing here waits or fails. A script may set the answers instead.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Script: TypeAlias = "Callable[[str], str | None]"
 
 
 def tokens_to_come(request: Request) -> int:
-    """Return how many tokens the longest of a request's answers still gets.
+    """Return the number of tokens that the longest of a request's answers still gets.
 
     Raises:
-        ValueError: an answer that it resumes has all that ``max_tokens`` allows.
+        ValueError: an answer that it resumes already has ``max_tokens`` tokens.
     """
     had = [] if request.resume is None else [len(o.token_ids) for o in request.resume.outputs if _is_cut(o)]
     limit = _max_tokens(request)
@@ -46,14 +46,14 @@ def tokens_to_come(request: Request) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FakeModel:
-    """Weights that are three values.
+    """A model whose weights are three values.
 
     Args:
         seed: changes every token, log-prob and route.
-        version: of the weights; does too.
+        version: of the weights; changes the same.
         layout: the routers it pretends to have; ``None`` for a dense model.
-        script: what it answers, whatever the rest says; that changes log-probs and routes still.
-        why_live: why it cannot follow recorded experts; empty if it can. Those that it follows change no token.
+        script: sets the tokens of answers; the other arguments still change log-probs and routes.
+        why_live: why it cannot follow recorded experts; empty if it can. Followed experts change no token.
     """
 
     seed: int
@@ -66,18 +66,18 @@ class FakeModel:
         """Return a request as :meth:`answer` takes it, by the same rules as a real engine.
 
         Raises:
-            ValueError: it follows experts that are no routes of this model's, or that the model cannot follow.
+            ValueError: the request follows experts that are not valid routes of this model, or that it cannot follow.
         """
         return RequestRoutes(self.layout, self.why_live).checked(request)
 
     def answer(self, request: Request, prompt: NDArray[np.int64], index: int, tokens: int) -> CompletionOutput:
-        """Return an answer with so many tokens more than what the request resumes, or with all that it may have.
+        """Return an answer with up to ``tokens`` tokens more than what the request resumes.
 
         Args:
             request: of :meth:`checked`.
             prompt: ``[P]``.
-            index: which of the request's answers.
-            tokens: at most so many more.
+            index: of the answer among the request's answers.
+            tokens: greatest number of new tokens.
         """
         first = None if request.resume is None else request.resume.outputs[index]
         if first is not None and not _is_cut(first):
@@ -105,12 +105,12 @@ class FakeModel:
         follows = RequestRoutes(self.layout, self.why_live).follows(request, first)
         plain = SimpleNamespace(detokenize=False)
         whole = join(index, first, rest, plain, _text, "forced" if follows else "live")
-        return replace(whole, text=_text(whole.token_ids.tolist()))  # the cut may lie within a character
+        return replace(whole, text=_text(whole.token_ids.tolist()))  # the cut may fall within a character
 
     def scores(self, request: Request, prompt: NDArray[np.int64]) -> NDArray[np.float32] | None:
-        """Return the log-probs of a prompt's tokens ``[P]``, if they are asked for: those of a first answer.
+        """Return the log-probs of a prompt's tokens ``[P]``, if requested: those of a first answer.
 
-        A temperature divides them, which no model does, and shows that it arrived.
+        They are divided by the temperature, which no real model does, to show that the temperature arrived.
         """
         if request.scoring is None:
             return None
@@ -122,7 +122,7 @@ class FakeModel:
         return scores
 
     def _scripted(self, prompt: list[int]) -> list[int] | None:
-        """Return the ids that the script says, with the end of the turn."""
+        """Return the ids that the script sets, with the end of the turn."""
         text = None if self.script is None else self.script(_tokenizer().decode(prompt))
         return None if text is None else [*_tokenizer().encode(text), _tokenizer().eos_token_id]
 
@@ -183,7 +183,7 @@ def _text(ids: Sequence[int]) -> str:
 
 
 def _kept(request: Request, token_ids: NDArray[np.int64]) -> KeptIds | None:
-    """Say that a top_k kept each token and the words after it."""
+    """Report that a top_k kept each token and the words after it."""
     count = request.param("top_k") or 0
     if count <= 0 or request.param("logprobs") is None or not len(token_ids):
         return None

@@ -1,4 +1,4 @@
-"""Fake replicas that take weights: from the real store or over gloo; they keep a log, and fail where told to."""
+"""Fake replicas that take weights from the real store or over gloo; they keep a log, and fail on demand."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from torchrl_moe.weight_update.transports.registry import open_receiver
 __all__ = ["FakeFleet", "FakeWeightReplica", "SoftError", "Stall"]
 
 Kinds = Mapping[str, tuple[torch.dtype, torch.Size]]
-FENCE = {"epoch", "digest"}  # arguments that go with each command about weights
+FENCE = {"epoch", "digest"}  # arguments of every weight command
 EXPECTED: Kinds = {"a": (torch.float32, torch.Size([2, 2])), "b": (torch.int64, torch.Size([3]))}
 
 
 class SoftError(Exception):
-    """A failure of a swap that the replica survives, and reports.
+    """A swap failure that the replica survives and reports.
 
     Args:
-        message: its words.
-        restored: whether the old weights are still whole.
+        message: its text.
+        restored: whether the old weights are still intact.
     """
 
     def __init__(self, message: str, restored: bool = False) -> None:
@@ -51,25 +51,25 @@ class SoftError(Exception):
 
 
 class Stall(Exception):
-    """A replica that does not answer: the caller's own deadline ends the call."""
+    """A replica that does not answer: the caller's own timeout ends the call."""
 
 
 class FakeWeightReplica(FakeReplica):
     """One fake engine that takes weights.
 
     Args:
-        index: place in the service.
-        expected: name -> (dtype, shape) of what it takes; ``None`` for whatever comes.
-        dtype: that it pretends to compute in; torch's name.
-        workers: how many it has, each of which receives what is sent over gloo.
+        index: position in the service.
+        expected: name -> (dtype, shape) of the tensors that it takes; ``None``: it takes any.
+        dtype: name of the torch dtype that it pretends to compute in.
+        workers: number of workers, each of which receives what is sent over gloo.
         **kwargs: see :class:`~torchrl_moe.testing.fake_engine.FakeReplica`.
 
     Attributes:
-        fail: command -> a function of how many times it was asked before; the error that it returns, if any, is raised.
-            One for ``swap_weights`` that is a :class:`SoftError` is reported.
-        calls: each command and its arguments, without those by which a claim is checked.
+        fail: command -> a function of the number of earlier calls; the error that it returns, if any, is raised. A
+            :class:`SoftError` for ``swap_weights`` is reported instead.
+        calls: each command and its arguments, without those that check a claim.
         receivers: the workers' ends of gloo.
-        weights: copies of the tensors that were loaded last; of an adapter, if the trainer sends one.
+        weights: copies of the tensors that were loaded last, or of an adapter if the trainer sends one.
     """
 
     def __init__(
@@ -111,11 +111,11 @@ class FakeWeightReplica(FakeReplica):
 
     @property
     def asked(self) -> Counter[str]:
-        """How often each command came."""
+        """Number of calls of each command."""
         return Counter(command for command, _ in self.calls)
 
     def told(self, command: str) -> dict[str, Any]:
-        """With which arguments a command came last."""
+        """The arguments of a command's last call."""
         return next(arguments for name, arguments in reversed(self.calls) if name == command)
 
     def _command(self, name: str, timeout: float, /, **arguments: Any) -> Any:
@@ -250,12 +250,12 @@ class FakeFleet(FakeAsyncVLLM):
 
     Args:
         num_replicas: how many.
-        expected: name -> (dtype, shape) of what they take.
+        expected: name -> (dtype, shape) of the tensors that they take.
         late: indices of replicas that are STARTING.
         **kwargs: see :class:`FakeWeightReplica`.
 
     Attributes:
-        log: one line per weight command: which, of which replica, and the states of all by then.
+        log: one line per weight command: the command, the replica, and the states of all replicas at that time.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class FakeFleet(FakeAsyncVLLM):
         self._running = True
 
     def restart(self, index: int) -> FakeWeightReplica:
-        """Put a new replica, STARTING, in the place of one that died."""
+        """Replace a dead replica by a new one, which is STARTING."""
         self.fakes[index].die()
         self.replica_table.mark_dead(index)
         new = FakeWeightReplica(index, expected=self.fakes[index]._expected)

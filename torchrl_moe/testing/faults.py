@@ -1,4 +1,4 @@
-"""Faults on purpose, as hooks of a training run: a check that notices none of them checks nothing.
+"""Deliberate faults, as hooks of a training run: a check that notices none of them checks nothing.
 
 ``hooks=[torchrl_moe.testing.faults:shift_routes]`` puts one into a run.
 """
@@ -23,7 +23,7 @@ def shift_routes(trainer: Any) -> None:
 
 
 def wrong_ids(trainer: Any) -> None:
-    """Give each token the experts with the next numbers."""
+    """Replace each expert by the one with the next number."""
 
     def other(routes: Tensor) -> Tensor:
         return torch.where(routes < 0, routes, (routes + 1) % (int(routes.max()) + 1))
@@ -32,7 +32,7 @@ def wrong_ids(trainer: Any) -> None:
 
 
 def shuffle_advantages(trainer: Any) -> None:
-    """Give each answer the advantage of any other."""
+    """Shuffle the advantages over the answers."""
 
     def shuffled(batch: TensorDictBase) -> TensorDictBase:
         order = torch.randperm(len(batch)).tolist()

@@ -1,4 +1,4 @@
-"""A tiny MoE that half knows a toy task: where GRPO starts from in tutorials, tests and benchmarks."""
+"""A tiny MoE that half knows a toy task: the starting point of GRPO in tutorials, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def practised_tiny_moe(
     """Return a tiny Qwen3-MoE that has been warmed up on a task, in eval mode, float32, and its tokenizer.
 
     Args:
-        task: its training problems are practised on, or its options by name; default: numbers of 4 digits
-            doubled, 200 held out by ``seed``.
-        warmup: how, or its options by name; default: ``WarmUp()``.
-        seed: of the weights, and of the practice. Equal seeds give equal models, on the same machine and with as many
-            threads; torch's global generators are left as they were.
+        task: the task to practise on, or its options by name; default: doubling numbers of 4 digits, with 200 problems
+            held out by ``seed``.
+        warmup: options of the warm-up, or a mapping of them; default: ``WarmUp()``.
+        seed: of the weights and of the warm-up. Equal seeds give equal models on the same machine with the same number
+            of threads; torch's global generators are left unchanged.
         **sizes: config keys of the architecture, over hidden size 64, 8 layers, and 4 of 32 experts for each token.
 
     Raises:
-        ValueError: sizes, or options of the warm-up, that make no sense.
+        ValueError: invalid sizes, or invalid options of the warm-up.
 
     Warns:
-        UserWarning: the practice ran out of steps, so GRPO may have little to move.
+        UserWarning: the warm-up ran out of steps, so GRPO may have little to improve.
 
     >>> task = ArithmeticTask(digits=1, held_out=90)
     >>> warmup = WarmUp(max_steps=1, noisy_target=1.0)
@@ -57,7 +57,7 @@ def practised_tiny_moe(
     if reached > warmup.noisy_target:
         warnings.warn(
             f"the warm-up ran out of steps (max_steps={warmup.max_steps}): exact answers have probability "
-            f"{reached:.2f}, above {warmup.noisy_target:g}, and GRPO may have little to move",
+            f"{reached:.2f}, above {warmup.noisy_target:g}, and GRPO may have little to improve",
             stacklevel=2,
         )
     return model, tokenizer

@@ -1,10 +1,10 @@
 """Tiny Mixture-of-Experts models of real architectures, built in milliseconds, that load in vLLM as well.
 
-A family is a ``transformers`` model type and one entry in :data:`TINY_MOE_FAMILIES`; its modelling code is the stock
-one. Weights are N(0, 1 / fan_in), not the usual N(0, 0.02²): the scores of a router then have unit variance, so it
-prefers some experts clearly, as a trained router does, and replaying another choice shows in the log-probs.
+A family is a ``transformers`` model type and one entry in :data:`TINY_MOE_FAMILIES`; its modelling code is
+transformers' own. Weights are N(0, 1 / fan_in), not the usual N(0, 0.02²): router scores then have unit variance, so a
+router clearly prefers some experts, as a trained one does, and replaying another choice is visible in the log-probs.
 
-What this is not: a model that knows anything. It continues text with random bytes.
+The models know nothing: they continue text with random bytes.
 
 Legend: B sequences, T tokens, V vocabulary, E experts, K experts per token.
 """
@@ -31,7 +31,7 @@ __all__ = ["TINY_MOE_FAMILIES", "TinyMoEFamily", "make_tiny_moe", "save_tiny_moe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TinyMoEFamily:
-    """How one architecture is made small. The key in :data:`TINY_MOE_FAMILIES` is its ``model_type``."""
+    """How to make one architecture small. The key in :data:`TINY_MOE_FAMILIES` is its ``model_type``."""
 
     experts_key: str | None = "num_experts"
     """Config key of the number of experts; None for a dense architecture."""
@@ -99,7 +99,7 @@ TINY_MOE_FAMILIES: Mapping[str, TinyMoEFamily] = MappingProxyType(
         "qwen3": TinyMoEFamily(experts_key=None, config={"head_dim": 32}),
     }
 )
-"""The architectures known, by ``model_type``. To add one: an entry here, and a parity check of its folder in vLLM."""
+"""The known architectures, by ``model_type``. To add one: an entry here, and a parity check of its folder in vLLM."""
 
 _NOT_SETTABLE = {"_name_or_path", "architectures", "dtype", "model_type", "transformers_version"}
 
@@ -111,7 +111,7 @@ def make_tiny_moe(
 
     Args:
         family: A key of :data:`TINY_MOE_FAMILIES`. "qwen3" is dense: no experts.
-        seed: Of the weights. Equal seeds give equal weights; the global generators are left as they were.
+        seed: Of the weights. Equal seeds give equal weights; the global generators are left unchanged.
         dtype: Of the parameters. Drawn in float32 and rounded; what the architecture keeps in float32 stays so.
         **hf_config: Config keys of the architecture, as ``transformers`` names them, over the small defaults (V = 259,
             :func:`~torchrl_moe.testing.byte_tokenizer.ByteTokenizer`'s vocabulary, with its pad, bos and eos ids).
@@ -151,7 +151,7 @@ def save_tiny_moe(
     """Save :func:`make_tiny_moe` and its tokenizer to one folder, which loads in ``transformers`` and in vLLM.
 
     Returns:
-        The folder, created if need be. Weights are safetensors under the names of the Hub (one tensor per expert).
+        The folder, created if necessary. Weights are safetensors under the names of the Hub (one tensor per expert).
 
     Raises:
         ValueError: As :func:`make_tiny_moe`, or if the vocabulary is smaller than the tokenizer's.
@@ -206,7 +206,7 @@ def _token_ids(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_sizes(family: TinyMoEFamily, config: PreTrainedConfig) -> None:
-    """Refuse sizes that the architecture would accept and compute nonsense with, or fail on late."""
+    """Refuse sizes that the architecture would accept but compute nonsense with, or fail on late."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
@@ -239,8 +239,8 @@ def _check_has_experts(family: str, model: PreTrainedModel) -> None:
 def _draw_weights(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Matrices N(0, 1 / fan_in), embeddings N(0, 1), vectors (norms, biases, correction biases) init + N(0, 0.1²).
 
-    fan_in is the last dimension, also of stacked experts ``[E, out, in]``. Vectors are moved off their init so that a
-    test sees it if one of them is not sent or not loaded.
+    fan_in is the last dimension, also of stacked experts ``[E, out, in]``. Vectors differ from their init, so that a
+    test notices if one of them is not sent or not loaded.
     """
     persistent = model.state_dict().keys()
     tensors = [*model.named_parameters(), *((name, b) for name, b in model.named_buffers() if name in persistent)]

@@ -1,6 +1,7 @@
-"""A supervised warm-up: the policy first learns the answers, then is made unsure of them.
+"""A supervised warm-up: the policy first learns the answers, then is made uncertain of them.
 
-Stopping clean training early instead leaves a policy that GRPO can hardly move: it is sure of its wrong answers.
+Stopping clean training early instead leaves a policy that GRPO can hardly improve: it is confident in its wrong
+answers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Problems: TypeAlias = Sequence[tuple[str, str]]
 """Questions with their answers."""
 MISTAKES = ("random", "forget_carry")
 RAMP = 10
-"""Steps over which either half of the warm-up reaches its learning rate."""
+"""Steps over which the learning rate of either half rises to its value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,15 +31,15 @@ class WarmUp:
     """Options of :func:`warm_up`.
 
     Args:
-        clean_lr: learning rate of the first half, which learns true answers.
-        clean_target: probability of the exact answer to reach there.
-        noisy_lr: learning rate of the second half, which learns to doubt.
+        clean_lr: learning rate of the first half, which learns correct answers.
+        clean_target: probability of the exact answer at which the first half ends.
+        noisy_lr: learning rate of the second half, which makes the policy uncertain.
         noise: share of carries forgotten, or of random labels, in the second half.
-        noisy_target: probability to fall to; a policy that was only stopped early cannot be moved by GRPO.
-        mistake: ``"forget_carry"``, a rule, so that what replaces it holds for new problems; ``"random"``, answers of
-            other problems.
+        noisy_target: probability of the exact answer at which the second half ends.
+        mistake: ``"forget_carry"``, which is a rule, so that unlearning it generalises to new problems; ``"random"``,
+            answers of other problems.
         batch_size: problems per step.
-        max_steps: of either half, at most.
+        max_steps: greatest number of steps of either half.
 
     >>> WarmUp(noise=0.7).noise
     0.7
@@ -54,11 +55,11 @@ class WarmUp:
     max_steps: int = 400
 
     def check(self) -> None:
-        """Refuse options that make no sense.
+        """Refuse invalid options.
 
         Raises:
-            ValueError: a rate that is not positive, a share or probability outside 0..1, a number of problems or
-                steps that is no positive whole number, or an unknown mistake.
+            ValueError: a rate that is not positive, a share or probability outside 0..1, a number of problems or steps
+                that is not a positive integer, or an unknown mistake.
 
         >>> WarmUp(noise=2).check()
         Traceback (most recent call last):
@@ -108,7 +109,7 @@ def forget_carry(query: str, forgets: Callable[[], bool] = lambda: True) -> str:
 
     Args:
         query: a sum, or a number to double, as :class:`~torchrl_moe.testing.arithmetic.ArithmeticTask` writes them.
-        forgets: asked once for every carry to a next digit; by default all are forgotten.
+        forgets: called once for every carry to a next digit, returns whether it is forgotten; by default all are.
     """
     doubled = query.startswith("2*")
     first, second = [query[2:-1]] * 2 if doubled else query.rstrip("=").split("+")
@@ -125,9 +126,9 @@ def forget_carry(query: str, forgets: Callable[[], bool] = lambda: True) -> str:
 def warm_up(model: PreTrainedModel, problems: Problems, tokenizer: Any, options: WarmUp, seed: int) -> float:
     """Train until exact answers have the target probability; return the mean probability at the end.
 
-    Doubt is taught with wrong labels: ``options.mistake`` is ``"random"``, answers of other problems in a share
-    ``options.noise`` of the labels, or ``"forget_carry"``, which forgets that share of all carries. The second is a
-    rule, so it is wrong on problems never seen as well, and a policy that unlearns it is right on those too.
+    Uncertainty is taught with wrong labels. With ``options.mistake="random"``, a share ``options.noise`` of the labels
+    are answers of other problems; with ``"forget_carry"``, that share of all carries is forgotten. The second is a
+    rule, so it also gives wrong answers to unseen problems, and a policy that unlearns it is right on those too.
 
     Args:
         model: trained in place, and left in eval mode.
@@ -137,7 +138,7 @@ def warm_up(model: PreTrainedModel, problems: Problems, tokenizer: Any, options:
         seed: of the choice of problems and mistakes; torch's generators are neither read nor set.
 
     Raises:
-        ValueError: options that make no sense, or no problems.
+        ValueError: invalid options, or no problems.
     """
     options.check()
     if not problems:
@@ -160,7 +161,7 @@ def warm_up(model: PreTrainedModel, problems: Problems, tokenizer: Any, options:
         ("warm-up: doubt", options.noisy_lr, True),
     ):
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-        # Adam's first steps are as long as any: on a model that has learned, they would break more than they teach
+        # Adam's first steps are as large as any later one: without warm-up they would damage a trained model
         ramp = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1 / RAMP, total_iters=RAMP - 1)
         with tqdm(desc=name, unit="step", leave=False, disable=None) as bar:
             for _ in range(options.max_steps):

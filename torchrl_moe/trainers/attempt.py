@@ -13,24 +13,25 @@ from torchrl_moe._errors import RankError
 __all__ = ["attempt_of"]
 
 PAUSE = 0.01
-"""Seconds between two looks at the store."""
+"""Seconds between two polls of the store."""
 
 
 def attempt_of(store: Store, rank: int, size: int, seconds: float) -> str:
-    """Return a name that ranks share with those that were started together with them, and with no others.
+    """Return a name shared by the ranks that were started together, and by no others.
 
     Addresses of ranks that are gone may be in the store. The number of restarts cannot tell them apart: a host counts
     the failures of its own ranks only (torch 2.13), so two hosts may have different numbers. Each rank asks under a
-    name that nobody had before, and rank 0 answers; what older ranks have asked is answered too, and nobody reads it.
+    name that was never used before, and rank 0 answers; requests left by older ranks are answered too, and nobody reads
+    those answers.
 
     Args:
         store: that all ranks reach.
-        rank: this one.
-        size: how many there are.
-        seconds: how long one waits for another.
+        rank: number of this rank.
+        size: number of ranks.
+        seconds: how long a rank waits for another.
 
     Raises:
-        RankError: a rank did not come in time.
+        RankError: a rank did not arrive in time.
     """
     own, deadline = uuid.uuid4().hex, time.monotonic() + seconds
     if rank:

@@ -16,7 +16,7 @@ def batch_metrics(batch: TensorDictBase, version: int) -> dict[str, float]:
     """Return metrics of a batch as it was collected.
 
     Args:
-        batch: ``[rows]``; the rows of a sample, its turns, stand together, the last one is done.
+        batch: ``[rows]``; the rows of a sample (its turns) are contiguous, and its last row is done.
         version: of the trainer's weights.
 
     Returns:
@@ -68,6 +68,6 @@ def _named_rewards(rows: Sequence[TensorDictBase]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name in sorted(named.keys()):
         values = [float(row.get(("rewards", name)).sum()) for row in rows]
-        known = [value for value in values if not math.isnan(value)]  # NaN: the function had no opinion
+        known = [value for value in values if not math.isnan(value)]  # NaN: the function abstained
         found |= {f"reward/{name}": statistics.mean(known)} if known else {}
     return found

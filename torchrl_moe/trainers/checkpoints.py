@@ -1,4 +1,4 @@
-"""``Checkpoints``: all that a later start needs to continue, written beside the run, and whole or not there."""
+"""``Checkpoints``: all that a later start needs, written in the background, either complete or absent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LOG = logging.getLogger(__name__)
 
 SCORE, SHARDS = "score", "shards"
 FAREWELL = 60.0
-"""Seconds that the end of a rank waits for a checkpoint that all of them write."""
+"""Seconds that a rank waits at its end for a checkpoint that all ranks write."""
 
 
 class NothingKept:
@@ -50,10 +50,10 @@ class NothingKept:
 
 
 class RandomNumbers(GlobalRNGState):
-    """Where Python's, NumPy's and torch's generators are; a run may continue with another number of GPUs."""
+    """The states of Python's, NumPy's and torch's random generators; a run may continue with another number of GPUs."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from there; a GPU that was not there continues as it is."""
+        """Restore the states; a GPU without a saved state keeps its own."""
         found = dict(state_dict)
         of_gpus = found.pop("torch_cuda", [])[: torch.cuda.device_count()]
         super().load_state_dict(found | ({"torch_cuda": of_gpus} if of_gpus else {}))
@@ -66,11 +66,11 @@ class Checkpoints:
     costs no older one. Weights and optimizer are copied, and written while the run continues.
 
     Args:
-        folder: of all of them, which all ranks see.
+        folder: of all checkpoints; all ranks see it.
         trained: weights and optimizer.
         components: name -> what has a ``state_dict``; rank 0's are written.
-        keep: how many of the newest.
-        ranks: of the run; default: one. All call the same methods.
+        keep: how many of the newest to keep.
+        ranks: of the run; default: one. All ranks call the same methods.
     """
 
     def __init__(
@@ -83,17 +83,17 @@ class Checkpoints:
     ) -> None:
         self._trained, self._ranks = trained, ranks or Ranks()
         self.checkpoint = Checkpoint()
-        # a collector's state is no mere tensors
+        # a collector's state holds more than tensors
         self.checkpoint.register_adapter(object, StateDictCheckpointAdapter(payload_format="torch"))
         for name, component in {**components, "rng": RandomNumbers()}.items():
             self.checkpoint.register(name, component)
         self.rotation = CheckpointRotation(folder, keep_last=keep, keep_best=(SCORE, "max"), prefix="step")
         self._pending: Future[bool] | None = None
-        for left in folder.glob(".*") if self._ranks.is_first else ():  # by a kill, half written
+        for left in folder.glob(".*") if self._ranks.is_first else ():  # partly written when a process was killed
             shutil.rmtree(left, ignore_errors=True)
 
     def check_folder(self) -> None:
-        """Refuse a folder that some ranks do not see: a checkpoint would lack their parts, and look whole.
+        """Refuse a folder that some ranks do not see: a checkpoint would lack their parts, and look complete.
 
         Raises:
             ConfigError: which ranks do not see it.
@@ -112,11 +112,11 @@ class Checkpoints:
             raise ConfigError(f"out={folder.parent}: rank(s) {blind} do not see rank 0's: name a folder that all share")
 
     def save(self, step: int, score: float) -> None:
-        """Begin to write a checkpoint, when the one before is written.
+        """Begin to write a checkpoint, once the previous one is written.
 
         Args:
-            step: how many are done.
-            score: by which the best is kept.
+            step: number of completed steps.
+            score: decides which checkpoint is the best.
         """
         self.wait()
         draft = self.rotation.directory / f".step-{step:012d}.draft"
@@ -156,7 +156,7 @@ class Checkpoints:
         """Wait for the checkpoint that was begun last.
 
         Returns:
-            Whether it is there; if there was no room for it, that was logged, and all older ones are whole.
+            Whether it was written; if there was no room for it, that was logged, and all older ones are intact.
         """
         pending, self._pending = self._pending, None
         return pending is not None and pending.result()
@@ -165,7 +165,7 @@ class Checkpoints:
         """Load a checkpoint, the newest by default; return whether there is one.
 
         Raises:
-            ConfigError: it does not fit: it is of another model, say.
+            ConfigError: it does not fit, for example because it is of another model.
         """
         path = self._ranks.from_first(path or self.rotation.latest(), "looking for a checkpoint")
         if path is None:
@@ -192,7 +192,7 @@ class Checkpoints:
     def close(self) -> None:
         """Wait for a write in progress, but not for long where other ranks may hang. Idempotent.
 
-        An error of the write is logged and not raised: this runs while a run ends, perhaps by another error.
+        A write error is logged and not raised: this is called while a run ends, perhaps because of another error.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -210,7 +210,7 @@ class Checkpoints:
 
 
 def _beside(work: Callable[[], bool]) -> Future[bool]:
-    """Do something in a thread that a process may end without."""
+    """Run a function in a daemon thread: the process may end before it does."""
     future: Future[bool] = Future()
 
     def run() -> None:
@@ -224,7 +224,7 @@ def _beside(work: Callable[[], bool]) -> Future[bool]:
 
 
 def _warn(step: int, error: BaseException) -> None:
-    LOG.warning("no checkpoint of step %d, the older ones are whole: %s", step, error)
+    LOG.warning("no checkpoint of step %d, the older ones are intact: %s", step, error)
 
 
 def _is_write_error(error: BaseException) -> bool:

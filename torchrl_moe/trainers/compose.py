@@ -1,4 +1,4 @@
-"""Configurations from YAML, by Hydra: named ones of this package, and changes as ``key=value``."""
+"""Configurations from YAML, by Hydra: named ones of this package, and overrides as ``key=value``."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["CONFIGS", "load_config"]
 
 CONFIGS = Path(__file__).parent / "configs"
 FIXED = ("model", "data", "seed", "loss.replay")
-"""What a checkpoint's weights, or its place in the data, depend on."""
+"""Settings that a checkpoint's weights, or its position in the data, depend on."""
 OPEN = (
     "model.arguments", "model.pretrained", "data.arguments", "engine.arguments", "engine.sync", "rollout.sampling",
     "loss.arguments", "loss.router", "log.arguments", "hardware.links",
 )  # fmt: skip
-"""Groups whose keys are someone else's parameters."""
+"""Groups whose keys are parameters of another library's functions."""
 
 ConfigStore.instance().store(name="grpo_config", node=GRPOConfig)
 
@@ -70,12 +70,12 @@ def _open(override: str) -> str:
 
 
 def _search(folder: Path) -> list[str]:
-    """Let a file of one's own build on those of the package."""
+    """Let a user's file build on those of the package."""
     return [] if folder == CONFIGS else [f"hydra.searchpath=[file://{CONFIGS}]"]
 
 
 def _of_the_run(config: GRPOConfig, overrides: Sequence[str]) -> GRPOConfig:
-    """Return the settings that the run's folder has, with what was asked for now."""
+    """Return the settings saved in the run's folder, with the requested overrides."""
     saved = Path(config.out) / "config.yaml"
     if not saved.exists():
         raise ConfigError(f"resume=true, but there is no run in {config.out}")
@@ -90,7 +90,7 @@ def _of_the_run(config: GRPOConfig, overrides: Sequence[str]) -> GRPOConfig:
         if was != now:
             raise ConfigError(f"resume=true continues with {name}={was}; it cannot be changed to {now}")
     assert isinstance(changed, GRPOConfig)
-    changed.resume, changed.out = True, config.out  # as asked for, in a file of one's own, too
+    changed.resume, changed.out = True, config.out  # as requested, also in a user's own file
     return changed
 
 
@@ -100,7 +100,7 @@ def _at(config: Any, name: str) -> Any:
 
 
 def _line(error: Exception) -> str:
-    """Return what is wrong in one line, with the key that it is about."""
+    """Return a one-line message that names the offending key."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     cause = error.__cause__
     if isinstance(cause, OmegaConfBaseException) and str(cause):

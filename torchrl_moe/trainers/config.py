@@ -1,4 +1,4 @@
-"""The settings of a training run: plain dataclasses, which Hydra reads from YAML and a notebook fills in."""
+"""The settings of a training run: plain dataclasses, read from YAML by Hydra or filled in by a notebook."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class LoRAConfig:
     """An adapter (arXiv 2106.09685), trained instead of the whole model.
 
     Attributes:
-        rank: of the two factors; 0: there is no adapter, all weights are trained.
+        rank: of the two factors; 0: no adapter, all weights are trained.
         alpha: the adapter is scaled by ``alpha / rank``.
-        target: ``"attention"``, ``"experts"`` or ``"all"`` of both.
+        target: ``"attention"``, ``"experts"`` or ``"all"`` (both).
     """
 
     rank: int = 0
@@ -78,8 +78,8 @@ class ModelConfig:
             a model is given.
         arguments: of the function.
         pretrained: further arguments of ``from_pretrained``, such as ``attn_implementation``.
-        dtype: of forward passes: ``"auto"`` is bfloat16 where there is CUDA, else float32. What is trained, its
-            gradients and the optimizer are float32 in any case.
+        dtype: of forward passes; ``"auto"`` is bfloat16 where there is CUDA, else float32. Trained weights, gradients
+            and the optimizer are always float32.
         activation_checkpointing: recompute activations in the backward pass instead of storing them.
         lora: an adapter.
     """
@@ -119,7 +119,7 @@ class EngineConfig:
     """The engine that generates.
 
     Attributes:
-        kind: ``"vllm"``, or ``"transformers"``: slow, where vLLM is not available.
+        kind: ``"vllm"``, or ``"transformers"``, which is slow but works where vLLM is not available.
         num_replicas: number of engines, each in its own process.
         backend: ``"local"`` processes or ``"ray"`` actors.
         arguments: of the engine, such as ``max_model_len``.
@@ -127,7 +127,7 @@ class EngineConfig:
         sync_every: steps between weight updates.
         sleep: whether the engine sleeps while the trainer trains, for one GPU that both share; needs
             ``max_staleness=0``.
-        connect: the name of a service in the Ray cluster that another job starts and ends; default: the run starts its
+        connect: name of a service in the Ray cluster that another job starts and stops; default: the run starts its
             own.
     """
 
@@ -150,10 +150,9 @@ class RolloutConfig:
         group_size: answers to each prompt.
         max_new_tokens, temperature, top_p, top_k: of sampling; ``top_k=0`` switches it off.
         sampling: more of vLLM's sampling parameters.
-        max_staleness: the greatest age of a token in weight updates; with 0, generating and training alternate.
-        order: of delivery, and ``on_stale``, ``over_sample``, ``window``: of
-            :class:`~torchrl_moe.collectors.AsyncLLMCollector`.
-        reward_timeout: seconds that a reward may take.
+        max_staleness: greatest age of a token, in weight updates; with 0, generation and training alternate.
+        order, on_stale, over_sample, window: as for :class:`~torchrl_moe.collectors.AsyncLLMCollector`.
+        reward_timeout: seconds that computing a reward may take.
         max_failures: groups that may fail because a reward or an environment raises; ``None``: a tenth of the run's
             groups, and at least one step's.
         drop_uniform_groups: replace groups whose answers all have the same reward (DAPO's dynamic sampling, arXiv
@@ -185,10 +184,10 @@ class LossConfig:
         name: a loss of :mod:`torchrl_moe.objectives`.
         arguments: of the loss; ``entropy_bonus`` is off unless it is given.
         advantage: ``"grpo"``, ``"rloo"``, ``"dr_grpo"`` or ``"reinforce_plus_plus"``.
-        replay: ``"R3"``: the engine's experts; ``"R2"``: the trainer's own of the first forward pass; ``"none"``.
+        replay: ``"R3"``: the engine's experts; ``"R2"``: the trainer's own, from its first forward pass; ``"none"``.
         reference: source of the reference's log-probs, if the loss needs them: ``"adapter"`` switches the adapter off,
-            ``"model"`` is a second model, ``"engine"`` a second engine; ``"auto"`` is the first possible one. It
-            follows the same experts as the policy.
+            ``"model"`` is a second model, ``"engine"`` a second engine; ``"auto"`` is the first of these that is
+            possible. The reference follows the same experts as the policy.
         router: arguments of :class:`~torchrl_moe.objectives.MoERouterLoss`; without any, that loss is not used.
     """
 
@@ -208,10 +207,11 @@ class OptimConfig:
         lr, betas, weight_decay: of AdamW.
         schedule: ``"constant"``, ``"linear"`` or ``"cosine"`` to 0 over the run.
         warmup_steps: optimizer steps over which the learning rate rises to ``lr``.
-        max_grad_norm: gradients are scaled down to it; ``None`` for never.
+        max_grad_norm: gradients are clipped to this norm; ``None``: they are not.
         epochs: passes over a batch.
         minibatches: optimizer steps per pass.
-        max_tokens: of a micro-batch, pads included; ``None``: a minibatch is one. Affects memory, not gradients.
+        max_tokens: of a micro-batch, padding included; ``None``: a minibatch is one micro-batch. Affects memory, not
+            gradients.
     """
 
     lr: float = 1e-6
@@ -230,10 +230,10 @@ class EvalConfig:
     """Evaluation: greedy answers to held-out prompts, generated while the next step runs.
 
     Attributes:
-        every: steps between evaluations; the first is before any update, the last at the end; 0 for never.
+        every: steps between evaluations; the first is before any update, the last at the end; 0: no evaluation.
         prompts: the greatest number of prompts.
         mismatch_every: steps between measurements of the mismatch, which cost a forward pass with replay and one
-            without; 0 for never.
+            without; 0: none.
     """
 
     every: int = 10
@@ -247,7 +247,7 @@ class CheckpointConfig:
 
     Attributes:
         every: steps between checkpoints; 0 for none.
-        keep: how many of the newest, besides the one with the best held-out reward.
+        keep: how many of the newest to keep, besides the one with the best held-out reward.
     """
 
     every: int = 10
@@ -341,7 +341,7 @@ class GRPOConfig:
         _check(proper, "optim.betas", betas, "must be two numbers, at least 0 and below 1")
         asleep = self.engine.sleep and rollout.max_staleness > 0
         _check(not self.engine.sleep or self.engine.kind == "vllm", "engine.sleep", True, "needs engine.kind=vllm")
-        _check(not asleep, "engine.sleep", True, "needs rollout.max_staleness=0: an engine asleep generates nothing")
+        _check(not asleep, "engine.sleep", True, "needs rollout.max_staleness=0: a sleeping engine generates nothing")
         lent = self.engine.connect is not None and (self.engine.sleep or bool(self.engine.arguments))
         _check(not lent, "engine.connect", self.engine.connect, "is started elsewhere: leave sleep and arguments out")
         _check_lora(self)

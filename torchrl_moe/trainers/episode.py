@@ -1,4 +1,4 @@
-"""One prompt, one answer, one reward: what a collector plays for a set of prompts."""
+"""One prompt, one answer, one reward: the episode that a collector runs for a set of prompts."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ TAKEN = WRITTEN | set(ARGUMENTS)
 
 
 class PromptEpisode:
-    """Asks a prompt, and rewards the answer; an async function for ``AsyncLLMCollector``, in place of an environment.
+    """Sends a prompt, and rewards the answer; an async function for ``AsyncLLMCollector``, in place of an environment.
 
     Each row carries the sample's columns and, at ``("rewards", name)``, what each reward function returned, float32
-    ``[1]``, NaN for one without an opinion. A column with the name of something that rollouts write, or requests read
-    (``"text"``, ``"tokens"``, ``"priority"``, ...), is there for the rewards, and is not in the rows.
+    ``[1]``, NaN if it abstained. A column with the name of an entry that rollouts write or requests read (``"text"``,
+    ``"tokens"``, ``"priority"``, ...) is passed to the rewards, but is not in the rows.
 
-    The time that rewards may take is the collector's ``reward_timeout``; more than that costs the sample's group.
+    The time that rewards may take is the collector's ``reward_timeout``; after that the sample's group is dropped.
 
     Args:
-        prompt_column: where the prompt stands: text, or a list of messages.
+        prompt_column: column of the prompt, which is text or a list of messages.
         rewards: of the answers.
-        is_chat: whether the policy reads messages (``input_mode="history"``): then text is one message of the user.
-            Else the policy reads text, and prompts must be text.
-        tokenizer: decodes completions for the rewards, without special tokens. Default: the completion is the text as
-            the policy has it; in a chat without the token that ends it, else with that.
+        is_chat: whether the policy reads messages (``input_mode="history"``): then a text prompt becomes one user
+            message. Otherwise the policy reads text, and prompts must be text.
+        tokenizer: decodes completions for the rewards, without special tokens. Default: the completion is the policy's
+            text; in a chat without the end-of-turn token, otherwise with it.
 
     >>> def polite(completion):
     ...     return float("please" in completion)
@@ -55,7 +55,7 @@ class PromptEpisode:
         self.tokenizer = tokenizer
 
     async def __call__(self, data: TensorDictBase, ask: Ask) -> float:
-        """Play a sample, and return its reward.
+        """Run a sample, and return its reward.
 
         Args:
             data: ``[]``, from :meth:`~torchrl_moe.trainers.prompts.PromptSet.loader`.
@@ -97,5 +97,5 @@ class PromptEpisode:
 
 
 def _plain(messages: Any) -> list[dict[str, str]]:
-    """Return messages without entries that are unset, as data sets of the hub have them."""
+    """Return messages without unset entries, which data sets on the hub contain."""
     return [{"role": message["role"], "content": message["content"]} for message in messages]

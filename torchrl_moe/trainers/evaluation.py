@@ -1,4 +1,4 @@
-"""``Evaluation``: asks held-out prompts beside a step, of the weights that the engine has until the next sync."""
+"""``Evaluation``: runs held-out prompts while a step runs, on the weights that the engine has until the next sync."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ LOG = logging.getLogger(__name__)
 
 
 class Evaluation:
-    """An evaluation in a thread of its own, one at a time.
+    """Runs evaluations in a background thread, one at a time.
 
     Args:
         evaluate: returns the mean reward of held-out prompts, or ``None`` where there are none.
 
     Attributes:
-        scores: what was found, by the step before which it was.
+        scores: step -> mean reward of the evaluation before that step.
     """
 
     def __init__(self, evaluate: Callable[[], float | None]) -> None:
@@ -32,14 +32,15 @@ class Evaluation:
         self._running = self._thread.submit(self._evaluate)
 
     def end(self, step: int, is_of_the_newest: bool) -> dict[str, float | None]:
-        """Wait for the one that was begun, if there is one; a reward that raises costs no more than that.
+        """Wait for the running evaluation, if there is one; a reward that raises costs only that evaluation.
 
         Args:
             step: how many are done.
-            is_of_the_newest: whether the engine has the weights after that step; else no checkpoint is judged by it.
+            is_of_the_newest: whether the engine has the weights after that step; otherwise no checkpoint is rated by
+                it.
 
         Returns:
-            A column of the run's record, if there was one.
+            A column of the run's record, if there was an evaluation.
         """
         running, self._running = self._running, None
         if running is None:
@@ -54,5 +55,5 @@ class Evaluation:
         return {"held_out_reward": score}
 
     def close(self) -> None:
-        """Begin no more, and wait for none. Idempotent."""
+        """Start no further evaluation, and wait for none. Idempotent."""
         self._thread.shutdown(wait=False, cancel_futures=True)

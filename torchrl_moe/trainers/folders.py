@@ -1,4 +1,4 @@
-"""Putting a folder that is whole in the place of another."""
+"""Replacing a folder by another, complete one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["exchange"]
 
 
 def exchange(draft: Path, folder: Path) -> None:
-    """Put a folder in the place of an older one, which is back there if that fails."""
+    """Put a folder in the place of an older one, which is restored if that fails."""
     older = folder.with_name(f".{folder.name}.older")
     shutil.rmtree(older, ignore_errors=True)
     if folder.exists():

@@ -1,4 +1,4 @@
-"""``Follower``: makes what the other ranks of a run have in the place of rank 0's engine, collector and folder."""
+"""``Follower``: makes the stand-ins that the other ranks of a run have for rank 0's engine, collector and folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["FollowedEngine", "FollowedRollouts", "Follower", "NoRecord"]
 
 
 class FollowedRollouts(NothingKept):
-    """Iterates over this rank's shares of the batches that rank 0 collects, until that has no more.
+    """Iterates over this rank's shares of the batches that rank 0 collects, until rank 0 has no more.
 
     Args:
         ranks: of the run.
@@ -42,11 +42,11 @@ class FollowedRollouts(NothingKept):
             yield unpack(parcel)
 
     def shutdown(self) -> None:
-        """End nothing: rank 0 collects."""
+        """Do nothing: rank 0 collects."""
 
 
 class FollowedEngine:
-    """Takes part in sending weights to rank 0's engine: it has a part of each.
+    """Takes part in sending weights to rank 0's engine: each rank holds a part of every weight.
 
     Args:
         policy_model: whose weights they are.
@@ -63,11 +63,11 @@ class FollowedEngine:
 
     @property
     def version(self) -> int:
-        """Of the weights that were sent last."""
+        """Version of the weights that were sent last."""
         return int(self.sender.version)
 
     def restore(self, version: int) -> None:
-        """Send the weights, under rank 0's number."""
+        """Send the weights, under rank 0's version number."""
         del version
         self.sync()
 
@@ -86,7 +86,7 @@ class FollowedEngine:
 
 
 class NoRecord:
-    """Rows that nobody writes: rank 0 does.
+    """A record that writes nothing: rank 0 writes the run's.
 
     Args:
         folder: of the run.
@@ -104,7 +104,7 @@ class NoRecord:
 
 
 class Follower:
-    """What rank 0 has alone, as far as the others need something in its place.
+    """Stand-ins for what only rank 0 has, as far as the other ranks need them.
 
     Args:
         config: of the run; evaluation, loggers and progress are switched off in it.
@@ -117,7 +117,7 @@ class Follower:
         config.log.loggers, config.log.progress = [], False
 
     def source(self, tokenizer: Any, given: dict[str, Any]) -> RolloutSource:
-        """Return no data: what was given is rank 0's to read."""
+        """Return no data: only rank 0 reads it."""
         del tokenizer, given
         return RolloutSource(None, None)
 
@@ -143,6 +143,6 @@ class Follower:
         """Remove nothing."""
 
     def record(self, steps_done: int) -> NoRecord:
-        """Return rows that nobody writes."""
+        """Return a record that writes nothing."""
         del steps_done
         return NoRecord(self._folder)

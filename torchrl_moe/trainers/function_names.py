@@ -13,7 +13,7 @@ NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def is_function_name(text: str) -> bool:
-    """Whether a text has the form of a function's name; there need be no such function.
+    """Whether a text has the form of a function's name; the function need not exist.
 
     >>> is_function_name("my_task.rewards:exact"), is_function_name("openai/gsm8k")
     (True, False)
@@ -28,7 +28,8 @@ def import_function(name: str) -> Callable[..., Any]:
         name: ``"package.module:function"``; ``"package.module:Class.method"`` works too.
 
     Raises:
-        ValueError: another form; there is no such module, or it cannot be imported; it has no such function.
+        ValueError: the name has another form, the module does not exist or cannot be imported, or it has no such
+            function.
 
     >>> import_function("math:sqrt")(4)
     2.0

@@ -1,4 +1,4 @@
-"""The norm of a gradient, and scaling it down, where its parts lie on one device or are shared by ranks."""
+"""The norm of a gradient, and clipping it, with weights on one device or sharded over ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["by_mesh", "clip_gradients"]
 
 
 def by_mesh(weights: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Return weights by the mesh of ranks that share them, and how: what one operation may have together."""
+    """Return weights grouped by device mesh and placements: a foreach operation needs them to agree in both."""
     groups: dict[Any, list[Tensor]] = {}
     for weight in weights:
         groups.setdefault((getattr(weight, "device_mesh", None), getattr(weight, "placements", None)), []).append(
@@ -25,15 +25,15 @@ def by_mesh(weights: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def clip_gradients(weights: Iterable[Tensor], limit: float | None, ranks: Ranks) -> float:
-    """Scale the gradient down to a greatest norm; return the norm before.
+    """Clip the gradient to a maximum norm; return the norm before clipping.
 
     Args:
-        weights: of which those without a gradient are passed over.
-        limit: of the norm; ``None`` for none.
-        ranks: that share them, all of which must ask; they return the same, so all skip a step or none does.
+        weights: those without a gradient are skipped.
+        limit: maximum norm; ``None``: no clipping.
+        ranks: that share the weights; all must call. All get the same norm, so either all skip a step or none does.
 
     Returns:
-        The 2-norm over all weights, whole; not finite if that of any rank is not.
+        The 2-norm over all weights of all ranks; not finite if that of any rank is not.
     """
     groups = by_mesh(weight for weight in weights if weight.grad is not None)
     squares = 0.0

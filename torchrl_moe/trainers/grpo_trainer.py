@@ -149,7 +149,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
         made.callback(collector.shutdown)
         loggers = role.loggers()
         self.ranks.meet("assembling the run", patient=True)
-        # a mistake has been noticed by now, on any rank, and has left an older run as it was
+        # any mistake, on any rank, was noticed before this point and left an older run untouched
         if not config.resume:
             role.forget_older_run(self.rollout_engine.start)
         nothing = {name: NothingKept() for name in ("policy", "optimizer", "loss_module", "logger")}
@@ -165,7 +165,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
             self.checkpoints.check_folder()
         super().__init__(
             collector=collector,
-            total_frames=2**62,  # a run ends after so many steps, however many rows a batch has
+            total_frames=2**62,  # a run ends after config.steps steps, however many rows a batch has
             frame_skip=1,
             optim_steps_per_batch=config.optim.minibatches,
             num_epochs=config.optim.epochs,
@@ -205,7 +205,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Run all steps that are left. After a Ctrl-C, ``config.resume`` continues from the last checkpoint."""
+        """Run all remaining steps. After a Ctrl-C, ``config.resume`` continues from the last checkpoint."""
         if self.steps_done >= self.config.steps:
             LOG.warning("all %d steps are done", self.config.steps)
             return
@@ -213,7 +213,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
             raise RuntimeError(
                 "this run has ended, or was interrupted: continue with another trainer and config.resume=True"
             )
-        # None: no bar in a log file either
+        # None: tqdm shows no bar in a log file either
         total, is_silent = self.config.steps, None if self.config.log.progress else True
         self.register_op("post_steps_log", self._agree_to_stop)  # after all hooks
         with (
@@ -226,7 +226,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
                 super().train()
                 self._let_go()
             finally:
-                self._has_ended = True  # in the middle of a step, weights and collector may not fit together
+                self._has_ended = True  # in the middle of a step, weights and collector may be inconsistent
 
     def _let_go(self) -> None:
         """Tell the other ranks that there are no more rollouts, if there are none before the last step."""
@@ -235,7 +235,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
             self.ranks.scatter([None] * self.ranks.size)
 
     def _begin_evaluation(self) -> None:
-        """Evaluate beside the next step, if that is due: its weights are the engine's until the next sync."""
+        """Start an evaluation, if one is due: it runs during the next step, before the engine's weights change."""
         every = self.config.eval.every
         if every and self.steps_done % every == 0:
             self._evaluation.begin()
@@ -244,12 +244,12 @@ class MoEGRPOTrainer(RunReports, Trainer):
         self._step_metrics |= self._evaluation.end(self.steps_done, not self._unsynced)
 
     def _receive(self, batch: TensorDictBase) -> TensorDictBase:
-        """Take a batch: its metrics and advantages; give each rank its share."""
+        """Compute a batch's metrics and advantages, and give each rank its share."""
         self.clock.end("generate")
         if self.config.engine.sleep:
             self._end_evaluation()
         self.rollout_engine.sleep()
-        version = self.rollout_engine.version + self._unsynced  # an update that the engine has not got counts, too
+        version = self.rollout_engine.version + self._unsynced  # also an update that the engine lacks
         self._step_metrics |= batch_metrics(batch, version)
         if self.config.log.samples:
             self.record.add_samples(self.steps_done, batch, self.config.log.samples)
@@ -264,7 +264,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
             return batch
         groups = -(
             -self.config.optim.minibatches // self.config.rollout.group_size
-        )  # a minibatch has a sample at least
+        )  # a minibatch has at least one sample
         first, *others = self.placement.to_ranks(shares(batch, self.placement.data_size, groups))
         parcels: list[bytes | None] = [None, *map(pack, others)]
         self.ranks.meet("rollouts")
@@ -281,7 +281,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
         return batch
 
     def _sync(self) -> None:
-        """Note what the updates gave, and bring the weights to the engine."""
+        """Record the metrics of the updates, and sync the weights to the engine."""
         self.clock.end("train")
         self._end_evaluation()
         self._step_metrics |= self.learner.stepper.take_metrics()
@@ -345,14 +345,14 @@ class MoEGRPOTrainer(RunReports, Trainer):
         """Begin to write a checkpoint, if one is due; one that does not fit on the disk is a warning."""
         every = self.config.checkpoint.every
         if every and (force_save or self.steps_done % every == 0):
-            self._end_evaluation()  # of the weights that are saved
+            self._end_evaluation()  # it rates the weights that are saved
             self.checkpoints.save(self.steps_done, self._judgement())
             if force_save:
                 self.checkpoints.wait()
         self.clock.begin()
 
     def _judgement(self) -> float:
-        """Return what the best checkpoint is chosen by: weights that were not evaluated are never the best."""
+        """Return the score that selects the best checkpoint: weights that were not evaluated are never the best."""
         if self.source.held_out and self.config.eval.every:
             return self._evaluation.scores.get(self.steps_done, NEVER_EVALUATED)
         rewards = self.record.column("reward")[-REWARDED:]
@@ -361,11 +361,11 @@ class MoEGRPOTrainer(RunReports, Trainer):
     # -- state, as a component of a checkpoint ------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the run is; weights, optimizer and collector are components of their own."""
+        """Return the run's position; weights, optimizer and collector are separate components."""
         return {"step": self.steps_done, "tokens": self.trained_tokens, "version": self.rollout_engine.version}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from there."""
+        """Restore the run's position."""
         self.steps_done, self.trained_tokens = state_dict["step"], state_dict["tokens"]
         self._restored_version = state_dict["version"]
 
@@ -378,7 +378,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """End the collector, the weight sync, and the engines that it started. Idempotent."""
+        """Shut down the collector, the weight sync, and the engines that the trainer started. Idempotent."""
         self._made.close()
 
     def __enter__(self) -> MoEGRPOTrainer:

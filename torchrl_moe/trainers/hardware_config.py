@@ -16,9 +16,9 @@ class HardwareConfig:
         host_gb: memory of a host.
         gpus_per_host: of the trainer's and the engine's.
         trainer_gpus: ranks that ``torchrun`` would start.
-        expert_imbalance: how many times the mean the busiest of ranks with experts in parallel gets, in tokens; that is
-            the router's to say, and at most as many times as there are such ranks.
-        links: name -> 10^9 bytes per second, of what weights may travel over.
+        expert_imbalance: tokens of the busiest rank under expert parallelism, as a multiple of the mean; the real value
+            depends on the router, and is at most the number of such ranks.
+        links: name -> 10^9 bytes per second, of the links that weights may be sent over.
     """
 
     gpu_gb: float = 80.0

@@ -1,4 +1,4 @@
-"""``HealthMonitor``: says so when a run looks as if it were about to collapse, or learned nothing."""
+"""``HealthMonitor``: warns when a run looks as if it is about to collapse, or learns nothing."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ __all__ = ["HealthMonitor"]
 LOG = logging.getLogger(__name__)
 
 RECENT = 5
-"""Rows that a judgement is about."""
+"""Number of rows that a sign is judged on."""
 ENTROPY_SHARE, REWARD_SHARE, NORM_FACTOR = 0.1, 0.5, 10.0
 TRUNCATED_SHARE, UNIFORM_SHARE, MARGIN = 0.5, 0.9, 1.05
 Rows = Sequence[Mapping[str, Any]]
 
 
 class HealthMonitor:
-    """Reads a run's rows; each sign is logged once, and again after it had gone.
+    """Reads a run's rows; each sign is logged once, and again if it returns after it had gone.
 
     ==================  ========================================================================================
-    entropy             below a tenth of the first one measured: the policy is sure of itself, and explores no more
-    reward              half of the best five steps' mean, or less
+    entropy             below a tenth of the first one measured: the policy is overconfident, and no longer explores
+    reward              half of the mean of the best five steps, or less
     gradient            ten times the median before it
-    truncated answers   more than half reached ``max_new_tokens``
-    uniform groups      nine of ten groups have the same reward throughout: nothing to learn from
+    truncated answers   more than half were cut at ``max_new_tokens``
+    uniform groups      nine of ten groups have the same reward throughout, so there is nothing to learn from
     replay              trainer and engine are no closer with replay than without
     ==================  ========================================================================================
 
@@ -69,8 +69,8 @@ def _entropy(rows: Rows) -> str:
     if len(values) < 2 or not values[-1] < ENTROPY_SHARE * values[0]:
         return ""
     return (
-        f"the entropy fell from {values[0]:.2g} to {values[-1]:.2g} nats: the policy explores no more; "
-        "a smaller step, or an entropy bonus, keeps it open"
+        f"the entropy fell from {values[0]:.2g} to {values[-1]:.2g} nats: the policy no longer explores; "
+        "lower the learning rate, or add an entropy bonus"
     )
 
 
@@ -111,9 +111,9 @@ def _uniform(rows: Rows) -> str:
 
 def _replay(rows: Rows) -> str:
     live, replayed, age = (_recent(rows, name) for name in ("dlogp_live", "dlogp_mean", "staleness"))
-    if live is None or replayed is None or age:  # the age of tokens moves both
+    if live is None or replayed is None or age:  # the age of tokens changes both
         return ""
-    if not replayed > MARGIN * live > 1e-6:  # below that all is rounding
+    if not replayed > MARGIN * live > 1e-6:  # below that, the difference is rounding
         return ""
     return f"trainer and engine are {replayed:.1e} apart with replay and {live:.1e} without: replay does not help here"
 

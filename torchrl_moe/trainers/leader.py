@@ -1,4 +1,4 @@
-"""``Leader``: makes what rank 0 of a run has alone: answers come from there, and metrics go there."""
+"""``Leader``: makes what only rank 0 of a run has: the engine, the collector, and the run's folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Leader"]
 
 
 class Leader:
-    """The engine, the collector, and the run's folder; :class:`~torchrl_moe.trainers.follower.Follower` has none.
+    """Makes engine, collector and folder; :class:`~torchrl_moe.trainers.follower.Follower` makes stand-ins.
 
     Args:
         config: of the run.
@@ -38,11 +38,11 @@ class Leader:
         return RolloutSource.of(self.config, tokenizer, **given)
 
     def lock(self) -> Callable[[], None]:
-        """Take the run's folder; return what lets it go."""
+        """Lock the run's folder; return the lock's release."""
         return RunLock(self._folder).close
 
     def engine(self, policy_model: PolicyModel, engine: Any) -> RolloutEngine:
-        """Return the engine of the policy's weights, which is started if none is given."""
+        """Return the engine that serves the policy's weights; start one if none is given."""
         return RolloutEngine(policy_model, self.config, self._folder, engine)
 
     def collector(self, source: RolloutSource, rollout_engine: RolloutEngine) -> AsyncLLMCollector:
@@ -79,13 +79,13 @@ class Leader:
             raise ConfigError.of("log", error) from error
 
     def _logger(self, name: str) -> Any:
-        # one name for each start: a run that continues would show the steps after its checkpoint twice
+        # one name for each start: a resumed run would otherwise show the steps after its checkpoint twice
         experiment = f"events/{datetime.now(UTC):%Y-%m-%d-%H-%M-%S}"
         arguments = self.config.log.arguments.get(name, {})
         return get_logger(name, str(self._folder), experiment, **({f"{name}_kwargs": arguments} if arguments else {}))
 
     def forget_older_run(self, start: Path | None) -> None:
-        """Remove what another run has left in the folder; ``start`` is this one's."""
+        """Remove what another run has left in the folder; ``start`` belongs to this one."""
         Checkpoints.forget(self._folder / "checkpoints")
         for other in set(self._folder.glob("start-*")) - {start}:
             Checkpoints.forget(other)

@@ -21,16 +21,16 @@ __all__ = ["Learner", "learning_rate"]
 
 
 class Learner:
-    """What changes a policy's weights.
+    """Updates a policy's weights.
 
     Args:
         actor: the policy.
         policy_model: its model.
         config: of the run.
-        placement: the ranks that share the model, each of which has a learner; default: one.
+        placement: the ranks that share the model, each with its own learner; default: one.
 
     Raises:
-        ConfigError: the loss does not exist, or knows no such argument.
+        ConfigError: the loss does not exist, or does not accept an argument.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Learner:
             precision=policy_model.precision,
             placement=placement,
         )
-        # may start an engine: last
+        # last, because it may start an engine
         reference, self._end_reference = build_reference(actor, policy_model, config, placement)
         self._scores = RolloutScores(
             actor,
@@ -74,7 +74,7 @@ class Learner:
         return self._scores(batch, version, with_mismatch)
 
     def apply(self, optim: OptimConfig) -> None:
-        """Set what a configuration says of the optimizer; a checkpoint brings back what it was before."""
+        """Apply the optimizer settings of the configuration; loading a checkpoint has restored the older ones."""
         schedule = self.stepper.schedule
         schedule.base_lrs = [optim.lr] * len(schedule.base_lrs)
         for group in self.optimizer.param_groups:
@@ -83,15 +83,15 @@ class Learner:
             group["lr"] = optim.lr * schedule.lr_lambdas[0](schedule.last_epoch)
 
     def shutdown(self) -> None:
-        """End the reference's engine, if it has one."""
+        """Shut down the reference's engine, if it has one."""
         self._end_reference()
 
 
 def learning_rate(optim: OptimConfig, total: int) -> Callable[[int], float]:
-    """Return the share of the learning rate at each optimizer step, from 0.
+    """Return the learning rate factor as a function of the optimizer step, counted from 0.
 
     Args:
-        optim: its schedule, and the steps over which it rises.
+        optim: the schedule, and the number of warm-up steps.
         total: steps of the run.
 
     >>> share = learning_rate(OptimConfig(schedule="linear", warmup_steps=2), total=6)

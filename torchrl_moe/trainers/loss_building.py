@@ -27,7 +27,7 @@ def build_loss(actor: TransformersWrapper, config: GRPOConfig) -> GRPOLoss:
     """Return the loss of a run.
 
     Raises:
-        ConfigError: there is no such loss, or it knows no such argument.
+        ConfigError: there is no such loss, or it does not accept an argument.
     """
     name = config.loss.name
     kind = getattr(objectives, name, None)
@@ -53,7 +53,7 @@ def _is_loss(kind: Any) -> TypeGuard[type[GRPOLoss]]:
 
 
 def _arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments as Python has them: YAML knows no tuples and no dataclasses."""
+    """Return arguments as Python objects: YAML has neither tuples nor dataclasses."""
     found = dict(given)
     clip, thresholds = found.get("clip_epsilon"), found.get("thresholds")
     if isinstance(clip, list):
@@ -74,10 +74,10 @@ def _needs_reference(arguments: dict[str, Any]) -> bool:
 
 
 def _where(config: GRPOConfig, model: Any) -> str:
-    """Return where the reference is.
+    """Return which kind of reference to use.
 
     Raises:
-        ConfigError: an adapter that is not there.
+        ConfigError: the adapter is asked for, and the model has none.
     """
     where, adapted = config.loss.reference, has_adapters(model)
     if where == "adapter" and not adapted:
@@ -88,17 +88,17 @@ def _where(config: GRPOConfig, model: Any) -> str:
 def build_reference(
     actor: TransformersWrapper, policy_model: PolicyModel, config: GRPOConfig, placement: Placement | None = None
 ) -> tuple[Reference | None, Callable[[], None]]:
-    """Return what writes the reference's log-probs, if the loss reads any, and what ends it.
+    """Return what writes the reference's log-probs, if the loss reads any, and a function that shuts it down.
 
     Raises:
         ConfigError: an engine as reference of a model that is neither in a folder nor on the hub, or of several ranks.
     """
     where = _where(config, policy_model.model) if _needs_reference(config.loss.arguments) else "adapter"
-    shared = placement is not None and placement.is_shared  # such a model cannot be copied: it is loaded again
-    if where == "adapter":  # the loss scores it by itself
+    shared = placement is not None and placement.is_shared  # a sharded model cannot be copied: it is loaded again
+    if where == "adapter":  # the loss scores it itself
         return None, _nothing
     if where == "model":
-        follows = config.loss.replay != "none"  # as the adapter switched off does: both score the same routes
+        follows = config.loss.replay != "none"  # as a switched-off adapter does: both score the same routes
         second = PolicyModel.load(policy_model.source, None, config.model, placement).model if shared else None
         return actor.reference(second, replay=follows).get_new_version(log_probs_key=REFERENCE_KEY), _nothing
     if shared:

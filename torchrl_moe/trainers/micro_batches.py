@@ -12,13 +12,14 @@ __all__ = ["micro_batches", "micro_batches_of_ranks"]
 def micro_batches(lengths: Sequence[int], max_tokens: int | None, at_least: int = 0) -> list[list[int]]:
     """Return the samples of each part: padded to its longest sample, a part has at most ``max_tokens`` tokens.
 
-    Samples of like length stand together, longest first, so that few pads are computed. A sample that is longer than
+    Samples of similar length are grouped, longest first, to keep padding low. A sample that is longer than
     ``max_tokens`` is a part of its own.
 
     Args:
         lengths: tokens of each sample.
         max_tokens: of a part; ``None``: all samples are one part.
-        at_least: parts; those of most samples are halved, and where each has one sample, empty ones are added.
+        at_least: least number of parts; those with most samples are halved, and when each has one sample, empty parts
+            are added.
 
     Raises:
         ValueError: ``max_tokens`` is below 1.
@@ -54,7 +55,8 @@ def _packed(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 def micro_batches_of_ranks(lengths: Sequence[int], max_tokens: int | None, ranks: Ranks) -> list[list[int]]:
     """Return the samples of each part, as many parts on each rank: forward passes of a shared model are collectives.
 
-    All ranks must ask. A rank of too few samples has empty parts, for which it runs a sample whose result it drops.
+    All ranks must call. A rank with too few samples gets empty parts, for which it runs a sample and discards the
+    result.
     """
     own = micro_batches(lengths, max_tokens)
     return micro_batches(lengths, max_tokens, max(ranks.gather(len(own))))

@@ -15,13 +15,13 @@ __all__ = ["Minibatches"]
 
 
 class Minibatches(TrainerHookBase):
-    """Gives the optimizer a batch in parts, in another order in each epoch.
+    """Gives the optimizer a batch in parts, in a new order in each epoch.
 
-    Of several ranks each splits its share. Those that see the same samples split them alike.
+    With several ranks, each splits its own share. Ranks that see the same samples split them in the same way.
 
     Args:
-        count: optimizer steps of an epoch. A batch of fewer samples than that has as many as it has samples.
-        ranks: of the run; all draw from what rank 0 draws.
+        count: optimizer steps per epoch; a batch with fewer samples gets one step per sample.
+        ranks: of the run; all use the random seed that rank 0 draws.
     """
 
     def __init__(self, count: int, ranks: Ranks | None = None) -> None:
@@ -43,7 +43,7 @@ class Minibatches(TrainerHookBase):
         """Return the next part.
 
         Raises:
-            StopIteration: the epoch is over; TorchRL's trainer takes it for that.
+            StopIteration: the epoch is over, as TorchRL's trainer expects.
         """
         del batch
         return next(self._parts)

@@ -1,4 +1,4 @@
-"""``ModelSizes``: what a model weighs, read off its configuration; no weight is loaded, and none takes memory."""
+"""``ModelSizes``: the size of a model, computed from its configuration; no weights are loaded or allocated."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ KNOWN = {
     "allenai/OLMoE-1B-7B-0125-Instruct": "olmoe_1b_7b",
     "allenai/OLMoE-1B-7B-0125": "olmoe_1b_7b",
 }
-"""Hub models whose ``config.json`` is kept here, so that a plan needs no network."""
+"""Hub models whose ``config.json`` is in the package, so that a plan needs no network."""
 MODELS = Path(__file__).parent / "configs" / "models"
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERT_WIDTHS = ("moe_intermediate_size", "intermediate_size")
 TOP_KS = ("num_experts_per_tok", "moe_topk", "moe_k")
 DENSE_FIRST = "first_k_dense_replace"
-"""The config key of DeepSeek's families: so many layers at the start have no experts."""
+"""The config key of DeepSeek's families for the number of leading layers without experts."""
 
 
 def model_config_of(source: str) -> Any:
@@ -53,24 +53,24 @@ def model_config_of(source: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Counts of numbers, not bytes.
+    """Sizes of a model, as element counts, not bytes.
 
     Attributes:
         parameters: of the whole model, an adapter's too.
-        trained: those that training changes.
-        adapter: those of an adapter; 0 without one.
-        adapted: of the weights that an adapter adds to.
-        layer: of the largest decoder layer.
-        outside: of what is in no decoder layer: embedding, head, last norm.
-        experts: of all experts.
-        largest: of the largest weight.
-        hidden: of a token between layers.
-        expert_width: of a token inside an expert.
-        layers: decoder layers.
-        top_k: experts of a token; 0 for a dense model.
-        num_experts: to choose from.
-        kv: of a token in the engine's cache, all layers.
-        kv_heads: among how many GPUs of a replica that is split at most; latent attention has 1.
+        trained: parameters that training changes.
+        adapter: parameters of an adapter; 0 without one.
+        adapted: parameters of the weights that an adapter adds to.
+        layer: parameters of the largest decoder layer.
+        outside: parameters outside the decoder layers: embedding, head, last norm.
+        experts: parameters of all experts.
+        largest: elements of the largest weight.
+        hidden: size of a token's hidden state.
+        expert_width: intermediate size of an expert.
+        layers: number of decoder layers.
+        top_k: experts per token; 0 for a dense model.
+        num_experts: experts to choose from.
+        kv: elements per token in the engine's KV cache, over all layers.
+        kv_heads: the most GPUs of a replica that the KV cache can be split over; latent attention has 1.
     """
 
     parameters: int
@@ -136,10 +136,11 @@ def number_of_layers(text_config: Any) -> int:
 def activation_bytes(
     hf_config: Any, model_config: ModelConfig, sequences: int, tokens: int, dtype: torch.dtype, *, sharded: bool = False
 ) -> int:
-    """Return the most bytes that a forward and backward pass need besides weights and their gradients.
+    """Return the peak bytes that a forward and backward pass need besides weights and their gradients.
 
-    Two models of the same layers are run on shapes alone, one a layer deeper than the other; each further layer takes
-    what that one takes. Attention is the one of a CPU, which keeps no scores, as flash attention does.
+    Two models with the same layers are run on shapes alone (meta tensors), one a layer deeper than the other; each
+    further layer is assumed to take the difference. Attention is the CPU's implementation which, like flash attention,
+    keeps no attention scores.
 
     Args:
         hf_config: a transformers configuration.
@@ -147,7 +148,7 @@ def activation_bytes(
         sequences: of a micro-batch.
         tokens: of each.
         dtype: of forward passes.
-        sharded: weights are gathered in that dtype (FSDP2), instead of being cast where they are used.
+        sharded: whether weights are gathered in that dtype (FSDP2), instead of being cast where they are used.
     """
     text = hf_config.get_text_config()
     layers = number_of_layers(text)
@@ -170,7 +171,7 @@ def _peak(
             if sharded:
                 weight.data = weight.data.to(dtype)  # as it is gathered
             if weight.requires_grad:
-                weight.grad = torch.zeros_like(weight)  # of the micro-batches before
+                weight.grad = torch.zeros_like(weight)  # accumulated by earlier micro-batches
         autocast: AbstractContextManager[Any] = nullcontext()
         if not sharded and dtype != torch.float32:
             autocast = torch.autocast("cpu", dtype)
@@ -180,7 +181,7 @@ def _peak(
 def _step(model: nn.Module, sequences: int, tokens: int, precision: AbstractContextManager[Any]) -> None:
     """Run a forward and backward pass as the trainer does: scores of all tokens, no logits."""
     scoring = ScoringModel(model)
-    scoring.splits = True  # to try it takes numbers
+    scoring.splits = True  # the check needs real values
     ids = torch.zeros(sequences, tokens, dtype=torch.long)
     inputs = {"input_ids": ids, "position_ids": torch.arange(tokens).expand(sequences, -1)}
     rows = torch.arange(ids.numel())
@@ -228,7 +229,7 @@ def _kv_heads(text: Any) -> int:
 
 
 def _kv_per_layer(text: Any) -> int:
-    """Return the numbers that a layer's cache holds of a token."""
+    """Return the number of elements that a layer's cache holds per token."""
     latent = getattr(text, "kv_lora_rank", None)
     if latent:  # DeepSeek's latent attention: one vector, and the rotated part of the keys
         return int(latent) + int(text.qk_rope_head_dim)

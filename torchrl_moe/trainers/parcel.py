@@ -1,4 +1,4 @@
-"""A batch as bytes, for another rank: ten times faster than pickling it as it is, tensor by tensor."""
+"""A batch as bytes, for another rank: ten times faster than pickling it directly, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["pack", "unpack"]
 
 
 class _Pickler(pickle.Pickler):
-    """Writes tensors as arrays: torch makes an archive of each."""
+    """Pickles tensors as arrays, because torch would make an archive of each."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how a plain tensor is made again; everything else is pickled as it is."""
+        """Return how to rebuild a plain tensor; everything else is pickled as usual."""
         if type(obj) is not Tensor or obj.layout != torch.strided or obj.is_quantized:
             return NotImplemented
         dense = obj.detach().cpu().clone(memory_format=torch.contiguous_format)

@@ -28,7 +28,7 @@ T = TypeVar("T")
 class Placement:
     """How the ranks of a run share its model: ``replicate * shards * tensor_parallel`` of them.
 
-    By default a single process has the whole.
+    By default a single process has the whole model.
 
     Attributes:
         ranks: all of them.
@@ -43,7 +43,7 @@ class Placement:
         """Return the placement of a run.
 
         Raises:
-            ConfigError: these ranks cannot share it so.
+            ConfigError: this number of ranks cannot share the model in this way.
         """
         check_placement(ranks.size, config)
         return cls(ranks, config.placement)
@@ -55,7 +55,7 @@ class Placement:
 
     @property
     def data_size(self) -> int:
-        """How many ranks see samples of their own; those of a tensor-parallel group see the same."""
+        """Number of shares of a batch; the ranks of a tensor-parallel group see the same share."""
         return self.ranks.size // self.config.tensor_parallel
 
     @property
@@ -65,15 +65,15 @@ class Placement:
 
     @property
     def shards(self) -> int:
-        """Over how many ranks FSDP2 shards."""
+        """Number of ranks that FSDP2 shards over."""
         return self.data_size // self.config.replicate
 
     def to_ranks(self, shares: Sequence[T]) -> list[T]:
-        """Return what each rank gets of ``data_size`` shares."""
+        """Return the part of each rank, given ``data_size`` shares."""
         return [shares[rank // self.config.tensor_parallel] for rank in range(self.ranks.size)]
 
     def gather(self, value: T) -> list[T]:
-        """Return a small value of each share's ranks, once; all ranks must ask."""
+        """Return one small value per share, from one of the ranks that see it; all ranks must call."""
         return self.ranks.gather(value)[:: self.config.tensor_parallel]
 
     # -- the model --------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class Placement:
         """Load a model of which each rank reads its part only.
 
         Args:
-            pretrained: ``from_pretrained`` of a model, but for how it is distributed.
+            pretrained: calls ``from_pretrained`` of a model; the arguments that distribute it are added here.
             dtype: of forward passes; weights and gradients keep theirs.
         """
         from transformers.distributed import DistributedConfig
@@ -101,8 +101,8 @@ class Placement:
         return model
 
     def shard(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Shard a model that each rank has the whole of, layer by layer: one with an adapter, rank 0's."""
-        # each rank has drawn the adapter by itself
+        """Shard, layer by layer, a model that each rank holds completely; adapters are taken from rank 0."""
+        # each rank has initialised its own adapter
         self.ranks.copy_first(weight.data for weight in model.parameters() if weight.requires_grad)
         cast = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         policy: dict[str, Any] = {

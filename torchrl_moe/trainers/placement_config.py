@@ -9,19 +9,19 @@ __all__ = ["PlacementConfig"]
 
 @dataclass(kw_only=True)
 class PlacementConfig:
-    """How the ranks that a launcher starts share the model. All ranks that are left shard it by FSDP2.
+    """How the ranks that a launcher starts share the model. FSDP2 shards it over the remaining ranks.
 
     Attributes:
-        tensor_parallel: ranks that split each layer, and see the same samples.
-        expert_parallel: ranks that own different experts: a multiple of ``tensor_parallel`` that divides the ranks of
-            a copy.
-        replicate: copies of the sharded model (HSDP): one for each node, say.
-        cpu_offload: whether weights, gradients and optimizer lie in the memory of the host.
-        reshard_after_forward: whether a layer's weights are let go after its forward pass, and gathered again for its
-            backward pass; ``False`` needs more memory and sends less.
+        tensor_parallel: number of ranks that split each layer, and see the same samples.
+        expert_parallel: number of ranks that own different experts: a multiple of ``tensor_parallel`` that divides the
+            number of ranks of a copy.
+        replicate: number of copies of the sharded model (HSDP), for example one per node.
+        cpu_offload: whether weights, gradients and optimizer are kept in host memory.
+        reshard_after_forward: whether a layer's gathered weights are freed after its forward pass, and gathered again
+            for its backward pass; ``False`` needs more memory and less communication.
         timeout: seconds that one rank waits for another before the run ends with an error that names it.
-        collective_timeout: seconds that a collective may take: of the default process group, if it is made here, and
-            of the model's groups. In those of a weight sync ranks wait for the weight store, too, so it must be above
+        collective_timeout: seconds that a collective may take, in the default process group, if it is made here, and in
+            the model's groups. During a weight sync, collectives also wait for the weight store, so it must be above
             ``engine.sync.timeout_seconds``.
     """
 

@@ -1,4 +1,4 @@
-"""Which placements cannot be, and what to do instead."""
+"""Which placements are impossible, and what to do instead."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["check_axes", "check_placement"]
 
 
 def check_placement(size: int, config: GRPOConfig) -> None:
-    """Refuse what so many ranks cannot share, or not rightly.
+    """Refuse settings under which this many ranks cannot share the model, or not correctly.
 
     Args:
-        size: how many ranks there are.
+        size: number of ranks.
         config: of the run.
 
     Raises:
-        ConfigError: the first of it, with what to do instead.
+        ConfigError: the first such setting, with what to do instead.
     """
     if size == 1:
         _check_single(config)
@@ -42,7 +42,7 @@ def _check_single(config: GRPOConfig) -> None:
 
 
 def check_axes(size: int, config: GRPOConfig) -> None:
-    """Refuse axes that so many ranks do not have; ``ConfigError`` as in :func:`check_placement`."""
+    """Refuse parallel sizes that do not fit the number of ranks; ``ConfigError`` as in :func:`check_placement`."""
     own = config.placement
     tensor, expert, copies = own.tensor_parallel, own.expert_parallel, own.replicate
     _require(

@@ -34,7 +34,7 @@ UTILISATION = 0.9
 ANSWERS_AT_A_TIME = 128
 """Of ``engine.kind=transformers``."""
 TOKEN_BYTES = 8 + 4 + 4 + 2
-"""Of a token in a batch, besides its experts: id, log-prob, version, two masks."""
+"""Bytes of a token in a batch, besides its experts: id, log-prob, version, two masks."""
 REPLICA_BYTES = int(1.9e9)
 """Resident memory of the three processes of a replica, besides its model (measured with vLLM 0.30 on a CPU)."""
 KEPT_WORD = 4
@@ -45,8 +45,9 @@ class RunPlan:
     """What a run needs.
 
     Attributes:
-        rows: memory, by part, and the bytes of a weight update.
-        seconds: link -> seconds of a weight update to one replica over it: gathered from the ranks, and then sent.
+        rows: memory by part, and the bytes of a weight update.
+        seconds: link -> seconds of a weight update to one replica over that link: gathering from the ranks, then
+            sending.
         notes: what does not fit, and further remarks.
     """
 
@@ -60,7 +61,7 @@ class RunPlan:
 
         Raises:
             ConfigError: the model's configuration cannot be found, or is neither a name nor a folder; the ranks cannot
-                share the model in this way; the engine is split in a way that is not counted.
+                share the model in this way; the engine is split in a way that the plan does not count.
         """
         source = config.model.source
         if source is None or ":" in source:
@@ -71,7 +72,7 @@ class RunPlan:
 
     @classmethod
     def of_model(cls, config: GRPOConfig, hf_config: Any) -> RunPlan:
-        """Work out the plan of a run of a model with that transformers configuration."""
+        """Work out the plan of a run of a model with the given transformers configuration."""
         check_axes(config.hardware.trainer_gpus, config)
         _check_engine(config)
         sizes = ModelSizes.of(hf_config, config.model)
@@ -200,7 +201,7 @@ def _host(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> Iterator[Pla
 
 
 def _copies(config: GRPOConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
-    """Yield what the host holds of the model temporarily: to write it, and to load it."""
+    """Yield the model copies that the host holds temporarily: to write it, and to load it."""
     ranks = ranks_of_host(config)
     if config.checkpoint.every:
         size = ranks * share_of(sizes.trained, shards(config), FLOAT32 + ADAM)
@@ -218,7 +219,7 @@ def _copies(config: GRPOConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
 
 
 def _sent_width(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> int:
-    """Return the bytes of a number that is written for the engine: no wider than it is, unless that is asked for."""
+    """Return the bytes per element sent to the engine: of the narrower dtype, or of the trainer's if configured."""
     own = compute_dtype(config).itemsize if sizes.adapter else FLOAT32
     return own if config.engine.sync.get("dtype") == "trainer" else min(own, _engine_width(config, hf_config))
 
@@ -228,7 +229,7 @@ def _sent(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> int:
 
 
 def _update(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> Iterator[PlanRow]:
-    """Yield what a weight update moves: the other ranks' parts of weights, as wide as they are written; then all."""
+    """Yield what a weight update moves: the other ranks' parts to each rank, then all to each replica."""
     if config.engine.sync.get("lora") == "adapter":
         how = f"{sizes.adapter:,} x 4 B: the adapter alone"
         yield PlanRow(UPDATE, "bytes to each replica", sizes.adapter * FLOAT32, how)

@@ -1,4 +1,4 @@
-"""``PlanRow``: a line of a plan, and the machines that it may be of."""
+"""``PlanRow``: a line of a plan, and the machines that it can refer to."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class PlanRow:
     """A line of a plan.
 
     Attributes:
-        part: of the machines.
-        item: what needs it.
-        bytes: how much, at most.
-        how: how that is worked out.
-        at_once: whether it is there at the same time as the others of its part.
+        part: which machine it is for.
+        item: what takes the memory or bandwidth.
+        bytes: upper bound.
+        how: the calculation, in words.
+        at_once: whether it exists at the same time as the other items of its part.
     """
 
     part: str
@@ -32,15 +32,15 @@ class PlanRow:
 
 
 def share_of(numbers: int, shards: int, each: int) -> int:
-    """Return the bytes of the largest of so many shares of numbers, of ``each`` bytes."""
+    """Return the bytes of the largest share, when elements of ``each`` bytes are split into so many shares."""
     return -(-numbers // shards) * each
 
 
 def shards(config: GRPOConfig) -> int:
-    """Return over how many ranks a weight is split."""
+    """Return the number of ranks that a weight is split over."""
     return config.hardware.trainer_gpus // config.placement.replicate
 
 
 def ranks_of_host(config: GRPOConfig) -> int:
-    """Return how many ranks rank 0's host has."""
+    """Return the number of ranks on rank 0's host."""
     return min(config.hardware.trainer_gpus, config.hardware.gpus_per_host)

@@ -42,9 +42,9 @@ class PolicyModel:
     Attributes:
         model: float32 where it is trained; with an adapter the rest is in the dtype of forward passes.
         tokenizer: of the model.
-        source: folder or hub name that the model comes from, unless it was made or changed here.
+        source: folder or hub name that the model comes from; ``None`` if it was made or changed here.
         dtype: of forward passes.
-        start: the folder, if it was written for this run.
+        start: the folder that the model starts from, if this run wrote one.
     """
 
     model: Any
@@ -61,7 +61,7 @@ class PolicyModel:
             model: a model, or a folder, hub name or function's name; ``None``: ``config.source``.
             tokenizer: ``None``: the one beside the model.
             config: its dtype, adapter and activation checkpointing.
-            placement: how several ranks share it, which all load it, from a folder or from the hub.
+            placement: how several ranks share it; each of them loads it, from a folder or from the hub.
 
         Raises:
             ConfigError: there is no such model, no tokenizer, no such layer for an adapter, or no plan to share it.
@@ -92,32 +92,32 @@ class PolicyModel:
 
     @property
     def precision(self) -> Callable[[], AbstractContextManager[Any]]:
-        """Makes the context of a forward pass: autocast, unless all is float32, or FSDP2 casts by itself."""
+        """Makes the context of a forward pass: autocast, unless everything is float32 or FSDP2 does the casting."""
         device, dtype = next(self.model.parameters()).device.type, self.dtype
         casts = dtype != torch.float32 and not isinstance(self.model, FSDPModule)
         return lambda: torch.autocast(device, dtype, enabled=casts)
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """Name -> parameter of all that is trained; of ranks that share it, this one's part."""
+        """Name -> parameter of everything that is trained; if ranks share the model, this rank's part."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # after a forward pass without a backward pass, some are gathered still
+                module.reshard()  # after a forward pass without a backward pass, some are still gathered
         return {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
 
     def save(self, folder: Path) -> Path:
         """Write the model under its hub names, adapters merged, with tokenizer and generation config.
 
-        vLLM and ``AutoModelForCausalLM.from_pretrained`` load it. It is written beside the folder and takes its place
-        when it is whole: a failure or a kill costs no older model. Of several ranks that share the model all must call
-        it; rank 0 gathers it in its host's memory, and writes.
+        vLLM and ``AutoModelForCausalLM.from_pretrained`` load it. It is written beside the folder, and replaces the
+        folder once it is complete, so a failure or a kill never destroys an older model. If several ranks share the
+        model, all must call this; rank 0 gathers it in its host's memory, and writes it.
 
         Raises:
-            FileExistsError: the folder holds something else than a model.
+            FileExistsError: the folder holds something other than a model.
         """
         folder = folder.absolute()
         if folder.exists() and not (folder / "config.json").is_file() and any(folder.iterdir()):
-            raise FileExistsError(f"{folder} holds something else than a model, which would be removed: name another")
+            raise FileExistsError(f"{folder} holds something other than a model, which would be removed: name another")
         is_sharded = any(hasattr(weight, "full_tensor") for weight in self.model.parameters())
         tensors = self._gathered(is_first()) if is_sharded or has_adapters(self.model) else None
         if is_sharded and not is_first():
@@ -134,8 +134,8 @@ class PolicyModel:
         return folder
 
     def _gathered(self, keep: bool) -> dict[str, Tensor]:
-        """Return checkpoint name -> tensor of its own on the CPU, adapters merged, or nothing."""
-        stream = ModelWeights(self.model).tensors()  # reading it is a collective, if ranks share the model
+        """Return checkpoint name -> its own CPU tensor, adapters merged; without ``keep``, an empty dict."""
+        stream = ModelWeights(self.model).tensors()  # iterating is a collective, if ranks share the model
         return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in stream if keep}
 
 
@@ -155,7 +155,7 @@ def _write(base: Any, tensors: dict[str, Tensor], folder: Path) -> None:
 def _made(name: str, arguments: dict[str, Any]) -> tuple[Any, Any]:
     try:
         made = import_function(name)(**arguments)
-    except Exception as error:  # someone else's function raises what it likes
+    except Exception as error:  # the user's function may raise anything
         raise ConfigError.of(f"model.source={name}", error) from error
     parts = made if isinstance(made, tuple) else (made,)
     if len(parts) != 2 or not isinstance(parts[0], nn.Module):
@@ -178,7 +178,7 @@ def _from_pretrained(
 
     if source.startswith((".", "/")) and not (Path(source) / "config.json").is_file():
         raise ConfigError(f"model.source={source}: there is no model in that folder")
-    frozen = config.lora.rank > 0  # what is not trained need not be float32
+    frozen = config.lora.rank > 0  # weights that are not trained need not be float32
     try:
         if not {"gguf_file", "subfolder"} & {*config.pretrained}:  # else they lie elsewhere
             check_weights(source)
@@ -190,13 +190,13 @@ def _from_pretrained(
         model = pretrained() if split is None else split.load(pretrained, dtype)
     except (OSError, TypeError, ValueError) as error:
         raise ConfigError.of(f"model.source={source}", error) from error
-    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # transformers makes one out of nothing
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # transformers returns an empty one where none is saved
         raise ConfigError(f"model.source={source}: there is no tokenizer beside the model")
     return model, tokenizer
 
 
 def prepared(model: Any, config: ModelConfig, dtype: torch.dtype) -> Any:
-    """Add an adapter, switch activation checkpointing on, and make all that is trained float32."""
+    """Add an adapter, switch on activation checkpointing, and make all trained weights float32."""
     if config.lora.rank:
         if has_adapters(model):
             raise ConfigError("model.lora.rank is set, and the model has an adapter already: leave one of them out")
@@ -209,7 +209,7 @@ def prepared(model: Any, config: ModelConfig, dtype: torch.dtype) -> Any:
     for weight in model.parameters():
         if weight.requires_grad and weight.dtype != torch.float32:
             weight.data = weight.data.float()
-    # transformers computes activations again in training mode only; else dropout would make trainer and engine disagree
+    # training mode only for checkpointing, which transformers requires: dropout would cause a mismatch
     return model.train(config.activation_checkpointing)
 
 

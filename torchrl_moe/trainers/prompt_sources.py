@@ -16,13 +16,13 @@ __all__ = ["HELD_OUT_SPLITS", "Row", "Rows", "is_path", "read_source"]
 Row: TypeAlias = Mapping[str, Any]
 Rows: TypeAlias = Sequence[Row]
 HELD_OUT_SPLITS = ("held_out", "validation", "test")
-"""Names of a data set's splits that are held out; the first one that it has."""
+"""Names of splits that are held out, in order of preference."""
 PATH_MARKS = (".", "/", "~")
 KINDS = "rows, a data set, a .jsonl file or a folder of them, 'package.module:function', or a name on the hub"
 
 
 def read_source(source: Any, arguments: Mapping[str, Any] | None = None) -> tuple[Rows, Rows | None]:
-    """Return the rows to train on, and those held out if the source has a part for that.
+    """Return the rows to train on, and the held-out rows if the source has a held-out part.
 
     Args:
         source: see :func:`~torchrl_moe.trainers.prompts.load_prompts`.
@@ -109,7 +109,7 @@ def _from_hub(name: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def _parts(found: Any, name: str) -> tuple[Rows, Rows | None]:
-    """Return both parts of what a source holds: rows, two collections of them, or splits by name."""
+    """Return both parts of a source's content: rows, two collections of rows, or splits by name."""
     if isinstance(found, Mapping):
         return _splits(found, name)
     is_pair = isinstance(found, list | tuple) and len(found) == 2
@@ -129,10 +129,10 @@ def _splits(found: Mapping[str, Any], name: str) -> tuple[Rows, Rows | None]:
 
 
 def _rows(found: Any, name: str) -> Rows:
-    """Return a collection of rows; one of a data set stays as it is, in its file."""
+    """Return a collection of rows; a data set is returned as it is, and stays on disk."""
     if hasattr(found, "column_names"):
         if not hasattr(found, "__len__"):
-            raise ValueError(f"{name} is a data set that is streamed, which has no places: load it whole")
+            raise ValueError(f"{name} is a streamed data set, whose rows cannot be indexed: load it without streaming")
         return found
     if isinstance(found, str | bytes | Mapping) or not isinstance(found, Iterable):
         raise ValueError(f"prompts must be {KINDS}; got {_shown(found)}")

@@ -1,4 +1,4 @@
-"""Prompts to train on, and prompts that are held out, from wherever they come."""
+"""Prompts to train on, and held-out prompts, from any source."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def load_prompts(
               trained on, the first of ``"held_out"``, ``"validation"`` and ``"test"`` is held out;
             - the path of a ``.jsonl`` file, an object on each line, or of a folder, all of whose ``.jsonl`` files are
               read in the order of their names;
-            - ``"package.module:function"``, which is called with ``arguments``, and returns any of the above but a
-              path, or a pair: rows to train on, and rows held out;
+            - ``"package.module:function"``, which is called with ``arguments``, and returns any of the above
+              except a path, or a pair: rows to train on, and held-out rows;
             - any other text: a name on the Hugging Face hub, for ``datasets.load_dataset(source, **arguments)``.
-        prompt: column of the prompts. A prompt is text, asked as one message of the user, or a list of messages,
-            ``{"role": ..., "content": ...}``, both text.
-        held_out: rows to keep out of training, drawn by ``seed``. Of a source with a held-out part, draw so many of
-            that one; 0 keeps all of it.
+        prompt: column of the prompts. A prompt is text, sent as one user message, or a list of messages, ``{"role":
+            ..., "content": ...}``, both text.
+        held_out: number of rows to keep out of training, drawn with ``seed``. If the source has a held-out part, that
+            many rows are drawn from it; 0 keeps all of it.
         seed: of that draw.
         arguments: of the function or of ``load_dataset``, such as ``{"name": "main", "split": "train"}``.
 
@@ -84,7 +84,7 @@ class PromptSet:
         prompt: column of the prompts: text, or a list of messages ``{"role": ..., "content": ...}``.
 
     Attributes:
-        columns: names of all columns that some row has, in the order of their coming.
+        columns: names of all columns that any row has, in order of first appearance.
 
     Raises:
         ValueError: nothing to train on, or a row without a prompt, or with one of another kind.
@@ -114,15 +114,15 @@ class PromptSet:
     def loader(self, seed: int) -> DataLoader[TensorDict]:
         """Return training rows for a collector, one at a time: each pass over them is a new shuffle.
 
-        A collector begins a pass again and again, without end, and restores its position from the loader's
-        ``generator``, which all orders come from.
+        A collector starts pass after pass, without end, and restores its position from the loader's ``generator``,
+        which determines every order.
 
         Args:
-            seed: of the orders.
+            seed: of the shuffles.
 
         Returns:
-            A loader that yields a TensorDict ``[]`` with an entry for each of :attr:`columns`: the value as it stands
-            in the row, not as a tensor; ``None`` where the row has none.
+            A loader that yields a TensorDict ``[]`` with an entry for each of :attr:`columns`: the value as it is in
+            the row, not as a tensor; ``None`` where the row lacks the column.
         """
         return self._loader(self.train, shuffle=True, seed=seed)
 
@@ -134,7 +134,7 @@ class PromptSet:
         """
         if not len(self.held_out):
             raise ValueError("no rows are held out: load them with held_out=n")
-        # a generator of its own: a loader without one draws from torch's global one at the start of each pass
+        # its own generator: a loader without one draws from torch's global one at the start of each pass
         return self._loader(self.held_out, shuffle=False, seed=0)
 
     def _loader(self, rows: Rows, shuffle: bool, seed: int) -> DataLoader[TensorDict]:
@@ -157,7 +157,7 @@ class _RowData(Dataset[TensorDict]):
 
     def __getitem__(self, place: int) -> TensorDict:
         row = self._rows[place]
-        # else a list would be a column of several rows, and a number a tensor
+        # otherwise a list would become a column of several rows, and a number a tensor
         return TensorDict({name: NonTensorData(row.get(name)) for name in self._columns})
 
 
@@ -179,7 +179,7 @@ def _check_row(row: Row, column: str, where: str) -> None:
 
 
 def _problem(prompt: Any) -> str:
-    """What is wrong with a prompt; nothing for a good one."""
+    """Return what is wrong with a prompt; empty for a valid one."""
     if isinstance(prompt, str):
         return "" if prompt else "and not empty"
     if not isinstance(prompt, list | tuple):

@@ -1,4 +1,4 @@
-"""``Ranks``: the processes that train one model, and what they say to one another beside its own collectives."""
+"""``Ranks``: the processes that train one model, and what they exchange besides the model's own collectives."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ __all__ = ["RankGroup", "Ranks", "join_ranks"]
 
 T = TypeVar("T")
 PATIENCE_WITH_FILES = 10
-"""How many times as long ranks wait for one that writes: disks are slow, and nothing else is held up."""
+"""Factor on the timeout while a rank writes: disks are slow, and nothing else is blocked meanwhile."""
 
 
 class Ranks:
     """A single process; :class:`RankGroup` is several.
 
     Attributes:
-        rank: this one.
-        size: how many there are.
-        files: a group of its own for what is written behind a step; ``None`` where there is no group.
+        rank: number of this rank.
+        size: number of ranks.
+        files: a separate group for files written in the background; ``None`` where there is no group.
     """
 
     rank, size = 0, 1
@@ -48,29 +48,29 @@ class Ranks:
         """Wait until all ranks are here, see :meth:`Rendezvous.meet`."""
 
     def gather(self, value: T) -> list[T]:
-        """Return the value of each rank; all must ask. It is pickled: for what is small."""
+        """Return the value of each rank; all must call. Values are pickled, so keep them small."""
         return [value]
 
     def from_first(self, value: T, phase: str) -> T:
-        """Return rank 0's value, however long that takes; all must ask."""
+        """Return rank 0's value, however long it takes; all must call."""
         del phase
         return value
 
     def scatter(self, values: Sequence[T] | None) -> T:
-        """Return this rank's part of what rank 0 has, one for each rank; all must ask."""
+        """Return this rank's part of rank 0's list, which has one part per rank; all must call."""
         assert values is not None
         return values[0]
 
     def sum(self, denominators: Mapping[Key, Number]) -> dict[Key, Number]:
-        """Add up what losses divide by, as gradients that are averaged over ranks need it."""
+        """Sum the denominators of losses, scaled for gradients that are averaged over ranks."""
         return dict(denominators)
 
     def copy_first(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Write rank 0's tensors, which lie on the CPU, into those of the others; all must ask."""
+        """Copy rank 0's tensors, which are on the CPU, into those of the other ranks; all must call."""
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Let the other ranks hear of an error inside, and say of one that comes from another rank which it is.
+        """Report an error raised inside to the other ranks; if its cause is another rank, name that rank.
 
         Raises:
             RankError: another rank has failed or is gone.
@@ -93,7 +93,7 @@ class RankGroup(Ranks):
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
         self._owns_group, self._closed = owns_group, False
         timeout = timedelta(seconds=seconds)
-        # groups of their own: nothing here ever meets the model's collectives, nor a file's a step's
+        # separate groups: these collectives never mix with the model's, nor those of files with those of a step
         self._group = distributed.new_group(backend="gloo", timeout=timeout)
         self.files = distributed.new_group(backend="gloo", timeout=PATIENCE_WITH_FILES * timeout)
         host = os.environ.get("MASTER_ADDR", "localhost")
@@ -155,16 +155,16 @@ class RankGroup(Ranks):
 
 
 def join_ranks(seconds: float, collective_seconds: float | None = None) -> Ranks:
-    """Return the ranks of this run: those of the process group that there is, or that a launcher has asked for.
+    """Return the ranks of this run: of the existing process group, or of the one that a launcher has configured.
 
     Args:
         seconds: how long one waits for another.
-        collective_seconds: how long a collective of the default group may take, if it is made here; a group that there
-            is already keeps its own; ``None``: ``seconds``.
+        collective_seconds: how long a collective of the default group may take, if it is made here; an existing group
+            keeps its timeout; ``None``: ``seconds``.
 
     Raises:
-        ConfigError: this rank sees no GPU of its number.
-        RankError: another rank did not come in time.
+        ConfigError: this rank sees no GPU with its local rank's index.
+        RankError: another rank did not arrive in time.
     """
     owns_group = not distributed.is_initialized() and torchrun.is_launched()
     if owns_group:
@@ -186,7 +186,7 @@ def _own_gpu() -> int:
     own, count = torchrun.local_rank(), torch.cuda.device_count()
     if own >= count:
         raise ConfigError(
-            f"LOCAL_RANK={own}: a rank has the GPU of its number, and {count} are visible. Start no more ranks than a "
+            f"LOCAL_RANK={own}: a rank uses the GPU of this index; {count} are visible. Start no more ranks than a "
             "machine has GPUs, and let each see all of them (CUDA_VISIBLE_DEVICES)"
         )
     return own

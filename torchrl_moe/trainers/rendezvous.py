@@ -13,22 +13,23 @@ __all__ = ["Rendezvous"]
 
 FAILED, LEFT = "failed", "left"
 SHORTEST, LONGEST = 0.001, 0.25
-"""Seconds between two looks at the store; a twentieth of what was waited so far, between these."""
+"""Least and greatest seconds between two polls of the store; in between, a twentieth of the time waited so far."""
 FAREWELL = 5.0
-"""Seconds that rank 0, which has the store, stays for the others to read why it ends."""
+"""Seconds that rank 0, which hosts the store, stays alive so that the others can read why it ends."""
 
 
 class Rendezvous:
-    """Lets ranks begin a phase together, and says which of them is missing, or why one has failed.
+    """Lets ranks begin a phase together, and reports which of them is missing, or why one has failed.
 
-    A collective that one rank never enters hangs the others inside, where nothing names it. So ranks meet before each
-    phase with collectives: none is in one while another does something else, such as sending weights to an engine.
+    A collective that one rank never enters blocks the others, and nothing names the missing rank. So ranks meet before
+    each phase that has collectives: no rank is in one while another does something else, such as sending weights to an
+    engine.
 
     Args:
         store: that all ranks reach; rank 0's process holds it.
-        rank: this one.
-        size: how many there are.
-        seconds: how long one waits for another.
+        rank: number of this rank.
+        size: number of ranks.
+        seconds: how long a rank waits for another.
     """
 
     def __init__(self, store: Store, rank: int, size: int, seconds: float) -> None:
@@ -41,10 +42,10 @@ class Rendezvous:
 
         Args:
             phase: its name, for messages.
-            patient: whether the others wait for rank 0 as long as it takes: it asks the engine.
+            patient: whether the others wait without limit for rank 0, which may be waiting for the engine.
 
         Raises:
-            RankError: a rank did not come in time, is gone, has failed, or begins another phase.
+            RankError: a rank did not arrive in time, is gone, has failed, or begins another phase.
         """
         self.phase, number = phase, self._number
         self._number += 1
@@ -60,17 +61,17 @@ class Rendezvous:
                 elif missing:
                     raise RankError(self._tell(f"{phase}: {_names(missing)} did not come within {self.seconds:g} s"))
             other = self._store.get(f"{number}/all").decode()
-            self._forget(number - 1)  # all who are here have left the one before
+            self._forget(number - 1)  # all ranks that are here have left the previous phase
         except RuntimeError as error:
             raise RankError(f"{phase}: rank 0 is gone, or cannot be reached: {_line(error)}") from error
-        if other != phase:  # the collectives that follow would hang, or take one thing for another
+        if other != phase:  # the collectives that follow would hang, or mix up data
             told = f"rank {self.rank} is at {phase!r} where another is at {other!r}"
             raise RankError(self._tell(f"{told}: start all ranks alike, with a folder that all see"))
 
     def _wait(self, is_there: Callable[[], bool], began: float, seconds: float) -> bool:
-        """Return whether something came in time; raise what another rank has raised meanwhile."""
+        """Return whether a key appeared in time; raise the error that another rank has reported meanwhile."""
         while True:
-            if self._has(FAILED):  # looked at first: who comes late would complete the others that have gone
+            if self._has(FAILED):  # checked first: a late rank would complete a phase that others gave up
                 raise RankError(self._store.get(FAILED).decode())
             if is_there():
                 return True
@@ -91,16 +92,16 @@ class Rendezvous:
             self._store.delete_key(key)
 
     def cause(self, error: BaseException) -> str:
-        """Tell the others of an error here; return what it comes from, if that is another rank, else ``""``.
+        """Report an error here to the others; return its cause, if that is another rank, else ``""``.
 
-        The error of a collective names nobody: then another rank has failed, and says so, or is gone, which a roll call
-        finds out. Any other error is this rank's own.
+        The error of a collective names no rank: then another rank has failed and reported it, or is gone, which a roll
+            call detects. Any other error is this rank's own.
         """
         try:
             if isinstance(error, RuntimeError) and _is_of_collective(error):
                 return self._cause_of_collective(error)
             self._tell(f"rank {self.rank} failed (last met: {self.phase}): {type(error).__name__}: {_line(error)}")
-        except RuntimeError:  # the store is gone, and rank 0 with it
+        except RuntimeError:  # the store is gone, and so is rank 0
             return f"{self.phase}: rank 0 is gone" if self.rank else ""
         except RankError as other:
             return str(other)
@@ -115,11 +116,11 @@ class Rendezvous:
         return self._tell(f"{self.phase}: {who}: {_line(error)}")
 
     def _tell(self, message: str) -> str:
-        """Leave a message for all ranks; return the first that any of them left."""
+        """Leave a message for all ranks; return the first message that any rank left."""
         return str(self._store.compare_set(FAILED, "", message).decode())
 
     def leave(self) -> None:
-        """Say goodbye. Rank 0 stays until the others have, because the store goes with it; not for long."""
+        """Sign off. Rank 0, which hosts the store, waits a limited time for the others to do so."""
         try:
             self._store.add(LEFT, 1)
             began = time.monotonic()
@@ -138,6 +139,6 @@ def _line(error: BaseException) -> str:
 
 
 def _is_of_collective(error: RuntimeError) -> bool:
-    """Whether a process group has raised: gloo knows no class of its own for it."""
+    """Whether a process group raised the error: gloo has no exception class of its own."""
     text = str(error).lower()
     return type(error).__name__.startswith("Dist") or any(word in text for word in ("gloo", "nccl", "pair closure"))

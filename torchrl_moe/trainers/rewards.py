@@ -1,4 +1,4 @@
-"""Reward functions: what each may ask for, how it is called, and what its values come to."""
+"""Reward functions: the arguments they may take, how they are called, and how their values are combined."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ OF_LISTS = ("prompts", "completions", "completion_ids")
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """What one sample is worth.
+    """The reward of one sample.
 
     Attributes:
         total: the weighted sum.
-        values: of each function, by its name; ``None`` of one that has no opinion.
+        values: of each function, by its name; ``None`` if it abstained.
     """
 
     total: float
@@ -38,24 +38,24 @@ class Reward:
 class Rewards:
     """A weighted sum of reward functions.
 
-    A function is called for one sample, and gets what its parameters are named after: ``prompt`` (text, or messages, as
-    in the data), ``completion`` (text), ``completion_ids`` (a list of ints), or any column of the data; ``**kwargs``
-    gets all the rest. One that has a parameter ``completions`` gets lists of one, and returns a list of one, as TRL's
-    functions do: ``prompts``, ``completions``, ``completion_ids`` and columns. There the completion of a prompt that is
-    a list of messages is one, too: ``[{"role": "assistant", "content": text}]``.
+    A function is called for one sample. Its parameter names select what it gets: ``prompt`` (text, or messages, as in
+    the data), ``completion`` (text), ``completion_ids`` (a list of ints), or any column of the data; ``**kwargs`` gets
+    all the rest. A function with a parameter ``completions`` gets lists of length one, and returns such a list, as
+    TRL's functions do: ``prompts``, ``completions``, ``completion_ids`` and columns. If the prompt is a list of
+    messages, so is its completion: ``[{"role": "assistant", "content": text}]``.
 
-    It returns a number, or ``None`` if it has no opinion: then it counts for nothing. It may be async. A plain function
-    runs in a thread, several at a time, so it must be safe for that; it must not change what it is given. One that
-    hangs keeps its thread, of which an event loop has few (``asyncio.to_thread``).
+    It returns a number, or ``None`` to abstain, which adds nothing to the sum. It may be async. A plain function runs
+    in a thread, several at a time, so it must be thread-safe; it must not change its arguments. A function that hangs
+    keeps its thread, and an event loop has few of them (``asyncio.to_thread``).
 
     Args:
         functions: functions, or their names, ``"package.module:function"``.
         weights: of each; default: 1.
 
     Raises:
-        ValueError: no functions, two of one name, a name that cannot be imported, a function whose parameters have no
-            names, or weights that are not finite, or not one for each function.
-        TypeError: something that is no function.
+        ValueError: no functions, two with the same name, a name that cannot be imported, a function whose parameters
+            have no names, or weights that are not finite, or not one for each function.
+        TypeError: something is not a function.
 
     >>> def exact(completion, answer):
     ...     return float(completion == answer)
@@ -91,7 +91,7 @@ class Rewards:
 
     @property
     def names(self) -> list[str]:
-        """Of the functions, in their order."""
+        """Names of the functions, in their order."""
         return [function.name for function in self._functions]
 
     def check(self, columns: Collection[str]) -> None:
@@ -101,7 +101,7 @@ class Rewards:
             columns: names of the data's columns.
 
         Raises:
-            ValueError: a function has a parameter, without a default, that is named after nothing there is.
+            ValueError: a function has a parameter without a default whose name is not available.
 
         >>> Rewards(lambda completion, answer: 0.0).check(["prompt"])
         Traceback (most recent call last):
@@ -113,7 +113,7 @@ class Rewards:
     async def __call__(
         self, prompt: Any, completion: str, completion_ids: Sequence[int], columns: Mapping[str, Any]
     ) -> Reward:
-        """Return what a sample is worth.
+        """Return the reward of a sample.
 
         Args:
             prompt: text or messages.
@@ -122,19 +122,19 @@ class Rewards:
             columns: the sample's row of the data, by name.
 
         Raises:
-            ValueError: a function returned NaN or an infinity, or none has an opinion.
-            TypeError: a function returned no number.
+            ValueError: a function returned NaN or an infinity, or all of them abstained.
+            TypeError: a function returned something that is not a number.
         """
         ids = list(completion_ids)
         found = await gather([function(prompt, completion, ids, columns) for function in self._functions])
         weighted = [weight * value for weight, value in zip(self.weights, found, strict=True) if value is not None]
         if not weighted:
-            raise ValueError(f"no reward function has an opinion: {', '.join(self.names)} returned None")
+            raise ValueError(f"every reward function abstained: {', '.join(self.names)} returned None")
         return Reward(sum(weighted), dict(zip(self.names, found, strict=True)))
 
 
 class _Function:
-    """One reward function, and what it asks for."""
+    """One reward function, and the arguments it takes."""
 
     def __init__(self, given: Any) -> None:
         if isinstance(given, str):
@@ -180,7 +180,7 @@ class _Function:
         try:
             call = partial(self._call, **arguments)
             value = await (call() if self._is_async else asyncio.to_thread(_called, call))
-            if inspect.isawaitable(value):  # of a plain function around an async one
+            if inspect.isawaitable(value):  # a plain function may return a coroutine
                 value = await value
         except Exception as error:
             error.add_note(f"in {self}")
@@ -206,7 +206,7 @@ class _Function:
     def _number(self, value: Any) -> float | None:
         if value is None:
             return None
-        plain = value.item() if getattr(value, "shape", None) == () else value  # a tensor or a number of NumPy's
+        plain = value.item() if getattr(value, "shape", None) == () else value  # a scalar tensor or NumPy number
         if not isinstance(plain, Real):
             raise TypeError(f"{self} must return a number or None, got {value!r:.60}")
         if not math.isfinite(plain):
@@ -217,7 +217,7 @@ class _Function:
 def _called(call: Callable[[], Any]) -> Any:
     try:
         return call()
-    except StopIteration as error:  # no future takes one, and a wait for it would not end
+    except StopIteration as error:  # a future cannot hold one, and waiting for it would never end
         raise RuntimeError("a reward function raised StopIteration") from error
 
 

@@ -1,4 +1,4 @@
-"""``RolloutEngine``: the engine that answers, and the weight sync that keeps it at the trainer's weights."""
+"""``RolloutEngine``: the engine that generates, and the weight sync that keeps it at the trainer's weights."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ LOG = logging.getLogger(__name__)
 
 
 class RolloutEngine:
-    """An engine of the policy's weights.
+    """An engine that serves the policy's weights.
 
     Args:
         policy_model: whose weights it serves.
         config: of the run.
-        folder: a model that is not from a folder or the hub is saved here, for the engine to start from.
-        engine: one that serves a model of the same shape; default: the one that ``engine.connect`` names, or one of its
-            own, which it ends.
+        folder: where a model that does not come from a folder or the hub is saved, for the engine to start from.
+        engine: an engine that serves a model of the same shape; default: the one that ``engine.connect`` names, or a
+            new one, which this object shuts down.
 
     Raises:
-        ConfigError: the machine cannot hold so many replicas, or the weight sync knows no such argument.
+        ConfigError: the machine cannot hold so many replicas, or the weight sync does not accept an argument.
     """
 
     def __init__(self, policy_model: PolicyModel, config: GRPOConfig, folder: Path, engine: Any = None) -> None:
@@ -83,7 +83,7 @@ class RolloutEngine:
         if engine.sleep and not torch.cuda.is_available():
             raise ConfigError("engine.sleep=True needs a GPU, whose memory the trainer gets meanwhile")
         if engine.kind == "vllm" and not torch.cuda.is_available():
-            arguments.setdefault("enforce_eager", True)  # a CPU has nothing to capture, and compiling takes a minute
+            arguments.setdefault("enforce_eager", True)  # no CUDA graphs on a CPU, and compiling takes a minute
         if engine.sleep:
             arguments.setdefault("enable_sleep_mode", True)
         path = self.policy_model.source or str(self._save(folder))
@@ -92,52 +92,52 @@ class RolloutEngine:
         return AsyncVLLM.from_pretrained(path, num_replicas=engine.num_replicas, **where, **arguments)
 
     def _save(self, folder: Path) -> Path:
-        """Write what replicas start from, beside that of an older run; one that is restarted reads it again."""
+        """Write the model that replicas start from, beside that of an older run; a restarted replica reads it again."""
         self.start = self.policy_model.save(new_start(folder))
         return self.start
 
     def forget_start(self) -> None:
-        """Remove what replicas started from: this run does not begin."""
+        """Remove the model that replicas started from, because this run does not begin."""
         if self.start is not None:
             shutil.rmtree(self.start, ignore_errors=True)
 
     @property
     def has_the_models_weights(self) -> bool:
-        """Whether the engine started from the model as it was then."""
+        """Whether the engine was started from this model, as it was at that time."""
         return self._owns_engine
 
     @property
     def version(self) -> int:
-        """Of the trainer's weights that the engine has."""
+        """Version of the trainer's weights that the engine has."""
         return int(self.sender.version)
 
     def restore(self, version: int) -> None:
-        """Bring the trainer's weights to the engine, under the number that they had or, if it is beyond that, its next.
+        """Sync the trainer's weights to the engine, under their old version or, if the engine is past it, its next.
 
-        Numbers of an engine never fall: what asks for a version would wait for it forever.
+        An engine's version never decreases: otherwise a request for a version would wait forever.
         """
         self.sender.version = max(self.sender.version, version - 1)
         self.sync()
 
     def sync(self) -> SyncReport:
-        """Bring the trainer's weights to the engine."""
+        """Sync the trainer's weights to the engine."""
         report = self.sender.update_weights()
         for replica, reason in report.failed.items():
             LOG.warning("replica %s does not hold version %s: %s", replica, report.version, reason)
         return report
 
     def sleep(self) -> None:
-        """Give the GPU's memory to the trainer, if the run asks for it."""
+        """Give the GPU's memory to the trainer, if the run is configured so."""
         if self.config.engine.sleep:
             self.engine.sleep()
 
     def wake_up(self) -> None:
-        """Take it back."""
+        """Take the GPU's memory back for the engine."""
         if self.config.engine.sleep:
             self.engine.wake_up()
 
     def shutdown(self) -> None:
-        """End the weight sync, and the engine if it is this one's. Idempotent."""
+        """End the weight sync, and the engine if this object started it. Idempotent."""
         self.sender.shutdown()
         if self._owns_engine:
             self.engine.shutdown()
@@ -148,7 +148,7 @@ class RolloutEngine:
 def _sampling(config: GRPOConfig) -> dict[str, Any]:
     rollout = config.rollout
     named = ("max_new_tokens", "temperature", "top_p")
-    top_k = {"top_k": rollout.top_k} if rollout.top_k else {}  # 0 is all words, which TorchRL has no number for
+    top_k = {"top_k": rollout.top_k} if rollout.top_k else {}  # 0 means all words; TorchRL has no value for that
     return {**{name: getattr(rollout, name) for name in named}, **top_k, **rollout.sampling}
 
 
@@ -160,7 +160,7 @@ def check_room(policy_model: PolicyModel, num_replicas: int, arguments: dict[str
     """
     if torch.cuda.is_available():
         needed = num_replicas * engine_kind(kind).devices_per_replica(arguments)
-        found = torch.cuda.device_count() - ranks_here()  # a single process may share its own
+        found = torch.cuda.device_count() - ranks_here()  # a single process may share its GPU with the engine
         if needed > found and "devices" not in arguments:
             raise ConfigError(f"engine.num_replicas={num_replicas} needs {needed} GPUs, and there are {found}")
         return

@@ -29,15 +29,15 @@ MISMATCH_COLUMNS = {
 
 
 class RolloutScores:
-    """Scores rollouts by the policy as it is, and by the reference.
+    """Scores rollouts by the current policy, and by the reference.
 
-    Under R2 this is the forward pass that records the experts. Where nothing asks for the policy's scores, and no
-    mismatch is due, there is no forward pass. Of several ranks each scores its share; metrics are of all ranks.
+    Under R2 this is the forward pass that records the experts. If nothing needs the policy's scores, and no mismatch is
+    due, there is no forward pass. With several ranks each scores its own share; metrics are of all ranks.
 
     Args:
         actor: the policy.
         loss: what reads the results; its keys are set.
-        reference: writes ``("ref_log_probs", "full")``; ``None``: the loss asks for none, or scores it by itself.
+        reference: writes ``("ref_log_probs", "full")``; ``None``: the loss needs none, or scores the reference itself.
         max_tokens: of a micro-batch, pads included.
         precision: makes the context of a forward pass.
         placement: the ranks that share the model; default: one.
@@ -57,7 +57,7 @@ class RolloutScores:
         self.actor, self.loss, self.reference = actor, loss, reference
         self.max_tokens, self.precision = max_tokens, precision
         self.writes_prox = loss.proximal_policy == "recomputed"
-        # under R2 both forward passes of a batch would record: a batch goes through again only as a copy
+        # under R2 a second forward pass would record again: it gets a copy of the batch
         self.scorer = actor.get_new_version(measure_agreement=actor.replay == "R3")
         self.live = actor.get_new_version(replay="none") if actor.replay == "R3" else None
         if self.writes_prox:
@@ -67,12 +67,12 @@ class RolloutScores:
 
     @torch.no_grad()
     def __call__(self, batch: TensorDictBase, version: int, with_mismatch: bool) -> dict[str, float]:
-        """Score a batch, in place; return the mismatch between trainer and engine, if it is asked for.
+        """Score a batch, in place; return the mismatch between trainer and engine, if requested.
 
         Args:
             batch: ``[B]``, as collected.
             version: of the weights.
-            with_mismatch: whether to measure it, with replay and without.
+            with_mismatch: whether to measure the mismatch, with replay and without.
         """
         if self.reference is not None:
             for part, _ in self._parts(batch):
@@ -98,7 +98,7 @@ class RolloutScores:
         return _Found.of(self._placement.gather(found)).columns() if with_mismatch else {}
 
     def _parts(self, batch: TensorDictBase) -> Iterator[tuple[TensorDictBase, bool]]:
-        """Give micro-batches, and whether they count: one that does not is a copy, for the other ranks' sake."""
+        """Yield micro-batches, and whether they count: copies that do not give all ranks as many passes."""
         lengths = lengths_of(batch)
         for part in micro_batches_of_ranks(lengths, self.max_tokens, self._placement.ranks):
             shortest = min(range(len(lengths)), key=lambda i: lengths[i])
@@ -106,16 +106,16 @@ class RolloutScores:
 
     @staticmethod
     def _write(part: TensorDictBase, log_probs: torch.Tensor) -> None:
-        """Give each sample its row, without the pads on the left."""
+        """Give each sample its row, without the padding on the left."""
         for sample, row in zip(part.unbind(0), log_probs, strict=True):
             sample.set((PROX_KEY, "full"), row[len(row) - len(sample.get(("tokens", "full"))) :].cpu())
 
 
 class _Found:
-    """What is seen of a batch, to be put together from all ranks."""
+    """Metrics of a batch, to be combined over all ranks."""
 
     def __init__(self, thresholds: CollapseThresholds | None) -> None:
-        self.metrics = MismatchMetrics(sample_size=1, thresholds=thresholds)  # no percentile is asked for
+        self.metrics = MismatchMetrics(sample_size=1, thresholds=thresholds)  # no percentile is needed
         self.live = MismatchMetrics(sample_size=1, thresholds=None)
         self.entropy = self.tokens = 0.0
 
@@ -127,7 +127,7 @@ class _Found:
         spread: torch.Tensor,
         unaided: torch.Tensor | None,
     ) -> None:
-        """Take in a micro-batch: its scores, entropies, and scores by the live router."""
+        """Add a micro-batch: its scores, entropies, and scores by the live router."""
         self.metrics.update(part, log_probs, version=version)
         known = _sampled(part, log_probs)
         self.entropy += float(spread[known].sum())
@@ -137,7 +137,7 @@ class _Found:
 
     @classmethod
     def of(cls, every: Sequence[_Found]) -> _Found:
-        """Put together what ranks have seen."""
+        """Combine the metrics of all ranks."""
         first, *others = every
         for other in others:
             first.metrics.merge(other.metrics)

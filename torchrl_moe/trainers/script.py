@@ -21,7 +21,7 @@ __all__ = ["main", "run", "show_plan"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, as a configuration says.
+    """Train as configured on the command line.
 
     Args:
         arguments: of the command line; default: this process's.
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show_plan(config: GRPOConfig) -> None:
-    """Print what a run needs, and start nothing.
+    """Print the resources that a run needs, and start nothing.
 
     Raises:
         ConfigError: the model's configuration cannot be found.
@@ -75,15 +75,15 @@ def show_plan(config: GRPOConfig) -> None:
 
 
 def run(config: GRPOConfig) -> None:
-    """Train, export the model, draw the figure, and print what was reached; of several ranks, rank 0 draws and prints.
+    """Train, export the model, draw the figure, and print a summary; with several ranks, rank 0 draws and prints.
 
     Raises:
-        ConfigError: a setting that cannot be meant, before anything is started.
+        ConfigError: an invalid setting; raised before anything is started.
         UnsupportedRouterError: replay of a model that cannot be replayed.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     if not torch.cuda.is_available():
-        torch.set_num_threads(1)  # the engine computes beside
+        torch.set_num_threads(1)  # the engine computes at the same time
     console = Console(highlight=False)
     with set_list_to_stack(True), MoEGRPOTrainer(config=config) as trainer:
         trainer.train()

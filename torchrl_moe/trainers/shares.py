@@ -10,21 +10,21 @@ from tensordict import TensorDictBase
 __all__ = ["balanced", "shares"]
 
 Bin = tuple[int, tuple[int, ...]]
-"""A load, and the items that it is of."""
+"""A load, and the items that add up to it."""
 
 
 def balanced(loads: Sequence[int], count: int, at_least: int = 1) -> list[list[int]]:
-    """Return the items of each of ``count`` parts whose loads are as equal as can be found fast.
+    """Split items into ``count`` parts whose loads are nearly equal; return the items of each part.
 
-    By the differencing method of Karmarkar and Karp: the two partitions that are least equal are laid on one another,
-    the heaviest part of one on the lightest of the other, until one is left. Nothing makes a part lighter than the
-    heaviest item; beyond that, eight items for each part are within 5 % of the mean where loads are sums of eight
+    Uses the differencing method of Karmarkar and Karp: the two least even partitions are merged, the heaviest part of
+    one with the lightest of the other, until one partition is left. The heaviest part is never lighter than the
+    heaviest item. Otherwise, with eight items per part, parts are within 5 % of the mean if loads are sums of eight
     log-normal lengths.
 
     Args:
         loads: of each item.
-        count: of parts.
-        at_least: items of each part.
+        count: number of parts.
+        at_least: least number of items in each part.
 
     Returns:
         Indices in rising order, for each part.
@@ -55,7 +55,7 @@ def _joined(one: Bin, other: Bin) -> Bin:
 
 
 def _even_out(parts: list[list[int]], loads: Sequence[int], at_least: int) -> None:
-    """Give parts of too few items the lightest of those that have most."""
+    """Move the lightest items of the longest parts to parts with too few items."""
     while len(poorest := min(parts, key=len)) < at_least:
         richest = max(parts, key=len)
         lightest = min(richest, key=lambda item: loads[item])
@@ -68,8 +68,8 @@ def shares(batch: TensorDictBase, count: int, at_least: int = 1) -> list[TensorD
 
     Args:
         batch: ``[rows]`` with ``"group_id"``, a lazy stack.
-        count: of shares.
-        at_least: groups of each share.
+        count: number of shares.
+        at_least: least number of groups in each share.
 
     Returns:
         ``count`` batches; rows keep their order.

@@ -1,4 +1,4 @@
-"""``SignalFilter``: leaves out groups whose answers have the same reward, and says so if all of them have."""
+"""``SignalFilter``: drops groups whose answers all have the same reward, and warns if every group does."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["SignalFilter"]
 LOG = logging.getLogger(__name__)
 
 BATCHES = 10
-"""So many batches' worth of groups are left out in a row before that is logged."""
+"""Batches' worth of groups that are dropped in a row before a warning is logged."""
 
 
 class SignalFilter:
-    """Whether there is anything to learn from a group: DAPO's dynamic sampling (arXiv 2503.14476).
+    """Decides whether there is anything to learn from a group: DAPO's dynamic sampling (arXiv 2503.14476).
 
     Args:
-        groups: of a batch.
+        groups: number of groups in a batch.
     """
 
     def __init__(self, groups: int) -> None:

@@ -1,4 +1,4 @@
-"""The model that a run starts from: given, made, or where an earlier start of the run has left it."""
+"""The model that a run starts from: passed in, made by a function, or left by an earlier start of the run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["new_start", "starting_model"]
 
 
 def new_start(folder: Path) -> Path:
-    """Return a name for the model that a run starts from, beside that of an older run."""
+    """Return a folder name for the model that a run starts from, distinct from that of an older run."""
     return folder / f"start-{uuid.uuid4().hex[:8]}"
 
 
 def starting_model(model: Any, tokenizer: Any, config: GRPOConfig, placement: Placement) -> PolicyModel:
     """Load the model of a run.
 
-    Several ranks load it from one folder, which rank 0 chooses: what is given, or what a function makes, it writes
-    there first. The other ranks' random numbers, and which model they were given, do not count.
+    Several ranks load it from one folder, which rank 0 chooses. Rank 0 first writes there a model that was passed in or
+    made by a function. The other ranks' random numbers, and the model they were passed, are ignored.
 
     Args:
         model: see :class:`~torchrl_moe.trainers.MoEGRPOTrainer`.
@@ -55,7 +55,7 @@ def starting_model(model: Any, tokenizer: Any, config: GRPOConfig, placement: Pl
 
 
 def _earlier_start(model: Any, config: GRPOConfig) -> str | None:
-    """Return where an earlier start of this run has left the model that a function makes: it need not be made again."""
+    """Return where an earlier start of this run saved the model that a function made: it is not made again."""
     source = config.model.source
     if not config.resume or model is not None or source is None or not is_function_name(source):
         return None
@@ -64,7 +64,7 @@ def _earlier_start(model: Any, config: GRPOConfig) -> str | None:
 
 
 def _folder(given: Any) -> str | None:
-    """Return the folder or hub name that is given, if one is."""
+    """Return the folder or hub name that was passed in, if any."""
     if isinstance(given, str | os.PathLike) and not is_function_name(os.fspath(given)):
         return os.fspath(given)
     return None

@@ -35,7 +35,7 @@ class StepClock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Count what is inside towards a phase."""
+        """Count the time inside the context towards a phase."""
         self.begin_phase()
         try:
             yield

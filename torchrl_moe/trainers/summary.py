@@ -1,4 +1,4 @@
-"""What a run reached, and how much of the mismatch between trainer and engine replay removed: one table."""
+"""One table: the results of a run, and how much of the mismatch between trainer and engine replay removed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def summary(rows: Rows, held_out: float | None) -> Table:
     """Return the table of a run.
 
     Args:
-        rows: of ``metrics.csv``, one at least.
+        rows: of ``metrics.csv``, at least one.
         held_out: mean reward on held-out prompts at the end; ``None``: there are none.
     """
     table = Table(title="summary")
@@ -39,7 +39,7 @@ def summary(rows: Rows, held_out: float | None) -> Table:
 
 
 def _add_mismatch(table: Table, rows: Rows) -> None:
-    """Say what replay did on the rollouts of all measured steps; without replay there is nothing to say."""
+    """Add the effect of replay on the rollouts of all measured steps; without replay, add nothing."""
     live, agreement = _column(rows, "dlogp_live"), _column(rows, "agreement")
     if not live or not agreement:
         return

@@ -1,4 +1,4 @@
-"""``TokenStepper``: one optimizer step on a minibatch, in micro-batches of so many tokens."""
+"""``TokenStepper``: one optimizer step on a minibatch, in micro-batches of bounded token count."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def lengths_of(batch: TensorDictBase) -> list[int]:
 
 
 class TokenStepper(OptimizationStepper):
-    """Steps on the gradient of a whole minibatch, whatever its parts.
+    """Steps on the gradient of a whole minibatch, however it is split.
 
-    Every part is divided by the tokens of the whole minibatch, so gradients of parts add up to its gradient, to
-    rounding. So it is where ranks have a share of it each. Samples without an advantage are left out where the loss
-    gives them no gradient anyway. A step whose gradient is not finite is skipped, logged, and counted.
+    The loss of every part is divided by the tokens of the whole minibatch, so the gradients of the parts add up to its
+    gradient, to rounding. The same holds if each rank has a share of it. Samples without an advantage are skipped if
+    the loss gives them no gradient. A step whose gradient is not finite is skipped, logged, and counted.
 
     Args:
         loss: the policy's.
         optimizer: of float32 weights.
-        schedule: of its learning rate; stepped once for each step that is not skipped.
-        max_tokens: of a micro-batch, pads included; ``None``: all of it.
-        max_grad_norm: the gradient is scaled down to it; ``None`` for never.
+        schedule: of the learning rate; stepped once for each optimizer step that is not skipped.
+        max_tokens: of a micro-batch, padding included; ``None``: a minibatch is one micro-batch.
+        max_grad_norm: the gradient is clipped to this norm; ``None``: it is not.
         precision: makes the context of a forward pass.
-        placement: the ranks that share the model, each of which has a minibatch of its own; default: one.
+        placement: the ranks that share the model, each with its own minibatch; default: one.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class TokenStepper(OptimizationStepper):
         return TensorDict(metrics, batch_size=[])
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the means over all steps since this was asked last; ``loss`` is the sum of all terms."""
+        """Return the means over all steps since the last call; ``loss`` is the sum of all terms."""
         taken, self._metrics = self._metrics, []
         names = dict.fromkeys(name for metrics in taken for name in metrics)
         means = {name: statistics.mean(metrics.get(name, math.nan) for metrics in taken) for name in names}
@@ -98,13 +98,13 @@ class TokenStepper(OptimizationStepper):
         return float(self.optimizer.param_groups[0]["lr"])
 
     def accumulate(self, batch: TensorDictBase) -> dict[str, Tensor]:
-        """Add a minibatch's gradient to what is there; return its metrics, each ``[]``, of all ranks."""
+        """Accumulate a minibatch's gradient; return its metrics over all ranks, each ``[]``."""
         kept = [i for i, sample in enumerate(batch.unbind(0)) if self._has_gradient(sample)] or [0]  # metrics of one
         lengths = lengths_of(batch)
         split = micro_batches_of_ranks([lengths[i] for i in kept], self.max_tokens, self.ranks)
         parts = [batch[[kept[i] for i in part]] for part in split if part]
         shortest = batch[[min(kept, key=lambda i: lengths[i])]]
-        idle = len(split) - len(parts)  # passes that this rank makes because others have more to do
+        idle = len(split) - len(parts)  # extra passes, because other ranks have more parts
         self._set_denominators(batch, parts, [shortest] * idle)
         sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(()))
         tokens = 0.0
@@ -140,7 +140,7 @@ class TokenStepper(OptimizationStepper):
     def _set_denominators(
         self, batch: TensorDictBase, parts: Sequence[TensorDictBase], idle: Sequence[TensorDictBase]
     ) -> None:
-        """Store in each sample what losses of the whole minibatch divide by."""
+        """Store in each sample the denominators of the whole minibatch's losses."""
         numbers: dict[Any, Any] = dict(self.loss.denominators(batch))
         router_loss = self.loss.router_loss
         if router_loss is not None and (len(parts) > 1 or self.ranks.size > 1):
@@ -160,15 +160,15 @@ class TokenStepper(OptimizationStepper):
         return bool(sample.get(loss.tensor_keys.advantage).any())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the schedule's place and the number of skipped steps; the optimizer is a component of its own."""
+        """Return the schedule's state and the number of skipped steps; the optimizer is a separate component."""
         return {"schedule": self.schedule.state_dict(), "skipped": self.skipped}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from there."""
+        """Restore the schedule and the number of skipped steps."""
         self.schedule.load_state_dict(state_dict["schedule"])
         self.skipped = state_dict["skipped"]
 
 
 def _adds_up(name: str) -> bool:
-    """Whether a metric of parts is summed; the others are means."""
+    """Whether a metric is summed over parts; the others are averaged."""
     return name.startswith(("loss_", "num_"))

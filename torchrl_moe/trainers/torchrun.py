@@ -1,4 +1,4 @@
-"""What ``torchrun`` says to a rank: in its environment, and by the store that it keeps."""
+"""What ``torchrun`` tells a rank: in its environment, and through the store that it keeps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["go_on_after_a_restart", "is_launched", "launch_of", "local_rank", "m
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAUNCH = ".launch"
-"""The file that says which launch a run in a folder is of."""
+"""The file that names the launch that a folder's run belongs to."""
 PATIENCE = timedelta(seconds=60)
 
 
@@ -25,7 +25,7 @@ def is_launched() -> bool:
 
 
 def local_rank() -> int:
-    """This rank's number on its machine: that of its GPU."""
+    """This rank's number on its machine, which is also the index of its GPU."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -35,13 +35,13 @@ def may_restart() -> bool:
 
 
 def launch_of() -> str:
-    """Return a name that all ranks have which one ``torchrun`` starts, however often, and no others.
+    """Return a name shared by all ranks that one ``torchrun`` launch starts, across restarts, and by no others.
 
-    It lies in the store that ``torchrun`` keeps from start to start. What it counts would not do: a host counts the
-    failures of its own ranks only, and none where ranks are started again because a host came or went (torch 2.13).
+    The name is kept in the store that ``torchrun`` keeps across restarts. Its restart count would not do: a host counts
+    only the failures of its own ranks, and none when ranks restart because a host joined or left (torch 2.13).
 
     Returns:
-        ``""``, if nothing will be started again, or there is no such store.
+        ``""``, if nothing will be restarted, or there is no such store.
     """
     has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and all(map(os.environ.get, RENDEZVOUS))
     if not may_restart() or not has_store:
@@ -51,7 +51,7 @@ def launch_of() -> str:
 
 
 def note_launch(folder: Path, launch: str) -> None:
-    """Note in a folder which launch its run is of, before there is anything else of that run; ``""``: of none."""
+    """Record in a folder which launch its run belongs to, before any other file of that run; ``""``: to none."""
     if launch:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / LAUNCH).write_text(launch)
@@ -60,15 +60,14 @@ def note_launch(folder: Path, launch: str) -> None:
 
 
 def go_on_after_a_restart(config: GRPOConfig, launch: str) -> None:
-    """Let a run that is started again resume, as nobody is there to ask for it.
+    """Make a restarted run resume, since no user is there to request it.
 
     Args:
-        config: ``resume`` is set, if the run in its folder is of this launch.
+        config: ``resume`` is set if the run in its folder belongs to this launch.
         launch: what :func:`launch_of` returned.
 
     Raises:
-        ConfigError: the folder holds an older run, or nobody can say: a restart would not know which one to continue
-            with.
+        ConfigError: the folder holds an older run, or that is unknown: a restart would not know which run to continue.
     """
     folder = Path(config.out)
     if config.resume or not may_restart() or not (folder / "config.yaml").exists():

@@ -1,4 +1,4 @@
-"""``TrainedState``: weights and optimizer, of which each rank writes and reads its part."""
+"""``TrainedState``: weights and optimizer; each rank writes and reads its own part."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from torchrl_moe.trainers.rank_group import Ranks
 
 __all__ = ["TrainedState"]
 
-# a single process is what was asked for; not where it is written, which is a thread
+# a single process is intended here; the filter is global because the write runs in a thread
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 POLICY, OPTIMIZER = "policy", "optimizer"
 State = dict[str, dict[str, Any]]
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-"""By the names of weights, however they are numbered and grouped."""
+"""Optimizer state keyed by weight names, independent of numbering and parameter groups."""
 
 
 class TrainedState:
-    """What training changes, in the format of ``torch.distributed.checkpoint``: any number of ranks reads it again.
+    """What training changes, in the format of ``torch.distributed.checkpoint``: any number of ranks can read it.
 
     Args:
-        model: its parameters that want a gradient, and its buffers, are what is kept.
-        optimizer: of these parameters; ``None``: there is none.
+        model: its parameters that require a gradient, and its buffers, are saved.
+        optimizer: of these parameters; ``None``: no optimizer state.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -60,9 +60,9 @@ class TrainedState:
         return state
 
     def copy(self, ranks: Ranks) -> State:
-        """Return all of it as it is now, in the host's memory, to be written while training continues.
+        """Return a snapshot in host memory, to be written while training continues.
 
-        All ranks must ask. Rank 0's has packed weights as a whole.
+        All ranks must call. Rank 0's snapshot has packed weights as a whole.
         """
         found: State = {}
         for group, state in self._state().items():
@@ -76,16 +76,16 @@ class TrainedState:
 
         Args:
             state: what :meth:`copy` returned.
-            folder: that all ranks see.
+            folder: a folder that all ranks see.
             ranks: of the run.
 
         Raises:
-            CheckpointException: a rank could not.
+            CheckpointException: a rank could not write its part.
         """
         save(state, checkpoint_id=folder, process_group=ranks.files, no_dist=ranks.size == 1)
 
     def load(self, folder: Path, ranks: Ranks) -> None:
-        """Take what was saved, into the model and its optimizer; all ranks must call.
+        """Load a saved state into the model and its optimizer; all ranks must call.
 
         Raises:
             ValueError: it is of another model, or another adapter; nothing was changed.
@@ -120,7 +120,7 @@ def _copied(value: Any) -> Any:
     if _is_packed(value):
         return value.full_tensor().detach().to("cpu", copy=True)
     # torch's own stagers fail on a part whose memory does not begin with it: torch 2.13, where transformers has read it
-    # and DTensor.from_local brings it back to the mesh's GPU
+    # and DTensor.from_local moves it back to the mesh's GPU
     return value.detach().to("cpu", copy=True).contiguous()
 
 
@@ -143,7 +143,7 @@ def _place_for(value: Any) -> Any:
 
 
 def _packed(whole: torch.Tensor, own: DTensor) -> DTensor:
-    """Write this rank's part of a tensor into its own; return that."""
+    """Write this rank's part of a tensor into its own tensor; return that one."""
     mesh = own.device_mesh
     part = distribute_tensor(whole.to(mesh.device_type), mesh, own.placements, src_data_rank=None)
     own.to_local().copy_(part.to_local())

@@ -1,4 +1,4 @@
-"""What a plan says of the trainer: what each rank holds, and what it gets from the others."""
+"""The trainer's part of a plan: what each rank holds, and what it gets from the others."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torchrl_moe.trainers.plan_row import FLOAT32, HOST, TRAINER, PlanRow, ranks
 __all__ = ["compute_dtype", "longest", "of_trainer", "over"]
 
 EXCHANGED = 4
-"""Rows of hidden numbers that an exchange has for each token and expert, besides what experts compute on: those sent,
-those that come back, these in order, and these weighted (transformers 5.23, ``AllToAllEP``)."""
+"""Rows of hidden states that an exchange holds per token and expert, besides the experts' input: rows sent,
+rows received back, the same rows reordered, and weighted (transformers 5.23, ``AllToAllEP``)."""
 
 
 def compute_dtype(config: GRPOConfig) -> torch.dtype:
@@ -24,12 +24,12 @@ def compute_dtype(config: GRPOConfig) -> torch.dtype:
 
 
 def over(config: GRPOConfig) -> str:
-    """Return how a plan says that weights are split."""
+    """Return the text by which a plan says how weights are split."""
     return f" / {shards(config)} ranks" if shards(config) > 1 else ""
 
 
 def longest(config: GRPOConfig, hf_config: Any) -> int:
-    """Return the tokens of the longest sequence that the engine takes."""
+    """Return the token count of the longest sequence that the engine accepts."""
     text = hf_config.get_text_config()
     return int(config.engine.arguments.get("max_model_len") or text.max_position_embeddings)
 
@@ -56,7 +56,7 @@ def of_trainer(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> Iterato
 
 
 def _states(config: GRPOConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
-    """Yield weights, gradients and moments: of each rank, or of all ranks of a host that has them instead."""
+    """Yield weights, gradients and moments: of each rank, or, if they are offloaded, of all ranks of a host."""
     split, width = shards(config), compute_dtype(config).itemsize
     frozen = sizes.parameters - sizes.trained
     part, times, how = TRAINER, 1, over(config)
@@ -72,7 +72,7 @@ def _states(config: GRPOConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
 
 
 def _gathered(config: GRPOConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
-    """Yield what a rank has whole for a moment: a layer, the next, what is in none, and a weight that is written."""
+    """Yield what a rank briefly holds unsharded: two layers, what is in no layer, and a weight being written."""
     own, width = config.placement, compute_dtype(config).itemsize
 
     def of_rank(numbers: int, experts: int) -> int:
@@ -101,7 +101,7 @@ def _gathered(config: GRPOConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
 
 
 def _exchanged(config: GRPOConfig, sizes: ModelSizes, tokens: int) -> Iterator[PlanRow]:
-    """Yield what experts in parallel need: for tokens on their way, and on the rank whose experts get most of them."""
+    """Yield what expert parallelism needs: for tokens in transit, and on the rank whose experts get most of them."""
     width, own = compute_dtype(config).itemsize, config.placement
     rows = -(-tokens // own.tensor_parallel) * sizes.top_k
     sent = EXCHANGED * rows * sizes.hidden * width

@@ -88,7 +88,7 @@ def test_what_is_no_plain_sum_is_refused(extra: dict[str, Any]) -> None:
         for layer in model.model.layers:
             layer.self_attn.q_proj.bias = nn.Parameter(torch.zeros(layer.self_attn.q_proj.out_features))
     config = peft.LoraConfig(r=4, target_modules=targets, **extra)
-    with pytest.raises(TypeError, match=r"q_proj has an adapter that is no plain sum .*: call model\.merge_and_unload"):
+    with pytest.raises(TypeError, match=r"q_proj has an adapter that is not a plain sum.*call model\.merge_and_unload"):
         checkpoint_tensors(peft.get_peft_model(model, config))
 
 
@@ -138,7 +138,7 @@ def test_an_adapter_that_goes_to_no_tensor_of_the_checkpoint_is_refused() -> Non
 def test_what_is_no_lora_is_refused() -> None:
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[1, 2])
     model = peft.get_peft_model(make_tiny_moe("mixtral", num_hidden_layers=1), config)
-    with pytest.raises(TypeError, match=r"embed_tokens.* has an adapter that is no LoRA \(TrainableTokensLayer\)"):
+    with pytest.raises(TypeError, match=r"embed_tokens.* has an adapter that is not LoRA \(TrainableTokensLayer\)"):
         checkpoint_tensors(model)
 
 

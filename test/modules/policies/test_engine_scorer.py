@@ -109,7 +109,7 @@ def test_without_replay_the_engine_routes(fake: FakeAsyncVLLM) -> None:
     batch = rollout(fake, 3)
     replica.submitted.clear()
     bare = lazy_stack([row.exclude("routed_experts", "sampling") for row in batch.unbind(0)])
-    with pytest.warns(UserWarning, match="no 'sampling' to say"), pytest.raises(ReplayError, match="replay='none'"):
+    with pytest.warns(UserWarning, match="no 'sampling' entry"), pytest.raises(ReplayError, match="replay='none'"):
         scorer(fake)(bare)
     scorer(fake, replay="none", temperature=2.0)(bare)
     (request,) = replica.submitted
@@ -123,10 +123,10 @@ def test_without_replay_the_engine_routes(fake: FakeAsyncVLLM) -> None:
         ({"input_mode": "history", "replay": "R3"}, "text may be encoded to other tokens"),
         ({"replay": "R2"}, "an engine records no R2"),
         ({"temperature": 0.0}, "temperature must be positive"),
-        ({"num_samples": 2}, "num_samples=2 is of generating"),
+        ({"num_samples": 2}, "num_samples=2 is for generation"),
         ({"return_log_probs": False}, "return_log_probs must be True when generate=False"),
-        ({"generate": True, "replay": "R3"}, "replay is of scoring"),
-        ({"generate": True, "temperature": 1.0}, "temperature is of scoring"),
+        ({"generate": True, "replay": "R3"}, "replay is for scoring"),
+        ({"generate": True, "temperature": 1.0}, "temperature is for scoring"),
     ],
 )
 def test_arguments_that_mean_nothing_here_are_refused(

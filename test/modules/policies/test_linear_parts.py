@@ -108,9 +108,9 @@ def moved() -> nn.Module:
 @pytest.mark.parametrize(
     ("head", "reason"),
     [
-        (nn.Sequential(nn.Linear(8, 11)), "it ends in Sequential, which is no linear layer"),
-        (Doubling(8, 11), "it ends in Doubling, which is no linear layer"),
-        (moved(), "something else stands in for its forward"),
+        (nn.Sequential(nn.Linear(8, 11)), "it ends in Sequential, which is not a linear layer"),
+        (Doubling(8, 11), "it ends in Doubling, which is not a linear layer"),
+        (moved(), "its forward is replaced"),
         (adapted(use_dora=True)[1], "its adapter 'mine' is DoraLinearVariant, not plain LoRA"),
         (adapted(lora_bias=True)[1], "its adapter 'mine' has a bias"),
     ],

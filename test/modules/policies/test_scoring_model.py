@@ -277,7 +277,7 @@ def indexing(model: Any) -> str:
 def moved(model: Any) -> str:
     head = type(model.lm_head).forward.__get__(model.lm_head)
     model.lm_head.forward = lambda hidden: head(hidden)
-    return "something else stands in for its forward"
+    return "its forward is replaced"
 
 
 def headless(model: Any) -> str:

@@ -229,7 +229,7 @@ def test_of_an_engines_answer_that_says_nothing_one_is_warned_once(
             getattr(scorer, ask)(unsaid.copy())
     (warning,) = caught
     assert warning.category is UserWarning
-    text = r"^sample 0 has an engine's log-probs, and no 'sampling' .* scored at temperature 1, over all words\."
+    text = r"^sample 0 has an engine's log-probs, but no 'sampling' .* scored at temperature 1, over all words\."
     assert re.match(text, str(warning.message))
 
 
@@ -421,7 +421,7 @@ def test_no_family_sees_pads(family: str, side: str) -> None:
 def test_one_row_is_refused_where_sequences_would_see_each_other() -> None:
     actor = TransformersWrapper(build("jamba"), replay="none", pad_model_input=False)
     td = lazy_stack([TensorDict({"tokens": {"full": torch.tensor([3, 4, 5])}})])
-    with pytest.raises(ValueError, match="pad_model_input=False: sequences in one row see each other in Jamba"):
+    with pytest.raises(ValueError, match="pad_model_input=False: sequences in one row attend to each other in Jamba"):
         actor.score(td)
     with pytest.raises(ValueError, match="pad_model_input=False"):
         actor.get_dist(td)

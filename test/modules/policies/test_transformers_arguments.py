@@ -112,7 +112,7 @@ def test_a_model_is_loaded_where_it_is_wanted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", [{"num_samples": 4}, {"generate_kwargs": {"max_new_tokens": 3}}])
 def test_arguments_of_generating_are_not_lost_on_a_wrapper_that_would_score(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="is of generating, and tokens are scored by default"):
+    with pytest.raises(ValueError, match="is for generation, and tokens are scored by default"):
         complete({**OPEN, **given})
     assert complete({**OPEN, **given, "generate": True})["generate"]
     assert not complete({**OPEN, **given, "generate": False})["generate"]

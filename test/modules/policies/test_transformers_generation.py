@@ -187,7 +187,7 @@ def test_a_word_that_is_forced_has_log_prob_0(model: nn.Module) -> None:
 def test_what_there_is_nothing_to_sample_from(model: nn.Module) -> None:
     with pytest.raises(ValueError, match="the prompt of sample 1 has no tokens"):
         generate_answers(model, [[1], []], config_of(model))
-    with pytest.raises(ValueError, match="3 answers to a prompt, and greedy: they would be one"):
+    with pytest.raises(ValueError, match="3 greedy answers to a prompt would be identical"):
         generate_answers(model, [[1]], config_of(model), 3)
 
 

@@ -51,7 +51,7 @@ def test_the_same_argument_twice_is_refused() -> None:
     ("bad", "words"),
     [
         ({"generate": False, "replay": "R3"}, "text may be encoded to other tokens"),
-        ({"generate": False, "num_samples": 2}, "num_samples=2 is of generating"),
+        ({"generate": False, "num_samples": 2}, "num_samples=2 is for generation"),
         ({"generate": False, "return_log_probs": False}, "return_log_probs must be True"),
         ({"pad_output": 1}, "pad_output must be a boolean, got 1"),
         ({"input_mode": "image"}, "must be one of"),

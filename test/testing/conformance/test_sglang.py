@@ -55,7 +55,7 @@ def test_rows_of_retracted_requests_beside_old_log_probs_are_seen_by_name() -> N
     assert found.verdict == "does not hold"
     assert found.off is not None
     assert found.off > 0.05
-    assert "by the new weights 0 are wrong: the rows were made again, the log-probs were not" in found.seen
+    assert "with the new weights 0 are wrong: the rows were recomputed, the log-probs were not" in found.seen
     assert "SGLang: pause in_place or abort, not retract" in found.advice
 
 

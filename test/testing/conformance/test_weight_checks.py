@@ -27,4 +27,4 @@ def test_an_update_that_tolerances_cannot_see_proves_nothing() -> None:
         FAULTS["update"]["none of the weights"](shared_moe()), shared_moe(), only=["update"], settings=settings
     )
     assert found["update"].verdict == "not offered"
-    assert "other weights hardly change what this model says" in found["update"].seen
+    assert "other weights hardly change this model's log-probs" in found["update"].seen

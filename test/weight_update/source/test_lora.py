@@ -72,8 +72,8 @@ def of_another_kind() -> Any:
         (lambda: tuned(alpha_pattern={"q_proj": 4}), ValueError, "has alpha_pattern"),
         (lambda: tuned(modules_to_save=["lm_head"]), ValueError, "has modules_to_save"),
         (lambda: tuned(init_lora_weights="pissa"), ValueError, "init_lora_weights='pissa' changed the base weights"),
-        (lambda: tuned(use_dora=True), TypeError, "no plain sum of weights"),
-        (lambda: tuned(lora_bias=True), TypeError, "no plain sum of weights"),
+        (lambda: tuned(use_dora=True), TypeError, "not a plain sum of weights"),
+        (lambda: tuned(lora_bias=True), TypeError, "not a plain sum of weights"),
     ],
 )
 def test_what_vllm_would_not_compute_is_refused(make: Any, kind: Any, words: str) -> None:

@@ -1,1 +1,1 @@
-"""Policies over tensordicts, on an engine or on a model: each either generates or scores, and has versions of both."""
+"""Policies over tensordicts, backed by an engine or a model: each generates or scores, and has versions of both."""

@@ -12,7 +12,7 @@ __all__ = ["LoraLayers", "base_model", "has_adapters"]
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether peft has put adapters beside a model's weights."""
+    """Whether peft has added adapters to a model's weights."""
     return hasattr(model, "get_base_model") or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
@@ -29,7 +29,7 @@ class LoraLayers:
         base: the model with the layers in it.
 
     Raises:
-        TypeError: adapters that are no LoRA, or no plain sum, ``W + scale * B A``.
+        TypeError: adapters that are not LoRA, or not a plain sum ``W + scale * B A``.
     """
 
     def __init__(self, base: nn.Module) -> None:
@@ -42,20 +42,20 @@ class LoraLayers:
                 continue
             if not hasattr(module, "get_delta_weight") or not hasattr(module, "lora_A"):
                 raise TypeError(
-                    f"{name} has an adapter that is no LoRA ({type(module).__name__}): call model.merge_and_unload() "
+                    f"{name} has an adapter that is not LoRA ({type(module).__name__}): call model.merge_and_unload() "
                     "and send the merged model"
                 )
             layer: Any = module
             if getattr(layer, "lora_variant", None) or any(getattr(layer, "lora_bias", {}).values()):
                 raise TypeError(
-                    f"{name} has an adapter that is no plain sum of weights (DoRA, or a bias): call "
+                    f"{name} has an adapter that is not a plain sum of weights (DoRA, or a bias): call "
                     "model.merge_and_unload() and send the merged model"
                 )
             parameter = getattr(layer, "parameter_name", "weight")
             self._layers.setdefault(f"{_without_layers(name)}.{parameter}", []).append(layer)
 
     def own_weights(self, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Give a state dict's base weights under the names that they have without adapters."""
+        """Yield a state dict's base weights under the names that they have without adapters."""
         for key, tensor in state.items():
             if ".lora_" in key or ".original_module." in key:
                 continue
@@ -68,7 +68,7 @@ class LoraLayers:
         return key in self._layers
 
     def in_use(self) -> Iterator[str]:
-        """Give the state-dict keys of weights that an active adapter adds to."""
+        """Yield the state-dict keys of weights that an active adapter adds to."""
         return (key for key in self._layers if any(self._active(key)))
 
     def _active(self, key: str) -> Iterator[tuple[Any, str]]:
@@ -79,9 +79,9 @@ class LoraLayers:
 
     @torch.no_grad()
     def merged(self, key: str, weight: Tensor) -> Tensor:
-        """Return a weight with its active adapters added, as ``merge_and_unload`` would; ``weight`` stays as it is.
+        """Return a weight with its active adapters added, as ``merge_and_unload`` would; ``weight`` is not changed.
 
-        The sum is rounded once. So is peft's, but for embeddings, whose adapter it rounds first.
+        The sum is rounded once. peft does the same, except for embeddings, whose adapter it rounds first.
         """
         total = weight
         for layer, adapter in self._active(key):
@@ -91,12 +91,12 @@ class LoraLayers:
 
 
 def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a sharded tensor gathered, which all ranks must ask for; any other as it is.
+    """Return a sharded tensor gathered, for which all ranks must call; any other tensor is returned as it is.
 
     Args:
         tensor: it may be sharded.
-        dtype: of a floating tensor that is wider, each rank casts its part to this before it sends it; ``None``: none
-            does.
+        dtype: if a floating-point tensor is wider, each rank casts its part to this before sending it; ``None``: no
+            cast.
     """
     if not hasattr(tensor, "full_tensor"):
         return tensor

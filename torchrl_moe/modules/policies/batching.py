@@ -1,8 +1,8 @@
-"""Callers of several threads, served by one forward pass: what a wrapper's ``batching`` and its companions switch on.
+"""Calls from several threads, served by one forward pass: the effect of a wrapper's ``batching`` and related arguments.
 
 TorchRL's wrapper base holds the queue, reports on it and empties it (``get_batching_state``, ``cleanup_batching``); its
-decorator is not used: it never looks at ``batching_timeout``, so that the last callers of a run wait for ever, and a
-batch that fails stays in its queue, so that every later call fails too.
+decorator is not used: it ignores ``batching_timeout``, so the last callers of a run wait forever, and a batch that
+    fails stays in its queue, so every later call fails too.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["batched", "set_batching"]
 Forward = Callable[..., TensorDictBase]
 
 _QUEUES = threading.Lock()
-"""Held while a queue and its futures change: both as one. Of no wrapper, since wrappers are copied and pickled."""
+"""Held while a queue and its futures change. No wrapper's attribute, since wrappers are copied and pickled."""
 
 
 class _Result(Future[TensorDictBase]):
-    """What will come of a sample, in the mode in which its caller runs: of a gradient, PyTorch asks the thread."""
+    """The future result of a sample, with its caller's gradient mode, which PyTorch keeps per thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,10 +37,10 @@ def set_batching(wrapper: Any, batching: bool | None, least: int | None, most: i
 
     Args:
         wrapper: gets the attributes.
-        batching: whether to batch; ``None``: if one of the sizes is given.
-        least: samples that a batch waits for; default 1.
-        most: samples of a batch; default all that wait.
-        timeout: seconds after which samples are run although there are fewer than ``least``.
+        batching: whether to batch; ``None``: only if one of the sizes is given.
+        least: number of samples that a batch waits for; default 1.
+        most: greatest number of samples in a batch; default: all that wait.
+        timeout: seconds after which waiting samples run even if there are fewer than ``least``.
 
     Raises:
         ValueError: sizes without batching, or ``least`` above ``most``.
@@ -61,9 +61,10 @@ def set_batching(wrapper: Any, batching: bool | None, least: int | None, most: i
 def batched(forward: Forward) -> Forward:
     """Decorate a wrapper's ``forward(self, tensordict, **kwargs)``.
 
-    With batching a caller's samples join those that wait. The first caller to get hold of the wrapper runs as many as
-    there are, once there are enough, or when its time is up; the others find their results. Callers with and without
-    gradients have a pass each. An error reaches every caller with a sample in the batch that failed, and no other.
+    With batching a caller's samples join those that wait. The first caller to lock the wrapper runs all waiting
+    samples, once there are enough or its timeout is over; the others then find their results. Callers with and without
+    gradients get separate passes. An error is raised in every caller with a sample in the failed batch, and in no
+    other.
 
     Raises:
         ValueError: with batching, a batch of several dimensions, or arguments of one call: a batch has many callers.
@@ -96,7 +97,7 @@ def batched(forward: Forward) -> Forward:
 
 
 def _drain(wrapper: Any, forward: Forward, own: list[_Result], least: int) -> None:
-    """Run what waits, batch by batch, while it is ``least`` samples or more and some of the caller's are among them."""
+    """Run waiting samples, batch by batch, while there are at least ``least`` and some of them are the caller's."""
     with wrapper._batching_lock:
         while not all(future.done() for future in own):
             with _QUEUES:
@@ -112,7 +113,7 @@ def _drain(wrapper: Any, forward: Forward, own: list[_Result], least: int) -> No
 
 
 def _run(wrapper: Any, forward: Forward, samples: list[TensorDictBase], futures: list[_Result]) -> None:
-    """Run one batch, whose callers run in one mode, and tell them what came of it."""
+    """Run one batch, whose callers have the same gradient mode, and set their results."""
     has_gradients, is_inference = futures[0].mode
     try:
         with torch.inference_mode(is_inference), torch.set_grad_enabled(has_gradients):
@@ -122,7 +123,7 @@ def _run(wrapper: Any, forward: Forward, samples: list[TensorDictBase], futures:
     except BaseException as error:
         for future in futures:
             future.set_exception(error)
-        if not isinstance(error, Exception):  # an interrupt is for this thread, whose samples these need not be
+        if not isinstance(error, Exception):  # an interrupt is meant for this thread, and the samples may be another's
             raise
         return
     for future, result in zip(futures, results, strict=True):

@@ -30,10 +30,10 @@ class DenseDistributions(LLMWrapperBase):
 
     @abstractmethod
     def _token_logits(self, td: TensorDictBase, batch: ScoringBatch) -> Tensor:
-        """Return ``[B, T, V]``: row t is of token t's own distribution."""
+        """Return ``[B, T, V]``: row t holds the logits of token t's own distribution."""
 
     def _dist(self, td: TensorDictBase, mask_key: NestedKey | None) -> LLMMaskedCategorical:
-        """Return the dense distributions of all tokens, or of those that the mask at ``mask_key`` names."""
+        """Return the dense distributions of all tokens, or of those that the mask at ``mask_key`` selects."""
         if mask_key is None:
             return self._masked_dist(td, None)
         mask = read_rows(td, mask_key, False, self._batch(td).lengths)
@@ -60,14 +60,14 @@ class DenseDistributions(LLMWrapperBase):
         padding_side: str = "left",
         layout: torch.layout | None = None,
     ) -> LLMMaskedCategorical:
-        """Return the distributions of all tokens, or of those that the mask at ``mask_key`` names.
+        """Return the distributions of all tokens, or of those that the mask at ``mask_key`` selects.
 
-        They are dense, padded on the left, and nothing is written: the other arguments are TorchRL's, and must not ask
-        for anything else.
+        They are dense and padded on the left, and nothing is written. The other arguments exist for compatibility with
+        TorchRL, and must not request anything else.
 
         Raises:
             KeyError: there is no mask at ``mask_key``.
-            ValueError: another layout was asked for.
+            ValueError: another layout was requested.
         """
         _check_dense(logits_key, padding_side)
         if tensordict_out is not None or as_nested_tensor or as_padded_tensor is False:
@@ -88,7 +88,7 @@ class DenseDistributions(LLMWrapperBase):
         attention_mask_key: NestedKey | None = None,
         padding_side: str = "left",
     ) -> LLMMaskedCategorical:
-        """Return those of the tokens that follow the prompt; without a prompt, those of the assistant."""
+        """Return the distributions of the tokens after the prompt or, without a prompt, of the assistant's tokens."""
         prompts = tensordict.get(tokens_key or (self.tokens_key, "prompt"), None, as_list=True)
         if prompts is None:
             return self._get_dist_with_assistant_mask(tensordict, assistant_mask_key, logits_key, padding_side)
@@ -129,7 +129,7 @@ class DenseDistributions(LLMWrapperBase):
 
 
 def _check_dense(logits_key: NestedKey, padding_side: str) -> None:
-    """Refuse what TorchRL's masked distributions could be asked for, and these cannot."""
+    """Refuse options of TorchRL's masked distributions that are not supported here."""
     if padding_side != "left" or logits_key != "logits":
         raise ValueError(
             f"distributions are padded on the left and made from 'logits', got padding_side={padding_side!r} and "

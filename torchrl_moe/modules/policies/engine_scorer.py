@@ -1,9 +1,9 @@
 """Log-probs of full sequences by an engine: what ``vLLMWrapper(generate=False)`` does.
 
-Tokens of a rollout follow the experts that were recorded (R3), at the temperature and over the words that the batch
-says. Text and chats are encoded, perhaps to other tokens than were sampled, so what belongs to tokens is not theirs. No
-gradient goes through it: it gives old log-probs by a replica that serves anyway, or those of a reference policy by an
-engine that is never synced, in place of a second model in the trainer.
+Tokens of a rollout follow the recorded experts (R3), at the temperature and over the words that the batch gives. Text
+and chats are encoded, perhaps to tokens other than those sampled, so the routes and kept words of the sampled tokens do
+not apply. No gradient flows through it: it gives old log-probs from a replica that is serving anyway, or those of a
+reference policy from an engine that is never synced, in place of a second model in the trainer.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class EngineScorer:
         engine: a service.
         replay: ``"R3"``: tokens follow the experts at ``routed_experts_key``; ``"none"``: the engine's weights route.
         temperature: see :class:`TransformersWrapper`.
-        tokens_key, mask_key, routed_experts_key, sampled_key: where to read; the last is where an engine's answers have
-            log-probs, which then must say how they were sampled, else you are warned.
+        tokens_key, mask_key, routed_experts_key, sampled_key: where to read; the last is the key of an engine's
+        log-probs: samples that have them should also say how they were sampled, otherwise a warning is shown.
         arguments: of the engine's ``score``: ``actor_index``, ``lora_request``, ``timeout_seconds``, ``use_tqdm``.
     """
 
@@ -55,28 +55,28 @@ class EngineScorer:
 
     @property
     def in_keys(self) -> list[Any]:
-        """What it reads of every sample besides its sequence."""
+        """The keys that it reads from every sample besides its sequence."""
         return [self.routed_experts_key] if self.replay == "R3" else []
 
     def answers(
         self, samples: Sequence[TensorDictBase], sequences: Sequence[FullSequence], keys: Mapping[str, Any]
     ) -> list[TensorDictBase]:
-        """Return what is written of each sample; see :meth:`score`, and ``scored_tensordict``.
+        """Return the output of each sample; see :meth:`score`, and ``scored_tensordict``.
 
         Args:
             samples: of the batch, batch size ``[]`` each.
-            sequences: read of them.
+            sequences: as read from the samples.
             keys: where to write.
 
         Raises:
-            ValueError: text or a chat, and words that were kept for other tokens.
+            ValueError: text or a chat of a sample whose kept words may belong to other tokens.
         """
         rows = [self._row(*pair, i) for i, pair in enumerate(zip(samples, sequences, strict=True))]
         scores = self.score(lazy_stack(rows))
         return [scored_tensordict(one, row, keys) for one, row in zip(sequences, scores, strict=True)]
 
     def _row(self, sample: TensorDictBase, sequence: FullSequence, position: int) -> TensorDictBase:
-        """Return a sample with its sequence where :meth:`score` reads it, and what else that reads."""
+        """Return a sample with its sequence where :meth:`score` reads it, and the other entries that it reads."""
         if sequence.text is None:
             row = sample.copy()
         else:
@@ -96,8 +96,8 @@ class EngineScorer:
             td: batch size ``[B]``, dense or lazily stacked. ``"min_version"``, one per sample, is read if present.
 
         Raises:
-            RoutingError: the routes that ``replay`` asks for are not there, or do not fit.
-            ValueError: a batch that was sampled otherwise than ``temperature`` says, or a sample of no real tokens.
+            RoutingError: the routes that ``replay`` needs are missing, or do not fit.
+            ValueError: a batch that was not sampled at ``temperature``, or a sample without real tokens.
         """
         batch = read_batch(td, self.tokens_key, self.mask_key)
         if self.temperature is None and (unsaid := says_nothing(td, self.sampled_key)) is not None:

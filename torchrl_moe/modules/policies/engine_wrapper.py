@@ -1,6 +1,6 @@
-"""What TorchRL's code asks of an engine's wrapper besides ``forward``, by TorchRL's names: keys, tokenizer, device.
+"""What TorchRL's code uses of an engine's wrapper besides ``forward``, under TorchRL's names: keys, tokenizer, device.
 
-And how a wrapper reads a batch and writes into it, be it answers or scores.
+Also how a wrapper reads a batch, and writes answers or scores into it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ PLAIN = (
     "timeout_seconds",
     "use_tqdm",
 )
-"""Arguments that are attributes as they are."""
+"""Arguments that become attributes unchanged."""
 NAMES = ("history", "text", "tokens", "masks", "log_probs", "routed_experts")
 
 
 def no_logits() -> NotImplementedError:
-    """Return the error for what needs logits: TorchRL's ``get_dist`` and its relatives all ask ``forward`` for them."""
+    """Return the error for methods that need logits, as TorchRL's ``get_dist`` and its variants do."""
     return NotImplementedError(
         "vLLM does not return logits, so there is no distribution: use a TransformersWrapper. generate=False gives the "
         "log-probs of tokens."
@@ -56,10 +56,10 @@ class EngineWrapper(LLMWrapperBase):
     """A wrapper whose model is an engine.
 
     Attributes:
-        in_keys: what it reads.
+        in_keys: keys that it reads.
         out_keys: TorchRL's keys, in TorchRL's order, of what it writes.
-        extra_keys: what it writes besides.
-        return_history, return_text, return_tokens, return_masks, return_log_probs: which of them.
+        extra_keys: further keys that it writes. return_history, return_text, return_tokens, return_masks,
+            return_log_probs: which of these it writes.
     """
 
     CompletionOutput_tc = _CompletionClass()
@@ -82,7 +82,7 @@ class EngineWrapper(LLMWrapperBase):
     _device: torch.device | None
 
     def _set_plain(self, arguments: Mapping[str, Any]) -> None:
-        """Set what is as the caller says."""
+        """Set the attributes that are given by arguments."""
         for name in PLAIN:
             setattr(self, name, arguments[name])
         self.tokenizer_kwargs = dict(arguments["tokenizer_kwargs"] or {})
@@ -96,7 +96,7 @@ class EngineWrapper(LLMWrapperBase):
 
     @property
     def padding_value(self) -> int | None:
-        """The token that pads, which is the one that ends a turn where there is none of its own."""
+        """The padding token; the end-of-turn token if there is no separate one."""
         pad: int | None = getattr(self.tokenizer, "pad_token_id", None)
         return getattr(self.tokenizer, "eos_token_id", None) if pad is None else pad
 
@@ -105,7 +105,7 @@ class EngineWrapper(LLMWrapperBase):
         self.tokenizer = tokenizer
 
     def _set_keys(self, arguments: Mapping[str, Any], has_versions: bool) -> None:
-        """Set every key, and what is read and written.
+        """Set all keys, and which entries are read and written.
 
         Args:
             arguments: the wrapper's.
@@ -157,7 +157,7 @@ class EngineWrapper(LLMWrapperBase):
     def _score(
         self, scorer: EngineScorer, samples: Sequence[TensorDictBase], source: TensorDictBase, target: Any
     ) -> TensorDictBase:
-        """Score the samples of ``source``, and write what came of it."""
+        """Score the samples of ``source``, and write the results."""
         sequences = read_sequences(samples, self._source)
         names = {name: getattr(self, f"{name}_key") for name in NAMES}
         answers = scorer.answers(samples, sequences, names)
@@ -168,7 +168,7 @@ class EngineWrapper(LLMWrapperBase):
         else:
             out = stack_answers(answers, shape)
         stays = self._stays(sequences) and target is None and self.inplace is True
-        if stays:  # other entries of the rollout belong to these tokens, as they are laid out
+        if stays:  # other entries of the rollout have the layout of these tokens
             out = out.exclude(self.tokens_key, *([self.masks_key] if _have(samples, self.masks_key) else []))
         return self._write(source, target, out, [self.log_probs_key] if stays else self.out_keys)
 
@@ -187,13 +187,13 @@ class EngineWrapper(LLMWrapperBase):
         out: TensorDictBase,
         stale: Sequence[NestedKey] | None = None,
     ) -> TensorDictBase:
-        """Put the output where it is to go.
+        """Put the output where it belongs.
 
         Args:
             source: the input.
-            target: the caller's own place for the output.
+            target: the caller's own TensorDict for the output.
             out: what is written.
-            stale: entries that do not stay there; default: all that the wrapper writes.
+            stale: old entries to remove; default: all that the wrapper writes.
         """
         out = out if self._device is None else out.to(self._device)
         if target is None:
@@ -205,5 +205,5 @@ class EngineWrapper(LLMWrapperBase):
 
 
 def _have(samples: Sequence[TensorDictBase], masks_key: str) -> bool:
-    """Whether all samples have a mask of what is no pad."""
+    """Whether all samples have a mask of non-padding tokens."""
     return all(sample.get((masks_key, "all_attention_mask"), None) is not None for sample in samples)

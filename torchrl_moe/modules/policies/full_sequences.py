@@ -1,6 +1,6 @@
-"""Full sequences, prompt and answer, of every kind, as a wrapper scores them; and what it writes of them.
+"""Full sequences (prompt and answer) of every input kind, as a wrapper scores them, and the entries that it writes.
 
-Tokens stay as they are laid out, pads included; text and chats are encoded, and have none. Letters: T tokens.
+Tokens keep their layout, padding included; text and chats are encoded, without padding. Letters: T tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class FullSequence:
 
     Shapes:
         - ids: int64 ``[T]``
-        - mask: bool ``[T]``, tokens that are no pads
+        - mask: bool ``[T]``, tokens that are not padding
         - assistant: bool ``[T]``, the assistant's tokens; ``None`` if that is not known
 
     ``text`` and ``history`` are what it was made from.
@@ -44,12 +44,12 @@ class FullSequence:
 def read_sequences(samples: Sequence[TensorDictBase], source: Source) -> list[FullSequence]:
     """Read a sequence from each sample, batch size ``[]``.
 
-    Tokens have the mask that is at ``source.masks_key``, or else at ``source.attention_mask_key``. Without one, pads at
-    the two ends are taken off; where the pad token ends turns too, the first one after the tokens is real.
+    Tokens have the mask that is at ``source.masks_key``, or else at ``source.attention_mask_key``. Without one, padding
+    at both ends is ignored; if the pad token also ends turns, the first one after the tokens is real.
 
     Raises:
         ValueError: a sample has nothing at ``source.input_key``, or a mask does not fit its tokens.
-        TypeError: what is to be a ``History`` is none.
+        TypeError: an entry that should be a ``History`` is not.
     """
     if source.input_mode == "tokens":
         require_key(samples, source.input_key, source.input_mode)

@@ -1,4 +1,4 @@
-"""From TorchRL's ``generate_kwargs`` to vLLM's sampling parameters, as a plain mapping, and its engine's arguments."""
+"""Translates TorchRL's ``generate_kwargs`` to vLLM's sampling parameters, as a mapping, and engine arguments."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torchrl_moe._compat_generation import standard_names
 
 __all__ = ["engine_arguments_of", "overridden", "sampling_params_of"]
 
-# Common name -> vLLM's. Where both are given vLLM's own wins, as in TorchRL.
+# Common name -> vLLM's. If both are given, vLLM's own wins, as in TorchRL.
 RENAMED = {"max_new_tokens": "max_tokens", "num_return_sequences": "n", "stop_sequences": "stop"}
-# Beam search is another algorithm, which vLLM does not run here; a value that means "off" is accepted.
+# Beam search is not supported here; a value that means "off" is accepted.
 BEAM_ONLY = {"num_beams": (None, 1), "length_penalty": (None, 1.0), "early_stopping": (None, False)}
-# What is no sampling parameter, but an argument of the engine's own ``generate``.
+# Not sampling parameters, but arguments of the engine's own ``generate``.
 FOR_ENGINE = ("actor_index", "lora_request", "on_resume")
 
 
@@ -40,7 +40,7 @@ def sampling_params_of(generate_kwargs: Mapping[str, Any] | None) -> dict[str, A
     """
     given = dict(generate_kwargs or {})
     if given.get("temperature", 0.0) is None:
-        del given["temperature"]  # TorchRL takes it for a temperature that is not 0
+        del given["temperature"]  # TorchRL treats it as a temperature other than 0
     given = standard_names(given)
     for name, off in BEAM_ONLY.items():
         value = given.pop(name, None)
@@ -63,5 +63,5 @@ def overridden(params: Mapping[str, Any], generate_kwargs: Mapping[str, Any]) ->
     changes = sampling_params_of(generate_kwargs)
     merged = {**params, **changes}
     if generate_kwargs.get("do_sample") and "temperature" not in changes and not params.get("temperature", 1.0):
-        del merged["temperature"]  # what made the others greedy
+        del merged["temperature"]  # it made the old parameters greedy
     return merged

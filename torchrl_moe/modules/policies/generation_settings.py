@@ -1,4 +1,4 @@
-"""From TorchRL's ``generate_kwargs`` to a transformers ``GenerationConfig``, and what that says of sampling."""
+"""Translates TorchRL's ``generate_kwargs`` to a transformers ``GenerationConfig``, and reads its sampling settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BEAMS: Mapping[str, tuple[Any, ...]] = {
     "diversity_penalty": (None, 0, 0.0),
     "force_words_ids": (None,),
 }
-"""Settings of beam search -> values with which there is none."""
+"""Settings of beam search -> values that switch it off."""
 KEEPS_ALL: Mapping[str, tuple[Any, ...]] = {
     "top_k": (None, 0),
     "top_p": (None, 1, 1.0),
@@ -30,7 +30,7 @@ KEEPS_ALL: Mapping[str, tuple[Any, ...]] = {
     "epsilon_cutoff": (None, 0, 0.0),
     "eta_cutoff": (None, 0, 0.0),
 }
-"""Settings that leave words out of what is sampled from -> values with which they do not."""
+"""Settings that exclude words from sampling -> values that switch them off."""
 BANS: Mapping[str, tuple[Any, ...]] = {
     "no_repeat_ngram_size": (None, 0),
     "encoder_no_repeat_ngram_size": (None, 0),
@@ -42,7 +42,7 @@ BANS: Mapping[str, tuple[Any, ...]] = {
     "forced_bos_token_id": (None,),
     "forced_eos_token_id": (None,),
 }
-"""The same of those that hold for greedy answers too."""
+"""The same for settings that also apply to greedy answers."""
 CHANGES: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (None, 1, 1.0),
     "encoder_repetition_penalty": (None, 1, 1.0),
@@ -51,12 +51,12 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
     "exponential_decay_length_penalty": (None,),
     "watermarking_config": (None,),
 }
-"""Settings that change logits -> values with which they do not."""
+"""Settings that change logits -> values that switch them off."""
 OURS = ("output_scores", "output_logits", "return_dict_in_generate", "tokenizer")
-"""What TorchRL's wrapper sets for itself, and so has in its ``generate_kwargs``; here nothing depends on it."""
+"""Names that TorchRL's wrapper sets in its own ``generate_kwargs``; they are ignored here."""
 MODES = ("greedy_search", "sample")
 LEAST_TEMPERATURE = 0.01
-"""A rollout says no lower one, but for 0."""
+"""Lowest temperature that a rollout records, except for 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,9 @@ class GenerationSettings:
     """How a wrapper generates.
 
     Attributes:
-        named: what was asked for, by TorchRL's common names.
+        named: the given settings, under TorchRL's common names.
         fields: of transformers' ``GenerationConfig``.
-        samples: answers to a prompt.
+        samples: number of answers to a prompt.
         skip_special_tokens: whether text comes without them.
     """
 
@@ -79,8 +79,8 @@ class GenerationSettings:
     def of(cls, generate_kwargs: Mapping[str, Any] | None) -> GenerationSettings:
         """Read ``generate_kwargs``: TorchRL's common names, its older ones, or fields of a ``GenerationConfig``.
 
-        A temperature of 0 is greedy. Any setting of sampling, a temperature among them, means to sample: transformers
-        stays greedy without ``do_sample=True``, and ignores it.
+        A temperature of 0 is greedy. Any sampling setting, such as a temperature, implies sampling; transformers itself
+        would ignore it and stay greedy without ``do_sample=True``.
 
         Raises:
             ValueError: a value out of range, a setting of beam search, or a name that transformers does not know.
@@ -96,7 +96,7 @@ class GenerationSettings:
                     f"generate_kwargs[{name!r}]={named[name]!r}: beam search draws from no distribution, so its "
                     "answers have neither log-probs nor routes; leave it out, or call model.generate()"
                 )
-            if name != "num_beams":  # which may have to outdo the model's own
+            if name != "num_beams":  # which may have to override the model's own
                 fields.pop(name, None)
         if fields.pop("logprobs", None) not in (None, False, True):
             raise ValueError(
@@ -118,36 +118,36 @@ class GenerationSettings:
         changes = _compat_generation.standard_names(dict(generate_kwargs))
         before = dict(self.named)
         if "do_sample" in changes or changes.get("temperature") is not None:
-            # one of the two alone says whether to be greedy
+            # only one of the two decides whether to be greedy
             before = {name: value for name, value in before.items() if name not in ("do_sample", "temperature")}
         return type(self).of({**before, **changes})
 
     def config(self, model: Any) -> GenerationConfig:
-        """Return the whole configuration: what was asked for, then what the model's own says.
+        """Return the complete configuration: the given settings, then those of the model's own configuration.
 
-        Where neither says a ``top_k``, all words are sampled from: transformers would cut to 50.
+        If neither sets ``top_k``, all words are sampled from; transformers would use 50.
 
         Raises:
-            ValueError: the two together ask for something else than sampling or greedy search.
+            ValueError: together they request something other than sampling or greedy search.
         """
         config = GenerationConfig(**self.fields)
         own = getattr(model, "generation_config", None)
         if own is not None:
             config.update(**own.to_dict(), defaults_only=True, allow_custom_entries=True)
-        if config.top_k is None and config.do_sample:  # of a greedy one transformers would warn
+        if config.top_k is None and config.do_sample:  # for a greedy one transformers would warn
             config.top_k = 0
         mode = str(config.get_generation_mode().value)
         if mode not in MODES:
             raise ValueError(
                 f"generate_kwargs, or the model's own generation_config, ask for {mode}: {' and '.join(MODES)} have "
-                "log-probs and routes. Set off what asks for it, such as num_beams=1"
+                "log-probs and routes. Switch off the setting that causes it, for example with num_beams=1"
             )
         config.return_dict_in_generate = config.output_scores = config.output_logits = False
         return config
 
 
 def _greedy_or_not(fields: dict[str, Any]) -> dict[str, Any]:
-    """Say ``do_sample`` where other settings imply it."""
+    """Set ``do_sample`` where other settings imply it."""
     temperature = fields.get("temperature")
     if temperature == 0:
         if fields.get("do_sample"):
@@ -160,19 +160,19 @@ def _greedy_or_not(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def temperature_of(config: GenerationConfig) -> float:
-    """Return the temperature that a configuration samples at; 0 if it is greedy."""
+    """Return the sampling temperature of a configuration; 0 if it is greedy."""
     if not config.do_sample:
         return 0.0
     return 1.0 if config.temperature is None else float(config.temperature)
 
 
 def leaves_words_out(config: GenerationConfig) -> bool:
-    """Whether a configuration may leave words out of what a token is drawn from."""
+    """Whether a configuration may exclude words from the distribution that a token is sampled from."""
     names = {**(KEEPS_ALL if config.do_sample else {}), **BANS}
     return any(getattr(config, name, None) not in values for name, values in names.items())
 
 
 def changes_of(config: GenerationConfig) -> list[str]:
-    """Return the settings, and their values, by which logits become others than the model's."""
+    """Return the settings that change the model's logits, with their values."""
     values = {name: getattr(config, name, None) for name in CHANGES}
     return [f"{name}={value!r}" for name, value in values.items() if value not in CHANGES[name]]

@@ -1,6 +1,6 @@
-"""A language model's head as the matrix products it stands for: a linear layer, alone or with LoRA adapters.
+"""A language model's head as a sum of matrix products: a linear layer, alone or with LoRA adapters.
 
-peft's layers are told by their attributes, and peft is not imported.
+peft's layers are recognised by their attributes; peft is not imported.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ __all__ = ["linear_parts", "logit_transform", "obstacle"]
 
 
 def obstacle(module: nn.Module) -> str:
-    """Return why a head is no sum of matrix products; empty if it is one."""
+    """Return why a head is not a sum of matrix products; empty if it is one."""
     head = _active(module)
     linear = _base(head)
-    # tensor parallelism stands in for the forward of a linear layer whose weight is a DTensor: that is known
+    # tensor parallelism replaces the forward of a linear layer whose weight is a DTensor: that is supported
     shared = head is linear and hasattr(getattr(linear, "weight", None), "device_mesh")
     if not shared and ("forward" in head.__dict__ or "forward" in linear.__dict__):
-        return "something else stands in for its forward, such as a hook that moves its weights"
+        return "its forward is replaced, for example by a hook that moves its weights"
     if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
-        return f"it ends in {type(linear).__name__}, which is no linear layer"
+        return f"it ends in {type(linear).__name__}, which is not a linear layer"
     for name in _adapters(head):
         if name in getattr(head, "lora_variant", {}):
             return f"its adapter {name!r} is {type(head.lora_variant[name]).__name__}, not plain LoRA"
@@ -38,7 +38,7 @@ def linear_parts(module: nn.Module, hidden: Tensor) -> tuple[list[Tensor], list[
     Under tensor parallelism weight and bias are DTensors.
 
     A LoRA adapter ``scale * B A`` is the part with input ``scale * A hidden`` and weight ``B``: the product ``B A``,
-    as large as the head, is never made, and a frozen head gets no gradient.
+    which is as large as the head, is never computed, and a frozen head gets no gradient.
     """
     head = _active(module)
     linear = _base(head)
@@ -54,7 +54,7 @@ def linear_parts(module: nn.Module, hidden: Tensor) -> tuple[list[Tensor], list[
 
 
 def logit_transform(config: Any) -> LogitTransform:
-    """Return what a model does to its head's output, from the names that transformers' configs have for it."""
+    """Return the transform that a model applies to its head's output, from the known config keys of transformers."""
     if config is not None and hasattr(config, "get_text_config"):
         config = config.get_text_config()
     scale = 1.0
@@ -70,7 +70,7 @@ def _positive(config: Any, name: str) -> float | None:
 
 
 def _active(head: Any) -> Any:
-    """Return the module that runs: of a head that peft trains whole, its copy, or the original if that is off."""
+    """Return the module that runs: if peft trains the whole head, its copy, or the original if that is switched off."""
     copies = getattr(head, "modules_to_save", None)
     if not isinstance(copies, nn.ModuleDict):
         return head
@@ -83,7 +83,7 @@ def _base(head: Any) -> Any:
 
 
 def _adapters(head: Any) -> list[str]:
-    """Return the LoRA adapters that add to the head's output now."""
+    """Return the LoRA adapters that currently add to the head's output."""
     if not hasattr(head, "lora_A") or head.disable_adapters or head.merged:
         return []
     return [name for name in head.active_adapters if name in head.lora_A]

@@ -17,7 +17,7 @@ from torchrl_moe.render.text_tables import plain_table
 
 __all__ = ["Mismatch", "ReplayProbe", "probe_replay"]
 
-BAR_SECONDS = 2.0  # until a progress bar appears
+BAR_SECONDS = 2.0  # delay before a progress bar appears
 HEADER = ("|log-prob, trainer - engine|", "live router", "replayed")
 FIELDS = {"mean": "mean", "p99": "99th percentile", "maximum": "greatest", "kl": "KL (k3)"}
 
@@ -45,9 +45,9 @@ class ReplayProbe:
 
     Attributes:
         replay: mismatch with the recorded experts.
-        live: mismatch with the live router's.
+        live: mismatch with the live router's experts.
         agreement: share of rows where the live router chose the same set.
-        tokens: that were compared.
+        tokens: number of compared tokens.
     """
 
     replay: Mismatch
@@ -87,7 +87,7 @@ def probe_replay(actor: TransformersWrapper, td: TensorDictBase, use_tqdm: bool 
     Args:
         actor: a scoring wrapper with ``replay="R3"``.
         td: rollouts ``[B]`` with ``("log_probs", "full")`` and ``("routed_experts", "full")``. A token counts if its
-            log-prob there is finite, and it is no pad.
+            log-prob there is finite and it is not padding.
         use_tqdm: whether to show a progress bar, of two passes, on a terminal or in a notebook, if they take long.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The prompts of a batch, read where a wrapper's arguments say they are."""
+"""The prompts of a batch, read from the keys that a wrapper's arguments name."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Source:
     def own_template(self) -> str | None:
         """The template to render with; ``None`` for the one that ``chat_template_name`` names, or TorchRL's guess.
 
-        A tokenizer's own comes before the guess, which goes by words in the path that it was loaded from. Of several,
-        its ``"default"`` is for chats.
+        A tokenizer's own template takes precedence over the guess, which depends on the path that the tokenizer was
+        loaded from. If it has several, ``"default"`` is used for chats.
         """
         if self.chat_template is not None or self.chat_template_name is not None:
             return self.chat_template
@@ -64,7 +64,7 @@ class Source:
         return reading.prompts_from_history(history, self.tokenizer, self.own_template, self.chat_template_name, known)
 
     def _mask_key(self, samples: Sequence[TensorDictBase]) -> NestedKey:
-        """Return the key of the prompts' mask: of an earlier turn ``"masks"`` are of more than the prompt."""
+        """Return the key of the prompts' mask: after an earlier turn, ``"masks"`` cover more than the prompt."""
         key = (self.masks_key, "all_attention_mask")
         masks = [sample.get(key, None) for sample in samples]
         shapes = [sample.get(self.input_key).shape for sample in samples]

@@ -1,7 +1,7 @@
 """Where a wrapper's prompts come from: a chat history, text, or tokens. All end as token ids, without padding.
 
-Only token ids go to the engine: a prompt tokenised twice, here and there, may end up as two different sequences, and
-routes belong to exactly one.
+Only token ids go to the engine: a prompt tokenised twice, here and in the engine, may become two different sequences,
+    and routes belong to exactly one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def prompts_from_history(
         tokenizer: renders and encodes.
         template: a chat template, in place of the tokenizer's.
         template_name: the name of one of TorchRL's.
-        known: :func:`known_ids` of each sample, to be taken instead of encoding the text again.
+        known: :func:`known_ids` of each sample, used instead of encoding the text again.
 
     Raises:
         TypeError: not a ``History``.
@@ -63,16 +63,16 @@ def prompts_from_history(
     texts = [texts] if isinstance(texts, str) else list(texts)
     histories = list(history.unbind(0))
     if known is None:
-        # the template has written the special tokens
+        # the template has already written the special tokens
         return Prompts(tokenizer(texts, add_special_tokens=False)["input_ids"], texts, histories)
     pairs = [_continued(text, ids, tokenizer) for text, ids in zip(texts, known, strict=True)]
     return Prompts([ids for ids, _ in pairs], [text for _, text in pairs], histories)
 
 
 def _continued(text: str, known: Mapping[str, list[int]], tokenizer: Any) -> tuple[list[int], str]:
-    """Return the ids of a rendered chat, and their text: known ids as far as they go, then what must be encoded.
+    """Return the ids of a rendered chat, and their text: known ids as far as they reach, then the encoded rest.
 
-    Ids of an earlier turn do not hold what the template writes after an answer, nor the next question.
+    Ids of an earlier turn contain neither what the template writes after an answer nor the next question.
     """
     for leaf in ("full", "prompt"):
         start = tokenizer.decode(known[leaf], skip_special_tokens=False) if known.get(leaf) else ""
@@ -91,7 +91,7 @@ def known_ids(sample: TensorDictBase, tokens_key: NestedKey, mask: Tensor | None
         sample: one sample.
         tokens_key: of its ``Tokens``.
         mask: of the real tokens in ``full``, if there is one.
-        pad: the pad token, to be taken off the ends where no mask fits.
+        pad: the pad token, to be removed at both ends if no mask fits.
     """
     tokens = sample.get(tokens_key, None)
     found = {}
@@ -115,8 +115,8 @@ def prompts_from_tokens(
 ) -> Prompts:
     """Read token prompts without their padding.
 
-    A mask decides if there is one. Else pads are taken off the two ends only: the pad token may well be the
-    end-of-turn token, which is real inside a prompt.
+    If there is a mask, it decides. Otherwise padding is removed only at both ends: the pad token may be the end-of-turn
+    token, which is real inside a prompt.
 
     Raises:
         ValueError: a mask does not fit its prompt.

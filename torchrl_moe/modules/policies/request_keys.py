@@ -1,12 +1,12 @@
-"""What a batch says of its requests besides their prompts: keys at its root, one value per sample, read if present.
+"""What a batch says about its requests besides their prompts: keys at its root, one value per sample, read if present.
 
 | key | a sample's value |
 | --- | --- |
 | ``"session_id"`` | text or a number, the same for all turns of a rollout |
 | ``"group_id"`` | text or a number, the same for answers that belong together: they come from one weight version |
-| ``"priority"`` | int; the lower the earlier |
-| ``"min_version"`` | int: the oldest weight version that will do |
-| ``"request_context"`` | a mapping, for a balancing strategy of one's own |
+| ``"priority"`` | int; lower is earlier |
+| ``"min_version"`` | int: the oldest acceptable weight version |
+| ``"request_context"`` | a mapping, for your own balancing strategy |
 
 In a batch ``[B]`` numbers are an int tensor ``[B]`` or ``[B, 1]``; text, and anything else, is a list or a
 ``NonTensorStack`` of ``B`` entries, or one ``NonTensorData`` for all. A context may also be a TensorDict in the batch.

@@ -36,7 +36,7 @@ NO_VERSION = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutKeys:
-    """Where the wrapper writes; ``None`` leaves an entry out, and without ``versions`` there is none of these."""
+    """The keys that the wrapper writes; ``None`` omits an entry; without ``versions`` there are no version entries."""
 
     tokens: str = "tokens"
     masks: str = "masks"
@@ -62,12 +62,12 @@ def check_prompts(
     params: Mapping[str, Any],
     inputs: Sequence[TensorDictBase],
 ) -> None:
-    """Refuse prompts whose answers :func:`answer_tensordict` could not put beside an earlier turn's.
+    """Refuse prompts whose answers :func:`answer_tensordict` could not join to an earlier turn.
 
     Args:
         prompts: token ids.
         keys: where an earlier turn was written.
-        params: what the answers are to be sampled with.
+        params: sampling parameters of the answers.
         inputs: of this turn, one for each prompt.
 
     Raises:
@@ -95,8 +95,8 @@ def answer_tensordict(
         output: the answer, one of its outputs.
         layout: the model's routers, or ``None`` if no routes were captured.
         keys: where to write.
-        params: what the answer was sampled with.
-        earlier: the input of this turn. What an earlier turn wrote there for tokens that this prompt repeats is kept.
+        params: sampling parameters of the answer.
+        earlier: the input of this turn. Its entries of an earlier turn are kept for tokens that this prompt repeats.
     """
     prompt = torch.from_numpy(completion.prompt_token_ids.copy())
     response = torch.from_numpy(output.token_ids.copy())
@@ -149,9 +149,9 @@ def _per_token(
 
 
 def repeated(earlier: TensorDictBase, prompt: Tensor, keys: RolloutKeys) -> Tensor | None:
-    """Return which tokens of an earlier turn are no pads, if ``prompt`` begins with all of that, prompt and response.
+    """Return which tokens of an earlier turn are real, if ``prompt`` begins with all of them, prompt and response.
 
-    A response that merely comes out the same again, on the same input or after a reset, is this turn's own.
+    A response that is merely generated identically again, on the same input or after a reset, belongs to this turn.
     """
     ids = earlier.get((keys.tokens, "full"), None)
     if ids is None:
@@ -162,7 +162,7 @@ def repeated(earlier: TensorDictBase, prompt: Tensor, keys: RolloutKeys) -> Tens
 
 
 def _keep_earlier(earlier: TensorDictBase, real: Tensor, per_token: dict[str, Tensor]) -> None:
-    """Let an earlier turn's values stand."""
+    """Keep an earlier turn's values."""
     for key, later in per_token.items():
         known = earlier.get((key, "full"), None)
         if known is not None and len(known) == len(real):
@@ -170,13 +170,13 @@ def _keep_earlier(earlier: TensorDictBase, real: Tensor, per_token: dict[str, Te
 
 
 def _resume(output: CompletionOutput, earlier: TensorDictBase | None) -> str:
-    """Return how parts of an answer, and of the turns that it continues from, read what was before them, at worst."""
+    """Return the worst way in which parts of an answer, or of earlier turns, re-read what was before them."""
     before = "none" if earlier is None else earlier.get("resume", "none")
     return worst_resume(output.resume, getattr(before, "data", before))
 
 
 def flat_samples(tensordict: TensorDictBase) -> list[TensorDictBase]:
-    """Return every sample, whatever the batch size, in order; writing to one of a lazy stack writes to the stack."""
+    """Return every sample in order, for any batch size; writing to a sample of a lazy stack writes to the stack."""
     if not tensordict.ndim:
         return [tensordict]
     if tensordict.ndim == 1:
@@ -185,7 +185,7 @@ def flat_samples(tensordict: TensorDictBase) -> list[TensorDictBase]:
 
 
 def stack_answers(answers: Sequence[TensorDictBase], shape: Sequence[int]) -> TensorDictBase:
-    """Stack answers lazily to batch size ``shape``, the last dimension first; ``()`` is the one answer itself."""
+    """Stack answers lazily to batch size ``shape``, the last dimension first; ``()`` gives the only answer itself."""
     if not shape:
         (answer,) = answers
         return answer

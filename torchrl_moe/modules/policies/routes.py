@@ -1,4 +1,4 @@
-"""The routes of a scoring pass: read for a replay sample by sample, counted, and written back after a recording.
+"""The routes of a scoring pass: read sample by sample for a replay, counted, and written back after a recording.
 
 Letters: B sequences, T tokens of the longest, N all tokens, L decoder layers, K experts per token.
 """
@@ -31,7 +31,7 @@ REMEDIES = {
     "replay='none'",
     "R2": "score the batch once under torch.no_grad() to record it",
 }
-NO_ROUTES = UNSET_EXPERT - 1  # in a sample whose routes do not fit its tokens: the check of the ids refuses it
+NO_ROUTES = UNSET_EXPERT - 1  # for routes that do not fit a sample: the check of ids refuses it
 
 
 def read_routes(
@@ -44,8 +44,8 @@ def read_routes(
         key: of the routes.
         batch: the tokens that they are for.
         tail: ``(L, K)``.
-        on_bad_routes: ``"live"`` lets a sample without routes, or with some of another shape or dtype, pass as one
-            that :meth:`RouterReplay.replay` will refuse; its ids are not looked at here.
+        on_bad_routes: with ``"live"``, a sample without routes, or with routes of another shape or dtype, is passed on,
+            marked so that :meth:`RouterReplay.replay` refuses it; its ids are not checked here.
 
     Returns:
         The routes, or ``None`` if a sample has none (``"live"``: if no sample has any).
@@ -54,7 +54,7 @@ def read_routes(
         RoutingError: a sample's routes do not fit its tokens or the model.
     """
     rows = samples_of(td, key)
-    if rows is None and on_bad_routes == "live":  # of a stack in which one sample lacks it there is no entry
+    if rows is None and on_bad_routes == "live":  # a stack has no entry that one sample lacks
         rows = [sample.get(key, None) for sample in td.unbind(0)]
     if rows is None or all(row is None for row in rows):
         return None
@@ -68,7 +68,7 @@ def read_routes(
             if on_bad_routes == "raise":
                 raise
             fitting.append(torch.full((length, *tail), NO_ROUTES, dtype=torch.int8))
-    dtype = reduce(torch.promote_types, (row.dtype for row in fitting))  # int8 and int16 may meet
+    dtype = reduce(torch.promote_types, (row.dtype for row in fitting))  # samples may be int8 or int16
     return pad_left([row.to(batch.ids.device, dtype) for row in fitting], UNSET_EXPERT)
 
 
@@ -79,14 +79,14 @@ def _checked(name: str, row: Tensor | None, length: int, tail: tuple[int, int]) 
         raise ReplayError(
             f"{name} has {len(row)} rows, its tokens are {length}: both must have been cut or padded alike"
         )
-    hint = "L counts all decoder layers of the model that replays, dense ones too."
+    hint = "L counts all decoder layers of the replaying model, dense ones too."
     _checks.check_shape(name, row.shape, ("T", *tail), error=RouteShapeError, hint=hint)
     _checks.check_integer(name, row, signed=True, error=RouteValueError)
     return row
 
 
 def no_routes(replay: Literal["R3", "R2"], key: Any) -> ReplayError:
-    """Return the error for a batch without the routes that ``replay`` asks for."""
+    """Return the error for a batch without the routes that ``replay`` needs."""
     return ReplayError(f"replay={replay!r} needs {key!r} in every sample, and the input lacks it: {REMEDIES[replay]}")
 
 
@@ -97,7 +97,7 @@ def note_routing(
     report: Mapping[int, Mapping[str, Any]],
     refused: Collection[int],
 ) -> None:
-    """Write how many tokens ran on live routing, and how far the live router would have agreed.
+    """Write how many tokens ran on live routing, and in which share of rows the live router agrees.
 
     Args:
         td: gets ``("routing", "fallback")`` int64 ``[B]`` and ``("routing", "agreement")`` float32 ``[B, L]``.
@@ -123,7 +123,7 @@ def has_recorded(td: TensorDictBase) -> bool:
         ReplayError: some have and some have not.
     """
     rows = samples_of(td, (RECORDED, "full"))
-    if rows is None and isinstance(td, LazyStackedTensorDict):  # which shows no entry that one sample lacks
+    if rows is None and isinstance(td, LazyStackedTensorDict):  # a stack has no entry that one sample lacks
         rows = [sample.get((RECORDED, "full"), None) for sample in td.unbind(0)]
     missing = [i for i, row in enumerate(rows or ()) if row is None]
     if missing and rows is not None and len(missing) < len(rows):

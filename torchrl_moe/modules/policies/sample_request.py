@@ -1,4 +1,4 @@
-"""One sample of a batch on its way to the engine, for callers that ask the engine themselves."""
+"""The request for one sample of a batch, for callers that send requests to the engine themselves."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["SampleRequest"]
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """What is asked for one sample.
+    """The request for one sample.
 
     Attributes:
-        sample: batch size ``[]``; an earlier turn's tokens, log-probs and routes stand where it holds them.
+        sample: batch size ``[]``; may hold an earlier turn's tokens, log-probs and routes.
         prompts: of the batch that the sample is from.
-        index: its place in that batch.
-        keys: what is written of its answer.
+        index: of the sample in that batch.
+        keys: that its answer is written to.
         arguments: of the engine's ``agenerate``.
     """
 

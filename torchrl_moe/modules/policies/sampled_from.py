@@ -1,4 +1,4 @@
-"""What a batch was sampled from, as a scorer needs it: temperatures, and the words that were kept.
+"""The distributions that a batch was sampled from, as a scorer needs them: temperatures and kept words.
 
 Letters: B samples, T tokens of the longest, N tokens to score, M word ids of all of them, V vocabulary.
 """
@@ -24,22 +24,22 @@ Kept = tuple[Tensor, Tensor]
 
 
 UNSAID = (
-    "sample {} has an engine's log-probs, and no 'sampling' to say at which temperature and from which words it was "
-    "sampled: it is scored at temperature 1, over all words. Select 'sampling' along with the other keys, or, if no "
-    "word was left out, pass temperature=. Said once."
+    "sample {} has an engine's log-probs, but no 'sampling' entry that gives the temperature and the words it was "
+    "sampled from: it is scored at temperature 1, over all words. Select 'sampling' along with the other keys, or, if "
+    "no word was excluded, pass temperature=. Shown once."
 )
-"""What to warn of; see :func:`says_nothing`."""
+"""The warning; see :func:`says_nothing`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledFrom:
-    """Of each sample: ``temperatures`` float32 ``[B]``, and what was kept; ``None`` where no word was left out."""
+    """For each sample: ``temperatures`` float32 ``[B]``, and the kept words; ``None`` if no word was excluded."""
 
     temperatures: Tensor
     kept: tuple[KeptTokens | None, ...]
 
     def of_tokens(self, batch: ScoringBatch, wanted: Tensor) -> tuple[float | Tensor, Kept | None]:
-        """Return the temperature, ``[N]`` if there are several, and the words of some tokens.
+        """Return the temperature, ``[N]`` if there are several, and the kept words of the wanted tokens.
 
         Args:
             batch: the tokens.
@@ -62,7 +62,7 @@ class SampledFrom:
         return select_rows(kept.ids.to(wanted.device), kept.sizes.to(wanted.device), wanted)
 
     def truncate(self, logits: Tensor, batch: ScoringBatch) -> Tensor:
-        """Return dense logits ``[B, T, V]`` in which words that were left out have the least value that there is."""
+        """Return dense logits ``[B, T, V]`` in which excluded words have the lowest finite value."""
         if all(one is None for one in self.kept):
             return logits
         logits, least = logits.clone(), torch.finfo(logits.dtype).min
@@ -74,7 +74,7 @@ class SampledFrom:
 
 
 def parts_by_temperature(temperature: float | Tensor) -> Iterator[tuple[float, Tensor | None]]:
-    """Yield each temperature, and bool ``[N]``: which tokens have it; ``None`` for all. That of no tokens is 1.
+    """Yield each temperature, and a mask, bool ``[N]``, of its tokens; ``None`` for all. Without tokens, yield 1.
 
     >>> list(parts_by_temperature(0.5))
     [(0.5, None)]
@@ -87,13 +87,13 @@ def parts_by_temperature(temperature: float | Tensor) -> Iterator[tuple[float, T
 
 
 def says_nothing(td: TensorDictBase, log_probs: NestedKey) -> int | None:
-    """Return the first sample that an engine sampled, and that does not say how; ``None`` if there is none.
+    """Return the first sample that an engine sampled and that does not say how; ``None`` if there is none.
 
-    An engine's answers have log-probs and policy versions; what somebody else wrote has not both.
+    An engine's answers have both log-probs and policy versions; entries from other sources do not.
 
     Args:
         td: batch size ``[B]``.
-        log_probs: where an engine's are.
+        log_probs: key of an engine's log-probs.
     """
     sampled = (log_probs, ("policy_versions", "full"))
     for i, sample in enumerate(td.unbind(0)):
@@ -108,10 +108,10 @@ def read_sampling(td: TensorDictBase, batch: ScoringBatch, temperature: float | 
     Args:
         td: batch size ``[B]``; without ``("sampling", "temperature")`` it was sampled at 1.
         batch: its tokens.
-        temperature: what it must be; ``None`` for what the batch says.
+        temperature: that all samples must have; ``None``: the batch decides.
 
     Raises:
-        ValueError: a sample says another temperature than it must be, or 0, or has kept words for other tokens.
+        ValueError: a sample has another temperature than required, or 0, or has kept words for other tokens.
     """
     temperatures, found = [], []
     for i, sample in enumerate(td.unbind(0)):
@@ -120,7 +120,7 @@ def read_sampling(td: TensorDictBase, batch: ScoringBatch, temperature: float | 
         if not known > 0:
             raise ValueError(
                 f"sample {i} was sampled at temperature {known:g}: it is greedy, and has no distribution to train on. "
-                "Sample at a positive temperature, or exclude 'sampling' to score it at one of your choice"
+                "Sample at a positive temperature, or exclude 'sampling' to score it at a temperature of your choice"
             )
         if temperature is not None and abs(known - temperature) > 1e-6 * temperature:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What a rollout says of how it was sampled: the entry ``"sampling"``, with a temperature and the words that were kept.
+"""The entry ``"sampling"`` of a rollout, which records how it was sampled: the temperature and the kept words.
 
 Letters: P prompt tokens, G response tokens, T = P + G.
 """
@@ -24,18 +24,18 @@ CHANGES_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0, 0.0),
     "frequency_penalty": (None, 0, 0.0),
     "logit_bias": (None, {}),
-    "thinking_token_budget": (None,),  # the end of thinking gets a logit of 1e9, and no other is -inf
+    "thinking_token_budget": (None,),  # the end of thinking gets a logit of 1e9, but no other logit is -inf
 }
-"""Sampling parameters that change logits -> values with which they do not."""
+"""Sampling parameters that change logits -> values that switch them off."""
 LEAST_TEMPERATURE = 0.01
-"""vLLM samples at this one where a lower one is asked for, but for 0 (0.30)."""
+"""vLLM samples at this temperature if a lower one is requested, except for 0 (0.30)."""
 
 
 def refuse_changed_values(params: Mapping[str, Any]) -> None:
-    """Refuse sampling parameters after which no trainer can compute the log-probs that the engine gives.
+    """Refuse sampling parameters with which no trainer can compute the engine's log-probs.
 
     Raises:
-        ValueError: a penalty, a bias, or a budget of thinking.
+        ValueError: a penalty, a bias, or a thinking budget.
     """
     for name, values in CHANGES_NOTHING.items():
         if params.get(name) not in values:
@@ -46,16 +46,16 @@ def refuse_changed_values(params: Mapping[str, Any]) -> None:
 
 
 def check_earlier_turn(params: Mapping[str, Any], earlier: TensorDictBase, real: Tensor) -> None:
-    """Refuse a turn whose answer could not be scored together with the turn before, which its prompt repeats.
+    """Refuse a turn whose answer could not be scored together with the previous turn, which its prompt repeats.
 
     Args:
-        params: it is sampled with.
-        earlier: the turn before.
-        real: bool, tokens of that turn that are no pads.
+        params: sampling parameters of this turn.
+        earlier: the previous turn.
+        real: bool, tokens of the previous turn that are not padding.
 
     Raises:
-        ValueError: the turn before was sampled at another temperature: a sample is scored at one. Or its kept words are
-            for other tokens than it has.
+        ValueError: the previous turn was sampled at another temperature, but a sample is scored at one; or its kept
+            words do not belong to its tokens.
     """
     now, first = _temperature(params), earlier.get((SAMPLING, "temperature"), None)
     names_words = params.get("logprobs") is not None
@@ -83,17 +83,17 @@ def sampling_entry(
     """Return the entry of one answer.
 
     Args:
-        params: it was sampled with.
+        params: sampling parameters of the answer.
         kept: of its ``G`` tokens.
         prompt: P.
         total: T.
-        earlier: the turn that the prompt repeats and continues from, if there is one.
-        real: bool, tokens of the earlier turn that are no pads; ``None`` without one. The caller has run
+        earlier: the turn that the prompt repeats and continues, if there is one.
+        real: bool, tokens of the earlier turn that are not padding; ``None`` without one. The caller has run
             :func:`check_earlier_turn`.
     """
     source: dict[str, Any] = {"temperature": torch.tensor(_temperature(params))}
     before = None if earlier is None else earlier.get((SAMPLING, "kept"), None)
-    names_words = params.get("logprobs") is not None  # else nobody knows which were kept
+    names_words = params.get("logprobs") is not None  # otherwise it is unknown which were kept
     if kept is not None or before is not None or (names_words and leaves_words_out(params.get)):
         source["kept"] = _kept(kept, prompt, total, before, real)
     return TensorDict(source)

@@ -1,7 +1,7 @@
 """The tensors of a scoring pass: token sequences laid out as a batch, run through a model, and read back.
 
-A batch is padded on the left, as TorchRL's losses read it. The model may see it so, or with several sequences in a row
-and few pads; both give the same log-probs. Nothing here knows which experts are used.
+A batch is padded on the left, as TorchRL's losses read it. The model's input may have the same layout, or several
+sequences per row with little padding; both give the same log-probs. Nothing here depends on which experts are used.
 
 Letters: B sequences, T tokens of the longest, N tokens to score, V vocabulary; R rows of W tokens in a model's input.
 """
@@ -34,9 +34,9 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ScoringBatch:
-    """Tokens of a batch. ``ids`` int64 ``[B, T]``, ``mask`` bool ``[B, T]``; pads may stand on both sides.
+    """Tokens of a batch. ``ids`` int64 ``[B, T]``, ``mask`` bool ``[B, T]``; padding may be on both sides.
 
-    ``lengths`` counts the rows of each sample, its own pads included: what is left of them was added here.
+    ``lengths`` counts the rows of each sample, its own padding included; the rows to the left of them were added here.
     """
 
     ids: Tensor
@@ -61,11 +61,11 @@ class ScoringBatch:
     def padded(self, masked: bool = True) -> Layout:
         """Return the layout with a row for each sequence, padded on the right.
 
-        On the left, pads would stand before the tokens: linear attention and sparse attention do not look past them.
+        Padding on the left would come before the tokens, where linear and sparse attention would not ignore it.
 
         Args:
-            masked: whether the model gets a mask of the pads. A causal one needs none, and with one SDPA makes another
-                one of ``[R, 1, W, W]``.
+            masked: whether the model gets a padding mask. A causal model needs none, and SDPA would expand it to ``[R,
+                1, W, W]``.
         """
         width = max(1, int(self.mask.sum(-1).max()))
         places = (self.mask.cumsum(-1) - 1).clamp(min=0)
@@ -80,10 +80,10 @@ class ScoringBatch:
         return Layout(inputs, index, self.mask)
 
     def packed(self, width: int | None = None) -> Layout:
-        """Return a layout with several sequences in a row; positions that start over separate them.
+        """Return a layout with several sequences in a row, separated by positions that restart at 0.
 
         Args:
-            width: of a row, no shorter than the longest sequence. ``None``: one row for all.
+            width: of a row, at least that of the longest sequence. ``None``: one row for all.
         """
         lengths = self.mask.sum(-1).tolist()
         width = max(1, sum(lengths)) if width is None else width
@@ -91,7 +91,7 @@ class ScoringBatch:
         device = self.ids.device
         places = self.mask.cumsum(-1) - 1
         index = (torch.tensor(starts, device=device)[:, None] + places).masked_fill(~self.mask, 0)
-        # what is left at the end of a row is a sequence of its own
+        # the padding at the end of a row is a separate sequence
         positions = (torch.arange(width, device=device) - torch.tensor(used, device=device)[:, None]).clamp(min=0)
         ids = torch.zeros_like(positions)
         ids.view(-1)[index[self.mask]] = self.ids[self.mask]
@@ -101,10 +101,10 @@ class ScoringBatch:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the tokens of a batch stand in a model's input.
+    """The positions of a batch's tokens in a model's input.
 
-    ``inputs`` has ``input_ids`` ``[R, W]`` and what belongs to them; ``index`` int64 ``[B, T]`` is a token's place in
-    the flat input, and means nothing where ``mask`` is cleared.
+    ``inputs`` has ``input_ids`` ``[R, W]`` and related inputs; ``index`` int64 ``[B, T]`` is a token's position in the
+    flattened input, and is undefined where ``mask`` is False.
     """
 
     inputs: dict[str, Tensor]
@@ -123,7 +123,7 @@ class Layout:
 
 
 def _first_fit(lengths: Sequence[int], width: int) -> tuple[list[int], list[int]]:
-    """Put sequences into rows, the longest first; return the start of each in the flat input, and what rows hold."""
+    """Pack sequences into rows, longest first; return each one's start in the flat input, and each row's length."""
     used: list[int] = []
     starts = [0] * len(lengths)
     order = range(len(lengths)) if sum(lengths) <= width else sorted(range(len(lengths)), key=lambda i: -lengths[i])
@@ -146,7 +146,7 @@ def pad_left(rows: Sequence[Tensor], value: Any) -> Tensor:
 
 
 def samples_of(td: TensorDictBase, key: Any) -> Sequence[Tensor | None] | None:
-    """Return an entry of a dense, a lazily stacked or a nested batch, sample by sample; ``None`` if it is not there."""
+    """Return an entry of a dense, a lazily stacked or a nested batch, sample by sample; ``None`` if it is missing."""
     rows = td.get(key, None, as_list=True)
     if isinstance(rows, Tensor) and rows.is_nested:
         return list(rows.unbind())
@@ -165,7 +165,7 @@ def read_rows(
         td: batch size ``[B]``.
         key: of the entry.
         value: what to pad with on the left.
-        lengths: the rows that each sample must have. A short entry would be padded to the wrong tokens.
+        lengths: the number of rows that each sample must have; a shorter entry would be aligned with the wrong tokens.
 
     Returns:
         The entry, or ``None`` if a sample has none.
@@ -196,8 +196,8 @@ def read_batch(td: TensorDictBase, tokens_key: Any, mask_key: Any) -> ScoringBat
 
     Raises:
         KeyError: there are no tokens at ``tokens_key``.
-        ValueError: another batch size than ``[B]``, tokens that are no integers, an attention mask of another length
-            than its tokens, or one with a gap: it is not known what the token behind it was sampled after.
+        ValueError: another batch size than ``[B]``, tokens that are not integers, an attention mask of another length
+            than its tokens, or one with a gap: the context of the token after the gap is unknown.
     """
     if td.batch_dims != 1 or not len(td):
         raise ValueError(
@@ -219,7 +219,7 @@ def read_batch(td: TensorDictBase, tokens_key: Any, mask_key: Any) -> ScoringBat
 
 
 def _refuse_gaps(batch: ScoringBatch, mask_key: Any) -> None:
-    """Refuse a token with pads before it and tokens before those: it would count with a log-prob that nobody gave."""
+    """Refuse a token after a gap: it would count with a log-prob that no policy sampled it with."""
     behind = batch.mask & ~batch.scored & (batch.mask.cumsum(-1) > 1)
     if bool(behind.any()):
         sample, column = behind.nonzero()[0].tolist()
@@ -237,7 +237,7 @@ def missing(td: TensorDictBase, key: Any) -> KeyError:
 
 
 def align(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Return a model's logits ``[B, T, V]`` moved by one, so that row t is of token t's own distribution; float32.
+    """Return a model's logits ``[B, T, V]`` shifted by one, so that row t is token t's own distribution; float32.
 
     Row 0 is zero: nothing comes before a first token. ``temperature`` is ``[B]``.
     """
@@ -257,9 +257,9 @@ def token_scores(
     Args:
         logits: ``[N, V]``.
         tokens: ``[N]``.
-        temperature: of sampling, or one for each token ``[N]``; the logits are divided by it.
+        temperature: of sampling, one for all or one for each token ``[N]``; the logits are divided by it.
         entropy: whether to compute entropies.
-        kept: bool ``[N, V]``, the words that each token was sampled from; default all.
+        kept: bool ``[N, V]``, the words that each token was sampled from; default: all.
 
     Returns:
         float32 ``[N]`` each.

@@ -1,8 +1,8 @@
-"""A causal language model that gives the scores of chosen tokens where it would give the logits of all.
+"""A causal language model that returns the scores of chosen tokens instead of the logits of all tokens.
 
-For one forward pass its head is replaced by :func:`~torchrl_moe.ops.log_probs.selected_log_probs`. The rest
-of the model runs as it is: what wraps it (peft, FSDP2, ``torch.compile``, autocast) sees a forward pass like any other,
-and the head's weight is what the head itself would see.
+For one forward pass its head is replaced by :func:`~torchrl_moe.ops.log_probs.selected_log_probs`. The rest of the
+model runs unchanged: wrappers (peft, FSDP2, ``torch.compile``, autocast) see an ordinary forward pass, and the head's
+weight is the one that the head itself would use.
 
 Letters: B sequences, T tokens of the longest, N tokens to score, V vocabulary, E experts; R rows of W input tokens.
 """
@@ -32,7 +32,7 @@ from torchrl_moe.ops.log_probs import LogitTransform, selected_log_probs
 __all__ = ["ScoringModel", "Selection", "unwrap"]
 
 FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
-"""What a forward pass without logits may end in: of a model that does more with them than it is known for."""
+"""Errors of a forward pass without logits, if the model uses them in an unknown way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Selection:
     rows: Tensor
     tokens: Tensor
     temperature: float | Tensor
-    """Of all, or ``[N]``."""
+    """One for all, or ``[N]``."""
     entropy: bool
     kept: tuple[Tensor, Tensor] | None = None
     """The words that each token was sampled from, as ``selected_log_probs`` takes them; ``None`` for all."""
@@ -51,7 +51,7 @@ class Selection:
     def of(
         cls, batch: ScoringBatch, layout: Layout, wanted: Tensor, sampled_from: SampledFrom, entropy: bool
     ) -> Selection:
-        """Select the tokens that ``wanted``, bool ``[B, T]``, names; none of the first column."""
+        """Select the tokens in ``wanted``, bool ``[B, T]``; none of the first column."""
         rows = layout.index[:, :-1][wanted[:, 1:]]
         temperature, kept = sampled_from.of_tokens(batch, wanted)
         return cls(rows=rows, tokens=batch.ids[wanted], temperature=temperature, entropy=entropy, kept=kept)
@@ -63,7 +63,7 @@ class Selection:
         return token_scores(rows, self.tokens, self.temperature, self.entropy, mask)
 
     def parts(self) -> tuple[list[tuple[float, Selection]], Tensor | None]:
-        """Return a selection for each temperature, and each token's place in them, ``[N]``; ``None`` if it is one."""
+        """Return a selection per temperature, and each token's position in all of them, ``[N]``; ``None`` for one."""
         found, places = [], []
         for value, part in parts_by_temperature(self.temperature):
             if part is None:
@@ -79,14 +79,14 @@ class Selection:
 class ScoringModel:
     """Runs a model for its scores.
 
-    :meth:`check` tries it on a few tokens. If what comes out is not what its logits say, or if its head is none that is
-    known, it is run for its logits, with one warning.
+    :meth:`check` tests it on a few tokens. If the scores differ from those of its logits, or if its head is
+    unsupported, the model is run for its logits, with one warning.
 
     Args:
-        model: a transformers model for causal language modelling, with whatever wraps it.
+        model: a transformers causal language model, including its wrappers.
 
     Attributes:
-        splits: whether scores come without logits.
+        splits: whether scores are computed without logits.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -128,7 +128,7 @@ class ScoringModel:
             return output, getattr(output, "router_logits", None)
 
         def take(_: Any, __: Any, output: Any) -> None:
-            """Keep the logits from the model's own auxiliary loss: it expands them to layers x tokens x K x E."""
+            """Hide the logits from the model's auxiliary loss, which would expand them to layers x tokens x K x E."""
             kept.append(getattr(output, "router_logits", None))
             if kept[-1] is not None:
                 output.router_logits = None
@@ -143,7 +143,7 @@ class ScoringModel:
     # -- what the model allows --------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Find out whether scores come without logits; runs the model at first, so no context may be open."""
+        """Find out whether scores need no logits; the first call runs the model, so no context may be open."""
         with _lock_of(self.language_model):
             reason = "it has no output embeddings" if self.head is None else obstacle(self.head) or self._difference
         self.splits = not reason
@@ -151,16 +151,16 @@ class ScoringModel:
             self._warned = True
             warnings.warn(
                 f"{type(self.language_model).__name__} is scored from its dense logits [B, T, V]: its head cannot be "
-                f"run apart ({reason}). Scores are right, but need much memory.",
+                f"run separately ({reason}). Scores are correct, but need much memory.",
                 stacklevel=3,
             )
 
     @cached_property
     def packs(self) -> bool:
-        """Whether sequences in one row do not see each other: tried on a few tokens.
+        """Whether sequences in one row do not attend to each other; tested on a few tokens.
 
-        Four sequences, in one row where that is how they are packed, else in two. (transformers keeps those of one row
-        apart for flash attention, and not those of several.)
+        Uses four sequences, in one row if they are packed like that, otherwise in two. (For flash attention
+        transformers separates sequences in one row, but not in several.)
         """
         if _counts_places(self.language_model):
             return False
@@ -170,13 +170,13 @@ class ScoringModel:
 
     @cached_property
     def sees_pads(self) -> bool:
-        """Whether tokens see what follows them in their row, so that pads there must be masked: tried alike."""
+        """Whether tokens attend to later ones in their row, so that padding must be masked; tested in the same way."""
         batch = self._four_sequences(ragged=True)
         layout = batch.padded(masked=False)
         return not self._leaves_alone(layout, (~batch.mask).flatten(), layout)
 
     def _four_sequences(self, ragged: bool = False) -> ScoringBatch:
-        """Return four sequences alike, of which, if they are ragged, each lacks a token more than the one before."""
+        """Return four equal sequences; if ragged, each is one token shorter than the previous one."""
         ids = dry_inputs(self.model)["input_ids"].expand(4, -1)
         length = ids.shape[1]
         lengths = torch.tensor([length - i * ragged for i in range(4)], device=ids.device)
@@ -184,9 +184,9 @@ class ScoringModel:
         return ScoringBatch(ids, mask, (length,) * 4)
 
     def _leaves_alone(self, layout: Layout, changed: Tensor, rows: Layout) -> bool:
-        """Whether the logits of all sequences but the first stay as they are when ``changed`` becomes others.
+        """Whether the logits of all sequences but the first stay the same when the tokens in ``changed`` change.
 
-        But for rounding: as much of it as is seen in ``rows`` when the first sequence changes, in a row of its own.
+        Up to rounding, which is measured in ``rows``, where the first sequence changes in its own row.
         """
         with _dry_run(self.model):
             try:
@@ -197,7 +197,7 @@ class ScoringModel:
         return leak <= 10 * rounding + 1e-6 * scale
 
     def _moved(self, layout: Layout, changed: Tensor) -> tuple[float, float]:
-        """Return how far the logits of all sequences but the first move when ``changed`` does; their size."""
+        """Return how far the logits of all sequences but the first move when ``changed`` does, and their size."""
         others = dict(layout.inputs, input_ids=layout.inputs["input_ids"].clone())
         others["input_ids"].view(-1)[changed] += 1
         before, after = (
@@ -207,13 +207,13 @@ class ScoringModel:
 
     @property
     def packs_in_one_row(self) -> bool:
-        """Whether packing costs no attention between sequences, however long the row."""
+        """Whether packing adds no attention cost between sequences, however long the row."""
         config = getattr(self.language_model, "config", None)
         return str(getattr(config, "_attn_implementation", "")).startswith(("flash", "kernels-community/flash"))
 
     @cached_property
     def _difference(self) -> str:
-        """How the scores differ from those of the logits on a few tokens; empty if they do not."""
+        """Text on how the scores differ from those of the logits on a few tokens; empty if they do not."""
         inputs = dry_inputs(self.model)
         count = inputs["input_ids"].numel()
         tokens = inputs["input_ids"].flatten().roll(1)
@@ -235,7 +235,7 @@ class ScoringModel:
 
     @cached_property
     def transform(self) -> LogitTransform:
-        """What the model does to its head's output, by its config."""
+        """The transform that the model applies to its head's output, from its config."""
         return logit_transform(getattr(self.language_model, "config", None))
 
     @contextmanager
@@ -244,7 +244,7 @@ class ScoringModel:
         assert self.head is not None
         with _lock_of(self.language_model):
             self._head.thread = threading.get_ident()
-            self._head.parts, self._head.places = selection.parts()  # here, since it depends on values
+            self._head.parts, self._head.places = selection.parts()  # here, outside any graph: it depends on values
             self._head.transform = self.transform
             stand_ins: dict[nn.Module, Any] = {self.head: self._head, self.language_model: self._output}
             for module, stand_in in stand_ins.items():
@@ -262,7 +262,7 @@ class ScoringModel:
 
 
 class _ScoringHead:
-    """Stands in for the head's ``forward``: by then FSDP has gathered its weight, and hooks see what it returns."""
+    """Replaces the head's ``forward``: FSDP has gathered its weight by then, and hooks see what it returns."""
 
     def __init__(self, head: nn.Module) -> None:
         self.head = head
@@ -276,7 +276,7 @@ class _ScoringHead:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether this is another thread, which wants the model as it is."""
+        """Whether this is another thread, which gets the unchanged model."""
         return not torch.compiler.is_compiling() and self.thread != threading.get_ident()
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -303,9 +303,9 @@ class _ScoringHead:
 
 
 class _ScoringOutput:
-    """Stands in for the model's ``forward``: undoes what the model does to its logits, which by now are scores.
+    """Replaces the model's ``forward``: undoes what the model does to its logits, which are scores here.
 
-    They leave by the model's own output, where FSDP looks for what the backward pass will start from.
+    The scores are returned in the model's own output, where FSDP looks for the start of the backward pass.
     """
 
     def __init__(self, model: nn.Module, head: _ScoringHead) -> None:
@@ -325,20 +325,20 @@ _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 
 
 def _lock_of(model: nn.Module) -> threading.RLock:
-    """Return the lock of who puts stand-ins on a model; no attribute, since models are copied and pickled."""
+    """Return the lock for replacing a model's methods; not an attribute, since models are copied and pickled."""
     return _LOCKS.setdefault(model, threading.RLock())
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the transformers model inside of ``torch.compile`` and peft."""
+    """Return the transformers model inside ``torch.compile`` and peft."""
     model = getattr(model, "_orig_mod", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
 def _counts_places(model: nn.Module) -> bool:
-    """Whether attention depends on a token's place in its row beside its position.
+    """Whether attention depends on a token's index in its row, besides its position id.
 
-    Llama 4 scales queries by it, from ``floor_scale`` places on: more than the tokens of a trial.
+    Llama 4 scales queries by it from index ``floor_scale`` on, which is beyond the tokens of the test.
     """
     config = getattr(model, "config", None)
     text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config

@@ -1,11 +1,11 @@
-"""The part of a wrapper that scores: log-probs, entropies and router logits by a stock model that follows experts.
+"""The scoring part of a wrapper: log-probs, entropies and router logits from a stock model that follows experts.
 
-Which experts the forward pass uses is one switch:
+One argument, ``replay``, selects the experts that the forward pass uses:
 
 - ``"R3"``: those of the rollout engine, ``("routed_experts", "full")`` (arXiv 2510.11370);
 - ``"R2"``: those of this model's own first forward under ``no_grad``, recorded to ``("train_routed_experts", "full")``
   and replayed by every later one (arXiv 2512.01374);
-- ``"none"``: the live router's.
+- ``"none"``: those of the live router.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ __all__ = ["ScoringWrapper"]
 class ScoringWrapper(DenseDistributions):
     """Scores tokens with a transformers model.
 
-    A subclass sets the attributes below, by the arguments of these names.
+    A subclass sets the attributes below, from arguments of the same names.
     """
 
     input_mode: str
@@ -90,20 +90,20 @@ class ScoringWrapper(DenseDistributions):
             td: batch size ``[B]``, dense or lazily stacked; gets ``"routing"``, and the recorded routes under R2.
             router_logits: whether to return the routers' logits.
             entropy: whether to compute entropies.
-            mask: bool ``[B, T]``, laid out as what is returned: the tokens whose scores will be read. Those of others
-                are not computed, and 0. Default: all attended tokens.
+            mask: bool ``[B, T]``, in the layout of the result: the tokens whose scores will be read. Other scores are
+                not computed, and are 0. Default: all attended tokens.
 
         Returns:
             float32 ``[B, T]``, ``[B, T]`` or ``None``, ``[B, T, L, E]`` or ``None``; sequences of a lazy stack are
             padded on the left. Log-probs and entropies are of token t given those before it, at the temperature and
             over the words that it was sampled from; 0 on pads and on first tokens. Router logits are the live router's
-            for token t as input, whatever is replayed and whatever ``mask``
-            says; 0 on pads and on layers without a router.
+            for token t as input, regardless of replay and of ``mask``; 0 on pads and on layers without a router.
 
         Raises:
-            RoutingError: the routes that ``replay`` asks for are not there, or do not fit.
+            RoutingError: the routes that ``replay`` needs are missing, or do not fit.
             UnsupportedRouterError: the model returns no router logits.
-            ValueError: a mask of another shape, or a batch that was sampled otherwise, see ``temperature``.
+            ValueError: a mask of another shape, or a batch that was sampled at another temperature, see
+                ``temperature``.
         """
         batch = self._batch(td)
         wanted = batch.scored
@@ -126,7 +126,7 @@ class ScoringWrapper(DenseDistributions):
     # -- what is read, and written ----------------------------------------------------------------------------------
 
     def _batch(self, td: TensorDictBase) -> ScoringBatch:
-        """Return the tokens of ``td``; of chats and text, those that are in it already, or else are made of them."""
+        """Return the tokens of ``td``; for chats and text, those already in it, otherwise those that they encode to."""
         if self.generate:
             raise _no_scores("this wrapper generates: get_new_version(generate=False) is one that scores")
         tokens, mask = self.input_key, (self.masks_key, "all_attention_mask")
@@ -144,7 +144,7 @@ class ScoringWrapper(DenseDistributions):
         return batch.to(computing_device(self.model))
 
     def _tokenize(self, td: TensorDictBase) -> None:
-        """Put the tokens of chats or text into a batch ``[B]``, with what they were made from."""
+        """Write the tokens of chats or text into a batch ``[B]``, with the text that they were made from."""
         encoded = encode(td, self.source)
         refuse_other_tokens(td, self.tokens_key, encoded.ids)
         read = td.get(self.input_key)
@@ -164,19 +164,19 @@ class ScoringWrapper(DenseDistributions):
         td.set(self.masks_key, mask_entry([torch.ones_like(ids).bool() for ids in encoded.ids], assistant, False))
 
     def _assistant(self, td: TensorDictBase) -> list[Tensor] | None:
-        """Return the masks of an assistant's tokens that all samples of a batch have."""
+        """Return the masks of the assistant's tokens, if all samples of a batch have one."""
         masks = samples_of(td, (self.masks_key, "all_assistant_mask"))
         rows = [] if masks is None else [row for row in masks if row is not None]
         return rows if len(rows) == len(td) else None
 
     def _scored(self, td: TensorDictBase) -> TensorDictBase:
-        """Score a batch ``[B]``, and return what there is to write of it; its entries are replaced."""
+        """Score a batch ``[B]``, and return the entries to write; they replace old ones."""
         if self.input_mode != "tokens":
             self._tokenize(td)
         log_probs = self.score(td, entropy=False)[0]
         device = torch.device(td.device or "cpu")
         batch, log_probs = self._batch(td).to(device), log_probs.to(device)
-        # rows of one length that were given stay as they are
+        # given rows of equal length are not changed
         made = self.pad_output and (self.input_mode != "tokens" or len(set(batch.lengths)) > 1)
         pad = (self.source.pad or 0) if self.pad_output else None
         tokens = (self.tokens_key, "full")
@@ -189,7 +189,7 @@ class ScoringWrapper(DenseDistributions):
         return td.select(*self.out_keys, strict=False)
 
     def _logits(self, td: TensorDictBase) -> TensorDictBase:
-        """Return ``"logits"`` of a batch ``[B]``."""
+        """Return the ``"logits"`` of a batch ``[B]``."""
         if self.input_mode != "tokens":
             self._tokenize(td)
         td.set("logits", self._token_logits(td, self._batch(td)))
@@ -217,15 +217,15 @@ class ScoringWrapper(DenseDistributions):
             )
 
     def _layout(self, batch: ScoringBatch) -> Layout:
-        masked = self.scoring_model.sees_pads  # asked first: under FSDP all ranks find out together, whatever they have
+        masked = self.scoring_model.sees_pads  # first: under FSDP all ranks must run this test together
         if self.pad_model_input:
             return batch.padded(masked)
         packs = self.scoring_model.packs
         if self.pad_model_input is False:
             if not packs:
                 raise ValueError(
-                    f"pad_model_input=False: sequences in one row see each other in {type(self.model).__name__}. Leave "
-                    "it at None."
+                    f"pad_model_input=False: sequences in one row attend to each other in {type(self.model).__name__}. "
+                    "Leave it at None."
                 )
             return batch.packed()
         if not packs:
@@ -237,7 +237,7 @@ class ScoringWrapper(DenseDistributions):
 
     @contextmanager
     def _routed(self, td: TensorDictBase, batch: ScoringBatch, layout: Layout) -> Iterator[None]:
-        """Make the forward pass inside follow the routes that ``replay`` asks for; write what it did."""
+        """Make the forward pass inside follow the routes that ``replay`` selects; write what it did."""
         if self.router_replay is None or self.replay == "none":
             self._warn_of_routes(td)
             yield
@@ -253,11 +253,11 @@ class ScoringWrapper(DenseDistributions):
             note_routing(td, batch, routes, self.router_replay.report(), self.router_replay.refused)
 
     def _warn_of_routes(self, td: TensorDictBase) -> None:
-        """Say once that the experts an engine has recorded are not those that are trained."""
+        """Warn once that training does not use the experts that an engine has recorded."""
         trains = torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters())
         if trains and not self._has_warned_of_routes and samples_of(td, (self.routed_experts_key, "full")) is not None:
             self._has_warned_of_routes = True
-            warnings.warn(UNUSED, stacklevel=5)  # where scores are asked for
+            warnings.warn(UNUSED, stacklevel=5)  # the caller's line
 
     def _token_logits(self, td: TensorDictBase, batch: ScoringBatch) -> Tensor:
         layout = self._layout(batch) if self.pad_model_input is False else batch.padded(self.scoring_model.sees_pads)
@@ -277,7 +277,7 @@ class ScoringWrapper(DenseDistributions):
 
     @cached_property
     def _router_layers(self) -> tuple[int, ...]:
-        """Decoder layers that have a router; runs a small forward pass where no handle knows them."""
+        """Decoder layers that have a router; runs a small forward pass if there is no ``RouterReplay``."""
         if self.router_replay is not None:
             return self.router_replay.layers
         return tuple(site.layer for site in discover(self.model))
@@ -296,5 +296,5 @@ class ScoringWrapper(DenseDistributions):
 
 
 def _no_scores(message: str) -> NotImplementedError:
-    """Return the error that TorchRL's wrappers raise of distributions, if they generate."""
+    """Return the error that TorchRL's wrappers raise for distributions, if they generate."""
     return NotImplementedError(message)

@@ -22,29 +22,29 @@ __all__ = ["Encoded", "encode", "log_prob_entry", "mask_entry", "refuse_other_to
 
 
 MARKS = re.compile(r"{%-?\s*generation\s*-?%}")
-"""What surrounds an assistant's words in a template that says which they are."""
+"""The markers of the assistant's text in a template."""
 STAND_IN = "\u241ftorchrl_moe\u241f"
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Tokens of a batch: ``ids`` int64 ``[T]`` of each sample, their texts, and bool ``[T]`` of an assistant's."""
+    """Tokens of a batch: ``ids`` int64 ``[T]`` of each sample, their texts, and the assistant masks, bool ``[T]``."""
 
     ids: list[Tensor]
     texts: list[str]
     assistant: list[Tensor] | None = None
 
     def text_entry(self) -> Any:
-        """Return the ``Text`` of the batch, as far as it is known: in full."""
+        """Return the ``Text`` of the batch, of which only ``full`` is known."""
         return lazy_stack([Text(full=text) for text in self.texts])
 
 
 def encode(td: TensorDictBase, source: Source) -> Encoded:
-    """Read the whole text of each sample, or its whole chat, and make tokens of it.
+    """Read the full text or chat of each sample, and encode it.
 
     Args:
         td: batch size ``[B]``.
-        source: where it is. A chat is rendered without a generation prompt.
+        source: where to read it. A chat is rendered without a generation prompt.
 
     Raises:
         ValueError: a sample has none.
@@ -57,7 +57,7 @@ def encode(td: TensorDictBase, source: Source) -> Encoded:
     history = require_history(td.get(source.input_key), source.input_key)
     ids, assistant, texts = _rendered(history, source, source.own_template)
     if source.own_template is not None and source.chat_template is None:
-        # TorchRL's losses take an assistant's tokens from the template that it guesses: the same ones, if it can be
+        # TorchRL's losses use the assistant mask of the template that it guesses: use the same one, if possible
         others, guessed, _ = _rendered(history, source, None)
         same = all(torch.equal(one, other) for one, other in zip(ids, others, strict=True))
         assistant = guessed if same else assistant
@@ -77,7 +77,7 @@ def _rendered(
     texts = history.apply_chat_template(**how)
     texts = [texts] if isinstance(texts, str) else list(texts)
     marked = template is None or MARKS.search(template) is not None
-    # without marks TorchRL takes the first place where the words stand, which may be in a question
+    # without markers TorchRL takes the first occurrence of the text, which may be in a question
     tokens = history.apply_chat_template(
         **how, tokenize=True, padding=False, return_dict=True, return_assistant_tokens_mask=marked
     )
@@ -96,9 +96,9 @@ def _rendered(
 def _spoken(
     chat: Sequence[Mapping[str, Any]], tokenizer: Any, template: str | None, text: str, ids: Tensor
 ) -> Tensor | None:
-    """Return which tokens are the assistant's words, bool ``[T]``; ``None`` if the template writes others.
+    """Return which tokens are the assistant's text, bool ``[T]``; ``None`` if the template changes that text.
 
-    Where they stand is seen by a stand-in that is rendered in their place.
+    Its position is found by rendering a placeholder instead of it.
     """
     turns = [turn for turn in chat if turn["role"] != "<none>"]  # of a ragged batch
     said = [turn["content"] or "" for turn in turns if turn["role"] == "assistant"]
@@ -115,7 +115,7 @@ def _spoken(
         begin = place + len(part)
         if text[place:begin] != part:
             return None
-        words = words if text.startswith(words, begin) else words.strip()  # as many templates do
+        words = words if text.startswith(words, begin) else words.strip()  # as many templates strip it
         if not text.startswith(words, begin):
             return None
         place = begin + len(words)
@@ -161,9 +161,9 @@ def log_prob_entry(batch: ScoringBatch, log_probs: Tensor, padded: bool) -> Any:
 
 
 def refuse_other_tokens(td: TensorDictBase, tokens_key: str, ids: Sequence[Tensor]) -> None:
-    """Refuse samples of truncated sampling whose text makes other tokens than were sampled.
+    """Refuse samples of truncated sampling whose text encodes to tokens other than those sampled.
 
-    What words each token was sampled from is known of the sampled ones alone.
+    The kept words are known only for the sampled tokens.
 
     Raises:
         ValueError: see above.
@@ -178,7 +178,7 @@ def refuse_other_tokens(td: TensorDictBase, tokens_key: str, ids: Sequence[Tenso
 
 
 def without_pads(ids: Tensor, pad: int) -> Tensor:
-    """Return the mask, bool ``[B, T]``, of what stands between the pads at the two ends of each row.
+    """Return the mask, bool ``[B, T]``, of the tokens between the padding at both ends of each row.
 
     >>> without_pads(torch.tensor([[0, 0, 5, 0, 6], [7, 8, 0, 0, 0]]), 0).int().tolist()
     [[0, 0, 1, 1, 1], [1, 1, 0, 0, 0]]

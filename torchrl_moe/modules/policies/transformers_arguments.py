@@ -1,4 +1,4 @@
-"""What :class:`~torchrl_moe.modules.TransformersWrapper` makes of its constructor's arguments, and what it refuses."""
+"""How :class:`~torchrl_moe.modules.TransformersWrapper` reads its constructor's arguments, and which it refuses."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ INPUT_MODES = ("history", "text", "tokens")
 REPLAYS = (None, "R3", "R2", "none")
 LAYOUTS = (None, torch.strided, torch.jagged)
 OF_SCORING = ("replay", "temperature", "pad_model_input")
-"""Arguments that a wrapper which generates refuses, and that its versions which do not may have."""
+"""Arguments that a generating wrapper refuses, and that its scoring versions may have."""
 
 
 def complete(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with what ``None`` means for ``input_mode`` and ``generate``.
+    """Return the arguments with the defaults of ``input_mode`` and ``generate`` filled in.
 
-    A chat template, and ``generate=True`` without more, speak of chats. Else tokens are read: the ones that a rollout's
-    routes belong to. Chats and text are generated from, tokens are scored.
+    A chat template, or ``generate=True`` alone, implies chats. Otherwise tokens are read, which a rollout's routes
+    belong to. Chats and text are used for generation, tokens for scoring.
 
     Raises:
-        ValueError: arguments of generating, where nothing says that it is meant.
+        ValueError: arguments for generation, where it is not clear that generation is meant.
     """
     mode = arguments["input_mode"]
     if mode is None:
@@ -40,7 +40,7 @@ def complete(arguments: dict[str, Any]) -> dict[str, Any]:
         for name in ("num_samples", "generate_kwargs"):
             if arguments[name]:
                 raise ValueError(
-                    f"{name} is of generating, and tokens are scored by default: say generate=True or False"
+                    f"{name} is for generation, and tokens are scored by default: pass generate=True or False"
                 )
     generate = mode != "tokens" if arguments["generate"] is None else bool(arguments["generate"])
     return {**arguments, "input_mode": mode, "generate": generate}
@@ -75,8 +75,8 @@ def _refuse_to_generate(arguments: dict[str, Any]) -> None:
     for name in OF_SCORING:
         if arguments[name] not in (None, "none"):
             raise ValueError(
-                f"{name}={arguments[name]!r} is of scoring, generate=False. Sampling goes by generate_kwargs, prompts "
-                "are padded on the left, and routes are the model's own, which are recorded"
+                f"{name}={arguments[name]!r} is for scoring, generate=False. Sampling is set by generate_kwargs, "
+                "prompts are padded on the left, and the model's own routes are recorded"
             )
 
 
@@ -98,12 +98,12 @@ def model_of(model: Any, device: Any = None, generate: bool = False) -> nn.Modul
 
     Args:
         model: a transformers model, a folder or a hub name.
-        device: where it is to compute; a model that was given must be there.
-        generate: whether it is to generate.
+        device: to compute on; a model that is passed in must already be there.
+        generate: whether the model must be able to generate.
 
     Raises:
-        TypeError: it is none, ranks share it in a way that cannot be followed, or it cannot generate.
-        ValueError: it is elsewhere.
+        TypeError: it is not a transformers model, ranks share it in an unsupported way, or it cannot generate.
+        ValueError: it is on another device.
     """
     if isinstance(model, str | os.PathLike):
         from transformers import AutoModelForCausalLM
@@ -130,13 +130,13 @@ def tokenizer_of(tokenizer: Any, model: Any, loaded: Any, input_mode: str) -> An
     """Return the tokenizer: as given, by its name, or the model's.
 
     Args:
-        tokenizer: what was given.
-        model: what was given as the model; a folder or a name has a tokenizer beside it.
-        loaded: the model.
+        tokenizer: the argument.
+        model: the model argument; a folder or a name has a tokenizer beside it.
+        loaded: the loaded model.
         input_mode: tokens need none.
 
     Raises:
-        ValueError: there is none, and text is to be read.
+        ValueError: there is none, but the input is text.
     """
     if isinstance(tokenizer, str | os.PathLike):
         from transformers import AutoTokenizer
@@ -154,13 +154,13 @@ def tokenizer_of(tokenizer: Any, model: Any, loaded: Any, input_mode: str) -> An
 
 
 def pad_of(tokenizer: Any) -> int | None:
-    """Return the id that a tokenizer pads with; that of the end of an answer, if it has none for pads."""
+    """Return the id of a tokenizer's padding token; the end-of-sequence id, if it has none."""
     pad = getattr(tokenizer, "pad_token_id", None)
     return getattr(tokenizer, "eos_token_id", None) if pad is None else pad
 
 
 def replay_of(arguments: dict[str, Any], model: nn.Module) -> str:
-    """Return which experts a scorer follows: as told, else the engine's, where tokens of a model with routers are read.
+    """Return which experts a scorer follows: as passed, else the engine's, if it reads tokens of a model with routers.
 
     Whether a model has routers is read from its config.
     """
@@ -171,10 +171,10 @@ def replay_of(arguments: dict[str, Any], model: nn.Module) -> str:
 
 
 def recorder_of(arguments: dict[str, Any], model: nn.Module) -> RouterReplay | None:
-    """Return what records the experts of an answer; ``None`` if no routes are written.
+    """Return the ``RouterReplay`` that records the experts of an answer; ``None`` if no routes are written.
 
     Raises:
-        ValueError: routes are wanted of a dense model.
+        ValueError: routes are requested from a dense model.
         UnsupportedRouterError: the model's routers cannot be recorded.
     """
     wanted = arguments["return_routed_experts"]

@@ -1,8 +1,7 @@
-"""Answers sampled by a transformers model itself: tokens, what each was drawn from, and the experts on the way.
+"""Answers sampled by a transformers model itself: tokens, the distribution of each, and the recorded experts.
 
-``model.generate`` does the work. Two lists of its own are replaced by lists that look on: that of the logits
-processors, whose last word is the distribution of a token, and that of the stopping criteria. Routes are recorded
-forward pass by forward pass.
+``model.generate`` does the work. Two of its lists are replaced by observing ones: the logits processors, whose output
+is the distribution of a token, and the stopping criteria. Routes are recorded in every forward pass.
 
 Letters: B prompts, n answers to each, N = B * n, P tokens of a prompt, G of an answer, V vocabulary, L decoder layers,
 K experts per token.
@@ -37,7 +36,7 @@ from torchrl_moe.modules.replay.router_replay import RouterReplay, evaluating
 __all__ = ["generate_answers"]
 
 _LOCKS: WeakKeyDictionary[nn.Module, threading.Lock] = WeakKeyDictionary()
-"""A model has one generation at a time: steps of two would be recorded as one's."""
+"""A model runs one generation at a time: otherwise the steps of two would be recorded together."""
 
 
 def generate_answers(
@@ -53,29 +52,29 @@ def generate_answers(
     """Sample ``samples`` answers to each prompt, in eval mode and without gradients.
 
     Args:
-        model: a transformers model for causal language modelling, with whatever wraps it.
+        model: a transformers causal language model, including its wrappers.
         prompts: token ids.
-        config: how to sample; its ``pad_token_id`` is set, and ``num_return_sequences`` will be.
+        config: of sampling; ``pad_token_id`` must be set, and ``num_return_sequences`` is set here.
         samples: n.
-        log_probs: whether to return log-probs, of the distributions that were sampled from.
+        log_probs: whether to return log-probs under the distributions that were sampled from.
         replay: records the experts; ``None`` for none.
         tokenizer: finds ``stop_strings``.
 
     Returns:
-        One completion per prompt, with n outputs; ``kept`` names the words that each token was drawn from, where some
-        were left out. ``routed_experts`` is int16 ``[P + G - 1, L, K]``, a row for each token that was fed, -1 where a
-        layer has no router. Weight versions are -1: nobody counts them here.
+        One completion per prompt, with n outputs; ``kept`` holds the words that each token was sampled from, if any
+        were excluded. ``routed_experts`` is int16 ``[P + G - 1, L, K]``, a row for each token that was fed to the
+        model, -1 where a layer has no router. Weight versions are -1, because they are not counted here.
 
     Raises:
         ValueError: a prompt without tokens, ``stop_strings`` without a tokenizer, several greedy answers to one
-            prompt, or log-probs of logits that were changed on the way, by a penalty say: no trainer can compute those.
+            prompt, or log-probs of changed logits, for example by a penalty, which no trainer can compute.
     """
     config.num_return_sequences = samples
     for i, ids in enumerate(prompts):
         if not len(ids):
             raise ValueError(f"the prompt of sample {i} has no tokens: there is nothing to continue from")
     if samples > 1 and not config.do_sample:
-        raise ValueError(f"{samples} answers to a prompt, and greedy: they would be one. Pass do_sample=True")
+        raise ValueError(f"{samples} greedy answers to a prompt would be identical. Pass do_sample=True")
     device = computing_device(model)
     rows = [torch.tensor(ids) for ids in prompts]
     inputs = pad_left(rows, int(config.pad_token_id or 0)).to(device)
@@ -84,7 +83,7 @@ def generate_answers(
     if config.stop_strings:
         if tokenizer is None:
             raise ValueError(f"stop_sequences={config.stop_strings!r} are found by a tokenizer: pass tokenizer=")
-        # generate() loses its tokenizer where its loop is replaced (5.23)
+        # generate() drops its tokenizer if its loop is replaced (5.23)
         ends.append(StopStringCriteria(tokenizer, config.stop_strings))
         config.stop_strings = None
     draws = _Draws(config, len(prompts) * samples, log_probs)
@@ -117,7 +116,7 @@ def generate_answers(
 
 
 class _Draws:
-    """What ``N`` answers were drawn from, step by step."""
+    """The distributions that ``N`` answers were sampled from, step by step."""
 
     def __init__(self, config: GenerationConfig, rows: int, log_probs: bool) -> None:
         self.config = config
@@ -132,7 +131,7 @@ class _Draws:
         self._drawn_from: Tensor | None = None
 
     def run(self, model: Any, input_ids: Tensor, **kwargs: Any) -> Any:
-        """Run transformers' loop with lists that look on, in the place of its own."""
+        """Run transformers' loop with the observing lists."""
         self.width = input_ids.shape[1]
         self.most = (kwargs["stopping_criteria"].max_length or math.inf) - self.width
         kwargs["logits_processor"] = _Processors(kwargs["logits_processor"], self)
@@ -140,23 +139,23 @@ class _Draws:
         return _compat_generation.sample_by(model, input_ids, **kwargs)
 
     def note(self, input_ids: Tensor, logits: Tensor, processed: Tensor) -> None:
-        """Take note of what the next token of each answer is drawn from; ``[N, V]`` both."""
+        """Record the distribution of the next token of each answer; both are ``[N, V]``."""
         self.settle(input_ids)
         kept = processed > float("-inf")
         if self.wants_log_probs:
-            moved = processed - logits / self.temperature  # all of a row alike changes nothing
+            moved = processed - logits / self.temperature  # a constant shift of a row changes nothing
             most, least = (moved.masked_fill(~kept, value) for value in (float("-inf"), float("inf")))
             if float((most.amax(-1) - least.amin(-1)).max()) > 1e-4 * max(1.0, float(logits.abs().max())):
                 raise ValueError(
                     f"{', '.join(changes_of(self.config)) or 'a logits processor'} changes logits, and log-probs with "
-                    "them, in a way that a trainer does not replay: set it off in generate_kwargs (it may come from "
+                    "them, in a way that a trainer does not replay: switch it off in generate_kwargs (it may come from "
                     "the model's generation_config), or pass return_log_probs=False"
                 )
             self._drawn_from = processed.log_softmax(-1)
         self.kept.append(None if bool(kept.all()) else name_kept(processed, [len(self.kept)] * len(processed)))
 
     def settle(self, input_ids: Tensor) -> None:
-        """Take the log-probs of the tokens that were drawn last, if they are still among ``input_ids``."""
+        """Record the log-probs of the tokens that were sampled last, if they are still in ``input_ids``."""
         column = self.width + len(self.log_probs)
         if self._drawn_from is not None and column < input_ids.shape[1]:
             chosen = input_ids[:, column, None]
@@ -164,13 +163,13 @@ class _Draws:
         self._drawn_from = None
 
     def close(self, sequences: Tensor) -> None:
-        """Take what is left to take, when the loop has ended."""
+        """Record the last step, when the loop has ended."""
         self.settle(sequences)
         if self.wants_log_probs:
             self.values = torch.stack(self.log_probs, 1)
 
     def end(self, input_ids: Tensor, ended: Tensor) -> None:
-        """Take note of the answers that end with the last token, bool ``[N]``; the rest of their rows are pads."""
+        """Record which answers end with the last token, bool ``[N]``; the rest of their rows is padding."""
         first = ended.cpu() & (self.lengths == 0)
         self.lengths[first] = input_ids.shape[1] - self.width
 
@@ -178,7 +177,7 @@ class _Draws:
         """Return one answer.
 
         Args:
-            index: among the answers to its prompt.
+            index: of the answer among those to its prompt.
             row: of ``sequences`` ``[N, T]``, and of ``routes`` ``[N, T - 1, L, K]``.
             sequences: prompts, padded on the left, and answers.
             prompt: P.
@@ -206,7 +205,7 @@ class _Draws:
 
 
 class _Processors(LogitsProcessorList):
-    """Logits processors, and who looks on."""
+    """Logits processors, followed by the observer."""
 
     def __init__(self, processors: LogitsProcessorList, draws: _Draws) -> None:
         super().__init__(processors)
@@ -219,7 +218,7 @@ class _Processors(LogitsProcessorList):
 
 
 class _Criteria(StoppingCriteriaList):
-    """Stopping criteria, and who looks on."""
+    """Stopping criteria, followed by the observer."""
 
     def __init__(self, criteria: StoppingCriteriaList, draws: _Draws) -> None:
         super().__init__(criteria)
@@ -260,7 +259,7 @@ def _recorded(model: Any, replay: RouterReplay) -> Iterator[list[Recording]]:
 
 
 def _joined(steps: Sequence[Recording]) -> Tensor:
-    """Return int16 ``[N, T, L, K]``, a row for each token as it was fed first: without a cache, all come again."""
+    """Return int16 ``[N, T, L, K]``, a row for each token when it was first fed: without a cache, all are fed again."""
     parts: list[Tensor] = []
     count = 0
     for step in steps:

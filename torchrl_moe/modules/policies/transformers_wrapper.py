@@ -1,4 +1,4 @@
-"""``TransformersWrapper``: a stock transformers model that scores rollouts by the recorded experts, or generates.
+"""``TransformersWrapper``: a stock transformers model that scores rollouts with the recorded experts, or generates.
 
 Name, arguments and keys are TorchRL's. Scores are computed in ``scoring_wrapper``, answers in
 ``transformers_generation``; prompts are read in ``prompt_reading``, text to be scored in ``text_scoring``.
@@ -50,9 +50,9 @@ class TransformersWrapper(ScoringWrapper):
             name.
         input_mode: kind of input: ``"history"``, ``"text"`` or ``"tokens"``. Default: ``"tokens"``, whose routes are
             known; ``"history"`` with a chat template or ``generate=True``.
-        input_key: where to read it; default ``(input_mode, "prompt")``, ``(input_mode, "full")`` to score.
-        attention_mask_key: of tokens, where there is no ``(masks_key, "all_attention_mask")``. In a dense batch with
-            neither, the tokenizer's pad tokens at both ends of a row are pads.
+        input_key: where to read it; default: ``(input_mode, "prompt")``, or ``(input_mode, "full")`` to score.
+        attention_mask_key: mask of tokens, if there is no ``(masks_key, "all_attention_mask")``. In a dense batch with
+            neither, the tokenizer's pad tokens at both ends of a row are padding.
         generate: whether to generate; default: True for chats and text, False for tokens.
         generate_kwargs: TorchRL's common names (``max_new_tokens``, ``temperature``, ...) or fields of a
             ``GenerationConfig``. Other settings come from the model's own ``generation_config``.
@@ -66,8 +66,10 @@ class TransformersWrapper(ScoringWrapper):
         num_samples: answers per prompt; the output then has batch size ``[B, n]``.
         chat_template_name: one of TorchRL's templates. Without one the tokenizer's own comes first.
         chat_template: a template of your own.
-        return_log_probs: whether answers have log-probs (default: True). history_key, text_key, tokens_key, masks_key,
-        log_probs_key, routed_experts_key: where to read and write. batching, min_batch_size, max_batch_size,
+        return_log_probs: whether answers have log-probs (default: True).
+        history_key, text_key, tokens_key, masks_key,
+        log_probs_key, routed_experts_key: where to read and write.
+        batching, min_batch_size, max_batch_size,
             batching_timeout: join calls of several threads in one forward pass, see
             :func:`~torchrl_moe.modules.policies.batching.batched`.
         prefer_tokens: as in :class:`vLLMWrapper`.
@@ -170,7 +172,7 @@ class TransformersWrapper(ScoringWrapper):
         self._arguments = {**arguments, **shared}
 
     def _set_samples(self, num_samples: int | None, inplace: Literal["empty"] | bool | None) -> None:
-        """Set how many answers a prompt gets, and where they go."""
+        """Set the number of answers per prompt, and where they are written."""
         said = self.settings.samples
         if num_samples is not None and "num_return_sequences" in self.settings.named and num_samples != said:
             raise ValueError(f"num_samples={num_samples} differs from generate_kwargs['num_return_sequences']={said}")
@@ -180,7 +182,7 @@ class TransformersWrapper(ScoringWrapper):
         self.inplace = (self.num_samples is None) if inplace is None else inplace
 
     def _set_keys(self) -> None:
-        """Set all keys, and what is read and written."""
+        """Set all keys, and which entries are read and written."""
         given = self._arguments
         for name in (*KEYS, "attention_mask_key", "prefer_tokens"):
             setattr(self, name, given[name])
@@ -220,7 +222,7 @@ class TransformersWrapper(ScoringWrapper):
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes; its parameters may be elsewhere."""
+        """The device that the model computes on; its parameters may be on another."""
         return computing_device(self.model)
 
     def get_new_version(self, **kwargs: Any) -> TransformersWrapper:
@@ -250,7 +252,7 @@ class TransformersWrapper(ScoringWrapper):
         Args:
             model: a model, a folder or a hub name; default: a copy of the current model. It is frozen.
             replay: whether it follows the same experts as this wrapper (the engine's, or under R2 those that this
-                wrapper has recorded) instead of choosing its own. It records none.
+                wrapper has recorded) instead of choosing its own. It never records any.
 
         Raises:
             ValueError: ``replay`` of a wrapper that does not replay, or this wrapper's own model.

@@ -1,9 +1,9 @@
-"""A trainer's weights under checkpoint names: experts one by one, as vLLM and the hub have them.
+"""A trainer's weights under checkpoint names: one tensor per expert, as vLLM and the hub have them.
 
 transformers keeps the experts of a layer in one stacked tensor; checkpoints have one tensor per expert. The conversion
-is transformers' own, run backwards, the same as ``save_pretrained`` uses. It is run once, on tensors that number their
-own elements: the result says where in its stacked tensor each checkpoint tensor lies. From then on these are views. The
-few that are no slice (interleaved, or permuted in parts) are converted each time.
+is transformers' own reverse conversion, which ``save_pretrained`` uses. It runs once, on tensors whose elements are
+their own indices: the result shows where in its stacked tensor each checkpoint tensor lies. From then on these are
+views. The few that are not slices (interleaved, or permuted in parts) are converted each time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TensorKind = tuple[torch.dtype, torch.Size]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Where a checkpoint tensor lies in a tensor of the model's state dict, which is contiguous."""
+    """The position of a checkpoint tensor in a contiguous tensor of the model's state dict."""
 
     name: str
     key: str
@@ -35,19 +35,19 @@ class Slice:
     offset: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the view of it."""
+        """Return its view."""
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
 
 
 class ModelWeights:
     """A transformers model's weights and persistent buffers, as ``save_pretrained`` would write them, but live.
 
-    Sharded tensors (FSDP2) are gathered one at a time, in a narrower dtype if that is asked for; LoRA adapters are
-    added to their weights one at a time.
+    Sharded tensors (FSDP2) are gathered one at a time, in a narrower dtype if requested; LoRA adapters are added to
+    their weights one at a time.
 
     Args:
         model: it may be compiled, or wrapped by peft.
-        also: names that are wanted beside: those that the model ties to others, and so would write once.
+        also: further names to give: tied weights, which the model would otherwise write only once.
 
     Attributes:
         kinds: checkpoint name -> (dtype, shape).
@@ -64,9 +64,9 @@ class ModelWeights:
         kept = _untied(state, self._base)
         self._twins = _twins(state, kept)
         ties = [name for name in also if name in self._twins]
-        self._slices: dict[str, list[Slice]] = {}  # by the key that they are cut from
+        self._slices: dict[str, list[Slice]] = {}  # by the key that they are slices of
         layout = _layout(self._base, kept)
-        # tied names are cut from what is kept: so all ranks gather alike, whichever of them asks for more names
+        # tied names are slices of the kept one, so all ranks gather the same tensors, whichever asks for more names
         for piece in (*layout.slices, *(_whole_slice(name, self._twins[name], state[name]) for name in ties)):
             self._slices.setdefault(piece.key, []).append(piece)
         self._converted = layout.converted
@@ -80,7 +80,7 @@ class ModelWeights:
         self._check_adapters()
 
     def _check_adapters(self) -> None:
-        """Check that no adapter's sum is left out, nor given to a weight that is another's and has none."""
+        """Check that no adapter's sum is lost, nor added to a tied weight that has no adapter."""
         mergeable = self.keys.difference(self._twins.values())
         for key in self._lora.in_use() if self._lora is not None else ():
             if key not in mergeable:
@@ -93,18 +93,18 @@ class ModelWeights:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether other ranks hold parts of it, so that all must read it together."""
+        """Whether other ranks hold parts of the model, so that all must read it together."""
         return any(hasattr(tensor, "full_tensor") for tensor in self._state().values())
 
     def changes(self) -> int:
-        """Count of in-place changes so far: another count means that somebody wrote into the weights."""
+        """Number of in-place changes so far: a different number means that the weights were written to."""
         return sum(tensor._version for tensor in self._base.state_dict().values())
 
     def gathered_in(self, kinds: Mapping[str, TensorKind]) -> list[torch.dtype | None]:
-        """Return the dtype of each tensor that is read, in order, where all that is cut from it is written in one.
+        """Return, in order, the dtype in which each tensor is read, if all of its slices are written in one dtype.
 
-        To cast a part and gather it is to gather it and cast the whole, bit for bit. ``None`` stands for a tensor's own
-        dtype; so it does for those that are converted, not cut.
+        Casting parts and gathering them equals gathering and casting the whole, bit for bit. ``None`` stands for a
+        tensor's own dtype, which is also used for tensors that are converted instead of sliced.
 
         Args:
             kinds: checkpoint name -> (dtype, shape) of what is written.
@@ -115,15 +115,15 @@ class ModelWeights:
     def tensors(
         self, state: Mapping[str, Tensor] | None = None, dtypes: Sequence[torch.dtype | None] = ()
     ) -> Iterator[tuple[str, Tensor]]:
-        """Give name and tensor, layer by layer, in the order of ``kinds``. Treat them as read-only.
+        """Yield name and tensor, layer by layer, in the order of ``kinds``. Treat the tensors as read-only.
 
         Args:
             state: tensors under the model's own names to take instead of its own.
-            dtypes: what :meth:`gathered_in` returned: parts of sharded tensors are cast to these before they are sent,
-                but for those with an adapter, whose sum is rounded once.
+            dtypes: from :meth:`gathered_in`: parts of sharded tensors are cast to these before they are sent, except
+                for those with an adapter, whose sum is rounded once.
 
         Raises:
-            TypeError: an adapter has become active that cannot be merged.
+            TypeError: an adapter that cannot be merged has become active.
         """
         own = state is None
         if own:
@@ -166,7 +166,7 @@ class ModelWeights:
 
     @property
     def keys(self) -> set[str]:
-        """The model's own names of what is sent."""
+        """The model's own names of the tensors that are sent."""
         return set(self._slices).union(*self._converted)
 
 
@@ -188,7 +188,7 @@ def model_metadata(model: nn.Module) -> dict[str, TensorKind]:
 
 
 def _untied(state: Mapping[str, Tensor], base: nn.Module) -> dict[str, Tensor]:
-    """Return a state dict without the names that are another's, as the model's own files have it."""
+    """Return a state dict without tied names, as in the model's own files."""
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     local = {name: tensor.to_local() if hasattr(tensor, "to_local") else tensor for name, tensor in state.items()}
@@ -197,14 +197,14 @@ def _untied(state: Mapping[str, Tensor], base: nn.Module) -> dict[str, Tensor]:
 
 
 def _twins(state: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return tied name -> the name that is kept, of the parameters themselves."""
+    """Return tied parameter name -> the name that is kept."""
     owners = {id(state[name]): name for name in kept}
     return {name: owners[id(tensor)] for name, tensor in state.items() if name not in kept and id(tensor) in owners}
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How a model becomes a checkpoint: slices, groups of keys that are converted together, and what comes of all."""
+    """How a model becomes a checkpoint: slices, groups of keys that are converted together, and the resulting kinds."""
 
     slices: list[Slice]
     converted: list[list[str]]
@@ -212,7 +212,7 @@ class _Layout:
 
 
 def _layout(base: nn.Module, state: Mapping[str, Tensor]) -> _Layout:
-    """Find where each checkpoint tensor lies: what is only renamed first, then the stacked ones, a layer at a time."""
+    """Find the position of each checkpoint tensor: renamed tensors first, then stacked ones, a layer at a time."""
     hollow = {key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in state.items()}
     owners = {id(tensor): key for key, tensor in hollow.items()}
     wanted = _convert(base, dict(hollow))
@@ -224,7 +224,7 @@ def _layout(base: nn.Module, state: Mapping[str, Tensor]) -> _Layout:
             layer = re.match(r".*?\.\d+\.", key)
             layers.setdefault(layer.group() if layer else key, []).append(key)
     names, converted = {piece.name for piece in found}, []
-    first: dict[tuple[Any, ...], tuple[str, dict[str, Slice | None]]] = {}  # of layers that look alike
+    first: dict[tuple[Any, ...], tuple[str, dict[str, Slice | None]]] = {}  # of layers with equal structure
     for prefix, keys in layers.items():
         looks = tuple((key.removeprefix(prefix), state[key].shape) for key in keys)
         known = first.get(looks)
@@ -259,7 +259,7 @@ def _whole_slice(name: str, key: str, tensor: Tensor) -> Slice:
 
 
 def _moved(places_of: str, places: Mapping[str, Slice | None], prefix: str) -> dict[str, Slice | None]:
-    """Return one layer's places as those of another that looks the same."""
+    """Return one layer's positions, derived from those of a layer with the same structure."""
     old, new = (re.sub(r".*\.(\d+)\.", r".\1.", name) for name in (places_of, prefix))
     moved: dict[str, Slice | None] = {}
     for name, place in places.items():
@@ -269,7 +269,7 @@ def _moved(places_of: str, places: Mapping[str, Slice | None], prefix: str) -> d
 
 
 def _numbered(base: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, Slice | None]:
-    """Convert tensors whose elements are their own numbers, and read the places off the result."""
+    """Convert tensors whose elements are their own indices, and read the positions from the result."""
     starts, numbered, start = {}, {}, 0
     dtype = torch.int32 if sum(shape.numel() for shape in shapes.values()) < 1 << 31 else torch.int64
     for key, shape in shapes.items():

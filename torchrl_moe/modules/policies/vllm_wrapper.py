@@ -56,7 +56,7 @@ class vLLMWrapper(EngineWrapper):
         tokenizer: default: the engine's own; a string is loaded by name.
         input_mode: kind of input: ``"history"``, ``"text"`` or ``"tokens"``.
         input_key: where to read it; default ``(input_mode, "prompt")``, and ``(input_mode, "full")`` to score.
-        attention_mask_key: of padded tokens, if there is one.
+        attention_mask_key: mask of padded tokens, if there is one.
         generate: False: do not generate, but write the log-probs of everything in ``input_key`` under the engine's
             current weights, with its tokens and masks; sampling settings are then ignored.
         generate_kwargs: TorchRL's common names (``max_new_tokens``, ``temperature``, ...) or vLLM's own; also
@@ -84,7 +84,7 @@ class vLLMWrapper(EngineWrapper):
         use_tqdm: whether to show a progress bar.
         replay: with ``generate=False``: whether tokens follow recorded experts: ``"R3"`` or ``"none"``. Default:
             ``"R3"`` if the engine captures routes; text and chats never follow any.
-        temperature: with ``generate=False``: at which tokens are scored; default: each sample's own.
+        temperature: with ``generate=False``: the temperature at which tokens are scored; default: each sample's own.
 
     Every key of the README's table is written in every input mode; ``B`` sequences of unequal length are a lazy stack.
     ``out_keys`` are TorchRL's keys, in its order; ``extra_keys`` are ours. Code that copies only ``out_keys``, such as
@@ -160,7 +160,7 @@ class vLLMWrapper(EngineWrapper):
         self._set_keys(arguments, has_versions=self.engine is model)
 
     def _set_samples(self, num_samples: int | None, inplace: Literal["empty"] | bool | None) -> None:
-        """Set how many answers a prompt gets, and where they go."""
+        """Set the number of answers per prompt, and where they are written."""
         asked = num_samples or self.sampling_params.get("n", 1)
         self.num_samples = num_samples or (asked if asked > 1 and self.generate else None)
         self.inplace = (self.num_samples is None) if inplace is None else inplace
@@ -170,7 +170,7 @@ class vLLMWrapper(EngineWrapper):
     def get_new_version(self, **kwargs: Any) -> vLLMWrapper:
         """Return a wrapper of the same engine with some arguments changed and all others kept.
 
-        Where ``generate`` or ``input_mode`` change, ``input_key`` is the new default; where ``generate`` changes, so
+        If ``generate`` or ``input_mode`` changes, ``input_key`` is reset to its default; if ``generate`` changes, so
         are the arguments that only the other kind of wrapper has.
         """
         return type(self)(**changed_arguments(self._arguments, kwargs))

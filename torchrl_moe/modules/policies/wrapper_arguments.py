@@ -1,4 +1,4 @@
-"""What :class:`~torchrl_moe.modules.vLLMWrapper` makes of its constructor's arguments, and what it refuses of them."""
+"""How :class:`~torchrl_moe.modules.vLLMWrapper` reads its constructor's arguments, and which it refuses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def refuse(arguments: dict[str, Any]) -> None:
     if not arguments["generate"]:
         _refuse_to_score(arguments)
     elif given := sorted(name for name in ("replay", "temperature") if arguments[name] is not None):
-        raise ValueError(f"{given[0]} is of scoring, generate=False; a generating wrapper samples by generate_kwargs")
+        raise ValueError(f"{given[0]} is for scoring, generate=False; generate_kwargs set how a wrapper samples")
     if arguments["input_mode"] not in INPUT_MODES:
         raise ValueError(f"input_mode must be one of {INPUT_MODES}, got {arguments['input_mode']!r}")
     if arguments["pad_model_input"] is not None:
@@ -65,16 +65,16 @@ def _refuse_to_score(arguments: dict[str, Any]) -> None:
         raise ValueError(f"temperature must be positive, got {arguments['temperature']}")
     for name in OF_GENERATING:
         if arguments[name] is not None:
-            raise ValueError(f"{name}={arguments[name]!r} is of generating: leave it out with generate=False")
+            raise ValueError(f"{name}={arguments[name]!r} is for generation: leave it out with generate=False")
 
 
 def changed_arguments(arguments: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a new version.
 
     Args:
-        arguments: of the wrapper there is.
-        changes: of the new one. Where they change what is read, or that it is generated, arguments that go with that
-            have their defaults again, unless they are changed too.
+        arguments: of the existing wrapper.
+        changes: for the new one. If they change the input or whether it generates, related arguments are
+            reset to their defaults, unless they are changed too.
 
     Raises:
         TypeError: an unknown argument.
@@ -90,15 +90,15 @@ def changed_arguments(arguments: Mapping[str, Any], changes: Mapping[str, Any]) 
 
 
 def scorer_of(engine: Engine, arguments: dict[str, Any], asked: dict[str, Any]) -> EngineScorer | None:
-    """Return what scores in place of generating; ``None`` if the wrapper generates.
+    """Return the scorer; ``None`` if the wrapper generates.
 
     Args:
-        engine: what scores.
+        engine: that scores.
         arguments: the wrapper's.
-        asked: those of the engine's ``generate`` among them.
+        asked: those among them that are for the engine's ``generate``.
 
     Raises:
-        ValueError: a ``vllm.LLM`` is to follow recorded experts.
+        ValueError: a ``vllm.LLM`` would have to follow recorded experts.
     """
     if arguments["generate"]:
         return None
@@ -122,7 +122,7 @@ def scorer_of(engine: Engine, arguments: dict[str, Any], asked: dict[str, Any]) 
 
 
 def split_arguments(generate_kwargs: dict[str, Any] | None, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the engine's arguments, those among the ``generate_kwargs`` too, and what these say of sampling."""
+    """Return the engine's arguments, including those in ``generate_kwargs``, and the remaining sampling settings."""
     given, sampling = engine_arguments_of(generate_kwargs)
     if twice := sorted(name for name in given if arguments.get(name) is not None):
         raise ValueError(f"{', '.join(twice)}: given twice, also in generate_kwargs. Leave it out of one.")
@@ -132,15 +132,15 @@ def split_arguments(generate_kwargs: dict[str, Any] | None, **arguments: Any) ->
 def sampling_parameters_of(
     generate_kwargs: dict[str, Any], num_samples: int | None, log_probs: bool
 ) -> SamplingParameters:
-    """Return what a wrapper samples with.
+    """Return a wrapper's sampling parameters.
 
     Args:
-        generate_kwargs: what the caller says of it.
+        generate_kwargs: the caller's settings.
         num_samples: answers per prompt.
-        log_probs: whether they are wanted.
+        log_probs: whether to return them.
 
     Raises:
-        ValueError: another number of answers in ``generate_kwargs``, or what these may not say.
+        ValueError: another number of answers in ``generate_kwargs``, or an invalid setting.
     """
     params = sampling_params_of(generate_kwargs)
     if num_samples is not None and params.setdefault("n", num_samples) != num_samples:
@@ -153,14 +153,14 @@ def sampling_parameters_of(
 
 
 def model_of(model: Any) -> Any:
-    """Return the model; where a folder or a name was given, an :class:`AsyncVLLM` that was started for it."""
+    """Return the model; for a folder or a name, start an :class:`AsyncVLLM`."""
     if isinstance(model, str | os.PathLike):
         return AsyncVLLM.from_pretrained(model)
     return model
 
 
 def engine_of(model: Any) -> Engine:
-    """Return what answers for a model."""
+    """Return the engine interface of a model."""
     if isinstance(model, GenerationService):
         return model
     if is_llm(model):
@@ -183,7 +183,7 @@ def tokenizer_of(tokenizer: Any, engine: Engine) -> Any:
 
 
 def keeps_routes(wanted: bool | None, engine: Engine) -> bool:
-    """Whether routes are written: as wanted, else if the engine captures them."""
+    """Whether routes are written: as passed; by default if the engine captures them."""
     captured = engine.routing_layout is not None
     if wanted and not captured:
         raise ValueError(

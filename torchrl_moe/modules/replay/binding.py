@@ -1,4 +1,4 @@
-"""What one forward pass does with its routes. Bound per call, captured by checkpointed layers, never consumed.
+"""The routes of one forward pass: bound per call, captured by checkpointed layers, never consumed.
 
 Letters: B sequences, T tokens, N = B * T rows, L decoder layers, K experts per token, E experts.
 """
@@ -74,14 +74,14 @@ class Binding:
         layers: decoder layers with a router, as global indices.
         recording: filled with the experts that the routers use: their own choice, or in a replay the routes where
             known.
-        routes: ``[N, L, K]`` of a signed integer type, memory that nothing else writes; ``None`` in a recording.
-        shape: ``(B, T)`` of the batch that the routes are laid out for.
+        routes: ``[N, L, K]`` of a signed integer type, in memory that nothing else writes to; ``None`` in a recording.
+        shape: ``(B, T)`` of the routes' batch.
         known: ``[N, L]`` bool, rows that are replayed.
         replayed: number of replayed rows, by layer ``[L]``.
         complete: whether all rows are replayed, by layer. Such a layer needs no ``topk`` at all. (A compiled graph
             depends on this, and not on a count.)
-        live: for each other layer the rows that are not replayed, int64 ``[M]``; only these are ranked. Every rollout
-            has some, because an engine knows no experts of a sequence's last token.
+        live: for each other layer the rows that are not replayed, int64 ``[M]``; ``topk`` runs only on these. Every
+            rollout has some, because an engine knows no experts for a sequence's last token.
         refused: samples that run on the live router because their routes were bad.
         refused_rows: number of their rows.
         measure: also run each router on its own, and count the rows where it agrees as a set.
@@ -145,7 +145,7 @@ class Binding:
         """Store ``(B, T)`` of the hidden states, or compare it with that of the routes.
 
         Raises:
-            ReplayError: the routes are laid out for another batch, which may have as many rows.
+            ReplayError: the routes belong to another batch, even if it has as many rows.
         """
         if self.recording is not None:
             self.recording.shape = shape
@@ -185,7 +185,7 @@ class Binding:
         """Put the router's own choice into the rows of ``given`` ``[N, *]`` that are not replayed."""
         if self.complete[layer]:
             return given
-        if torch.compiler.is_compiling():  # where a number of rows would be a part of the graph
+        if torch.compiler.is_compiling():  # where the number of rows would become part of the graph
             assert self.known is not None
             ours = own(None).indices
             return torch.where(

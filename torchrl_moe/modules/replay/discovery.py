@@ -1,7 +1,8 @@
 """Finding the routers of a model by running it once: a router is the module whose own code ranks the experts.
 
 There is no table of families: the modules of a small forward pass are observed, and every ``topk`` is attributed to the
-    innermost running module. New architectures and remote code are found the same way, or refused with their name.
+    innermost running module. Routers of new architectures and of remote code are found in the same way, or refused by
+    name.
 
 Letters: N rows of a batch, E experts, K experts per row.
 """
@@ -44,7 +45,7 @@ REFUSED = {
     "ZayaRouter": "it may choose to skip, which no expert id expresses",
     "DogeCDMoE": "product keys: its topk ranks places in a table, not experts",
 }
-# Routers that choose nothing: experts are fixed by the token. Their layers have experts, and no routes.
+# Routers that choose nothing, because the token determines the experts. Their layers have experts, but no routes.
 FIXED = {"DeepseekV4HashRouter"}
 
 
@@ -94,7 +95,7 @@ def dry_inputs(model: nn.Module) -> dict[str, Tensor]:
     """Return the inputs of a small forward pass, on the device on which the model runs."""
     device = computing_device(model)
     counts = expert_counts(getattr(model, "config", None))
-    # no number of experts, so that scores over tokens are not taken for scores over experts
+    # a length that is no number of experts, so that scores over tokens are not mistaken for scores over experts
     length = next(length for length in range(DRY_TOKENS, DRY_TOKENS + len(counts) + 1) if length not in counts)
     ids = torch.arange(1, length + 1, device=device).unsqueeze(0)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -102,7 +103,7 @@ def dry_inputs(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def _running(model: nn.Module, stack: list[str]) -> Iterator[None]:
-    """Keep the names of the modules that run, innermost last."""
+    """Track the names of the running modules, innermost last."""
     handles = []
     for name, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(lambda *_, name=name: stack.append(name)))
@@ -120,7 +121,7 @@ def _pop(stack: list[str]) -> None:
 
 @contextmanager
 def arriving(model: nn.Module) -> Iterator[dict[int, list[Tensor]]]:
-    """Keep the tensors that each layer's experts are called with."""
+    """Collect the tensors that each layer's experts are called with."""
     arrived: dict[int, list[Tensor]] = {}
 
     def keep(layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -197,7 +198,7 @@ def _site(layer: int, router: _Ranking, tracer: ScoreTracer) -> RouterSite:
 
 
 def _check_kind(model: nn.Module, counts: set[int]) -> None:
-    """Refuse a model that is known, before it runs, not to support replay."""
+    """Refuse a model that is known not to support replay, before it runs."""
     kind = type(model).__name__
     if not counts:
         raise UnsupportedRouterError(
@@ -229,7 +230,7 @@ def _check_all_found(model: nn.Module, routers: dict[int, _Ranking]) -> None:
 
 
 def _ids(arrived: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-    """Return what may be ids ``[N, K]``; none where the experts are not called with ids."""
+    """Return the tensors that may be ids ``[N, K]``; none if the experts are not called with ids."""
     same = [x for x in arrived if x.dtype == torch.long and x.numel() == like.numel()]
     return [x.reshape(like.shape).to(like.device) for x in same]
 
@@ -240,7 +241,7 @@ def _rewritten(router: nn.Module) -> bool:
 
 
 def _check_arrived(model: nn.Module, routers: dict[int, _Ranking], arrived: dict[int, list[Tensor]]) -> None:
-    """Refuse a model whose experts are called with other ids than ``topk`` chose, where ids can be seen at all."""
+    """Refuse a model whose experts are called with ids other than ``topk`` chose, if ids are visible at all."""
     for layer, router in routers.items():
         ids = _ids(arrived.get(layer, ()), router.chosen)
         module = model.get_submodule(router.name)
@@ -254,15 +255,15 @@ def _check_arrived(model: nn.Module, routers: dict[int, _Ranking], arrived: dict
 def check_replayed(
     model: nn.Module, sites: Sequence[RouterSite], arrived: dict[int, list[Tensor]], routes: Tensor
 ) -> None:
-    """Check what reached the experts in a replay, where that can be seen at all: in any order, the ids that were given.
+    """Check, if it is visible, that the replayed ids reached the experts in a replay, in any order.
 
-    And each with a weight: a router that masks experts, in a way that is not known here, gives 0 or NaN to a replayed
+    Each must have a nonzero, finite weight: a router that masks experts in an unknown way gives 0 or NaN to a replayed
     expert that it would not have chosen.
 
     Args:
         model: the model that ran.
         sites: its routers.
-        arrived: what :func:`arriving` kept.
+        arrived: what :func:`arriving` collected.
         routes: ``[N, L, K]``, what was replayed.
 
     Raises:

@@ -82,7 +82,7 @@ class _RouterHandle(_Handle):
 
 
 class _LayerHandle(_Handle):
-    """On a decoder layer: routers see rows, this sees the batch's ``[B, T]``. Stores the routers' original jitter."""
+    """On a decoder layer: it sees the batch's ``[B, T]``, routers see rows. Stores the routers' original jitter."""
 
     def __init__(self, module: nn.Module, state: ReplayState, jitter: list[Jitter]) -> None:
         super().__init__(module, state)
@@ -132,7 +132,7 @@ def install(model: nn.Module, sites: Sequence[RouterSite], state: ReplayState) -
 
 
 def uninstall(model: nn.Module) -> None:
-    """Take every handle off again, and put the routers' jitter back."""
+    """Remove every handle, and restore the routers' jitter."""
     for handle in list(_handles(model)):
         if isinstance(handle, _LayerHandle):
             for module, name, value in handle.jitter:
@@ -145,7 +145,7 @@ def uninstall(model: nn.Module) -> None:
 
 
 def _silence_jitter(model: nn.Module) -> list[Jitter]:
-    """Set router jitter to 0, since it moves the scores under the replay; return what to put back."""
+    """Set router jitter to 0, since it would change the scores of a replay; return the values to restore."""
     found = [
         (module, name, value)
         for module in model.modules()

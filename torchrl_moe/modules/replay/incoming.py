@@ -1,7 +1,7 @@
-"""Routes as they come in: laid out as the batch, and checked once, before a forward pass may use them.
+"""Incoming routes: read in the layout of the batch, and checked once, before a forward pass may use them.
 
-Whatever the layout, what is checked is one list of rows, those of the real tokens, sample after sample; so a message
-names the same sample and token for a padded, a packed and a jagged batch.
+In any layout, the rows of the real tokens are checked as one list, sample after sample, so a message names the same
+sample and token for a padded, a packed and a jagged batch.
 
 Letters: B sequences, T tokens, M real tokens of all sequences, N = B * T rows, L decoder layers, K experts per token.
 """
@@ -32,10 +32,10 @@ _ENGINE = "For what an engine returned, RoutedExperts.from_vllm."
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where the tokens of a batch stand in a model's input, which may hold several sequences in a row.
+    """The positions of a batch's tokens in a model's input, which may hold several sequences in a row.
 
     Args:
-        index: int64 ``[B, T]``, the place of each real token in the flat input.
+        index: int64 ``[B, T]``, the position of each real token in the flattened input.
         shape: of the input, ``(R, W)``.
     """
 
@@ -45,13 +45,14 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class _Incoming:
-    """Routes ``[M, L, K]`` of the real tokens, and where they stand in the model's input.
+    """Routes ``[M, L, K]`` of the real tokens, and their positions in the model's input.
 
     Args:
-        rows: nobody else's memory.
+        rows: in memory that nothing else uses.
         lengths: real tokens of each sample.
         shape: of the input, ``(B, T)`` or, packed, ``(R, W)``.
-        places: of the rows in the flat input: bool ``[N]`` or int64 ``[M]``; ``None`` if it holds nothing else.
+        places: positions of the rows in the flattened input: bool ``[N]`` or int64 ``[M]``; ``None`` if it holds
+            nothing else.
     """
 
     rows: Tensor
@@ -105,7 +106,7 @@ def bind_routes(
 
 
 def _read(routes: Any, mask: Tensor | None, tail: tuple[int, int], device: torch.device | None) -> _Incoming:
-    """Check what can be checked without looking at ids, and lay the rows side by side."""
+    """Check everything but the ids, and concatenate the rows."""
     given = _tensor(routes)
     _checks.check_integer("routes", given, signed=True, error=RouteValueError, hint=_ENGINE)
     if given.is_nested:
@@ -123,7 +124,7 @@ def _read(routes: Any, mask: Tensor | None, tail: tuple[int, int], device: torch
 
 
 def _packed(incoming: _Incoming, packing: Packing) -> _Incoming:
-    """Return the same rows, for an input that holds their tokens elsewhere."""
+    """Return the same rows, for an input with other token positions."""
     shape = incoming.shape
     hint = "A place for each token of [B, T]."
     _checks.check_shape("packing.index", packing.index.shape, shape, error=RouteShapeError, hint=hint)
@@ -136,7 +137,7 @@ def _packed(incoming: _Incoming, packing: Packing) -> _Incoming:
 
 
 def _check_places(places: Tensor, shape: tuple[int, int]) -> None:
-    """Check that real tokens stand in the input, each in a place of its own."""
+    """Check that real tokens have positions inside the input, each a different one."""
     ordered = places.sort().values
     wrong = (ordered < 0) | (ordered >= shape[0] * shape[1])
     wrong[1:] |= ordered[1:] == ordered[:-1]
@@ -175,9 +176,9 @@ def _tensor(routes: Any) -> Tensor:
 
 
 def _check_values(incoming: _Incoming, sites: Sequence[RouterSite], on_bad_routes: OnBadRoutes) -> tuple[int, ...]:
-    """Check every id; return the samples refused, whose rows are -1 from then on.
+    """Check every id; return the refused samples, whose rows are set to -1.
 
-    Layers of another E or K are checked apart, and a smaller K leaves trailing -1.
+    Layers with another E or K are checked separately, and a smaller K leaves trailing -1.
     """
     rows, lengths = incoming.rows, incoming.lengths
     names = _checks.RowNames((len(lengths),), lengths)

@@ -1,4 +1,4 @@
-"""The one place where a router's choice is replaced: its own ``topk`` over the experts.
+"""The only place where a router's choice is replaced: its own ``topk`` over the experts.
 
 Inside a router's forward, ``topk`` returns the recorded experts, with values gathered from the scores that the router
 ranks:
@@ -10,10 +10,10 @@ ranks:
               live, with gradient        values: from   indices: the recorded
                                          live scores    experts (a constant)
 
-All code except this ``topk`` (scoring, bias, normalisation, scaling, dtype) is the family's own. So replaying the
+All code except this ``topk`` (scoring, bias, normalisation, scaling, dtype) is the model's own. So replaying the
 router's own choice is bit-equal by construction, and gradients reach the router's weights through the live scores (R3,
 arXiv 2510.11370: the selection is a constant, the weights are not). A TorchFunctionMode does it, active only while the
-router's forward runs, so that no other ``topk`` of the model is touched and no code of a family is copied here.
+router's forward runs, so that no other ``topk`` of the model is affected, and no model code is copied here.
 
 Letters: N rows of a batch, E experts, K experts per row, G groups.
 """
@@ -77,7 +77,7 @@ class TopKInterception(TorchFunctionMode):
         rank: dimensions of the scores. A router of one group of experts first ranks ``[N, 1, E]`` to score that group.
         choose: from scores ``[N, E]`` and the original call to the experts ``[N, K]`` to use.
         groups: from scores ``[N, G]``, the original call and its k to the groups ``[N, *]`` of the experts to use, or
-            ``None`` if the router's own groups hold. Group-limited routers zero the scores outside the groups they
+            ``None`` to keep the router's own groups. Group-limited routers zero the scores outside the groups they
             chose (DeepSeek-V2).
     """
 

@@ -1,6 +1,6 @@
-"""What can be said of a model that several ranks share: where it computes, and whether it can be followed.
+"""Properties of a model that several ranks share: the device it computes on, and whether replay supports it.
 
-Sharded parameters are DTensors, whose mesh names the device and, if its maker named them, the axes.
+Sharded parameters are DTensors, whose mesh names the device and, if it was given names, the axes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def computing_device(model: nn.Module) -> torch.device:
 
 
 def refused_parallelism(model: nn.Module) -> str:
-    """Return what a model's ranks share it by, if they cannot be followed, and why; empty if they can."""
+    """Return the kind of parallelism that replay does not support in a model, and why; empty if there is none."""
     axes = [("pp", getattr(_distributed_config(model), "pp_size", 1))]
     for parameter in model.parameters():
         mesh: Any = getattr(parameter, "device_mesh", None)
@@ -44,10 +44,10 @@ def refused_parallelism(model: nn.Module) -> str:
 
 
 def summed_again(model: nn.Module) -> str:
-    """Return the name of a parameter whose gradient the next backward pass will falsify; empty if there is none.
+    """Return the name of a parameter whose gradient the next backward pass would corrupt; empty if there is none.
 
-    Under tensor parallelism transformers sums gradients of norms over ranks after each backward pass, those of earlier
-    passes included (5.23, the style ``replicated_with_grad_allreduce``); not where FSDP shards them too.
+    Under tensor parallelism transformers sums the gradients of norms over ranks after each backward pass, including
+    what earlier passes accumulated (5.23, style ``replicated_with_grad_allreduce``), unless FSDP also shards them.
     """
     plan = getattr(model, "tp_plan", None)
     if not isinstance(plan, dict) or getattr(_distributed_config(model), "tp_size", 1) == 1:

@@ -32,8 +32,8 @@ __all__ = ["Recording", "RouterReplay", "evaluating"]
 class RouterReplay:
     """Records and replays the routers of one transformers model.
 
-    Construction runs a small forward pass five times: it finds the routers, and checks that each is hit exactly once,
-    that replaying the model's own choice gives exactly the same logits, in all rows or in every other one, and that
+    Construction runs a small forward pass five times: it finds the routers, and checks that each runs exactly once,
+    that replaying the model's own choice, in all rows or in every other row, gives exactly the same logits, and that
     another choice does not. Construct it before or after peft, ``fully_shard`` and ``torch.compile``; after
     ``fully_shard`` all ranks must do so. Router jitter is off until :meth:`remove`.
 
@@ -105,12 +105,12 @@ class RouterReplay:
 
     @property
     def top_k(self) -> int:
-        """K, the greatest of all layers."""
+        """K, the maximum over all layers."""
         return max(site.top_k for site in self.sites)
 
     @property
     def num_experts(self) -> int:
-        """E, the greatest of all layers."""
+        """E, the maximum over all layers."""
         return max(site.num_experts for site in self.sites)
 
     @property
@@ -160,16 +160,16 @@ class RouterReplay:
         """Make one forward pass follow recorded experts. ``backward()`` may come after the context has closed.
 
         Args:
-            routes: int ``[B, T, L, K]``, laid out as the batch (or a ``RoutedExperts`` of that shape), or nested jagged
-                ``[B, j, L, K]`` with a row per real token: for a batch packed into one row ``[1, N]``, or with
+            routes: int ``[B, T, L, K]``, in the layout of the batch (or a ``RoutedExperts`` of that shape), or nested
+                jagged ``[B, j, L, K]`` with a row per real token: for a batch packed into one row ``[1, N]``, or with
                 ``attention_mask`` for a padded one. A row of -1 runs on the live router; every row given is used, the
                 last included.
             attention_mask: ``[B, T]``; pads run on the live router whatever their rows hold.
             measure: also run each router on its own, for :meth:`report`'s agreement.
             on_bad_routes: what to do with a wrong id: ``"raise"``, or run its whole sample on the ``"live"`` router;
                 :meth:`report` counts and :attr:`refused` lists these samples. A wrong shape or dtype always raises.
-            packing: the places of the tokens in the model's input, if a row holds several sequences: routes and mask
-                are then those of the batch before packing, and messages name its samples.
+            packing: the positions of the tokens in the model's input, if a row holds several sequences: routes and mask
+                then belong to the batch before packing, and messages name its samples.
             record: whether to return a recording of the experts that the routers use: the routes, and their own choice
                 elsewhere.
 
@@ -178,8 +178,8 @@ class RouterReplay:
             RouteValueError: an id out of range, twice in a row, on a layer without a router, or a row that is partly
                 -1; or routes that are not signed integers. The message names sample, token (pads not counted), layer
                 and values.
-            ReplayError: the routes are not laid out as the batch, a router did not use them, not exactly one forward
-                pass ran, or a context of this model is open already.
+            ReplayError: the routes do not have the layout of the batch, a router did not use them, not exactly one
+                forward pass ran, or a context of this model is open already.
         """
         self._last, self._refused = {}, ()
         binding = bind_routes(
@@ -259,7 +259,7 @@ class RouterReplay:
         self._state.used = False
 
     def _compare(self, native: Tensor, replayed: Sequence[Tensor], changed: Tensor) -> None:
-        """Check the outputs without routes, with the model's own in all rows and in some, and with others."""
+        """Check the outputs without routes, with the model's own routes in all or some rows, and with other routes."""
         for output, rows in zip(replayed, ("", " in every other row"), strict=True):
             if not torch.equal(native, output):
                 worst = (native - output).abs().max().item()
@@ -287,7 +287,7 @@ class RouterReplay:
 
 
 def _output(result: Any) -> Tensor:
-    """Return the logits, which may stand behind a loss; of other models, the first output."""
+    """Return the logits, which may come after a loss; for other models, the first output."""
     logits = getattr(result, "logits", None)
     output: Tensor = result[0] if logits is None else logits
     return output
@@ -295,7 +295,7 @@ def _output(result: Any) -> Tensor:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Run with every module in eval mode, and put back what each was in."""
+    """Run with every module in eval mode, and restore each module's mode."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:

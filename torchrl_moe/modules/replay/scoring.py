@@ -1,7 +1,7 @@
 """How a router scores its experts, as far as one forward pass shows it: the functions between its logits and topk.
 
-For people to read: replay does not depend on it. What is not done by torch functions (a custom autograd function, say)
-cannot be seen, and is called "own code".
+It is for display only: replay does not depend on it. What is not done by torch functions (for example in a custom
+    autograd function) is not visible, and is called "own code".
 
 Letters: N rows of a batch, E experts, K experts per row.
 """
@@ -36,11 +36,11 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 class ScoreTracer(TorchFunctionMode):
-    """Keeps, for every tensor that comes from scores over experts, the steps that made it; changes nothing.
+    """Records, for every tensor derived from scores over experts, the steps that made it; changes nothing.
 
     Args:
         widths: numbers of experts.
-        running: names of the modules that run, innermost last.
+        running: names of the running modules, innermost last.
     """
 
     def __init__(self, widths: Collection[int], running: Sequence[str]) -> None:
@@ -79,7 +79,7 @@ class ScoreTracer(TorchFunctionMode):
             self.weights[self._running[-1] if self._running else ""] = steps
 
     def _derive(self, name: str, inputs: list[Tensor], output: Tensor) -> Steps:
-        """Return the steps of one call's result: those of its longest input, and maybe one more."""
+        """Return the steps of one call's result: those of its longest input, possibly with one more."""
         if name in LINEAR:
             return (LOGITS,)
         known = [self.steps(x) for x in inputs]
@@ -104,7 +104,7 @@ class ScoreTracer(TorchFunctionMode):
 
 
 def describe_scoring(ranked: Steps, weights: Steps = ()) -> str:
-    """Put steps into words.
+    """Describe steps in words.
 
     Args:
         ranked: what made the scores that topk ranks.

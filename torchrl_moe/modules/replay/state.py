@@ -37,10 +37,10 @@ class _Layer(threading.local):
 
 
 class ReplayState:
-    """What the handles of one model look up while they run: the active binding, and its thread.
+    """The state that the handles of one model look up while they run: the active binding, and its thread.
 
-    Plain attributes rather than a context variable, so that a compiled graph can read them. A copy, or what comes out
-    of a pickle, starts without a binding and without an owner: the original's contexts do not reach a copied model.
+    Plain attributes rather than a context variable, so that a compiled graph can read them. A copy, or an unpickled
+    state, starts without a binding and without an owner: the original's contexts do not reach a copied model.
     """
 
     def __init__(self, owner: object | None = None) -> None:
@@ -104,7 +104,7 @@ class ReplayState:
                 raise ReplayError(_TWO_THREADS)
             if self.is_open or self._layer.held is not None:
                 raise ReplayError("a context of this model is open already: close it first, they do not nest")
-            # without gradients too: they may be switched on inside
+            # without gradients, too: they may be enabled inside
             self.used = True
             self._open, self._thread = _Held(binding), threading.get_ident()
         try:
@@ -115,7 +115,7 @@ class ReplayState:
 
     @contextmanager
     def recomputing(self, binding: Binding | None, again: bool) -> Iterator[None]:
-        """Run a checkpointed layer in this thread with the binding of its forward pass, and put back what was there.
+        """Run a checkpointed layer in this thread with the binding of its forward pass, then restore the previous one.
 
         Args:
             binding: the one captured; ``None``: the layer ran natively.

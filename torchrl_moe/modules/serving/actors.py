@@ -61,7 +61,7 @@ class ActorHandle:
 
     @also_remote()
     def get_num_unfinished_requests(self) -> int:
-        """Return how many requests this driver has in flight there."""
+        """Return the number of requests that this driver has in flight there."""
         return int(self.engine.get_num_unfinished_requests(self.index))
 
     @also_remote()

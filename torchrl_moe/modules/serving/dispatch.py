@@ -111,7 +111,7 @@ class Dispatcher:
         return call.result()
 
     async def run_async(self, call: Call) -> list[Completion]:
-        """:meth:`run` in the caller's event loop, without a thread that waits; cancelling it aborts the requests."""
+        """:meth:`run` in the caller's event loop, without a waiting thread; cancelling it aborts the requests."""
         loop = asyncio.get_running_loop()
         over = loop.create_future()
         call.on_over = partial(wake, loop, over)

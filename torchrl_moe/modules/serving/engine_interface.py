@@ -68,7 +68,7 @@ class EngineInterface(GenerationService):
     # -- what the weight sync asks ----------------------------------------------------------------------------------
 
     def get_tp_size(self) -> int:
-        """Return over how many devices one replica spans its tensors."""
+        """Return the number of devices that one replica spreads its tensors over."""
         self._check_running("get_tp_size")
         return self.infos[0].tensor_parallel_size
 
@@ -124,13 +124,13 @@ class EngineInterface(GenerationService):
         """Run a check of yours inside every worker: ``function(saved_params, model)``.
 
         The function is pickled by value where it cannot be imported, and unpickled in the engine's own processes, which
-        trust this one as it is. Names and layouts are vLLM's: fused projections, packed experts.
+        trust this process. Names and layouts are vLLM's: fused projections, packed experts.
 
         Returns:
             What the function returned, which must be plain data: one list per replica, with one value per worker.
 
         Raises:
-            EngineError: the function raised; the message ends with its words.
+            EngineError: the function raised; the message ends with its error.
         """
         import cloudpickle
 

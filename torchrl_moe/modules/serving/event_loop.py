@@ -1,4 +1,4 @@
-"""The event loop of a service, in a thread of its own."""
+"""The event loop of a service, in its own thread."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class EventLoop:
                 state.runs = True  # before a Ctrl-C can come between
                 try:
                     thread.start()
-                except RuntimeError:  # there can be no more threads now
+                except RuntimeError:  # no more threads can be started now
                     state.runs = False
                     raise
                 self._thread = thread  # if a Ctrl-C came before this, the next call starts one that ends at once
@@ -59,7 +59,7 @@ class EventLoop:
         return self._thread is threading.current_thread()
 
     def run(self, function: Callable[..., T], *arguments: Any, patience: float) -> T:
-        """Return what a function returns in the loop; not from the loop's own thread, which would wait for itself.
+        """Return a function's result, run in the loop; not from the loop's own thread, which would wait for itself.
 
         Args:
             function: is called in the loop, or here once the loop has stopped.

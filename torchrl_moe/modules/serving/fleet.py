@@ -35,7 +35,7 @@ class Fleet:
 
     Args:
         replicas: at least one, not started yet.
-        faults: how faults are treated.
+        faults: how faults are handled.
         loop: the service's; deaths and stalls are noticed there.
         make_replica: makes a new replica for an index: of one that died, or of one that is added.
 

@@ -3,7 +3,7 @@
 Policies, of one sampled token: ``π`` is trained, ``μ`` generated the token, ``ref`` is the reference, ``prox`` the
 proximal policy of the decoupled objective. A surrogate is a function of ``ℓ = log π - log old``, where ``old`` is μ,
 or prox in the decoupled objective. ``A`` is the advantage. Letters: B sequences, T tokens of the longest; every
-per-token argument is ``[B, T]``. A ``mask`` (bool) says which tokens count; every mean names what it divides by.
+per-token argument is ``[B, T]``. A ``mask`` (bool) selects the tokens that count; every mean documents its denominator.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""How the losses of tokens become one loss, and what it is divided by."""
+"""How per-token losses become one loss, and what it is divided by."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrl_moe.ops.masked import masked_mean
 __all__ = ["Aggregation", "aggregate", "entropy_bonus", "sequence_count"]
 
 Aggregation: TypeAlias = Literal["token_mean", "prompt_mean", "sequence_mean", "fixed_length", "none"]
-"""How the losses of tokens become one; see :func:`aggregate`."""
+"""How per-token losses become one loss; see :func:`aggregate`."""
 
 
 def entropy_bonus(entropy: Tensor, coeff: Tensor | float) -> Tensor:
@@ -27,7 +27,7 @@ def entropy_bonus(entropy: Tensor, coeff: Tensor | float) -> Tensor:
 
 
 def sequence_count(mask: Tensor, aggregation: Aggregation) -> Tensor:
-    """Return how many sequences ``aggregation`` divides by: those with a token for sequence_mean, else all.
+    """Return how many sequences ``aggregation`` divides by: for sequence_mean those with a token, else all.
 
     >>> mask = torch.tensor([[True, True], [False, False]])
     >>> sequence_count(mask, "prompt_mean"), sequence_count(mask, "sequence_mean")
@@ -46,11 +46,11 @@ def aggregate(
     num_sequences: Tensor | float | None = None,
     fixed_length: int | None = None,
 ) -> Tensor:
-    """Return the loss of a batch from that of its tokens, ``x``. With n_i tokens of sequence i in the mask:
+    """Return the loss of a batch from its per-token losses ``x``. With n_i tokens of sequence i in the mask:
 
-    - ``"token_mean"``: ``Σ_i Σ_t x / num_tokens``, long sequences weigh more (DAPO, arXiv 2503.14476, eq. 8);
-    - ``"prompt_mean"``: ``Σ_i (Σ_t x / n_i) / num_sequences``, sequences weigh the same (GRPO, arXiv 2402.03300, eq.
-      3; TorchRL's name); one without a token counts, as 0;
+    - ``"token_mean"``: ``Σ_i Σ_t x / num_tokens``; long sequences weigh more (DAPO, arXiv 2503.14476, eq. 8);
+    - ``"prompt_mean"``: ``Σ_i (Σ_t x / n_i) / num_sequences``; all sequences weigh the same (GRPO, arXiv 2402.03300,
+      eq. 3; TorchRL's name); one without a token counts as 0;
     - ``"sequence_mean"``: the same over the sequences that have a token;
     - ``"fixed_length"``: ``Σ_i Σ_t x / (num_sequences * fixed_length)``, so that no length is favoured (Dr. GRPO, arXiv
       2503.20783, sec. 3.2); with a ``fixed_length`` of 1 it is the mean of the sequences' sums;
@@ -60,8 +60,8 @@ def aggregate(
         value: x, ``[B, T]``.
         mask: ``[B, T]`` bool, the tokens that count.
         aggregation: one of the above.
-        num_tokens: of the whole batch, if ``mask`` is a part of it: then the parts' losses sum to the batch's. Default:
-            those of ``mask``.
+        num_tokens: tokens of the whole batch, if ``mask`` is a part of it; the losses of the parts then sum to that of
+            the batch. Default: those of ``mask``.
         num_sequences: the same for sequences. Default: see :func:`sequence_count`.
         fixed_length: tokens that ``"fixed_length"`` divides each sequence by.
 

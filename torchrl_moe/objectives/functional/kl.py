@@ -1,7 +1,8 @@
 r"""Penalties that keep a policy near another one, ``q``: the reference or the rollout policy.
 
-What matters in a penalty is its gradient. It should be that of the reverse divergence of each token's distribution,
-``∇KL(π || q) = E_π[log(π/q) ∇log π]``. With tokens sampled from μ and ``r = π/μ`` (``sg`` stops the gradient):
+What matters about a penalty is its gradient. It should be that of the reverse KL divergence of each token's
+distribution, ``∇KL(π || q) = E_π[log(π/q) ∇log π]``. With tokens sampled from μ and ``r = π/μ`` (``sg`` stops the
+gradient):
 
 =========  =========================================  =============================================================
 estimator  expected gradient of the plain penalty     off policy, weighted by r
@@ -42,20 +43,20 @@ def kl_penalty(
     log_ratio: Tensor | None = None,
     clamp: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return per token an estimate of ``KL(π || q)``, to be used as a loss, and the tokens where it is known.
+    """Return per token an estimate of ``KL(π || q)``, to be used as a loss, and the mask of tokens where it is known.
 
     Args:
         log_probs: log π, ``[B, T]``, with a gradient.
         other_log_probs: log q, ``[B, T]``.
         mask: ``[B, T]`` bool.
-        estimator: ``"k3"`` is GRPO's (arXiv 2402.03300, eq. 4); see the table above for what each one's gradient is.
+        estimator: ``"k3"`` is GRPO's (arXiv 2402.03300, eq. 4); the table above gives the gradient of each.
         log_ratio: ``log π - log μ`` of :func:`log_ratio`, ``[B, T]``: weights the penalty, which then has the
-            gradient of ``KL(π || q)`` off policy too. ``None`` leaves it plain.
-        clamp: cuts each penalty, its weight included, to ``±clamp``; one that is cut has no gradient. A k3 grows as
-            ``q/π``: one token to which q gives 4e8 times π's probability outweighs a whole batch.
+            gradient of ``KL(π || q)`` off policy too. ``None``: unweighted.
+        clamp: clamps each penalty, its weight included, to ``±clamp``; a clamped penalty has no gradient. k3 grows as
+            ``q/π``: a single token to which q gives 4e8 times π's probability would outweigh a whole batch.
 
     Raises:
-        ValueError: other shapes; another estimator.
+        ValueError: a wrong shape, or an unknown estimator.
 
     >>> kl_penalty(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]), torch.tensor([[True]]))
     (tensor([[0.1065]]), tensor([[True]]))
@@ -75,8 +76,8 @@ def kl_penalty(
 def kl_reward(log_probs: Tensor, other_log_probs: Tensor, mask: Tensor, coeff: float) -> Tensor:
     """Return per token ``-coeff (log π - log q)``, a constant to be added to the rewards: ``k1`` in the reward.
 
-    The policy gradient of this reward is that of ``-coeff KL(π || q)`` (arXiv 2510.01555). ``log_probs`` are of
-    the policy that sampled. A reward per sequence takes the sum over the tokens. Tokens whose value is not known get 0.
+    The policy gradient of this reward is that of ``-coeff KL(π || q)`` (arXiv 2510.01555). ``log_probs`` are of the
+    policy that sampled. For a reward per sequence, sum over the tokens. Tokens whose value is unknown get 0.
 
     >>> kl_reward(torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -9.0]]), torch.tensor([[True, False]]), 0.1)
     tensor([[-0.0500, -0.0000]])
@@ -90,7 +91,7 @@ def trust_region(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, thresho
     """Return the tokens (bool) of ``mask`` with ``k2 = (log π - log ref)^2 / 2 <= threshold``.
 
     The per-token trust region of TorchRL's ``kl_mask_threshold``; k2 is Schulman's estimator, see
-    :mod:`torchrl_moe.ops.divergence`. A token whose ``k2`` is not known is outside.
+    :mod:`torchrl_moe.ops.divergence`. A token whose ``k2`` is unknown is outside.
 
     >>> log_probs, ref = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -3.0]])
     >>> trust_region(log_probs, ref, torch.tensor([[True, True]]), threshold=0.5)

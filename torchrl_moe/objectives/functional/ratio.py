@@ -14,8 +14,9 @@ __all__ = ["effective_sample_size", "interpolated_log_probs", "log_ratio", "sequ
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``ℓ = log π - log old`` and the mask of the tokens whose ``ℓ`` is known.
 
-    A token with a log-prob that is NaN or infinite leaves the mask; its ``ℓ`` is 0 and carries no gradient. ``ℓ`` is
-    cut to ±20. With μ, the engine that sampled, as the old policy it is the ratio of GRPO's eq. 3 (arXiv 2402.03300).
+    A token with a log-prob that is NaN or infinite is removed from the mask; its ``ℓ`` is 0 and carries no gradient.
+    ``ℓ`` is clamped to ±20. With μ, the engine that sampled, as the old policy, ``exp(ℓ)`` is the ratio of GRPO's eq. 3
+    (arXiv 2402.03300).
 
     >>> nan = float("nan")
     >>> log_ratio(torch.tensor([[-1.0, -1.0]]), torch.tensor([[nan, -1.5]]), torch.tensor([[True, True]]))
@@ -43,9 +44,9 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor, per_token_gradient: bool
 def interpolated_log_probs(log_probs: Tensor, sample_log_probs: Tensor, staleness: Tensor) -> Tensor:
     """Return A-3PO's proximal policy, a constant: ``log prox = log π + (log μ - log π) / d``. No forward pass.
 
-    arXiv 2512.06547: of the d weight updates between μ and π, the proximal policy lies one before π, and log-probs are
-    taken to move evenly. ``d = 0``, tokens of the weights that are being trained, is taken as 1: there μ is the
-    proximal policy, and the trust region stays around it.
+    arXiv 2512.06547: d weight updates lie between μ and π; the proximal policy is one update before π, and log-probs
+        are assumed to change evenly. ``d = 0``, for tokens sampled by the weights being trained, is treated as 1: μ is
+        then the proximal policy, the centre of the trust region.
 
     Args:
         log_probs: log π, ``[B, T]``.

@@ -31,8 +31,8 @@ def clipped_surrogate(
     """Return per token ``-min(r A, clip(r, 1 - low, 1 + high) A)`` with ``r = exp(ℓ)``.
 
     PPO's clipped surrogate (arXiv 1707.06347, eq. 7), per token as in GRPO (arXiv 2402.03300, eq. 3). ``low`` and
-    ``high`` may differ: DAPO's Clip-Higher (arXiv 2503.14476, eq. 10). With ``dual_clip = c`` a negative advantage
-    weighs at most c: the loss is no more than ``-c A`` there, without a gradient beyond (arXiv 1912.09729).
+    ``high`` may differ: DAPO's Clip-Higher (arXiv 2503.14476, eq. 10). With ``dual_clip = c`` the ratio of a negative
+        advantage counts at most c: the loss is at most ``-c A``, without a gradient beyond that (arXiv 1912.09729).
 
     >>> ratio, advantage = torch.tensor([[1.5, 1.5, 0.5]]), torch.tensor([[1.0, -1.0, -1.0]])
     >>> clipped_surrogate(ratio.log(), advantage, 0.2, 0.28)
@@ -65,7 +65,7 @@ def cispo_surrogate(
 ) -> Tensor:
     """Return per token ``-sg(clip(r, 1 - low, 1 + high)) A log π``.
 
-    CISPO, arXiv 2506.13585, eq. 4: the clipped weight is a constant (``sg``), so that every token keeps a gradient.
+    CISPO, arXiv 2506.13585, eq. 4: the clipped weight is a constant (``sg``), so every token keeps a gradient.
 
     >>> log_probs = torch.tensor([[-1.0, -1.0]])
     >>> cispo_surrogate(torch.tensor([[1.5, 0.5]]).log(), log_probs, torch.tensor([[1.0, -1.0]]), 0.2, 0.28)
@@ -85,9 +85,9 @@ def outside_divergence(
 ) -> Tensor:
     """Return the tokens (bool) that DPPO blocks: they left the trust region, and their gradient would lead further out.
 
-    With p = π(token) and q = old(token), blocked are ``A > 0, p > q, D > high`` and ``A < 0, p < q, D > low``. D
-    compares the distributions over {the token, any other}: ``"tv"`` is ``|p - q|``, ``"kl"`` is ``q log(q / p) +
-    (1 - q) log((1 - q) / (1 - p))``. arXiv 2602.04879, the binary approximations of its trust region.
+    With p = π(token) and q = old(token), a token is blocked if ``A > 0, p > q, D > high`` or ``A < 0, p < q, D > low``.
+    D compares the distributions over {the token, any other}: ``"tv"`` is ``|p - q|``, ``"kl"`` is ``q log(q / p) + (1 -
+    q) log((1 - q) / (1 - p))``. arXiv 2602.04879, the binary approximations of its trust region.
 
     >>> old, new = torch.tensor([[0.5, 0.5, 0.01]]).log(), torch.tensor([[0.8, 0.6, 0.05]]).log()
     >>> outside_divergence(new, old, torch.ones(1, 3), 0.15, 0.15)
@@ -107,7 +107,7 @@ def dppo_surrogate(log_ratio: Tensor, advantage: Tensor, blocked: Tensor, max_ra
     """Return per token ``-min(r, max_ratio) A``, and 0 for the blocked ones.
 
     DPPO, arXiv 2602.04879: the surrogate of a ratio that is not clipped, under the mask of :func:`outside_divergence`.
-    The cap bounds the weight of a token whose ratio is extreme, and leaves it a gradient, ``-min(r, max_ratio) A ∇ℓ``.
+    The cap bounds the weight of a token with an extreme ratio, but keeps its gradient, ``-min(r, max_ratio) A ∇ℓ``.
 
     >>> ratio, blocked = torch.tensor([[1.5, 50.0, 1.5]]), torch.tensor([[False, False, True]])
     >>> dppo_surrogate(ratio.log(), torch.ones(1, 3), blocked, max_ratio=20.0)
@@ -122,7 +122,7 @@ def dppo_surrogate(log_ratio: Tensor, advantage: Tensor, blocked: Tensor, max_ra
 def sapo_surrogate(log_ratio: Tensor, advantage: Tensor, positive: float = 1.0, negative: float = 1.05) -> Tensor:
     """Return per token ``-(4 / τ) σ(τ (r - 1)) A``, τ ``positive`` where ``A > 0`` and ``negative`` elsewhere.
 
-    SAPO's soft gate, arXiv 2511.20347. On policy its gradient is that of ``-r A``; it fades as r leaves 1
+    SAPO's soft gate, arXiv 2511.20347. On policy its gradient is that of ``-r A``; it decreases as r moves away from 1
     on either side, faster with a larger τ.
 
     >>> sapo_surrogate(torch.zeros(1, 2), torch.tensor([[1.0, -1.0]]))

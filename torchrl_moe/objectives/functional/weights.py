@@ -1,7 +1,7 @@
-"""Weights and masks of tokens and sequences for the mismatch between two policies, all of them constants.
+"""Weights and masks of tokens and sequences, for the mismatch between two policies; all are constants.
 
-``log_rho`` is ``log ρ = log old - log μ``, ``[B, T]``: how much likelier the sampled token is under the old policy
-than under the one that sampled it. ``ρ(y) = Π ρ`` is the sequence's. Sums and means are over the tokens of ``mask``.
+``log_rho`` is ``log ρ = log old - log μ``, ``[B, T]``: how much likelier the sampled token is under the old policy than
+under the policy that sampled it. ``ρ(y) = Π ρ`` is the sequence's. Sums and means are over the tokens of ``mask``.
 :mod:`torchrl_moe.objectives.corrections` names and combines these functions.
 """
 
@@ -35,7 +35,7 @@ def token_weight(log_rho: Tensor) -> Tensor:
 
 
 def sequence_weight(log_rho: Tensor, mask: Tensor) -> Tensor:
-    """Return ``ρ(y)``, the product over a sequence's tokens, for each token; its logarithm is cut to ±20.
+    """Return ``ρ(y)``, the product over a sequence's tokens, for each token; its logarithm is clamped to ±20.
 
     >>> sequence_weight(torch.tensor([[0.5, 3.0, 9.0]]).log(), torch.tensor([[True, True, False]]))
     tensor([[1.5000, 1.5000, 1.5000]])
@@ -69,7 +69,7 @@ def geometric_mean_within(log_rho: Tensor, mask: Tensor, low: float, high: float
 def k3_mean_below(log_rho: Tensor, mask: Tensor, limit: float) -> Tensor:
     """Return the tokens (bool) of the sequences whose mean ``ρ - 1 - log ρ`` is at most ``limit``.
 
-    The mean estimates ``KL(μ || old)`` (k3). Unlike the geometric mean it sees differences of either sign.
+    The mean estimates ``KL(μ || old)`` (k3). Unlike the geometric mean, it detects differences of either sign.
 
     >>> log_rho, mask = torch.tensor([[0.1, -0.1], [0.2, -0.2]]), torch.ones(2, 2, dtype=torch.bool)
     >>> k3_mean_below(log_rho, mask, 0.01)
@@ -97,7 +97,7 @@ def off_policy_negatives(log_ratio: Tensor, advantage: Tensor, mask: Tensor, thr
 
 
 def staleness_weight(staleness: Tensor) -> Tensor:
-    """Return ``1 / max(1, d)``: a token counts less the more weight updates d ago it was sampled.
+    """Return ``1 / max(1, d)``: the more weight updates d ago a token was sampled, the less it counts.
 
     The step size of staleness-aware SGD (arXiv 1511.05950), token by token.
 

@@ -1,8 +1,8 @@
-"""Can an engine's routes be trusted? Checks by name, for any engine that an adapter of a few methods makes askable.
+"""Can an engine's routes be trusted? Named checks, for any engine that has an adapter of a few methods.
 
-``check(adapter, model=...)`` asks the engine, compares its answers with what the same model computes in transformers,
-and says of each check whether it holds and how far off the engine is. :mod:`~torchrl_moe.testing.conformance.plugin` is
-the same for pytest. See ``docs/conformance.md``.
+``check(adapter, model=...)`` sends requests to the engine, compares its answers with what the same model computes in
+transformers, and reports for each check whether it holds and how far off the engine is.
+:mod:`~torchrl_moe.testing.conformance.plugin` is the same for pytest. See ``docs/conformance.md``.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What an engine offers to be checked: ``generate``, and four more methods where it has them.
+"""The methods of an engine that is checked: ``generate``, and up to four optional ones.
 
 Nothing here imports an engine or a model, so an adapter's file needs no more than this one.
 
@@ -18,14 +18,15 @@ __all__ = ["Aborts", "Answer", "EngineAdapter", "NotOffered", "ReportsVersion", 
 
 
 class NotOffered(Exception):
-    """The engine does not offer what a check needs; the message says what. An adapter may raise it anywhere."""
+    """The engine does not offer what a check needs; the message says what. Adapters may raise it anywhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How answers are sampled. Names are vLLM's; the defaults leave the model's distribution as it is.
 
-    An answer has ``max_tokens`` tokens: the adapter ignores the end-of-sequence token, or its answers are shorter.
+    An answer should have ``max_tokens`` tokens: if the adapter does not ignore the end-of-sequence token, answers may
+        be shorter.
 
     >>> Sampling(max_tokens=4, top_p=0.9).changes
     {'top_p': 0.9}
@@ -33,20 +34,20 @@ class Sampling:
 
     max_tokens: int = 16
     n: int = 1
-    """Answers to each prompt."""
+    """Number of answers to each prompt."""
     temperature: float = 1.0
     top_k: int = 0
     """0: all tokens."""
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    """Over prompt and answer; the next two over the answer alone."""
+    """Counts tokens of prompt and answer; the next two count those of the answer alone."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
 
     @property
     def changes(self) -> dict[str, float]:
-        """What changes the model's distribution, by name."""
+        """The settings that change the model's distribution, by name."""
         given = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
         return {
             name: value
@@ -63,12 +64,14 @@ class Answer:
         - token_ids: integers ``[G]``
         - log_probs: floats ``[G]``, of the sampled tokens; ``None`` if the engine gives none
         - routed_experts: ``[T - 1, L, K]``, or ``[T, L, K]`` with -1 in the last row: row t holds the experts that
-          token t was routed to as input, -1 on layers without a router and where nothing is known; ``None`` if the
-          engine gives none
-        - versions: integers ``[G]``, version of the weights that made each token; ``None`` if the engine says nothing
+          token t was routed to as input, -1 on layers without a router and where the experts are unknown; ``None`` if
+          the engine gives none
+        - versions: integers ``[G]``, version of the weights that made each token; ``None`` if the engine does not
+          report any
 
-    ``finish_reason`` is ``"stop"``, ``"length"`` or ``"abort"``. ``num_cached_tokens`` are the prompt's prefix-cache
-    hits; ``None`` if the engine does not say. ``native`` is the adapter's own: what it needs to resume the answer.
+    ``finish_reason`` is ``"stop"``, ``"length"`` or ``"abort"``. ``num_cached_tokens`` is the number of prompt tokens
+    found in the prefix cache; ``None`` if the engine does not report it. ``native`` is for the adapter's own use: what
+    it needs to resume the answer.
     """
 
     token_ids: Any
@@ -82,34 +85,34 @@ class Answer:
 
 @runtime_checkable
 class EngineAdapter(Protocol):
-    """All that an engine must offer. Calls come from several threads at a time."""
+    """The one method that an engine must offer. It is called from several threads at a time."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, request_ids: Sequence[str] | None = None
     ) -> list[list[Answer]]:
-        """Answer prompts of token ids, and wait: ``sampling.n`` answers to each, in the order of the prompts.
+        """Answer prompts of token ids, and wait for the answers: ``sampling.n`` to each, in the order of the prompts.
 
         Args:
             prompts: one or more.
             sampling: of all of them.
-            request_ids: one for each prompt, to :meth:`Aborts.abort` by.
+            request_ids: one for each prompt, for :meth:`Aborts.abort`.
 
         Raises:
-            NotOffered: the engine knows no such sampling.
+            NotOffered: the engine does not support this sampling.
         """
 
 
 @runtime_checkable
 class Aborts(Protocol):
-    """An engine whose requests can be cut short."""
+    """An engine whose requests can be aborted."""
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Cut requests: their ``generate`` returns what there is, with ``finish_reason="abort"``. Unknown ids pass."""
+        """Abort requests: ``generate`` returns the tokens so far with ``finish_reason="abort"``; ignore unknown ids."""
 
 
 @runtime_checkable
 class Resumes(Protocol):
-    """An engine, or an adapter that does what a trainer would, which continues with an answer that was cut."""
+    """An engine that can continue an aborted answer, or an adapter that does so as a trainer would."""
 
     def resume(self, prompt: Sequence[int], answer: Answer, sampling: Sampling) -> Answer:
         """Return the whole answer, its first part included; ``sampling.max_tokens`` counts all of its tokens."""
@@ -120,12 +123,12 @@ class UpdatesWeights(Protocol):
     """An engine that takes new weights."""
 
     def update_weights(self, model: PreTrainedModel) -> None:
-        """Bring a model's weights to the engine, as in training, and wait until it serves them."""
+        """Send a model's weights to the engine, as in training, and wait until it serves them."""
 
 
 @runtime_checkable
 class ReportsVersion(Protocol):
-    """An engine that says which weights it serves."""
+    """An engine that reports which weights it serves."""
 
     def weights_version(self) -> int:
-        """Return the version of the weights that the next request gets; it grows with each update."""
+        """Return the version of the weights that will serve the next request; it increases with each update."""

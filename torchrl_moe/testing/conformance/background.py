@@ -1,4 +1,4 @@
-"""Calls to an engine that may never answer, in threads that nobody waits for at the end."""
+"""Calls to an engine that may never answer, in threads that are not joined at the end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 def in_thread(function: Callable[[], Result]) -> Future[Result]:
-    """Return a future of what a function does in a thread of its own."""
+    """Run a function in its own thread; return a future of its result."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -37,6 +37,6 @@ def result(future: Future[Result], seconds: float) -> Result:
     try:
         return future.result(seconds)
     except TimeoutError as error:
-        if future.done():  # the engine's own
+        if future.done():  # the engine's own timeout
             raise
         raise DoesNotHold(f"the engine did not answer within {seconds:g} s") from error

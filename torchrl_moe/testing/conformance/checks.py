@@ -1,4 +1,4 @@
-"""All checks, by name, and the run of them."""
+"""All checks by name, and how they are run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check: its name, how it is done (the docstring says what must hold), and what to do if it fails."""
+    """One check: its name, its function (whose docstring says what must hold), and what to do if it fails."""
 
     name: str
     find: Callable[[Trial], Finding]
@@ -54,12 +54,12 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "rows",
         shape_checks.rows,
-        "return the rows of prompt and answer, of the last token none: a row too few or too many shifts all of them",
+        "return the rows of prompt and answer, except for the last token: a row too few or too many shifts all others",
     ),
     Check(
         "dtype",
         shape_checks.dtype,
-        "convert in the adapter: an unsigned type cannot say -1, a wide one costs its width for every token and layer",
+        "convert in the adapter: an unsigned type cannot hold -1, a wide one costs its width for every token and layer",
     ),
     Check(
         "dense_layers",
@@ -69,7 +69,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "last_token",
         shape_checks.last_token,
-        "leave its row out, or write -1: what stands there was routed for another token, or for none",
+        "omit its row, or write -1: any other value was routed for another token, or for none",
     ),
     Check(
         "values",
@@ -105,17 +105,17 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "abort",
         interruption_checks.abort,
-        "return what there is with finish_reason='abort': an answer that was cut must not count as finished",
+        "return the tokens so far with finish_reason='abort': an aborted answer must not count as finished",
     ),
     Check(
         "resume",
         interruption_checks.resume,
-        "keep the first part's rows and log-probs, and append only what is new: rows[len(old):]",
+        "keep the first part's rows and log-probs, and append only the new ones: rows[len(old):]",
     ),
     Check(
         "resumed_tail",
         interruption_checks.resumed_tail,
-        "have the engine follow the recorded experts when it reads the first part again, or expect this mismatch",
+        "let the engine follow the recorded experts when it processes the first part again, or expect this mismatch",
     ),
     Check("versions", weight_checks.versions, "label each token with the version of the weights that made it"),
     Check(
@@ -126,12 +126,12 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "versions_over_update",
         weight_checks.versions_over_update,
-        "label tokens, not answers: note at the update how many tokens each answer has",
+        "label tokens, not answers: at the update, record how many tokens each answer has",
     ),
     Check(
         "rows_over_update",
         weight_checks.rows_over_update,
-        "keep the rows that were delivered when a request is read again (SGLang: pause in_place or abort, not retract)",
+        "keep delivered rows when a request is prefilled again (SGLang: pause in_place or abort, not retract)",
     ),
 )
 """In the order in which they run."""
@@ -145,23 +145,23 @@ def check(
     only: Iterable[str] | None = None,
     settings: Settings | None = None,
 ) -> ConformanceReport:
-    """Check an engine, and say what holds and how far off it is.
+    """Check an engine, and report what holds and how far off it is.
 
-    The engine should have nothing else to do meanwhile. Weights that the checks change are changed back.
+    The engine should have no other load meanwhile. Weights that the checks change are restored.
 
     Args:
         adapter: of the engine.
-        model: what the engine serves, in transformers: a model, or where one can be loaded from, in float32. Without
-            it, what needs a comparison is not offered.
-        layout: without a model: what its routers look like.
+        model: the transformers model that the engine serves, or where to load it from, in float32. Without it, checks
+            that need a comparison are not offered.
+        layout: of the model's routers, if no model is given.
         only: names of the checks to run; by default all of :data:`CHECKS`.
-        settings: how to ask, and what counts as equal.
+        settings: of the requests, and tolerances.
 
     Returns:
-        What came of them. An engine that does not take its own weights back has a row more, ``"own weights"``.
+        The report. An engine that fails to restore its own weights gets an extra row, ``"own weights"``.
 
     Raises:
-        ValueError: a name in ``only`` that is no check's.
+        ValueError: ``only`` names an unknown check.
     """
     chosen = _chosen(only)
     trial = open_trial(adapter, model, layout, settings)
@@ -217,14 +217,14 @@ def _closed(trial: Trial) -> tuple[CheckResult, ...]:
     try:
         trial.close()
     except Exception as error:  # whatever an engine raises is the finding; the log has where it came from
-        LOG.info("an engine did not take its own weights back", exc_info=True)
+        LOG.info("an engine did not restore its own weights", exc_info=True)
         return (
             CheckResult(
                 name="own weights",
-                meaning="an engine takes the model's own weights back",
+                meaning="an engine restores the model's own weights",
                 verdict="does not hold",
                 seen=f"{type(error).__name__}: {error}",
-                advice="start it again: it may serve the altered weights of the checks",
+                advice="restart it: it may still serve the altered weights of the checks",
             ),
         )
     return ()

@@ -28,10 +28,10 @@ __all__ = ["sampled_log_probs"]
 def sampled_log_probs(logits: Tensor, ids: Tensor, prompt_tokens: int, sampling: Sampling) -> Tensor:
     """Return the log-probs float32 ``[G]`` of an answer's tokens under the distribution that each was sampled from.
 
-    Penalties come first, then the temperature, then top-k, top-p and min-p. A token that they leave out has -inf.
+    Penalties come first, then the temperature, then top-k, top-p and min-p. A token that they exclude has -inf.
 
     Args:
-        logits: ``[T, V]``, of the token after each.
+        logits: ``[T, V]``, each row for the token that follows.
         ids: ``[T]``, prompt and answer.
         prompt_tokens: P.
         sampling: how the answer was sampled.
@@ -63,6 +63,6 @@ def _processors(sampling: Sampling) -> Iterator[LogitsProcessor]:
 
 
 def _penalised(row: Tensor, answer: Tensor, sampling: Sampling) -> Tensor:
-    """Take presence and frequency penalties off a row ``[1, V]``; they count the answer's tokens so far."""
+    """Subtract presence and frequency penalties from a row ``[1, V]``; they count the answer's tokens so far."""
     counts = torch.bincount(answer, minlength=row.shape[-1]).to(row)
     return row - sampling.presence_penalty * (counts > 0) - sampling.frequency_penalty * counts

@@ -1,4 +1,4 @@
-"""What a check finds: a number, or that something does not hold in a way that no number says."""
+"""What a check finds: a number, or a failure that cannot be given as a number."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ["DoesNotHold", "Finding", "RouteFaults"]
 
 
 class DoesNotHold(Exception):
-    """A check fails in a way that no number says; the message says how."""
+    """A check fails in a way that cannot be given as a number; the message says how."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check saw: how far ``off`` the engine is, in the unit that ``seen`` names, and how far it may be."""
+    """What a check found: how far ``off`` the engine is, in the unit that ``seen`` names, and how far it may be."""
 
     off: float
     allowed: float
@@ -22,9 +22,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class RouteFaults:
-    """How right an answer's routes are: rows ``(token, layer)`` without a route, wrong ones, and ties.
+    """How correct an answer's routes are: rows ``(token, layer)`` without a route, wrong rows, and ties.
 
-    ``wrong`` is ``None`` where no model says what is right. ``largest`` is the largest gap of a router's scores.
+    ``wrong`` is ``None`` where there is no model to compare with. ``largest`` is the largest gap of a router's scores.
     """
 
     rows: int
@@ -36,7 +36,7 @@ class RouteFaults:
 
     @property
     def count(self) -> int:
-        """Missing and wrong ones."""
+        """Number of missing and wrong rows."""
         return self.missing + (self.wrong or 0)
 
     @property

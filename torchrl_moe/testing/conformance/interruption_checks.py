@@ -1,4 +1,4 @@
-"""Checks of answers that an abort cuts, and that continue afterwards."""
+"""Checks of answers that are aborted, and that continue afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["abort", "resume", "resumed_tail"]
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """An answer that was cut, the whole that it became, and a judge by the weights that made its second part."""
+    """An aborted answer, the complete answer that it became, and a judge with the weights that made its second part."""
 
     part: Sampled
     whole: Sampled
@@ -28,7 +28,7 @@ class Resumed:
 
 
 def resumed(trial: Trial) -> Resumed:
-    """Cut an answer, change the weights if the engine takes any, and have it continue."""
+    """Abort an answer, change the weights if the engine takes new ones, and continue the answer."""
     engine = trial.adapter
     if not isinstance(engine, Resumes):
         raise NotOffered("the adapter has no resume(prompt, answer, sampling)")
@@ -42,12 +42,12 @@ def resumed(trial: Trial) -> Resumed:
         trial.restore_weights()
     whole = Sampled(part.prompt, part.sampling, answer)
     if len(whole.tokens) <= len(part.tokens):
-        raise DoesNotHold(f"an answer cut after {len(part.tokens)} tokens has {len(whole.tokens)} when it continued")
+        raise DoesNotHold(f"an answer cut after {len(part.tokens)} tokens has {len(whole.tokens)} after it continued")
     return Resumed(part, whole, judge, has_other_weights)
 
 
 def abort(trial: Trial) -> Finding:
-    """An answer that was cut says so, and has what there is: tokens, log-probs, and the rows of all but the last."""
+    """An aborted answer says so, and has what it made: tokens, log-probs, and the rows of all tokens but the last."""
     part = trial.once(cut_midway)
     faults = trial.judge.faults(part)
     reason = part.answer.finish_reason
@@ -61,7 +61,7 @@ def abort(trial: Trial) -> Finding:
 
 
 def resume(trial: Trial) -> Finding:
-    """An answer that continues keeps what was delivered (tokens, log-probs, versions, rows), and has all other rows."""
+    """A continued answer keeps what was delivered (tokens, log-probs, versions, rows), and has all other rows."""
     found = trial.once(resumed)
     part, whole = found.part, found.whole
     tokens, rows = len(part.tokens), len(part.ids) - 1
@@ -75,7 +75,7 @@ def resume(trial: Trial) -> Finding:
     missing = int((~trial.judge.known(whole)).any(1).sum())
     surplus = max(0, len(trial.judge.routes(whole)) - len(whole.ids))
     named = ", ".join(f"{count} of the {name}" for name, count in changed.items() if count) or "none"
-    between = "other weights" if found.has_other_weights else "the same weights, by which rows made again look the same"
+    between = "other weights" if found.has_other_weights else "the same weights, where recomputed rows look the same"
     cut = whole.answer.finish_reason == "abort"
     return Finding(
         sum(changed.values()) + missing + surplus + cut,
@@ -86,7 +86,7 @@ def resume(trial: Trial) -> Finding:
 
 
 def resumed_tail(trial: Trial) -> Finding:
-    """After a cut, log-probs are those of a model that follows all rows, the ones from before the cut too."""
+    """After an abort, log-probs are those of a model that follows all rows, those from before it included."""
     found = trial.once(resumed)
     tokens = len(found.part.tokens)
     off = found.judge.parity(found.whole, since=tokens)
@@ -99,7 +99,7 @@ def resumed_tail(trial: Trial) -> Finding:
 
 
 def _switched(trial: Trial) -> bool:
-    """Change the engine's weights, if it takes any, and say whether it did."""
+    """Change the engine's weights, if it takes new ones; return whether it did."""
     try:
         trial.switch_weights()
     except NotOffered:

@@ -1,8 +1,8 @@
-"""Answers that something happens to while they are made: cut by an abort, or crossed by a weight update.
+"""Answers that are interrupted while they are generated, by an abort or by a weight update.
 
-Nobody but the engine knows how far an answer is. For an abort the moment is found by trying: half of the time that a
-whole answer takes, then earlier or later. Over an update answers are asked for one after the other, so that one is in
-flight. How long anything took does not count.
+Only the engine knows how far an answer is. The moment of an abort is found by trial: at half of the time that a whole
+answer takes, then earlier or later. Around an update answers are requested one after the other, so that one is in
+flight. Durations are not judged.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Crossed:
 
     Attributes:
         sampled: the answer.
-        before: judges by the weights from before the update.
-        after: judges by those from after it.
+        before: judge with the weights from before the update.
+        after: judge with the weights from after it.
         boundary: how many of its tokens the old weights made, as their log-probs show.
-        versions: of the weights before and after, as the engine gave them; ``None`` if it says none.
+        versions: of the weights before and after, as reported by the engine; ``None`` if it reports none.
     """
 
     sampled: Sampled
@@ -47,11 +47,11 @@ class Crossed:
 
 
 def cut_midway(trial: Trial) -> Sampled:
-    """Return the first part of an answer, cut by an abort.
+    """Return the first part of an aborted answer.
 
     Raises:
         NotOffered: the engine cannot abort.
-        DoesNotHold: no abort cut an answer.
+        DoesNotHold: no abort interrupted an answer.
     """
     engine = trial.adapter
     if not isinstance(engine, Aborts):
@@ -75,10 +75,10 @@ def cut_midway(trial: Trial) -> Sampled:
 
 
 def crossed_by_update(trial: Trial) -> Crossed:
-    """Return an answer that continued over a weight update; the model's own weights are back when this returns.
+    """Return an answer that continued over a weight update; the model's own weights are restored when this returns.
 
     Raises:
-        NotOffered: the engine takes no weights, or ends what is in flight first.
+        NotOffered: the engine takes no weights, or ends requests in flight first.
     """
     trial.check_updates()
     seen: list[str] = []
@@ -100,7 +100,7 @@ def crossed_by_update(trial: Trial) -> Crossed:
 
 
 def _asked_during(trial: Trial, act: Callable[[], object]) -> list[Sampled]:
-    """Do something while long answers are asked for, one after the other; return them, the last was in flight then."""
+    """Call a function while long answers are requested one by one; return them: the last was in flight then."""
     prompt, sampling = trial.prompt(20, seed=5), Sampling(max_tokens=trial.settings.long_answer)
     answers: list[Sampled] = []
     begun, over = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""What is right of an answer, by the model and by the shape that routes must have.
+"""Judges whether an answer is correct, by the model and by the shape that routes must have.
 
 Letters: P prompt tokens, G generated tokens, T = P + G, L decoder layers, K experts per token.
 """
@@ -31,9 +31,9 @@ class Judge:
     """Judges answers.
 
     Args:
-        settings: what counts as equal.
-        given_layout: what the model's routers look like; ``None`` if it has none, or nobody said.
-        given_reference: over the model, with the weights that made the answers; ``None``: what needs one is not
+        settings: tolerances.
+        given_layout: of the model's routers; ``None`` if it has none, or if it is unknown.
+        given_reference: over the model, with the weights that made the answers; ``None``: checks that need it are not
             offered.
     """
 
@@ -42,15 +42,15 @@ class Judge:
     given_reference: Reference | None
 
     def by(self, reference: Reference) -> Judge:
-        """Return one that judges by other weights."""
+        """Return a judge with other weights."""
         return replace(self, given_reference=reference)
 
     @property
     def layout(self) -> RoutingLayout:
-        """What the model's routers look like.
+        """The layout of the model's routers.
 
         Raises:
-            NotOffered: nobody said.
+            NotOffered: it is unknown.
         """
         if self.given_layout is None:
             raise NotOffered("nothing says which layers have routers: pass model= or layout=, of a model that has some")
@@ -58,7 +58,7 @@ class Judge:
 
     @property
     def reference(self) -> Reference:
-        """Over the model.
+        """The reference over the model.
 
         Raises:
             NotOffered: there is none.
@@ -72,11 +72,11 @@ class Judge:
         self.reference  # noqa: B018
 
     def routes(self, sampled: Sampled) -> NDArray[np.int64]:
-        """Return an answer's routes as they came, int64 ``[R, L, K]``.
+        """Return an answer's routes as delivered, int64 ``[R, L, K]``.
 
         Raises:
             NotOffered: there are none.
-            DoesNotHold: they are no integers of that shape.
+            DoesNotHold: they are not integers of that shape.
         """
         if sampled.answer.routed_experts is None:
             raise NotOffered("answers have no routed_experts")
@@ -85,23 +85,23 @@ class Judge:
         if given.ndim != 3 or given.shape[1:] != wanted or given.dtype.kind not in "iu":
             raise DoesNotHold(
                 f"routes are {given.dtype} {list(given.shape)}, not integers [tokens - 1, {wanted[0]}, {wanted[1]}]: "
-                "all decoder layers count, those without a router too"
+                "all decoder layers count, also those without a router"
             )
         return given.astype(np.int64)
 
     def known(self, sampled: Sampled) -> NDArray[np.bool_]:
-        """Return for which of the first T - 1 tokens, and which layers with a router, there is a route."""
+        """Return a mask of the first T - 1 tokens and the layers with a router: True where there is a route."""
         rows = self.routes(sampled)[: len(sampled.ids) - 1, list(self.layout.moe_layers)]
         known = np.zeros((len(sampled.ids) - 1, rows.shape[1]), bool)
         known[: len(rows)] = (rows >= 0).any(-1)
         return known
 
     def follow(self, sampled: Sampled, tokens: int | None = None) -> Followed:
-        """Run the model over an answer, by the routes that came with it.
+        """Run the model over an answer, following the routes that came with it.
 
         Args:
             sampled: the answer.
-            tokens: how many to run; default: all.
+            tokens: number of tokens to run; default: all.
 
         Raises:
             DoesNotHold: the routes are none that a router could choose.
@@ -115,7 +115,7 @@ class Judge:
             raise DoesNotHold(str(error)) from error
 
     def faults(self, sampled: Sampled, tokens: int | None = None) -> RouteFaults:
-        """Return how right an answer's routes are; arguments as of :meth:`follow`."""
+        """Return how correct an answer's routes are; arguments as of :meth:`follow`."""
         count = len(sampled.ids) if tokens is None else tokens
         known = self.known(sampled)[: count - 1]
         missing = int((~known).sum())
@@ -132,8 +132,8 @@ class Judge:
 
         Args:
             sampled: the answer.
-            since: how many of its first tokens do not count.
-            tokens: how many to look at, the prompt's included; default: all.
+            since: number of leading tokens to ignore.
+            tokens: number of tokens to compare, the prompt included; default: all.
 
         Raises:
             DoesNotHold: the routes are none that a router could choose.
@@ -144,9 +144,9 @@ class Judge:
         return _largest((sampled.log_probs[: count - prompt] - own)[since:])
 
     def gap(self, sampled: Sampled) -> tuple[float, float]:
-        """Return max |log-prob, engine - model|, and what it would be if the engine gave the unprocessed ones.
+        """Return max |log-prob, engine - model|, and what it would be if the engine returned unprocessed log-probs.
 
-        The model routes for itself. At a tie, and only there, it sides with the engine.
+        The model chooses its own routes. Only at a tie it follows the engine.
         """
         given = sampled.log_probs
         prompt = len(sampled.prompt)
@@ -161,7 +161,7 @@ class Judge:
         return off, _largest(own - sampled_log_probs(logits, sampled.ids, prompt, sampled.sampling))
 
     def fitting(self, sampled: Sampled) -> int:
-        """Return how many of a plain answer's first tokens have log-probs of these weights; ties as in :meth:`gap`."""
+        """Return how many leading tokens of a plain answer have log-probs of these weights; ties as in :meth:`gap`."""
         count = self._fitting(self.reference.logits(sampled.ids), sampled)
         sided = None if count == len(sampled.tokens) else self._sided(sampled)
         return count if sided is None else max(count, self._fitting(sided, sampled))
@@ -175,10 +175,10 @@ class Judge:
         return _largest(given - sampled_log_probs(logits, sampled.ids, len(sampled.prompt), sampled.sampling))
 
     def _sided(self, sampled: Sampled) -> Tensor | None:
-        """Return logits of the model that follows the engine in tied rows alone; ``None`` if there are none."""
+        """Return logits of the model that follows the engine only in tied rows; ``None`` if there are none."""
         try:
             gaps = self.follow(sampled).gaps
-        except (DoesNotHold, NotOffered):  # what is wrong with the routes is another check's
+        except (DoesNotHold, NotOffered):  # another check reports faults of the routes
             return None
         tied = (gaps > 0) & (gaps <= self.settings.tie)
         if not tied.any():
@@ -188,13 +188,13 @@ class Judge:
 
 
 def _largest(difference: Tensor) -> float:
-    """Return the largest size; infinite if one is no number."""
+    """Return the largest absolute value; infinite if one is NaN."""
     size = difference.abs()
     return float(torch.where(size.isnan(), torch.inf, size).max()) if len(size) else 0.0
 
 
 def _first(faulty: NDArray[np.bool_], layers: Sequence[int]) -> str:
-    """Say where the first fault is."""
+    """Return a text that says where the first fault is."""
     places: Any = np.argwhere(faulty)
     if not len(places):
         return ""

@@ -1,4 +1,4 @@
-"""Checks of log-probs: those of the distribution that was sampled, under every way to change it."""
+"""Checks that log-probs are of the sampled distribution, under every setting that changes it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAMPLINGS: Mapping[str, Sampling] = MappingProxyType(
         "together": Sampling(temperature=0.7, top_k=20, top_p=0.9),
     }
 )
-"""What each check asks of the engine. ``together``: top-p counts what top-k has left."""
+"""The sampling settings of each check. ``together``: top-p is applied to what top-k has left."""
 
 
 def log_probs(trial: Trial, name: str) -> Finding:
@@ -35,9 +35,9 @@ def log_probs(trial: Trial, name: str) -> Finding:
 
     Args:
         trial: over the engine.
-        name: of :data:`SAMPLINGS`.
+        name: a key of :data:`SAMPLINGS`.
     """
-    trial.judge.check_reference()  # nobody need generate without
+    trial.judge.check_reference()  # without it, no need to generate
     if name == "plain":
         answers = trial.plain
     else:
@@ -48,6 +48,6 @@ def log_probs(trial: Trial, name: str) -> Finding:
     tokens = sum(len(sampled.tokens) for sampled in answers)
     allowed = trial.settings.tolerance
     if name != "plain" and off <= allowed and unprocessed <= 10 * allowed:
-        raise NotOffered(f"it hardly changes what this model says: by {unprocessed:.1e} in {tokens} log-probs")
+        raise NotOffered(f"it hardly changes this model's log-probs: by {unprocessed:.1e} in {tokens} log-probs")
     power = f"; the model's own, unprocessed ones would be off by {unprocessed:.1e}" if name != "plain" else ""
     return Finding(off, allowed, f"largest difference of {tokens} log-probs{power}")

@@ -1,4 +1,4 @@
-"""The checks as tests of pytest: one for each, in a project of your own.
+"""The checks as pytest tests: one for each check, in your own project.
 
 In the topmost ``conftest.py``, or with ``-p torchrl_moe.testing.conformance.plugin``::
 
@@ -17,7 +17,8 @@ and in a test file::
     def test_my_engine(conformance_check):
         conformance_check()
 
-What is not offered is skipped, with the reason. The table is shown at the end; ``--conformance-json FILE`` writes the
+Checks that are not offered are skipped, with the reason. The table is shown at the end; ``--conformance-json FILE``
+writes the
 report. The checks share one engine: run them in one process, without ``-n`` of pytest-xdist.
 """
 
@@ -54,25 +55,25 @@ ENGINE = pytest.StashKey[str]()
 
 @pytest.fixture(scope="session")
 def conformance_adapter() -> EngineAdapter:
-    """The engine; to be overridden."""
+    """The engine's adapter; to be overridden."""
     raise pytest.UsageError("override the fixture conformance_adapter: it returns the adapter of your engine")
 
 
 @pytest.fixture(scope="session")
 def conformance_model() -> Any:
-    """What the engine serves: a transformers model, or where it lies; override it, or nothing is compared."""
+    """The served transformers model, or where to load it from; unless overridden, nothing is compared."""
     return None
 
 
 @pytest.fixture(scope="session")
 def conformance_layout() -> RoutingLayout | None:
-    """Without a model: what its routers look like."""
+    """The layout of the model's routers, if there is no model."""
     return None
 
 
 @pytest.fixture(scope="session")
 def conformance_settings() -> Settings:
-    """How to ask, and what counts as equal."""
+    """Settings of the requests, and tolerances."""
     return Settings()
 
 
@@ -115,7 +116,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Runs what asks for ``conformance_check`` once for each check."""
+    """Runs tests that use ``conformance_check`` once for each check."""
     if "conformance_check" in metafunc.fixturenames:
         metafunc.parametrize("conformance_check", CHECKS, ids=[one.name for one in CHECKS], indirect=True)
 

@@ -1,7 +1,7 @@
-"""What the model itself computes: log-probs as it is, log-probs under an engine's routes, and how right those are.
+"""What the model computes: log-probs by itself and under an engine's routes, and whether those routes are right.
 
-Routers are judged under the engine's own routes of all that stands before, so one wrong row does not make the later
-ones wrong, and a tie stays one row.
+Each router is judged given the engine's own routes of all earlier rows, so one wrong row does not make later rows
+wrong, and a tie affects only its own row.
 
 Letters: T tokens, V vocabulary, L decoder layers, K experts per token, E experts.
 """
@@ -30,12 +30,12 @@ __all__ = ["Followed", "Reference"]
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """What the model does under given routes.
+    """What the model computes under given routes.
 
     Attributes:
         logits: float32 ``[T, V]``.
         gaps: float32 ``[T, L]``: by how much the best expert left out scores above the worst one chosen. At most 0
-            where the router would choose the same; -inf where no route is given, or the layer has no router.
+            where the router would choose the same experts; -inf where no route is given, or the layer has no router.
     """
 
     logits: Tensor
@@ -46,7 +46,7 @@ class Reference:
     """A transformers model, run on one sequence at a time; the independent side of every comparison.
 
     Args:
-        model: for causal language modelling. It is put into eval mode until :meth:`close`.
+        model: a causal language model. It is put into eval mode until :meth:`close`.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -65,7 +65,7 @@ class Reference:
 
     @property
     def layout(self) -> RoutingLayout | None:
-        """What the model's routers look like; ``None`` if it has none that can be replayed."""
+        """The layout of the model's routers; ``None`` if it has none that can be replayed."""
         if self._replay is None:
             return None
         return RoutingLayout(
@@ -82,11 +82,11 @@ class Reference:
 
     @torch.no_grad()
     def follow(self, ids: Tensor, routes: Tensor) -> Followed:
-        """Run a sequence by given experts.
+        """Run a sequence, following given experts.
 
         Args:
             ids: ``[T]``.
-            routes: int64 ``[R, L, K]``, R <= T; -1 where the model routes.
+            routes: int64 ``[R, L, K]``, R <= T; -1 where the model chooses.
 
         Raises:
             NotOffered: the model's routers cannot be replayed.
@@ -105,7 +105,7 @@ class Reference:
 
     @contextmanager
     def _scores(self, tokens: int) -> Iterator[dict[int, Tensor]]:
-        """Collect, by layer, the scores ``[T, E]`` by which each router ranks all of the sequence's tokens."""
+        """Collect, by layer, the scores ``[T, E]`` by which each router ranks the experts for every token."""
         assert self._replay is not None
         modules = dict(self.model.named_modules())
         sites = {site.layer: site for site in self._replay.sites}
@@ -137,7 +137,7 @@ class Reference:
 
     @torch.no_grad()
     def altered(self, seed: int, share: float = 0.1) -> Reference:
-        """Return one over a copy of the model whose parameters are moved by a share of their spread."""
+        """Return a reference over a copy of the model whose parameters are perturbed by a fraction of their spread."""
         model = copy.deepcopy(self.model)
         generator = torch.Generator().manual_seed(seed)
         for parameter in model.parameters():
@@ -146,14 +146,14 @@ class Reference:
         return Reference(model)
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model's state."""
         if self._owns and self._replay is not None:
             self._replay.remove()
         self.model.train(self._was_training)
 
 
 def _replay_of(model: nn.Module) -> RouterReplay | None:
-    """Return the ``RouterReplay`` that a model has already."""
+    """Return the existing ``RouterReplay`` of a model."""
     owner = handles.owner(model)
     return owner if isinstance(owner, RouterReplay) else None
 

@@ -1,4 +1,4 @@
-"""What came of the checks: a row for each, as text, as HTML and as JSON."""
+"""The results of the checks: a row for each, as text, as HTML and as JSON."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ HEADER = ("check", "verdict", "off by", "allowed", "seen")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """What came of one check.
+    """The result of one check.
 
     Attributes:
         name: of the check.
         meaning: what must hold.
-        verdict: ``"not offered"`` if the engine, or its adapter, lacks what the check needs: that is no pass.
-        off: how far off the engine is, in the unit that ``seen`` names; ``None`` if that cannot be said in a number.
-        allowed: the most that holds.
-        seen: what was looked at, and found.
-        advice: what to do about it; empty unless it does not hold.
+        verdict: ``"not offered"`` if the engine, or its adapter, lacks what the check needs: that is not a pass.
+        off: how far off the engine is, in the unit that ``seen`` names; ``None`` if that cannot be given as a number.
+        allowed: the greatest value that holds.
+        seen: what was examined and found.
+        advice: what to do about a failure; empty otherwise.
     """
 
     name: str
@@ -41,7 +41,7 @@ class CheckResult:
 
     @property
     def holds(self) -> bool:
-        """Whether it was checked, and holds."""
+        """Whether the check ran, and holds."""
         return self.verdict == "holds"
 
     @property
@@ -54,7 +54,7 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class ConformanceReport:
-    """What came of all checks, in the order in which they ran.
+    """The results of all checks, in the order in which they ran.
 
     >>> row = CheckResult(name="dtype", meaning="as narrow as can be", verdict="holds", off=0, allowed=0, seen="int8")
     >>> print(ConformanceReport("MyEngine", (row,)))
@@ -79,7 +79,7 @@ class ConformanceReport:
 
     @property
     def title(self) -> str:
-        """The engine, and how many checks came out which way."""
+        """The engine, and the number of checks per verdict."""
         counts = Counter(result.verdict for result in self.results)
         holding = f"{counts['holds']} hold{'s' if counts['holds'] == 1 else ''}"
         return f"{self.engine}: {holding}, {counts['does not hold']} do not hold, {counts['not offered']} not offered"

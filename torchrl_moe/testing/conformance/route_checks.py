@@ -1,4 +1,4 @@
-"""Checks of whether routes are the right ones: of plain answers, cached prompts, prompts in chunks, several samples."""
+"""Checks that routes are correct: for plain answers, cached prompts, chunked prompts and several samples."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["chunked_prefill", "native_routes", "prefix_cache", "replay_parity", 
 
 
 def native_routes(trial: Trial) -> Finding:
-    """Each row holds the experts that the model's router chooses there, or a tie's other side."""
+    """Each row holds the experts that the model's router chooses, or the alternative at a tie."""
     judge = trial.judge
-    judge.check_reference()  # without it no row is wrong
+    judge.check_reference()  # without it no row can be called wrong
     found = [judge.faults(sampled) for sampled in trial.plain]
     rows, faulty = sum(one.rows for one in found), sum(one.count for one in found)
     missing = sum(one.missing for one in found)
@@ -50,7 +50,7 @@ def replay_parity(trial: Trial) -> Finding:
 
 
 def prefix_cache(trial: Trial) -> Finding:
-    """A prompt that was cached has all of its rows, and the right ones."""
+    """A cached prompt has all of its rows, and they are correct."""
     cold, warm = trial.repeated
     cached = warm.answer.num_cached_tokens
     if not cached:
@@ -95,7 +95,7 @@ def samples(trial: Trial) -> Finding:
 
 
 def _differing(trial: Trial, one: Sampled, two: Sampled, tokens: int) -> int:
-    """Count rows of the first tokens, and layers, in which two answers name other experts."""
+    """Count the rows (token, layer) of the leading tokens in which two answers have different experts."""
     layers = list(trial.judge.layout.moe_layers)
     left, right = (torch.from_numpy(trial.judge.routes(sampled))[:tokens, layers] for sampled in (one, two))
     rows = min(len(left), len(right))

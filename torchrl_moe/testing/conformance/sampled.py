@@ -1,4 +1,4 @@
-"""An answer together with what it answers."""
+"""An answer together with its prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Sampled"]
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """An answer, and what it answers."""
+    """An answer, and its prompt."""
 
     prompt: tuple[int, ...]
     sampling: Sampling
@@ -42,11 +42,11 @@ class Sampled:
 
     @property
     def log_probs(self) -> Tensor:
-        """Of the answer's tokens, float32 ``[G]``.
+        """Log-probs of the answer's tokens, float32 ``[G]``.
 
         Raises:
             NotOffered: there are none.
-            DoesNotHold: there are more, or fewer.
+            DoesNotHold: there are more or fewer than tokens.
         """
         if self.answer.log_probs is None:
             raise NotOffered("answers have no log-probs")
@@ -57,7 +57,7 @@ class Sampled:
 
     @property
     def versions(self) -> list[int]:
-        """Of the answer's tokens; errors as of :attr:`log_probs`."""
+        """Versions of the answer's tokens; errors as of :attr:`log_probs`."""
         if self.answer.versions is None:
             raise NotOffered("answers have no versions")
         values = [int(value) for value in self.answer.versions]

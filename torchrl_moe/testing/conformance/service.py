@@ -21,12 +21,12 @@ SECONDS = 60.0
 
 
 class ServiceAdapter:
-    """A service as the checks ask it. Routes are those that ``vLLMWrapper`` would write for training.
+    """A service, as the checks use it. Routes are those that ``vLLMWrapper`` would write for training.
 
     Args:
         engine: the service.
-        update: brings a model's weights to it, and returns once they are served. By default the sender does that has
-            the engine; without one, checks of updates are not offered.
+        update: sends a model's weights to the service, and returns once they are served. Default: the sender that has
+            this engine; without one, checks of updates are not offered.
     """
 
     def __init__(self, engine: GenerationService, update: Callable[[PreTrainedModel], object] | None = None) -> None:
@@ -47,11 +47,11 @@ class ServiceAdapter:
         return [[self._answer(one, output) for output in one.outputs] for one in completions]  # type: ignore[union-attr]
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Cut requests short."""
+        """Abort requests."""
         self._engine.abort(request_ids)
 
     def resume(self, prompt: Sequence[int], answer: Answer, sampling: Sampling) -> Answer:
-        """Continue with an answer; the service holds on to what it knows of its first part."""
+        """Continue an answer; the service keeps what it knows of its first part."""
         del prompt  # the completion has it
         (whole,) = self._engine.generate(  # type: ignore[misc]
             resume=[answer.native], sampling_params=_params(sampling), use_tqdm=False
@@ -59,10 +59,10 @@ class ServiceAdapter:
         return self._answer(whole, whole.outputs[0])
 
     def update_weights(self, model: PreTrainedModel) -> None:
-        """Bring a model's weights to the service.
+        """Send a model's weights to the service.
 
         Raises:
-            NotOffered: nobody can.
+            NotOffered: there is neither ``update`` nor a sender.
         """
         if self._update is not None:
             self._update(model)

@@ -11,26 +11,26 @@ LEAST = {"answer": 2, "long_prompt": 2, "long_answer": 4, "samples": 2, "vocabul
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How an engine is asked, and what counts as equal.
+    """Settings of the requests to an engine, and tolerances.
 
-    The defaults are for float32 on both sides, which proves the mapping. In bfloat16 routers score differently by
-    rounding alone, and so do words: give the two tolerances that your model needs.
+    The defaults are for float32 on both sides, which proves the mapping. In bfloat16 the scores of routers and words
+    differ by rounding alone: set the two tolerances that your model needs.
 
     Raises:
-        ValueError: something that could not be asked.
+        ValueError: an invalid setting.
     """
 
     tolerance: float = 1e-4
     """Of log-probs."""
     tie: float = 1e-5
-    """Experts whose router scores differ by no more than this tie: either choice is right."""
+    """Experts whose router scores differ by no more than this are tied: either choice is right."""
     prompts: tuple[int, ...] = (1, 5, 17, 40)
     """Tokens of the prompts of plain answers."""
     answer: int = 12
     """Tokens of a plain answer."""
     long_prompt: int = 300
-    """Tokens of a prompt that is prefilled in several chunks, and cached: several times what the engine takes in one
-    step, and what it keeps in a block."""
+    """Tokens of a prompt that is prefilled in several chunks, and cached: several times
+    the tokens of an engine step, and of a cache block."""
     long_answer: int = 150
     """Tokens of an answer that is interrupted."""
     samples: int = 3
@@ -38,7 +38,7 @@ class Settings:
     vocabulary: int = 256
     """Prompts have ids below this, or below the model's vocabulary if that is smaller, special ids left out."""
     seed: int = 0
-    """Of prompts and of altered weights."""
+    """Seed of prompts and of altered weights."""
     patience: float = 120.0
     """Seconds that a call of ``generate`` or ``resume`` may take."""
 

@@ -1,8 +1,8 @@
 """The adapter of SGLang's HTTP server: ``/generate`` and the endpoints of weight updates.
 
-Written from the interface as SGLang's documentation and request classes of 2026 describe it, and tested against a
-server of our own that speaks it. **It has never been run against SGLang itself**: its CPU build could not be installed
-where this was written. Start the server with ``--enable-return-routed-experts``.
+Written from SGLang's documentation and request classes of 2026, and tested against a mock server with that interface.
+**It has never been run against SGLang itself**: its CPU build could not be installed where this was written. Start the
+server with ``--enable-return-routed-experts``.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ MASKED = "output_token_sampling_logprobs"  # of the truncated distribution
 
 
 class SGLangAdapter:
-    """A server of SGLang as the checks ask it.
+    """An SGLang server, as the checks use it.
 
-    A request that is cut continues as a trainer would have it: prompt and tokens so far are a new prompt, of whose rows
-    only the new ones are asked for (``routed_experts_start_len``).
+    An aborted request continues as a trainer would do it: prompt and tokens so far become a new prompt, and only its
+    new rows are requested (``routed_experts_start_len``).
 
     ``output_token_logprobs`` are taken after temperature and penalties and before truncation; with ``sampling_mask``
     the server is asked for those of the truncated distribution, which it gives where ``top_k`` is set.
 
     Args:
         url: of the server, such as ``"http://localhost:30000"``.
-        layout: what the model's routers look like; rows come flat.
-        pause: what becomes of requests in flight in :meth:`update_weights`: ``"retract"`` reads them again by the new
-            weights, ``"in_place"`` keeps their cache, ``"abort"`` cuts them. Choose what training does.
+        layout: of the model's routers, because the server sends rows flattened.
+        pause: what happens to requests in flight in :meth:`update_weights`: ``"retract"`` prefills them again with the
+            new weights, ``"in_place"`` keeps their cache, ``"abort"`` aborts them. Choose the mode that training uses.
         sampling_mask: whether to ask for ``return_sampling_mask``.
-        headers: of every request, such as an authorisation.
+        headers: of every request, for example for authorisation.
         timeout_seconds: of every request.
     """
 
@@ -86,7 +86,7 @@ class SGLangAdapter:
             self._post("/abort_request", {"rid": name})
 
     def resume(self, prompt: Sequence[int], answer: Answer, sampling: Sampling) -> Answer:
-        """Continue with an answer in a new request; what was delivered stays as it is."""
+        """Continue an answer in a new request; what was delivered stays unchanged."""
         had = [int(token) for token in answer.token_ids]
         rest = replace(sampling, max_tokens=sampling.max_tokens - len(had), n=1)
         (second,) = self._generate([*prompt, *had], rest, None, known=len(prompt) + len(had) - 1)
@@ -100,7 +100,7 @@ class SGLangAdapter:
         )
 
     def update_weights(self, model: PreTrainedModel) -> None:
-        """Save a model and have the server load it, between a pause and its end.
+        """Save a model and let the server load it while generation is paused.
 
         It is saved in a temporary folder of this machine, which the server must be able to read.
         """
@@ -121,8 +121,8 @@ class SGLangAdapter:
                 self._post("/continue_generation", {})
 
     def weights_version(self) -> int:
-        """Return the server's version; 0 for that of its start, which is a word."""
-        for path in ("/model_info", "/get_weight_version"):  # the second is that of older servers
+        """Return the server's version; 0 for its initial version, which is not a number."""
+        for path in ("/model_info", "/get_weight_version"):  # the second one is for older servers
             try:
                 found = self._send(path, None)
             except urllib.error.HTTPError as error:
@@ -169,7 +169,7 @@ class SGLangAdapter:
         )
 
     def _rows(self, text: str | None, tokens: int, known: int) -> NDArray[np.integer[Any]] | None:
-        """Return rows ``[tokens - 1 - known, L, K]``; servers that know no start give those of all tokens."""
+        """Return rows ``[tokens - 1 - known, L, K]``; servers without a start position return those of all tokens."""
         if text is None:
             return None
         layers, top_k = self._layout.num_layers, self._layout.top_k
@@ -186,7 +186,7 @@ class SGLangAdapter:
         if known and len(rows) == tokens - 1:
             rows = rows[known:]
         exist = rows.size == 0 or (rows.min() >= UNSET_EXPERT and rows.max() < self._layout.num_experts)
-        narrow = rows.astype(self._layout.numpy_dtype if exist else np.int32)  # another id would become one that exists
+        narrow = rows.astype(self._layout.numpy_dtype if exist else np.int32)  # an invalid id could wrap to a valid one
         narrow[:, list(self._layout.dense_layers)] = UNSET_EXPERT
         return narrow
 
@@ -219,7 +219,7 @@ def _params(sampling: Sampling) -> dict[str, Any]:
 
 
 def _versions(meta: Mapping[str, Any], tokens: int) -> list[int] | None:
-    """Return the version of each token, from spans where the server gives them, else one for all; ``None`` for none."""
+    """Return the version of each token, from spans if the server gives them, else one for all; ``None`` if none."""
     spans = meta.get("weight_versions")
     if spans is None:
         return [_number(meta["weight_version"])] * tokens if "weight_version" in meta else None

@@ -1,4 +1,4 @@
-"""Checks of what routes look like: rows, dtype, layers without a router, the last token, values."""
+"""Checks of the form of routes: rows, dtype, layers without a router, the last token, values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def dtype(trial: Trial) -> Finding:
     """The narrowest signed integer that holds -1 and all experts."""
     wanted = trial.judge.layout.numpy_dtype
     for sampled in trial.plain:
-        trial.judge.routes(sampled)  # raises if they are none
+        trial.judge.routes(sampled)  # raises if they are invalid
     found = {str(np.asarray(sampled.answer.routed_experts).dtype) for sampled in trial.plain}
     wrong = found - {str(wanted)}
     return Finding(len(wrong), 0, f"wrong types: routes are {', '.join(sorted(found))}, wanted {wanted}")
@@ -55,7 +55,7 @@ def last_token(trial: Trial) -> Finding:
 
 
 def values(trial: Trial) -> Finding:
-    """Experts exist, and none is there twice in a row of one layer."""
+    """Expert ids exist, and none occurs twice in a row of one layer."""
     layout = trial.judge.layout
     faulty, total, example = 0, 0, ""
     for sampled in trial.plain:

@@ -1,6 +1,6 @@
-"""One run of the checks over one engine: what is asked of it, and the weights that it has.
+"""One run of the checks over one engine: its requests, and the weights that the engine has.
 
-Answers that several checks look at are asked for once. A check that changes the weights changes them back.
+Answers that several checks use are generated once. A check that changes the weights restores them.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Trial:
 
     Args:
         adapter: of the engine.
-        reference: over the model that the engine serves; ``None``: what needs one is not offered.
-        layout: what the model's routers look like, where there is no reference; ``None`` for a model without routers.
-        settings: how to ask.
+        reference: over the model that the engine serves; ``None``: checks that need it are not offered.
+        layout: of the model's routers, if there is no reference; ``None`` for a model without routers.
+        settings: of the requests, and tolerances.
 
     Attributes:
-        judge: judges by the model's own weights.
-        serving: over the model with the weights that the engine has now.
+        judge: judges with the model's own weights.
+        serving: reference with the weights that the engine has now.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Trial:
         """Return all answers to prompts, in order.
 
         Raises:
-            DoesNotHold: not ``sampling.n`` answers to each prompt, none within ``patience``, or one without a
-                token that no abort can have cut.
+            DoesNotHold: not ``sampling.n`` answers to each prompt, none within ``patience``, or an answer without
+                tokens that no abort explains.
         """
         asked = in_thread(lambda: self.adapter.generate(prompts, sampling, request_ids))
         groups = result(asked, self.settings.patience)
@@ -100,19 +100,19 @@ class Trial:
 
     @cached_property
     def plain(self) -> list[Sampled]:
-        """Answers of the model's own distribution to prompts of several lengths."""
+        """Answers sampled from the model's own distribution, to prompts of several lengths."""
         prompts = [self.prompt(length) for length in self.settings.prompts]
         return self.ask(prompts, Sampling(max_tokens=self.settings.answer))
 
     @cached_property
     def repeated(self) -> tuple[Sampled, Sampled]:
-        """Answers to one long prompt, asked twice in a row: the second finds it cached, if the engine caches."""
+        """Answers to one long prompt, sent twice in a row: the second time it is cached, if the engine caches."""
         prompt, sampling = self.prompt(self.settings.long_prompt, seed=1), Sampling(max_tokens=self.settings.answer)
         (first,), (second,) = self.ask([prompt], sampling), self.ask([prompt], sampling)
         return first, second
 
     def once(self, make: Callable[[Trial], Made]) -> Made:
-        """Return what a function makes of this trial; it is called once, and what it refused by it refuses again."""
+        """Return the cached result of a function of this trial; it is called once, and its error is raised again."""
         if make not in self._made:
             made: Future[Made] = Future()
             try:
@@ -126,7 +126,7 @@ class Trial:
 
     @property
     def judge_now(self) -> Judge:
-        """Judges by the weights that the engine has now."""
+        """A judge with the weights that the engine has now."""
         return self.judge if self.serving is None else self.judge.by(self.serving)
 
     def check_updates(self) -> UpdatesWeights:
@@ -140,9 +140,9 @@ class Trial:
         return self.adapter
 
     def switch_weights(self) -> Reference:
-        """Bring other weights to the engine, in turns altered ones and the model's own; return what it has then.
+        """Send other weights to the engine, alternately altered ones and the model's own; return those it has then.
 
-        :attr:`judge` continues judging by the model's own.
+        :attr:`judge` still uses the model's own.
 
         Raises:
             NotOffered: the engine takes none, or there is no model.
@@ -156,16 +156,16 @@ class Trial:
         return target
 
     def restore_weights(self) -> None:
-        """Bring the model's own weights back, if the engine has others."""
+        """Restore the model's own weights, if the engine has others."""
         if self.serving is not self._reference:
             self.switch_weights()
 
     def version(self) -> int | None:
-        """Return the version of the engine's weights, if it says so."""
+        """Return the version of the engine's weights, if it reports one."""
         return self.adapter.weights_version() if isinstance(self.adapter, ReportsVersion) else None
 
     def close(self) -> None:
-        """Leave engine and model as they were."""
+        """Restore engine and model."""
         try:
             self.restore_weights()
         finally:

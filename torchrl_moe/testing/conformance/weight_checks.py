@@ -1,4 +1,4 @@
-"""Checks of weight updates: what comes after one, and what goes on over one."""
+"""Checks of weight updates: answers after an update, and answers that continue over one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["rows_over_update", "update", "versions", "versions_over_update"]
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """Answers to one prompt before and after a weight update, who judges the second, and the engine's versions."""
+    """Answers to one prompt before and after a weight update, the judge of the second, and the engine's versions."""
 
     before: Sampled
     after: Sampled
@@ -25,7 +25,7 @@ class Updated:
 
 
 def updated(trial: Trial) -> Updated:
-    """Ask for a long prompt, update the weights, and ask for it again; the model's own weights are back afterwards."""
+    """Send a long prompt, update the weights, and send it again; the model's own weights are restored afterwards."""
     prompt, sampling = trial.prompt(trial.settings.long_prompt, seed=6), Sampling(max_tokens=trial.settings.answer)
     before, version = trial.ask([prompt], sampling)[0], trial.version()
     try:
@@ -48,7 +48,7 @@ def versions(trial: Trial) -> Finding:
 
 
 def update(trial: Trial) -> Finding:
-    """After an update answers are the new weights', also to a prompt that the old ones have cached."""
+    """After an update answers come from the new weights, also for a prompt that is cached from the old ones."""
     found = trial.once(updated)
     off = found.judge.gap(found.after)[0]
     stale = trial.judge.gap(found.after)[0]
@@ -58,7 +58,7 @@ def update(trial: Trial) -> Finding:
         off = float("inf")
     if off <= allowed and stale <= 10 * allowed:
         raise NotOffered(
-            f"other weights hardly change what this model says: by {stale:.1e}, with {allowed:.1e} allowed"
+            f"other weights hardly change this model's log-probs: by {stale:.1e}, with {allowed:.1e} allowed"
         )
     return Finding(
         off,
@@ -95,7 +95,7 @@ def rows_over_update(trial: Trial) -> Finding:
     if faults.wrong:
         again = found.after.faults(found.sampled, tokens=tokens)
         if (again.wrong or 0) < faults.wrong:
-            others = f"; by the new weights {again.wrong} are wrong: the rows were made again, the log-probs were not"
+            others = f"; with the new weights {again.wrong} are wrong: the rows were recomputed, the log-probs were not"
     return Finding(
         faults.count / max(faults.rows, 1),
         0,

@@ -19,7 +19,7 @@ __all__ = ["PrefixAware"]
 TEMPLATE = 0.25  # share of distinct prompts
 SPREAD = 2.0  # believed holders of a prefix, as a multiple of its fair number of replicas
 
-_Match = tuple[list[int], list[Branch], bool]  # keys; the branches on their way; whether the prompt is a distinct one
+_Match = tuple[list[int], list[Branch], bool]  # keys; the branches on their path; whether the prompt is distinct
 
 
 class PrefixAware(Strategy):

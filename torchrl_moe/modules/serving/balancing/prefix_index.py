@@ -1,6 +1,6 @@
-"""Which replicas hold which prefixes, as far as placements tell: an index over hashed blocks of prompts.
+"""Which replicas hold which prefixes, inferred from placements: an index over hashed blocks of prompts.
 
-A prompt becomes a chain of keys, one for each block boundary and one for its end; a key names all that stands before
+A prompt becomes a chain of keys, one for each block boundary and one for its end; a key identifies everything before
 it, so two prompts share as many keys as they share whole blocks. Keys are xxh3 hashes of bytes: equal in every process,
 whatever Python's own hash salt.
 """
@@ -20,14 +20,14 @@ from xxhash import xxh3_64_intdigest
 
 __all__ = ["TOKEN_BYTES", "Branch", "PrefixIndex", "prompt_bytes", "prompt_keys"]
 
-TOKEN_BYTES = 4  # an int32 id, and about what a token of text has
+TOKEN_BYTES = 4  # an int32 id, and about the bytes of a token of text
 BLOCK = 32 * TOKEN_BYTES  # two of vLLM's blocks on GPUs
 HOLDERS = 32  # remembered of one prefix
 HALF_LIFE = 1024  # distinct prompts after which what was counted before weighs half
 
 
 def _spans(limit: int) -> list[tuple[int, int]]:
-    """Where blocks begin and end, up to ``limit`` bytes; late ones are an eighth of what they follow: keys are few."""
+    """Block boundaries, up to ``limit`` bytes; late blocks are an eighth of what precedes them, to keep keys few."""
     spans = [(0, BLOCK)]
     while spans[-1][1] < limit:
         start = spans[-1][1]
@@ -42,7 +42,7 @@ _packer = lru_cache(maxsize=4096)(lambda length: struct.Struct(f"{length}i").pac
 
 
 def prompt_bytes(prompt: Any) -> tuple[bytes, int] | None:
-    """Return what stands for a prompt, and a seed for its kind; ``None`` for what is no prompt, or an empty one.
+    """Return the bytes of a prompt, and a seed for its kind; ``None`` for an empty prompt, or what is not one.
 
     Text, chats (a list of messages, each a mapping), token ids (a list, or anything numpy reads as integers), and
     mappings with ``prompt_token_ids`` or ``prompt``. A chat begins with the bytes of any chat that it continues.
@@ -82,7 +82,7 @@ since halves it); that epoch; the numbers of the caches that hold it, the latest
 class PrefixIndex:
     """A radix tree of prompts' keys, its least recently used branches dropped.
 
-    A key names all that stands before it, so a branch is found by its first key alone.
+    A key identifies everything before it, so a branch is found by its first key alone.
 
     Args:
         capacity: keys kept; one takes about three hundred bytes where prompts are short.
@@ -99,9 +99,9 @@ class PrefixIndex:
         return self._size
 
     def match(self, keys: list[int]) -> tuple[list[Branch], bool]:
-        """Return the branches on a prompt's way, shortest prefix first, and whether the prompt is a distinct one.
+        """Return the branches on a prompt's path, shortest prefix first, and whether the prompt is a distinct one.
 
-        It is not, if it came before, or continues where another one ended: a conversation's next turn.
+        It is not distinct if it came before, or continues an earlier one, like a conversation's next turn.
         """
         known: list[Branch] = []
         position = 0
@@ -118,10 +118,10 @@ class PrefixIndex:
         return known, False
 
     def share(self, branch: Branch, is_distinct: bool) -> float:
-        """Return the share of all distinct prompts that begin so; 0 for what only one begins with.
+        """Return the share of all distinct prompts that begin with a branch; 0 if only one does.
 
         Args:
-            branch: on the way of the prompt that is asked about.
+            branch: on the path of the prompt in question.
             is_distinct: whether that prompt is one more.
         """
         prompts = (branch[1] >> (self._epoch - branch[2])) + is_distinct
@@ -149,7 +149,7 @@ class PrefixIndex:
                 break
             run, prompts, since, caches = branch
             common = _common(run, keys, position)
-            if common < len(run):  # the prompt leaves it: what follows becomes a branch of its own
+            if common < len(run):  # the prompt diverges here: the rest becomes a separate branch
                 branches[run[common]] = (run[common:], prompts, since, caches)
                 run = run[:common]
             position += common
@@ -169,7 +169,7 @@ class PrefixIndex:
 
 
 def _common(run: list[int], keys: list[int], position: int) -> int:
-    """Return how many keys of a run stand in ``keys`` from a position on; only its last key ends a prompt."""
+    """Return how many keys of a run match ``keys`` from a position on; only its last key ends a prompt."""
     if run == keys[position : position + len(run)]:
         return len(run)
     return next(i for i, key in enumerate(run) if key != keys[position + i])
