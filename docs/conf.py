@@ -7,7 +7,6 @@ import inspect
 import re
 import sys
 import textwrap
-import tomllib
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,9 +17,6 @@ import torchrl_moe
 
 ROOT = Path(__file__).resolve().parents[1]
 TUTORIALS, NOTEBOOKS = ROOT / "tutorials", ROOT / "docs" / "notebooks"
-PUBLISHED = tomllib.loads((TUTORIALS / "notebooks.toml").read_text(encoding="utf-8"))
-SOURCES = f"{PUBLISHED['repository']}/blob/{PUBLISHED['branch']}"
-"""Where links to files outside ``docs/`` lead."""
 
 project, author, copyright = "torchrl_moe", "torchrl_moe contributors", "torchrl_moe contributors"
 version = release = torchrl_moe.__version__
@@ -87,7 +83,7 @@ def link_sources(app: Sphinx, page: str, content: list[str], written_in: Path | 
             name = Path("docs", "notebooks", name.name)
         if name.parts[0] == "docs":
             return f"/{name.relative_to('docs')}{anchor}"
-        return f"{SOURCES}/{name}{anchor}"
+        return f"path:/../{name}"  # the site has copies of linked sources
 
     content[0] = LINK.sub(linked, content[0])
 
