@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 import re
 import sys
 import textwrap
@@ -18,8 +17,6 @@ import torchrl_moe
 
 ROOT = Path(__file__).resolve().parents[1]
 TUTORIALS, NOTEBOOKS = ROOT / "tutorials", ROOT / "docs" / "notebooks"
-REPOSITORY = os.environ.get("REPOSITORY_URL", "")
-"""The folder of the sources on the web, ``https://…/blob/main``; without it, the site has copies of linked sources."""
 
 project, author, copyright = "torchrl_moe", "torchrl_moe contributors", "torchrl_moe contributors"
 version = release = torchrl_moe.__version__
@@ -86,7 +83,7 @@ def link_sources(app: Sphinx, page: str, content: list[str], written_in: Path | 
             name = Path("docs", "notebooks", name.name)
         if name.parts[0] == "docs":
             return f"/{name.relative_to('docs')}{anchor}"
-        return f"{REPOSITORY}/{name}{anchor}" if REPOSITORY else f"path:/../{name}"
+        return f"path:/../{name}"  # the site has copies of linked sources
 
     content[0] = LINK.sub(linked, content[0])
 

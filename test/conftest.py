@@ -8,11 +8,16 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from support.clusters import ClusterHolder
     from support.engines import EngineShelf, EngineSpec
     from torchrl_moe.modules import AsyncVLLM
+
+# on a busy machine, an example and what makes it may take any time
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from support.sources import Source, functions, package_sources, parameters, snippet
 
@@ -125,3 +126,9 @@ def test_a_breach_is_found(checker: Checker, text: str) -> None:
 )
 def test_right_code_is_not(checker: Checker, text: str) -> None:
     assert list(checker(snippet(text))) == []
+
+
+def test_no_example_of_hypothesis_is_too_slow() -> None:
+    """Its default bounds, 200 ms for one and a second to make the first ones, are such that a busy machine breaks."""
+    assert settings().deadline is None
+    assert HealthCheck.too_slow in settings().suppress_health_check

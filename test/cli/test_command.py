@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 
 import pytest
+from rich.console import Console
 
-from torchrl_moe.cli.command import Command, Output, note
+from torchrl_moe.cli.command import Command, NamedStream, Output, note
 
 
 def test_a_result_is_text_or_json() -> None:
@@ -34,3 +36,18 @@ def test_help_shows_the_examples_in_columns() -> None:
 def test_a_note_is_no_result(capsys: pytest.CaptureFixture[str]) -> None:
     note("working")
     assert capsys.readouterr() == ("", "working\n")
+
+
+class FullDisk(io.StringIO):
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_an_error_of_a_named_stream_names_it() -> None:
+    named, lines = NamedStream(FullDisk(), "the result"), NamedStream(io.StringIO(), "lines")
+    for write in (lambda: print("a", file=named, flush=True), lambda: Console(file=named).print("a")):
+        with pytest.raises(OSError, match=r"No space left on device: 'the result'$") as caught:
+            write()
+        assert caught.value.errno == errno.ENOSPC
+    print("a", file=lines, flush=True)
+    assert lines.getvalue() == "a\n" and not lines.isatty()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from support.conformance import shared_moe
 from support.conforming_engine import ConformingEngine
 from support.engines import EngineShelf
 from support.sglang_server import FakeSGLang, serving
+from support.sources import ROOT
 from torchrl_moe.cli.command import BadUse
 from torchrl_moe.cli.conformance import adapter_by_name
 from torchrl_moe.cli.main import main
@@ -45,6 +48,10 @@ def nobody() -> Any:
     return SimpleNamespace()
 
 
+def fails() -> Any:
+    raise TypeError("of its own")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model of the engines here."""
@@ -66,11 +73,21 @@ def test_an_adapter_is_an_object_or_what_makes_one() -> None:
         (f"{__name__}:Missing", "has no 'Missing'"),
         (f"{__name__}:NOTHING", r"a int has no generate\(prompts, sampling, request_ids\)"),
         (f"{__name__}:nobody", r"a SimpleNamespace has no generate"),
+        (
+            "json:loads",
+            r"^--adapter json:loads: it needs arguments \(missing a required argument: 's'\): name an adapter",
+        ),
+        ("builtins:print", "a NoneType has no generate"),
     ],
 )
 def test_an_adapter_that_is_none_is_refused(name: str, said: str) -> None:
     with pytest.raises(BadUse, match=said):
         adapter_by_name(name)
+
+
+def test_an_error_of_what_makes_an_adapter_is_its_own() -> None:
+    with pytest.raises(TypeError, match="of its own"):
+        adapter_by_name(f"{__name__}:fails")
 
 
 def test_checks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,6 +130,34 @@ def test_a_started_engine_takes_updates(shelf: EngineShelf, capsys: pytest.Captu
 def test_bad_use(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["conformance", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+BAD = [
+    [],
+    ["./none"],
+    ["tiny", "--only", ","],
+    ["tiny", "--tolerance", "-1"],
+    ["tiny", "--tie", "nan"],
+    ["tiny", "--engine-arg", "x"],
+    ["tiny", "--sglang", "localhost:30000"],
+    ["tiny", "--adapter", "json"],
+    ["tiny", "--adapter", "json:none"],
+    ["tiny", "--adapter", "json:loads"],
+    ["tiny", "--adapter", "json:__name__"],
+]
+
+
+def test_bad_use_is_found_before_anything_heavy_is_loaded() -> None:
+    code = (
+        "import json, sys\nfrom torchrl_moe.cli.main import main\n"
+        "codes = [[main(['conformance', *words]), 'torch' in sys.modules] for words in json.loads(sys.argv[1])]\n"
+        "print(json.dumps(codes))"
+    )
+    words = [sys.executable, "-c", code, json.dumps(BAD)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[2, False]] * len(BAD)
+    assert len(done.stderr.splitlines()) == len(BAD)
 
 
 def test_a_server_is_checked_by_its_address(folder: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,6 +60,16 @@ BUSY = OSError(errno.EADDRINUSE, "Address already in use")
             1,
         ),
         (raised_from(ValueError("cannot save"), FULL), explain(FULL)[0], 1),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "standard output"),
+            "standard output takes no more (No space left on device): direct it to a place with room",
+            1,
+        ),
+        (
+            OSError(errno.EIO, "Input/output error", "standard output"),
+            "standard output takes no more (Input/output error): direct it to a place with room",
+            1,
+        ),
         (BUSY, "[Errno 98] Address already in use: end what holds the port, or name another", 2),
         (
             PermissionError(errno.EACCES, "Permission denied", "/root/x"),

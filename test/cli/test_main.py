@@ -168,3 +168,15 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, env=environment)
     assert len(done.stdout.splitlines()) == 1
     assert done.stderr == ""
+
+
+def test_a_full_standard_output_is_named() -> None:
+    """And no other place for temporary files, which would not help."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "torchrl_moe.cli", "train", "--list"]
+    for more in ([], ["--json"]):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run([*words, *more], stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
+        assert done.returncode == 1
+        said = "standard output takes no more (No space left on device): direct it to a place with room"
+        assert done.stderr == f"torchrl-moe train: {said}\n"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from support.engines import EngineShelf
 from torchrl_moe.cli.command import BadUse
@@ -63,6 +64,19 @@ def test_bad_use_starts_no_engine(
     monkeypatch.delattr(AsyncVLLM, "from_pretrained")
     assert main(["probe", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_model_without_weights_starts_no_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(AsyncVLLM, "from_pretrained")
+    AutoConfig.for_model("qwen3_moe").save_pretrained(tmp_path)
+    for command in ("probe", "conformance"):
+        assert main([command, str(tmp_path), "--engine", "transformers"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(
+            f"torchrl-moe {command}: {str(tmp_path)!r} has no weights: no *.safetensors and no *.bin"
+        )
 
 
 def test_a_dense_model_is_refused(shelf: EngineShelf, capsys: pytest.CaptureFixture[str]) -> None:

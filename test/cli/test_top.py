@@ -80,7 +80,11 @@ def test_on_a_terminal_a_table_takes_the_place_of_the_one_before(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["top", "--interval", "0"], "--interval 0: it must be above 0 seconds"),
+        (["top", "--interval", "0"], "--interval 0: it must be above 0 seconds and at most a day, 86400"),
+        (["top", "--interval", "-0.5"], "--interval -0.5: it must be above 0"),
+        (["top", "--interval", "nan"], "--interval nan: it must be above 0"),
+        (["top", "--interval", "inf"], "--interval inf: it must be above 0"),
+        (["top", "--interval", "1e300"], "--interval 1e+300: it must be above 0"),
         (["top", "mine", "--url", "http://x"], "give one of the two"),
         (["top", "--url", "x"], "begins with http://"),
         (["top", "--url", ""], "begins with http://"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.trainer import Plan, Trainer
 
 ACTIONS = ["take"] * 8 + ["update", "cut", "kill", "freeze", "pause", "evaluate", "save", "crash", "move"]
-COMMON: dict[str, Any] = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+COMMON: dict[str, Any] = {"database": None, "suppress_health_check": list(HealthCheck)}
 
 
 @st.composite

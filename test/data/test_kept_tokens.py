@@ -77,7 +77,7 @@ def test_a_mask_by_hand() -> None:
     assert mask_of(kept([], []), 2).shape == (0, 2)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(mask=MASKS, data=st.data())
 def test_any_mask_comes_back_whole_and_of_some_tokens(mask: Tensor, data: st.DataObject) -> None:
     one = from_mask(mask).validate(vocabulary=mask.shape[1], num_tokens=len(mask))
@@ -178,7 +178,7 @@ def test_turns_that_cannot_be_joined() -> None:
         lazy_stack([by_hand()]).followed_by(lazy_stack([by_hand()]))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(mask=MASKS, data=st.data())
 def test_turns_joined_have_the_masks_of_both(mask: Tensor, data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(mask)))

@@ -162,7 +162,7 @@ def test_rows_that_do_not_fit(rows: Any, num_tokens: int, error: type[Exception]
         RoutedExperts.from_vllm(rows, num_tokens=num_tokens, layout=LAYOUT)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(layouts(max_experts=300), st.integers(1, 9), st.integers(0, 99))
 def test_engine_rows_come_back_in_order_and_are_valid(layout: RoutingLayout, num_tokens: int, seed: int) -> None:
     rows = engine_rows(num_tokens - 1, layout, seed)
@@ -191,7 +191,7 @@ def corrupt(full: torch.Tensor, token: int, layer: int, kind: str, layout: Routi
     return tuple(row.tolist())
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.data(), batches(), st.sampled_from(["lazy", "dense", "single"]))
 def test_one_corrupted_row_is_found_and_named(
     data: st.DataObject, batch: tuple[RoutingLayout, list[RoutedExperts]], form: str
@@ -212,7 +212,7 @@ def test_one_corrupted_row_is_found_and_named(
         routes.validate(layout)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(batches())
 def test_valid_routes_pass_in_every_form(batch: tuple[RoutingLayout, list[RoutedExperts]]) -> None:
     layout, samples = batch
@@ -345,7 +345,7 @@ def test_truncate_keeps_the_last_row_it_keeps() -> None:
     assert torch.stack([routes, routes]).truncate(1).full.tolist() == [FULL[:1]] * 2
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(batches(), st.integers(0, 3), st.sampled_from(["left", "right"]))
 def test_padding_can_be_taken_off_again(batch: tuple[RoutingLayout, list[RoutedExperts]], more: int, side: Any) -> None:
     layout, samples = batch

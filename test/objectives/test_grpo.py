@@ -276,8 +276,7 @@ def test_penalties_of_plain_loops() -> None:
 
 shapes = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=5)
 masking = st.sampled_from(["sft", "rlhf", "generic"])
-settings.register_profile("light", deadline=None, max_examples=30)
-light = settings(settings.get_profile("light"))
+light = settings(max_examples=30)
 
 
 @light

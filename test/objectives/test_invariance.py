@@ -39,7 +39,7 @@ LOSSES: dict[str, tuple[type[GRPOLoss], dict[str, Any]]] = {
 }
 
 shapes = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4)), min_size=1, max_size=5)
-light = settings(deadline=None, max_examples=8)
+light = settings(max_examples=8)
 every_loss = pytest.mark.parametrize("name", LOSSES)
 
 

@@ -176,7 +176,7 @@ def test_no_rows_are_a_loss_of_zero() -> None:
 # -- invariances ------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000), st.booleans(), st.integers(0, 2), st.integers(0, 2))
 def test_pads_order_and_split_change_nothing(seed: int, per_sequence: bool, left: int, right: int) -> None:
     logits, mask = random(seed, 5, 4, 2, 6)

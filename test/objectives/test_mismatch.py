@@ -144,7 +144,7 @@ def scored(rollouts: list[Any], layout: Any) -> tuple[TensorDictBase, Tensor]:
     return td, BigramActor(seed=1).score(td)[0]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.permutations(range(4)), st.integers(1, 3), st.integers(0, 2), st.integers(0, 2))
 def test_pads_order_and_split_change_nothing(order: list[int], cut: int, left: int, right: int) -> None:
     rollouts = samples([*SHAPES, (2, 2)])

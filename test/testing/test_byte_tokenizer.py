@@ -66,7 +66,7 @@ def test_text_round_trips(tokenizer: PreTrainedTokenizerFast, text: str) -> None
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.one_of(st.text(), st.sampled_from(SPECIAL_TOKENS))).map("".join))
 def test_any_unicode_round_trips(text: str) -> None:
     tokenizer = ByteTokenizer()

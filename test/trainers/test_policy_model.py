@@ -122,6 +122,12 @@ def test_what_cannot_be_loaded_is_one_line(source: str | None, message: str) -> 
     assert "\n" not in str(caught.value)
 
 
+def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=f"^model.source={tmp_path}: '{tmp_path}' has no weights"):
+        loaded(source=str(tmp_path))
+
+
 def test_arguments_that_a_function_does_not_know() -> None:
     with pytest.raises(ConfigError, match=r"tiny_and_tokenizer: .*unexpected keyword argument 'depth'"):
         loaded(source=f"{__name__}:tiny_and_tokenizer", arguments={"depth": 3})

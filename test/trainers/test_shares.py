@@ -34,7 +34,7 @@ def test_eight_groups_for_each_rank_are_within_five_percent(ranks: int, sigma: f
         assert spread(loads, parts) <= max(0.05, max(loads) * ranks / sum(loads) - 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_every_item_is_in_one_part_and_no_part_is_too_small(data: st.DataObject) -> None:
     count, at_least = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 3))

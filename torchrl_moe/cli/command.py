@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-__all__ = ["BAD_USE", "FINE", "INTERRUPTED", "PROBLEM", "BadUse", "Command", "Output", "note"]
+__all__ = ["BAD_USE", "FINE", "INTERRUPTED", "PROBLEM", "BadUse", "Command", "NamedStream", "Output", "note"]
 
 FINE, PROBLEM, BAD_USE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: done and all is well; a problem was found, or it failed midway; it cannot be done as asked; Ctrl-C."""
@@ -18,6 +18,37 @@ FINE, PROBLEM, BAD_USE, INTERRUPTED = 0, 1, 2, 130
 
 class BadUse(Exception):
     """What was asked for cannot be done; the message says what to change."""
+
+
+class NamedStream:
+    """A stream of text whose errors have a name for it, as those of files have a path.
+
+    Args:
+        stream: takes the text.
+        name: of it, the ``filename`` of an ``OSError``.
+    """
+
+    def __init__(self, stream: TextIO, name: str) -> None:
+        self._stream = stream
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write a text."""
+        return self._named(self._stream.write, text)
+
+    def flush(self) -> None:
+        """Hand on what was written."""
+        self._named(self._stream.flush)
+
+    def _named(self, do: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return do(*args)
+        except OSError as error:
+            error.filename = error.filename or self._name
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +60,7 @@ class Output:
         is_json: whether they are JSON.
     """
 
-    stream: TextIO
+    stream: TextIO | NamedStream
     is_json: bool
 
     def show(self, text: str, data: Any, *, indent: int | None = 2) -> None:

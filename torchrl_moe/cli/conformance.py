@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchrl_moe.cli.command import FINE, PROBLEM, BadUse, Command, Output, note
-from torchrl_moe.cli.engines import ENGINES, add_engine_arguments, check_installed, started
-from torchrl_moe.cli.models import MODEL_HELP, config_of, load, model_folder
+from torchrl_moe.cli.engines import ENGINES, add_engine_arguments, check_installed, engine_arguments, started
+from torchrl_moe.cli.models import MODEL_HELP, TINY, check_source, config_of, load, model_folder
+
+if TYPE_CHECKING:
+    from torchrl_moe.testing.conformance import Settings
+    from torchrl_moe.testing.conformance.checks import Check
 
 __all__ = ["COMMAND", "adapter_by_name"]
+
+GENERATE = "generate(prompts, sampling, request_ids)"
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,11 +42,21 @@ def adapter_by_name(name: str) -> Any:
         BadUse: another form, no such module or name, or what is found cannot generate.
 
     """
+    made = _named(name)
+    if isinstance(made, type) or not hasattr(made, "generate"):
+        made = made()
+    if not hasattr(made, "generate"):
+        raise BadUse(f"--adapter {name}: a {type(made).__name__} has no {GENERATE}")
+    return made
+
+
+def _named(name: str) -> Any:
+    """Return an adapter, or what makes one without arguments, which is not called yet."""
     module_name, colon, path = name.partition(":")
     if not (module_name and colon and path):
         raise BadUse(f"--adapter {name}: write it as module:name, such as my_engine:MyAdapter")
     try:
-        found = import_module(module_name)
+        found: Any = import_module(module_name)
     except ImportError as error:
         raise BadUse(f"--adapter {name}: cannot import {module_name!r} ({error}): PYTHONPATH=. finds it here") from None
     for part in path.split("."):
@@ -47,31 +64,39 @@ def adapter_by_name(name: str) -> Any:
             found = getattr(found, part)
         except AttributeError:
             raise BadUse(f"--adapter {name}: {module_name} has no {path!r}") from None
-    made: Any = found
     if isinstance(found, type) or not hasattr(found, "generate"):
         if not callable(found):
-            raise BadUse(f"--adapter {name}: a {type(found).__name__} has no generate(prompts, sampling, request_ids)")
-        made = found()
-    if not hasattr(made, "generate"):
-        raise BadUse(f"--adapter {name}: a {type(made).__name__} has no generate(prompts, sampling, request_ids)")
-    return made
+            raise BadUse(f"--adapter {name}: a {type(found).__name__} has no {GENERATE}")
+        _check_call(name, found)
+    return found
+
+
+def _check_call(name: str, maker: Callable[[], Any]) -> None:
+    """Refuse what cannot be called without arguments."""
+    try:
+        signature = inspect.signature(maker)
+    except ValueError:  # some of C have none: the call itself will say
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise BadUse(
+            f"--adapter {name}: it needs arguments ({error}): name an adapter, or what makes one without arguments"
+        ) from None
 
 
 def _run(options: argparse.Namespace, output: Output) -> int:
-    from torchrl_moe.testing.conformance import CHECKS, check
-
     if options.list:
-        output.show("\n".join(one.name for one in CHECKS), [one.name for one in CHECKS])
+        names = [one.name for one in _checks()]
+        output.show("\n".join(names), names)
         return FINE
     only = None if options.only is None else [name.strip() for name in options.only.split(",") if name.strip()]
-    unknown = set(only or ()) - {one.name for one in CHECKS}
+    settings = _check_arguments(options, only)
+    unknown = set(only or ()) - {one.name for one in _checks()}
     if unknown:
         raise BadUse(f"--only {', '.join(sorted(unknown))}: no such check; --list names them")
-    if only == []:
-        raise BadUse("--only '': it names no check; --list names them")
-    if options.model is None and options.adapter is None:
-        raise BadUse(f"name the MODEL that the engine serves: {MODEL_HELP}")
-    settings = _settings(options)
+    from torchrl_moe.testing.conformance import check
+
     with contextlib.ExitStack() as stack:
         model, adapter = _model_and_adapter(options, stack)
         note("checking; a minute or two ...")
@@ -81,11 +106,32 @@ def _run(options: argparse.Namespace, output: Output) -> int:
     return FINE if not report.failures and any(one.holds for one in report.results) else PROBLEM
 
 
-def _settings(options: argparse.Namespace) -> Any:
+def _checks() -> Sequence[Check]:
+    from torchrl_moe.testing.conformance import CHECKS
+
+    return CHECKS
+
+
+def _check_arguments(options: argparse.Namespace, only: Sequence[str] | None) -> Settings:
+    """Refuse what can be seen to be wrong before torch is loaded, which takes seconds; return the settings."""
     from torchrl_moe.testing.conformance import Settings
 
+    if only == []:
+        raise BadUse("--only '': it names no check; --list names them")
+    if options.model is None and options.adapter is None:
+        raise BadUse(f"name the MODEL that the engine serves: {MODEL_HELP}")
     given = {"tolerance": options.tolerance, "tie": options.tie}
-    return Settings(**{name: value for name, value in given.items() if value is not None})
+    settings = Settings(**{name: value for name, value in given.items() if value is not None})
+    engine_arguments(options.engine_args)
+    if options.sglang is not None and not options.sglang.startswith(("http://", "https://")):
+        raise BadUse(f"--sglang {options.sglang}: it begins with http:// or https://, such as http://localhost:30000")
+    if options.model not in (None, TINY):
+        check_source(options.model)
+    if options.adapter is not None:
+        _named(options.adapter)
+    elif options.sglang is None:
+        check_installed(options.engine or ENGINES[0], "--engine transformers")
+    return settings
 
 
 def _model_and_adapter(options: argparse.Namespace, stack: contextlib.ExitStack) -> tuple[Any, Any]:
@@ -93,9 +139,10 @@ def _model_and_adapter(options: argparse.Namespace, stack: contextlib.ExitStack)
     adapter = None if options.adapter is None else adapter_by_name(options.adapter)
     if options.model is None:
         return None, adapter
-    if not (adapter or options.sglang):
-        check_installed(options.engine or "vllm", "--engine transformers")
+    from torchrl_moe.modules.backends.checkpoint import check_weights
+
     folder = stack.enter_context(model_folder(options.model))
+    check_weights(folder)
     config = config_of(folder)
     model = load(folder, "float32")
     if adapter is not None:
@@ -127,8 +174,6 @@ def _sglang(url: str, model: Any) -> Any:
     from torchrl_moe.testing.conformance import SGLangAdapter
     from torchrl_moe.testing.conformance.reference import Reference
 
-    if not url.startswith(("http://", "https://")):
-        raise BadUse(f"--sglang {url}: it begins with http:// or https://, such as http://localhost:30000")
     reference = Reference(model)
     layout = reference.layout
     reference.close()

@@ -10,7 +10,7 @@ import tempfile
 from torchrl_moe._errors import RequestRefusedError, TorchRLMoEError, UnsupportedRouterError
 from torchrl_moe.cli.command import BAD_USE, PROBLEM, BadUse
 
-__all__ = ["EXTRAS", "explain", "missing_extra"]
+__all__ = ["EXTRAS", "STDOUT", "explain", "missing_extra"]
 
 EXTRAS = {
     "hydra": "train",
@@ -26,6 +26,8 @@ EXTRAS = {
     "vllm": "vllm",
 }
 """Module -> the extra of this package that installs it."""
+STDOUT = "standard output"
+"""The name of the stream of results, as an error's ``filename``."""
 FULL = {errno.ENOSPC, errno.EDQUOT}
 CAUSE = re.compile(r"\b\w+(Error|Exception): .+")
 VAGUE = "See root cause above"
@@ -42,6 +44,8 @@ def explain(error: Exception) -> tuple[str, int]:
     root = _root(error)
     if isinstance(root, ModuleNotFoundError) and root.name:
         return missing_extra(root.name), BAD_USE
+    if isinstance(root, OSError) and root.filename == STDOUT:
+        return f"{STDOUT} takes no more ({root.strerror}): direct it to a place with room", PROBLEM
     if isinstance(root, OSError) and root.errno in FULL:
         return _disk_full(root), PROBLEM
     if isinstance(root, OSError) and root.errno == errno.EADDRINUSE:

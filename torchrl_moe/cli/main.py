@@ -13,11 +13,12 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torchrl_moe import __version__
 from torchrl_moe.cli import conformance, doctor, probe, top, train
-from torchrl_moe.cli.command import BAD_USE, FINE, INTERRUPTED, Command, Output
-from torchrl_moe.cli.explain import explain
+from torchrl_moe.cli.command import BAD_USE, FINE, INTERRUPTED, Command, NamedStream, Output
+from torchrl_moe.cli.explain import STDOUT, explain
 
 __all__ = ["COMMANDS", "main"]
 
@@ -62,25 +63,32 @@ def _without_chatter(wanted: bool) -> Iterator[None]:
 
 def _run(command: Command, options: argparse.Namespace) -> int:
     program = f"{PROGRAM} {command.name}"
-    output = Output(sys.stdout, options.json)
+    stdout: Any = NamedStream(sys.stdout, STDOUT)
+    output = Output(stdout, options.json)
     # what libraries print must not stand between the lines of JSON
-    aside = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
+    printed = sys.stderr if options.json else stdout
     try:
-        with aside:
+        with contextlib.redirect_stdout(printed):
             return command.run(options, output)
     except KeyboardInterrupt:
         print(f"{program}: interrupted; {command.after_interrupt}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # the reader has gone (head, say); without this, Python's end would complain of the same
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _leave_stdout()  # the reader has gone (head, say)
         return FINE
     except Exception as error:  # noqa: BLE001  whatever it is, the user gets a line and not a traceback
         if options.traceback:
             traceback.print_exc()
+        if isinstance(error, OSError) and error.filename == STDOUT:
+            _leave_stdout()
         line, code = explain(error)
         print(f"{program}: {line}", file=sys.stderr)
         return code
+
+
+def _leave_stdout() -> None:
+    """Write no more there: without this, Python's end would try what is left, and complain of the same."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

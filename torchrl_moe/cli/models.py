@@ -17,7 +17,17 @@ from typing import Any
 
 from torchrl_moe.cli.command import BadUse
 
-__all__ = ["MODEL_HELP", "TINY", "Replayable", "config_of", "engine_defaults", "load", "model_folder", "try_replay"]
+__all__ = [
+    "MODEL_HELP",
+    "TINY",
+    "Replayable",
+    "check_source",
+    "config_of",
+    "engine_defaults",
+    "load",
+    "model_folder",
+    "try_replay",
+]
 
 TINY = "tiny"
 TINY_SIZES: dict[str, Any] = {
@@ -45,7 +55,8 @@ def model_folder(source: str) -> Iterator[str]:
         BadUse: there is no model in that folder, or the name can be neither.
     """
     if source != TINY or Path(source).is_dir():
-        yield _checked(source)
+        check_source(source)
+        yield source
         return
     from torchrl_moe.testing.tiny_moe import save_tiny_moe
 
@@ -54,7 +65,12 @@ def model_folder(source: str) -> Iterator[str]:
         yield str(save_tiny_moe(folder, "qwen3_moe", **TINY_SIZES))
 
 
-def _checked(source: str) -> str:
+def check_source(source: str) -> None:
+    """Refuse what can be neither a folder of a model nor a hub name, without a look at the hub.
+
+    Raises:
+        BadUse: there is no model in that folder, or the name can be neither.
+    """
     path = Path(source)
     if source and path.is_dir():
         if not (path / "config.json").is_file():
@@ -63,7 +79,6 @@ def _checked(source: str) -> str:
         raise BadUse(f"{source} is a file: name the folder that config.json is in")
     elif os.path.isabs(source) or source.startswith((".", "~")) or source.count("/") > 1 or not source.strip():
         raise BadUse(f"there is no folder {source!r}: name one that holds config.json, a hub name, or {TINY}")
-    return source
 
 
 def config_of(source: str) -> Any:

@@ -74,7 +74,10 @@ def _run(options: argparse.Namespace, output: Output) -> int:
         raise BadUse(f"--max-new-tokens {options.max_new_tokens}: at least 1")
     if not options.temperature > 0:
         raise BadUse(f"--temperature {options.temperature:g}: greedy answers say nothing; it must be above 0")
+    from torchrl_moe.modules.backends.checkpoint import check_weights
+
     with model_folder(options.model) as folder:
+        check_weights(folder)
         config = config_of(folder)
         _check_experts(options.model, config)
         with started(folder, config, options.engine, options.dtype, options.engine_args) as engine:

@@ -31,6 +31,8 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
 }
 """Key of ``stats()`` -> name of the column, and how a value is written."""
 ERROR_CHARACTERS = 60
+LONGEST_INTERVAL = 86400
+"""Seconds."""
 BAD = {"DEAD", "QUARANTINED"}
 
 Show = Callable[[str, dict[str, Any]], None]
@@ -45,8 +47,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, output: Output) -> int:
-    if not options.interval > 0:
-        raise BadUse(f"--interval {options.interval:g}: it must be above 0 seconds")
+    if not 0 < options.interval <= LONGEST_INTERVAL:
+        raise BadUse(
+            f"--interval {options.interval:g}: it must be above 0 seconds and at most a day, {LONGEST_INTERVAL}"
+        )
     if options.url is not None and options.name is not None:
         raise BadUse("NAME is of a service in Ray, --url of one that exports metrics: give one of the two")
     with _service(options) as (name, service):

@@ -110,7 +110,7 @@ COMMAND = Command(
     description="Trains a Mixture-of-Experts model with GRPO: rollouts by vLLM, updates on the recorded experts. "
     "resume=true continues after a kill; plan=true prints what a run would need, and starts nothing.",
     examples=[
-        ("torchrl-moe train", "a tiny model on a CPU, in a minute and a half"),
+        ("torchrl-moe train", "a tiny model on a CPU, in a minute or two"),
         ("torchrl-moe train --list", "the packaged configurations"),
         ("torchrl-moe train --config olmoe_1b_7b plan=true", "what it needs of memory and network"),
         ("torchrl-moe train --config my.yaml optim.lr=1e-5", "a configuration of yours, with a change"),

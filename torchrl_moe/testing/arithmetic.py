@@ -1,7 +1,7 @@
 """A toy task with verifiable answers: arithmetic as one-turn chats, over a vocabulary of single characters.
 
 The data is generated here, nothing is downloaded; some problems are held out and never used in training. The task is
-small enough that a tiny MoE learns it on a CPU in half a minute.
+small enough that a tiny MoE learns it on a CPU in a minute or two.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
 from torchrl_moe.trainers.hardware_config import HardwareConfig
 from torchrl_moe.trainers.placement_config import PlacementConfig
+from torchrl_moe.trainers.yaml_text import yaml_text
 
 __all__ = [
     "CheckpointConfig",
@@ -315,14 +315,14 @@ class GRPOConfig:
         self.out = os.fspath(self.out)
         try:
             as_yaml(self)
-        except yaml.YAMLError as error:
+        except ValueError as error:
             raise ConfigError(f"a value is not a plain number, text, list or dict: {error}") from error
         for name in POSITIVE:
             value = self.get(name)
-            _check(value > 0, name, value, "must be positive")
+            _check(0 < value < math.inf, name, value, "must be positive and finite")
         for name in POSITIVE_OR_NONE:
             value = self.get(name)
-            _check(value is None or value > 0, name, value, "must be positive, or null for none")
+            _check(value is None or 0 < value < math.inf, name, value, "must be positive and finite, or null for none")
         for name in COUNTS:
             value = self.get(name)
             _check(value is None or value >= 0, name, value, "must be 0 or more")
@@ -397,4 +397,4 @@ def as_dict(config: Any) -> Any:
 
 def as_yaml(config: GRPOConfig) -> str:
     """Return a configuration as YAML, which :func:`~torchrl_moe.trainers.compose.load_config` reads again."""
-    return str(yaml.safe_dump(as_dict(config), sort_keys=False))
+    return yaml_text(as_dict(config))

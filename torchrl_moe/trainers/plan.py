@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 from torchrl_moe.trainers.model_sizes import ModelSizes, model_config_of
@@ -23,6 +22,7 @@ from torchrl_moe.trainers.plan_row import (
     shards,
     share_of,
 )
+from torchrl_moe.trainers.rich_tables import Table
 from torchrl_moe.trainers.trainer_plan import compute_dtype, longest, of_trainer, over
 
 __all__ = ["RunPlan"]

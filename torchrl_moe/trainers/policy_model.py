@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from torchrl_moe.modules.backends.checkpoint import check_weights
 from torchrl_moe.modules.policies.adapters import base_model, has_adapters
 from torchrl_moe.modules.policies.unstack import ModelWeights
 from torchrl_moe.trainers.config import ConfigError, ModelConfig
@@ -179,6 +180,8 @@ def _from_pretrained(
         raise ConfigError(f"model.source={source}: there is no model in that folder")
     frozen = config.lora.rank > 0  # weights that are not trained need not be float32
     try:
+        if not {"gguf_file", "subfolder"} & {*config.pretrained}:  # else they lie elsewhere
+            check_weights(source)
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(source)
         weights = dtype if frozen else torch.float32
         pretrained = partial(AutoModelForCausalLM.from_pretrained, source, dtype=weights, **config.pretrained)

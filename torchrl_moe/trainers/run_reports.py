@@ -6,8 +6,6 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from torchrl_moe.render.curves import training_figure
 from torchrl_moe.render.data_frames import data_frame
 from torchrl_moe.render.numbers import number_text
@@ -16,6 +14,7 @@ from torchrl_moe.render.token_scale import Colour
 from torchrl_moe.trainers.config import GRPOConfig
 from torchrl_moe.trainers.policy_model import PolicyModel
 from torchrl_moe.trainers.rank_group import Ranks
+from torchrl_moe.trainers.rich_tables import Table
 from torchrl_moe.trainers.run_record import RunRecord
 from torchrl_moe.trainers.summary import summary
 

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from rich.console import Console
 from tensordict import set_list_to_stack
 
 from torchrl_moe._errors import RankError, UnsupportedRouterError
@@ -16,6 +15,7 @@ from torchrl_moe.trainers.compose import CONFIGS, load_config
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, as_yaml
 from torchrl_moe.trainers.grpo_trainer import MoEGRPOTrainer
 from torchrl_moe.trainers.plan import RunPlan
+from torchrl_moe.trainers.rich_tables import Console
 
 __all__ = ["main", "run", "show_plan"]
 

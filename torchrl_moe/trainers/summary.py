@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
+from torchrl_moe.trainers.rich_tables import Table
 
 __all__ = ["summary"]
 

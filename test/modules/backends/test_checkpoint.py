@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from torchrl_moe._errors import EngineError
-from torchrl_moe.modules.backends.checkpoint import DTYPES, checkpoint_folder, checkpoint_metadata
+from torchrl_moe.modules.backends.checkpoint import DTYPES, check_weights, checkpoint_folder, checkpoint_metadata
 from torchrl_moe.testing.tiny_moe import make_tiny_moe, save_tiny_moe
 
 
@@ -123,3 +123,61 @@ def test_an_unknown_dtype_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"0")
     with pytest.raises(EngineError, match=r"tensor 'a' in .* has dtype 'F3'; known: F64"):
         checkpoint_metadata(tmp_path)
+
+
+# -- folders that lack weights -----------------------------------------------------------------------------------------
+
+
+def folder_with(path: Path, *names: str) -> Path:
+    path.mkdir()
+    for name in ("config.json", *names):
+        (path / name).write_text("{}")
+    return path
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["model.safetensors"],
+        ["consolidated.safetensors"],
+        ["pytorch_model.bin"],
+        ["pytorch_model.fp16.bin"],
+        ["adapter_config.json"],
+        ["model.gguf"],
+    ],
+)
+def test_a_folder_may_have_its_weights_in_any_format(tmp_path: Path, names: list[str]) -> None:
+    check_weights(folder_with(tmp_path / "model", *names))
+
+
+@pytest.mark.parametrize("names", [[], ["tokenizer.json", "training_args.bin", "optimizer.pt"]])
+def test_a_folder_without_weights_is_named_with_what_it_lacks(tmp_path: Path, names: list[str]) -> None:
+    folder = folder_with(tmp_path / "model", *names)
+    with pytest.raises(ValueError, match="has no weights") as caught:
+        check_weights(folder)
+    assert str(caught.value) == (
+        f"{str(folder)!r} has no weights: no *.safetensors and no *.bin file. model.save_pretrained(path) writes them"
+    )
+
+
+def test_files_that_the_index_names_and_the_folder_lacks_are_listed(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "model", "model-2.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {f"w{i}": f"model-{i}.safetensors" for i in range(1, 7)}}))
+    with pytest.raises(ValueError, match="lacks") as caught:
+        check_weights(str(folder))
+    assert str(caught.value) == (
+        f"{str(folder)!r} lacks model-1.safetensors, model-3.safetensors, model-4.safetensors and 2 more files, "
+        "which its model.safetensors.index.json names: copy them there"
+    )
+    for i in range(7):
+        (folder / f"model-{i}.safetensors").touch()
+    check_weights(folder)
+    index.write_text("{")
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json' cannot be read"):
+        check_weights(folder)
+
+
+def test_what_is_no_folder_is_not_looked_at(tmp_path: Path) -> None:
+    check_weights("org/model")
+    check_weights(tmp_path / "none")

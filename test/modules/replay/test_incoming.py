@@ -249,7 +249,7 @@ def mutated(draw: st.DrawFn) -> Tensor:
     return routes
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(mutated())
 def test_a_row_is_refused_if_and_only_if_it_is_bad(routes: Tensor) -> None:
     rows = [(b, t, i, row) for b, s in enumerate(routes.tolist()) for t, x in enumerate(s) for i, row in enumerate(x)]
@@ -295,7 +295,7 @@ ANYTHING = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(ANYTHING, st.sampled_from(["raise", "live"]), st.sampled_from([None, (2, 6), (2, 4), (1,)]))
 def test_whatever_comes_in_is_refused_by_name_or_fits(toy: RouterReplay, routes: Any, policy: Any, mask: Any) -> None:
     before = toy.model(tokens() % 32)[0]

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from support.families import build
 from support.gradients import assert_same, backward, gradients, loss_of
+from support.html_table import TableReader
 from support.routes import FAMILIES, U, experts_seen, pair, random_routes, recorded, tokens
 from support.toy_moe import (
     DeafRouter,
@@ -486,6 +488,32 @@ def test_a_model_that_is_not_of_transformers_replays(config: dict[str, Any]) -> 
         logits = model(ids)[0]
     with replay.replay(routes.flip(-1)):
         torch.testing.assert_close(model(ids)[0], logits)
+
+
+def test_a_notebook_shows_a_row_for_each_router() -> None:
+    replay = RouterReplay(ToyMoE(RegroupingRouter))
+    read = TableReader(replay._repr_html_())
+    name = replay.sites[1].name
+    assert read.other[0] == "RouterReplay(ToyMoE, routers in 2 of 2 layers)"
+    assert read.rows["thead"] == [["layer", "module", "experts", "top-k", "scoring"]]
+    assert read.rows["tbody"][1] == ["1", name, "8", "2", "softmax"]
+    nasty = replace(replay.sites[0], name="<script>" + "x" * 200, scoring="<b>\n" + "y" * 200)
+    replay.sites = [replace(nasty, layer=layer) for layer in range(200)]
+    html = replay._repr_html_()
+    assert "<script" not in html and "<b>" not in html
+    shown = TableReader(html).rows["tbody"]
+    assert len(shown) == 65 and shown[-1][0] == "… 136 more"
+    assert max(len(cell) for row in shown for cell in row) <= 60
+
+
+def test_one_that_is_not_made_or_was_removed_is_shown_all_the_same() -> None:
+    unmade = RouterReplay.__new__(RouterReplay)
+    assert repr(unmade) == "RouterReplay(not made)"
+    read = TableReader(unmade._repr_html_())
+    assert (read.other, read.rows["tbody"]) == (["RouterReplay(not made)"], [])
+    replay = RouterReplay(ToyMoE(RegroupingRouter))
+    replay.remove()
+    assert len(TableReader(replay._repr_html_()).rows["tbody"]) == 2
 
 
 def test_a_dense_model_is_refused() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -57,7 +57,6 @@ def test_an_empty_mask_gives_zero() -> None:
         assert aggregate(VALUE, MASK & False, how).item() == 0
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from(sorted(GOLDEN)), st.integers(0, 3), st.integers(0, 3))
 def test_pads_order_and_split_change_nothing(seed: int, how: str, left: int, right: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -78,7 +78,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
     return tensor.mT if len(shape) == 2 and draw(st.booleans()) else tensor
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.dictionaries(st.text(max_size=8), tensors(), max_size=6), min_size=1, max_size=4))
 def test_every_version_comes_back_bit_by_bit(versions: list[dict[str, Tensor]]) -> None:
     with tempfile.TemporaryDirectory() as folder:

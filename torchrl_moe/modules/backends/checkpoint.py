@@ -12,7 +12,7 @@ import torch
 
 from torchrl_moe._errors import EngineError
 
-__all__ = ["checkpoint_folder", "checkpoint_metadata"]
+__all__ = ["check_weights", "checkpoint_folder", "checkpoint_metadata"]
 
 # The names of the safetensors format.
 DTYPES = {
@@ -34,15 +34,52 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 INDEX = "model.safetensors.index.json"
+INDICES = (INDEX, "pytorch_model.bin.index.json")
+WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "adapter_config.json")
+"""Files that a model may be loaded from; an adapter names a base model."""
+NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
+"""What training leaves beside them."""
+NAMED_FILES = 3
 
 
 def checkpoint_folder(model: str) -> str:
-    """Return the folder of a model that was given as one, or by a hub name: then vLLM has fetched it."""
+    """Return a model's folder: the path itself, or for a hub name the snapshot that the engine has downloaded."""
     if os.path.isdir(model):
         return model
     from huggingface_hub import snapshot_download
 
     return str(snapshot_download(model, local_files_only=True))
+
+
+def check_weights(model: str | os.PathLike[str]) -> None:
+    """Refuse a model's folder whose weights are not all there. Hub names, and other places, are not looked at.
+
+    Raises:
+        ValueError: no file of weights, or not all that its index names; the message says which.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        return
+    for index in [folder / name for name in INDICES if (folder / name).is_file()]:
+        missing = [name for name in _indexed(index) if not (folder / name).is_file()]
+        if missing:
+            more = f" and {len(missing) - NAMED_FILES} more files" if len(missing) > NAMED_FILES else ""
+            raise ValueError(
+                f"{str(model)!r} lacks {', '.join(missing[:NAMED_FILES])}{more}, which its {index.name} names: copy "
+                "them there"
+            )
+    if not any(file.name not in NO_WEIGHTS for pattern in WEIGHTS for file in folder.glob(pattern)):
+        raise ValueError(
+            f"{str(model)!r} has no weights: no *.safetensors and no *.bin file. model.save_pretrained(path) writes "
+            "them"
+        )
+
+
+def _indexed(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{str(index)!r} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def checkpoint_metadata(folder: str | Path) -> dict[str, tuple[torch.dtype, torch.Size]]:

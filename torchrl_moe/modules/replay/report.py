@@ -1,17 +1,21 @@
-"""What the last context of a ``RouterReplay`` did, layer by layer."""
+"""What a ``RouterReplay`` found, and what its last context did, layer by layer."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from torchrl_moe.modules.replay.discovery import RouterSite
 from torchrl_moe.render.numbers import number_text, share_text
 from torchrl_moe.render.tables import html_table
-from torchrl_moe.render.text_tables import plain_table
+from torchrl_moe.render.text_tables import one_line, plain_table
 
-__all__ = ["ReplayReport"]
+__all__ = ["ReplayReport", "routers_table"]
 
 HEADER = ("layer", "replayed rows", "live rows", "refused rows", "agreement")
+ROUTERS = ("layer", "module", "experts", "top-k", "scoring")
 LAYERS = 64
+CHARACTERS = 60
 
 
 class ReplayReport(dict[int, dict[str, Any]]):
@@ -46,3 +50,19 @@ class ReplayReport(dict[int, dict[str, Any]]):
     def _repr_html_(self) -> str:
         note = "agreement: replayed rows in which the router by itself chooses the same experts; – if not measured"
         return html_table(self._title, HEADER, self._rows(), note=note if self else "")
+
+
+def routers_table(title: str, sites: Sequence[RouterSite]) -> str:
+    """Return routers as a table for notebooks, one row each, of the first layers."""
+    rows = [
+        (
+            str(site.layer),
+            one_line(site.name, CHARACTERS),
+            str(site.num_experts),
+            str(site.top_k),
+            one_line(site.scoring, CHARACTERS),
+        )
+        for site in sites[:LAYERS]
+    ]
+    rows += [(f"… {len(sites) - LAYERS} more", "", "", "", "")] * (len(sites) > LAYERS)
+    return html_table(title, ROUTERS, rows)

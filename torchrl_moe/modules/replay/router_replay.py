@@ -23,7 +23,7 @@ from torchrl_moe.modules.replay.checkpointing import wrap_checkpoints
 from torchrl_moe.modules.replay.discovery import arriving, check_replayed, discover, dry_inputs, number_of_layers
 from torchrl_moe.modules.replay.incoming import OnBadRoutes, Packing, bind_routes
 from torchrl_moe.modules.replay.parallelism import computing_device, refused_parallelism
-from torchrl_moe.modules.replay.report import ReplayReport
+from torchrl_moe.modules.replay.report import ReplayReport, routers_table
 from torchrl_moe.modules.replay.state import ReplayState
 
 __all__ = ["Recording", "RouterReplay", "evaluating"]
@@ -119,10 +119,19 @@ class RouterReplay:
         return "; ".join(dict.fromkeys(site.scoring for site in self.sites))
 
     def __repr__(self) -> str:
+        if not hasattr(self, "num_layers"):  # its constructor has not come to its end
+            return "RouterReplay(not made)"
         return (
             f"RouterReplay({type(self.model).__name__}, routers in layers {list(self.layers)} of {self.num_layers}, "
             f"num_experts={self.num_experts}, top_k={self.top_k}, scoring={self.scoring!r})"
         )
+
+    def _repr_html_(self) -> str:
+        """Return a table of the first routers, for notebooks. It runs no forward pass, and never fails."""
+        if not hasattr(self, "num_layers"):
+            return routers_table(repr(self), [])
+        title = f"RouterReplay({type(self.model).__name__}, routers in {len(self.sites)} of {self.num_layers} layers)"
+        return routers_table(title, self.sites)
 
     # -- contexts ---------------------------------------------------------------------------------------------------
 

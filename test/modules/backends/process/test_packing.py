@@ -104,7 +104,7 @@ def same(one: Any, two: Any) -> None:
         assert one == two
 
 
-SHARED = settings(deadline=None, max_examples=60)
+SHARED = settings(max_examples=60)
 
 
 def through(message: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,6 +47,12 @@ def test_arguments_that_say_what_the_engine_does_anyway_are_left_out() -> None:
 def test_what_it_cannot_do_is_refused_by_name(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         arguments_of({"model": "m", **given})
+
+
+def test_a_folder_without_weights_is_refused_before_a_process_is_started(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"{tmp_path}' has no weights"):
+        arguments_of({"model": str(tmp_path)})
 
 
 def test_objects_of_vllms_are_refused() -> None:

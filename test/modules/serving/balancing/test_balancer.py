@@ -555,4 +555,4 @@ class Leasing(RuleBasedStateMachine):
 
 
 def test_load_equals_the_leases_held_after_any_sequence() -> None:
-    run_state_machine_as_test(Leasing, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(Leasing, settings=settings(max_examples=60, stateful_step_count=40))

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_moe.modules.serving.balancing.prefix_index import HOLDERS, PrefixIndex, prompt_bytes, prompt_keys
@@ -36,7 +36,6 @@ def test_later_blocks_grow_so_that_keys_are_few() -> None:
     assert len(prompt_keys(bytes(4 * 32768))) < 60
 
 
-@settings(deadline=None)
 @given(TOKENS, TOKENS)
 def test_prompts_share_the_keys_of_the_blocks_that_they_share(first: list[int], second: list[int]) -> None:
     same = 0
@@ -218,7 +217,6 @@ def test_what_is_no_longer_used_loses_its_share() -> None:
     assert share(index, 2, 20_000, -20_000) > 0.75
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=6), st.integers(0, 3)), max_size=30))
 def test_the_tree_agrees_with_a_list_of_all_prompts(prompts: list[tuple[list[int], int]]) -> None:
     index = PrefixIndex()
