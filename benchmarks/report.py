@@ -27,6 +27,11 @@ class Row:
     target: str = ""
     met: bool | None = None
 
+    def __post_init__(self) -> None:
+        # A comparison of numpy's or torch's numbers gives a type that is no ``bool`` and that JSON refuses.
+        if self.met is not None:
+            object.__setattr__(self, "met", bool(self.met))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:

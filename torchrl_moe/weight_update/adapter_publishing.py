@@ -30,7 +30,7 @@ class AdapterPublisher(Publisher):
         self._module = module
 
     def check(self, expected: Kinds) -> None:
-        """Check that the registered model's adapter, if there is one, is for what an engine has; raises as above."""
+        """Check that the registered model's adapter, if there is one, fits an engine's weights; raises as above."""
         if self._module is not None:
             _check(self._module, expected)
 

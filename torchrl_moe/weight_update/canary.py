@@ -1,7 +1,7 @@
 """The canary: the trainer's log-probs of a fixed prompt, which an engine with its weights must reproduce.
 
 It proves what digests cannot: that the bytes were loaded into the right places. In half precision a router may choose
-    another expert where two are close, so there only gross errors can be distinguished from rounding.
+another expert where two are close, so there only gross errors can be distinguished from rounding.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ class Publisher:
 
 
 def _unchanged(source: Source, before: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield a source's tensors; at the end, raise an error if they were changed since ``count`` was taken."""
+    """Yield a source's tensors; at the end, raise an error if they were changed since ``before`` was counted."""
     yield from source.tensors()
     if source.changes() != before:
         raise ManifestMismatch(

@@ -34,7 +34,7 @@ class ReplicaSync:
         reason: why there was no shadow, or no copy on the replica's node.
         attempts: how often it was swapped.
         rejected: whether the replica itself refused the new weights; False if it died or did not answer.
-        unproved: why its new weights were not checked: no check was sent, or its answer was late.
+        unproved: why its new weights were not checked: no check was sent, or its result was late.
         error: why it does not hold the version; ``None`` if it does.
     """
 
@@ -141,7 +141,7 @@ class SyncReport:
 
 
 def _cells(entry: ReplicaSync, characters: int | None = None) -> tuple[str, ...]:
-    """Return a text for each of :data:`HEADER`, the last of at most so many characters."""
+    """Return a text for each of :data:`HEADER`, the last of at most ``characters`` characters."""
     times = (entry.fetched, entry.staged, entry.waited, entry.paused, entry.loaded)
     outcome = entry.error or _remarks(entry) or "ok"
     if characters is not None:

@@ -88,7 +88,7 @@ class RollingSwap:
 
         Args:
             entries: the replicas.
-            takeover: whether to take them from a living driver.
+            takeover: whether to take them from a driver that is alive.
 
         Raises:
             WeightsOwnedError: another driver owns one; then no new one is claimed.
@@ -149,7 +149,7 @@ class RollingSwap:
                 list(pool.map(lambda replica: _tried(partial(replica.give_up_weights, GIVE_UP_SECONDS)), claimed))
 
     def stage(self, published: Published, replicas: Sequence[int] | None) -> dict[int, Staged]:
-        """Let replicas prepare a version concurrently, by default all that an update includes; return their answers."""
+        """Let replicas prepare a version concurrently, by default all that an update includes; return their reports."""
         by_name = replicas is not None
         entries = list(self._table) if replicas is None else [self._table[index] for index in replicas]
         with ThreadPoolExecutor(max_workers=max(len(entries), 1), thread_name_prefix="weight-stage") as pool:
@@ -173,7 +173,7 @@ class RollingSwap:
 
     @contextmanager
     def _naming_timeouts(self) -> Iterator[None]:
-        """Turn a replica's missing answer into an error."""
+        """Turn a replica's missing reply into a ``SyncTimeout``."""
         started = time.monotonic()
         try:
             yield
@@ -375,7 +375,7 @@ class RollingSwap:
 
 
 def _tried(ask: Callable[[], T]) -> T | TorchRLMoEError:
-    """Return a replica's answer, or its error."""
+    """Return a replica's reply, or its error."""
     try:
         return ask()
     except TorchRLMoEError as error:

@@ -74,8 +74,8 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
             (not if tensors are sent instead of a model); ``"off"``: neither. In every case the engine must generate a
             token with a finite log-prob.
         folder: of the weight store; default: a new one in ``/dev/shm`` (or the temporary folder), removed at shutdown.
-        layout: ``"slots"``: files in memory that are reused, for one host; ``"versions"``: a directory with one folder
-            per version, on a file system that all hosts share.
+        layout: ``"slots"``: files in memory that are reused, for one host; ``"versions"``: a directory with one
+            safetensors file per version, on a file system that all hosts share.
         keep_versions: how many versions are kept at the same time.
         fsync: with ``"versions"``, whether they outlive a crash of the machine.
         delta: with ``"versions"``, whether only tensors that changed are written.

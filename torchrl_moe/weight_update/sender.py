@@ -94,8 +94,8 @@ class VLLMWeightSender:
         Args:
             model_metadata: name -> (dtype, shape) of what will be sent; checked against the engine's, if given.
             vllm_engine: the engine. TorchRL's signature allows ``None``; only a double-buffer sender accepts it.
-            takeover: whether to take the engine from a living driver that updates it; that driver's next update is
-                refused. A driver that ended, or shut its sender down, needs no takeover.
+            takeover: whether to take the engine from a driver that is alive and updates it; that driver's next update
+                is refused. A driver that ended, or shut its sender down, needs no takeover.
 
         Raises:
             WeightsOwnedError: another driver updates the engine; no replica was touched.
@@ -240,7 +240,7 @@ class VLLMWeightSender:
         return published.version
 
     def prefetch(self, version: int, replicas: Sequence[int] | None = None) -> dict[int, Staged]:
-        """Let replicas, by default all, prepare a version while they serve; return their answers."""
+        """Let replicas, by default all, prepare a version while they serve; return their reports or errors."""
         with self._lock:
             swap, published = self._ready(), self._newest(version)
             asked_at = time.perf_counter() - published.began

@@ -209,7 +209,7 @@ def test_a_name_is_taken_while_its_service_runs_and_others_join_it_there(toy_ser
         toy_service(1, name="lasting")
     with pytest.raises(EngineError, match=r"no service 'missing' is running\..* run: 'lasting' \(2 replica"):
         AsyncVLLM.connect("missing")
-    with pytest.raises(EngineError, match="namespace 'elsewhere' runs none"):
+    with pytest.raises(EngineError, match="None runs in namespace 'elsewhere'"):
         AsyncVLLM.connect("lasting", namespace="elsewhere")
     with AsyncVLLM.connect("lasting", sampling_params={"max_tokens": 2}) as guest:
         assert (guest.name, guest.num_replicas, guest.engine_args) == ("lasting", 2, maker.engine_args)
@@ -289,7 +289,7 @@ def test_a_ray_worker_takes_an_engine_as_it_is_and_its_death_ends_no_replica(toy
     other = ray.remote(num_cpus=0)(Holder).remote(maker)
     answer, pid = ray.get(other.ask.remote([8]), timeout=120)
     assert answer == [9]
-    other.__ray_terminate__.remote()  # in peace, so that its own exit handlers run
+    other.__ray_terminate__.remote()  # cleanly, so that its own exit handlers run
     until(lambda: is_gone(pid))
     assert generate(maker, [2]) == [3]
 

@@ -54,7 +54,7 @@ def test_groups_do_not_see_each_others_keys_and_one_that_ended_says_so(server: B
 
 
 def test_another_secret_sets_nothing(server: BoardServer) -> None:
-    with pytest.raises(ConnectionError, match=r"who listens at 127\.0\.0\.1:\d+ does not have the trainer's secret"):
+    with pytest.raises(ConnectionError, match=r"the server at 127\.0\.0\.1:\d+ does not have the trainer's secret"):
         remote(server, secret=b"guessed").set("key", b"1")
     assert not remote(server).check(["key"])
 
@@ -157,7 +157,7 @@ def test_a_full_house_hangs_up_and_has_room_again(monkeypatch: pytest.MonkeyPatc
     silent = [visit(full) for _ in range(2)]
     for one in silent:
         assert len(one.recv(64)) == 32
-    with pytest.raises(ConnectionError, match="has hung up: it is full, or ends"):
+    with pytest.raises(ConnectionError, match="has hung up: it is full, or is ending"):
         remote(full).check(["key"])
     for one in silent:
         one.close()

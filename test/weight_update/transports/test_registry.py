@@ -87,7 +87,7 @@ def test_a_worker_joins_the_trainers_group_under_its_rank() -> None:
     worker = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_index=0, world_size=1, rank=0))
     receiver = open_receiver("gloo", {**options, "timeout_seconds": 20.0, "buffer_bytes": 9}, worker)
     assert isinstance(receiver, GlooReceiver)
-    GlooGroup(place.meet(where, 20.0), 0, 2, 20.0).close()  # a wrong rank would not let it come about
+    GlooGroup(place.meet(where, 20.0), 0, 2, 20.0).close()  # with a wrong rank it could not be made
     receiver.close()
     place.close()
 

@@ -1,1 +1,1 @@
-"""One folder per engine that replicas run on. A backend knows its engine, not who asks it or how many it is one of."""
+"""What replicas run on: a folder for each engine, and one for each place. None knows the service or other replicas."""

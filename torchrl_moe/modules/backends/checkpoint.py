@@ -43,7 +43,7 @@ NAMED_FILES = 3
 
 
 def checkpoint_folder(model: str) -> str:
-    """Return the folder of a model that was given as one, or by a hub name: then vLLM has fetched it."""
+    """Return a model's folder: the path itself, or for a hub name the snapshot that the engine has downloaded."""
     if os.path.isdir(model):
         return model
     from huggingface_hub import snapshot_download

@@ -1,8 +1,8 @@
-"""The typed commands of a replica, for one whose engine answers named commands with keyword arguments.
+"""A replica's typed commands, over an engine that takes commands by name, with keyword arguments.
 
-What crosses to an engine process is a name and plain values; what the service sees are these methods, which are those
-of the :class:`~torchrl_moe.modules.backends.replica.Replica` protocol. Every one raises an ``EngineError`` past its
-deadline, and a ``ReplicaDiedError`` if the engine is gone.
+A name and plain values are sent to the engine process. The service sees these methods, which are those of the
+:class:`~torchrl_moe.modules.backends.replica.Replica` protocol. Each raises an ``EngineError`` past its deadline, and a
+``ReplicaDiedError`` if the engine is gone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Commands"]
 
 
 class Commands(abc.ABC):
-    """Typed methods over one that sends a named command. ``timeout`` is in seconds.
+    """Typed methods over one method that sends a command by name. ``timeout`` is in seconds.
 
     Attributes:
         driver: the id by which the engine knows this driver; "" if it has only one.
@@ -47,7 +47,7 @@ class Commands(abc.ABC):
         self._command("resume", timeout)
 
     def sleep(self, level: int, mode: PauseMode, timeout: float) -> None:
-        """Give up the memory of weights and cache; see the protocol."""
+        """Free the memory of weights and cache; see the protocol."""
         self._command("sleep", timeout, level=level, mode=mode)
 
     def wake_up(self, tags: Sequence[str] | None, timeout: float) -> None:
@@ -55,15 +55,15 @@ class Commands(abc.ABC):
         self._command("wake_up", timeout, tags=None if tags is None else list(tags))
 
     def stats(self, timeout: float) -> ReplicaStats:
-        """Ask for the engine's stats of this moment."""
+        """Ask for the engine's current stats."""
         return cast(ReplicaStats, self._command("stats", timeout))
 
     def reset_prefix_cache(self, timeout: float) -> bool:
-        """Forget cached prefixes; false if requests are running."""
+        """Drop cached prefixes; false if requests are running."""
         return bool(self._command("reset_prefix_cache", timeout))
 
     def set_seed(self, seed: int, timeout: float) -> None:
-        """Seed what samples; see the protocol."""
+        """Seed the sampler; see the protocol."""
         self._command("set_seed", timeout, seed=seed)
 
     def collective_rpc(
@@ -100,7 +100,7 @@ class Commands(abc.ABC):
         self._command("give_up_weights", timeout, epoch=self._epoch)
 
     def init_weights(self, transport: str, options: Mapping[str, Any], timeout: float) -> None:
-        """Make the engine's end of a weight transport."""
+        """Open the engine's end of a weight transport."""
         self._command("init_weights", timeout, epoch=self._epoch, transport=transport, options=dict(options))
 
     def stage_weights(

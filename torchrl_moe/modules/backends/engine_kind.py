@@ -1,7 +1,7 @@
-"""A kind of engine, as the code that starts its processes knows it; ``backends/vllm/kind.py`` is vLLM's.
+"""A kind of engine, as the code that starts its processes sees it; ``backends/vllm/kind.py`` is vLLM's.
 
-Where an engine runs (``backends/process``, ``backends/ray``) and which engine that is are two things: the former know
-an engine by its kind alone, and import nothing of it.
+Where an engine runs (``backends/process``, ``backends/ray``) is separate from which engine it is: the code for the
+former knows an engine only by its kind, and imports none of its modules.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ LAUNCHER = (
 
 
 class EngineKind(Protocol):
-    """What a module that describes a kind of engine has; importing it imports no engine."""
+    """The interface of a module that describes a kind of engine; importing it imports no engine."""
 
     PROGRAM: str
-    """The module that an engine process runs; see ``backends/process/child.py`` for what it must have."""
+    """The module that an engine process runs; ``backends/process/child.py`` says what it must define."""
 
     def arguments_of(self, engine_args: Any) -> dict[str, Any]:
         """Return the engine arguments that a user passed as keywords."""
 
     def seeded(self, arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
-        """Return the arguments of the replica that is the ``number``-th to be made: with a seed of its own."""
+        """Return the arguments of the ``number``-th replica that is made, with its own seed."""
 
     def devices_per_replica(self, arguments: Mapping[str, Any]) -> int:
-        """Return over how many devices one replica spreads."""
+        """Return the number of devices that one replica uses."""
 
     def engine_environment(
         self, devices: str | None = None, num_replicas: int = 1, verbose: bool = False
@@ -43,11 +43,11 @@ class EngineKind(Protocol):
         """Return the environment of an engine process; see the vLLM kind for the arguments."""
 
     def reason_not_to_fork(self, environment: Mapping[str, str]) -> str:
-        """Return why a process with this environment is to import its engine itself; ``""`` if it may be forked."""
+        """Return why a process with this environment must import its engine itself; ``""`` if it may be forked."""
 
 
 def process_environment(devices: str | None, num_replicas: int) -> dict[str, str]:
-    """Return the driver's environment for an engine process, whatever its engine.
+    """Return the environment of an engine process, whatever its engine: the driver's, adapted.
 
     Args:
         devices: the value of ``CUDA_VISIBLE_DEVICES``; ``None`` on a machine without GPUs.
@@ -59,18 +59,18 @@ def process_environment(devices: str | None, num_replicas: int) -> dict[str, str
     if devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = devices
         return environment
-    # measured: a thread more than there are free cores makes a step ten times slower
+    # measured: one thread more than there are free cores makes a step ten times slower
     threads = max(((os.cpu_count() or 2) - 1) // num_replicas, 1)
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     return environment
 
 
 def _is_of_launcher(name: str) -> bool:
-    """Whether a variable says which rank of a training run this is: an engine is none, and vLLM reads it."""
+    """Whether a variable describes a rank of a training run. An engine is not one, and vLLM would read the variable."""
     return name in LAUNCHER or name.startswith("TORCHELASTIC_")
 
 
 def find_kind(module: str) -> EngineKind:
-    """Return the kind that a module describes: its name crosses to other machines, where this is called again."""
+    """Return the kind that a module describes; other machines get the module's name only, and call this there."""
     kind: EngineKind = importlib.import_module(module)
     return kind

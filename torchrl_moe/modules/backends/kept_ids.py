@@ -1,7 +1,7 @@
 """The words that sampling left for each token of an answer, as flat arrays, on their way from a worker to a rollout.
 
-A worker names words token by token; a *step* is what it says of one: ``[position, *ids]``, or nothing where no word was
-left out. The ids are those that were kept, or, where these would be more, those that were removed, as ``~id``.
+A worker reports words token by token; a *step* is its report on one token: ``[position, *ids]``, empty where no word
+was left out. The ids are those that were kept or, where fewer were removed, the removed ones, as ``~id``.
 
 Letters: G tokens of an answer, M ids of all its tokens together, R requests of a batch, V vocabulary.
 """
@@ -67,7 +67,7 @@ class KeptIds:
 
     @classmethod
     def of_steps(cls, steps: Sequence[NDArray[np.int32]], tokens: int) -> KeptIds | None:
-        """Return what the steps of an answer of so many tokens say; ``None`` if no word was ever left out.
+        """Join the steps of an answer of ``tokens`` tokens; ``None`` if no word was left out of any.
 
         Raises:
             EngineError: a token comes twice or out of order, or has no words at all.
@@ -79,7 +79,9 @@ class KeptIds:
         said = [step for step in steps if len(step) and step[0] < tokens]
         places = [int(step[0]) for step in said]
         if any(one >= later for one, later in pairwise(places)) or any(len(step) == 1 for step in said):
-            raise EngineError(f"an engine named words of the tokens {places}, which is no order, or named none")
+            raise EngineError(
+                f"the engine reported kept words for the tokens {places}: positions must ascend, and each needs a word"
+            )
         if not said:
             return None
         sizes = np.zeros(tokens, np.int32)
@@ -89,13 +91,13 @@ class KeptIds:
         return cls(np.where(ids < 0, ~ids, ids), sizes)
 
     def first(self, tokens: int) -> KeptIds:
-        """Return those of the first tokens."""
+        """Return the words of the first ``tokens`` tokens."""
         sizes = self.sizes[:tokens]
         return KeptIds(self.ids[: int(np.abs(sizes).sum())], sizes)
 
     @classmethod
     def join(cls, parts: Sequence[KeptIds | None], tokens: Sequence[int]) -> KeptIds | None:
-        """Return those of an answer in parts of so many tokens; ``None`` if no part has any."""
+        """Join the parts of an answer, each with its number of tokens; ``None`` if no word was left out of any part."""
         if not any(part is not None for part in parts):
             return None
         filled = [
@@ -106,7 +108,7 @@ class KeptIds:
 
 
 def name_kept(log_probs: Tensor, positions: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int64]] | None:
-    """Return the steps of a batch, one after another, and where each begins; ``None`` if all words were kept.
+    """Return the steps of a batch, concatenated, and their offsets; ``None`` if all words were kept.
 
     Args:
         log_probs: ``[R, V]``, -inf for words that were left out.

@@ -1,4 +1,4 @@
-"""What the service knows of a replica: a protocol, and the plain carriers that cross it.
+"""What the service knows of a replica: a protocol, and the data classes that pass through it.
 
 A replica is one engine with its own weights, wherever it runs. The service hands it :class:`Request` objects and
 gets one :class:`Completion` for each. Both hold numpy arrays and small scalars only, so they travel between processes
@@ -57,11 +57,11 @@ class Request:
     """One prompt on its way to a replica.
 
     Exactly one of ``prompt_token_ids`` (int32 ``[P]``) and ``prompt`` is set. ``sampling_params`` is a mapping of
-    vLLM's ``SamplingParams`` fields, or such an object; requests of one call share it, so it crosses once.
-    ``resume`` is what there is of the answers to the prompt: those cut short continue from their last tokens.
-    ``routed_experts``, integers ``[rows, L, K]`` with rows <= P, are followed for the first positions, -1 where the
-    model routes. ``on_resume`` says how tokens that were routed once are read again; ``None``: as well as is possible.
-    ``scoring`` asks for the log-probs of the prompt's own tokens.
+    vLLM's ``SamplingParams`` fields, or such an object; requests of one call share it, so it is sent once. ``resume``
+    holds the answers so far: those that were cut short continue from their last tokens. ``routed_experts``, integers
+    ``[rows, L, K]`` with rows <= P, are followed for the first positions, -1 where the model routes. ``on_resume`` says
+    how tokens that were routed once are read again; ``None``: forced if the engine can, else live. ``scoring`` asks for
+    the log-probs of the prompt's own tokens.
     """
 
     request_id: str
@@ -84,7 +84,7 @@ class Request:
 
 
 def _restore(self: Any, state: tuple[Any, dict[str, Any]]) -> None:
-    """Take what pickle kept of a carrier, from an older release too: fields that it did not have get their defaults."""
+    """Restore a pickled instance, also one of an older release: fields that it lacks get their defaults."""
     _, kept = state
     for one in fields(self):
         if one.name in kept:
@@ -143,7 +143,7 @@ class CompletionOutput:
 
 @dataclass(slots=True, kw_only=True)
 class Completion:
-    """What came of one request, in the shape of vLLM's ``RequestOutput``.
+    """The result of one request, in the shape of vLLM's ``RequestOutput``.
 
     ``prompt_token_ids`` is int64 ``[P]`` however the prompt came; ``num_cached_tokens`` are its prefix-cache hits.
     ``prompt_logprobs``, float32 ``[P]``, NaN for the first, are there if the request asked for scores.
@@ -173,7 +173,7 @@ class Completion:
 
 
 def nothing_yet(request: Request) -> Completion:
-    """Return the completion of a request of which there is nothing, as if it had been cut, or what it resumes."""
+    """Return a request's completion before its first token: what it resumes, or empty answers that count as cut."""
     if request.resume is not None:
         return replace(request.resume, request_id=request.request_id)
     ids = np.empty(0, np.int64) if request.prompt_token_ids is None else request.prompt_token_ids.astype(np.int64)
@@ -198,10 +198,10 @@ def nothing_yet(request: Request) -> Completion:
 class Replica(Protocol):
     """One engine. Every call that waits takes a deadline in seconds and raises an ``EngineError`` past it.
 
-    Its life, in order::
+    Its lifecycle, in order::
 
         replica.start()                       # returns at once
-        info = replica.wait_ready(timeout)    # raises ReplicaDiedError with the engine's own words
+        info = replica.wait_ready(timeout)    # raises ReplicaDiedError with the end of its log
         futures = replica.submit(requests)    # one future each, never waits
         replica.abort(request_ids)            # their futures resolve with finish_reason "abort"
         replica.shutdown()                    # idempotent; open futures fail with ReplicaDiedError
@@ -209,18 +209,18 @@ class Replica(Protocol):
 
     index: int
     was_ended: bool
-    """Whether another driver has shut it down, for all: then nobody restarts it."""
+    """Whether another driver has shut it down, for all: then none restarts it."""
 
     @property
     def log_path(self) -> Path | None:
-        """Where the engine's words are, on the driver's machine; ``None`` if nowhere there."""
+        """The file of the engine's log, if it is on the driver's machine; else ``None``."""
 
     @property
     def last_stats(self) -> ReplicaStats | None:
         """The stats that the replica last sent by itself, as it does whenever they change; ``None`` before."""
 
     def start(self) -> None:
-        """Begin to start the engine, without waiting for it."""
+        """Start the engine, without waiting for it."""
 
     def wait_ready(self, timeout: float) -> ReplicaInfo:
         """Wait until the engine serves."""
@@ -229,7 +229,7 @@ class Replica(Protocol):
         """Hand over requests; a future fails with ``ValueError`` if the engine refuses its request."""
 
     def snapshot(self, timeout: float) -> list[Completion]:
-        """Return what there is of each request in flight, which continues: tokens, log-probs, routes and versions.
+        """Return what each request in flight has so far: tokens, log-probs, routes and versions. The requests continue.
 
         An answer that is not finished counts as cut, so ``generate(resume=...)`` can continue from a copy after a
         crash.
@@ -243,36 +243,36 @@ class Replica(Protocol):
         """Why it died, once that is known; ``None`` before."""
 
     def probe(self, core_seconds: float) -> Future[ProbeReport]:
-        """Ask the engine's owner how it is, without waiting for it.
+        """Ask the process that owns the engine for its health, without waiting for it.
 
-        The owner gives the engine core ``core_seconds`` to answer a ping. One that is stuck itself never answers.
+        That process gives the engine core ``core_seconds`` to answer a ping. If it is stuck itself, it never answers.
         """
 
-    # -- commands: each waits for the engine's answer -------------------------------------------------------------
+    # -- commands: each waits for the engine's reply --------------------------------------------------------------
 
     def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
-        """Stop scheduling; ``mode`` says what becomes of requests in flight."""
+        """Stop scheduling; ``mode`` says what happens to requests in flight."""
 
     def resume(self, timeout: float) -> None:
         """Undo :meth:`pause`."""
 
     def sleep(self, level: int, mode: PauseMode, timeout: float) -> None:
-        """Give up the memory of the cache, and of the weights: 1 keeps them in host memory, 2 drops them.
+        """Free the memory of the cache, and of the weights: level 1 keeps them in host memory, 2 drops them.
 
-        Requests that come wait. ``mode`` says what becomes of those in flight; a weight update wakes the weights.
+        New requests wait. ``mode`` says what happens to those in flight; a weight update wakes the weights.
         """
 
     def wake_up(self, tags: Sequence[str] | None, timeout: float) -> None:
-        """Undo :meth:`sleep`; ``tags``: of ``"weights"`` and ``"kv_cache"``, or both."""
+        """Undo :meth:`sleep`, or part of it: ``tags`` holds ``"weights"``, ``"kv_cache"`` or both; ``None``: both."""
 
     def stats(self, timeout: float) -> ReplicaStats:
-        """Ask for the engine's stats of this moment."""
+        """Ask for the engine's current stats."""
 
     def reset_prefix_cache(self, timeout: float) -> bool:
-        """Forget cached prefixes; false if requests are running."""
+        """Drop cached prefixes; false if requests are running."""
 
     def set_seed(self, seed: int, timeout: float) -> None:
-        """Seed what samples for requests without a seed of their own."""
+        """Seed the sampler, for requests without their own seed."""
 
     def collective_rpc(
         self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None, timeout: float
@@ -292,8 +292,9 @@ class Replica(Protocol):
         """Make the engine's weights this driver's: commands about weights of any other are refused from now on.
 
         Args:
-            name: of this driver, for people.
-            takeover: whether to take them from another that lives; else the claim is refused, and says whose they are.
+            name: of this driver, for messages.
+            takeover: whether to take them from another driver that is alive; otherwise the claim is refused, and names
+                the owner.
             timeout: in seconds.
         """
 
@@ -304,15 +305,16 @@ class Replica(Protocol):
         """Undo :meth:`claim_weights`, so that another driver may claim them."""
 
     def init_weights(self, transport: str, options: Mapping[str, Any], timeout: float) -> None:
-        """Make the engine's end of a weight transport."""
+        """Open the engine's end of a weight transport."""
 
     def stage_weights(
         self, version: int, *, stage: str, verify: str, threads: int, manifest: str | None, timeout: float
     ) -> StageReport:
         """Fetch a version and check it, while requests run; ``threads`` read and hash.
 
-        ``stage``: ``"shadow"`` loads it beside the weights that serve, ``"plain"`` in a pause of them; or ``"auto"``.
-        ``verify``: ``"digest"``, ``"canary"`` or ``"off"``. ``manifest``: where the transport does not bring it.
+        ``stage``: ``"shadow"`` loads it beside the weights that serve, ``"plain"`` under the pause; ``"auto"``: shadow
+        where that works. ``verify``: ``"digest"``, ``"canary"`` or ``"off"``. ``manifest``: the version's, for a
+        transport that cannot look it up.
         """
 
     def pass_weights_on(self, order: Mapping[str, Any], timeout: float) -> None:
@@ -320,7 +322,7 @@ class Replica(Protocol):
 
         Args:
             order: see :meth:`~torchrl_moe.weight_update.transports.relay.Relay.pass_on`.
-            timeout: in seconds, until the workers know of it; they send in threads.
+            timeout: in seconds, until the workers have the order; they send in threads.
         """
 
     def swap_weights(
@@ -334,15 +336,15 @@ class Replica(Protocol):
         patience: float = math.inf,
         timeout: float,
     ) -> SwapReport:
-        """Pause, load a version that was staged, prove it, and continue.
+        """Pause, load a version that was staged, check it, and continue.
 
         Args:
             version: its number.
             digest: what must have been staged last, by whichever sender; ``None``: what this driver staged.
-            pause: what becomes of requests in flight.
+            pause: what happens to requests in flight.
             clear_cache: whether frozen requests are recomputed under the new weights.
-            canary: what the new weights must answer.
-            patience: seconds that requests get to finish, for ``pause="wait"``.
+            canary: the trainer's log-probs, for the weight check; ``None``: any finite log-prob passes.
+            patience: seconds after which the driver gives the replica up; the weight check stays well within them.
             timeout: in seconds.
         """
 

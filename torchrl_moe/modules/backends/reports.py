@@ -1,4 +1,4 @@
-"""What a replica says of itself: once it serves, while it does, and after a command. All are plain carriers."""
+"""What a replica reports: once it serves, while it does, and after a command. All are plain data classes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ProbeReport", "ReplicaInfo", "ReplicaStats", "SwapReport"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaInfo:
-    """What a replica says of itself once it serves.
+    """What a replica reports once it serves.
 
     ``layout`` is ``None`` if no routes are captured. ``dtype``: torch's name of what the model computes in, if known.
     ``why_live``: why the engine cannot follow recorded experts; empty if it can.
@@ -76,9 +76,9 @@ class ReplicaStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapReport:
-    """How far a replica came with a version: seconds pausing, loading, and paused in all; or why it failed.
+    """How far a replica got with a version: seconds pausing, loading, and paused in total; or why it failed.
 
-    One that was not ``started`` still has its old weights. ``unproved`` says why its canary was not answered.
+    One that was not ``started`` still has its old weights. ``unproved`` says why there was no weight check.
     """
 
     started: bool = True
@@ -91,12 +91,12 @@ class SwapReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeReport:
-    """How an engine is, by the process that owns it: the answer to the command ``probe``.
+    """The health of an engine, as the process that owns it reports: the reply to the command ``probe``.
 
     Attributes:
         core_answered: whether the engine core answered a ping in time; one in the middle of a long step does not.
         stopped: whether one of the engine's processes is stopped by a signal.
-        cpu_seconds: that its processes have computed, without the owner.
+        cpu_seconds: CPU time of its processes, without the owner's.
     """
 
     core_answered: bool

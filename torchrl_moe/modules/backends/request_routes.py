@@ -1,4 +1,4 @@
-"""What a request asks an engine for beside answers, and whether it may: to follow recorded experts, and scores.
+"""What a request may ask of an engine besides answers: to follow recorded experts, and to score its prompt.
 
 Letters: P prompt tokens, G tokens so far, L decoder layers, K experts per token.
 """
@@ -21,7 +21,7 @@ __all__ = ["RequestRoutes", "check_rows", "rows_of_answer"]
 
 
 class RequestRoutes:
-    """Decides for the requests of one engine.
+    """Decides whether requests to one engine may, and checks their rows.
 
     Args:
         layout: the engine's routers; ``None`` if it captures no routes.
@@ -47,7 +47,7 @@ class RequestRoutes:
 
         Raises:
             ValueError: it asks for scores, follows rows, or has to when it is resumed, and the engine cannot; the
-                prompt is no token ids; or the rows are no routes of this engine's.
+                prompt is not token ids; or the rows are not routes of this engine.
         """
         if request.scoring is not None and self._why_unscored:
             raise ValueError(f"this engine cannot score: {self._why_unscored}")

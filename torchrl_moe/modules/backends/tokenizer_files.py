@@ -15,14 +15,14 @@ def tokenizer_files(tokenizer: Any, trust_remote_code: bool) -> dict[str, Any]:
 
     Args:
         tokenizer: of transformers.
-        trust_remote_code: whether code of the model's own may run as it is loaded.
+        trust_remote_code: whether the model's own code may run when it is loaded.
 
     Raises:
-        ValueError: it cannot be saved; a tokenizer of vLLM's own, say.
+        ValueError: it cannot be saved, as one of vLLM's own, for example.
     """
     if not hasattr(tokenizer, "save_pretrained"):
         kind = f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}"
-        raise ValueError(f"a tokenizer that cannot be saved does not leave its process: {kind}. Load one of your own")
+        raise ValueError(f"this tokenizer cannot be saved, and so not be sent: {kind}. Load one yourself")
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         root = Path(folder)

@@ -16,17 +16,17 @@ __all__ = ["WeightClaim", "WeightOwner", "this_process"]
 
 
 def this_process() -> str:
-    """Return the name of this driver, for people."""
+    """Return the name of this driver, for messages."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightClaim:
-    """The answer to a claim.
+    """The reply to a claim.
 
     Attributes:
         epoch: of this claim; 0 if it was refused.
-        owner: the name of the driver whose the weights are now.
+        owner: the name of the driver that owns the weights now.
     """
 
     epoch: int
@@ -34,7 +34,7 @@ class WeightClaim:
 
 
 class WeightOwner:
-    """The driver whose a replica's weights are, and the epoch of its claim; held where the replica's engine is."""
+    """The driver that owns a replica's weights, and the epoch of its claim; kept in the engine process."""
 
     def __init__(self) -> None:
         self._epoch = 0
@@ -42,11 +42,11 @@ class WeightOwner:
         self._name = ""
 
     def claim(self, driver: str, name: str, takeover: bool) -> WeightClaim:
-        """Let a driver have the weights: if nobody has them, if it has them already, or by ``takeover``.
+        """Give a driver the weights, if none owns them, if it owns them already, or by ``takeover``.
 
         Args:
             driver: its id, by which it is known when it leaves.
-            name: for people.
+            name: its name, for messages.
             takeover: whether to take them from a driver that lives.
         """
         if self._driver not in (None, driver) and not takeover:
@@ -58,21 +58,21 @@ class WeightOwner:
         """Refuse a command of an older claim.
 
         Raises:
-            WeightSyncError: the weights were claimed since; it names by whom.
+            WeightSyncError: another driver has claimed the weights since; the message names it.
         """
         if epoch != self._epoch:
             whose = "a driver that is gone" if self._driver is None else self._name
             raise WeightSyncError(
-                f"the replica takes its weights from {whose} now: call init_all_workers_group(takeover=True) to have "
+                f"the replica takes its weights from {whose} now: call init_all_workers_group(takeover=True) to take "
                 "them back"
             )
 
     def why_not_swap(self, epoch: int, version: int, digest: str, staged: str) -> str:
-        """Return why a version may not be swapped in, or "": of an older claim, or not what was staged last.
+        """Return why a version may not be swapped in, or "": the claim is old, or another version was staged last.
 
         Args:
             epoch: of the claim that the command goes with.
-            version: its number, for people.
+            version: its number, for the message.
             digest: of what the driver wants; "" names nothing.
             staged: the digest of what was staged last; "" if nothing is.
         """

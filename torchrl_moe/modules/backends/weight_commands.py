@@ -1,4 +1,4 @@
-"""The commands of an engine process that concern weights: whose they are, and what was staged for whom.
+"""The commands of an engine process that concern weights: who owns them, and what was staged for whom.
 
 A driver's commands carry the epoch of its claim, and a swap the digest of what that driver staged. So two drivers that
 update one engine never mix: one of them is refused before anything is paused.
@@ -28,7 +28,7 @@ class WeightCommands(abc.ABC):
         self.owner = WeightOwner()
         self._staged = ""  # the digest of what was staged last, if it is there still
         self._stagings = 0
-        self._swapping = asyncio.Lock()  # what a swap may have to take back lies where the next version is staged
+        self._swapping = asyncio.Lock()  # staging overwrites what a swap may have to take back
 
     # -- what an engine does ----------------------------------------------------------------------------------------
 
@@ -38,7 +38,7 @@ class WeightCommands(abc.ABC):
 
     @abc.abstractmethod
     async def _open_transport(self, transport: str, options: Mapping[str, Any]) -> None:
-        """Make the engine's end of a transport."""
+        """Open the engine's end of a transport."""
 
     @abc.abstractmethod
     async def _stage(self, version: int, stage: str, verify: str, threads: int, manifest: str | None) -> StageReport:
@@ -57,7 +57,7 @@ class WeightCommands(abc.ABC):
     # -- what they have in common -----------------------------------------------------------------------------------
 
     async def command_claim_weights(self, driver: str, name: str, takeover: bool) -> WeightClaim:
-        async with self._swapping:  # the swap of the owner before ends whole
+        async with self._swapping:  # a swap of the former owner completes first
             return self.owner.claim(driver, name, takeover)
 
     async def command_owns_weights(self, epoch: int) -> bool:

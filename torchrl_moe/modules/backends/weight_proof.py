@@ -14,7 +14,8 @@ def compare_log_probs(got: Sequence[float], expected: Sequence[float], tolerance
     """Compare the engine's log-probs of a prompt's tokens with the trainer's.
 
     Raises:
-        WeightSyncError: they are not as many, or differ by more than the tolerance; the largest difference is named.
+        WeightSyncError: their numbers differ, or they differ by more than the tolerance; the largest difference is
+            named.
 
     Example:
         >>> compare_log_probs([-1.0, -2.0], [-1.0, -2.5], tolerance=1e-3)

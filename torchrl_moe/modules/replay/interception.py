@@ -31,7 +31,7 @@ __all__ = ["OwnChoice", "TopK", "TopKInterception", "TopKObserver"]
 
 TopK = torch.return_types.topk
 OwnChoice: TypeAlias = Callable[[Tensor | None], TopK]
-"""The call that was intercepted, without a graph: of some rows, int64 ``[M]``, of the scores; of all for ``None``."""
+"""Runs the intercepted call without a graph: on some rows of the scores, int64 ``[M]``, or on all for ``None``."""
 TOPK_FUNCTIONS = (torch.topk, Tensor.topk)
 
 

@@ -21,7 +21,7 @@ __all__ = ["Dtypes", "Kinds", "Source", "Weights", "cast_kinds", "source_of"]
 Kinds = Mapping[str, TensorKind]
 Weights = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 Dtypes = Sequence[torch.dtype | None]
-"""Of tensors that are read one after another; ``None``: its own."""
+"""Dtypes of tensors that are read one after another; ``None``: the tensor's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ class Source:
             on rank 0: the dtype to which each rank casts its part first.
         is_sharded: whether a tensor is sharded over ranks.
         changes: counts in-place changes to the tensors.
-        gathered_in: returns what tensors may be gathered in, one after another, for kinds that they are written as.
+        gathered_in: given the kinds in which tensors are written, returns the dtypes in which they may be gathered, in
+            order.
     """
 
     kinds: Kinds
@@ -50,7 +51,7 @@ def source_of(weights: Weights | None, model: ModelWeights | None, expected: Kin
     Args:
         weights: a model, or tensors: with checkpoint names, or with the registered model's own, stacked ones.
         model: the registered model, which is sent if there are no ``weights``.
-        expected: what the engine has, if it is known.
+        expected: the engine's tensors, if they are known.
 
     Raises:
         RuntimeError: neither weights nor a model.
@@ -72,7 +73,7 @@ def source_of(weights: Weights | None, model: ModelWeights | None, expected: Kin
     def changes() -> int:
         return sum(tensor._version for tensor in named.values())
 
-    # sharded tensors always go by the model, if there is one: ranks without the engine know nothing of ``expected``
+    # sharded tensors always take the model's names, if there is one: ranks without the engine do not know ``expected``
     if model is not None and model.keys <= set(named) and (is_sharded or set(named) != set(expected or model.kinds)):
         read = model.tensors
         return Source(model.kinds, lambda dtypes=(): read(named, dtypes), is_sharded, changes, model.gathered_in)
@@ -99,13 +100,13 @@ def _named(weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict
 def cast_kinds(
     kinds: Kinds, dtype: str | torch.dtype, expected: Kinds | None, engine_dtype: torch.dtype | None
 ) -> dict[str, TensorKind]:
-    """Return what tensors are written as.
+    """Return the dtypes and shapes in which tensors are written.
 
     Args:
-        kinds: what they are.
+        kinds: their own.
         dtype: see :class:`~torchrl_moe.weight_update.options.SourceOptions`.
         expected: of the engine's checkpoint.
-        engine_dtype: that the engine computes in; ``None`` if it is not known.
+        engine_dtype: the one that the engine computes in; ``None`` if it is not known.
     """
     cast = {}
     for name, (own, shape) in kinds.items():

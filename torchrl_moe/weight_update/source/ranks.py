@@ -1,4 +1,4 @@
-"""Trainers of several ranks: all read sharded weights together, rank 0 writes, and all learn the outcome."""
+"""Trainers on several ranks: all read sharded weights together, rank 0 writes, and all learn the outcome."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def is_first() -> bool:
 
 
 def from_first(value: int) -> int:
-    """Return rank 0's value; all ranks must ask."""
+    """Return rank 0's value; all ranks must call it."""
     return _gathered([value])[0][0]
 
 
 def dtypes_of_first(dtypes: Sequence[torch.dtype | None]) -> list[torch.dtype | None]:
-    """Return rank 0's floating dtypes, which alone knows what the engine wants; all ranks must ask, for as many."""
+    """Return the floating dtypes of rank 0, which alone knows the engine's; all ranks must call it, with as many."""
     codes = _gathered([FLOATS.index(dtype) if dtype in FLOATS else FAILED for dtype in dtypes])[0]
     return [None if code == FAILED else FLOATS[code] for code in codes]
 
 
 def agreed(compute: Callable[[], int]) -> int:
-    """Let every rank compute a value, and return rank 0's; all must ask, and none waits for one that failed.
+    """Let every rank compute a value, and return rank 0's; all must call it, and none waits for one that failed.
 
     Args:
         compute: returns a non-negative value; its error is raised unchanged.
@@ -50,7 +50,7 @@ def agreed(compute: Callable[[], int]) -> int:
 
 
 def _gathered(values: Sequence[int]) -> list[list[int]]:
-    """Return the values of all ranks, which must all ask, for as many."""
+    """Return the values of all ranks; all must call it, with as many."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return [list(values)]
     device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"

@@ -48,7 +48,7 @@ Buffer = bytes | memoryview
 PIECE_BYTES = 4 << 20
 ALIGNMENT = 64
 SAFETENSORS, LENGTH_BYTES, MOST_HEADER_BYTES = ".safetensors", 8, 100_000_000  # as its own readers have it
-CAST_ELEMENTS = 1 << 15  # at most so many: torch uses more than one thread above
+CAST_ELEMENTS = 1 << 15  # at most: above this, torch uses more than one thread
 
 
 def pieces_of(tensor: Tensor, dtype: torch.dtype) -> Iterator[Bytes]:

@@ -2,8 +2,8 @@
 
 The text is the header of a safetensors file, with the rest in its ``__metadata__``: a directory of versions puts it
 before the tensors, and any tool reads both. It is written and read a few hundred tensors at a time, each a line, so
-that an event loop in the same process is not blocked; a process parses a text once. A manifest names no path: a slot
-and a version are numbers, and an offset is looked up only within its file.
+that an event loop in the same process is not blocked; a process parses each text only once. A manifest names no path: a
+slot and a version are numbers, and an offset is looked up only within its file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ T = TypeVar("T")
 OPENING = '{"__metadata__":'
 START = OPENING + '{"xxh3":"'
 DIGEST_DIGITS = 16
-CHECKED = len(START) + 32  # where that begins which the checksum is of
+CHECKED = len(START) + 32  # where the text that the checksum covers begins
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Digest = Annotated[str, msgspec.Meta(min_length=DIGEST_DIGITS, max_length=DIGEST_DIGITS)]
@@ -139,7 +139,7 @@ class Manifest:
         """Return the text.
 
         Raises:
-            ManifestMismatch: a tensor has a name that safetensors keeps for itself.
+            ManifestMismatch: a tensor has a name that a safetensors file cannot have.
         """
         return self._text
 
@@ -185,7 +185,7 @@ def give_way() -> None:
 
 
 def in_lines(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Yield as many at a time as a line of the text has, and yield the GIL in between."""
+    """Yield as many items at a time as a line of the text holds, and release the GIL in between."""
     for start in range(0, len(items), LINE_TENSORS):
         if start:
             give_way()

@@ -108,8 +108,8 @@ class MemoryReservation:
 def available_memory(membership: Path = MEMBERSHIP, mount: Path = MOUNT) -> int:
     """Return the bytes that this process may take: the least of what the host and its control groups leave.
 
-    Control groups (Linux, versions 1 and 2) are what limits a container or a batch job. Pages of files, which the
-    kernel can drop, count as free, as they do for the host.
+    Control groups (Linux, versions 1 and 2) limit a container or a batch job. Pages of files, which the kernel can
+    drop, count as free, as they do for the host.
 
     Args:
         membership: the kernel's file of the groups that this process is in.
@@ -120,7 +120,7 @@ def available_memory(membership: Path = MEMBERSHIP, mount: Path = MOUNT) -> int:
 
 
 def _groups(membership: Path, mount: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Give the folders of this process's memory groups, and of those around them."""
+    """Yield the folders of this process's memory groups, and of those that contain them."""
     try:
         lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
     except (OSError, ValueError):  # not Linux, or a name in no encoding
@@ -147,5 +147,5 @@ def _left(folder: Path, names: tuple[str, str, str]) -> int | None:
         figures = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         files = sum(int(figures.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
         return max(int(most) - taken + files, 0)
-    except (OSError, ValueError):  # no such group here, no limit can be set on it, or it is no real one
+    except (OSError, ValueError):  # the group is not mounted here, or has no limit or no use to read
         return None

@@ -1,9 +1,10 @@
 """Copies of a shared file system's files in the memory of a node: one for all of its replicas.
 
 The first process that needs a file copies it, compares its digests meanwhile, and renames it into place when it is
-complete; the others find it by what identifies the shared file. All of this happens under one lock, which ends with its
-holder; a process that is killed leaves a draft, which the next one removes. A process that uses a copy holds a lock on
-it; a copy without a lock is removed by the next process that brings a version, or that ends.
+complete; the others find it by the shared file's identity: device, inode, time and size. All of this happens under one
+lock, which ends with its holder; a process that is killed leaves a draft, which the next one removes. A process that
+uses a copy holds a lock on it; a copy without a lock is removed by the next process that brings a version, or that
+ends.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ __all__ = ["NodeCopies"]
 
 LOCK, DRAFT = "lock", "draft"
 STALL_SECONDS = 60.0  # without progress, after which a copying process is not waited for
-CLOSE_SECONDS = 0.05  # for others that close; a worker that waits makes no tokens
+CLOSE_SECONDS = 0.05  # for others that close; a worker that waits generates nothing
 
 
 class NodeCopies:
     """The copies of one user on one node. One object for each reader; not safe to use from several threads.
 
     Args:
-        folder: where they lie, closed to other users; by default in shared memory, or in ``/tmp``.
+        folder: where they are, closed to other users; by default in shared memory, or in ``/tmp``.
     """
 
     def __init__(self, folder: Path | None = None) -> None:

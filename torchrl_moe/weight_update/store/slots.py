@@ -85,7 +85,7 @@ class WeightStoreWriter:
         protected: a version that is not overwritten; ``None`` for none.
 
     Raises:
-        WeightSyncError: the folder has a writer, or belongs to someone else.
+        WeightSyncError: the folder has a writer, or belongs to another user.
     """
 
     def __init__(self, folder: str | Path, lock_seconds: float = 60.0, slots: int = 2) -> None:
@@ -203,7 +203,7 @@ class WeightStoreWriter:
         if inode != status.st_ino or len(held) < size or status.st_size < len(held):
             with naming_full_disks(self.folder, size):
                 os.posix_fallocate(descriptor, 0, size)
-            with slot_path(self.folder, slot).open("r+b") as own:  # a mapping holds its descriptor's lock for ever
+            with slot_path(self.folder, slot).open("r+b") as own:  # a mapping would hold its descriptor's lock
                 held = np.frombuffer(mmap.mmap(own.fileno(), max(size, status.st_size)), np.uint8)
             self._maps[slot] = status.st_ino, held
         return held

@@ -6,16 +6,15 @@ others. Old versions are removed, except those that a reader has pinned; a file 
 under another name.
 
 The header comes first, but its contents are known last: so room for the longest possible header is left, and padded
-with spaces. Tensors follow each other without a gap, as safetensors wants it, and each is aligned to its dtype: those
-whose bytes are a multiple of the widest element's go to the file as they come, since what follows them is aligned
-whatever it is. The others, few where dtypes are mixed and none where they are not, wait in memory, beyond 4 MB in a
-temporary file, and come last: multiples of four bytes first, then of two, then the rest. To sort by dtype, as
-safetensors does, all tensors that will be written must be known before the first one is.
+with spaces. Tensors follow each other without a gap, as safetensors requires, and each is aligned to its dtype. Those
+whose size is a multiple of the widest element's are written at once, since whatever follows them is aligned. The
+others, few where dtypes are mixed and none where they are not, wait in memory, or beyond 4 MB in a temporary file, and
+come last: multiples of four bytes first, then of two, then the rest. safetensors sorts by dtype instead, for which all
+tensors must be known before the first one is written.
 
 A pin is a file that its reader creates and removes; one that is older than :data:`PIN_SECONDS` is a dead reader's.
 Times are the file system's own. NFS may show a client an old state of a directory for as long as it caches attributes
-(seconds,
-by ``acregmax`` and ``acdirmax``): keep one version more than is in use there.
+(seconds, by ``acregmax`` and ``acdirmax``): keep one version more than is in use there.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ class VersionsWriter:
         protected: a version that is not removed; ``None`` for none.
 
     Raises:
-        WeightSyncError: the folder has a writer, or belongs to someone else.
+        WeightSyncError: the folder has a writer, or belongs to another user.
     """
 
     def __init__(self, folder: str | Path, keep_versions: int = 2, *, delta: bool = False, fsync: bool = False) -> None:
@@ -275,7 +274,7 @@ class _Body:
         file: the file.
         start: where its header will end.
         folder: for the temporary file.
-        widest: bytes of an element of the widest dtype that may come.
+        widest: bytes of an element of the widest dtype in the version.
     """
 
     def __init__(self, file: IO[bytes], start: int, folder: Path, widest: int) -> None:

@@ -1,4 +1,4 @@
-"""What both kinds of store check before a byte is written: the folder's owner, its writer, and the tensors to come."""
+"""What both kinds of store check before a byte is written: the folder's owner, its writer, and the expected tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def own_folder(folder: Path) -> Path:
     """Create a folder that only its owner may enter, and return it; an existing one must be a store, or empty.
 
     Raises:
-        WeightSyncError: it belongs to someone else, or holds other things.
+        WeightSyncError: it belongs to another user, or holds other things.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
@@ -126,7 +126,7 @@ def in_order(tensors: Iterable[tuple[str, Tensor]], kinds: Mapping[str, TensorKi
 
 @contextmanager
 def naming_full_disks(folder: Path, nbytes: int) -> Iterator[None]:
-    """Turn the error of a full disk into a WeightSyncError."""
+    """Turn the error of a full disk into a ``WeightSyncError``."""
     try:
         yield
     except OSError as error:

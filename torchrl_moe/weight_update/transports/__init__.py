@@ -1,1 +1,1 @@
-"""The trainer's ends of the transports: how a published version's bytes come to a replica."""
+"""The transports, both ends of each: how a published version's bytes reach a replica."""

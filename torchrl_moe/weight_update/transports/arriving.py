@@ -1,4 +1,4 @@
-"""A version's flat bytes as they arrive: the tensors in them, and whether these are what was published."""
+"""A version's flat bytes as they arrive: the tensors in them, and whether their digests are those published."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Digests:
 
     Args:
         manifest: the version.
-        flat: where its bytes come to, uint8 ``[N]``.
-        pool: that compares; ``None`` for nothing to compare.
+        flat: where its bytes are received, uint8 ``[N]``.
+        pool: its threads compare; ``None``: nothing is compared.
     """
 
     def __init__(self, manifest: Manifest, flat: Tensor, pool: ThreadPoolExecutor | None) -> None:
@@ -46,7 +46,7 @@ class Digests:
         self._jobs: list[Future[None]] = []
 
     def arrived(self, count: int) -> None:
-        """Take note that the first ``count`` bytes are there."""
+        """Note that the first ``count`` bytes have arrived."""
         whole = []
         while self._left and self._left[-1].end <= count:
             whole.append(self._left.pop())

@@ -1,7 +1,7 @@
-"""What the sender knows of a transport, and what a worker knows of it: two protocols, and what passes between them.
+"""What the sender knows of a transport, and what a worker knows of it: two protocols, and the data they exchange.
 
-Whatever the transport, a version is published to the host's weight store first: a late or restarted replica can have it
-too, and a collective transport sends the store's flat bytes as they lie there.
+Whatever the transport, a version is published to the host's weight store first: a late or restarted replica can load it
+from there, and a collective transport sends the store's flat bytes as they are.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class StageReport:
     """A version that a replica checked and may load.
 
     Attributes:
-        seconds: it took in all.
+        seconds: that it took in total.
         nbytes: of its tensors.
         digest: of names, dtypes, shapes, and bytes.
-        fetched: seconds until the bytes were there and checked.
+        fetched: seconds until the bytes had arrived and were checked.
         loaded: seconds to load them into the shadow, or beside other adapters.
         stage: ``"shadow"``: loaded already; ``"plain"``: in the pause; ``"adapter"``: loaded, and needs no pause.
         reason: why there is no shadow, or no copy on the replica's node; empty if nothing is missing.
@@ -62,13 +62,13 @@ class Peer(Protocol):
     """What a transport asks of a replica; see :class:`~torchrl_moe.modules.backends.replica.Replica`."""
 
     def wait_ready(self, timeout: float) -> Any:
-        """Return what is known of it, the sizes that :func:`workers_of` reads among that."""
+        """Return what the replica reports, with the sizes that :func:`workers_of` reads."""
 
     def is_alive(self) -> bool:
         """Whether its process lives."""
 
     def init_weights(self, transport: str, options: Mapping[str, Any], timeout: float) -> None:
-        """Make the engine's end of a transport."""
+        """Open the engine's end of a transport."""
 
     def stage_weights(
         self, version: int, *, stage: str, verify: str, threads: int, manifest: str | None, timeout: float
@@ -76,12 +76,12 @@ class Peer(Protocol):
         """Fetch a version and check it, while requests run."""
 
     def pass_weights_on(self, order: Mapping[str, Any], timeout: float) -> None:
-        """Have its workers send a version to those of another replica; see :meth:`PassesOn.pass_on`."""
+        """Make its workers send a version to those of another replica; see :meth:`PassesOn.pass_on`."""
 
 
 @contextmanager
 def asked(replica: Peer, manifest: Manifest, options: StageOptions, timeout: float) -> Iterator[Future[StageReport]]:
-    """Ask a replica to prepare a version, in a thread; the answer is a future inside the context."""
+    """Ask a replica to prepare a version, in a thread; its report is a future inside the context."""
     caller = ThreadPoolExecutor(1, thread_name_prefix="weight-stage")
     try:
         yield caller.submit(
@@ -107,15 +107,15 @@ class Transport(Protocol):
         """Bring a version to a replica while it serves; nothing of it is used yet."""
 
     def close(self) -> None:
-        """Let go of all replicas. Idempotent."""
+        """Release all replicas. Idempotent."""
 
 
 class Receiver(Protocol):
-    """Where a worker takes versions from. What loads them sees nothing else."""
+    """Where a worker takes versions from; the code that loads them knows nothing else of a transport."""
 
     @property
     def loads_during_pause(self) -> str:
-        """Why a version cannot be fetched before the pause, in words; empty if it can. Then :meth:`load` brings it."""
+        """Why a version cannot be fetched before the pause, so that :meth:`load` receives it; empty if it can."""
 
     def manifest(self, version: int) -> Manifest:
         """Return the manifest of a version that is there.
@@ -128,26 +128,26 @@ class Receiver(Protocol):
         """Bring a version here, and compare its digests if asked to. May wait for the sender: it runs in a thread.
 
         Returns:
-            What the report shall say of it, if anything.
+            A remark for the report, if there is one.
 
         Raises:
             DigestMismatch: other bytes arrived than were published.
         """
 
     def reading(self, manifest: Manifest, *, verify: bool = False) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Give a version's tensors by checkpoint name; they are good inside the context only.
+        """Yield a version's tensors by checkpoint name; they are valid inside the context only.
 
         Args:
             manifest: the version.
-            verify: compare the digest of a tensor when it is taken, where :meth:`fetch` did not: then a
-                ``DigestMismatch`` comes from there.
+            verify: compare the digest of a tensor when it is taken, where :meth:`fetch` did not: taking it may then
+                raise ``DigestMismatch``.
         """
 
     def load(self, manifest: Manifest) -> int:
         """Receive a version straight into the model, during the pause; return how many tensors it took."""
 
     def close(self) -> None:
-        """Let go of the sender. Idempotent."""
+        """Disconnect from the sender. Idempotent."""
 
 
 @runtime_checkable

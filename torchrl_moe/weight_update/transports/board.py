@@ -1,8 +1,8 @@
-"""What the ranks of a group leave for each other, and how it is reached across hosts: by who has a secret.
+"""A board: what the ranks of a group leave for each other. Across hosts, only ranks that have a secret reach it.
 
-The secret comes to a replica with its other orders. Each question is a connection of its own, in which both sides draw
-a nonce; question and answer carry a MAC of both nonces and their own bytes, so that nothing can be made up, changed or
-said again. Questions and answers are authenticated, not encrypted.
+A replica gets the secret with its other commands. Each query is a connection of its own, in which both sides draw a
+nonce; query and reply carry a MAC of both nonces and their own bytes, so that nothing can be forged, changed or
+replayed. They are authenticated, not encrypted.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import Any, Protocol
 
 __all__ = ["Board", "BoardServer", "RemoteBoard"]
 
-STRANGER_SECONDS = 10.0  # that a visit may take in all
+STRANGER_SECONDS = 10.0  # that a query may take in total
 LEAST_SECONDS = 0.001
 MOST_VISITORS = 256  # at the same time
-STOP_SECONDS = 0.1  # that its end may take
-BACKLOG = 1024  # visitors that wait until they are let in: all workers come at the same time
+STOP_SECONDS = 0.1  # that ending the server may take
+BACKLOG = 1024  # connections that wait to be accepted: all workers connect at the same time
 NONCE_BYTES = 32
 LENGTH_BYTES = 4
-MOST_BYTES = 1 << 16  # of a question: an address, or a word
+MOST_BYTES = 1 << 16  # of a query or a reply: their values are short
 ASK, ANSWER = b"ask", b"answer"
 
 
 class Board(Protocol):
-    """What the ranks of one group leave for each other: values by key. torch's stores are such boards."""
+    """What the ranks of one group leave for each other: values by key. torch's stores have these methods."""
 
     def set(self, key: str, value: Any) -> None:
         """Leave a value, of bytes."""
@@ -44,10 +44,10 @@ class Board(Protocol):
 
 
 class BoardServer(socketserver.ThreadingTCPServer):
-    """Answers questions of who has the secret; a stranger reads 32 random bytes, and no more."""
+    """Answers clients that have the secret; any other client reads 32 random bytes, and no more."""
 
     daemon_threads = True
-    allow_reuse_address = True  # a port that was chosen, and used a minute ago
+    allow_reuse_address = True  # the user's port may have been in use a minute ago
     request_queue_size = BACKLOG
     block_on_close = False
 
@@ -59,27 +59,27 @@ class BoardServer(socketserver.ThreadingTCPServer):
         threading.Thread(target=self.serve_forever, args=(STOP_SECONDS,), name="weight-meetings", daemon=True).start()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Let a visitor in; who comes when the house is full asks again."""
+        """Accept a client; beyond the limit it is disconnected, and asks again."""
         if self._places.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serve a visitor in a thread of its own."""
+        """Serve a client in its own thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._places.release()
 
     def end(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         self.shutdown()
         self.server_close()
 
 
 class _Visit(socketserver.BaseRequestHandler):
-    """One question."""
+    """One query."""
 
     server: BoardServer
 
@@ -110,7 +110,7 @@ class _Visit(socketserver.BaseRequestHandler):
 
 
 class RemoteBoard:
-    """A board of a server on another host: each question is a connection of its own, and proves itself."""
+    """A board of a server on another host: each query is a connection of its own, with its own authentication."""
 
     def __init__(self, address: str, port: int, name: str, secret: bytes) -> None:
         self._where, self._name, self._secret = (address, port), name, secret
@@ -129,10 +129,10 @@ class RemoteBoard:
         return self._ask({"do": "check", "keys": keys}) == b"1"
 
     def _ask(self, question: dict[str, Any]) -> bytes:
-        """Return the server's answer.
+        """Return the server's reply.
 
         Raises:
-            OSError: nobody answers, or somebody who has another secret.
+            OSError: nothing answers, or the server has another secret.
             RuntimeError: the group was given up.
         """
         mine = secrets.token_bytes(NONCE_BYTES)
@@ -141,14 +141,14 @@ class RemoteBoard:
             nonce = reader.read(NONCE_BYTES)
             if len(nonce) < NONCE_BYTES:
                 raise ConnectionError(
-                    f"who listens at {self._where[0]}:{self._where[1]} has hung up: it is full, or ends"
+                    f"the server at {self._where[0]}:{self._where[1]} has hung up: it is full, or is ending"
                 )
             body = json.dumps({**question, "name": self._name}).encode()
             end.sendall(mine + _sealed(self._secret, ASK + nonce + mine, body))
             answer = _read(reader, self._secret, ANSWER + mine + nonce)
         if answer is None:
             address, port = self._where
-            raise ConnectionError(f"who listens at {address}:{port} does not have the trainer's secret")
+            raise ConnectionError(f"the server at {address}:{port} does not have the trainer's secret")
         if not answer:
             raise RuntimeError("the trainer has given the group up")
         return answer
@@ -160,13 +160,13 @@ def _sealed(secret: bytes, context: bytes, body: bytes) -> bytes:
 
 
 class _Reader:
-    """Reads from a socket, all of it before one deadline: who sends a byte now and then is no visitor for ever."""
+    """Reads from a socket, with one deadline for all of it: a client that sends a byte now and then cannot stay."""
 
     def __init__(self, connection: socket.socket, seconds: float) -> None:
         self._connection, self._deadline = connection, time.monotonic() + seconds
 
     def read(self, count: int) -> bytes:
-        """Return so many bytes; fewer if the other side hangs up.
+        """Return ``count`` bytes; fewer if the other side hangs up.
 
         Raises:
             TimeoutError: the deadline passed.
@@ -184,7 +184,7 @@ class _Reader:
 
 
 def _read(reader: _Reader, secret: bytes, context: bytes) -> bytes | None:
-    """Return the bytes of a message; ``None`` if it is none that who has the secret has sent now."""
+    """Return the bytes of a message; ``None`` if its MAC does not prove the secret and both nonces."""
     length = int.from_bytes(reader.read(LENGTH_BYTES), "big")
     if length > MOST_BYTES:
         return None

@@ -27,11 +27,11 @@ class Chunk:
 
     @property
     def size(self) -> int:
-        """How many bytes that are."""
+        """How many bytes these are."""
         return int(self.span.stop - self.span.start)
 
     def tensors(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Give names and tensors, of any number of dimensions, in its bytes, uint8 ``[size]``; nothing is copied."""
+        """Yield names and tensors, of any number of dimensions, as views of its bytes, uint8 ``[size]``."""
         for entry, place in self._places():
             yield entry.name, flat[place].view(entry.torch_dtype).view(entry.shape)
 
@@ -52,7 +52,7 @@ class Chunk:
 
 
 def chunks_of(manifest: Manifest, most_bytes: int) -> list[Chunk]:
-    """Cut a version: no chunk is larger than asked for, but that of a single tensor.
+    """Cut a version into chunks of at most ``most_bytes``; only a chunk of a single tensor may be larger.
 
     >>> entries = [TensorEntry(name, "uint8", (60,), at, "") for name, at in [("a", 0), ("b", 64), ("c", 128)]]
     >>> [[entry.name for entry in chunk.entries] for chunk in chunks_of(Manifest(1, 0, tuple(entries)), 128)]

@@ -1,12 +1,12 @@
 """The gloo transport: one communicator per replica, over which the store's bytes are broadcast while it generates.
 
 The trainer sends to a few replicas, and these pass on what they have received and checked, so that the trainer's own
-link carries a few copies, however many replicas there are. Who gets nothing from another replica gets it from the
-trainer.
+link carries a few copies, however many replicas there are. A replica that gets nothing from another one gets it from
+the trainer.
 
-A replica announces that it will read before anything is sent, so that one that refuses a version costs nobody a
-deadline. A group in which anything failed is given up, and made again for the next version: the other replicas have
-their own, and notice nothing. At the worker's end the bytes come into one buffer that is kept from version to version;
+A replica announces that it will read before anything is sent, so that nothing waits for one that refuses a version
+until a deadline. A group in which anything failed is closed, and made again for the next version: the other replicas
+have their own, and notice nothing. A worker receives the bytes into one buffer that is kept from version to version;
 tensors are views of it, and never copied before they are loaded.
 """
 
@@ -42,18 +42,18 @@ LOG = logging.getLogger(__name__)
 RANK_OFFSET = 1  # of a replica's workers, behind the trainer
 POLL_SECONDS = 0.002
 LEAST_SECONDS = 0.001
-LOOK_SECONDS = 0.25  # between two looks at a replica that shall pass a version on
-LATE_SECONDS = 1.0  # that it may be asked to take the version after those it sends to
+LOOK_SECONDS = 0.25  # between two checks of a replica that is to pass a version on
+LATE_SECONDS = 1.0  # that it may be asked later to take the version than those that it sends to
 GRACE_SECONDS = 5.0  # that a replica gets to say why a transfer failed
 
 # -- the trainer's end ------------------------------------------------------------------------------------------------
 
 
 class GlooTransport:
-    """Sends versions by broadcast, to each replica by itself, from the trainer or from another replica.
+    """Sends versions by broadcast, to each replica separately, from the trainer or from another replica.
 
     Args:
-        folder: of the weight store, whose slots are sent as they lie there.
+        folder: of the weight store, whose slots are sent as they are.
         address: where to meet; the replicas must reach it. Loopback by default, where they meet without a port.
         device: of the trainer; only the CPU has a meaning here.
         buffer_bytes: sent at a time; 64 MiB by default.
@@ -61,7 +61,7 @@ class GlooTransport:
         port: at the address; 0: a free one.
 
     Raises:
-        ValueError: another device than the CPU, no byte in a buffer, or nobody to send to.
+        ValueError: another device than the CPU, or ``buffer_bytes`` or ``fan_out`` below 1.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class GlooTransport:
         self._changed = threading.Condition()  # of groups and edges
 
     def open(self, replica: Peer, timeout: float) -> None:
-        """Meet a replica's workers, in place of a group from before; those that others send to meet these later.
+        """Connect with a replica's workers, replacing an earlier group; a replica below others connects to them later.
 
         Raises:
             SyncTimeout: they did not come in time.
             ReplicaDiedError: the replica ended meanwhile.
             EngineError: the replica does not answer.
-            WeightSyncError: nobody can meet there: the address is not this host's, or the interface does not exist.
+            WeightSyncError: no group can meet there: the address is not this host's, or the interface does not exist.
         """
         self._drop(replica)
         if not self._tree.at_the_top(replica):
@@ -126,7 +126,7 @@ class GlooTransport:
             self._changed.notify_all()
 
     def _init(self, replica: Peer, timeout: float) -> dict[str, Any]:
-        """Have a replica's workers come to a meeting; return what they were told."""
+        """Send a replica's workers to a meeting; return the options that they got."""
         workers = workers_of(replica.wait_ready(timeout))
         try:
             where = self._place.begin()
@@ -147,7 +147,7 @@ class GlooTransport:
         return options
 
     def _drop(self, replica: Peer) -> None:
-        """Give up all groups that a replica is in: it will have new workers' ends, or none."""
+        """Close all groups that a replica is in: its workers' ends will be new, or gone."""
         with self._changed:
             group, edge = self._groups.pop(replica, None), self._edges.pop(replica, None)
             lost = [edge] if edge is not None else []
@@ -159,7 +159,7 @@ class GlooTransport:
             edge.end()
 
     def stage(self, replica: Peer, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
-        """Bring a version to a replica, which generates meanwhile: from the replica whose turn that is, if it can.
+        """Send a version to a replica while it generates: from its parent in the tree, or else from the trainer.
 
         Raises:
             SyncTimeout: it was not done in time.
@@ -175,7 +175,7 @@ class GlooTransport:
                 except (RuntimeError, OSError, ValueError, TorchRLMoEError) as error:
                     if not replica.is_alive():
                         raise
-                    LOG.warning("version %s comes from the trainer, and not by a replica: %s", manifest.version, error)
+                    LOG.warning("version %s is sent by the trainer, and not by a replica: %s", manifest.version, error)
                     self._drop(replica)  # the trainer can send it too, and says what is wrong
             return self._stage_from_trainer(replica, manifest, options, timeout)
         except BaseException:
@@ -198,7 +198,7 @@ class GlooTransport:
             takes, seconds = self._tree.takes(sender, manifest.digest), time.monotonic() - began
             late = takes is None and seconds > LATE_SECONDS
             if takes is False or late or not sender.is_alive() or self._edges.get(replica) is not edge:
-                raise WeightSyncError("who was to send the version has none")
+                raise WeightSyncError("the replica that was to send the version does not have it")
             if seconds > timeout:
                 raise SyncTimeout(f"version {manifest.version} was not there within {timeout:g} s")
 
@@ -261,7 +261,7 @@ class GlooTransport:
 
 
 class _Edge:
-    """Where a replica's workers meet the one that sends to them, and what they were told. Dropped, it ends."""
+    """Where a replica's workers meet the one that sends to them, and their options. It ends when this is dropped."""
 
     def __init__(self, place: Place, options: dict[str, Any], end: Callable[[dict[str, Any]], None]) -> None:
         self.place, self.options = place, options
@@ -269,14 +269,14 @@ class _Edge:
 
 
 def _give_up(sender: Peer, order: dict[str, Any]) -> None:
-    """Have a replica send no more to another one; it would find out by itself, only later."""
+    """Make a replica stop sending to another one; it would notice by itself, only later."""
     if sender.is_alive():
         with contextlib.suppress(RuntimeError, OSError, TorchRLMoEError):
             sender.pass_weights_on({**order, "meeting": None}, GRACE_SECONDS)
 
 
 def _own_words(answer: Future[Any]) -> BaseException | None:
-    """Return what a replica says of a transfer that failed, if it says it in time."""
+    """Return a replica's own error for a transfer that failed, if it comes in time."""
     with contextlib.suppress(FutureTimeout):
         return answer.exception(GRACE_SECONDS)
     return None
@@ -286,11 +286,11 @@ def _own_words(answer: Future[Any]) -> BaseException | None:
 
 
 class GlooReceiver:
-    """Receives versions. It meets the trainer in a thread: a worker that waits makes no tokens.
+    """Receives versions. It connects to its sender in a thread: a worker that waits generates nothing.
 
     Args:
-        options: what the trainer's end says: where the ``meeting`` is, ``world_size`` of the group (the trainer and
-            this replica's workers), ``buffer_bytes``, and ``timeout_seconds`` to meet, and for each transfer.
+        options: from the trainer's end: where the ``meeting`` is, ``world_size`` of the group (the sender and this
+            replica's workers), ``buffer_bytes``, and ``timeout_seconds`` to meet, and for each transfer.
         rank: of this worker, from 1 on.
 
     Raises:
@@ -319,9 +319,9 @@ class GlooReceiver:
             threads: that hash.
 
         Raises:
-            SyncTimeout: the trainer did not come, or did not send in time.
+            SyncTimeout: the sender did not connect, or did not send in time.
             DigestMismatch: other bytes arrived than were published.
-            RuntimeError: of gloo: the trainer is gone.
+            RuntimeError: of gloo: the sender is gone.
         """
         deadline, size = time.monotonic() + self._timeout, manifest.extent
         if not self._lock.acquire(timeout=self._timeout):
@@ -373,7 +373,7 @@ class GlooReceiver:
 
     @contextmanager
     def reading(self, manifest: Manifest, *, verify: bool = False) -> Iterator[Mapping[str, Tensor]]:
-        """Keep the next version out of the buffer, and give the tensors in it; do not keep them afterwards."""
+        """Keep the next version out of the buffer, and yield the tensors in it; do not keep them afterwards."""
         del verify  # done as they arrived
         with self._lock:
             if self.manifest(manifest.version) != manifest:

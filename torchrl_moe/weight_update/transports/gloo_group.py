@@ -1,7 +1,7 @@
 """A gloo communicator of its own between one sender and the workers of one replica, to send flat bytes through.
 
-It has no part in ``torch.distributed``'s default group, in either process. Where its ranks meet, workers also say that
-they are ready: so nobody sends to one that will not read.
+It is independent of ``torch.distributed``'s default group in either process. Where its ranks meet, workers also
+announce that they are ready: so nothing is sent to one that will not read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ dist: Any = torch.distributed  # its stubs leave out groups
 
 
 class GlooGroup:
-    """One communicator. Making it waits until all ranks are there. Who drops it ends it.
+    """One communicator. Making it waits until all ranks are there. It ends when it is dropped.
 
     ``GLOO_SOCKET_IFNAME`` chooses the interface, as it does for torch.
 
@@ -80,7 +80,7 @@ class GlooGroup:
         Args:
             flat: uint8 ``[N]``, of the same N on all ranks.
             deadline: by ``time.monotonic()``.
-            on_bucket: called after each bucket with the bytes that are there so far; an error of it ends the transfer.
+            on_bucket: called after each bucket with the number of bytes so far; if it raises, the transfer ends.
 
         Raises:
             SyncTimeout: the deadline passed.
@@ -103,7 +103,7 @@ class GlooGroup:
         self._transfers += 1
 
     def announce(self) -> None:
-        """Say, as a worker, that the next transfer will be read."""
+        """Announce, as a worker, that the next transfer will be read."""
         self._meeting.set(f"ready/{self._transfers}/{self.rank}", b"")
 
     def all_ready(self) -> bool:

@@ -1,7 +1,7 @@
-"""Where the ranks of a group meet, and say that they are ready; strangers are kept out.
+"""Where the ranks of a group meet, and announce that they are ready; others are kept out.
 
 On one host that is a file in a folder that only this user can open: there is no port. Across hosts it is a server of
-the trainer's, which wants a secret. What a group sends afterwards goes through gloo's own connections, which know
+the trainer's, which asks for a secret. What a group sends afterwards goes through gloo's own connections, which have
 neither authentication nor encryption.
 """
 
@@ -27,12 +27,12 @@ from torchrl_moe.weight_update.transports.board import Board, BoardServer, Remot
 __all__ = ["LOOPBACK", "Meeting", "MeetingPlace", "board_of", "is_loopback", "own_address"]
 
 LOOPBACK = "127.0.0.1"
-POLL_SECONDS = (0.005, 0.2)  # between two looks: first, and at most; across hosts each is a connection
+POLL_SECONDS = (0.005, 0.2)  # between two polls: first, and at most; across hosts each is a connection
 GONE_SECONDS = 1.0  # that torch's store waits for a file which is removed as it is asked
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address stands for this host alone.
+    """Whether an address means this host only.
 
     >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("10.0.0.1"), is_loopback("trainer.example")
     (True, True, False, False)
@@ -53,12 +53,12 @@ def own_address(where: Mapping[str, Any]) -> str:
 
 
 class Meeting(Store):
-    """A board as gloo uses it, with a deadline of ours and an end: torch's own waits know neither.
+    """A board as gloo uses it, with our deadline and a way to close it: torch's own waits have neither.
 
     Args:
         board: of the group.
-        seconds: that others may take to come.
-        check: called while they do not; an error of it ends the waiting.
+        seconds: how long to wait for the others.
+        check: called meanwhile; if it raises, the waiting ends.
         on_close: called once, by :meth:`close`.
     """
 
@@ -123,7 +123,7 @@ class MeetingPlace:
     """Where all groups of one trainer meet; each has a board of its own.
 
     Args:
-        address: of the trainer; a loopback address stands for this host, where no port is opened.
+        address: of the trainer; a loopback address means this host, where no port is opened.
         port: of its server; 0: a free one.
     """
 
@@ -135,7 +135,7 @@ class MeetingPlace:
         self._lock = threading.Lock()
 
     def begin(self) -> dict[str, Any]:
-        """Make a board, and return all that a rank must know to find it; plain data, and a secret across hosts.
+        """Make a board, and return what a rank needs to find it: plain data, across hosts with the secret.
 
         Raises:
             OSError: the address is not this host's, or the port is taken.
@@ -178,7 +178,7 @@ class MeetingPlace:
 
 
 def board_of(where: Mapping[str, Any]) -> Board:
-    """Return the board of a meeting, as any rank finds it. Asks nobody yet.
+    """Return the board of a meeting, as any rank finds it, without connecting yet.
 
     Raises:
         WeightSyncError: it is a file that is not on this host.

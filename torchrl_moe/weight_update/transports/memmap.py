@@ -28,7 +28,7 @@ class MemmapTransport:
         self.folder, self._holding = folder, holding
 
     def open(self, replica: Peer, timeout: float) -> None:
-        """Say to a replica where the store is."""
+        """Tell a replica where the store is."""
         replica.init_weights(self._holding, {"folder": str(self.folder)}, timeout)
 
     def stage(self, replica: Peer, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
@@ -43,7 +43,7 @@ class MemmapTransport:
         )
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
 class MemmapReceiver:
@@ -63,7 +63,7 @@ class MemmapReceiver:
         return self._reader.manifest(version)
 
     def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> str:
-        """Have the version on this node, once for all replicas; slots are there already.
+        """Copy the version to this node, once for all its replicas; slots are there already.
 
         What is copied is compared. Everything is compared again as it is read, or else by the engine process.
         """
@@ -71,7 +71,7 @@ class MemmapReceiver:
         return self._reader.bring(manifest, threads)
 
     def reading(self, manifest: Manifest, *, verify: bool = False) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Give the tensors as they lie in the store."""
+        """Yield the tensors as they are in the store."""
         return self._reader.reading(manifest, verify)
 
     def load(self, manifest: Manifest) -> NoReturn:
@@ -79,5 +79,5 @@ class MemmapReceiver:
         raise WeightSyncError(f"version {manifest.version} is read from the store, and not received")
 
     def close(self) -> None:
-        """Let go of the copy. Idempotent."""
+        """Release the copy. Idempotent."""
         self._reader.close()

@@ -1,9 +1,9 @@
 """The nccl transport: one communicator per replica, from GPU to GPU, over which the store's bytes are broadcast.
 
 The bytes go straight into the replica's model, so they go during its pause: staging only checks names, and leaves a
-thread that sends when the replica's workers say that they wait. A group in which a transfer broke is given up, and made
-again for the next version: each replica has its own, with a thread and a stream of its own, so the others notice
-nothing. It takes two GPUs to run; nobody has run it.
+thread that sends when the replica's workers report that they wait. A group in which a transfer broke is given up, and
+made again for the next version: each replica has its own, with a thread and a stream of its own, so the others notice
+nothing. It needs two GPUs and has never been run.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ CLOSE_SECONDS = 1.0  # that a thread gets to notice
 
 
 def _ready(load: int, rank: int) -> str:
-    """Return the key by which a worker says that it begins its ``load``-th load, and waits for the bytes."""
+    """Return the key by which a worker reports that it begins its ``load``-th load, and waits for the bytes."""
     return f"torchrl_moe/ready/{load}/{rank}"
 
 
 def _left(rank: int) -> str:
-    """Return the key by which a worker says that it has left the group."""
+    """Return the key by which a worker reports that it has left the group."""
     return f"torchrl_moe/left/{rank}"
 
 
@@ -65,7 +65,7 @@ class NcclTransport:
     """Sends versions by NCCL.
 
     Args:
-        folder: of the weight store, whose slots are sent as they lie there.
+        folder: of the weight store, whose slots are sent as they are.
         address: where to meet, at ``port`` (0: a free one); the replicas must reach it. Loopback by default.
         device: the trainer's GPU.
         buffer_bytes: sent at a time; a larger tensor is sent alone.
@@ -99,12 +99,12 @@ class NcclTransport:
         self._lock = threading.Lock()
 
     def open(self, replica: Peer, timeout: float) -> None:
-        """Meet a replica's workers; in place of a group from before.
+        """Meet a replica's workers, replacing an earlier group.
 
         Raises:
             SyncTimeout: they did not come in time.
             EngineError: the replica does not answer.
-            WeightSyncError: nobody can meet there, or NCCL failed.
+            WeightSyncError: no group can meet there, or NCCL failed.
         """
         self._drop(replica)
         workers = workers_of(replica.wait_ready(timeout))
@@ -114,14 +114,14 @@ class NcclTransport:
             raise
         except (RuntimeError, OSError) as error:
             raise WeightSyncError(f"no NCCL group at {self._address}: {error}") from None
-        link.end = weakref.finalize(replica, link.close)  # a replica that is gone takes its group along
+        link.end = weakref.finalize(replica, link.close)  # the group ends with its replica
         with self._lock:
             self._links[replica] = link
 
     def _meet(self, replica: Peer, workers: int, timeout: float) -> _Link:
         deadline, world_size = time.monotonic() + timeout, workers + RANK_OFFSET
         where, unique_id = self._place.begin(), new_unique_id()
-        board = self._place.meet(where, timeout)  # it is there as long as the group: workers look for that
+        board = self._place.meet(where, timeout)  # it exists as long as the group: workers check that
         options = {
             "meeting": where,
             "unique_id": unique_id.hex(),
@@ -137,7 +137,7 @@ class NcclTransport:
 
         def lost() -> str:
             if answer.done():
-                answer.result()  # raises what the replica says
+                answer.result()  # raises the replica's error
             return ""
 
         with contextlib.ExitStack() as on_failure:
@@ -196,13 +196,13 @@ def _lives(replica: Peer | None) -> bool:
 
 
 class _Link:
-    """A replica's group, and the thread that sends it what is offered as often as it asks.
+    """A replica's group, and the thread that sends it the offered version whenever it asks.
 
     Once it is ``broken`` its group was aborted, and it sends no more.
 
     Args:
         group: the communicator.
-        board: where the workers say what they do; closed with the group.
+        board: where the workers report what they do; closed with the group.
         world_size: of the group.
         reader: of the weight store.
         buffers: bytes of one, and how many.
@@ -229,7 +229,7 @@ class _Link:
         self._thread.start()
 
     def offer(self, manifest: Manifest, timeout: float) -> None:
-        """Send this version from now on, each time within so many seconds."""
+        """Send this version from now on, each time within ``timeout`` seconds."""
         self._offered = manifest, timeout
 
     def _run(self) -> None:
@@ -237,13 +237,13 @@ class _Link:
             self._send_when_asked()
         except (RuntimeError, OSError, ValueError, TorchRLMoEError) as error:
             if not self._lost():
-                traceback.print_exception(error)  # nobody waits here
+                traceback.print_exception(error)  # there is no caller to raise to
         finally:
             self.broken = True
             self._end()
 
     def _end(self) -> None:
-        self._board.close()  # by which the workers know
+        self._board.close()  # so the workers notice
         self._group.abort()
 
     def _send_when_asked(self) -> None:
@@ -257,7 +257,7 @@ class _Link:
                 self._closed.wait(POLL_SECONDS)
 
     def _lost(self) -> str:
-        """Return why there is no more to do."""
+        """Return why there is nothing more to do."""
         if self._closed.is_set():
             return "the trainer left"
         if not self._is_alive():
@@ -280,7 +280,7 @@ class _Link:
     def close(self) -> None:
         """Stop sending and leave the group. Idempotent."""
         self._closed.set()
-        if threading.current_thread() is not self._thread:  # which may be the one that collects a replica
+        if threading.current_thread() is not self._thread:  # it may itself be the one that collects a replica
             self._thread.join(CLOSE_SECONDS)
         self._end()  # the thread may be in a call of NCCL, which returns then
 
@@ -291,13 +291,12 @@ class _Link:
 class NcclReceiver:
     """Receives versions and loads them at the same time, by :meth:`load`.
 
-    Making it waits for the trainer, which is at the rendezvous by then: a worker makes no tokens meanwhile, since
+    Making it waits for the trainer, which is at the rendezvous by then. The worker generates nothing meanwhile, since
     communicators must not be made while others are in use.
 
     Args:
-        options: what the trainer's end says: ``meeting``, where the ranks meet, ``unique_id`` and ``world_size`` of the
-            group, ``buffer_bytes``, ``num_buffers``, and ``timeout_seconds`` to meet the trainer
-            and for each load.
+        options: from the trainer's end: ``meeting``, where the ranks meet, ``unique_id`` and ``world_size`` of the
+            group, ``buffer_bytes``, ``num_buffers``, and ``timeout_seconds`` to meet the trainer and for each load.
         rank: of this worker in the group.
         worker: our weight engine, for its device and model.
 
@@ -345,9 +344,9 @@ class NcclReceiver:
         raise WeightSyncError(f"version {manifest.version} is not held here: {self.loads_during_pause}")
 
     def load(self, manifest: Manifest) -> int:
-        """Say that this worker waits, receive a version into the model, and return how many tensors it took.
+        """Report that this worker waits, receive a version into the model, and return how many tensors it took.
 
-        What the model refuses, or whose digest is wrong, is received to its end: the group is good for another load.
+        If the model refuses a tensor, or a digest is wrong, the rest is still received: the group stays usable.
 
         Raises:
             SyncTimeout: it did not come in time.
@@ -394,7 +393,7 @@ class NcclReceiver:
             raise
 
     def close(self) -> None:
-        """Leave the group, and say so. Idempotent."""
+        """Leave the group, and report that. Idempotent."""
         with contextlib.suppress(RuntimeError, OSError):  # the trainer, and with it the board, may be gone
             self._board.set(_left(self._rank), b"")
         self._group.abort()

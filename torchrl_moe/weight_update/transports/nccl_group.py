@@ -1,11 +1,11 @@
 """A NCCL communicator of its own between one trainer and the workers of one replica, to send flat bytes through.
 
 NCCL has no deadline: a call whose peer is gone never returns, nor does a kernel that waits for one end. So the ranks
-meet at a board of ours before any of them calls NCCL, each communicator has a stream of its own, nobody waits for a
-stream but only asks whether a transfer is done, and what waits in vain is aborted. The communicator is vLLM's; NCCL's
-unique id, which lets a rank in, goes to the workers by the replica's own connection and not by the board.
+meet at a board of ours before any of them calls NCCL, each communicator has a stream of its own, no thread waits for a
+stream, but only polls whether a transfer is done, and one whose peer is lost is aborted. The communicator is vLLM's;
+NCCL's unique id, which lets a rank in, reaches the workers over the replica's own connection and not over the board.
 
-On a GPU nobody has run it.
+It has never run on a GPU.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torchrl_moe._errors import SyncTimeout, WeightSyncError
 __all__ = ["Lost", "NcclGroup", "Transfer", "await_until", "in_turn", "meet", "new_unique_id"]
 
 POLL_SECONDS = 0.001
-LOST_SECONDS = 0.05  # between two questions whether a wait is in vain
+LOST_SECONDS = 0.05  # between two checks whether the peer is lost
 TRAINER = 0
 GO = "torchrl_moe/go"
 
 Lost = Callable[[], str]
-"""Says why to wait no longer; ``""`` to wait on."""
+"""Returns why to stop waiting; ``""`` to go on."""
 
 
 def new_unique_id() -> bytes:
@@ -70,7 +70,7 @@ def meet(board: Any, rank: int, world_size: int, deadline: float, lost: Lost) ->
     """Wait, as the trainer or as a worker, until all ranks are there.
 
     Args:
-        board: where they say so: ``set(key, bytes)`` and ``check(keys)``, as torch's stores have them.
+        board: where they report that: ``set(key, bytes)`` and ``check(keys)``, as torch's stores have them.
         rank: 0 is the trainer.
         world_size: the trainer and the workers.
         deadline: by ``time.monotonic()``.
@@ -127,7 +127,7 @@ class NcclGroup:
         def join() -> None:
             try:
                 joined.set_result(uid_init_process_group(unique_id, rank, world_size, device))
-            except BaseException as error:  # noqa: BLE001  raised by who waits for the future
+            except BaseException as error:  # noqa: BLE001  raised where the future is awaited
                 joined.set_exception(error)
 
         # a daemon: NCCL may never return, and then must not hold back the end of the process
@@ -151,7 +151,7 @@ class NcclGroup:
         user = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._stream):
             transfer = self._begin(torch.empty(size, dtype=torch.uint8, device=self._device))
-        transfer.flat.record_stream(user)  # its memory is not used again before what reads it there is through
+        transfer.flat.record_stream(user)  # its memory is not reused before that stream has read it
         return transfer
 
     def _begin(self, flat: Tensor) -> Transfer:
@@ -165,7 +165,7 @@ class NcclGroup:
         return Transfer(flat, event.query)
 
     def abort(self) -> None:
-        """End the communicator: transfers under way end, with whatever they have. Idempotent."""
+        """End the communicator; transfers in progress end incomplete. Idempotent."""
         with self._lock:
             if self._aborted:
                 return
@@ -174,7 +174,7 @@ class NcclGroup:
 
 
 def _destroy_late(joined: Future[Any]) -> None:
-    """Let go of a communicator that came about after all."""
+    """Destroy a communicator that was made after all."""
     if joined.exception() is None:
         joined.result().destroy()
 
@@ -182,12 +182,12 @@ def _destroy_late(joined: Future[Any]) -> None:
 def in_turn(
     starts: Iterable[Callable[[], Transfer]], num_buffers: int, wait: Callable[[Transfer], None]
 ) -> Iterator[Tensor]:
-    """Give the bytes of transfers that are done, in order; others are under way meanwhile.
+    """Yield the bytes of finished transfers, in order, while others are in progress.
 
     Args:
-        starts: begin one each.
-        num_buffers: how many there may be at a time, the one that is given included.
-        wait: for one of them.
+        starts: each begins one transfer.
+        num_buffers: how many there may be at a time, the yielded one included.
+        wait: waits for one of them.
     """
     under_way: deque[Transfer] = deque()
     for start in starts:

@@ -1,4 +1,4 @@
-"""Which transport a name stands for, at either end; only that one is imported."""
+"""Maps a name to a transport, at either end; only that one is imported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def open_transport(
         folder: of the weight store.
         seen_as: the same, as the replicas see it.
         address: where ranks of a collective transport meet.
-        options: of one, by the names of its constructor; ``None`` leaves its default.
+        options: arguments of its constructor; ``None`` leaves a default.
 
     Raises:
         ValueError: there is no such transport, or not on that device.

@@ -1,7 +1,7 @@
-"""A worker that passes the version it has received on to the workers of other replicas, each over a group of its own.
+"""A worker that passes on the version it has received to the workers of other replicas, over one group for each.
 
-It sends what it holds whole: digests were compared before, so a byte that is damaged stays where it is. The trainer
-says to whom. A group in which anything failed is given up, and the others continue.
+It sends whole versions only: their digests were compared before, so a damaged byte is not passed on. The trainer says
+to whom. A group in which anything failed is given up, and the others continue.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Relay:
     """What one worker passes on. Its methods may be called from several threads."""
 
     def __init__(self) -> None:
-        self._held: tuple[str, Tensor] | None = None  # a digest, and the bytes
+        self._held: tuple[str, Tensor] | None = None  # the digest, and the bytes
         self._lost = ""  # the digest of a version that did not arrive
         self._sending = 0
         self._edges: dict[int, _Edge] = {}
@@ -40,10 +40,10 @@ class Relay:
     # -- what is passed on ------------------------------------------------------------------------------------------
 
     def release(self, seconds: float) -> None:
-        """Pass nothing on from now on, and wait until nothing is sent.
+        """Stop passing the version on, and wait until no transfer of it is running.
 
         Raises:
-            SyncTimeout: something is still sent.
+            SyncTimeout: one is still running.
         """
         with self._changed:
             self._held = None
@@ -57,7 +57,7 @@ class Relay:
             self._changed.notify_all()
 
     def lose(self, digest: str) -> None:
-        """Give those up who wait for a version that did not arrive."""
+        """Fail the transfers that wait for a version that did not arrive."""
         with self._changed:
             self._lost = digest
             self._changed.notify_all()
@@ -85,14 +85,15 @@ class Relay:
     def _has(self, digest: str) -> bool:
         return self._held is not None and self._held[0] == digest
 
-    # -- to whom ----------------------------------------------------------------------------------------------------
+    # -- to which replicas ------------------------------------------------------------------------------------------
 
     def pass_on(self, order: Mapping[str, Any]) -> None:
         """Pass a version on in a thread, once it is here and the other side is ready.
 
         Args:
-            order: ``place``, a number of whom it goes to; the ``meeting`` with it, or ``None`` to give up what goes on
-                there; ``world_size`` of the group, ``buffer_bytes``, ``timeout_seconds``, and the version's ``digest``.
+            order: ``place``, the number of the receiving replica among this one's; the ``meeting`` with it, or ``None``
+                to stop that transfer; ``world_size`` of the group, ``buffer_bytes``, ``timeout_seconds``, and the
+                version's ``digest``.
         """
         place = int(order["place"])
         with self._changed:
@@ -119,7 +120,7 @@ class Relay:
                         time.sleep(POLL_SECONDS)
                     group.broadcast(flat, deadline, lambda _: None)
         except (RuntimeError, OSError, TorchRLMoEError) as error:
-            # the other side sees its connection break, and the trainer hears of it from there
+            # the other side sees its connection break, and reports that to the trainer
             LOG.warning("a version was not passed on: %s", error)
             edge.close()
 
@@ -134,7 +135,7 @@ class Relay:
 
 
 class _Edge:
-    """The way to the workers of one replica."""
+    """The connection to the workers of one replica."""
 
     def __init__(self, where: Mapping[str, Any]) -> None:
         self.where = where

@@ -1,4 +1,4 @@
-"""Who sends a version to whom: the trainer to a few replicas, these to a few others each. It sends nothing."""
+"""Which replica gets a version from which: the trainer sends to a few, each of these to a few others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Place:
 
 
 class Tree:
-    """The places of replicas. A replica keeps its place from version to version, while who sends to it has one too.
+    """The places of replicas. A replica keeps its place from version to version, as long as its sender has one, too.
 
     Args:
         fan_out: how many the trainer, and each replica, sends to.
@@ -45,7 +45,7 @@ class Tree:
         self._lock = threading.Lock()
 
     def at_the_top(self, replica: Any) -> bool:
-        """Give a replica a place under the trainer, if one is free; whether it has one."""
+        """Give a replica a place under the trainer, if one is free; return whether it has one."""
         with self._lock:
             place = self._places.get(replica)
             if place is None:
@@ -69,7 +69,7 @@ class Tree:
             return place
 
     def takes(self, replica: Any, digest: str) -> bool | None:
-        """Whether a replica has a version, or takes it; ``None`` if it was not asked to yet."""
+        """Whether a replica has a version, or is receiving it; ``None`` if it was not asked to yet."""
         with self._lock:
             if replica not in self._places:
                 return False
@@ -100,7 +100,7 @@ class Tree:
         return later or Place(None, len(self._places))  # all others are under it
 
     def _free(self, taken: set[int] | None) -> int | None:
-        """Return the least number that nobody has, if a sender has room."""
+        """Return the least free number, if a sender has room."""
         return next((number for number in range(self._fan_out) if number not in (taken or ())), None)
 
     def _is_under(self, replica: Any, other: Any) -> bool:

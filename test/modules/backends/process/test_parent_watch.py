@@ -122,7 +122,7 @@ def test_a_process_that_still_starts_ends_at_once(line: Line, how: str) -> None:
 def test_what_is_not_a_message_ends_the_process_and_is_reported(line: Line, caplog: pytest.LogCaptureFixture) -> None:
     line.driver.send_bytes(bytes(4) + b"\x80\x05cno_such_module\nname\n.")  # a pickle, say
     assert line.run(lambda inbox: served(inbox, 1)) == [("shutdown",)]
-    assert "what came is no message" in caplog.text
+    assert "what arrived is no message" in caplog.text
 
 
 def test_what_is_said_after_the_loop_has_ended_is_dropped(line: Line) -> None:

@@ -151,7 +151,7 @@ def test_what_has_no_plain_form_is_refused_by_its_class(value: Any, words: str) 
 def test_what_contains_itself_is_refused() -> None:
     endless: list[Any] = []
     endless.append(endless)
-    with pytest.raises(ValueError, match="nested too deep"):
+    with pytest.raises(ValueError, match="nested too deeply"):
         to_plain(endless)
 
 

@@ -99,7 +99,7 @@ def test_what_is_no_message_ends_the_connection_with_a_line_in_the_log(
     ends[0].send_bytes(bytes(wire.COUNT_BYTES) + head)
     with pytest.raises(OSError):
         wire.receive(ends[1])
-    assert "a connection is given up: what came is no message: " in caplog.text
+    assert "a connection is closed: what arrived is no message: " in caplog.text
 
 
 def test_a_frame_that_is_announced_too_large_is_not_read(

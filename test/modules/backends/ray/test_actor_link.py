@@ -260,7 +260,7 @@ def test_what_no_node_has_is_named_and_the_wait_for_it_can_be_ended(in_cluster: 
     message = str(caught.value)
     assert "replica 0 was not ready within 3 s" in message
     assert "It waits for a node with {'CPU': 3.0} free" in message
-    assert "2 node(s) have {'CPU': 2.0}; {'CPU': 2.0}; free in all are {'CPU': 4.0}. No node is large enough" in message
+    assert "2 node(s) have {'CPU': 2.0}; {'CPU': 2.0}; free in total: {'CPU': 4.0}. No node is large enough" in message
     began = time.monotonic()
     replica.shutdown()
     assert time.monotonic() - began < PATIENCE

@@ -76,7 +76,7 @@ def test_a_shortage_tells_a_cluster_too_small_from_one_too_full(monkeypatch: pyt
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 5.0})
     full = cluster.shortage({"GPU": 2.0})
     assert "with {'GPU': 2.0} free" in full
-    assert "2 node(s) have {'GPU': 2.0}; {'GPU': 0.0}; free in all are {'GPU': 0.0}. Others hold them" in full
+    assert "2 node(s) have {'GPU': 2.0}; {'GPU': 0.0}; free in total: {'GPU': 0.0}. Others hold them" in full
     assert "No node is large enough" in cluster.shortage({"GPU": 4.0})
     assert "No node is large enough" in cluster.shortage({"GPU": 1.0, "CPU": 16.0})
 
@@ -135,7 +135,7 @@ def test_a_service_describes_itself_by_whichever_replica_answers(actors: dict[st
 def test_a_service_that_is_not_there_or_does_not_answer_is_distinguished(actors: dict[str, Any]) -> None:
     with pytest.raises(EngineError, match=r"no service 'c' is running\. In namespace 'ours' run: 'a'.*name='c'"):
         cluster.find_service("c", "ours")
-    with pytest.raises(EngineError, match=r"In namespace 'empty' runs none"):
+    with pytest.raises(EngineError, match=r"None runs in namespace 'empty'"):
         cluster.find_service("c", "empty")
     actors["a-replica-0"] = GetTimeoutError("late")
     with pytest.raises(EngineError, match=r"'a': none of its replicas \[0\] answered within 20 s: late"):

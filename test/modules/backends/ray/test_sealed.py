@@ -153,7 +153,9 @@ def test_a_length_beyond_the_bound_is_refused_before_anything_is_set_aside(
 ) -> None:
     actor, _ = between.connect()
     between.tell_actor((1 << 62).to_bytes(NUMBER_BYTES, "big"))
-    with pytest.raises(TamperedError, match="a frame of 4611686018427387904 bytes was announced, 4294967296 are the"):
+    with pytest.raises(
+        TamperedError, match="a frame of 4611686018427387904 bytes was announced; at most 4294967296 are"
+    ):
         actor.recv_bytes()
     assert "was announced" in caplog.text
 

@@ -201,7 +201,7 @@ def test_a_float32_head_is_what_vllm_makes_of_our_override(moe: str) -> None:
 
 
 def test_vllms_own_sampling_masks_are_refused(moe: str) -> None:
-    with pytest.raises(ValueError, match="return_sampling_mask: completions say by themselves"):
+    with pytest.raises(ValueError, match="return_sampling_mask: completions always say"):
         build_engine_args({"model": moe, "return_sampling_mask": True})
 
 

@@ -1,1 +1,1 @@
-"""An engine in a child process: its start, its socket, its end. It knows no engine, only its kind."""
+"""An engine in a child process: how it is started, reached and ended. Of an engine, only its kind is known here."""

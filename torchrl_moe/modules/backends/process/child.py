@@ -1,10 +1,10 @@
-"""The child process of a :class:`LocalReplica`: how it is started and ended, its socket, its log. No request is known.
+"""The child process of a :class:`LocalReplica`: how it is started and ended, its socket, its log. It knows no requests.
 
 The child leads a process group of its own, so a Ctrl-C at the terminal reaches the driver only, and the whole group
-(vLLM starts two more processes) can be ended at once. It stays in the driver's session: Linux shares out the cores by
-session (autogroups), and between sessions the ``sched_yield`` of vLLM's polling hands nothing over; two replicas on two
-cores lost a quarter of their tokens. The child, or the server that forks it, is started by module name: the user's
-script is not imported again and needs no ``__main__`` guard.
+(vLLM starts two more processes) can be ended at once. It stays in the driver's session: Linux divides the cores among
+sessions (autogroups), and ``sched_yield``, on which vLLM's polling relies, does not yield to another session. In
+sessions of their own, two replicas on two cores lost a quarter of their throughput. The child, or the server that forks
+it, is started by module name: the user's script is not imported again and needs no ``__main__`` guard.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ SHOWN_LOG_COLUMNS = 400
 
 
 def configuration(arguments: Mapping[str, Any]) -> wire.Frames:
-    """Return the first message to a child: its engine's arguments, in a pickle.
+    """Return the first message to a child: its engine's arguments, pickled.
 
-    They may be objects of the engine's own classes. Nothing else crosses as a pickle, and this goes no further than to
-    a process of the same user on the same machine, which its reader started.
+    They may be objects of the engine's own classes. Nothing else is sent to it as a pickle, and this one goes no
+    further than to a process of the same user on the same machine, which the sender started.
     """
     return wire.encode(("configure", pickle.dumps(dict(arguments))))
 
 
 class Process(Protocol):
-    """What an owner needs of its process: ``subprocess.Popen`` has it, and so has a process that was forked."""
+    """The part of ``subprocess.Popen`` that an owner needs of its process; a process from a fork server has it, too."""
 
     @property
     def pid(self) -> int:
@@ -68,18 +68,18 @@ class Process(Protocol):
 class Child:
     """One engine process.
 
-    It is forked from a process that has imported vLLM already, where that is safe, and else started by itself; the log
-    says why. Either may still be under way when the constructor returns.
+    Where that is safe, it is forked from a process that has imported the engine already. Otherwise it is started on its
+    own, and the log says why. It may still be starting when the constructor returns.
 
     Args:
         index: of the replica; names the log.
-        kind: of the engine. Its program has ``preload()``, which imports the engine and returns why its processes may
-            not be forked then, or ``""``; and ``run(connection, driver_is_gone)``, which is all that the process does.
-            As a script it is given the number of its socket and the driver's process id.
+        kind: of the engine. Its program has ``preload()``, which imports the engine and returns why processes may not
+            be forked after that, or ``""``; and ``run(connection, driver_is_gone)``, which is all that the process
+            does. Run as a script, it gets the file descriptor of its socket and the driver's process id.
         environment: of the process.
-        log_folder: where its log is kept, under the replica's index; a later child continues in the same file. By
-            default it is among what is removed at the end.
-        fork: whether it may be forked. A server that forks for one child only would save nothing.
+        log_folder: where its log is kept, as ``replica-{index}.log``; a later child appends to the same file. By
+            default the log is removed with the child's folder.
+        fork: whether it may be forked. A fork server for a single child would save nothing.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Child:
     def _begin(
         self, environment: Mapping[str, str], engine: socket.socket, log: IO[bytes], fork: bool
     ) -> Launch | None:
-        """Start the process, or have it forked: then a thread waits for that. Closes both files."""
+        """Start the process, or have it forked, for which a thread waits. Closes both files."""
         places = _with_places(environment, self.folder)
         launch, reason = None, self._kind.reason_not_to_fork(environment) if fork else ""
         if fork and not reason:
@@ -145,7 +145,7 @@ class Child:
                 self._launched.set_result(process)
             except (CannotFork, OSError, ValueError, subprocess.SubprocessError) as error:
                 self._launched.set_exception(error)
-            finally:  # nobody may wait for ever
+            finally:  # or callers would wait forever
                 if not self._launched.done():
                     self._launched.set_exception(CannotFork("starting the process failed: see the error above"))
 
@@ -168,7 +168,7 @@ class Child:
         """The process; waits until it is there.
 
         Raises:
-            CannotFork: it was given up before.
+            CannotFork: its start was cancelled.
             OSError: it could not be started.
         """
         return self._launched.result()
@@ -181,15 +181,16 @@ class Child:
         return "closed its socket" if code is None else f"ended with exit code {code}"
 
     def is_alive(self) -> bool:
-        """Whether the process runs, or is still to come."""
+        """Whether the process runs, or is still being started."""
         if not self._launched.done():
             return True
         return self._launched.exception() is None and self.process.poll() is None
 
     def end(self) -> None:
-        """End the process and its whole group: politely, then for certain. Idempotent; all callers wait for the end.
+        """End the process and its group: ask it, kill them after a grace period. Idempotent; all callers wait for the
+        end.
 
-        Does nothing in a process that the driver forked: at the end of that, too, Python runs finalizers.
+        Does nothing in a process that the driver forked, which runs Python's finalizers at its own end.
         """
         if os.getpid() != self._driver:
             return
@@ -207,7 +208,7 @@ class Child:
                 raise
 
     def _cancel(self) -> None:
-        """Give a process up that is not there yet; it may come all the same."""
+        """Cancel a start that is in progress; the process may appear all the same."""
         if self._launch is not None and not self._launched.done():
             self._cancelled = True
             self._launch.cancel()
@@ -238,11 +239,11 @@ class Child:
         return "\n".join(shown[-lines:]) or "(its log holds no error)"
 
 
-_held: set[socket.socket] = set()  # the engines' ends of sockets, while the engines are still to come
+_held: set[socket.socket] = set()  # the engines' ends of sockets, while the engines are being started
 
 
 def _close_held() -> None:
-    """As long as a process that the driver forks has an engine's end, that engine's death does not show."""
+    """Close them in a process that the driver forks: while it held one, the death of that engine would not show."""
     for engine in _held:
         engine.close()
     _held.clear()
@@ -263,7 +264,7 @@ def _not_in_forked_processes(engine: socket.socket) -> Iterator[None]:
 
 
 def _with_places(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Have vLLM make its files and sockets, which it leaves behind, where they are removed.
+    """Make vLLM create its files and sockets, which it leaves behind, in a folder that is removed.
 
     Only if the sockets' names then fit the kernel's limit. The user may choose another place for sockets.
     """

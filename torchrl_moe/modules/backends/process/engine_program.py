@@ -1,4 +1,4 @@
-"""What an engine process is, of whatever engine: it reads requests from a socket and writes completions to it.
+"""The program of an engine process, for any engine: it reads requests from a socket and writes completions to it.
 
 Forked from a process that has imported the engine (``fork_server_process.py``), or started as ``python -m PROGRAM FD
 DRIVER_PID``; in either case as the leader of a process group. The group never outlives the driver: end of file on the
@@ -45,10 +45,10 @@ class EngineProgram(abc.ABC):
     """One engine, its requests in flight, and the commands that the driver may call by name: ``command_...``.
 
     Args:
-        info: what the replica says of itself.
-        load: kept by the engine.
+        info: what the replica reports about itself.
+        load: updated by the engine.
         inbox: what the driver sends.
-        send: takes a message to the driver.
+        send: sends a message to the driver.
     """
 
     def __init__(self, info: ReplicaInfo, load: Load, inbox: Inbox, send: Send) -> None:
@@ -77,7 +77,7 @@ class EngineProgram(abc.ABC):
 
     @abc.abstractmethod
     def _stats(self) -> ReplicaStats:
-        """Return the stats of this moment, but for the rate."""
+        """Return the current stats, except the rate."""
 
     @abc.abstractmethod
     def _death(self) -> str:
@@ -88,7 +88,7 @@ class EngineProgram(abc.ABC):
         """End the engine."""
 
     def _background(self) -> list[Coroutine[Any, Any, None]]:
-        """Return what runs while the process serves."""
+        """Return the coroutines that run while the process serves."""
         return []
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -103,9 +103,9 @@ class EngineProgram(abc.ABC):
             self._send(("refused", request_id, *self._described(error)))
 
     def _described(self, error: BaseException) -> tuple[str, str]:
-        """Return whose fault an error is, and its words.
+        """Return ``"value"`` if the caller is at fault, else ``"engine"``, and the message of an error.
 
-        What an engine did not expect in a request, it may wrap in an error without words: then its cause says more.
+        An engine may wrap an unexpected error in one without a message; then the cause's message is returned.
         """
         cause = error if error.__cause__ is None or str(error) else error.__cause__
         if isinstance(cause, self._client_errors):
@@ -122,7 +122,7 @@ class EngineProgram(abc.ABC):
         task.add_done_callback(partial(self._send_result, number))
 
     async def _answer(self, method: str, kwargs: wire.Parcel) -> wire.Parcel:
-        """Run a command. Arguments are read here, the value by the caller: a failure concerns only the caller."""
+        """Run a command. Arguments are decoded here, the value by the caller: failures of both stay with the caller."""
         command = getattr(self, f"command_{method}", None)
         if command is None:
             known = sorted(name.removeprefix("command_") for name in dir(self) if name.startswith("command_"))
@@ -144,7 +144,7 @@ class EngineProgram(abc.ABC):
     # -- life -------------------------------------------------------------------------------------------------------
 
     async def serve(self) -> None:
-        """Handle messages until the driver says so, goes away, or the engine dies."""
+        """Handle messages until the driver ends the process or goes away, or the engine dies."""
         loop = asyncio.get_running_loop()
         work = [self._watch_engine(), self._feed.run(), *self._background()]
         background = [loop.create_task(one) for one in work]
@@ -168,7 +168,7 @@ class EngineProgram(abc.ABC):
             await asyncio.sleep(WATCH_SECONDS)
 
     def _report_death(self) -> bool:
-        """Tell the driver if the engine is dead, and end: then every error is but a consequence of that."""
+        """Whether the engine is dead; then tell the driver once, and end. Other errors only follow from that."""
         death = "" if self._death_reported else self._death()
         if death:
             self._death_reported = True
@@ -178,11 +178,11 @@ class EngineProgram(abc.ABC):
 
 
 OpenEngine: TypeAlias = Callable[[dict[str, Any], Inbox, Send], Awaitable[EngineProgram]]
-"""Starts the engine of some arguments."""
+"""Starts an engine with the given arguments."""
 
 
 def _size(message: tuple[Any, ...]) -> int:
-    """Return about how many bytes a message holds until it is written."""
+    """Return roughly how many bytes a message occupies until it is written."""
     if message[0] == "completion":
         return SMALL_BYTES + packing.completion_bytes(message[1])
     return SMALL_BYTES + (sum(array.nbytes for array in message[2]) if message[0] == "result" else 0)
@@ -219,7 +219,7 @@ async def _main(connection: Connection, driver_is_gone: Callable[[], bool], open
         outbox.close()
         return
     gc.collect()
-    gc.freeze()  # what vLLM brings are 600 000 objects: looking through them all takes 0.3 s
+    gc.freeze()  # vLLM brings 600 000 objects, and a full collection of them takes 0.3 s
     inbox.serving = True
     try:
         outbox.put(("ready", opened.info))
@@ -231,15 +231,15 @@ async def _main(connection: Connection, driver_is_gone: Callable[[], bool], open
 
 
 def run_engine(connection: Connection, driver_is_gone: Callable[[], bool], open_engine: OpenEngine) -> None:
-    """Run to the end, which is the process's. Nothing may hold it back: engines leave threads, and the driver waits.
+    """Run the engine, then end the process, whatever still runs in it: engines leave threads, and the driver waits.
 
     Args:
         connection: the socket to the driver.
         driver_is_gone: whether the driver's process has ended.
         open_engine: starts the engine.
     """
-    # Without a driver the group is orphaned; if a member is stopped, the kernel then hangs up on all of them, and who
-    # cleans up would be gone. Ctrl-C and the like do not reach the group, so nothing is lost.
+    # Without a driver the group is orphaned; if a member is stopped, the kernel then sends SIGHUP to all of them, and
+    # the process that cleans up would be gone. Ctrl-C and the like do not reach the group, so nothing is lost.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # a process that the engine forks would hold the socket open after this one has been killed
     os.register_at_fork(after_in_child=connection.close)
@@ -255,6 +255,6 @@ def run_engine(connection: Connection, driver_is_gone: Callable[[], bool], open_
 
 
 def run_script(run: Callable[[Connection, Callable[[], bool]], None]) -> None:
-    """Run as a child of the driver, whose arguments are a socket's number and the driver's process id."""
+    """Run as a script; its arguments are the socket's file descriptor and the driver's process id."""
     descriptor, driver = map(int, sys.argv[1:])
     run(Connection(descriptor), lambda: os.getppid() != driver)

@@ -1,8 +1,8 @@
-"""What a driver asks a fork server for: one packet on a socket, with descriptors. Both ends of it are here.
+"""A driver's request to a fork server: one packet on a socket, with file descriptors. Both ends of it are here.
 
 The descriptors are of a file that holds a pickled :class:`ForkRequest`, of the working directory, of the engine's
-socket, its log, and the status socket. A packet comes whole or not at all, and however large an environment is, sending
-it does not wait for the server.
+socket, its log, and the status socket. A packet arrives whole or not at all, and however large an environment is,
+sending it does not wait for the server.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class ForkRequest:
     """What a forked process takes over from its driver, as a child of the driver would.
 
     Args:
-        environment: all of it.
-        processors: that it may run on.
-        limits: soft and hard, by resource.
+        environment: the whole environment.
+        processors: the CPUs that it may run on.
+        limits: resource number -> soft and hard limit.
     """
 
     environment: Mapping[bytes, bytes]
@@ -42,7 +42,7 @@ class ForkRequest:
 
     @property
     def folder(self) -> bytes | None:
-        """The replica's folder, which its driver removes, unless it is gone."""
+        """The replica's folder; the driver removes it, and the fork server if the driver is gone."""
         return self.environment.get(FOLDER_VARIABLE.encode())
 
 
@@ -77,7 +77,7 @@ def send(control: socket.socket, request: ForkRequest, engine: int, log: int, st
     Raises:
         OSError: the server is gone, has too many requests to read, or this process can open no more files.
     """
-    folder = os.open(".", os.O_PATH)  # by its name it might not be found any more
+    folder = os.open(".", os.O_PATH)  # its name may lead elsewhere by then, or nowhere
     try:
         with os.fdopen(os.memfd_create("request"), "wb") as file:
             file.write(pickle.dumps(request))
@@ -109,9 +109,9 @@ def receive(control: socket.socket, flags: int = 0) -> Arrived:
 
 
 def withdraw(control: socket.socket) -> set[bytes]:
-    """Read all requests that a driver has left, do none of them, and return their folders."""
+    """Read the requests that a driver left behind, without carrying them out, and return their folders."""
     found = set()
-    with contextlib.suppress(EOFError, OSError):  # that was all
+    with contextlib.suppress(EOFError, OSError):  # no more of them
         while True:
             arrived = receive(control, socket.MSG_DONTWAIT)
             arrived.close()

@@ -43,11 +43,11 @@ SHOWN_BYTES = 2000
 
 
 class CannotFork(Exception):
-    """No process was forked; the words say why."""
+    """No process was forked; the message says why."""
 
 
 def _why_not() -> str:
-    """Return why no process is to be forked on this platform; "" if it may."""
+    """Return why no process can be forked on this platform; "" if one can."""
     if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
         return f"this platform ({sys.platform}) has no process descriptors"
     try:
@@ -68,11 +68,11 @@ def key_of(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 class Launch:
-    """A request to a server, until the process is there.
+    """A pending request to a server.
 
     Args:
-        server: that was asked.
-        status: its answers.
+        server: the one that was asked.
+        status: the socket that its replies come on.
     """
 
     def __init__(self, server: ForkServer, status: socket.socket) -> None:
@@ -98,7 +98,7 @@ class Launch:
             raise CannotFork(f"the fork server ended{self._server.how_it_ended()}") from error
         except OSError as error:
             status.close()
-            raise CannotFork(f"the fork server cannot be heard: {error}") from error
+            raise CannotFork(f"the fork server's reply cannot be read: {error}") from error
         except BaseException:
             status.close()
             raise
@@ -115,15 +115,15 @@ class Launch:
         return answer
 
     def cancel(self) -> None:
-        """Have no process forked, or the one that was forked this moment killed."""
-        with contextlib.suppress(OSError):  # it was answered
+        """Withdraw the request: no process is forked, or one that was just forked exits."""
+        with contextlib.suppress(OSError):  # it is closed, since it was answered
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
 def _watched(pid: int, status: Connection) -> ForkedProcess:
     try:
         return ForkedProcess(pid, status)
-    except OSError:  # no file can be opened any more
+    except OSError:  # too many open files
         kill_group(pid)
         raise
 
@@ -215,7 +215,7 @@ class ForkServer:
 def _hang_up(control: socket.socket, driver: int) -> None:
     if driver == os.getpid():
         with contextlib.suppress(OSError):  # the server is gone, or it was done before
-            control.shutdown(socket.SHUT_RDWR)  # closing alone says nothing while a forked process has the socket too
+            control.shutdown(socket.SHUT_RDWR)  # closing alone does nothing while a forked process holds the socket
     control.close()
 
 
@@ -238,7 +238,7 @@ _servers_lock = threading.Lock()
 
 
 def fork_server(module: str, environment: Mapping[str, str]) -> ForkServer:
-    """Return this process's server for a module and an environment, started if there is none; it may still import.
+    """Return this process's server for a module and an environment, or start one; it may still be importing.
 
     A driver keeps two of them; a third closes the one that was asked for least recently.
 

@@ -7,7 +7,7 @@ Started by :class:`~torchrl_moe.modules.backends.process.fork_server.ForkServer`
 engine's messages and touches no device. It ends with its driver, or when the driver closes the control socket, in
 either case after the processes that it forked.
 
-For requests see ``fork_request.py``. Answers, on a request's status socket: ``("refused", reason)``, or from the forked
+For requests see ``fork_request.py``. Replies, on a request's status socket: ``("refused", reason)``, or from the forked
 process ``("forked", pid)`` as soon as it is ready to run, and ``("ended", exit code)`` when it has ended.
 """
 
@@ -38,7 +38,7 @@ from torchrl_moe.modules.backends.process.parent_watch import kill_group
 __all__ = ["main"]
 
 ORPHAN_SECONDS = 15.0  # that engine processes get to end by themselves once their driver is gone
-LOOK_SECONDS = 0.5  # between two looks at the driver while this process imports
+LOOK_SECONDS = 0.5  # between two checks of the driver while this process imports
 THREAD_SECONDS = 2.0  # that a thread which has been joined takes to leave /proc
 
 Run: TypeAlias = "Callable[[Connection, Callable[[], bool]], None]"
@@ -52,7 +52,7 @@ class _Child:
 
 
 class _Server:
-    """Forks on request and says how each process ended.
+    """Forks on request and reports how each process ended.
 
     Args:
         run: what a forked process does.
@@ -69,7 +69,7 @@ class _Server:
         self._unsafe = unsafe
         self._started_in = started_in
         self._children: dict[int, _Child] = {}
-        self._leftovers: set[bytes] = set()  # folders that the driver removes, unless it is gone
+        self._leftovers: set[bytes] = set()  # folders that the driver removes, or this process if the driver is gone
         self._orphaned_at: float | None = None
         self._selector = selectors.PollSelector()  # unlike epoll it has no descriptor that a child would share
         self._selector.register(control, selectors.EVENT_READ, self._take_request)
@@ -154,7 +154,8 @@ class _Server:
             tempfile.tempdir = None  # the new environment may have another
             if self._started_in in sys.path:  # Python would have put another there
                 sys.path[sys.path.index(self._started_in)] = _current_folder()
-            # by itself: were the server killed now, the driver would start a second process at the same socket
+            # said by this process: if the server said it and were killed before, the driver would start a second one at
+            # this socket
             if not _tell(arrived.status, "forked", os.getpid()):
                 return  # cancelled meanwhile
             arrived.status.close()
@@ -174,7 +175,7 @@ class _Server:
             os.close(descriptor)
 
     def _reap(self, child: _Child) -> None:
-        if self._orphaned_at is not None:  # what it started may hold on to its folder
+        if self._orphaned_at is not None:  # what it started may still use its folder
             kill_group(child.pid)
         _, status = os.waitpid(child.pid, 0)
         self._selector.unregister(child.pidfd)
@@ -197,7 +198,7 @@ def _flush() -> None:
 
 
 def _tell(answers: Connection, *message: object) -> bool:
-    """Send an answer; false if nobody is there to read it."""
+    """Send a reply; false if its reader is gone."""
     try:
         answers.send(message)
     except OSError:
@@ -220,10 +221,10 @@ def _polls(descriptor: int, events: int) -> bool:
 
 
 def _set_title(title: str) -> None:
-    """Name the process for ``ps``, if the package is there; vLLM requires it.
+    """Name the process for ``ps``, if ``setproctitle`` is installed; vLLM requires it.
 
-    The package finds its memory by the environment that the process began with. So it must be called once before that
-    is exchanged, or vLLM could not name its processes.
+    The package locates the memory of the title by the environment that the process began with. So it must be called
+    once before the environment is replaced, or vLLM could not name its processes.
     """
     with contextlib.suppress(ImportError):
         import setproctitle
@@ -232,10 +233,10 @@ def _set_title(title: str) -> None:
 
 
 def _threads() -> str:
-    """Return why this process may not fork for its threads' sake: the locks that they hold would stay locked.
+    """Return why this process may not fork, if it has more threads: a lock of theirs would stay locked in the child.
 
-    A library that provides for forks ends its threads before one, and starts them again when it needs them: OpenBLAS
-    does, whose threads come with NumPy unless it may have one only. So the threads are counted after a fork.
+    A library that handles forks ends its threads before one, and starts them again when it needs them: OpenBLAS does,
+    whose threads come with NumPy unless it is limited to one. So the threads are counted after a fork.
     """
     if (pid := os.fork()) == 0:
         os._exit(0)
@@ -248,7 +249,7 @@ def _threads() -> str:
 
 @contextlib.contextmanager
 def _ends_with_driver(control: socket.socket, driver: int) -> Iterator[None]:
-    """End this process if the driver ends within the block. By a signal: a thread might not be gone before a fork."""
+    """End this process if the driver ends within the block. A timer checks that: a thread would forbid forking."""
 
     def look(*_: object) -> None:
         if _is_readable(driver):
@@ -269,7 +270,7 @@ def main() -> None:
     """Import, then serve to the end."""
     # the driver may be the last of the session: see ``engine_program.run_engine``
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a driver that ignores it would have us lose exit codes
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would cost us the exit codes
     _set_title("ForkServer")
     name, descriptor, driver = sys.argv[1], *map(int, sys.argv[2:])
     started_in = None if sys.flags.safe_path else sys.path[0]

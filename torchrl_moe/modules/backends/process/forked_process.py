@@ -1,6 +1,6 @@
 """A process that a fork server made for its driver, as the driver sees it: part of what ``subprocess.Popen`` has.
 
-The driver is not its parent. How it ended comes from the server; whether it has ended shows without one, by a pidfd.
+The driver is not its parent. The server says how it ended; a pidfd shows, without the server, whether it has ended.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from multiprocessing.connection import Connection
 
 __all__ = ["ForkedProcess"]
 
-CODE_SECONDS = 2.0  # between the end of a process and word of its exit code
+CODE_SECONDS = 2.0  # between the end of a process and the report of its exit code
 UNKNOWN_CODE = 255  # as ``multiprocessing`` has it for a process whose fork server is gone
 
 
 class ForkedProcess:
-    """See above.
+    """A process that a fork server forked.
 
     Args:
         pid: its id.
@@ -32,7 +32,7 @@ class ForkedProcess:
         self.pid = pid
         self.returncode: int | None = None
         self._status = status
-        self._lock = threading.Lock()  # a closed descriptor's number may be another process's a moment later
+        self._lock = threading.Lock()  # a closed descriptor's number may soon belong to another file
         try:
             self._pidfd = os.pidfd_open(pid)
         except ProcessLookupError:  # it ended, and the server has noticed
@@ -74,7 +74,7 @@ class ForkedProcess:
             with self._lock:
                 if self.returncode is not None:  # another thread asked
                     continue
-                ended = self._gone_at is not None  # then only the exit code is to come
+                ended = self._gone_at is not None  # then only the exit code is missing
                 waits_for = [self._status.fileno()] if ended else [self._status.fileno(), self._pidfd]
             _readable(waits_for, min(left, 0.1 if ended else 1.0))
         return code

@@ -1,4 +1,4 @@
-"""How requests and completions are packed: one flat array of each kind for many, and what else they have in rows."""
+"""How requests and completions are packed: one flat array per field for a whole batch, and the rest as rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _concatenate(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
 
 
 def _split(flat: NDArray[Any], lengths: NDArray[np.int64]) -> list[NDArray[Any]]:
-    """Copies: one piece that is kept must not keep the whole message."""
+    """Split into copies: a piece that is kept must not keep the whole message alive."""
     stops = np.cumsum(lengths)
     return [flat[stop - length : stop].copy() for stop, length in zip(stops.tolist(), lengths.tolist(), strict=True)]
 
@@ -48,10 +48,10 @@ def rename(packed: Packed, name: Callable[[str], str]) -> Packed:
 
 
 def pack_requests(requests: Sequence[Request]) -> Packed:
-    """Flatten requests; a prompt given as text has length -1 in ``lengths``. What requests share crosses once.
+    """Flatten requests; a prompt given as text has length -1 in ``lengths``. What requests share is sent once.
 
     Raises:
-        ValueError: what a user passed with one has no plain form.
+        ValueError: something that a user passed with one has no plain form.
     """
     ids = [request.prompt_token_ids for request in requests]
     options = [(request.sampling_params, request.lora_request, request.guided_options) for request in requests]
@@ -154,7 +154,7 @@ def pack_completions(completions: Sequence[Completion]) -> Packed:
 
 
 def completion_bytes(completion: Completion) -> int:
-    """Return how many bytes the arrays of a completion have."""
+    """Return how many bytes the arrays of a completion take."""
     arrays: list[NDArray[Any] | None] = [completion.prompt_token_ids, completion.prompt_logprobs]
     for output in completion.outputs:
         arrays += [output.token_ids, output.policy_versions, output.logprobs, output.routed_experts]

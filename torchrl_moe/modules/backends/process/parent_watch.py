@@ -1,7 +1,7 @@
-"""What ties an engine process to its driver: messages come in here, and the whole process group ends when they cannot.
+"""What ties an engine process to its driver: messages arrive here, and the whole process group ends when no more can.
 
 Nothing here knows an engine. The process must be the leader of its process group, as :class:`LocalReplica` starts it.
-vLLM's workers, which are in the group too, look after both of them.
+vLLM's own processes, which are in the group too, watch both the leader and the driver (:func:`end_with_leader`).
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ KILL_ROUNDS, KILL_SECONDS = 100, 0.01
 ORPHANED_SECONDS = 0.05
 FOLDER_VARIABLE = "TORCHRL_MOE_REPLICA_FOLDER"  # of log and sockets
 DRIVER_VARIABLE = "TORCHRL_MOE_DRIVER"  # its process id
-ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)  # it only waits to be asked how it ended
+ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)  # only its exit code is still to be read
 TRACKER = "multiprocessing.resource_tracker"
 
 
 class Inbox:
-    """Reads the driver's messages in a thread of its own, and sees to it that the group ends when the driver does.
+    """Reads the driver's messages in its own thread, and ends the group when the driver ends.
 
-    A driver is gone at the end of the file, or when ``driver_is_gone`` says so: a process that it forked may hold its
-    end of the socket open. While the engine starts, the event loop is vLLM's alone, so the end then comes at once.
+    A driver is gone at end of file, or when ``driver_is_gone`` says so: a process that it forked may hold its end of
+    the socket open. While the engine starts, it occupies the event loop, so the group is then ended at once.
 
     Args:
         connection: the socket to the driver.
@@ -76,7 +76,7 @@ class Inbox:
             while (message := wire.receive(self._connection))[0] != "shutdown":
                 self.put(*message)
         except (EOFError, OSError):
-            time.sleep(ORPHANED_SECONDS)  # a driver that dies hangs up first
+            time.sleep(ORPHANED_SECONDS)  # a dying driver's socket closes before its process is gone
             return
         finally:
             self._end()
@@ -96,7 +96,7 @@ class Inbox:
 
 
 def end_group(code: int = 1) -> None:
-    """End this process and all that vLLM started, for certain and at once."""
+    """Kill this process and everything that it started, at once."""
     sys.stdout.flush()
     sys.stderr.flush()
     if os.getpgrp() == os.getpid():  # else it was run by hand, in a shell's group
@@ -108,7 +108,7 @@ def end_group(code: int = 1) -> None:
 
 
 def end_group_later() -> None:
-    """End the group if it has not ended by itself: an event loop that is stuck does not."""
+    """End the group in a few seconds, unless it ends by itself before: with a stuck event loop it does not."""
     timer = threading.Timer(EXIT_SECONDS, end_group)
     timer.daemon = True
     timer.start()
@@ -118,7 +118,7 @@ def kill_group(leader: int) -> None:
     """Kill a process group, except the caller and Python's resource tracker.
 
     The tracker ends by itself when the others are gone, and removes the shared memory that they left behind: vLLM's
-    processes leave some even when they end in peace.
+    processes leave some even after a clean exit.
     """
     for _ in range(KILL_ROUNDS):  # a member may fork while it is killed; one that waits for a disk dies later
         members = _members(leader)
@@ -133,9 +133,9 @@ def kill_group(leader: int) -> None:
 def end_with_leader() -> None:
     """Have this process, which is not the leader, end the group once both the leader and its driver are gone.
 
-    The leader ends the group when the driver dies, and the driver when the leader does; but somebody may kill both at
-    once, and vLLM's engine core continues without them for ever. Does nothing in a process that no driver started, and
-    where processes cannot be looked at.
+    The leader ends the group when the driver dies, and the driver when the leader does; but both may be killed at once,
+    and vLLM's engine core would run on forever. Does nothing in a process that no driver started, or where processes
+    cannot be inspected.
     """
     leader, folder, driver = os.getpgrp(), os.environ.get(FOLDER_VARIABLE), os.environ.get(DRIVER_VARIABLE)
     if _is_gone(os.getpid()):  # there is no /proc
@@ -160,7 +160,7 @@ def _is_gone(pid: int) -> bool:
         return psutil.Process(pid).status() in ENDED
     except psutil.NoSuchProcess:
         return True
-    except (psutil.Error, OSError):  # nobody can tell: too many files are open, say
+    except (psutil.Error, OSError):  # unknown: too many files are open, for example
         return False
 
 

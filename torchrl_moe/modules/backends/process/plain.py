@@ -1,9 +1,9 @@
-"""The plain form of what crosses between processes: data that msgpack knows, which runs no code when it is read.
+"""The plain form of what is sent between processes: data that msgpack knows, and that runs no code when it is read.
 
 Numbers, text, bytes and arrays of numbers stand for themselves, and so do mappings whose keys are numbers or text. A
-sequence begins with a word that says what it is: ``["list", ...]``, ``["tuple", ...]``, ``["ReplicaInfo", fields]`` for
-a carrier of ours, by name from a closed registry. What users pass loses its class: an object with fields (vLLM's
-``SamplingParams``, ``LoRARequest``) becomes the mapping of them, an enum its value, a path its text.
+sequence begins with a tag that says what it is: ``["list", ...]``, ``["tuple", ...]``, ``["ReplicaInfo", fields]`` for
+one of our data classes, found by name in a closed registry. What users pass loses its class: an object with fields
+(vLLM's ``SamplingParams``, ``LoRARequest``) becomes the mapping of them, an enum its value, a path its text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchrl_moe.weight_update.transports.base import StageReport
 __all__ = ["NUMBERS", "Packed", "from_plain", "to_plain"]
 
 NUMBERS = "biuf"
-"""Kinds of numpy dtypes that cross: truth values, integers, floats."""
+"""Kinds of numpy dtypes that may be sent: booleans, integers, floats."""
 
 CARRIERS = {
     kind.__name__: kind
@@ -36,7 +36,7 @@ KEYS = (bool, int, float, str)
 
 
 class Packed(dict[str, Any]):
-    """A dictionary that is plain already, all through: it crosses without a look at what is in it."""
+    """A dictionary that is plain already, to any depth: it is sent without a look at its content."""
 
 
 def to_plain(value: Any) -> Any:
@@ -48,7 +48,7 @@ def to_plain(value: Any) -> Any:
     try:
         return _to_plain(value)
     except RecursionError as error:
-        raise ValueError("it is nested too deep, or contains itself") from error
+        raise ValueError("it is nested too deeply, or contains itself") from error
 
 
 def _to_plain(value: Any) -> Any:
@@ -63,8 +63,8 @@ def _to_plain(value: Any) -> Any:
     if (fields := _fields_of(value)) is not None:
         return _mapping(fields)
     raise ValueError(
-        f"{kind.__module__}.{kind.__qualname__} has no plain form: {_shown(value)}. What crosses to an engine process "
-        "and back is numbers, text, bytes, lists, tuples, mappings and numpy arrays"
+        f"{kind.__module__}.{kind.__qualname__} has no plain form: {_shown(value)}. What can be sent to an engine "
+        "process and back: numbers, text, bytes, lists, tuples, mappings and numpy arrays"
     )
 
 
@@ -153,7 +153,7 @@ _BY_BASE: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
 
 
 def from_plain(value: Any) -> Any:
-    """Undo :func:`to_plain`, but for what has lost its class.
+    """Undo :func:`to_plain`, except for what has lost its class.
 
     Raises:
         ValueError: it is not the plain form of anything.
@@ -179,12 +179,12 @@ def from_plain(value: Any) -> Any:
 def _carrier_from(kind: type, fields: dict[str, Any]) -> Any:
     try:
         return kind(**{name: from_plain(item) for name, item in fields.items()})
-    except TypeError as error:  # of another version of ours
+    except TypeError as error:  # from another release of this package
         raise ValueError(f"not a {kind.__name__} of this version: {error}") from error
 
 
 def _to_torch(word: str, rest: list[Any]) -> Any:
-    import torch  # an actor, which reads no such thing, does without it
+    import torch  # here, since an actor reads no such thing and does without torch
 
     if word == "torch.Size":
         return torch.Size(rest)

@@ -1,7 +1,8 @@
 """A replica as its driver sees it: an engine process at the other end of one socket.
 
-:class:`EngineReplica` keeps what the driver waits for, and fails it when the process is gone; it does not know where
-that runs. A :class:`LocalReplica` needs no Ray: its process is a child of the driver, see ``child.py``.
+:class:`EngineReplica` keeps the futures that the driver waits for, and fails them when the process is gone; it does not
+know where the process runs. A :class:`LocalReplica` needs no Ray: its process is a child of the driver, see
+``child.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torchrl_moe.modules.backends.tokenizer_files import load_tokenizer
 
 __all__ = ["EngineReplica", "Link", "LocalReplica"]
 
-READY = -1  # the number of the one answer that is not asked for
+READY = -1  # the number of the one result that answers no call
 
 
 class Link(Protocol):
@@ -38,17 +39,17 @@ class Link(Protocol):
 
     @property
     def connection(self) -> wire.Stream:
-        """What the process says, in messages."""
+        """The messages of the process."""
 
     @property
     def outbox(self) -> wire.Outbox:
-        """What is sent to it, in frames."""
+        """The messages to it."""
 
     def end(self) -> None:
-        """Give the process up, as its driver may: all callers wait for that. Idempotent."""
+        """End the process, or only this driver's connection if others use it. All callers wait for that. Idempotent."""
 
     def end_and_forget(self) -> None:
-        """:meth:`end`, and remove what was kept for questions about it."""
+        """:meth:`end`, and remove what was kept for a look at what went wrong."""
 
     def log_tail(self) -> str:
         """Return its last errors, or its last lines."""
@@ -58,7 +59,7 @@ LinkT = TypeVar("LinkT", bound=Link)
 
 
 class EngineReplica(Commands, Generic[LinkT]):
-    """See :class:`~torchrl_moe.modules.backends.replica.Replica` for the life of a replica.
+    """See :class:`~torchrl_moe.modules.backends.replica.Replica` for the lifecycle of a replica.
 
     Args:
         index: place in the service.
@@ -79,7 +80,7 @@ class EngineReplica(Commands, Generic[LinkT]):
     # -- life -------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to start the engine process; see the protocol.
+        """Start the engine process, without waiting for it; see the protocol.
 
         Raises:
             RuntimeError: it was started before.
@@ -87,7 +88,7 @@ class EngineReplica(Commands, Generic[LinkT]):
         if self._child is not None:
             raise RuntimeError(f"replica {self.index} was started before: make a new one")
         self._child = child = self._open()
-        # also runs at interpreter exit, whatever the user forgot
+        # also runs at interpreter exit, if the user forgot shutdown()
         self._end = weakref.finalize(self, child.end_and_forget)
         threading.Thread(
             target=_receive, args=(weakref.ref(self), child), name=f"replica-{self.index}", daemon=True
@@ -95,7 +96,7 @@ class EngineReplica(Commands, Generic[LinkT]):
 
     @abc.abstractmethod
     def _open(self) -> LinkT:
-        """Begin to start the process, without waiting for it."""
+        """Start the process, without waiting for it."""
 
     @abc.abstractmethod
     def _ending(self) -> str:
@@ -123,7 +124,7 @@ class EngineReplica(Commands, Generic[LinkT]):
 
     @property
     def log_path(self) -> Path | None:
-        """What the process prints; ``None`` before :meth:`start`, and where that is no file that is kept."""
+        """The file that the process prints to; ``None`` before :meth:`start`, and where no such file is kept."""
         return None
 
     @property
@@ -166,7 +167,7 @@ class EngineReplica(Commands, Generic[LinkT]):
         return futures
 
     def _send(self, child: LinkT, requests: Sequence[Request]) -> None:
-        """Send requests in one message; if that cannot be made, each by itself, so that only those at fault fail."""
+        """Send requests in one message; if that cannot be encoded, each by itself, so that only those at fault fail."""
         try:
             child.outbox.put(self._encode("generate", packing.pack_requests(requests)))
         except BaseException as error:  # whatever a user's object raises as its fields are read
@@ -181,14 +182,14 @@ class EngineReplica(Commands, Generic[LinkT]):
                 raise
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort requests; their futures resolve with what they had."""
+        """Abort requests; their futures resolve with what was generated so far."""
         if self._death is None:
             self._started().outbox.put(self._encode("abort", list(request_ids)))
 
     # -- commands ---------------------------------------------------------------------------------------------------
 
     def probe(self, core_seconds: float) -> Future[ProbeReport]:
-        """Ask the process how it is; see the protocol."""
+        """Probe the health of the process; see the protocol."""
         report: Future[ProbeReport] = Future()
         try:
             _, answer = self._ask("probe", {"seconds": core_seconds})
@@ -199,15 +200,15 @@ class EngineReplica(Commands, Generic[LinkT]):
         return report
 
     def snapshot(self, timeout: float) -> list[Completion]:
-        """Return what there is of each request in flight; see the protocol."""
+        """Return what each request in flight has so far; see the protocol."""
         return packing.unpack_completions(self._command("snapshot", timeout), self.index)
 
     def tokenizer(self, timeout: float) -> Any:
-        """Return the model's tokenizer, which comes as the files that it is saved as."""
+        """Return the model's tokenizer, which is sent as its saved files."""
         return load_tokenizer(super().tokenizer(timeout))
 
     def _ask(self, name: str, arguments: Mapping[str, Any]) -> tuple[Any, Future[Any]]:
-        """Send a command of the process; return its number, and the future of its value, in a parcel."""
+        """Send a command to the process; return its number, and the future of its value, a parcel."""
         child = self._started()
         number = next(self._numbers)
         frames = self._encode("call", number, name, wire.parcel(arguments))
@@ -281,7 +282,7 @@ class EngineReplica(Commands, Generic[LinkT]):
         return self._started().log_tail()
 
     def _lost(self) -> None:
-        """Note that the process closed its socket, having said why or not."""
+        """Note that the process closed its socket, whether or not it said why."""
         if self._death is None:
             stuck = self._started().outbox.overflowed
             self._fail_all(
@@ -297,7 +298,7 @@ class LocalReplica(EngineReplica[Child]):
         kind: of the engine.
         arguments: of the engine, by keyword.
         environment: of the child.
-        log_folder: where the child's log stays; by default it goes when the child has gone.
+        log_folder: where the child's log is kept; by default it is removed with the child.
     """
 
     def __init__(
@@ -322,7 +323,7 @@ class LocalReplica(EngineReplica[Child]):
 
     @property
     def log_path(self) -> Path | None:
-        """What the child prints; ``None`` before :meth:`start`."""
+        """The file that the child prints to; ``None`` before :meth:`start`."""
         return None if self._child is None else self._child.log
 
     def is_alive(self) -> bool:
@@ -346,7 +347,7 @@ def _error(kind: str, text: str) -> Exception:
 
 
 def _receive(reference: weakref.ref[EngineReplica[Any]], child: Link) -> None:
-    """Pass messages on until the process is gone, then clear up. The replica is held weakly: it may be collected."""
+    """Handle messages until the process is gone, then clean up. The replica is held weakly: it may be collected."""
     try:
         with contextlib.suppress(EOFError, OSError):
             while True:
@@ -357,7 +358,7 @@ def _receive(reference: weakref.ref[EngineReplica[Any]], child: Link) -> None:
                 replica._handle(*message)
                 del message, replica
     finally:
-        # first the group, so that no one finds its memory in use after its death was told
+        # end the group first: a caller that learns of its death must find its memory free
         child.end()
         if (replica := reference()) is not None:
             replica._lost()

@@ -1,6 +1,6 @@
-"""The engine's stats on their way to the driver: sent by themselves, a few times a second, when they changed.
+"""The engine's stats, sent to the driver unasked, a few times a second, when they have changed.
 
-Nobody has to ask: the driver holds the last ones, and a driver that looks at them costs the engine nothing.
+The driver keeps the last ones, so reading them costs the engine nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RATE_READINGS = 5  # the rate is that of the last second
 
 @dataclasses.dataclass(slots=True)
 class Load:
-    """What the engine said at its last step, and counts since it started; see :class:`ReplicaStats` for most.
+    """The engine's report of its last step, and counts since it started; :class:`ReplicaStats` explains most of it.
 
     ``tokens`` counts generated tokens as they are made, not when their request ends.
     """
@@ -38,12 +38,12 @@ class Load:
 
 
 class StatsFeed:
-    """Sends stats that changed, and adds to them how fast tokens are made.
+    """Sends stats that have changed, and adds the rate at which tokens are generated.
 
     Args:
         load: counts the tokens.
-        read: returns the stats of this moment.
-        send: takes a message to the driver.
+        read: returns the current stats.
+        send: sends a message to the driver.
         clock: seconds.
     """
 
@@ -63,7 +63,7 @@ class StatsFeed:
         self._rate = 0.0
 
     def stats(self) -> ReplicaStats:
-        """Return the stats of this moment."""
+        """Return the current stats."""
         return dataclasses.replace(self._read(), tokens_per_second=self._rate)
 
     def tick(self) -> None:

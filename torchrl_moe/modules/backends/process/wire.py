@@ -1,7 +1,7 @@
-"""How messages cross between a driver and an engine process: frames of plain data and flat arrays over one socket.
+"""How messages travel between a driver and an engine process: frames of plain data and flat arrays over one socket.
 
-A message is a head, its plain form in msgpack (``plain.py``), and its large arrays as they lie in memory. Requests and
-completions travel many in one message, packed by ``packing.py``, so no Python object exists per token on either side.
+A message is a head, its plain form in msgpack (``plain.py``), and its large arrays as they lie in memory. One message
+holds many requests or completions, packed by ``packing.py``, so no Python object exists per token on either side.
 Nothing that is read here runs code. This file knows neither vLLM nor processes; it only frames, reads and writes.
 """
 
@@ -41,13 +41,13 @@ Buffer: TypeAlias = "bytes | bytearray | memoryview"
 Frames: TypeAlias = "list[bytes | memoryview]"
 """One message as it is written: a count of its large buffers and its head, then the buffers."""
 Parcel: TypeAlias = "list[NDArray[np.uint8]]"
-"""A message inside another; a process that passes it on does not read it."""
+"""A message inside another; a process that passes it on does not decode it."""
 
 MOST_FRAME_BYTES = 1 << 32
 MOST_WAITING_BYTES = 1 << 30
 STUCK_SECONDS = 30.0
 FAR_TOO_MUCH = 8  # times what may wait
-ARRAY = 1  # msgpack's number of what is ours
+ARRAY = 1  # the extension code of our arrays in msgpack
 COUNT_BYTES = 4
 INLINE_BYTES = 1 << 10  # an array that is smaller lies in the head: a frame of its own costs more
 
@@ -101,7 +101,7 @@ def decode(head: Buffer, buffers: Sequence[Buffer]) -> Any:
 
 
 def parcel(message: Any) -> Parcel:
-    """Return a message that lies in another one; see :func:`encode`."""
+    """Encode a message that goes into another one; see :func:`encode`."""
     return [np.frombuffer(frame, np.uint8) for frame in encode(message)]
 
 
@@ -111,7 +111,7 @@ def open_parcel(parcel: Parcel) -> Any:
 
 
 class Stream(Protocol):
-    """What messages are written to and read from: a ``multiprocessing.connection.Connection``, or what is like one."""
+    """Where messages are written and read: a ``multiprocessing.connection.Connection``, or one with its methods."""
 
     def send_bytes(self, buf: bytes | memoryview) -> None:
         """Write one frame."""
@@ -131,7 +131,7 @@ def receive(connection: Stream) -> Any:
 
     Raises:
         EOFError: the other side is gone.
-        OSError: so it is, or it does not say messages; that is logged.
+        OSError: it is gone, or what it sent is no message; the latter is logged.
     """
     head = connection.recv_bytes(MOST_FRAME_BYTES)
     count = int.from_bytes(head[:COUNT_BYTES], "little")
@@ -139,21 +139,21 @@ def receive(connection: Stream) -> Any:
     try:
         return decode(head, buffers)
     except ValueError as error:
-        LOG.warning("a connection is given up: what came is no message: %s", error)
+        LOG.warning("a connection is closed: what arrived is no message: %s", error)
         raise OSError(str(error)) from error
 
 
 class Outbox:
-    """Writes messages from a thread of its own, so that no sender waits for a stuck reader.
+    """Writes messages in its own thread, so that no sender waits for a stuck reader.
 
-    When the thread ends, it hangs up, whatever ended it: a message that is lost in silence would be waited for. And so
-    it does when a reader lets too much gather: what waits is dropped, with a line in the log, and this side reads the
-    end of the connection, as if the other side had gone.
+    When the thread ends, for whatever reason, it hangs up: the other side would wait for a message that was lost in
+    silence. It also hangs up when the reader falls too far behind: what waits is dropped, with a line in the log, and
+    this side reads end of file, as if the other side had gone.
 
     Args:
-        connection: where to.
+        connection: what to write to.
         frame: turns what :meth:`put` got since the last write, one item or more, into messages.
-        size: how many bytes of memory an item holds; by default it is a message, of frames.
+        size: how many bytes of memory an item holds; by default an item is the frames of one message.
         limit: how many bytes may wait, beside one item of any size, for a reader that has read nothing for
             ``stuck_seconds``; eight times as many for one that reads, however slowly.
         stuck_seconds: see above.
@@ -181,15 +181,12 @@ class Outbox:
         self._read_at = time.monotonic()  # when the reader last took something
         self._over = False
         self.overflowed = False
-        """Whether the reader let too much gather."""
+        """Whether the reader fell too far behind."""
         self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
         self._thread.start()
 
     def put(self, item: Any) -> None:
-        """Have an item written; never waits. Once the reader has let too much gather, what is put is dropped.
-
-        And so is what comes after the end.
-        """
+        """Queue an item to be written; never waits. After an overflow, or the end, it is dropped."""
         size = self._size(item)
         with self._lock:
             if self._over:
@@ -212,13 +209,13 @@ class Outbox:
         return self._limit if is_stuck else FAR_TOO_MUCH * self._limit
 
     def finish(self) -> None:
-        """Have it hang up once what was put so far is written; never waits."""
+        """Hang up once everything put so far is written; never waits."""
         self._queue.put(None)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Write what was put so far, hang up and end the thread."""
+        """Write everything put so far, hang up and end the thread."""
         self.finish()
-        if threading.current_thread() is not self._thread:  # which may collect, and so end, its owner
+        if threading.current_thread() is not self._thread:  # which may itself collect, and so end, its owner
             self._thread.join(timeout)
 
     def _run(self) -> None:

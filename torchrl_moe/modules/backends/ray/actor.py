@@ -21,7 +21,7 @@ __all__ = ["Description", "ReplicaActor", "actor_environment"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What an actor says of itself: where it listens, its placement group, the service that it belongs to."""
+    """An actor's description of itself: where it listens, its placement group, the service that it belongs to."""
 
     address: Address
     group: Any
@@ -31,7 +31,7 @@ class Description:
 def actor_environment(service: RayService, forwarded: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of an engine process in an actor: the node's, then the driver's settings.
 
-    On CPUs it has a thread for each CPU that Ray set aside.
+    Without GPUs, it has one thread for each CPU that Ray reserved.
     """
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", "") if service.resources.get("GPU") else None
     kind = find_kind(service.kind)
@@ -46,11 +46,12 @@ class ReplicaActor(ReplicaHost):
 
     Args:
         index: place in the service.
-        service: that it belongs to.
+        service: the one that it belongs to.
         forwarded: settings of the driver that made it.
         group: Ray's placement group that holds its resources.
-        number: added to the service's seed, and another one each time Ray restarts the actor.
-        awaits_secrets: whether the driver that made it has any to bring; each time the engine starts, one must.
+        number: added to the service's seed; another number each time Ray restarts the actor.
+        awaits_secrets: whether the driver that made it has secrets. Then each start of the engine waits for a driver
+            that brings its own.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class ReplicaActor(ReplicaHost):
         return Description(address=self.address(), group=self._group, service=self._service)
 
     def _engine_died(self) -> None:
-        """End, so that Ray restarts this actor, if its service outlives its drivers."""
+        """End this actor if its service outlives its drivers; Ray then restarts it."""
         if self._service.detached:
             self.end()
             os._exit(1)

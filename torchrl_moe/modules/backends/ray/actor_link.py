@@ -1,8 +1,8 @@
-"""A driver's end of a replica in a Ray cluster: finds its actor or places one, dials it, and gives it up.
+"""A driver's end of a replica in a Ray cluster: finds its actor or places one, connects to it, and lets go of it.
 
-Each replica has a placement group of one bundle, so its devices lie on one node, as vLLM's ``mp`` executor wants. An
-actor of a service with a name is detached: it outlives its drivers, and Ray restarts it in its place when it dies.
-The others end with the driver that made them.
+Each replica has a placement group of one bundle, so its devices are on one node, as vLLM's ``mp`` executor needs. An
+actor of a service with a name is detached: it outlives its drivers, and Ray restarts it in its place when it dies. The
+others end with the driver that made them.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ GONE_SECONDS = 10.0
 _open_links: weakref.WeakSet[ActorLink] = weakref.WeakSet()
 
 
-@atexit.register  # after ray's own, so before it: then Ray can still be asked
+@atexit.register  # registered after Ray's own handler, so run before it: Ray still answers
 def _end_all() -> None:
     for link in list(_open_links):
         link.end_and_forget()
 
 
 class _GivenUpError(Exception):
-    """The link was ended while it was made."""
+    """The link was ended while it was being made."""
 
 
 class ActorLink:
@@ -60,13 +60,13 @@ class ActorLink:
 
     Args:
         index: of the replica.
-        service: that it belongs to.
-        number: added to the service's seed if the actor is placed here.
+        service: the one that it belongs to.
+        number: added to the service's seed if this link places the actor.
         places: whether to place an actor if there is none.
 
     Attributes:
         driver: this driver's name, as the actor knows it.
-        words: what is known of the end, or of why there was no beginning.
+        words: why the connection ended, or was never made; empty if that is not known.
     """
 
     def __init__(self, index: int, service: RayService, number: int, places: bool = True) -> None:
@@ -106,7 +106,7 @@ class ActorLink:
                 self._withdraw()
 
     def _dial(self) -> SealedConnection:
-        """Connect to the actor; one that is dying may have closed its port since it was asked, and is asked again."""
+        """Connect to the actor. A dying one may have closed its port since it gave its address, and is asked again."""
         for _ in range(REDIALS):
             try:
                 return dial(self._reach().address)
@@ -116,7 +116,7 @@ class ActorLink:
         return dial(self._reach().address)
 
     def _reach(self) -> Description:
-        """Find the actor, or place one. One that is found may be restarting, or dying: then it is asked again."""
+        """Find the actor, or place one. One that is restarting or dying is asked again."""
         join_cluster(start=False)
         while True:
             self._actor = self._find() or self._place()
@@ -142,12 +142,12 @@ class ActorLink:
         return None
 
     def _place(self) -> Any:
-        """Return a new actor in a group of its own, which both wait for their place; ``None`` if somebody was faster.
+        """Return a new actor in a new group; both may wait for resources. ``None`` if another driver was faster.
 
-        The actor is made at once: until it has its name, nobody would find what a killed driver leaves.
+        The actor is made at once: without its name, nobody would find what a driver that is killed leaves behind.
 
         Raises:
-            EngineError: none is to be placed.
+            EngineError: there is none, and none may be placed.
         """
         service = self._service
         if not self._places:
@@ -184,7 +184,7 @@ class ActorLink:
         return kind.remote(self._index, service, forwarded_environment(), group, self._number, awaits_secrets)
 
     def _withdraw(self) -> None:
-        """Take back what was made here and did not come up."""
+        """Remove what was made here and did not start."""
         made, self._made = self._made, None
         if made is not None:
             self._actor = None
@@ -204,7 +204,7 @@ class ActorLink:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Give up a connection that is lost: note what Ray knows of it first."""
+        """Let go of a lost connection; first note what Ray knows about it."""
         if not self._given_up.is_set() and not self.words and self._actor is not None:
             try:
                 self._ask_for_log()
@@ -215,14 +215,14 @@ class ActorLink:
         self.end_and_forget()
 
     def end_and_forget(self) -> None:
-        """Hang up; the driver whose actor it is ends it too, unless it outlives its drivers. Idempotent."""
+        """Hang up. A driver that may place the actor also ends it, unless it outlives its drivers. Idempotent."""
         with self._lock:
             self._hang_up()
             if self._places and not self._service.detached:
                 self._kill()
 
     def destroy(self) -> None:
-        """Hang up and end the actor, for all drivers that it has. Idempotent."""
+        """Hang up and end the actor, for all its drivers. Idempotent."""
         with self._lock:
             self._hang_up()
             self._kill()
@@ -236,7 +236,7 @@ class ActorLink:
         _open_links.discard(self)
 
     def _hold_successor(self) -> None:
-        """Hold the actor that another driver has put in the place of the one that was here, if any."""
+        """Hold the actor with which another driver has replaced this link's, if any."""
         with contextlib.suppress(RayError):
             found = self._find()
             if found is None or found == self._actor:
@@ -246,7 +246,7 @@ class ActorLink:
                 self._actor, self._group = found, description.group
 
     def _kill(self) -> None:
-        """End the engine in peace, then the actor, then free what was set aside for it."""
+        """End the engine cleanly, then the actor, then free what was reserved for it."""
         if not ray.is_initialized():  # then all of it is gone, or going
             return
         if self._service.detached:
@@ -264,7 +264,7 @@ class ActorLink:
     def _free_group(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            with contextlib.suppress(RayError):  # Ray has just been left, say
+            with contextlib.suppress(RayError):  # this process may just have left Ray
                 remove_placement_group(group)
 
     # -- questions --------------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ class ActorLink:
         return not self._service.detached and not ray.is_initialized()
 
     def log_tail(self) -> str:
-        """Return the last errors of the engine process, or what it is waiting for."""
+        """Return the last errors of the engine process, or what the actor waits for."""
         if self.words:
             return self.words
         if self._actor is None or not self._described:
@@ -294,7 +294,7 @@ class ActorLink:
 
 
 def _cause(error: Exception) -> str:
-    """Return what of Ray's long reports says why."""
+    """Return the part of Ray's long report that says why."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = " ".join([line for line in lines if line.startswith("The actor is dead")] or lines[-1:])
     return said.partition(" Some common causes")[0] or repr(error)

@@ -1,4 +1,4 @@
-"""The Ray cluster: joined if there is one, started if there is none; which services run in it, and what it has."""
+"""The Ray cluster: joined if there is one, started if there is none; its services and its resources."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ __all__ = [
 ]
 
 ASK_SECONDS = 20.0
-MAKING_SECONDS = 2.0  # between a group and its actor, of a driver that lives: milliseconds
+MAKING_SECONDS = 2.0  # between a group and its actor, a running driver takes milliseconds
 END_SECONDS = 15.0  # more than the engine processes get to end
 GONE_SECONDS = 10.0
-PLACED = "CREATED"  # Ray's word for a placement group that has its node
+PLACED = "CREATED"  # Ray's state of a placement group that has its node
 
 
 def join_cluster(start: bool = True) -> bool:
@@ -41,7 +41,7 @@ def join_cluster(start: bool = True) -> bool:
     Else one is started, which ends with this process. None is ever shut down here.
 
     Raises:
-        EngineError: there is none, and none is to be started.
+        EngineError: there is none, and ``start`` is false.
     """
     if ray.is_initialized():
         return False
@@ -70,7 +70,7 @@ def own_address() -> str:
 
 
 def default_resources(devices: int) -> dict[str, float]:
-    """Return what a replica over so many devices asks of a node: a CPU with each GPU, or CPUs only if there is none."""
+    """Return what a replica over ``devices`` devices asks of a node: a CPU with each GPU, or only CPUs without GPUs."""
     cpus = {"CPU": float(devices)}
     return {**cpus, "GPU": float(devices)} if ray.cluster_resources().get("GPU") else cpus
 
@@ -82,10 +82,10 @@ def shortage(asked: Mapping[str, float]) -> str:
     free = ray.available_resources()
     has = "; ".join(str({name: node.get(name, 0.0) for name in asked}) for node in nodes)
     return (
-        f"It waits for a node with {dict(asked)} free. The cluster's {len(nodes)} node(s) have {has}; free in all are "
+        f"It waits for a node with {dict(asked)} free. The cluster's {len(nodes)} node(s) have {has}; free in total: "
         f"{ {name: free.get(name, 0.0) for name in asked} }. "
         + ("Others hold them: end those, or use fewer replicas." if fits else "No node is large enough.")
-        + " resources={...} says what a replica asks for."
+        + " resources={...} sets what a replica asks for."
     )
 
 
@@ -100,17 +100,17 @@ def running_services(namespace: str) -> dict[str, list[int]]:
 
 
 def _describe(namespace: str) -> str:
-    """Return the services of a namespace in words."""
+    """Return a sentence that lists the services of a namespace."""
     services = running_services(namespace)
     listed = ", ".join(f"{name!r} ({len(indices)} replica(s))" for name, indices in services.items())
-    return f"In namespace {namespace!r} run: {listed}." if services else f"In namespace {namespace!r} runs none."
+    return f"In namespace {namespace!r} run: {listed}." if services else f"None runs in namespace {namespace!r}."
 
 
 def check_free(name: str, namespace: str | None) -> None:
     """Refuse the name of a service that runs, and remove what a killed driver has left of one.
 
     Raises:
-        EngineError: it does.
+        EngineError: a service of that name runs.
     """
     namespace = namespace or NAMESPACE
     remove_leftovers(name, namespace)
@@ -150,9 +150,9 @@ def find_service(name: str, namespace: str | None) -> RayService:
 
 
 def remove_leftovers(name: str, namespace: str) -> int:
-    """Remove the placement groups of a service in which no actor of it lies; return how many there were.
+    """Remove the placement groups of a service that hold none of its actors; return how many there were.
 
-    A driver that was killed as it placed or ended a replica leaves such a group, which holds its devices for ever.
+    A driver that is killed while it places or ends a replica leaves such a group, which would hold its devices forever.
     """
     first = _groups_without_actor(name, namespace)
     if not first:
@@ -164,7 +164,7 @@ def remove_leftovers(name: str, namespace: str) -> int:
 
 
 def _groups_of(name: str, namespace: str) -> dict[int, dict[str, str]]:
-    """Return the placement groups of a service: the replica -> their ids -> their states."""
+    """Return the placement groups of a service: replica -> id -> state."""
     found: dict[int, dict[str, str]] = {}
     for row in placement_group_table().values():
         if row["state"] != "REMOVED" and (parsed := parse_group_name(row["name"])) and parsed[:2] == (namespace, name):
@@ -180,25 +180,25 @@ def _groups_without_actor(name: str, namespace: str) -> set[str]:
         if index not in running:
             without |= ids.keys()
         elif len(ids) > 1:
-            with contextlib.suppress(RayError, ValueError):  # nobody can tell now which is its own
+            with contextlib.suppress(RayError, ValueError):  # it cannot be known now which is its own
                 without |= ids.keys() - {_ask(name, namespace, index).group.id.hex()}
     return without
 
 
 def _ask(name: str, namespace: str, index: int) -> Any:
-    """Return what a replica says of itself; ``ValueError`` if it has no actor."""
+    """Return a replica's description; ``ValueError`` if it has no actor."""
     actor = ray.get_actor(f"{name}-replica-{index}", namespace)
     return ray.get(actor.describe.remote(), timeout=ASK_SECONDS)
 
 
 def _remove_groups(ids: set[str]) -> None:
     for group in ids:
-        with contextlib.suppress(RayError):  # somebody else has just done so
+        with contextlib.suppress(RayError):  # another process has just done so
             remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group))))
 
 
 def end_service(name: str, namespace: str | None) -> None:
-    """Join the cluster, end a service that runs there, for all its drivers, and free what was set aside for it.
+    """Join the cluster, end a service that runs there, for all its drivers, and free what was reserved for it.
 
     Raises:
         EngineError: there is no cluster, or nothing of such a service.

@@ -1,8 +1,8 @@
-"""The socket between a driver and an actor: opened by the actor, dialled by drivers, and never before both are known.
+"""The socket between a driver and an actor: the actor listens, drivers connect, and both authenticate before they talk.
 
-Ray carries the address and a key; both sides prove that they have the key before anything else is read, and with each
-frame again. A socket and not actor calls: an actor call costs a millisecond each way and has no order, and the end of a
-socket tells at once that the other side is gone.
+Ray carries the address and a key. Both sides prove that they have the key before anything else is read, and again with
+each frame. This is a socket, and not actor calls: an actor call costs a millisecond each way, calls have no order, and
+the end of a socket shows at once that the other side is gone.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ __all__ = ["Address", "LateConnection", "Listener", "dial"]
 
 DIAL_SECONDS = 20
 RETRY_SECONDS = 0.2
-# A machine that is switched off says nothing: asked after 10 s of silence, then every 5 s, it is gone after the third.
-# Linux does not ask while it waits for the receipt of what was sent: that has as long, in milliseconds.
+# A machine that is switched off sends nothing: it is probed after 10 s of silence, then every 5 s, and counts as gone
+# when three probes are unanswered. Linux sends no probes while data is unacknowledged: that has as long, in
+# milliseconds.
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
 
 
@@ -36,11 +37,11 @@ class Address:
 
 
 class Listener:
-    """Lets drivers in, each in a thread of its own.
+    """Accepts drivers, each in its own thread.
 
     Args:
         host: the address to listen on.
-        welcome: takes the connection of a driver that has the key, and stays for as long as it does.
+        welcome: called with the connection of each driver that has the key; returns when that driver is gone.
     """
 
     def __init__(self, host: str, welcome: Callable[[SealedConnection], None]) -> None:
@@ -79,7 +80,7 @@ def dial(address: Address) -> SealedConnection:
     """Return a connection to an actor's listener.
 
     Raises:
-        OSError: nobody is there, or nobody answers.
+        OSError: nothing listens there, or nothing answers.
         EOFError: it was closed at once.
         AuthenticationError: the other side has another key.
     """
@@ -126,14 +127,14 @@ class LateConnection:
             self._known.set()
 
     def give_up(self) -> None:
-        """Say that there will be none; nothing if there is one."""
+        """Declare that there will be none; does nothing if there is one."""
         with self._lock:
             self._known.set()
 
     def _wait(self) -> SealedConnection:
         self._known.wait()
         if self._real is None:
-            raise EOFError("the connection never came about")
+            raise EOFError("the connection was never made")
         return self._real
 
     def send_bytes(self, buf: bytes | memoryview) -> None:
@@ -147,7 +148,7 @@ class LateConnection:
         """Read one frame.
 
         Raises:
-            EOFError: the other side is gone, or never came.
+            EOFError: the other side is gone, or the connection was never made.
         """
         return self._wait().recv_bytes(maxlength)
 
@@ -158,11 +159,11 @@ class LateConnection:
             OSError: there is none.
         """
         if self._real is None:
-            raise OSError("the connection never came about")
+            raise OSError("the connection was never made")
         return self._real.fileno()
 
     def close(self) -> None:
-        """Close it, or give it up. Nobody may be reading it any more."""
+        """Close it, or give it up. No thread may still be reading it."""
         self.give_up()
         if self._real is not None:
             self._real.close()

@@ -21,7 +21,7 @@ class RayReplica(EngineReplica[ActorLink]):
 
     Args:
         index: place in the service.
-        service: that it belongs to.
+        service: the one that it belongs to.
         number: added to the service's seed if this driver places the actor; default: the index.
     """
 
@@ -32,7 +32,7 @@ class RayReplica(EngineReplica[ActorLink]):
         self._number = index if number is None else number
 
     def join(self) -> None:
-        """:meth:`start`, but place no actor: without one, :meth:`wait_ready` says so."""
+        """:meth:`start`, but place no actor: if there is none, :meth:`wait_ready` raises."""
         self._places = False
         self.start()
 
@@ -46,7 +46,7 @@ class RayReplica(EngineReplica[ActorLink]):
         self._numbers = zip(itertools.repeat(driver), itertools.count(), strict=False)
 
     def shutdown(self) -> None:
-        """End the engine and its actor, for all drivers, and free what the cluster had set aside. Idempotent."""
+        """End the engine and its actor, for all drivers, and free what the cluster had reserved. Idempotent."""
         if self._child is None:
             return
         self._fail_all(f"replica {self.index} was shut down")
@@ -54,14 +54,14 @@ class RayReplica(EngineReplica[ActorLink]):
         self._end()
 
     def disconnect(self) -> None:
-        """Leave a replica that outlives its drivers; what this one asked of it is aborted. Idempotent."""
+        """Disconnect from a replica that outlives its drivers; this driver's requests are aborted. Idempotent."""
         if self._child is None:
             return
         self._fail_all(f"replica {self.index}: this driver has left")
         self._end()
 
     def snapshot(self, timeout: float) -> list[Completion]:
-        """Return what there is of each request of this driver; see the protocol."""
+        """Return what each request of this driver has so far; see the protocol."""
         own = [(*driver_of(one.request_id), one) for one in super().snapshot(timeout)]
         return [replace(one, request_id=name) for driver, name, one in own if driver == self._started().driver]
 
@@ -81,7 +81,7 @@ class RayReplica(EngineReplica[ActorLink]):
 
     def _handle(self, kind: str, *rest: Any) -> None:
         if kind in ("tail", "died") and self._started().was_left:
-            return  # the connection ends too, and then the link says why; what was heard last is Ray's doing
+            return  # a consequence of that; the connection ends, too, and then the link says why
         if kind == "tail":
             self._started().words = rest[0]
         elif kind == "ended":

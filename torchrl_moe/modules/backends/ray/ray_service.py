@@ -1,4 +1,4 @@
-"""What a service in a Ray cluster is: a name, its replicas' engine arguments, and what each asks of a node."""
+"""A service in a Ray cluster: its name, its replicas' engine arguments, and what each asks of a node."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 NAMESPACE = "torchrl_moe"
-"""Ray's namespace of our actors. Each driver has one of its own, and no other driver would find them there."""
+"""The Ray namespace of our actors. By default each driver has its own, where no other driver would find them."""
 
 FORWARDED = ("GLOO_", "HF_", "HUGGING_FACE_", "NCCL_", "TRANSFORMERS_", "VLLM_")
 OF_ONE_MACHINE = {"VLLM_HOST_IP", "VLLM_RPC_BASE_PATH"}
@@ -39,7 +39,7 @@ class RayService:
         arguments: of the engine, by keyword, before each replica gets its seed.
         resources: what one replica asks of one node, in Ray's names: ``{"CPU": 2, "GPU": 2}``.
         verbose: whether vLLM logs at its own default level.
-        log_folder: where logs stay, on each replica's node; ``None``: they go with their replicas.
+        log_folder: where logs are kept, on each replica's node; ``None``: they are removed with their replicas.
     """
 
     name: str
@@ -82,15 +82,15 @@ def parse_group_name(name: str) -> tuple[str, str, int] | None:
 
 
 def forwarded_environment() -> dict[str, str]:
-    """Return what the engines get of this driver's environment: settings of vLLM and of what it loads, no secrets.
+    """Return the variables of this driver that the engines get: settings of vLLM and of what it loads, no secrets.
 
-    Ray keeps and shows what an actor was made with.
+    Ray stores and shows the arguments that an actor was made with.
     """
     return {name: value for name, value in _settings().items() if not SECRET.search(name)}
 
 
 def secrets_of_environment() -> dict[str, str]:
-    """Return what the engines get of this driver's environment besides, by its own connection: access tokens."""
+    """Return the secrets of this driver, such as access tokens; the engines get them over its own connection."""
     return {name: value for name, value in _settings().items() if SECRET.search(name)}
 
 

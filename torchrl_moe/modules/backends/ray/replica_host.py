@@ -1,9 +1,9 @@
-"""What an actor does: it keeps one engine process, and passes messages between that and any number of drivers.
+"""What an actor does: it runs one engine process, and passes messages between that and any number of drivers.
 
-Requests and calls carry the name of the driver that they came from, so a message from the engine finds its way back,
-and what a driver asked for is not read here: the actor imports neither an engine nor torch, and needs little memory. A
-driver whose socket ends has its requests aborted, and so has one that does not read what it is sent: its outbox hangs
-up. The engine lives on, for as long as the actor does.
+Requests and calls carry the name of the driver that they came from, so a message from the engine finds its way back.
+Their content is not decoded here: the actor imports neither an engine nor torch, and needs little memory. A driver
+whose socket ends has its requests aborted, and so has one that does not read what it is sent: its outbox hangs up. The
+engine runs for as long as the actor does.
 
 A driver sends its name and its secrets, then what :func:`wrap` makes of its messages. It receives the messages of the
 engine process, see ``process/engine_program.py``; before the last one ``("tail", text)``, the end of the log; and
@@ -77,8 +77,8 @@ class ReplicaHost:
         arguments: of the engine, by keyword.
         environment: of the engine process.
         host: the address to listen on.
-        log_folder: where the engine's log stays; by default it goes when the engine has gone.
-        awaits_secrets: whether the engine is started by the first driver that comes, with the secrets that it brings.
+        log_folder: where the engine's log is kept; by default it is removed with the engine.
+        awaits_secrets: whether the engine starts only when the first driver connects, with the secrets that it brings.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class ReplicaHost:
     ) -> None:
         self._lock = threading.Lock()
         self._drivers: dict[str, _Driver] = {}
-        self._said: list[tuple[Any, ...]] = []  # what drivers that come later must hear too
+        self._said: list[tuple[Any, ...]] = []  # what drivers that connect later must get, too
         self._configure = configuration(arguments)
         self._make_child = partial(Child, index, kind, log_folder=log_folder, fork=False)
         self._environment = dict(environment)
         self._child: Child | None = None
-        self._starting = threading.RLock()  # the engine, or the end of all
+        self._starting = threading.RLock()  # held while the engine is started, or the host ended
         self._ended = False
         self._listener = Listener(host, self._serve)
         if not awaits_secrets:
@@ -108,7 +108,7 @@ class ReplicaHost:
         """Start the engine, unless that was done, and return its process.
 
         Raises:
-            EOFError: the end has come before.
+            EOFError: the host has ended.
         """
         with self._starting:
             if self._child is None:
@@ -136,18 +136,18 @@ class ReplicaHost:
         self._listener.close()
 
     def shut_down(self) -> None:
-        """:meth:`end` on purpose: drivers that are still here are told, so that none restarts the replica."""
+        """:meth:`end` on purpose: connected drivers are notified, so that none restarts the replica."""
         with self._lock:
             self._announce("ended")
         self.end()
 
     def _engine_died(self) -> None:
-        """Called when an engine has ended by itself that had served, and all drivers were told."""
+        """Called when an engine that had served has ended by itself, after all drivers were notified."""
 
     # -- drivers ----------------------------------------------------------------------------------------------------
 
     def _serve(self, connection: SealedConnection) -> None:
-        """Pass on what a driver says until it is gone."""
+        """Pass on a driver's messages until it is gone."""
         name, secrets = wire.receive(connection)
         child = self._start(secrets)
         driver = _Driver(name, connection)
@@ -172,7 +172,7 @@ class ReplicaHost:
             driver = self._drivers.pop(name)
         if driver.open:
             child.outbox.put(wire.encode(("abort", sorted(driver.open))))
-        child.outbox.put(wire.encode(("left", name)))  # it may have had the engine's weights
+        child.outbox.put(wire.encode(("left", name)))  # it may have owned the engine's weights
         driver.outbox.close()
 
     # -- the engine -------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class ReplicaHost:
             self._hear_of_end(child)
 
     def _pass_on(self, kind: str, *rest: Any) -> None:
-        """Give a message of the engine process to those whom it concerns."""
+        """Pass a message of the engine process to the drivers that it concerns."""
         with self._lock:
             if kind in ENDS:
                 self._announce("tail", self.log_tail())

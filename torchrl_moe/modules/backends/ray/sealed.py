@@ -1,8 +1,8 @@
 """A connection that authenticates every frame: its sender, its content and its place in the order.
 
-Both sides draw a nonce. From those and the key they share each derives a key per direction, so nothing that was said in
-another connection, or the other way, passes here. A frame is its length, its bytes, and the HMAC-SHA256 of its number,
-its length and its bytes. Frames are authenticated, not encrypted.
+Both sides draw a nonce. From both nonces and the key they share, each derives a key per direction, so no frame of
+another connection, or of the other direction, passes here. A frame is its length, its bytes, and the HMAC-SHA256 of its
+number, its length and its bytes. Frames are authenticated, not encrypted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["SealedConnection", "TamperedError"]
 LOG = logging.getLogger(__name__)
 NONCE_BYTES = 32
 NUMBER_BYTES = 8
-CHUNK_BYTES = 1 << 18  # that are sent before they go into the MAC: the other side works on them meanwhile
+CHUNK_BYTES = 1 << 18  # that are sent before they go into the MAC, so that the other side can start on them
 TAG_BYTES = hashlib.sha256().digest_size
 ACTOR, DRIVER = b"actor", b"driver"
 
@@ -95,7 +95,7 @@ class SealedConnection:
         header = self._read(NUMBER_BYTES).tobytes()
         length = int.from_bytes(header, "big")
         if length > most:
-            raise self._given_up(f"a frame of {length} bytes was announced, {most} are the most")
+            raise self._given_up(f"a frame of {length} bytes was announced; at most {most} are allowed")
         mac = _begun(self._proving, self._received, header)
         body = self._read(length, mac)
         if not hmac.compare_digest(mac.digest(), self._read(TAG_BYTES)):
@@ -108,7 +108,7 @@ class SealedConnection:
         return TamperedError(reason)
 
     def _read(self, size: int, mac: hmac.HMAC | None = None) -> memoryview:
-        """Read so many bytes, and have a MAC run over them on the way."""
+        """Read ``size`` bytes, and update a MAC with them on the way."""
         view = np.empty(size, np.uint8).data
         done = 0
         while done < size:
@@ -138,7 +138,7 @@ class SealedConnection:
 
 
 def _begun(keyed: hmac.HMAC, number: int, length: bytes) -> hmac.HMAC:
-    """Return the MAC of a frame, as far as it is known before its bytes."""
+    """Return the MAC of a frame, begun with its number and its length."""
     mac = keyed.copy()
     mac.update(number.to_bytes(NUMBER_BYTES, "big") + length)
     return mac

@@ -27,11 +27,11 @@ Rows = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A token that was sampled.
+    """A sampled token.
 
     Attributes:
         token: its id.
-        log_prob: in the distribution that it was drawn from.
+        log_prob: under the distribution that it was drawn from.
         step: its words, as :class:`KeptIds` takes them: ``[0, *ids]``, empty if none was left out.
     """
 
@@ -57,7 +57,7 @@ class Answer:
         followed: rows ``[rows, L, K]`` that its first positions follow, -1 where the model routes; ``None`` for none.
         how: how it reads its own tokens again, when it has to.
         finish_reason: ``"stop"`` or ``"length"``; ``None`` while it grows.
-        generator: its own noise, if it has a seed.
+        generator: its own random numbers, if it has a seed.
     """
 
     def __init__(
@@ -111,10 +111,10 @@ class Answer:
     # -- growing ----------------------------------------------------------------------------------------------------
 
     def go_on_from(self, given: CompletionOutput) -> None:
-        """Take what there is of it from before this request.
+        """Continue from what an earlier request generated of it.
 
         Raises:
-            ValueError: it has all tokens that it may have.
+            ValueError: it already has as many tokens as it may have.
         """
         had = given.token_ids.tolist()
         if len(had) >= self.limit:
@@ -173,7 +173,7 @@ class Answer:
         self._end(draw.token)
 
     def _end(self, token: int) -> None:
-        """End it if this token does: by itself, by the text that it completes, or as the last that there may be."""
+        """End it if this token does: as a stop token, as the end of a stop string, or as the last one allowed."""
         sampling = self.sampling
         if not sampling.ignore_eos and token == self._words.eos:
             self.finish_reason = "stop"
@@ -182,7 +182,7 @@ class Answer:
         elif len(self.tokens) >= self.limit:
             self.finish_reason = "length"
         if not sampling.detokenize or (self.finish_reason == "stop" and not sampling.include_stop_str_in_output):
-            return  # the token that ends it is no text
+            return  # the token that ends it is not part of the text
         begun = len(self._text)
         self._text += self._stream.step(token)
         if len(self.tokens) > sampling.min_tokens and (match := self._match(begun)) is not None:
@@ -191,7 +191,7 @@ class Answer:
             self._text = self._text[: start + (len(stop) if sampling.include_stop_str_in_output else 0)]
 
     def _match(self, begun: int) -> tuple[int, str] | None:
-        """Return where a stop string begins that ends behind ``begun``, and itself; the one that ends first."""
+        """Return the start of the first stop string to end after ``begun``, and the string."""
         found = []
         for stop in self.sampling.stop:
             start = self._text.find(stop, max(begun - len(stop) + 1, 0))

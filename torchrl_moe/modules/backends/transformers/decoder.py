@@ -29,14 +29,14 @@ from torchrl_moe.modules.replay.router_replay import RouterReplay
 
 __all__ = ["BatchDecoder"]
 
-SCORED_TOKENS = 256  # whose logits are there at a time
-CHECKED = (4, 6)  # tokens of the sequences that the model is tried on
+SCORED_TOKENS = 256  # whose logits exist at a time
+CHECKED = (4, 6)  # tokens of the sequences that the model is tested with
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the logits' standard deviation
 COARSE = 0.1  # the same for other dtypes
 
 
 class BatchDecoder:
-    """Decodes with one model, which nobody else may use at the same time.
+    """Decodes with one model, which no other thread may use at the same time.
 
     Args:
         model: a causal language model of transformers, in eval mode.
@@ -44,11 +44,11 @@ class BatchDecoder:
         sampler: draws the tokens.
 
     Attributes:
-        answers: that run, in the order of the batch's rows.
-        token_bytes: of keys and values, for each column of each row.
+        answers: the running ones, in the order of the batch's rows.
+        token_bytes: bytes of keys and values per column of a row.
 
     Raises:
-        ValueError: the model cannot be decoded so: it keeps more than keys and values, or pads change its logits.
+        ValueError: the model cannot be decoded this way: it keeps more than keys and values, or pads change its logits.
     """
 
     def __init__(self, model: Any, replay: RouterReplay | None, sampler: Sampler) -> None:
@@ -155,7 +155,7 @@ class BatchDecoder:
         return routes
 
     def _merge(self, cache: Any, mask: Tensor) -> None:
-        """Add rows below those of the batch; the narrower ones get columns on the left."""
+        """Add rows below those of the batch; the narrower ones are padded on the left."""
         if self._cache is None:
             self._cache, self._mask = cache, mask
             return
@@ -170,14 +170,14 @@ class BatchDecoder:
     def _forward(
         self, ids: Tensor, mask: Tensor, cache: Any, followed: Tensor | None = None, keep: int = 1
     ) -> tuple[Tensor, Rows | None]:
-        """Read tokens.
+        """Run the model on tokens.
 
         Args:
-            ids: ``[R, T]``, the last ones.
-            mask: bool ``[R, S]``, of all so far.
-            cache: of those before.
+            ids: ``[R, T]``, the newest tokens.
+            mask: bool ``[R, S]``, of all tokens so far.
+            cache: keys and values of the tokens before.
             followed: experts of these tokens, ``[R, T, L, K]``.
-            keep: of how many tokens logits are wanted.
+            keep: for how many of the last tokens logits are wanted.
 
         Returns:
             Logits ``[R, keep, V]``, and the experts that were used, ``[R, T, L, K]``.
@@ -240,7 +240,7 @@ class BatchDecoder:
         cache: Any = DynamicCache()
         self._forward(ids, mask, cache, self._laid_out([None if one is None else one[:-1] for one in routes], ids))
         if any(type(layer) is not DynamicLayer for layer in cache.layers):
-            raise ValueError(f"engine='transformers' cannot serve {kind}: it keeps more than keys and values; vLLM may")
+            raise ValueError(f"engine='transformers' cannot serve {kind}: it keeps more than keys and values; try vLLM")
         last = torch.cat([one[:, -1:] for one in alone])
         mask = nn.functional.pad(mask, (0, 1), value=True)
         logits, _ = self._forward(
@@ -251,14 +251,14 @@ class BatchDecoder:
         if not worst <= TOLERANCE.get(wanted.dtype, COARSE):
             raise ValueError(
                 f"engine='transformers' cannot serve {kind}: in a padded batch its logits are off by {worst:.1e} of "
-                "their standard deviation; vLLM may"
+                "their standard deviation; try vLLM"
             )
         held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
         return int(held // (len(CHECKED) * max(CHECKED)))
 
 
 def _padded(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return ids ``[J, S]``, with their own first token on the left of the shorter ones, and which are no pads."""
+    """Return ids ``[J, S]``, padded on the left with their own first tokens, and the mask of what is not a pad."""
     width = max(map(len, sequences))
     ids = torch.tensor([[one[0]] * (width - len(one)) + list(one) for one in sequences])
     mask = torch.tensor([[False] * (width - len(one)) + [True] * len(one) for one in sequences])
@@ -283,7 +283,7 @@ def _filled(rows: Rows | None, tokens: int) -> Rows | None:
 
 
 def _drawn_by(logits: Tensor, scoring: Scoring, start: int) -> Tensor:
-    """Return the logits ``[N, V]`` that the tokens ``start + 1`` to ``start + N`` were drawn by."""
+    """Return the logits ``[N, V]`` from which the tokens ``start + 1`` to ``start + N`` were drawn."""
     logits = logits / scoring.temperature
     if scoring.kept is None:
         return logits

@@ -24,7 +24,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "enable_lora": (None, False),
     "logprobs_mode": (None, "processed_logprobs"),
 }
-"""Arguments of vLLM's -> values that say what this engine does anyway."""
+"""Arguments of vLLM -> values that ask for what this engine does anyway."""
 WHY_NOT: Mapping[str, str] = {
     "tensor_parallel_size": "a replica computes on one device; raise num_replicas",
     "pipeline_parallel_size": "a replica computes on one device; raise num_replicas",
@@ -47,7 +47,7 @@ class EngineArguments:
         tokenizer: the same for its tokenizer; default: the model's.
         dtype: that it computes in; ``"auto"``: the checkpoint's.
         device: of torch; default: ``"cuda"`` where there is one, else ``"cpu"``.
-        seed: of what samples for requests without a seed of their own.
+        seed: of the sampler, for requests without a seed of their own.
         max_model_len: tokens of a prompt and its answer; default: the model's own limit.
         max_num_seqs: answers that are generated at a time.
         max_num_batched_tokens: that are read in a step, pads included, unless one prompt alone has more.
@@ -90,8 +90,8 @@ def arguments_of(engine_args: Any) -> dict[str, Any]:
 
     Raises:
         TypeError: no mapping.
-        ValueError: an argument that this engine has not, one that it cannot serve, no model, or a folder without
-            weights.
+        ValueError: an argument that this engine does not have, one that it cannot serve, no model, or a folder
+            without weights.
     """
     if not isinstance(engine_args, Mapping):
         raise TypeError(
@@ -119,5 +119,5 @@ def build_engine_args(arguments: Mapping[str, Any]) -> EngineArguments:
 
 
 def seeded(arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return the arguments of the replica that is the ``number``-th to be made: with a seed of its own."""
+    """Return the arguments of the ``number``-th replica that is made, with its own seed."""
     return {**arguments, "seed": (arguments.get("seed") or 0) + number} if number else dict(arguments)

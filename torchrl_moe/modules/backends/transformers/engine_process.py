@@ -1,6 +1,6 @@
-"""The process that owns one model of transformers; see ``process/engine_program.py`` for what any engine process does.
+"""The process that owns one model of transformers; ``process/engine_program.py`` has what any engine process does.
 
-Its top level stays light: the module is named before transformers is needed.
+The module's top level imports nothing heavy: a fork server imports it first, and transformers in ``preload``.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class EngineProcess(EngineProgram, WeightCommands):
     """One engine process over plain transformers.
 
     Args:
-        loaded: the model, and all that belongs to it.
+        loaded: the model, and what belongs to it.
         inbox: what the driver sends.
-        send: takes a message to the driver.
+        send: sends a message to the driver.
     """
 
     def __init__(self, loaded: Any, inbox: Inbox, send: Send) -> None:
@@ -65,7 +65,7 @@ class EngineProcess(EngineProgram, WeightCommands):
         return [self._work()]
 
     async def _work(self) -> None:
-        """Run the requests; if that fails, the driver hears of it at once."""
+        """Run the requests; if that fails, tell the driver at once."""
         await asyncio.gather(self.requests.run(), return_exceptions=True)
         self._report_death()
 
@@ -114,7 +114,7 @@ class EngineProcess(EngineProgram, WeightCommands):
         return packing.pack_completions(await self.requests.snapshot())
 
     async def command_probe(self, seconds: float) -> ProbeReport:
-        """Say whether a step ended in time, and how much this process has computed: its thread is the engine's core."""
+        """Report whether a step ended in time, and this process's CPU time: its model thread is the engine core."""
         waiting = asyncio.ensure_future(self.requests.turn.acquire())
         await asyncio.wait({waiting}, timeout=seconds)
         answered = waiting.done()
@@ -165,12 +165,12 @@ async def _open(arguments: dict[str, Any], inbox: Inbox, send: Send) -> EnginePr
 
 
 def run(connection: Connection, driver_is_gone: Callable[[], bool]) -> None:
-    """Run to the end, which is the process's."""
+    """Run the engine, then end the process."""
     run_engine(connection, driver_is_gone, _open)
 
 
 def preload() -> str:
-    """Import what an engine's process imports; nothing of it keeps a process from being forked."""
+    """Import what an engine process imports; none of it keeps a process from being forked."""
     from torchrl_moe.modules.backends.transformers import engine_requests, loading, weights
 
     del engine_requests, loading, weights

@@ -1,7 +1,7 @@
-"""The requests that an engine process over plain transformers runs, in one loop: what may join joins, then all step.
+"""The requests that an engine process over plain transformers runs, in one loop: admit what may join, then step.
 
-The model computes in one thread, a step at a time. All that needs it besides, or that may not see it halfway (an abort,
-a pause, a snapshot, a weight swap), takes the turn between two steps; so nothing here is ever half done.
+The model computes in one thread, a step at a time. Whatever else needs it, or must not see it in mid-step (an abort, a
+pause, a snapshot, a weight swap), takes the turn between two steps; so nothing here is ever half done.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["EngineRequests"]
 
 T = TypeVar("T")
 BAD_REQUEST = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
-"""What a request may fail with as it is read: whatever is wrong with it, the others continue."""
+"""What reading a bad request may raise; it is refused, and the others continue."""
 
 
 class EngineRequests:
@@ -32,8 +32,8 @@ class EngineRequests:
 
     Args:
         decoder: computes.
-        reader: makes requests into what runs.
-        send: takes a completion to the driver.
+        reader: turns requests into what runs.
+        send: sends a completion to the driver.
         refuse: takes the id of a request that cannot be served, and the error.
 
     Attributes:
@@ -71,7 +71,7 @@ class EngineRequests:
         return len(self._open)
 
     async def compute(self, work: Callable[..., T], *args: Any) -> T:
-        """Run something in the model's thread; hold :attr:`turn`."""
+        """Run a function in the model's thread; the caller holds :attr:`turn`."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
     def start(self, request: Request) -> None:
@@ -175,14 +175,14 @@ class EngineRequests:
         self._send(running.completion())
 
     async def snapshot(self) -> list[Completion]:
-        """Return what there is of each request, none of which is disturbed."""
+        """Return what each request has so far, without disturbing any."""
         async with self.turn:
             return [running.completion() for running in self._open.values()]
 
     # -- pauses -----------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
-        """Stop, for the user.
+        """Pause the engine for the user.
 
         Args:
             mode: ``"keep"`` freezes what is in flight, ``"abort"`` cuts it, ``"wait"`` lets it finish.
@@ -211,12 +211,12 @@ class EngineRequests:
         return only is not None and any(running not in only for running in self._open.values())
 
     def read_again(self) -> None:
-        """Have what runs give up its keys and values, and read its tokens again; hold :attr:`turn`."""
+        """Drop the keys and values of what runs, so that its tokens are read again; the caller holds :attr:`turn`."""
         self._again += self.decoder.empty()
 
     @asynccontextmanager
     async def between_steps(self, mode: PauseMode) -> AsyncIterator[None]:
-        """Hold the turn; ``"wait"`` lets what is in flight finish before, and what comes wait."""
+        """Hold the turn; with ``"wait"``, requests in flight finish first, and new ones wait."""
         try:
             if mode == "wait":
                 self._draining = draining = set(self._open.values())
@@ -230,5 +230,5 @@ class EngineRequests:
             self._changed.set()
 
     def close(self) -> None:
-        """Let the thread go."""
+        """End the model's thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)

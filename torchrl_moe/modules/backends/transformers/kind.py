@@ -20,7 +20,7 @@ def devices_per_replica(arguments: Mapping[str, Any]) -> int:
 
 
 def engine_environment(devices: str | None = None, num_replicas: int = 1, verbose: bool = False) -> dict[str, str]:
-    """Return the environment of an engine process: the driver's, and how loud transformers is.
+    """Return the environment of an engine process: the driver's, and the log level of transformers.
 
     Args:
         devices: the value of ``CUDA_VISIBLE_DEVICES``; ``None`` on a machine without GPUs.

@@ -1,4 +1,4 @@
-"""A model of transformers, loaded and tried: what an engine process is made of."""
+"""Loads a model of transformers, tests that it can serve, and builds what an engine process needs."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Loaded:
 
     Attributes:
         decoder: computes with it.
-        reader: makes requests into what it runs.
-        info: what the replica says of itself.
-        report: what transformers' loader said of the checkpoint.
+        reader: turns requests into what it runs.
+        info: what the replica reports about itself.
+        report: what transformers' loader reported about the checkpoint.
     """
 
     arguments: EngineArguments
@@ -47,7 +47,7 @@ class Loaded:
 
 
 def load(arguments: EngineArguments) -> Loaded:
-    """Load a model, and try it.
+    """Load a model, and test that it can serve.
 
     Raises:
         ValueError: it cannot be served.
@@ -95,18 +95,18 @@ def load(arguments: EngineArguments) -> Loaded:
 
 
 def _decoder(model: Any, replay: RouterReplay | None, sampler: Sampler) -> BatchDecoder:
-    """Return what decodes, or say that the model cannot: its forward pass wants a cache of another kind, perhaps."""
+    """Return the decoder, or raise if the model's forward pass fails in it: it may need another kind of cache."""
     try:
         return BatchDecoder(model, replay, sampler)
     except (AttributeError, LookupError, RuntimeError, TypeError) as error:
         raise ValueError(
             f"engine='transformers' cannot serve {type(model).__name__}: its forward pass with a DynamicCache failed, "
-            f"{type(error).__name__}: {error}; vLLM may"
+            f"{type(error).__name__}: {error}; try vLLM"
         ) from error
 
 
 def _replay(model: Any, arguments: EngineArguments) -> RouterReplay | None:
-    """Return what records the model's routes; ``None`` if none are to be recorded."""
+    """Return the recorder of the model's routes; ``None`` if none are to be recorded."""
     wanted, moe = arguments.enable_return_routed_experts, has_experts(model)
     if wanted and not moe:
         raise ValueError(f"enable_return_routed_experts=True, but {arguments.model!r} has no experts: a dense model")
@@ -143,14 +143,14 @@ def _longest(model: Any, arguments: EngineArguments) -> int:
     same = _same_angles(text)
     if same is not None and longest > same:
         raise ValueError(
-            f"{type(model).__name__} (longrope) turns all positions by other angles once a batch has a longer sequence "
-            f"than {same}: pass max_model_len={same}; vLLM serves longer ones"
+            f"{type(model).__name__} (longrope) rotates all positions by other angles once a sequence of the batch is "
+            f"longer than {same}: pass max_model_len={same}; vLLM serves longer ones"
         )
     return longest
 
 
 def _same_angles(config: Any) -> int | None:
-    """Return up to how many tokens a model with longrope turns positions by the same angles; ``None`` for others."""
+    """Return the most tokens for which a longrope model rotates positions by the same angles; else ``None``."""
     rope = getattr(config, "rope_parameters", None) or {}
     parts = [part for part in (rope, *rope.values()) if isinstance(part, Mapping)]  # some have one for each layer type
     found = [part["original_max_position_embeddings"] for part in parts if part.get("rope_type") == "longrope"]

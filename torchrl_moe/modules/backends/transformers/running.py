@@ -1,4 +1,4 @@
-"""A request in flight: what it is made of, whether it can be served, and what there is of it."""
+"""A request in flight: its parts, whether it can be served, and its result so far."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Running:
 
     Attributes:
         answers: that are generated.
-        done: index -> an answer that was whole before this request.
+        done: index -> an answer that was finished before this request.
         kept: tokens that its answers had before.
         joined_at: when its first answer joined the batch; 0 before.
-        token_at: when its first token was there; 0 before.
-        scores: of its prompt's tokens, float32 ``[P]``, if it asks for any, once they are there.
+        token_at: when its first token was made; 0 before.
+        scores: log-probs of its prompt's tokens, float32 ``[P]``, once computed, if it asks for them.
         over: set when its completion is sent.
     """
 
@@ -55,11 +55,11 @@ class Running:
 
     @property
     def generated(self) -> int:
-        """Tokens that this request has brought."""
+        """Tokens that this request has generated."""
         return sum(len(answer.tokens) for answer in self.answers) - self.kept
 
     def completion(self) -> Completion:
-        """Return what there is of it; answers that still grow count as cut."""
+        """Return its completion so far; answers that still grow count as cut."""
         request, began, given = self.request, self.started, self.request.resume
         before = 0.0 if given is None else given.metrics.total_seconds
         return Completion(
@@ -80,7 +80,7 @@ class Running:
         if self.request.scoring is None:
             grown = {one.index: one.output(self.request.return_routed_experts) for one in self.answers}
             return [output for _, output in sorted({**self.done, **grown}.items())]
-        outputs = nothing_yet(self.request).outputs  # what is sampled beside scores is nobody's
+        outputs = nothing_yet(self.request).outputs  # a scoring request has no answer
         if self.scores is not None:
             outputs[0].finish_reason = "length"
         return outputs
@@ -88,17 +88,17 @@ class Running:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestReader:
-    """Makes requests into what runs, or refuses them.
+    """Turns requests into what runs, or refuses them.
 
     Attributes:
         arguments: of the engine.
         max_model_len: tokens that a prompt and its answer may have.
         vocabulary: how many words the model has.
-        token_bytes: that keys and values of a token take.
+        token_bytes: bytes of a token's keys and values.
         words: the tokenizer.
         layout: the routers; ``None`` if no routes are recorded.
         routes: which requests follow recorded experts.
-        device: of the noise.
+        device: of the random generators.
     """
 
     arguments: EngineArguments
@@ -130,7 +130,7 @@ class RequestReader:
         return running
 
     def _add(self, running: Running, sampling: Sampling, index: int) -> None:
-        """Add an answer, or what there is of it already."""
+        """Add an answer: as it is if it was finished before, else to generate, or to continue."""
         request = running.request
         before = None if request.resume is None else request.resume.outputs[index]
         if before is not None and before.finish_reason != "abort":
@@ -142,7 +142,7 @@ class RequestReader:
             self._check_first_part(answer, before)
             answer.go_on_from(before)
             running.kept += len(before.token_ids)
-        if sampling.seed is not None:  # and no number of the first part again
+        if sampling.seed is not None:  # without repeating random numbers of the first part
             seed = sampling.seed + index + len(answer.tokens)
             answer.generator = torch.Generator(self.device).manual_seed(seed)
         self._check_room(answer)
@@ -159,7 +159,7 @@ class RequestReader:
             raise ValueError(f"{what} names token {wrong[0]}; the model has 0..{self.vocabulary - 1}")
 
     def _check_first_part(self, answer: Answer, before: CompletionOutput) -> None:
-        """Refuse what could not be read again: in the batch it would end the engine, and all other requests."""
+        """Refuse what cannot be read again: in the batch it would end the engine, and all other requests with it."""
         ids = before.token_ids.tolist()
         self._check_words(f"answer {before.index} to resume", ids)
         if answer.how == "forced" and self.layout is not None and before.routed_experts is not None:

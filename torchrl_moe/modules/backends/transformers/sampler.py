@@ -1,4 +1,4 @@
-"""Tokens drawn from logits, row by row as each answer asks for: the processors are transformers', the order is vLLM's.
+"""Draws tokens from logits, each row as its answer asks: the processors are transformers', their order is vLLM's.
 
 Letters: R answers, V words.
 """
@@ -35,14 +35,14 @@ class Sampler:
 
     Args:
         device: of the logits.
-        seed: of the noise of answers that have no seed of their own.
+        seed: of the random numbers for answers without a seed of their own.
     """
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def seed(self, seed: int) -> None:
-        """Begin the noise again."""
+        """Seed the random numbers again."""
         self._generator.manual_seed(seed)
 
     def __call__(self, logits: Tensor, answers: Sequence[Answer]) -> list[Draw]:
@@ -66,7 +66,7 @@ class Sampler:
         log_probs = logits.log_softmax(-1)
         if sampling.is_greedy:
             tokens = logits.argmax(-1)
-        else:  # as exponential clocks of the words' rates: the first to ring
+        else:  # an exponential race: each word's clock rings at the rate of its probability, and the first one wins
             tokens = (log_probs.exp() / self._noise(log_probs, answers)).argmax(-1)
         chosen = log_probs.gather(-1, tokens[:, None])[:, 0].tolist()
         steps = [NOTHING] * len(answers)
@@ -106,7 +106,7 @@ def _processed(logits: Tensor, sampling: Sampling, answers: Sequence[Answer]) ->
 
 @lru_cache(maxsize=256)
 def _warpers(sampling: Sampling) -> tuple[Callable[[None, Tensor], Tensor], ...]:
-    """Return what a greedy answer has none of: temperature, then what leaves words out, in vLLM's order."""
+    """Return the temperature, then what leaves words out, in vLLM's order; a greedy answer has neither."""
     if sampling.is_greedy:
         return ()
     wanted: tuple[tuple[bool, Callable[[], Any]], ...] = (

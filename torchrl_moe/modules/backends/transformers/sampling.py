@@ -1,4 +1,4 @@
-"""From what users pass as vLLM's ``SamplingParams`` to what this engine samples by; the rest is refused by name."""
+"""Reads what users pass as vLLM's ``SamplingParams``; what this engine does not serve is refused by name."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 __all__ = ["Sampling", "read_sampling"]
 
-GREEDY_BELOW, LEAST_TEMPERATURE = 1e-5, 1e-2  # vLLM's: below the first it is 0, from there to the second the second
-LARGEST_SEED = 2**63  # of torch, which also takes as many more as an answer has tokens
+GREEDY_BELOW, LEAST_TEMPERATURE = 1e-5, 1e-2  # vLLM's: below the first it is 0; between the two it is the second
+LARGEST_SEED = 2**63  # torch takes more, as resuming needs: it adds the number of tokens
 
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "prompt_logprobs": (None,),
@@ -27,7 +27,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "routed_experts_prompt_start": (None, 0),
     "trace_decode_token_ids": (None, []),
 }
-"""Fields of vLLM's that this engine does not serve -> values that ask for nothing."""
+"""Fields of vLLM that this engine does not serve -> values that ask for nothing."""
 WITHOUT_EFFECT = {
     "flat_logprobs",
     "output_kind",
@@ -38,7 +38,7 @@ WITHOUT_EFFECT = {
     "stream_interval",
     "watermarking",
 }
-"""Fields that say how vLLM hands answers out, or of what it has and this engine has not."""
+"""Fields about how vLLM delivers answers, or about features that this engine does not have; ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Sampling:
 
     @property
     def leaves_words_out(self) -> bool:
-        """Whether a token may be drawn from less than all words."""
+        """Whether a token may be drawn from fewer than all words."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.min_tokens > 0
 
     def __post_init__(self) -> None:
@@ -111,7 +111,7 @@ def read_sampling(spec: Any, guided_options: Any = None) -> Sampling:
     """Return the sampling that a mapping of ``SamplingParams`` fields asks for; ``None`` is vLLM's default.
 
     Raises:
-        ValueError: a value out of range, a field that this engine does not serve, or one that nobody knows.
+        ValueError: a value out of range, a field that this engine does not serve, or an unknown one.
     """
     if not isinstance(spec, Mapping | None):
         raise ValueError(f"sampling_params must be a mapping, got {type(spec).__name__}")
@@ -141,7 +141,7 @@ def read_sampling(spec: Any, guided_options: Any = None) -> Sampling:
 
 
 def _as_vllm_reads(given: dict[str, Any]) -> dict[str, Any]:
-    """Bring what means the same to one value, as vLLM does."""
+    """Map values that mean the same to one, as vLLM does."""
     temperature = given.get("temperature", 1.0)
     if 0 <= temperature < GREEDY_BELOW:
         return {**given, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}

@@ -19,7 +19,7 @@ class WaitingLine:
 
     Args:
         arguments: of the engine.
-        token_bytes: that keys and values of a token take.
+        token_bytes: bytes of a token's keys and values.
         may_run: whether a request may continue now.
     """
 
@@ -33,7 +33,7 @@ class WaitingLine:
         return len(self._answers) + len(self._scored)
 
     def add(self, running: Running) -> None:
-        """Take what a request asks for."""
+        """Add a request's answers, or its prompt if it is to be scored."""
         turn = running.request.priority if self._arguments.scheduling_policy == "priority" else 0
         if running.request.scoring is not None:
             heapq.heappush(self._scored, (turn, next(self._serial), running))
@@ -41,7 +41,7 @@ class WaitingLine:
             heapq.heappush(self._answers, (turn, next(self._serial), running, answer))
 
     def drop(self, gone: Running) -> None:
-        """Forget a request."""
+        """Remove a request."""
         self._answers = [entry for entry in self._answers if entry[2] is not gone]
         self._scored = [entry for entry in self._scored if entry[2] is not gone]
         heapq.heapify(self._answers)
@@ -61,11 +61,11 @@ class WaitingLine:
         """Take what may join the batch now.
 
         Args:
-            inside: what is in it.
-            again: what is to be read again: it joins before others.
+            inside: the answers in it.
+            again: answers to be read again; they join before others.
 
         Returns:
-            As many as there is room for, and as are read in one step, at least one: first of ``again``, in its order.
+            As many as there is room for and one step may read, where one may always be read; those of ``again`` first.
         """
         joining: list[Answer] = []
         held, now, widest = [], time.monotonic(), 0

@@ -2,7 +2,8 @@
 
 The model object stays, its tensors are exchanged. A version is loaded by transformers' own loader, which stacks a
 checkpoint's experts, into a second model; that lasts for a moment, and so does the memory of both. New weights must
-answer a canary before a token is made with them: if they fail, the old ones are put back, and no request has noticed.
+pass the weight check before a token is made with them: if they fail, the old ones are put back, and no request has
+noticed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ NO_SHADOW = "engine='transformers' loads in the pause: its loader changes settin
 
 
 class OnlyWorker:
-    """What a transport asks of a worker: of one, there is rank 0."""
+    """What a transport needs to know of a worker: this one is rank 0 of 1."""
 
     data_parallel_index, world_size, rank = 0, 1, 0
 
@@ -67,7 +68,7 @@ class EngineWeights:
         """Open a transport, and close the one before.
 
         Raises:
-            ValueError: one that this engine does not serve.
+            ValueError: this engine does not support it.
         """
         if transport not in TRANSPORTS:
             hint = "lora='merged'" if transport == "adapter" else "transport='memmap' or 'gloo'"
@@ -126,8 +127,8 @@ class EngineWeights:
             version: its number.
             pause: ``"wait"`` lets requests in flight finish before; ``"abort"`` has them read their tokens again.
             clear_cache: has them do so, too.
-            canary: what the new weights must answer; ``None``: any log-prob that is a number.
-            patience: not needed: nothing is waited for with new weights.
+            canary: the trainer's log-probs of a prompt, for the weight check; ``None``: any finite log-prob passes.
+            patience: unused: the weight check waits for nothing.
         """
         del patience
         started = time.perf_counter()
@@ -152,7 +153,7 @@ class EngineWeights:
         )
 
     def _load(self, version: int, canary: Mapping[str, Any] | None) -> None:
-        """Exchange the weights and prove the new ones, or put the old ones back."""
+        """Exchange the weights and check the new ones; if they fail, put the old ones back."""
         staged = self._staged
         if staged is None or staged.version != version:
             raise WeightSyncError(f"version {version} is not what was staged last")
@@ -173,7 +174,7 @@ class EngineWeights:
             compare_log_probs(scores.tolist(), canary["log_probs"], canary["tolerance"])
 
     def close(self) -> None:
-        """Let go of the sender. Idempotent."""
+        """Close the transport. Idempotent."""
         for one in (self._receiver, self._reader):
             if one is not None:
                 one.close()
@@ -184,7 +185,7 @@ def exchange(model: Any, tensors: Mapping[str, Tensor], known: Mapping[str, Any]
     """Give a model other weights, and return those that it had, by its own names.
 
     Args:
-        model: of transformers; it stays the same object, with what hooks it has.
+        model: of transformers; it stays the same object, and keeps its hooks.
         tensors: by checkpoint name; they are copied.
         known: what its loader reported of the checkpoint that it came from.
 
@@ -212,7 +213,7 @@ def exchange(model: Any, tensors: Mapping[str, Tensor], known: Mapping[str, Any]
 
 
 def _put(model: Any, state: Mapping[str, Tensor]) -> None:
-    """Have a model's tensors be others, by its own names; not copied if they are on its device."""
+    """Replace a model's tensors, by its own names; the new ones are not copied if they are on its device."""
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():
             tensor.data = state[name].to(tensor.device)

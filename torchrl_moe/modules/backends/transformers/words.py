@@ -10,7 +10,7 @@ from tokenizers.decoders import DecodeStream
 
 __all__ = ["TextStream", "Words"]
 
-INVALID_PREFIX = "Invalid prefix encountered"  # the words of tokenizers, of bytes that are no text
+INVALID_PREFIX = "Invalid prefix encountered"  # the message of tokenizers for bytes that are no text
 
 
 class Words:
@@ -37,7 +37,7 @@ class Words:
         named = getattr(generation_config, "eos_token_id", None)
         listed = [named] if isinstance(named, int) else list(named or ())
         self.more_eos = frozenset(listed) - {self.eos}
-        self._lock = threading.Lock()  # to encode text changes the tokenizer for a moment
+        self._lock = threading.Lock()  # encoding text changes the tokenizer for a moment
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a prompt."""
@@ -46,7 +46,7 @@ class Words:
         return ids
 
     def stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> TextStream:
-        """Return what reads an answer to a prompt."""
+        """Return the text stream of an answer to a prompt."""
         return TextStream(self, prompt_ids, skip_special_tokens)
 
     def step(self, stream: Any, token: int) -> str | None:

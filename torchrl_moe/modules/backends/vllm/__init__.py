@@ -1,1 +1,1 @@
-"""Replicas on vLLM: the only room that imports vllm. It holds no balancing, no queue of requests and no tensordict."""
+"""Replicas on vLLM, which only this folder and ``_compat*`` import. There is no balancing and no tensordict here."""

@@ -1,4 +1,4 @@
-"""From what users pass to vLLM's ``LoRARequest``, in the engine process; and the loading of what it names."""
+"""Builds vLLM's ``LoRARequest`` from what users pass, in the engine process, and loads the adapter that it names."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Adapters:
 
         Raises:
             ValueError: it cannot be, and the next request tries again; or its id is another adapter's, which vLLM would
-                use without a word.
+                use in silence.
         """
         lora = build_lora_request(spec)
         if lora is None:

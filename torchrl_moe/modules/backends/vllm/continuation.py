@@ -41,7 +41,7 @@ STATEFUL = (
 def can_continue(params: Any) -> bool:
     """Whether the next token depends on prompt + answer only, and not on where one ends and the other begins.
 
-    If it does not, as with a grammar, whose state cannot be taken up again, the answer has to start again.
+    If it does not, as with a grammar, whose state cannot be restored, the answer has to start again.
     """
     return not any(getattr(params, name, None) for name in STATEFUL)
 
@@ -75,12 +75,13 @@ def sampling_for_rest(
     """Return vLLM's ``SamplingParams`` for the rest of answer ``index``.
 
     Raises:
-        ValueError: the answer has all tokens that it may have; a swap leaves none so, but a user may have lowered that.
+        ValueError: the answer already has as many tokens as it may have. A swap leaves no such answer, but a user may
+            have lowered the limit.
     """
     rest = params.clone()
     rest.n = 1
     had = 0 if first is None else len(first.token_ids)
-    if rest.seed is not None:  # as vLLM seeds the answers of one request, and no number of the first part again
+    if rest.seed is not None:  # as vLLM seeds the answers of a request, and without repeating the first part's numbers
         rest.seed += index + had
     if first is None:
         return rest
@@ -180,7 +181,7 @@ def _read(first: CompletionOutput, rest: CompletionOutput, params: Any, decode: 
 def _first_match(
     text: str, *, stops: Sequence[str], begun: int, floor: int, last_start: int | None
 ) -> tuple[int, str] | None:
-    """Return where the stop string that ends first begins, and itself; one must end past both marks to count."""
+    """Return the start of the stop string that ends first, and the string; it must end past both marks to count."""
     found = []
     for stop in stops:
         start = text.find(stop, max(begun - len(stop) + 1, floor - len(stop) + 1, 0))

@@ -13,8 +13,8 @@ __all__ = ["WORKER_EXTENSION", "arguments_of", "build_engine_args", "devices_per
 
 WORKER_EXTENSION = "torchrl_moe.modules.backends.vllm.worker_extension.WorkerExtension"
 
-# DESIGN: log-probs of the distribution that was sampled from; siblings of a group share their prompt's KV blocks;
-# a Ray executor hangs with route capture.
+# Why: log-probs are of the distribution that was sampled from; the answers of a group share their prompt's KV blocks; a
+# Ray executor hangs with route capture.
 DEFAULTS: Mapping[str, Any] = {
     "logprobs_mode": "processed_logprobs",
     "enable_prefix_caching": True,
@@ -26,7 +26,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def arguments_of(engine_args: Any) -> dict[str, Any]:
-    """Return engine arguments as keywords: a mapping as it is, of an ``EngineArgs`` its model and what is not default.
+    """Return engine arguments as keywords: a mapping as it is; of an ``EngineArgs``, the model and what is not default.
 
     Raises:
         TypeError: neither of the two.
@@ -57,21 +57,21 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def devices_per_replica(arguments: Mapping[str, Any]) -> int:
-    """Return over how many devices one replica spreads: tensor, pipeline and data parallel ranks, experts included."""
+    """Return how many devices one replica uses: tensor x pipeline x data parallel ranks; experts add none."""
     ranks = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     return math.prod(int(arguments.get(name) or 1) for name in ranks)
 
 
 def seeded(arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return the arguments of the replica that is the ``number``-th to be made: with a seed of its own.
+    """Return the arguments of the ``number``-th replica that is made, with its own seed.
 
-    Replicas that draw the same noise would give a group of answers twice, and so would one that is restarted.
+    With equal random numbers, two replicas would give a group the same answers, and so would a restarted one.
     """
     return {**arguments, "seed": (arguments.get("seed") or 0) + number} if number else dict(arguments)
 
 
 def build_engine_args(arguments: Mapping[str, Any]) -> Any:
-    """Build vLLM's ``AsyncEngineArgs`` in the engine process, with our defaults where the user was silent.
+    """Build vLLM's ``AsyncEngineArgs`` in the engine process, with our defaults where the user has set nothing.
 
     Route capture is switched on if and only if the model has experts.
 
@@ -91,7 +91,7 @@ def build_engine_args(arguments: Mapping[str, Any]) -> Any:
     if arguments.get("weight_transfer_config") is not None:
         raise ValueError("weight_transfer_config is the engine's own: choose a transport in VLLMWeightSyncScheme")
     if arguments.get("return_sampling_mask"):
-        raise ValueError("return_sampling_mask: completions say by themselves which words sampling kept; leave it out")
+        raise ValueError("return_sampling_mask: completions always say which words sampling kept; leave it out")
     engine_args = AsyncEngineArgs(**{**DEFAULTS, **arguments, "worker_extension_cls": extension})
     is_moe = engine_args.create_model_config().get_num_experts() > 0
     capture = arguments.get("enable_return_routed_experts", is_moe)
@@ -113,7 +113,7 @@ def build_engine_args(arguments: Mapping[str, Any]) -> Any:
 
 
 def _check_experts_on_cpu(engine_args: Any) -> None:
-    """Refuse what vLLM 0.30 starts with and dies of in its first step."""
+    """Refuse what vLLM 0.30 accepts at start-up and crashes on in its first step."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -128,7 +128,7 @@ def _check_experts_on_cpu(engine_args: Any) -> None:
         raise ValueError(
             f"enable_expert_parallel=True over {ranks} workers: vLLM's CPU kernel looks a worker's own experts up by "
             "their numbers in the whole model, and its first step reads beyond them (SIGSEGV). Leave it out: "
-            "tensor_parallel_size alone cuts each expert."
+            "tensor_parallel_size alone shards each expert."
         )
     modules = engine_args.lora_target_modules
     if engine_args.enable_lora and (modules is None or "experts" in modules):

@@ -1,6 +1,6 @@
-"""The process that owns one ``AsyncLLM``; see ``process/engine_program.py`` for what any engine process does.
+"""The process that owns one ``AsyncLLM``; ``process/engine_program.py`` has what any engine process does.
 
-vLLM may import this module again in its own child processes, so its top level stays light.
+vLLM may import this module again in its own child processes, so its top level imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class EngineProcess(EngineProgram, EngineWeightCommands):
 
     Args:
         engine: the ``AsyncLLM``.
-        info: what the replica says of itself.
-        load: kept by the engine's :class:`LoadLogger`.
+        info: what the replica reports about itself.
+        load: updated by the engine's :class:`LoadLogger`.
         inbox: what the driver sends.
-        send: takes a message to the driver.
+        send: sends a message to the driver.
     """
 
     def __init__(self, engine: Any, info: ReplicaInfo, load: Load, inbox: Inbox, send: Send) -> None:
@@ -121,7 +121,7 @@ class EngineProcess(EngineProgram, EngineWeightCommands):
         return await self.probe.read(seconds)
 
     def _stats(self) -> ReplicaStats:
-        # vLLM reports with each step, and an engine that has nothing to do makes none
+        # vLLM reports at each step, and an idle engine takes none
         load, busy = self.load, bool(self.requests)
         return ReplicaStats(
             running=load.running if busy else 0,
@@ -146,7 +146,7 @@ class EngineProcess(EngineProgram, EngineWeightCommands):
         """End vLLM's processes."""
         self.engine.shutdown(timeout=SHUTDOWN_SECONDS)
         if self.weights.reader is not None:
-            self.weights.reader.close()  # the workers have ended: copies that only they needed go
+            self.weights.reader.close()  # the workers have ended: copies that only they needed are removed
 
 
 async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Load]:
@@ -198,12 +198,12 @@ async def _open(arguments: dict[str, Any], inbox: Inbox, send: Send) -> EnginePr
 
 
 def run(connection: Connection, driver_is_gone: Callable[[], bool]) -> None:
-    """Run to the end, which is the process's."""
+    """Run the engine, then end the process."""
     run_engine(connection, driver_is_gone, _open)
 
 
 def preload() -> str:
-    """Import what an engine's processes import; return why they may not be forked then, or ""."""
+    """Import what an engine's processes import; return why they may not be forked after that, or ""."""
     return _compat.import_engine()
 
 

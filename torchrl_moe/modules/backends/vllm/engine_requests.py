@@ -3,7 +3,7 @@
 A weight swap may cut a request short (``pause="abort"``), or find it without a token, queued or half prefilled, with
 cached prefixes of the old weights; either way its task asks vLLM again once the swap is over. What a swap cut continues
 from its last token, answer by answer; what had no token yet, or cannot be continued, starts again. Only what the user
-aborts comes back cut. A request that resumes a completion is in its first moment what another is after a swap.
+aborts comes back cut. A request that resumes a completion begins in the state that another is in after a swap.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Weights(Protocol):
     version: int
 
     async def salt(self) -> dict[str, str]:
-        """Return what keeps cached prefixes of different weights apart, once no swap is on."""
+        """Return the salt that keeps cached prefixes of different weights apart, once no swap is running."""
 
     def stamp(self, completion: Completion, keep: bool = False) -> Completion:
         """Give tokens from before a swap the version that made them."""
 
     async def deliver(self, completion: Completion) -> Completion | None:
-        """Return a completion whose tokens know their versions, or ``None`` if it was made by weights that failed."""
+        """Return a completion with the versions of its tokens, or ``None`` if weights that failed made it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -65,9 +65,9 @@ class EngineRequests:
     Args:
         engine: the ``AsyncLLM``.
         weights: the engine's.
-        send: takes a completion to the driver.
+        send: sends a completion to the driver.
         refuse: takes the id of a request that failed, and the error.
-        names_words: whether the engine says which words sampling kept.
+        names_words: whether the engine reports which words sampling kept.
         logprobs_mode: the engine's.
         routes: decides which requests follow recorded experts, and which may have scores; default: none and all.
 
@@ -128,7 +128,7 @@ class EngineRequests:
 
     def _count(self, completion: Completion, seconds: float) -> None:
         self.counts["requests"] += 1
-        if completion.prompt_logprobs is None:  # else it was scored, and its one token is nobody's
+        if completion.prompt_logprobs is None:  # else it was scored, and its one token belongs to no answer
             self.counts["completions"] += len(completion.outputs)
             self.counts["generated_tokens"] += sum(len(output.token_ids) for output in completion.outputs)
         self.counts["prompt_tokens"] += len(completion.prompt_token_ids)
@@ -156,7 +156,7 @@ class EngineRequests:
         try:
             outputs = await asyncio.gather(*answers)
         finally:
-            for answer in answers:  # where one is refused, nobody waits for the others
+            for answer in answers:  # if one is refused, the others are not needed
                 answer.cancel()
         metrics, given = completion.metrics, request.resume
         if part.name != request.request_id or not all(map(part.over, completion.outputs)):
@@ -166,7 +166,7 @@ class EngineRequests:
         return replace(completion, request_id=request.request_id, prompt=prompt, outputs=outputs, metrics=metrics)
 
     async def _first(self, running: Running, params: Any) -> tuple[Completion, Part]:
-        """Return what vLLM gives first, or what was given before this request."""
+        """Return vLLM's first completion, or the one that the request resumes."""
         request, given = running.request, running.request.resume
         if given is None:
             return await self._ask(running, request, params)
@@ -180,7 +180,7 @@ class EngineRequests:
     async def _ask(
         self, running: Running, request: Request, params: Any, answer: int | None = None
     ) -> tuple[Completion, Part]:
-        """Run vLLM once, with the weights of now; again, if these turn out to be no good."""
+        """Run vLLM once, with the present weights; again if these fail the weight check."""
         while True:
             completion, part = await self._generate(running, request, params, answer)
             if (good := await self.weights.deliver(completion)) is not None:
@@ -224,7 +224,7 @@ class EngineRequests:
     async def _finish(
         self, running: Running, completion: Completion, part: Part, output: CompletionOutput, params: Any
     ) -> CompletionOutput:
-        """Bring one answer to its end, however many swaps cut it."""
+        """Generate the rest of one answer, however many swaps cut it."""
         index, over = output.index, part.over(output)
         kept = output if part.keeps(output, params) else None
         decode = partial(self._decode, params)
@@ -256,16 +256,16 @@ class EngineRequests:
     # -- what there is of them so far -------------------------------------------------------------------------------
 
     async def snapshot(self) -> list[Completion]:
-        """Return what there is of each request, none of which is disturbed; answers that are not over count as cut.
+        """Return what each request has so far, without disturbing any; answers that are not over count as cut.
 
-        While weights are being swapped, nobody knows yet which tokens stay: it waits until they are.
+        Waits for a running swap, during which it is not known which tokens stay.
         """
         await self.weights.salt()
         live = _compat.running_outputs(self.engine)
         return [self._so_far(running, live) for running in self._open.values()]
 
     def _so_far(self, running: Running, live: Mapping[str, Any]) -> Completion:
-        """Return what there is of a request, from the outputs that vLLM has of its parts."""
+        """Return what a request has so far, from the outputs that vLLM has of its parts."""
         request = running.request
         parts = {
             part.answer: self._of_part(part, request, live[part.name]) for part in running.parts if part.name in live
@@ -299,16 +299,16 @@ class EngineRequests:
     # -- adapters ---------------------------------------------------------------------------------------------------
 
     def change_adapter(self, adapter: Any, version: int) -> None:
-        """Give requests that come from now on another adapter; those in flight keep what they began with."""
+        """Give new requests another adapter; those in flight keep the one that they began with."""
         for part in self._parts():
             if part.version is None:
                 part.version = self.weights.version
         self.adapter, self.weights.version = adapter, version
 
     def take_versions(self, delivered: Iterable[str]) -> dict[str, int]:
-        """Return, of requests in a paused engine, the versions that adapter updates have given to all of their tokens.
+        """Return, for requests in a paused engine, the version that adapter updates have given to all of their tokens.
 
-        What they get from now on is of the weights' version, whatever that will be.
+        Their next tokens get the version of the weights, whichever that will be.
         """
         taken: dict[str, int] = {}
         for part in self._parts():
@@ -317,9 +317,9 @@ class EngineRequests:
         return taken
 
     async def leave_adapter(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
-        """Have what the trainer's adapter makes continue without it, in a paused engine that gets other weights.
+        """Make requests on the trainer's adapter continue without it, in a paused engine that gets other weights.
 
-        These have the adapter in them, or another: both together would be neither's.
+        Those weights have this adapter merged in, or another; with the adapter on top they would be no version at all.
 
         Args:
             delivered: request -> answer -> tokens so far; an answer without any starts again.
@@ -331,7 +331,7 @@ class EngineRequests:
                 part.cut = True
                 part.restarted |= {index for index in answers if not had.get(index)}
                 adapted[part.name] = part, answers
-        if adapted:  # before the engine is resumed; then again what vLLM had not yet taken in
+        if adapted:  # now, before the engine resumes; again later, for what vLLM had not yet taken in
             await _compat.abort_answers(self.engine, {name: answers for name, (_, answers) in adapted.items()})
             self._spawn(self._cut(adapted))
 
@@ -342,7 +342,7 @@ class EngineRequests:
     # -- cutting requests short -------------------------------------------------------------------------------------
 
     def abort(self, request_ids: list[str]) -> None:
-        """Cut requests short. Asked until they are gone: vLLM does not know a request whose prompt it still reads."""
+        """Cut requests short; repeated until they are gone, since vLLM may still be taking a request in."""
         chosen = [self._open[name] for name in request_ids if name in self._open]
         for running in chosen:
             running.aborted = True
@@ -356,16 +356,16 @@ class EngineRequests:
             await asyncio.sleep(ABORT_SECONDS)
 
     def pausing(self, mode: PauseMode) -> None:
-        """Note that a swap is about to pause the engine: what it aborts is to continue afterwards."""
+        """Note that a swap is about to pause the engine: what it aborts continues afterwards."""
         if mode == "abort":
             for part in self._parts():
                 part.cut = True
 
     def restart_answers(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
-        """Have answers without a token asked for again, in a paused engine: they could still read the old cache.
+        """Make answers without a token start again, in a paused engine: they could still read the old cache.
 
         Args:
-            delivered: request -> answer -> tokens so far. What is missing was not yet taken in by vLLM.
+            delivered: request -> answer -> tokens so far. vLLM has not yet taken in what is missing.
         """
         late: dict[str, tuple[Part, set[int]]] = {}
         for part in self._parts():

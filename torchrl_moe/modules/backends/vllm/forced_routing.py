@@ -1,8 +1,20 @@
-"""Recorded experts in a worker: the routers of a step follow them, row by row, and choose themselves where none are.
+"""Recorded experts in a worker: the routers of a step follow them, row by row; where a row has none, they choose.
 
 A router runs its own code (scoring, bias, groups, normalisation, scaling); only its ``topk`` is answered, as the
 trainer's replay does it (:mod:`torchrl_moe.modules.replay.interception`). What vLLM recorded in a step is compared with
 what was to be followed, and a difference ends the engine: no answer is delivered that followed something else.
+
+``_compat_routing.drive_routers`` calls, in each step:
+
+.. code-block:: text
+
+    take(rows, params, ended)   each request's rows [rows, L, K], kept until it ends
+      |
+    begin(spans)                laid out as the step's tokens are: [N, L, K], -1 where the router chooses
+      |                         (no token follows a row: nothing of ours runs until the next step)
+    route(layer, live)          per router: run its code, answer its topk from the rows
+      |
+    end(captured)               compare the rows with what vLLM captured; a difference raises
 
 Letters: N tokens of a step, L decoder layers, K experts per token, E experts.
 """
@@ -53,7 +65,7 @@ class ForcedRouting:
         return self._rows
 
     def take(self, rows: Mapping[str, NDArray[Any]], params: Mapping[str, Any], ended: Iterable[str]) -> None:
-        """Take what requests follow: ``rows`` of those that are read again, new ones by their parameters."""
+        """Take what requests follow: those read again come with ``rows``, new ones have them in their ``params``."""
         if self._rows:
             for name in ended:
                 self._rows.pop(name, None)
@@ -129,12 +141,12 @@ class ForcedRouting:
 def prove(
     layer: int, router: Any, hidden_size: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> RouterSite:
-    """Have a router follow its own choice and another one, and return what there is to know of it.
+    """Have a router follow its own choice, which must change no bit, and then another; return its description.
 
     Args:
         layer: its decoder layer.
         router: vLLM's, which still chooses by itself.
-        hidden_size: of what it may look at beside its logits.
+        hidden_size: of the hidden states that it may read besides its logits.
         dtype: of its logits.
         device: where it computes.
 
@@ -170,7 +182,7 @@ def prove(
         raise ValueError(f"layer {layer}: {site.name} does not give its own choice back")
     if not torch.equal(others.to("cpu", torch.int64), other[:, : site.top_k]):
         raise ValueError(f"layer {layer}: {site.name} does not follow other experts than its own")
-    belongs = torch.allclose(turned_weights.flip(1), other_weights, rtol=1e-2)  # whatever the dtype, and adding up
+    belongs = torch.allclose(turned_weights.flip(1), other_weights, rtol=1e-2)  # in any dtype and order of addition
     if not belongs or not bool((other_weights.isfinite() & (other_weights != 0)).all()):
         raise ValueError(f"layer {layer}: {site.name} does not weigh the experts that it follows")
     return replace(site, layer=layer)

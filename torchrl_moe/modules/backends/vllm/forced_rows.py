@@ -1,6 +1,14 @@
 """The experts that a request follows, on their way to the workers: inside the request's ``SamplingParams``.
 
-vLLM hands ``extra_args`` on as they are, from its frontend to scheduler and workers, and drops them with the request.
+vLLM passes ``extra_args`` on unchanged, from its frontend to scheduler and workers, and drops them with the request. So
+rows need no message of their own, except those of a request that loses its cache and is read again: only the scheduler
+has what was recorded since.
+
+.. code-block:: text
+
+    engine process       scheduler (``schedulers.py``)           worker (``forced_routing.py``)
+    attach(params) ----> params: rows key the cache blocks ----> params: rows of a new request
+                         preempted: keep the recorded rows ----> in the step's message: rows of a resumed request
 
 Letters: P prompt tokens, L decoder layers, K experts per token.
 """
@@ -30,7 +38,7 @@ class Forced:
     Attributes:
         rows: int8 or int16 ``[rows, L, K]`` for its first positions, -1 where the router chooses; ``None`` for none.
         is_live: whether the router chooses again where the engine reads tokens again by itself.
-        is_recorded: whether the rows are all that was recorded of an answer's tokens, and not a user's.
+        is_recorded: whether the rows are all that was recorded for an answer's tokens; false if a user gave them.
     """
 
     rows: NDArray[np.integer[Any]] | None = None
@@ -54,9 +62,9 @@ def attach(params: Any, forced: Forced) -> Any:
 
 
 def attached(params: Any, request: Request, routes: RequestRoutes) -> Any:
-    """Return vLLM's ``SamplingParams`` with what else a request asks for in them: rows, and scores."""
+    """Return vLLM's ``SamplingParams`` with what a request asks for beyond them: rows to follow, and scores."""
     if request.scoring is not None:
-        assert request.prompt_token_ids is not None  # as the service makes such requests
+        assert request.prompt_token_ids is not None  # the service makes such requests this way
         params = scoring_params(params, request.scoring, len(request.prompt_token_ids))
     if routes.why_live:
         return params
@@ -64,7 +72,7 @@ def attached(params: Any, request: Request, routes: RequestRoutes) -> Any:
 
 
 def forced_in(params: Any) -> Forced:
-    """Return what :func:`attach` put into ``SamplingParams``; the rows are the same memory."""
+    """Return what :func:`attach` put into ``SamplingParams``; the rows share its memory."""
     packed: Mapping[str, Any] | None = ((params and params.extra_args) or {}).get(KEY)
     if packed is None:
         return NOTHING

@@ -14,7 +14,7 @@ PROGRAM = "torchrl_moe.modules.backends.vllm.engine_process"
 
 
 def engine_environment(devices: str | None = None, num_replicas: int = 1, verbose: bool = False) -> dict[str, str]:
-    """Return the environment of an engine process: the driver's, plus what vLLM needs where the user was silent.
+    """Return the environment of an engine process: the driver's, plus what vLLM needs where the user has set nothing.
 
     Args:
         devices: the value of ``CUDA_VISIBLE_DEVICES``; ``None`` on a machine without GPUs.
@@ -32,5 +32,5 @@ def engine_environment(devices: str | None = None, num_replicas: int = 1, verbos
 
 
 def reason_not_to_fork(environment: Mapping[str, str]) -> str:
-    """Return why a process with this environment is to import vLLM itself: vLLM's own setting; else ``""``."""
+    """Return why a process with this environment must import vLLM itself: vLLM's own setting says so; else ``""``."""
     return f"{METHOD_VARIABLE}=spawn is set" if environment.get(METHOD_VARIABLE) == "spawn" else ""

@@ -1,4 +1,4 @@
-"""True stats of the scheduler, through vLLM's stat-logger interface."""
+"""The scheduler's own stats, through vLLM's stat-logger interface."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["LoadLogger"]
 
 
 class LoadLogger(StatLoggerBase):
-    """Keeps a :class:`Load`. Give vLLM its :meth:`factory`, which hands out this very object."""
+    """Keeps a :class:`Load`. Give vLLM its :meth:`factory`, which returns this very object."""
 
     def __init__(self) -> None:
         self.load = Load()
         self._of_engines: dict[int, tuple[int, int, float]] = {}
 
     def factory(self, vllm_config: Any, engine_index: int = 0) -> LoadLogger:
-        """Answer vLLM's call for a logger per data-parallel engine: one adds them all up."""
+        """Return this logger for each data-parallel engine: it sums them up."""
         del vllm_config, engine_index
         return self
 

@@ -57,7 +57,7 @@ def completion_from_vllm(output: Any, request: Request, version: int) -> Complet
                 logprobs=sampled_logprobs(item.logprobs),
                 routed_experts=item.routed_experts if request.return_routed_experts else None,
                 policy_versions=np.full(len(token_ids), version, np.int32),
-                # without log-probs an engine names words only in steps that it takes with requests that want some
+                # without log-probs, a request gets words only in steps that it shares with one that wants them
                 kept=None if item.logprobs is None else KeptIds.of_steps(item.sampling_mask or (), len(token_ids)),
             )
         )

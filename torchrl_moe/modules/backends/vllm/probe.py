@@ -1,4 +1,4 @@
-"""How an engine is, seen from the process that owns it."""
+"""The health of an engine, as the process that owns it sees it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["EngineProbe"]
 
 
 class EngineProbe:
-    """Pings an engine core, and reads what its processes do: those that descend from this one.
+    """Pings an engine core, and reads the state and CPU time of its processes, the descendants of this one.
 
     Args:
         engine: the ``AsyncLLM``.
@@ -25,7 +25,7 @@ class EngineProbe:
         self._ping: asyncio.Task[Any] | None = None
 
     async def read(self, seconds: float) -> ProbeReport:
-        """Ping the core, which gets so many seconds to answer. One that did not yet is not asked again.
+        """Ping the core, which gets ``seconds`` to answer. While a ping is unanswered, no other is sent.
 
         Several drivers may ask at the same time; they share the ping.
         """
@@ -35,7 +35,7 @@ class EngineProbe:
         await asyncio.wait({ping}, timeout=seconds)
         answered = ping.done()
         if answered:
-            ping.exception()  # an error is an answer too
+            ping.exception()  # an error is a reply, too
             if self._ping is ping:
                 self._ping = None
         stopped, cpu_seconds = _what_they_do()
@@ -43,7 +43,7 @@ class EngineProbe:
 
 
 def _what_they_do() -> tuple[bool, float]:
-    """Return whether one of this process's descendants is stopped, and the seconds that all have computed."""
+    """Return whether one of this process's descendants is stopped, and the CPU seconds of all."""
     stopped, seconds = False, 0.0
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended

@@ -1,4 +1,4 @@
-"""Log-probs of a prompt's own tokens: what vLLM is asked for, and how its worker brings logits to the rollout's terms.
+"""Log-probs of a prompt's own tokens: what vLLM is asked for, and how its worker adjusts logits as the rollout's were.
 
 vLLM normalises prompt log-probs over all words at temperature 1, whatever a request samples with. Temperature and words
 travel in the request's ``SamplingParams``, as its rows do (``forced_rows``).
@@ -24,7 +24,7 @@ KEY = "torchrl_moe_scoring"
 
 
 def scoring_params(params: Any, scoring: Scoring, tokens: int) -> Any:
-    """Return vLLM's ``SamplingParams`` that ask for the log-probs of a prompt's tokens, so many, and for no routes."""
+    """Return ``SamplingParams`` that ask for the log-probs of a prompt of ``tokens`` tokens, and for no routes."""
     params = params.clone()
     params.prompt_logprobs, params.flat_logprobs = 0, True
     params.routed_experts_prompt_start = tokens
@@ -37,7 +37,7 @@ def scoring_params(params: Any, scoring: Scoring, tokens: int) -> Any:
 
 
 def adjusted(logits: Tensor, params: Any, start: int) -> Tensor:
-    """Return the logits ``[N, V]`` that a prompt's tokens ``start + 1`` to ``start + N`` were drawn by."""
+    """Return the logits ``[N, V]`` from which a prompt's tokens ``start + 1`` to ``start + N`` were drawn."""
     packed = (params.extra_args or {}).get(KEY)
     if packed is None:
         return logits
@@ -57,7 +57,7 @@ def adjusted(logits: Tensor, params: Any, start: int) -> Tensor:
 
 
 def prompt_logprobs(given: Any, tokens: int) -> NDArray[np.float32] | None:
-    """Return what vLLM says of a prompt's tokens, float32 ``[P]``, NaN for the first; ``None`` if it was cut."""
+    """Return vLLM's log-probs of a prompt's tokens, float32 ``[P]``, NaN for the first; ``None`` if it was cut."""
     if given is None or len(given.start_indices) < tokens:
         return None
     scores = np.full(tokens, np.nan, np.float32)

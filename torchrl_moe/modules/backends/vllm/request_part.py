@@ -20,9 +20,9 @@ class Part:
         answers: how many it makes.
         lora: vLLM's request of the adapter that makes them, if one does.
         is_synced: whether that is the trainer's adapter, and not one that the request brought.
-        version: of all of its tokens, once the adapter was updated for those that come later; ``None`` before.
+        version: of all of its tokens, once the adapter was updated for later requests; ``None`` before.
         cut: by the pause of a swap.
-        answer: that it continues; ``None`` for all of them.
+        answer: the one that it continues; ``None`` for all of them.
         restarted: answers to drop and to start again, since their first token may come after a swap, from an old cache.
         lost: answer -> tokens that it had when it last lost its cache.
     """
@@ -42,7 +42,7 @@ class Part:
         return output.index not in self.restarted and not (self.cut and output.finish_reason == "abort")
 
     def keeps(self, output: CompletionOutput, params: Any) -> bool:
-        """Whether what there is of an answer stays."""
+        """Whether what was generated of an answer is kept."""
         if self.over(output):
             return True
         return output.index not in self.restarted and len(output.token_ids) > 0 and continuation.can_continue(params)

@@ -1,4 +1,4 @@
-"""From what users pass to vLLM's ``SamplingParams``, in the engine process."""
+"""Builds vLLM's ``SamplingParams`` from what users pass, in the engine process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SamplingParamsBuilder:
     flat container, which costs no object per token.
 
     Args:
-        names_words: whether the engine says which words sampling kept.
+        names_words: whether the engine reports which words sampling kept.
         logprobs_mode: the engine's, which says what its log-probs are of.
     """
 
@@ -34,8 +34,8 @@ class SamplingParamsBuilder:
 
         Raises:
             ValueError: an unknown or bad parameter, one that asks for what no completion carries, a per-request seed on
-                CPU, log-probs over less than all words of an engine that does not say which, or of another distribution
-                than is sampled from.
+                CPU, log-probs over fewer words than all from an engine that does not report which, or of another
+                distribution than is sampled from.
         """
         key = (id(spec), id(guided_options))
         if key != self._key:
@@ -47,7 +47,7 @@ class SamplingParamsBuilder:
         return self._last
 
     def _refuse_other_distributions(self, params: Any) -> None:
-        """Refuse log-probs of another distribution than is sampled from, or of one that nobody can name."""
+        """Refuse log-probs of another distribution than is sampled from, or of one that cannot be known."""
         name = leaves_words_out(partial(getattr, params))
         if name is not None and not self._names_words:
             raise ValueError(
@@ -101,7 +101,7 @@ def _build(spec: Any, guided_options: Any) -> Any:
         raise ValueError(f"sampling_params must be vllm.SamplingParams or a mapping, got {type(spec).__name__}")
     if isinstance(spec, SamplingParams):
         params = spec.clone()
-    else:  # as all come that another process sent: objects in it are mappings too
+    else:  # as sent by another process: objects in it are mappings, too
         fields = dict(spec or {})
         of_objects = {"structured_outputs": StructuredOutputsParams, "repetition_detection": RepetitionDetectionParams}
         for name, kind in of_objects.items():

@@ -1,14 +1,14 @@
-"""vLLM's schedulers, which hand on the words that sampling kept, and the experts of a request that is read again.
+"""vLLM's schedulers; these also pass on the words that sampling kept, and the experts of a request that is read again.
 
 vLLM preempts a request where others need its blocks, or where a weight swap has its cache recomputed; later it reads
 the request's tokens again, and routes them by the weights of that time. Here they follow the experts that their answer
 was sampled with.
 
 The weight check overtakes all other requests: it runs in steps of its own, without the running requests. So it needs no
-free place among them, and no other prompt comes before it. Where no blocks of the
-cache are free, the request is preempted that vLLM itself would preempt.
+free place among them, and no other prompt comes before it. Where no blocks of the cache are free, the request is
+preempted that vLLM itself would preempt.
 
-Read in the engine core only, which makes a scheduler by its name.
+Imported in the engine core only, which makes a scheduler by its name.
 
 Letters: P prompt tokens, G tokens delivered, L decoder layers, K experts per token.
 """
@@ -31,7 +31,7 @@ __all__ = ["AsyncMoEScheduler", "MoEScheduler"]
 
 
 class MoEScheduler(Scheduler):
-    """Of an engine that waits for each step."""
+    """The scheduler of an engine that waits for each step."""
 
     running: list[Any]
 
@@ -40,7 +40,7 @@ class MoEScheduler(Scheduler):
         self.return_sampling_mask = _compat_sampling.carries_masks(self.vllm_config)
         self._follows = not _compat_routing.why_live(self.vllm_config)
         self._leaving: dict[str, Any] = {}  # preempted with tokens on their way -> the blocks that it had
-        self._weight_check = ""  # the name of the request that came last to try new weights
+        self._weight_check = ""  # the id of the last weight check's request
         if self._follows:
             _compat_routing.key_blocks_by_rows(lambda request: forced_of(request).rows)
 
@@ -56,13 +56,13 @@ class MoEScheduler(Scheduler):
         done = super().reset_prefix_cache(reset_running_requests, reset_connector)
         if self._follows and reset_running_requests:  # other weights compute the blocks of all that wait now
             for request in self.requests.values():
-                if forced_of(request).is_recorded:  # nobody else's may stand for them, nor they for others'
+                if forced_of(request).is_recorded:  # hashed with its rows, its blocks match no other request's
                     request.block_hashes = []
                     request.update_block_hashes()
         return bool(done)
 
     def _keep_rows(self, request: Any, blocks: Any) -> None:
-        """Keep the rows of the tokens delivered: ``[P + G - 1, L, K]``, since the last one's comes with the next."""
+        """Keep the rows of the tokens delivered: ``[P + G - 1, L, K]``; the last token's comes with the next token."""
         forced, total = forced_of(request), request.num_tokens - 1
         had = forced.rows if forced.is_recorded else None
         known = 0 if had is None else len(had)
@@ -92,7 +92,7 @@ class MoEScheduler(Scheduler):
             output = super().schedule(*args, **kwargs)
         elif check.num_computed_tokens < check.num_tokens:
             output = self._schedule_alone(check)
-        else:  # its answer is on its way, and it takes nobody's place
+        else:  # its token is on its way, and it takes no request's place
             self.max_num_running_reqs += 1
             output = super().schedule(*args, **kwargs)
             self.max_num_running_reqs -= 1
@@ -102,7 +102,7 @@ class MoEScheduler(Scheduler):
         return output
 
     def _schedule_alone(self, request: Any) -> Any:
-        """Schedule a step of one request; the others are left out, as those are that vLLM has no tokens left for."""
+        """Schedule a step of one request; the others are left out, like requests beyond a step's token budget."""
         if request not in self.running:
             while (victim := _compat_routing.victim_for(self, request)) is not None:
                 self.running.remove(victim)
@@ -125,4 +125,4 @@ class MoEScheduler(Scheduler):
 
 
 class AsyncMoEScheduler(MoEScheduler, AsyncScheduler):
-    """Of an engine that does not."""
+    """The scheduler of an engine that schedules a step while the one before it runs."""

@@ -1,9 +1,9 @@
 """An engine that gives its GPU's memory to the trainer, and takes it back: vLLM's sleep mode.
 
-Requests that come while it sleeps wait here, before vLLM has seen them. A weight update wakes the weights, and nothing
-else; what sleep took for good, by level 2, must be updated before the rest may wake.
+Requests that arrive while it sleeps wait here, before vLLM has seen them. A weight update wakes the weights, and
+nothing else. Weights that level 2 has dropped must be updated before the rest may wake.
 
-vLLM has sleep mode on GPUs only, and nobody has run this on one.
+vLLM has sleep mode on GPUs only, and this has never run on one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WEIGHTS, REST = "weights", "kv_cache"  # vLLM's names of what sleeps
 
 
 class EngineSleep:
-    """What an ``AsyncLLM`` sleeps of, and what may be asked of it meanwhile.
+    """Which parts of an ``AsyncLLM`` sleep, and which commands it takes meanwhile.
 
     Args:
         engine: the ``AsyncLLM``.
@@ -36,8 +36,8 @@ class EngineSleep:
         self._level = 0
         self._weights_lost = False
         self._was_paused = False
-        self._asked = 0  # the last word counts
-        self._turn = asyncio.Lock()  # nobody sleeps in a swap
+        self._asked = 0  # counts calls of sleep and wake_up: the last one holds
+        self._turn = asyncio.Lock()  # no sleep during a swap
 
     def check_awake(self, what: str) -> None:
         """Raise an ``EngineError`` if it sleeps, or a part of it does."""
@@ -55,7 +55,7 @@ class EngineSleep:
         await self._weights.resume()
 
     async def sleep(self, level: int, mode: PauseMode) -> None:
-        """Give up the memory of weights and cache. Nothing to do if it sleeps at that level.
+        """Free the memory of weights and cache. Does nothing if it sleeps at that level already.
 
         Args:
             level: 1 keeps the weights in host memory, 2 drops them.
@@ -89,7 +89,7 @@ class EngineSleep:
             raise
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
-        """Take memory back, and once it has all continue as before. Idempotent.
+        """Take memory back; once all of it is back, continue as before. Idempotent.
 
         Args:
             tags: ``"weights"`` or ``"kv_cache"``, which is all but the weights; ``None``: both.

@@ -1,7 +1,7 @@
 """A synchronous ``vllm.LLM`` as an engine of ours: requests in, completions out, in the thread that calls.
 
-vLLM made it without our workers. So it follows no recorded experts, names no words that sampling left out, brings no
-prompt's log-probs to another temperature, and knows no versions: what asks for one of these is refused by name.
+It runs without our worker extension. So it follows no recorded experts, does not say which words sampling left out,
+scores prompts at temperature 1 only, and knows no versions: a request for one of these is refused by name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder
 __all__ = ["NO_VERSION", "SyncLLM"]
 
 NO_VERSION = -1
-"""Of weights that nobody counts."""
+"""The version of weights whose updates are not counted."""
 LOCKS: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
 """One for each ``vllm.LLM``: two calls at the same time would step one engine, and get each other's outputs."""
 SERVED = "AsyncVLLM.from_pretrained(path) can"
@@ -93,14 +93,14 @@ class SyncLLM:
                     f"{request.scoring.temperature:g}{'' if request.scoring.kept is None else ', over fewer'}: "
                     f"exclude 'sampling' if that is meant; {SERVED}"
                 )
-            assert request.prompt_token_ids is not None  # as the service makes such requests
+            assert request.prompt_token_ids is not None  # the wrapper makes such requests this way
             return scoring_params(params, request.scoring, len(request.prompt_token_ids))
         if params.logprobs is not None:
             self._refuse_other_distributions(params)
         return params.clone()  # vLLM writes into it
 
     def _refuse_other_distributions(self, params: Any) -> None:
-        """Refuse to sample from another distribution than log-probs are of, or from one that nobody can name."""
+        """Refuse to sample from another distribution than log-probs are of, or from one that cannot be known."""
         name = leaves_words_out(partial(getattr, params))
         if name is not None:
             raise ValueError(
@@ -138,7 +138,7 @@ def _layout_of(llm: Any) -> RoutingLayout | None:
 
 
 def _check_answered(prompts: Sequence[Any], outputs: Sequence[Any]) -> None:
-    """Refuse outputs that are not, one by one, those of the prompts: vLLM hands out all that its engine had."""
+    """Refuse outputs that are not, one by one, those of the prompts: vLLM returns all that its engine had."""
     asked = [prompt.get("prompt_token_ids") for prompt in prompts]
     given = [output.prompt_token_ids for output in outputs]
     if len(asked) != len(given) or any(a is not None and list(a) != list(b) for a, b in zip(asked, given, strict=True)):

@@ -1,7 +1,7 @@
 """What we add to vLLM's workers: methods that the engine process calls by name through ``collective_rpc``.
 
 It is imported inside worker processes only. Every method carries our prefix, because vLLM refuses an extension that
-shares a name with its worker class. None waits for anything: a worker that answers a call makes no tokens.
+shares a name with its worker class. None of them waits for anything: while a worker runs one, it generates nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["WorkerExtension"]
 # no installed package and cannot be filtered away by VLLM_PLUGINS.
 _compat.register_weight_engine()
 _compat.keep_cpu_experts_with_lora()
-end_with_leader()  # the engine core, this process's parent, does not look whether its own lives
+end_with_leader()  # the engine core, this process's parent, does not watch its own parent
 
 
 class WorkerExtension:
@@ -53,7 +53,7 @@ class WorkerExtension:
         torch.manual_seed(seed)
 
     def torchrl_moe_name_kept_words(self, on: bool = True) -> None:
-        """Say from now on which words sampling kept, for requests that want log-probs; or no longer, to measure it."""
+        """Report which words sampling kept, for requests with log-probs; or stop that, to measure its cost."""
         if on:
             _compat_sampling.fill_masks(self.model_runner, name_kept)
         else:
@@ -64,7 +64,7 @@ class WorkerExtension:
         _compat_sampling.adjust_prompt_logits(self.model_runner, adjusted)
 
     def torchrl_moe_follow_routes(self) -> str:
-        """Have the routers follow recorded experts from now on; return why they cannot, or ""."""
+        """Make the routers follow recorded experts from now on; return why they cannot, or ""."""
         runner = self.model_runner
         config = runner.model_config
         try:
@@ -81,7 +81,7 @@ class WorkerExtension:
         return ""
 
     def torchrl_moe_follow(self, on: bool) -> None:
-        """Follow or route live, to measure what it costs; an engine that follows must not be left at live."""
+        """Follow, or route live, to measure the cost; do not leave an engine that reports that it follows at live."""
         self.torchrl_moe_drive(on)
 
     def torchrl_moe_stage(self, manifest: str, shadow: bool, verify: bool, threads: int) -> bool:
@@ -99,11 +99,11 @@ class WorkerExtension:
         return report
 
     def torchrl_moe_change_places(self, version: int) -> None:
-        """Let the model and its shadow change places."""
+        """Swap the model and its shadow."""
         self.weight_transfer_engine.change_places(version)
 
     def torchrl_moe_drop_staged(self) -> None:
-        """Give up what was staged, or the old weights after a swap."""
+        """Drop what was staged, or after a swap the old weights."""
         self.weight_transfer_engine.drop()
 
     def torchrl_moe_whole(self) -> bool:
@@ -114,7 +114,7 @@ class WorkerExtension:
     def torchrl_moe_load_adapter(self, fields: dict[str, Any]) -> list[str]:
         """Load an adapter, by the fields of vLLM's request; return the modules it names and this worker does not adapt.
 
-        Both in one call: where there is room for one only, the next step may drop it for that of a request under way.
+        Both in one call: with room for one adapter only, the next step may evict it for that of a running request.
         """
         self.add_lora(build_lora_request(fields))
         return _compat.unused_adapter_modules(self.model_runner, fields["lora_int_id"])
@@ -126,6 +126,6 @@ class WorkerExtension:
         return len(self.torchrl_moe_saved)
 
     def torchrl_moe_validate(self, function: bytes) -> list[bytes]:
-        """Return, in frames, what a pickled function of the saved parameters and the model says."""
+        """Return, in frames, what a pickled function of the saved parameters and the model returns."""
         saved = getattr(self, "torchrl_moe_saved", {})
         return [bytes(frame) for frame in wire.encode(pickle.loads(function)(saved, self.model_runner.get_model()))]

@@ -78,7 +78,7 @@ def values(start: float) -> dict[str, Tensor]:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, ShadowModel]]:
-    """Return a live model that holds 1 and 2, and its shadow."""
+    """Return a serving model that holds 1 and 2, and its shadow."""
     monkeypatch.setattr(_compat, "load_beside", load_beside)
 
     def build(beside: Callable[[], nn.Module] = Model) -> tuple[Any, ShadowModel]:
@@ -169,7 +169,7 @@ class Biased(Model):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (Untied, "head.weight is tied in the live model and was loaded untied"),
+        (Untied, "head.weight is tied in the serving model and was loaded untied"),
         (Half, r"embed.weight is \[3\] torch.float32, but was loaded as \[3\] torch.float16"),
         (Biased, r"gate has \['scale', 'weight'\] but was loaded as \['bias', 'scale', 'weight'\]"),
     ],
@@ -185,7 +185,7 @@ def test_models_of_two_forms_do_not_change_places(make: Any, kind: type[Model], 
 def test_a_layer_that_was_not_packed_is_found(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     live, shadow = make()
     monkeypatch.setattr(_compat, "load_beside", lambda model, *_: setattr(model.gate, "weight", live.gate.weight))
-    assert shadow.load(values(10.0).items()) == "a layer is packed in the live model and was loaded unpacked"
+    assert shadow.load(values(10.0).items()) == "a layer is packed in the serving model and was loaded unpacked"
     shadow.swap()
     assert held(live) == [1.0, 2.0, 2.0, 2.0]
 
@@ -195,7 +195,7 @@ def test_tensors_that_came_out_tied_are_not_swapped_twice(make: Any, monkeypatch
     live.gate.weight, live.embed.weight = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
     live.head.weight = live.gate.weight
     monkeypatch.setattr(_compat, "load_beside", lambda model, *_: setattr(model.gate, "weight", model.embed.weight))
-    assert shadow.load(values(10.0).items()) == "tensors that differ in the live model were loaded tied"
+    assert shadow.load(values(10.0).items()) == "tensors that differ in the serving model were loaded tied"
 
 
 def test_other_modules_are_refused_at_once(make: Any) -> None:

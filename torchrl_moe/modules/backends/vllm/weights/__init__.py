@@ -1,1 +1,1 @@
-"""A weight update inside an engine: its process, its workers, and what both look at."""
+"""A weight update inside a vLLM engine: the side of the engine process, and that of the workers."""

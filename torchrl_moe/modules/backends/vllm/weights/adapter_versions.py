@@ -1,8 +1,8 @@
 """The engine process's side of an adapter update: load a version beside the others, then give it to new requests.
 
 Nothing is paused. A request keeps the adapter that it began with, and vLLM keys cached prefixes by an adapter's name,
-which no two versions share. An adapter that vLLM drops for want of room is read again in the step that needs it, and
-one that cannot be read ends the engine: so each version is a copy of our own, there until no request uses it.
+which no two versions share. An adapter that vLLM evicts is read from its files again in the step that needs it, and one
+that cannot be read ends the engine. So each version is copied to files of our own, which stay until no request uses it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torchrl_moe.weight_update.transports.base import StageReport
 __all__ = ["AdapterVersions"]
 
 FIRST_NUMBER = 1 << 30  # users count their own from 1
-LEAVE_SECONDS = 0.1  # between two looks whether an old adapter is still in use
+LEAVE_SECONDS = 0.1  # between two checks whether an old adapter is still in use
 SHOWN_MODULES = 4
 
 
@@ -48,7 +48,7 @@ class AdapterVersions:
     Args:
         engine: the ``AsyncLLM``.
         requests: of the engine; those without an adapter of their own get ours.
-        check: of what is about to be done to the engine: raises if that cannot be now.
+        check: called with what is about to be done; raises if the engine cannot do that now.
     """
 
     def __init__(self, engine: Any, requests: EngineRequests, check: Callable[[str], None] = lambda _: None) -> None:
@@ -60,7 +60,7 @@ class AdapterVersions:
         self._leaving: set[asyncio.Task[None]] = set()
 
     def init(self, options: Mapping[str, Any], replaced: bool) -> None:
-        """Take the weight store's ``folder``.
+        """Note the weight store's ``folder``.
 
         Args:
             options: with the folder.
@@ -114,7 +114,7 @@ class AdapterVersions:
         (by_worker,) = await asyncio.gather(loading, return_exceptions=True)
         if isinstance(by_worker, BaseException):
             raise ManifestMismatch(f"the engine cannot load adapter version {version}: {by_worker}")
-        # of pipeline stages each adapts its own layers
+        # each pipeline stage adapts only its own layers
         unused = sorted(set.intersection(*map(set, by_worker)))
         if unused:
             await self._engine.remove_lora(number)
@@ -126,7 +126,7 @@ class AdapterVersions:
         return _Loaded(version, build_lora_request(fields), folder)
 
     def swap(self, version: int) -> SwapReport:
-        """Give the version staged last to all requests that come from now on."""
+        """Give the version staged last to all new requests."""
         adapter = self._staged
         if adapter is None or adapter.version != version:
             return SwapReport(started=False, error=f"adapter version {version} is not the one staged last")

@@ -1,4 +1,4 @@
-"""What an engine process over vLLM does with weights: those of a trainer that sends them whole, or only an adapter."""
+"""The weight commands of an engine process over vLLM, for a trainer that sends whole weights, or only an adapter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["EngineWeightCommands"]
 
 
 class EngineWeightCommands(WeightCommands):
-    """A part of ``EngineProcess``.
+    """The part of ``EngineProcess`` that updates weights.
 
     Args:
         weights: of the engine.
@@ -36,7 +36,7 @@ class EngineWeightCommands(WeightCommands):
         super().__init__()
         self.weights, self.requests, self.adapters = weights, requests, adapters
         self._swap_weights = swap or weights.swap
-        self._sends_adapters = False  # the trainer, and no weights
+        self._sends_adapters = False  # whether the trainer does, instead of weights
 
     async def command_weights_version(self) -> int:
         return self.weights.version
@@ -61,7 +61,7 @@ class EngineWeightCommands(WeightCommands):
     ) -> SwapReport:
         if self._sends_adapters:
             return self.adapters.swap(version)
-        # whole weights have the adapter in them, or none
+        # whole weights have the adapter merged in, or none
         adapter, self.requests.adapter = self.requests.adapter, None
         report = await self._swap_weights(version, pause, clear_cache, canary, patience)
         if report.started:

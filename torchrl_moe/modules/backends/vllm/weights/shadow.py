@@ -1,20 +1,27 @@
 """The shadow: a second model, into which new weights are loaded while the first generates; then both are swapped.
 
-vLLM itself builds the second model, once; it holds memory only while a version waits in it. Loading it is what vLLM
-does at start-up: checkpoint tensors into fresh parameters, then packing. A swap exchanges what the modules of the two
-*hold*, never the modules or parameters themselves:
+Why a second model: a model cannot run while it is loaded, which takes seconds. With a shadow, only the swap needs the
+pause. vLLM itself builds the second model, once; it holds memory only while a version waits in it. Loading it is what
+vLLM does at start-up: checkpoint tensors into fresh parameters, then packing. A swap exchanges what the modules of the
+two *hold*, never the modules or parameters themselves:
 
 .. code-block:: text
 
                      before                       after
-    live module   -> parameter -> old storage     live module   -> parameter -> new storage
-    shadow module -> parameter -> new storage     shadow module -> parameter -> old storage
+    serving module -> parameter -> old storage    serving module -> parameter -> new storage
+    shadow module  -> parameter -> new storage    shadow module  -> parameter -> old storage
 
-The storages of parameters and buffers and the packed handles of linear layers are exchanged. Whatever refers to a live
-module or parameter (a tied head, a router's correction bias, the route capture, vLLM's registry of layers) still refers
-to the model that generates. Exchanging the modules instead would leave each of these references at the old weights.
+The storages of parameters and buffers and the packed handles of linear layers are exchanged. Whatever refers to a
+module or parameter of the serving model (a tied head, a router's correction bias, the route capture, vLLM's registry of
+layers) still refers to the model that generates. Exchanging the modules instead would leave each of these references at
+the old weights.
 
-After the swap the second model holds the old weights, so that a second swap undoes the first.
+After the swap the second model holds the old weights, so that a second swap undoes the first. What it holds, in order:
+
+.. code-block:: text
+
+    nothing -- load --> new weights -- swap --> old weights -- release --> nothing
+                                    <-- undo --
 
 Imported in vLLM's worker processes only.
 """
@@ -82,11 +89,11 @@ class _Blank:
 class ShadowModel:
     """The second model of a worker.
 
-    Build it between two steps of the live model, because it temporarily sets vLLM's process-wide state. The other
+    Build it between two steps of the serving model, because it temporarily sets vLLM's process-wide state. The other
     methods may run in a thread, one at a time, except :meth:`swap`, during which no step may run.
 
     Args:
-        live: the model that generates.
+        live: the serving model, which generates.
         vllm_config: its configuration.
         device: where it is.
 
@@ -148,7 +155,7 @@ class ShadowModel:
         return ""
 
     def _match(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the tensors that are exchanged, live and shadow, each once."""
+        """Return the tensors that are exchanged, serving and shadow, each once."""
         pairs: dict[int, tuple[Tensor, Tensor]] = {}
         for place, live in self._live.items():
             ours, theirs = _tensors(live), _tensors(self._shadow[place])
@@ -164,16 +171,16 @@ class ShadowModel:
                         f"but was loaded as {list(other.shape)} {other.dtype}"
                     )
                 if pairs.setdefault(id(tensor), (tensor, other))[1] is not other:
-                    raise WeightSyncError(f"{place}.{name} is tied in the live model and was loaded untied")
+                    raise WeightSyncError(f"{place}.{name} is tied in the serving model and was loaded untied")
         if len({id(other) for _, other in pairs.values()}) != len(pairs):
-            raise WeightSyncError("tensors that differ in the live model were loaded tied")
+            raise WeightSyncError("tensors that differ in the serving model were loaded tied")
         return list(pairs.values())
 
     def _match_packed(self) -> list[tuple[nn.Module, nn.Module]]:
-        """Return the layers that exchange packed weights, live and shadow."""
+        """Return the layers that exchange packed weights, serving and shadow."""
         pairs = [(live, shadow) for live, shadow in self._modules if _compat.has_packed(live)]
         if not all(_compat.has_packed(shadow) for _, shadow in pairs):
-            raise WeightSyncError("a layer is packed in the live model and was loaded unpacked")
+            raise WeightSyncError("a layer is packed in the serving model and was loaded unpacked")
         return pairs
 
     def swap(self) -> None:

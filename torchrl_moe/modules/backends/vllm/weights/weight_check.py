@@ -24,7 +24,7 @@ KEY = "torchrl_moe_weight_check"  # in the request's ``extra_args``
 class WeightCheck:
     """A request to an engine that generates, or is about to.
 
-    Our scheduler lets it overtake all other requests. Under another scheduler it waits its turn; then no answer in time
+    Our scheduler lets it overtake all other requests. Under another scheduler it waits its turn; then no result in time
     means that the engine is full, and says nothing about its weights.
 
     Args:
@@ -59,13 +59,13 @@ class WeightCheck:
         self._sent = await self._engine.add_request(self._name, prompt, params)
 
     async def ask(self, seconds: float) -> str:
-        """Return why the weights were not checked; an empty string if the answer is right.
+        """Return why the weights were not checked; an empty string if they passed.
 
         Args:
             seconds: the time limit.
 
         Raises:
-            WeightSyncError: the answer is wrong.
+            WeightSyncError: they failed.
         """
         await self.send()
         seconds = min(seconds, PROBE_SECONDS if self._proof is None else PROOF_SECONDS)

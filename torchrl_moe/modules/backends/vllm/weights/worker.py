@@ -71,7 +71,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._shadow: ShadowModel | None = None
         self._reason_against = ""  # a shadow, found when one was built or filled
         self._staging: Staging | None = None
-        self._asked: tuple[Any, ...] | None = None  # what it is of; None once it was told to stop
+        self._asked: tuple[Any, ...] | None = None  # the arguments of ``_staging``; None once it was asked to stop
         self._dropping: Future[None] | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
