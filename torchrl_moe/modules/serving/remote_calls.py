@@ -1,4 +1,4 @@
-"""Methods that code written for TorchRL's Ray actors may call as it does: ``ray.get(engine.generate.remote(...))``.
+"""Methods that code written for TorchRL's Ray actors may call as usual: ``ray.get(engine.generate.remote(...))``.
 
 TorchRL's own ``vLLMWrapper`` calls whatever has ``generate`` and ``remote`` in this way.
 """
@@ -25,7 +25,7 @@ class _Call:
         return self._method(*args, **kwargs)
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it to its end, and return a Ray reference to the answer. A Ray is started if there is none.
+        """Run the call to completion, and return a Ray reference to the result. Ray is started if it is not running.
 
         For several calls at a time, pass a list of prompts, or use threads.
         """
@@ -57,7 +57,8 @@ def also_remote(answer: Callable[..., Any] | None = None) -> Callable[[F], F]:
     """Give a method ``.remote``.
 
     Args:
-        answer: what that calls, with the instance first, if an actor of TorchRL's answers otherwise than the method.
+        answer: the function that ``.remote`` calls, with the instance as first argument, if TorchRL's actors return
+            something else than the method.
     """
 
     def decorate(function: F) -> F:

@@ -41,7 +41,7 @@ class ReplicaService:
 
     Args:
         replicas: at least one, not started yet.
-        faults: how faults are treated.
+        faults: how faults are handled.
         make_replica: makes a new replica for an index, in place of one that died, or to be added.
         metrics: whether requests are counted.
 
