@@ -132,6 +132,6 @@ def test_an_engine_that_cannot_be_given_its_weights_back_has_a_report() -> None:
         ("own weights", "does not hold"),
     ]
     assert report["own weights"].seen == "OSError: the engine is gone"
-    assert "start it again" in report["own weights"].advice
+    assert "restart it" in report["own weights"].advice
     assert handles.owner(model) is None
     assert model.training
