@@ -41,8 +41,8 @@ venv: ## create .venv and install the pinned CPU stack; does nothing while its i
 digest: # what .venv/.stamp holds after an installation from the inputs as they are now
 	@echo "$(DIGEST)"
 
-test: venv ## run test/ and the doctests of torchrl_moe/, two files at a time
-	@$(PYTEST) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+test: venv ## run test/ and the doctests of torchrl_moe/, three files at a time
+	@$(PYTEST) --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 coverage: venv ## run make test under coverage.py, subprocesses too, and report the lines of torchrl_moe
 	@rm -rf .coverage

@@ -96,7 +96,7 @@ def test_a_rank_without_a_gpu_of_its_number_is_refused(monkeypatch: pytest.Monke
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    with pytest.raises(ConfigError, match=rf"LOCAL_RANK={own}: .* and {count} are visible.*CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(ConfigError, match=rf"LOCAL_RANK={own}: .*; {count} are visible.*CUDA_VISIBLE_DEVICES"):
         join_ranks(1.0)
 
 

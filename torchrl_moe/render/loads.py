@@ -9,6 +9,12 @@ from torchrl_moe.render.legends import legend_above
 
 __all__ = ["load_figure"]
 
+ROW = 0.07
+"""Of the height of the axes, for a row of labels."""
+MOST_ROWS = 8
+GAP = 6.0
+"""Pixels between two labels of a row."""
+
 
 def load_figure(
     loads: Mapping[str, Sequence[tuple[float, float]]],
@@ -44,13 +50,30 @@ def load_figure(
         times = [at for at, _ in samples] + ([end] if samples else [])
         counts = [count for _, count in samples] + ([samples[-1][1]] if samples else [])
         axes.step(times, counts, where="post", linestyle=("-", "--", "-.", ":")[number % 4], label=name)
-    for number, (at, what) in enumerate(events):
-        axes.axvline(at, color="grey", linestyle=":")
-        axes.annotate(
-            what, (at, 1 - 0.08 * (number % 3)), xycoords=axes.get_xaxis_transform(), xytext=(3, -3),
-            textcoords="offset points", va="top", fontsize="small",
-        )  # fmt: skip
-    axes.set(xlabel="seconds", ylabel=quantity, ylim=(0, None))
+    axes.set(xlabel="seconds", ylabel=quantity)
+    rows = _draw_events(axes, events)
+    highest = max([1.0, *(count for samples in loads.values() for _, count in samples)])
+    axes.set_ylim(0, 1.05 * highest / (1 - ROW * rows))
     axes.grid(alpha=0.3)
     legend_above(axes, title or "load of the replicas")
     return figure
+
+
+def _draw_events(axes: Any, events: Sequence[tuple[float, str]]) -> int:
+    """Draw a line and a label for each event, labels in rows from the top, none over another; return how many rows."""
+    for at, _ in events:
+        axes.axvline(at, color="grey", linestyle=":")
+    ends: list[float] = []  # of the last label of each row
+    behind = {"facecolor": axes.get_facecolor(), "edgecolor": "none", "pad": 0.5}  # or lines would strike it through
+    for at, what in sorted(events):
+        label = axes.annotate(
+            what, (at, 1), xycoords=axes.get_xaxis_transform(), xytext=(3, -3), textcoords="offset points", va="top",
+            fontsize="small", bbox=behind,
+        )  # fmt: skip
+        begin = axes.transData.transform((at, 0))[0]
+        row = next((row for row, end in enumerate(ends) if end <= begin), len(ends))
+        if row == MOST_ROWS:
+            row = ends.index(min(ends))
+        label.xy = (at, 1 - ROW * row)
+        ends[row : row + 1] = [begin + label.get_window_extent().width + GAP]
+    return len(ends)
