@@ -44,6 +44,7 @@ from support.remote_hosts import (
 from support.waiting import in_thread, until
 from torchrl_moe._errors import CollectionError, CollectionStalledError
 from torchrl_moe.collectors import AsyncLLMCollector, LLMCollector, RayAsyncLLMCollector, RayLLMCollector
+from torchrl_moe.collectors.remote_host import RemoteHost
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.testing import FakeAsyncVLLM
 
@@ -532,6 +533,28 @@ def test_a_batch_that_was_asked_for_ahead_is_part_of_the_state(
     restored.load_state_dict(state)
     assert [asked(batch) for batch in restored.state_dict()["ahead"]] == [["q2", "q3"]]
     assert [asked(restored.next()) for _ in range(3)] == [["q2", "q3"], ["q4", "q5"], ["q6", "q7"]]
+
+
+def test_a_state_is_not_loaded_while_a_batch_is_made(
+    collect_in_turns: Callable[..., RayLLMCollector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: dict[str, Any] = {}
+    whole = []
+
+    def begin(host: RemoteHost, method: str, *arguments: Any) -> Any:
+        if "load_state_dict" in arguments:  # calls of an actor run side by side, and may start in another order
+            whole.append(host.is_done(begun["next"]))
+        begun[method] = plain_begin(host, method, *arguments)
+        return begun[method]
+
+    plain_begin = RemoteHost.begin
+    monkeypatch.setattr(RemoteHost, "begin", begin)
+    collector = collect_in_turns(fake_policy(token_seconds=0.05), sync_iter=False)
+    start = collector.state_dict()
+    assert asked(collector.next()) == ["q0", "q1"]  # and the next batch is requested
+    collector.load_state_dict(start)
+    assert asked(collector.next()) == ["q0", "q1"]
+    assert whole == [True]
 
 
 def test_nothing_is_asked_for_ahead_during_a_pause_nor_at_the_end(

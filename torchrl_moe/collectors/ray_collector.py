@@ -346,6 +346,7 @@ class RayCollector(BaseCollector):
         state = dict(state_dict)
         ahead = state.pop("ahead", ())
         with self._taking:
+            self._is_here()  # else the batch that was requested could be made from what is loaded
             self._awaited = None
             self._ask("call", "load_state_dict", state)
             self._ahead = deque(ahead)

@@ -352,6 +352,17 @@ def test_abort_cuts_what_runs(one: tuple[Replica, Kind]) -> None:
     assert not replica.submit(requests(1, kind.quick))[0].result(SECONDS).aborted
 
 
+def test_abort_cuts_what_the_engine_is_still_taking_in(one: tuple[Replica, Kind]) -> None:
+    replica, kind = one
+    futures = replica.submit(requests(3, kind.slow))
+    with paused(replica, "abort"):
+        assert not wait_futures(futures, SECONDS).not_done
+        (later,) = replica.submit(requests(1, kind.quick, "later"))
+        assert not wait_futures([later], 0.3).done
+    assert all(future.result().aborted for future in futures)
+    assert not later.result(SECONDS).aborted
+
+
 def test_wait_lets_what_runs_finish_and_holds_what_comes(one: tuple[Replica, Kind]) -> None:
     replica, kind = one
     futures = replica.submit(requests(3, kind.slow))

@@ -85,7 +85,10 @@ class EngineProcess(EngineProgram, EngineWeightCommands):
     # -- commands ---------------------------------------------------------------------------------------------------
 
     async def command_pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        before = self.requests.in_flight()
         await self.sleeping.pause(mode, clear_cache)
+        if mode == "abort":  # vLLM holds what it had not yet taken in
+            self.requests.cut(before)
 
     async def command_resume(self) -> None:
         await self.sleeping.resume()
@@ -93,7 +96,10 @@ class EngineProcess(EngineProgram, EngineWeightCommands):
     async def command_sleep(self, level: int, mode: PauseMode) -> None:
         if self._sends_adapters:
             raise ValueError("sleep: lora='adapter' loads into memory that would be gone: use lora='merged'")
+        before = self.requests.in_flight()
         await self.sleeping.sleep(level, mode)
+        if mode == "abort":
+            self.requests.cut(before)
 
     async def command_wake_up(self, tags: list[str] | None) -> None:
         await self.sleeping.wake_up(tags)

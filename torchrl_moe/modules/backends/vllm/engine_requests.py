@@ -343,7 +343,14 @@ class EngineRequests:
 
     def abort(self, request_ids: list[str]) -> None:
         """Cut requests short; repeated until they are gone, since vLLM may still be taking a request in."""
-        chosen = [self._open[name] for name in request_ids if name in self._open]
+        self.cut([self._open[name] for name in request_ids if name in self._open])
+
+    def in_flight(self) -> list[Running]:
+        """Return the requests in flight, those too that vLLM is still taking in."""
+        return list(self._open.values())
+
+    def cut(self, chosen: list[Running]) -> None:
+        """Cut requests short, as :meth:`abort` does; one that is over may have left its id to another."""
         for running in chosen:
             running.aborted = True
         self._spawn(self._abort(chosen))
