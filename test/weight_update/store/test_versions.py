@@ -232,6 +232,8 @@ def test_a_writer_killed_while_it_writes_leaves_the_last_version_and_its_litter_
 def test_a_full_disk_is_said_to_be_full_and_leaves_the_last_version(tmp_path: Path) -> None:
     """The limit on the size of a file stands in for the disk's end; a process of its own has it."""
 
+    large = torch.full((1_000_000,), 2.0)  # torch's threads do not live on in the other process
+
     def work() -> None:
         writer = VersionsWriter(tmp_path)
         writer.publish(tensors(a=1).items(), 1)
@@ -240,7 +242,7 @@ def test_a_full_disk_is_said_to_be_full_and_leaves_the_last_version(tmp_path: Pa
         with pytest.raises(
             WeightSyncError, match=r"no room for 4 MB in .*: a weight store keeps more than one version"
         ):
-            writer.publish([("a", torch.full((1_000_000,), 2.0))], 2)
+            writer.publish([("a", large)], 2)
 
     assert exit_code_of(work) == 0
     assert files(tmp_path) == ["v1"]

@@ -9,7 +9,6 @@ nothing. It needs two GPUs and has never been run.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import threading
 import time
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from torchrl_moe._errors import ManifestMismatch, TorchRLMoEError, WeightSyncError
 from torchrl_moe.weight_update.store import Manifest, WeightStoreReader
+from torchrl_moe.weight_update.transports.arriving import as_tensor
 from torchrl_moe.weight_update.transports.base import Peer, StageOptions, StageReport, workers_of
 from torchrl_moe.weight_update.transports.chunks import Chunk, chunks_of
 from torchrl_moe.weight_update.transports.meeting import LOOPBACK, MeetingPlace, board_of
@@ -180,15 +180,6 @@ class NcclTransport:
         for replica in list(self._links):
             self._drop(replica)
         self._place.close()
-        self._place.close()
-
-
-def _tensor(flat: Any) -> Tensor:
-    """Return bytes as a tensor, without a copy, and without torch's warning that they cannot be written to."""
-    if not len(flat):
-        return torch.empty(0, dtype=torch.uint8)
-    memory = (ctypes.c_uint8 * len(flat)).from_address(flat.ctypes.data)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _lives(replica: Peer | None) -> bool:
@@ -272,7 +263,7 @@ class _Link:
             await_until(transfer.is_done, deadline, self._lost, f"version {manifest.version} was not sent")
 
         with self._reader.flat(manifest) as flat:
-            content = _tensor(flat)
+            content = as_tensor(flat)
             starts = [partial(self._group.send, content[chunk.span]) for chunk in chunks_of(manifest, buffer_bytes)]
             for _ in in_turn(starts, num_buffers, wait):
                 pass
