@@ -20,6 +20,11 @@ settings.register_profile("suite", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("suite")
 
 
+def pytest_collection() -> None:
+    """Garbage is not looked for while tests are collected: there is little among a million new objects."""
+    gc.disable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Puts tests with Ray, then those with an engine last, each engine's together; skips ``gpu`` tests without CUDA.
 
@@ -44,6 +49,7 @@ def pytest_collection_finish() -> None:
     That takes a second. Frozen, they are passed over by the collections that tests set off or ask for.
     """
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:
@@ -68,7 +74,7 @@ def _engine_order(item: pytest.Item) -> str:
     if marker is None:
         return ""
     # last on an engine: what changes its weights, and so its version
-    last = any(word in item.path.name for word in ("weight", "trainer"))
+    last = any(word in str(item.path.relative_to(item.config.rootpath)) for word in ("weight", "trainer"))
     return f"engine {marker.args} {sorted(marker.kwargs.items())} {last}"
 
 

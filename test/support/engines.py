@@ -1,7 +1,7 @@
 """The one real vLLM engine that tests share.
 
-Starting one takes twenty seconds and two gigabytes, so there is never more than one alive, and tests that ask for the
-same engine run one after another (``conftest.py`` sorts them).
+One takes two gigabytes, so there is never more than one alive, and tests that ask for the same engine run one after
+another (``conftest.py`` sorts them).
 """
 
 from __future__ import annotations

@@ -93,6 +93,11 @@ def test_many_kinds_of_servers_do_not_pile_up_and_closed_ones_serve_their_proces
 # -- what a process inherits ------------------------------------------------------------------------------------------
 
 
+def test_what_was_imported_stays_out_of_collections_even_if_an_engine_unfreezes_it(forks: Forks) -> None:
+    forks.server()
+    assert forks.start().ask("run", "[gc.unfreeze(), gc.get_freeze_count()][1] if (gc := __import__('gc')) else 0") > 0
+
+
 def test_a_forked_process_has_inherited_from_its_driver_of_now(
     forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -282,6 +282,8 @@ def main() -> None:
         unsafe = module.preload() or _threads()
     gc.collect()
     gc.freeze()  # a collection in a forked process would copy all pages that objects lie on
+    # vLLM's processes undo that just before they end, to collect what ends with them: it took them most of a second
+    gc.unfreeze = lambda: None
     _Server(module.run, control, driver, unsafe, started_in).serve()
 
 
