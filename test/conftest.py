@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 from collections.abc import Iterator
@@ -46,15 +47,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """What was imported lives to the end: with all test files, a million objects, which each full collection reads.
 
-    That takes a second. Frozen, they are passed over by the collections that tests set off or ask for.
+    That takes a second. Frozen, they are passed over by the collections that tests set off or ask for. Python's own end
+    collects all, or extension modules call what is left a leak.
     """
     gc.freeze()
     gc.enable()
-
-
-def pytest_sessionfinish() -> None:
-    """Python's own end collects all, or extension modules call what is left a leak."""
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(optionalhook=True)

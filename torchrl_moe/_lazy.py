@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+from torchrl_moe._imports import without_collections
+
 __all__ = ["attach"]
 
 
@@ -46,9 +48,9 @@ def attach(
         if name not in exports:
             raise AttributeError(f"module {package_name!r} has no attribute {name!r}")
         if not exports[name]:
-            return import_module(f".{name}", package_name)  # which sets the attribute
+            return _import(f".{name}", package_name)  # which sets the attribute
         try:
-            value = getattr(import_module(exports[name], package_name), name)
+            value = getattr(_import(exports[name], package_name), name)
         except AttributeError as error:
             # Left as it is, `from room import name` would swallow the cause, and hasattr(room, name) would say False.
             raise ImportError(f"cannot load {name!r} of {package_name!r} from {exports[name]!r}: {error}") from error
@@ -59,3 +61,8 @@ def attach(
         return sorted({*vars(sys.modules[package_name]), *exports})
 
     return __getattr__, __dir__, list(exports)
+
+
+def _import(name: str, package_name: str) -> Any:
+    with without_collections():
+        return import_module(name, package_name)

@@ -44,7 +44,8 @@ BELOW: dict[str, set[str]] = {
     "_compat_generation": set(),
     "_compat_memory": set(),
     "_errors": set(),
-    "_lazy": set(),
+    "_imports": set(),
+    "_lazy": {"_imports"},
     "": set(),  # the package's own __init__: it loads nothing, so anyone may import it
 }
 ONLY_IN_FUNCTIONS = {

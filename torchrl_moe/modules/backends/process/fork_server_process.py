@@ -32,6 +32,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import TypeAlias
 
+from torchrl_moe._imports import without_collections
 from torchrl_moe.modules.backends.process.fork_request import Arrived, receive, remove_folders, withdraw
 from torchrl_moe.modules.backends.process.parent_watch import kill_group
 
@@ -277,11 +278,10 @@ def main() -> None:
     os.set_inheritable(driver, False)
     control = socket.socket(fileno=descriptor)
     control.set_inheritable(False)
-    with _ends_with_driver(control, driver):
+    with _ends_with_driver(control, driver), without_collections():
         module = importlib.import_module(name)
         unsafe = module.preload() or _threads()
-    gc.collect()
-    gc.freeze()  # a collection in a forked process would copy all pages that objects lie on
+        gc.freeze()  # a collection in a forked process would copy all pages that objects lie on
     # vLLM's processes undo that just before they end, to collect what ends with them: it took them most of a second
     gc.unfreeze = lambda: None
     _Server(module.run, control, driver, unsafe, started_in).serve()

@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from torchrl_moe import _compat, _compat_routing, _compat_sampling
+from torchrl_moe._imports import without_collections
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.checkpoint import checkpoint_folder, checkpoint_metadata
 from torchrl_moe.modules.backends.process import packing
@@ -156,6 +157,8 @@ class EngineProcess(EngineProgram, EngineWeightCommands):
 
 
 async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Load]:
+    with without_collections():
+        preload()
     import vllm
 
     from torchrl_moe.modules.backends.vllm.load_logger import LoadLogger
