@@ -102,8 +102,8 @@ def test_on_one_host_ranks_meet_in_a_closed_folder_and_nothing_listens_beyond_lo
     transport, replica = bench()
     transport.open(replica, TIMEOUT)
     where = replica.told("init_weights")["options"]["meeting"]
-    assert set(where) == {"file"}
-    folder = Path(where["file"]).parent
+    assert set(where) == {"folder"}
+    folder = Path(where["folder"]).parent
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {place.split(":")[0] for place in listening() - before} <= {"0100007F"}  # gloo's own: 127.0.0.1
     transport.close()
@@ -230,7 +230,7 @@ def test_replicas_that_die_and_are_restarted_twenty_times_leave_nothing_behind(
         manifest = publish(store, version)
         transport.stage(stays, manifest, StageOptions(), TIMEOUT)
         transport.stage(last, manifest, StageOptions(), TIMEOUT)
-    place = Path(stays.told("init_weights")["options"]["meeting"]["file"]).parent
+    place = Path(stays.told("init_weights")["options"]["meeting"]["folder"]).parent
     before = held_here()
     for version in range(3, 23):
         last.die()

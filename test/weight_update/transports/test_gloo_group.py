@@ -105,7 +105,7 @@ def test_an_error_of_who_waits_ends_the_meeting_at_once(place: MeetingPlace) -> 
 
     with pytest.raises(ReplicaDiedError, match="it is gone"):
         GlooGroup(place.meet(where, TIMEOUT, die), 0, 2, TIMEOUT)
-    assert not os.path.exists(where["file"])
+    assert not os.path.exists(where["folder"])
 
 
 def test_a_group_that_nobody_holds_any_more_ends(place: MeetingPlace) -> None:
@@ -113,7 +113,7 @@ def test_a_group_that_nobody_holds_any_more_ends(place: MeetingPlace) -> None:
     group = GlooGroup(place.meet(where, TIMEOUT), 0, 1, TIMEOUT)
     assert threads() > before
     del group
-    assert (threads(), os.path.exists(where["file"])) == (before, False)
+    assert (threads(), os.path.exists(where["folder"])) == (before, False)
 
 
 def threads() -> int:

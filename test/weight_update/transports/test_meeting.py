@@ -57,11 +57,11 @@ def test_closing_wakes_who_waits_and_ends_the_meeting_once() -> None:
     assert ended == [1]
 
 
-def test_on_one_host_each_meeting_is_a_file_in_a_closed_folder(place: MeetingPlace) -> None:
+def test_on_one_host_each_meeting_is_a_closed_folder(place: MeetingPlace) -> None:
     first, second = place.begin(), place.begin()
-    assert (set(first), first != second) == ({"file"}, True)
-    path = Path(first["file"])
-    assert [it.stat().st_mode & 0o777 for it in (path.parent, path)] == [0o700, 0o600]
+    assert (set(first), first != second) == ({"folder"}, True)
+    path = Path(first["folder"])
+    assert [it.stat().st_mode & 0o777 for it in (path.parent, path)] == [0o700, 0o700]
     board_of(first).set("key", b"value")
     assert place.meet(first, TIMEOUT).get("key") == b"value"
     assert not place.meet(second, TIMEOUT).check(["key"])
@@ -74,9 +74,35 @@ def test_on_one_host_each_meeting_is_a_file_in_a_closed_folder(place: MeetingPla
     assert not path.parent.exists()
 
 
-def test_a_file_that_is_not_here_is_another_hosts(tmp_path: Path) -> None:
+def test_a_value_is_there_whole_or_not_at_all_whatever_its_key(place: MeetingPlace) -> None:
+    where = place.begin()
+    one, other = board_of(where), board_of(where)
+    one.set("gloo/0/../1", b"first")
+    one.set("gloo/0/../1", b"second")
+    assert other.get("gloo/0/../1") == b"second"
+    assert (other.check(["gloo/0/../1"]), other.check(["gloo", "gloo/0/../1"])) == (True, False)
+    assert len(list(Path(where["folder"]).iterdir())) == 1
+
+
+@pytest.mark.parametrize("how", ["the meeting", "its place"])
+def test_who_is_late_for_a_meeting_that_is_over_hears_of_it_at_once(place: MeetingPlace, how: str) -> None:
+    where = place.begin()
+    board = board_of(where)
+    if how == "its place":
+        place.close()
+    else:
+        place.end(where)
+    uses = (lambda: board.set("key", b"value"), lambda: board.get("key"), lambda: board.check(["key"]))
+    for use in uses:
+        with pytest.raises(RuntimeError, match="the trainer has given the group up"):
+            use()
+    with pytest.raises(RuntimeError, match="the trainer has given the group up"):
+        Meeting(board, TIMEOUT).wait(["key"])
+
+
+def test_a_folder_that_is_not_here_is_another_hosts(tmp_path: Path) -> None:
     with pytest.raises(WeightSyncError, match="is another host: give the scheme a master_address"):
-        board_of({"file": str(tmp_path / "none")})
+        board_of({"folder": str(tmp_path / "none")})
 
 
 def test_across_hosts_ranks_meet_at_the_trainers_server(across: MeetingPlace) -> None:

@@ -1,6 +1,6 @@
 """Where the ranks of a group meet, and announce that they are ready; others are kept out.
 
-On one host that is a file in a folder that only this user can open: there is no port. Across hosts it is a server of
+On one host that is a folder that only this user can open: there is no port. Across hosts it is a server of
 the trainer's, which asks for a secret. What a group sends afterwards goes through gloo's own connections, which have
 neither authentication nor encryption.
 """
@@ -10,16 +10,19 @@ from __future__ import annotations
 import ipaddress
 import itertools
 import os
+import shutil
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from torch.distributed import FileStore, HashStore, Store  # type: ignore[attr-defined]  # its stubs leave them out
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # its stubs leave them out
 
 from torchrl_moe._errors import WeightSyncError
 from torchrl_moe.weight_update.transports.board import Board, BoardServer, RemoteBoard
@@ -28,7 +31,6 @@ __all__ = ["LOOPBACK", "Meeting", "MeetingPlace", "board_of", "is_loopback", "ow
 
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = (0.005, 0.2)  # between two polls: first, and at most; across hosts each is a connection
-GONE_SECONDS = 1.0  # that torch's store waits for a file which is removed as it is asked
 
 
 def is_loopback(address: str) -> bool:
@@ -45,7 +47,7 @@ def is_loopback(address: str) -> bool:
 
 def own_address(where: Mapping[str, Any]) -> str:
     """Return the address by which this host reaches the others of a meeting."""
-    if "file" in where:
+    if "folder" in where:
         return LOOPBACK
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((where["address"], where["port"]))  # sends nothing
@@ -144,10 +146,12 @@ class MeetingPlace:
             name = next(self._names)
             if is_loopback(self._address):
                 if self._folder is None:  # of mode 0700
-                    self._folder = tempfile.TemporaryDirectory(prefix="torchrl_moe-meeting-")
+                    self._folder = tempfile.TemporaryDirectory(
+                        prefix="torchrl_moe-meeting-", ignore_cleanup_errors=True
+                    )
                 path = Path(self._folder.name, name)
-                path.touch(0o600)
-                return {"file": str(path)}
+                path.mkdir(0o700)
+                return {"folder": str(path)}
             if self._server is None:
                 self._server = BoardServer(self._address, self._port)
             self._server.boards[name] = HashStore()
@@ -161,8 +165,8 @@ class MeetingPlace:
 
     def end(self, where: Mapping[str, Any]) -> None:
         """Remove a board. Idempotent."""
-        if "file" in where:
-            Path(where["file"]).unlink(missing_ok=True)
+        if "folder" in where:
+            shutil.rmtree(where["folder"], ignore_errors=True)  # a rank may be writing into it
         elif self._server is not None:
             self._server.boards.pop(where["name"], None)
 
@@ -181,37 +185,50 @@ def board_of(where: Mapping[str, Any]) -> Board:
     """Return the board of a meeting, as any rank finds it, without connecting yet.
 
     Raises:
-        WeightSyncError: it is a file that is not on this host.
+        WeightSyncError: it is a folder that is not on this host.
     """
-    if "file" not in where:
+    if "folder" not in where:
         return RemoteBoard(where["address"], where["port"], where["name"], bytes.fromhex(where["secret"]))
-    if not os.path.exists(where["file"]):
+    if not os.path.isdir(where["folder"]):
         raise WeightSyncError(
-            f"the trainer's {where['file']} is not here, so this is another host: give the scheme a master_address "
+            f"the trainer's {where['folder']} is not here, so this is another host: give the scheme a master_address "
             "that is reached from here"
         )
-    return _FileBoard(where["file"])
+    return _FolderBoard(Path(where["folder"]))
 
 
-class _FileBoard:
-    """A board that is a file. torch's store waits for one that is gone."""
+class _FolderBoard:
+    """A board that is a folder, with a file for each value.
 
-    def __init__(self, path: str) -> None:
-        self._path, self._store = path, FileStore(path)
-        self._store.set_timeout(timedelta(seconds=GONE_SECONDS))
+    torch's ``FileStore`` waits for minutes for a file whose folder is gone, and no other thread runs meanwhile.
+    """
 
-    def _check(self) -> None:
-        if not os.path.exists(self._path):
-            raise RuntimeError("the trainer has given the group up")
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def _file(self, key: str) -> Path:
+        return self._folder / quote(key, safe="")
+
+    @contextmanager
+    def _known(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise RuntimeError("the trainer has given the group up") from None
 
     def set(self, key: str, value: Any) -> None:
-        self._check()
-        self._store.set(key, value)
+        file = self._file(key)
+        with self._known():
+            whole = tempfile.NamedTemporaryFile(dir=self._folder, prefix=".", delete=False)  # noqa: SIM115  it is moved
+            with whole:
+                whole.write(bytes(value))
+            os.replace(whole.name, file)
 
     def get(self, key: str) -> bytes:
-        self._check()
-        return bytes(self._store.get(key))
+        with self._known():
+            return self._file(key).read_bytes()
 
     def check(self, keys: list[str]) -> bool:
-        self._check()
-        return bool(self._store.check(keys))
+        with self._known():
+            found = set(os.listdir(self._folder))
+        return all(self._file(key).name in found for key in keys)
