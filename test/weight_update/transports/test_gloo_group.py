@@ -116,6 +116,15 @@ def test_a_group_that_nobody_holds_any_more_ends(place: MeetingPlace) -> None:
     assert (threads(), os.path.exists(where["folder"])) == (before, False)
 
 
+def test_a_group_that_was_not_made_leaves_no_socket_even_if_its_error_is_kept(place: MeetingPlace) -> None:
+    """A log keeps errors, with their frames; a rank that has connected would wait for the open socket."""
+    before = threads()
+    with pytest.raises(SyncTimeout) as kept:
+        GlooGroup(place.meet(place.begin(), 0.0), 0, 2, TIMEOUT)
+    until(lambda: threads() == before, TIMEOUT)
+    assert kept.value.__traceback__ is not None
+
+
 def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 

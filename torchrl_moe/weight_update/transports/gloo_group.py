@@ -54,17 +54,13 @@ class GlooGroup:
         buffer_bytes: int = BUFFER_BYTES,
         address: str = LOOPBACK,
     ) -> None:
-        options = dist.ProcessGroupGloo._Options()
-        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-        options._devices = [
-            dist.ProcessGroupGloo.create_device(**({"interface": interface} if interface else {"hostname": address}))
-        ]
-        options._timeout = timedelta(seconds=timeout)
         self.rank, self.world_size = rank, world_size
         self._meeting, self._buffer_bytes = meeting, buffer_bytes
         self._transfers = 0
         try:
-            self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", meeting), rank, world_size, options)
+            self._group: Any = dist.ProcessGroupGloo(
+                dist.PrefixStore("gloo", meeting), rank, world_size, _options(timeout, address)
+            )
         except BaseException as error:
             meeting.close()
             if not isinstance(error, RuntimeError | TimeoutError):
@@ -115,6 +111,17 @@ class GlooGroup:
         """End the communicator and its threads; ranks that wait for this one get an error. Idempotent."""
         self._end()
         self._group = None
+
+
+def _options(timeout: float, address: str) -> Any:
+    """Return gloo's options. Nobody else may hold them: their sockets stay open with them, if the group is not made."""
+    options = dist.ProcessGroupGloo._Options()
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    options._devices = [
+        dist.ProcessGroupGloo.create_device(**({"interface": interface} if interface else {"hostname": address}))
+    ]
+    options._timeout = timedelta(seconds=timeout)
+    return options
 
 
 def _end(group: Any, meeting: Meeting) -> None:
