@@ -54,13 +54,13 @@ class GlooGroup:
         buffer_bytes: int = BUFFER_BYTES,
         address: str = LOOPBACK,
     ) -> None:
+        options = [_options(timeout, address)]
         self.rank, self.world_size = rank, world_size
         self._meeting, self._buffer_bytes = meeting, buffer_bytes
         self._transfers = 0
         try:
-            self._group: Any = dist.ProcessGroupGloo(
-                dist.PrefixStore("gloo", meeting), rank, world_size, _options(timeout, address)
-            )
+            # this frame holds no options, nor their sockets: if this fails, a log may keep the error with its frames
+            self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", meeting), rank, world_size, options.pop())
         except BaseException as error:
             meeting.close()
             if not isinstance(error, RuntimeError | TimeoutError):
@@ -114,7 +114,6 @@ class GlooGroup:
 
 
 def _options(timeout: float, address: str) -> Any:
-    """Return gloo's options. Nobody else may hold them: their sockets stay open with them, if the group is not made."""
     options = dist.ProcessGroupGloo._Options()
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     options._devices = [
