@@ -392,9 +392,11 @@ def test_ctrl_c_leaves_it_running(collect: Callable[..., AsyncLLMCollector], mon
     collector = collect(groups_per_batch=2, order="fifo")
     batches = iter(collector)
     next(batches)
-    result = Future.result
+    result, here = Future.result, threading.current_thread()
 
     def interrupted(self: Any, timeout: float | None = None) -> Any:
+        if threading.current_thread() is not here:  # engines of other tests work in theirs
+            return result(self, timeout)
         monkeypatch.setattr(Future, "result", result)
         raise KeyboardInterrupt
 
