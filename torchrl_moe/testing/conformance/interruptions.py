@@ -24,7 +24,7 @@ __all__ = ["Crossed", "crossed_by_update", "cut_midway"]
 
 ABORTS = 10
 UPDATES = 3
-CANDIDATES = 3
+CANDIDATES = 12
 
 
 @dataclass(frozen=True, slots=True)
