@@ -5,7 +5,7 @@ limit is the critical path of these times alone: all replicas stage at once, and
 CPU time is of this process, fakes included.
 
 The links are simulated: gloo really moves the bytes, and every sender, the trainer or a replica, first waits as long as
-    its own link would take, one transfer after another.
+its own link would take, one transfer after another.
 """
 
 from __future__ import annotations

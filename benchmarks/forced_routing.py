@@ -1,13 +1,13 @@
 """What forced routing gains, and what it costs: an engine that follows recorded experts.
 
 Gain: a partial rollout across a weight change. The first half is sampled by the old weights, the second half by the new
-    ones, which prefill the first half again: with their own routing, or with the experts that it was sampled with. A
-    trainer replays the rows that were recorded first (R3). The rows say how far its log-probs of the second half are
-    from the engine's, and in how many rows the new weights would choose other experts than those recorded.
+ones, which prefill the first half again: with their own routing, or with the experts that it was sampled with. A
+trainer replays the rows that were recorded first (R3). The rows say how far its log-probs of the second half are
+from the engine's, and in how many rows the new weights would choose other experts than those recorded.
 
 Cost: the time to prefill 2048 tokens with given experts relative to without, and the speed of generation with the hook
-    installed relative to without it, in pairs, next to control pairs that do not differ; and the memory that a worker
-    holds for running requests. The model is large enough that a step is not dominated by overhead.
+installed relative to without it, in pairs, next to control pairs that do not differ; and the memory that a worker
+holds for running requests. The model is large enough that a step is not dominated by overhead.
 """
 
 from __future__ import annotations

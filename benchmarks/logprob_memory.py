@@ -1,9 +1,9 @@
 """What a loss costs in memory and time, forward and backward, entropy included: ours against TorchRL's.
 
 Same model, same batch: TorchRL's ``TransformersWrapper`` and ``GRPOLoss``, and ours without replay. The body of the
-    model is small, so that head and loss dominate: with a large body the ratio of times is nearer to 1. Each
-    measurement runs in its own process; memory is the growth of the peak resident set over a whole step, the
-    parameters' gradients included.
+model is small, so that head and loss dominate: with a large body the ratio of times is nearer to 1. Each
+measurement runs in its own process; memory is the growth of the peak resident set over a whole step, the
+parameters' gradients included.
 
 Then the head alone, over all words and over those that a sampler kept: lists of 20 kept words, of some hundreds, and of
 5 excluded words.

@@ -42,7 +42,7 @@ class GroupAdvantage(Transform):
             complete groups, of any sizes, as those of ``AsyncLLMCollector`` do. A group of one gets advantage 0.
         prompt_key: the entry that identifies a group, the same in all steps of a trajectory: text, or a tensor compared
             by value. Default: ``"group_id"`` where a step has it (it distinguishes two groups of the same prompt), else
-                ``"query"``.
+            ``"query"``.
         rewards_key, advantage_key, done_key: the entries that are read and written.
 
     Raises:
@@ -210,8 +210,8 @@ class DrGRPOAdvantage(GroupAdvantage):
     """``A_i = R_i - mean_j R_j``: GRPO's advantage without the division by the standard deviation.
 
     Dr. GRPO (arXiv 2503.20783, sec. 3): the division would give prompts that are nearly always or nearly never solved
-        more weight than the rest. The other half of Dr. GRPO is ``GRPOLoss(aggregation="fixed_length")``. The value is
-        ``(G - 1) / G`` times RLOO's.
+    more weight than the rest. The other half of Dr. GRPO is ``GRPOLoss(aggregation="fixed_length")``. The value is
+    ``(G - 1) / G`` times RLOO's.
     """
 
     def _complete(self, group: list[Trajectory]) -> list[TensorDictBase]:

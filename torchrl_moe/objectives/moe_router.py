@@ -66,7 +66,7 @@ class MoERouterLoss(LossModule):
         per_sequence: balance each sequence (DeepSeek-V3, arXiv 2412.19437, eq. 17-20) instead of the batch.
 
     Keys, for :meth:`set_keys`: ``action``, ``attention_mask``, and two optional ones of the whole batch of which the
-        input is a part, see :meth:`totals`: ``expert_counts``, ``num_router_sequences``.
+    input is a part, see :meth:`totals`: ``expert_counts``, ``num_router_sequences``.
 
     Example::
 

@@ -4,8 +4,8 @@ The id of byte ``b`` is ``b``, so ids of ASCII text are ``ord`` of its character
 encode and decode unchanged. Chat turns are ChatML, which TorchRL's ``History.from_text`` reads back by default.
 
 It is not a class of its own: :func:`ByteTokenizer` builds a stock ``PreTrainedTokenizerFast``, so a saved folder loads
-    in transformers and vLLM where torchrl_moe is not installed. Decoding and encoding again is not an identity: ids
-    that a random model samples need not be valid UTF-8, and such bytes decode to U+FFFD. Keep the ids.
+in transformers and vLLM where torchrl_moe is not installed. Decoding and encoding again is not an identity: ids
+that a random model samples need not be valid UTF-8, and such bytes decode to U+FFFD. Keep the ids.
 """
 
 from __future__ import annotations

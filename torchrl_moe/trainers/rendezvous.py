@@ -95,7 +95,7 @@ class Rendezvous:
         """Report an error here to the others; return its cause, if that is another rank, else ``""``.
 
         The error of a collective names no rank: then another rank has failed and reported it, or is gone, which a roll
-            call detects. Any other error is this rank's own.
+        call detects. Any other error is this rank's own.
         """
         try:
             if isinstance(error, RuntimeError) and _is_of_collective(error):

@@ -2,7 +2,7 @@
 
 TorchRL's wrapper base holds the queue, reports on it and empties it (``get_batching_state``, ``cleanup_batching``); its
 decorator is not used: it ignores ``batching_timeout``, so the last callers of a run wait forever, and a batch that
-    fails stays in its queue, so every later call fails too.
+fails stays in its queue, so every later call fails too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where a wrapper's prompts come from: a chat history, text, or tokens. All end as token ids, without padding.
 
 Only token ids go to the engine: a prompt tokenised twice, here and in the engine, may become two different sequences,
-    and routes belong to exactly one.
+and routes belong to exactly one.
 """
 
 from __future__ import annotations

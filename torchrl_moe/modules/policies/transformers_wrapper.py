@@ -67,11 +67,9 @@ class TransformersWrapper(ScoringWrapper):
         chat_template_name: one of TorchRL's templates. Without one the tokenizer's own comes first.
         chat_template: a template of your own.
         return_log_probs: whether answers have log-probs (default: True).
-        history_key, text_key, tokens_key, masks_key,
-        log_probs_key, routed_experts_key: where to read and write.
-        batching, min_batch_size, max_batch_size,
-            batching_timeout: join calls of several threads in one forward pass, see
-            :func:`~torchrl_moe.modules.policies.batching.batched`.
+        history_key, text_key, tokens_key, masks_key, log_probs_key, routed_experts_key: where to read and write.
+        batching, min_batch_size, max_batch_size, batching_timeout: join calls of several threads in one forward pass,
+            see :func:`~torchrl_moe.modules.policies.batching.batched`.
         prefer_tokens: as in :class:`vLLMWrapper`.
         replay: which experts to score with, see :mod:`~torchrl_moe.modules.policies.scoring_wrapper`: ``"R3"``,
             ``"R2"`` or ``"none"``. Default: R3 for tokens of a model with routers, else none.

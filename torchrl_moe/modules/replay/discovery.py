@@ -1,8 +1,8 @@
 """Finding the routers of a model by running it once: a router is the module whose own code ranks the experts.
 
 There is no table of families: the modules of a small forward pass are observed, and every ``topk`` is attributed to the
-    innermost running module. Routers of new architectures and of remote code are found in the same way, or refused by
-    name.
+innermost running module. Routers of new architectures and of remote code are found in the same way, or refused by
+name.
 
 Letters: N rows of a batch, E experts, K experts per row.
 """

@@ -1,7 +1,7 @@
 """How a router scores its experts, as far as one forward pass shows it: the functions between its logits and topk.
 
 It is for display only: replay does not depend on it. What is not done by torch functions (for example in a custom
-    autograd function) is not visible, and is called "own code".
+autograd function) is not visible, and is called "own code".
 
 Letters: N rows of a batch, E experts, K experts per row.
 """

@@ -21,8 +21,8 @@ class Admission:
     """Places for requests, given by priority, and by order of arrival within a priority. For one thread.
 
     No request starves: a priority number one higher counts like arriving 30 seconds later, so a request that has waited
-        that much longer goes first. A later request is never ahead of one with the same priority. Each step costs the
-        logarithm of the number of waiting requests.
+    that much longer goes first. A later request is never ahead of one with the same priority. Each step costs the
+    logarithm of the number of waiting requests.
 
     Args:
         limit: number of places; ``None`` for no limit.

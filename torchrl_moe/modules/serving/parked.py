@@ -1,7 +1,7 @@
 """Parked requests, which no replica took, and which of them a change affects.
 
 Requests with the same needs are of one kind: the first of them is tried for all. What each kind waits for is recorded,
-    so that a change of one replica does not retry a thousand kinds.
+so that a change of one replica does not retry a thousand kinds.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ def interpolated_log_probs(log_probs: Tensor, sample_log_probs: Tensor, stalenes
     """Return A-3PO's proximal policy, a constant: ``log prox = log π + (log μ - log π) / d``. No forward pass.
 
     arXiv 2512.06547: d weight updates lie between μ and π; the proximal policy is one update before π, and log-probs
-        are assumed to change evenly. ``d = 0``, for tokens sampled by the weights being trained, is treated as 1: μ is
-        then the proximal policy, the centre of the trust region.
+    are assumed to change evenly. ``d = 0``, for tokens sampled by the weights being trained, is treated as 1: μ is
+    then the proximal policy, the centre of the trust region.
 
     Args:
         log_probs: log π, ``[B, T]``.

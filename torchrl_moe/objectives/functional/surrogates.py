@@ -32,7 +32,7 @@ def clipped_surrogate(
 
     PPO's clipped surrogate (arXiv 1707.06347, eq. 7), per token as in GRPO (arXiv 2402.03300, eq. 3). ``low`` and
     ``high`` may differ: DAPO's Clip-Higher (arXiv 2503.14476, eq. 10). With ``dual_clip = c`` the ratio of a negative
-        advantage counts at most c: the loss is at most ``-c A``, without a gradient beyond that (arXiv 1912.09729).
+    advantage counts at most c: the loss is at most ``-c A``, without a gradient beyond that (arXiv 1912.09729).
 
     >>> ratio, advantage = torch.tensor([[1.5, 1.5, 0.5]]), torch.tensor([[1.0, -1.0, -1.0]])
     >>> clipped_surrogate(ratio.log(), advantage, 0.2, 0.28)

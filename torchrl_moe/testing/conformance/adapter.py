@@ -26,7 +26,7 @@ class Sampling:
     """How answers are sampled. Names are vLLM's; the defaults leave the model's distribution as it is.
 
     An answer should have ``max_tokens`` tokens: if the adapter does not ignore the end-of-sequence token, answers may
-        be shorter.
+    be shorter.
 
     >>> Sampling(max_tokens=4, top_p=0.9).changes
     {'top_p': 0.9}

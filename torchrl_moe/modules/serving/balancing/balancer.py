@@ -1,7 +1,7 @@
 """Which replica takes the next request.
 
 It never waits and sends nothing to a replica: load is counted here, at ``acquire`` and ``release``. The service waits
-    for replicas that are not serving.
+for replicas that are not serving.
 """
 
 from __future__ import annotations
