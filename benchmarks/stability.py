@@ -23,6 +23,7 @@ from tensordict import set_list_to_stack
 from benchmarks.report import RESULTS, Row, finish
 from torchrl_moe._errors import TorchRLMoEError
 from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.render.legends import legend_above
 from torchrl_moe.trainers import MoEGRPOTrainer
 from torchrl_moe.trainers.compose import load_config
 from torchrl_moe.trainers.policy_model import PolicyModel
@@ -173,11 +174,12 @@ def draw(outcomes: Sequence[Outcome], levels: Sequence[int]) -> None:
             style |= {"label": ARMS[one.arm]} if one.seed == 0 else {}
             for axes, name in zip(column, ("reward", "kl"), strict=True):
                 axes.plot(one.column("step"), one.column(name), **style)
-        column[0].set(title=f"engine updated every {level} steps", ylabel="rollout reward", ylim=(-0.02, 1.02))
+        column[0].set(ylabel="rollout reward", ylim=(-0.02, 1.02))
         column[1].set(xlabel="step", ylabel="k3, trainer and engine", yscale="log")
+        legend_above(column[0], "engine updated " + ("every step" if level == 1 else f"every {level} steps"))
+        legend_above(column[1])
         for axes in column:
             axes.grid(alpha=0.3)
-            axes.legend(frameon=False)
     figure.savefig(RESULTS / "stability.png", dpi=120)
 
 
