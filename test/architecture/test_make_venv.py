@@ -119,6 +119,15 @@ def test_a_first_call_installs_torch_then_the_pins_then_vllm_then_the_project(ch
     assert re.fullmatch(r"[0-9a-f]{64}\n", checkout.stamp.read_text())
 
 
+def test_the_page_installs_the_same_in_an_environment_of_ones_own() -> None:
+    page, script = ((ROOT / name).read_text() for name in ("docs/install.md", "requirements/install.sh"))
+    (torch,) = re.findall(r"^torch==\S+", (ROOT / REQUIREMENTS[0]).read_text(), re.MULTILINE)
+    (vllm,) = re.findall(r"^vllm=(\S+)", script, re.MULTILINE)
+    assert f"pip install --no-deps {torch} --extra-index-url {INDEX}\n" in page
+    assert f"pip install -r {REQUIREMENTS[0]} -r {REQUIREMENTS[1]}\n" in page
+    assert f"pip install --no-deps {vllm}\n" in page
+
+
 def test_every_step_has_a_line(checkout: Checkout) -> None:
     first, *steps = checkout.make_venv().stdout.splitlines()
     assert "about two minutes" in first

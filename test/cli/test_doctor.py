@@ -126,6 +126,13 @@ def test_an_engine_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--engine vllm needs a MODEL" in capsys.readouterr().err
 
 
+def test_a_model_may_follow_the_engine_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--engine", "./none"]) == 2
+    assert "there is no folder './none'" in capsys.readouterr().err
+    assert main(["doctor", "tiny", "--engine", "sglang"]) == 2
+    assert "--engine sglang: must be one of vllm, transformers" in capsys.readouterr().err
+
+
 def test_a_model_without_a_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", ""]) == 2  # of a shell variable that was not set
     said = capsys.readouterr()

@@ -27,6 +27,10 @@ def test_prompts_are_lines_or_json_lines(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n\n{"prompt": "2"}\n')
     assert read_prompts(str(tmp_path / "a.txt")) == ["one", "two"]
     assert read_prompts(str(tmp_path / "a.jsonl")) == ["1 + 1 =", "2"]
+    (tmp_path / "a.json").write_text('{"prompt": "1"}\n{"prompt": "2"}\n')
+    assert read_prompts(str(tmp_path / "a.json")) == ["1", "2"]
+    (tmp_path / "b.txt").write_text('{"a": 1} is a\n[1]\n')
+    assert read_prompts(str(tmp_path / "b.txt")) == ['{"a": 1} is a', "[1]"]
 
 
 @pytest.mark.parametrize(

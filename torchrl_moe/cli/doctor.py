@@ -54,14 +54,19 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine",
         nargs="?",
-        choices=ENGINES,
         const=ENGINES[0],
+        metavar="{" + ",".join(ENGINES) + "}",
         help="start an engine of MODEL, and see whether it returns routes (default engine: vllm)",
     )
     add_engine_arguments(parser, "bfloat16")
 
 
 def _run(options: argparse.Namespace, output: Output) -> int:
+    if options.engine is not None and options.engine not in ENGINES:
+        if options.model is not None:
+            raise BadUse(f"--engine {options.engine}: must be one of {', '.join(ENGINES)}")
+        # `--engine MODEL`: argparse reads the word behind the option as its value
+        options.model, options.engine = options.engine, ENGINES[0]
     if options.engine and options.model is None:
         raise BadUse(f"--engine {options.engine} needs a MODEL to start it with: {MODEL_HELP}")
     seen = _Seen()

@@ -64,7 +64,7 @@ def check_installed(kind: str, instead: str) -> None:
     """
     if kind == "vllm" and find_spec("vllm") is None:
         raise BadUse(
-            "vLLM is not installed: pip install 'torchrl_moe[vllm]' (a CPU needs a build of its own, see the README), "
+            "vLLM is not installed: pip install 'torchrl_moe[vllm]' (a CPU needs a build of its own, see docs/install.md), "
             f"or take {instead}"
         )
 

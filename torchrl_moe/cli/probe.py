@@ -45,6 +45,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def read_prompts(file: str) -> list[str]:
     """Return the prompts of a file: a text a line, or JSON lines with a key ``prompt``. Empty lines are left out.
 
+    A file is JSON lines if its name ends in ``.jsonl``, or if its first line is an object with that key.
+
     Raises:
         BadUse: there is no such file, none is in it, or a line of JSON has no prompt.
     """
@@ -55,7 +57,7 @@ def read_prompts(file: str) -> list[str]:
     lines = [line for line in lines if line]
     if not lines:
         raise BadUse(f"--prompts {file}: there is no prompt in it: write one a line")
-    if not file.endswith(".jsonl"):
+    if not file.endswith(".jsonl") and not _is_record(lines[0]):
         return lines
     prompts = []
     for number, line in enumerate(lines, 1):
@@ -66,6 +68,14 @@ def read_prompts(file: str) -> list[str]:
         if not isinstance(prompts[-1], str) or not prompts[-1]:
             raise BadUse(f"--prompts {file}, line {number}: the prompt must be text")
     return prompts
+
+
+def _is_record(line: str) -> bool:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(found, dict) and "prompt" in found
 
 
 def _run(options: argparse.Namespace, output: Output) -> int:

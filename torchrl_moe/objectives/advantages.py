@@ -210,8 +210,8 @@ class DrGRPOAdvantage(GroupAdvantage):
     """``A_i = R_i - mean_j R_j``: GRPO's advantage without the division by the standard deviation.
 
     Dr. GRPO (arXiv 2503.20783, sec. 3): the division would give prompts that are nearly always or nearly never solved
-    more weight than the rest. The other half of Dr. GRPO is ``GRPOLoss(aggregation="fixed_length")``. The value is
-    ``(G - 1) / G`` times RLOO's.
+    more weight than the rest. The other half of Dr. GRPO is
+    ``GRPOLoss(aggregation="fixed_length", fixed_length=n)``. The value is ``(G - 1) / G`` times RLOO's.
     """
 
     def _complete(self, group: list[Trajectory]) -> list[TensorDictBase]:
