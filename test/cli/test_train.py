@@ -42,7 +42,7 @@ def test_a_plan_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "line"),
     [
         (["tiny_async"], "'tiny_async' is not a setting: write key=value; --config names a configuration"),
-        (["--config", "nonsense"], "there is no configuration nonsense; of the package: multi_node"),
+        (["--config", "nonsense"], "there is no configuration nonsense; the package has multi_node"),
         (["optim.lr=fast"], "optim.lr"),
         (["resume=true", "out=./no/such/run"], "resume=true, but there is no run in ./no/such/run"),
     ],
