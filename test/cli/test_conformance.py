@@ -168,6 +168,6 @@ def test_a_server_is_checked_by_its_address(folder: str, capsys: pytest.CaptureF
 
 def test_a_server_that_does_not_answer(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["conformance", folder, "--sglang", "http://127.0.0.1:1"]) == 2
-    assert "no server of SGLang answers there" in capsys.readouterr().err
+    assert "no SGLang server answers there" in capsys.readouterr().err
     assert main(["conformance", folder, "--sglang", "127.0.0.1:1"]) == 2
     assert "begins with http:// or https://" in capsys.readouterr().err

@@ -178,5 +178,5 @@ def test_a_full_standard_output_is_named() -> None:
         with open("/dev/full", "w") as full:
             done = subprocess.run([*words, *more], stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
         assert done.returncode == 1
-        said = "standard output takes no more (No space left on device): direct it to a place with room"
+        said = "standard output cannot be written to (No space left on device): redirect it to a place with room"
         assert done.stderr == f"torchrl-moe train: {said}\n"

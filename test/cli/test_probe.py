@@ -122,7 +122,7 @@ def test_an_engine_without_routes_or_a_tokenizer(
     assert "the engine records no routes: leave enable_return_routed_experts out" in capsys.readouterr().err
     Mute.routing_layout = "some"
     assert main(command) == 2
-    assert "makes no token of a prompt: is it beside the model?" in capsys.readouterr().err
+    assert "makes no tokens from a prompt: is it in the model's folder?" in capsys.readouterr().err
 
 
 @pytest.mark.engine

@@ -107,5 +107,5 @@ def test_a_service_in_ray_is_found_by_its_name_or_as_the_only_one(
         assert [row["state"] for row in found["replicas"]] == ["SERVING", "SERVING"]
     assert main(["top", "none", "--once"]) == 2
     said = capsys.readouterr().err
-    assert "no service 'none' is running. In namespace 'torchrl_moe' run: 'test-pair' (2 replica(s))." in said
+    assert "no service 'none' is running. Services in namespace 'torchrl_moe': 'test-pair' (2 replica(s))." in said
     assert ray_pair.ready()  # it keeps running

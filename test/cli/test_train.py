@@ -41,8 +41,8 @@ def test_a_plan_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["tiny_async"], "'tiny_async' is no setting: write key=value; a configuration's name stands behind --config"),
-        (["--config", "nonsense"], "there is no configuration nonsense; of the package: multi_node"),
+        (["tiny_async"], "'tiny_async' is not a setting: write key=value; --config names a configuration"),
+        (["--config", "nonsense"], "there is no configuration nonsense; the package has multi_node"),
         (["optim.lr=fast"], "optim.lr"),
         (["resume=true", "out=./no/such/run"], "resume=true, but there is no run in ./no/such/run"),
     ],
@@ -92,5 +92,5 @@ def test_without_vllm_it_ends_before_anything_is_written(
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
     monkeypatch.setattr(script, "run", ran.append)
     assert main(["train"]) == 2 and not ran
-    assert "or take engine.kind=transformers" in capsys.readouterr().err
+    assert "or use engine.kind=transformers" in capsys.readouterr().err
     assert main(["train", "engine.kind=transformers"]) == 0 and len(ran) == 1

@@ -278,7 +278,7 @@ def test_a_checkpoint_without_shards_is_refused(tmp_path: Path) -> None:
     checkpoints = checkpoints_of(tmp_path)
     save(checkpoints)
     shutil.rmtree(tmp_path / "step-000000000001" / "shards")
-    with pytest.raises(ConfigError, match="it holds no shards, as those of older versions"):
+    with pytest.raises(ConfigError, match="it holds no shards, like those of older versions"):
         checkpoints.load()
 
 
@@ -332,5 +332,5 @@ def see(folder: Path, shared: bool) -> str:
 def test_a_folder_that_other_hosts_do_not_see_is_refused(tmp_path: Path) -> None:
     assert run_as_ranks(see, tmp_path, True) == ["seen", "seen"]
     assert not list((tmp_path / "checkpoints").iterdir())
-    told = "out=HERE: rank(s) 1 do not see rank 0's: name a folder that all share"
+    told = "out=HERE: rank(s) 1 do not see rank 0's folder: name a shared one"
     assert run_as_ranks(see, tmp_path, False) == [told, told]

@@ -79,7 +79,7 @@ def test_a_mistake_is_one_line_with_its_key(overrides: list[str], message: str) 
 
 def test_a_name_that_is_none_lists_those_that_are() -> None:
     with pytest.raises(
-        ConfigError, match=r"there is no configuration huge; of the package: .*olmoe_1b_7b, .*tiny_ranks"
+        ConfigError, match=r"there is no configuration huge; the package has .*olmoe_1b_7b, .*tiny_ranks"
     ):
         load_config("huge")
 

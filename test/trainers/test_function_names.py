@@ -21,7 +21,7 @@ def test_names(name: str) -> None:
 )
 def test_what_is_none(name: str) -> None:
     assert not is_function_name(name)
-    with pytest.raises(ValueError, match=r"is no function's name: write it as 'package\.module:function'"):
+    with pytest.raises(ValueError, match=r"is not the name of a function: write it as 'package\.module:function'"):
         import_function(name)
 
 
@@ -36,7 +36,7 @@ def test_a_function_is_imported_by_its_name() -> None:
         ("no_such_package:f", "cannot import 'no_such_package' of 'no_such_package:f': No module named"),
         ("math:root", "there is no 'math:root': module 'math' has no attribute 'root'"),
         ("pathlib:Path.nothing", "there is no 'pathlib:Path.nothing': type object 'Path' has no attribute"),
-        ("math:pi", "'math:pi' is no function but a float"),
+        ("math:pi", "'math:pi' is not a function but a float"),
     ],
 )
 def test_what_is_not_there_is_one_clear_line(name: str, message: str) -> None:

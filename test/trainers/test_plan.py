@@ -101,9 +101,9 @@ def test_an_engine_that_is_split_in_a_way_that_is_not_counted_is_refused(name: s
 
 def test_more_gpus_than_rank_0s_host_has_are_noted() -> None:
     notes = " ".join(RunPlan.of(load_config("qwen3_30b_a3b", ["engine.num_replicas=3"])).notes)
-    assert "rank 0's host would have 10 GPUs" in notes and "gloo" in notes
+    assert "rank 0's host needs 10 GPUs" in notes and "gloo" in notes
     fits = " ".join(RunPlan.of(load_config("multi_node")).notes)  # replicas are Ray's
-    assert "host would have" not in fits and "gloo" not in fits
+    assert "host needs" not in fits and "gloo" not in fits
 
 
 def test_olmoe_with_an_adapter_by_hand() -> None:

@@ -86,13 +86,13 @@ def test_splits_without_one_to_train_on() -> None:
 
 
 def test_a_stream_has_no_places() -> None:
-    with pytest.raises(ValueError, match="a FakeStream is a streamed data set, whose rows cannot be indexed"):
+    with pytest.raises(ValueError, match="a FakeStream is a streamed dataset, whose rows cannot be indexed"):
         read_source(FakeStream())
 
 
 @pytest.mark.parametrize("source", [3, None, object(), b"rows"])
 def test_another_kind_is_refused(source: Any) -> None:
-    with pytest.raises(ValueError, match=r"prompts must be rows, a data set, a \.jsonl file or a folder of them"):
+    with pytest.raises(ValueError, match=r"prompts must be rows, a dataset, a \.jsonl file or a folder of them"):
         read_source(source)
 
 

@@ -282,7 +282,7 @@ def test_parameters_without_names() -> None:
         ([Judge()], [float("nan")], "the weight of the reward function 'Judge' must be finite, got nan"),
         ([Judge()], [float("inf")], "must be finite, got inf"),
         ("no_such_package:f", None, "cannot import 'no_such_package'"),
-        (["exact"], None, "'exact' is no function's name"),
+        (["exact"], None, "'exact' is not the name of a function"),
     ],
 )
 def test_functions_and_weights_that_make_no_sense(functions: Any, weights: Any, message: str) -> None:

@@ -112,6 +112,17 @@ def test_the_mismatch_is_that_of_forward_passes_one_by_one(replay: str) -> None:
         assert "dlogp_live" not in found
 
 
+def test_a_mismatch_that_lasts_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    actor = actor_of()
+    scores, near, far = scores_of(actor), batch_of(actor), batch_of(actor, shift=4.0)
+
+    def warnings_after(batch: TensorDictBase) -> int:
+        scores(batch, 2, True)
+        return sum("far apart" in record.message for record in caplog.records)
+
+    assert [warnings_after(batch) for batch in (near, far, far, far, near, far)] == [0, 1, 1, 1, 1, 2]
+
+
 def test_the_entropy_is_the_mean_over_sampled_tokens() -> None:
     actor = actor_of("none")
     batch = batch_of(actor)

@@ -109,7 +109,7 @@ BAD = [
     (["data.source=./no/such.jsonl"], "there is no file or folder"),
     (["engine.sync.mode=later"], "engine.sync: mode must be"),
     (["hooks=[no_such_module:hook]"], "hooks: cannot import 'no_such_module'"),
-    (["--config", "nonsense"], "there is no configuration nonsense; of the package: multi_node, olmoe_1b_7b"),
+    (["--config", "nonsense"], "there is no configuration nonsense; the package has multi_node, olmoe_1b_7b"),
     (["--config", "nonsense.yaml"], "there is no configuration nonsense.yaml"),
     (["resume=true", "out=./no/such/run"], "resume=true, but there is no run in ./no/such/run"),
     (["log.loggers=[paper]"], "log.loggers=paper"),

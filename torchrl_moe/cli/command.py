@@ -13,7 +13,7 @@ from typing import Any, TextIO
 __all__ = ["BAD_USE", "FINE", "INTERRUPTED", "PROBLEM", "BadUse", "Command", "NamedStream", "Output", "note"]
 
 FINE, PROBLEM, BAD_USE, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes: done and all is well; a problem was found, or it failed midway; it cannot be done as asked; Ctrl-C."""
+"""Exit codes: all is well; a problem was found, or the command failed midway; invalid use; Ctrl-C."""
 
 
 class BadUse(Exception):
@@ -21,11 +21,11 @@ class BadUse(Exception):
 
 
 class NamedStream:
-    """A stream of text whose errors have a name for it, as those of files have a path.
+    """A text stream whose errors name it, as errors of files name their path.
 
     Args:
         stream: takes the text.
-        name: of it, the ``filename`` of an ``OSError``.
+        name: of the stream, the ``filename`` of an ``OSError``.
     """
 
     def __init__(self, stream: TextIO, name: str) -> None:
@@ -40,7 +40,7 @@ class NamedStream:
         return self._named(self._stream.write, text)
 
     def flush(self) -> None:
-        """Hand on what was written."""
+        """Flush the stream."""
         self._named(self._stream.flush)
 
     def _named(self, do: Callable[..., Any], *args: Any) -> Any:
@@ -112,7 +112,7 @@ class Command:
 
 
 def note(text: str) -> None:
-    """Say what is going on, on stderr."""
+    """Print progress, on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -25,13 +25,13 @@ GENERATE = "generate(prompts, sampling, request_ids)"
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help=f"what the engine serves: {MODEL_HELP}")
     engine = parser.add_mutually_exclusive_group()
-    engine.add_argument("--engine", choices=ENGINES, help="an engine that is started for it (default: vllm)")
-    engine.add_argument("--adapter", metavar="MODULE:NAME", help="an adapter, or what makes one without arguments")
-    engine.add_argument("--sglang", metavar="URL", help="a server of SGLang, such as http://localhost:30000")
+    engine.add_argument("--engine", choices=ENGINES, help="start this engine and check it (default: vllm)")
+    engine.add_argument("--adapter", metavar="MODULE:NAME", help="an adapter, or a class or function that makes one")
+    engine.add_argument("--sglang", metavar="URL", help="an SGLang server, such as http://localhost:30000")
     parser.add_argument("--only", metavar="CHECKS", help="names of checks, separated by commas")
     parser.add_argument("--list", action="store_true", help="list the checks")
-    parser.add_argument("--tolerance", type=float, help="of log-probs (default: 1e-4, for float32)")
-    parser.add_argument("--tie", type=float, help="of router scores that count as equal (default: 1e-5)")
+    parser.add_argument("--tolerance", type=float, help="allowed error of log-probs (default: 1e-4, for float32)")
+    parser.add_argument("--tie", type=float, help="router scores this close count as equal (default: 1e-5)")
     add_engine_arguments(parser, "float32")
 
 
@@ -113,7 +113,7 @@ def _checks() -> Sequence[Check]:
 
 
 def _check_arguments(options: argparse.Namespace, only: Sequence[str] | None) -> Settings:
-    """Refuse what can be seen to be wrong before torch is loaded, which takes seconds; return the settings."""
+    """Refuse visible mistakes before torch is loaded, which takes seconds; return the settings."""
     from torchrl_moe.testing.conformance import Settings
 
     if only == []:
@@ -195,7 +195,7 @@ def _check_answers(adapter: Any, url: str) -> None:
         return  # it answers, and says no version
     except (EngineError, OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise BadUse(f"--sglang {url}: no server of SGLang answers there ({reason}): is it running?") from error
+        raise BadUse(f"--sglang {url}: no SGLang server answers there ({reason}): is it running?") from error
 
 
 COMMAND = Command(
@@ -206,8 +206,8 @@ COMMAND = Command(
     examples=[
         ("torchrl-moe conformance tiny", "vLLM, as it is installed"),
         ("torchrl-moe conformance path/to/moe --engine transformers", "the second engine"),
-        ("torchrl-moe conformance path/to/moe --adapter my_engine:MyAdapter", "an engine of yours"),
-        ("torchrl-moe conformance path/to/moe --sglang http://localhost:30000", "a server of SGLang"),
+        ("torchrl-moe conformance path/to/moe --adapter my_engine:MyAdapter", "your own engine"),
+        ("torchrl-moe conformance path/to/moe --sglang http://localhost:30000", "an SGLang server"),
         ("torchrl-moe conformance tiny --only rows,native_routes --json", "two checks, as JSON"),
     ],
     add_arguments=_add_arguments,

@@ -56,7 +56,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=ENGINES[0],
         metavar="{" + ",".join(ENGINES) + "}",
-        help="start an engine of MODEL, and see whether it returns routes (default engine: vllm)",
+        help="start an engine with MODEL, and check whether it returns routes (without a value: vllm)",
     )
     add_engine_arguments(parser, "bfloat16")
 
@@ -98,7 +98,7 @@ def _look_at_packages(seen: _Seen) -> None:
     except metadata.PackageNotFoundError:
         packages = []
         seen.problems.append(
-            Problem("torchrl_moe is imported from a folder and not installed", "pip install -e . in its checkout")
+            Problem("torchrl_moe is imported from a folder and is not installed", "pip install -e . in its checkout")
         )
     rows = [_row(one) for one in packages]
     header = ["package", "installed", "works with", "tested with", "for"]
@@ -193,7 +193,7 @@ def _of_replay(name: str, answer: bool | None, why: str) -> Iterator[Problem]:
     if answer is False and "dense model" in why:
         yield Problem(f"{name} has no experts: there is nothing to replay", "train it with replay='none'")
     elif answer is False:
-        yield Problem(f"{name} cannot be replayed: {why}", "train it with replay='none', or take another model")
+        yield Problem(f"{name} cannot be replayed: {why}", "train it with replay='none', or use another model")
 
 
 def _look_at_engine(
@@ -225,12 +225,12 @@ def _look_at_engine(
     wanted = len(QUESTION) + len(output.token_ids) - 1
     if found["replayable"] is not False and (shape is None or layout is None):
         problems.append(
-            Problem(f"{kind} returned no routes", "leave enable_return_routed_experts alone, or set it to true")
+            Problem(f"{kind} returned no routes", "leave enable_return_routed_experts out, or set it to true")
         )
     elif shape is not None and shape[0] != wanted:
         problems.append(
             Problem(
-                f"{kind} returned {shape[0]} rows of routes for {wanted} tokens with a successor",
+                f"{kind} returned {shape[0]} rows of routes, not {wanted}: one for each token but the last",
                 "torchrl-moe conformance says which checks its routes do not pass",
             )
         )
@@ -241,7 +241,7 @@ def _look_at_engine(
 COMMAND = Command(
     name="doctor",
     help="what is installed, whether it works together, whether a model can be replayed",
-    description="Looks at packages, machine and model, and says of each problem what to do. Weights are loaded only "
+    description="Checks packages, machine and model, and says what to do about each problem. Weights are loaded only "
     "with --engine.",
     examples=[
         ("torchrl-moe doctor", "packages and machine"),

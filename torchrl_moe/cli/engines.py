@@ -1,4 +1,4 @@
-"""Engines that a command starts for itself: small, of one replica, gone when the command is."""
+"""Engines that a command starts for itself: small, with one replica; they end with the command."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ MOST_TOKENS = 2048
 
 def add_engine_arguments(parser: argparse.ArgumentParser, dtype: str) -> None:
     """Add the options of every command that starts an engine."""
-    parser.add_argument("--dtype", choices=DTYPES, default=dtype, help=f"of the engine (default: {dtype})")
+    parser.add_argument("--dtype", choices=DTYPES, default=dtype, help=f"dtype of the engine (default: {dtype})")
     parser.add_argument(
         "--engine-arg",
         action="append",
         default=[],
         metavar="KEY=VALUE",
         dest="engine_args",
-        help="an engine argument of vLLM's, its value as JSON or text; may be given several times",
+        help="a vLLM engine argument, with its value as JSON or text; may be given several times",
     )
 
 
@@ -57,15 +57,15 @@ def engine_arguments(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def check_installed(kind: str, instead: str) -> None:
-    """Refuse an engine that is not installed; ``instead`` is what chooses the other one.
+    """Refuse an engine that is not installed; ``instead`` is the option that chooses the other engine.
 
     Raises:
         BadUse: vLLM is asked for, and is not installed.
     """
     if kind == "vllm" and find_spec("vllm") is None:
         raise BadUse(
-            "vLLM is not installed: pip install 'torchrl_moe[vllm]' (a CPU needs a build of its own, see docs/install.md), "
-            f"or take {instead}"
+            "vLLM is not installed: pip install 'torchrl_moe[vllm]' (a CPU needs its own build, see docs/install.md), "
+            f"or use {instead}"
         )
 
 

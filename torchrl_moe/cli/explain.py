@@ -31,7 +31,7 @@ STDOUT = "standard output"
 FULL = {errno.ENOSPC, errno.EDQUOT}
 CAUSE = re.compile(r"\b\w+(Error|Exception): .+")
 VAGUE = "See root cause above"
-"""vLLM's word for an error of one of its processes, which only the log names."""
+"""vLLM's message for an error in one of its processes, which only the log names."""
 WHERE = "--traceback shows where it comes from"
 
 
@@ -45,18 +45,15 @@ def explain(error: Exception) -> tuple[str, int]:
     if isinstance(root, ModuleNotFoundError) and root.name:
         return missing_extra(root.name), BAD_USE
     if isinstance(root, OSError) and root.filename == STDOUT:
-        return f"{STDOUT} takes no more ({root.strerror}): direct it to a place with room", PROBLEM
+        return f"{STDOUT} cannot be written to ({root.strerror}): redirect it to a place with room", PROBLEM
     if isinstance(root, OSError) and root.errno in FULL:
         return _disk_full(root), PROBLEM
     if isinstance(root, OSError) and root.errno == errno.EADDRINUSE:
-        return f"{_first_line(root)}: end what holds the port, or name another", BAD_USE
+        return f"{_first_line(root)}: free the port, or use another", BAD_USE
     if isinstance(error, PermissionError):
-        return f"{_first_line(error)}: name a folder that you may write to, or read", BAD_USE
+        return f"{_first_line(error)}: use a folder that you may read and write", BAD_USE
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return (
-            f"out of memory ({_first_line(error)}): take --dtype bfloat16, or a smaller model",
-            PROBLEM,
-        )
+        return f"out of memory ({_first_line(error)}): use a narrower dtype, or a smaller model", PROBLEM
     if isinstance(error, BadUse | RequestRefusedError | UnsupportedRouterError | ValueError | ImportError):
         return _first_line(error), BAD_USE
     if isinstance(error, TorchRLMoEError):
@@ -73,7 +70,7 @@ def missing_extra(module: str) -> str:
 
 
 def _of_engine(error: TorchRLMoEError) -> str:
-    """Return the first line of an error, and of an engine's log that comes with it the line that says why."""
+    """Return the first line of an error, with the line of the engine's log that says why, if there is one."""
     first, *log = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if not log:
         return first
@@ -83,7 +80,7 @@ def _of_engine(error: TorchRLMoEError) -> str:
 
 
 def _root(error: BaseException) -> BaseException:
-    """Return what an error was raised from in the end, if that says more: a missing module, or the system's word."""
+    """Return an error's root cause if that says more: a missing module, or an error of the operating system."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ModuleNotFoundError) or (isinstance(cause, OSError) and cause.errno is not None):

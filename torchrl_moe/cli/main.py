@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _without_chatter(wanted: bool) -> Iterator[None]:
-    """Hide what libraries log and warn of, unless it is wanted: what matters comes as an error or as a result."""
+    """Hide libraries' logs and warnings unless wanted: what matters comes as an error or as a result."""
     before = logging.root.manager.disable
     with warnings.catch_warnings():
         if not wanted:
@@ -65,7 +65,7 @@ def _run(command: Command, options: argparse.Namespace) -> int:
     program = f"{PROGRAM} {command.name}"
     stdout: Any = NamedStream(sys.stdout, STDOUT)
     output = Output(stdout, options.json)
-    # what libraries print must not stand between the lines of JSON
+    # what libraries print must not get between the lines of JSON
     printed = sys.stderr if options.json else stdout
     try:
         with contextlib.redirect_stdout(printed):
@@ -87,7 +87,7 @@ def _run(command: Command, options: argparse.Namespace) -> int:
 
 
 def _leave_stdout() -> None:
-    """Write no more there: without this, Python's end would try what is left, and complain of the same."""
+    """Stop writing to stdout: otherwise Python would flush the rest at exit, and fail in the same way."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _take_rest(options: argparse.Namespace, rest: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Give ``train`` the settings that stand behind an option, which argparse leaves over; refuse anything else."""
+    """Give ``train`` the settings that follow an option, which argparse leaves over; refuse anything else."""
     unknown = [word for word in rest if options.command != "train" or word.startswith("-")]
     if unknown:
         parser.error(f"{options.command} does not know {' '.join(unknown)}: see {PROGRAM} {options.command} --help")

@@ -1,7 +1,7 @@
-"""The model that a command is given: a folder, a hub name, or ``tiny``, which is made for the occasion.
+"""The model that a command is given: a folder, a hub name, or ``tiny``, which is made temporarily.
 
 Whether it can be replayed is tried on a model of the same code with few, narrow layers and random weights: routers are
-found by running, and the real weights may be large, or elsewhere.
+found by running the model, and the real weights may be large, or elsewhere.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def model_folder(source: str) -> Iterator[str]:
 
 
 def check_source(source: str) -> None:
-    """Refuse what can be neither a folder of a model nor a hub name, without a look at the hub.
+    """Refuse what can be neither a model's folder nor a hub name, without asking the hub.
 
     Raises:
         BadUse: there is no model in that folder, or the name can be neither.
@@ -103,7 +103,7 @@ def config_of(source: str) -> Any:
 
 
 def engine_defaults(config: Any) -> dict[str, Any]:
-    """Return the engine arguments that a family needs on a CPU, where one is known to need any."""
+    """Return the engine arguments that a family is known to need on a CPU."""
     import torch
 
     from torchrl_moe.testing.tiny_moe import TINY_MOE_FAMILIES

@@ -31,13 +31,15 @@ AT_A_TIME = 4
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
-        "--prompts", metavar="FILE", help="a prompt a line, or JSON lines with a key 'prompt' (default: eight of ours)"
+        "--prompts",
+        metavar="FILE",
+        help="one prompt per line, or JSON lines with a key 'prompt' (default: eight built-in prompts)",
     )
-    parser.add_argument("--engine", choices=ENGINES, default="vllm", help="what rolls out (default: vllm)")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="of an answer (default: 64)")
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="of sampling (default: 1)")
+    parser.add_argument("--engine", choices=ENGINES, default="vllm", help="which engine generates (default: vllm)")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="length of an answer (default: 64)")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="for sampling (default: 1)")
     parser.add_argument(
-        "--trainer-dtype", choices=("bfloat16", "float32"), help="of the scores (default: the engine's)"
+        "--trainer-dtype", choices=("bfloat16", "float32"), help="dtype of the trainer (default: the engine's)"
     )
     add_engine_arguments(parser, "bfloat16")
 
@@ -56,7 +58,7 @@ def read_prompts(file: str) -> list[str]:
         raise BadUse(f"--prompts {file} cannot be read: {error}") from error
     lines = [line for line in lines if line]
     if not lines:
-        raise BadUse(f"--prompts {file}: there is no prompt in it: write one a line")
+        raise BadUse(f"--prompts {file}: there is no prompt in it: write one per line")
     if not file.endswith(".jsonl") and not _is_record(lines[0]):
         return lines
     prompts = []
@@ -121,7 +123,7 @@ def _roll_out(engine: Any, prompts: Sequence[str], options: argparse.Namespace) 
     tokenizer = engine.get_tokenizer()
     if not all(tokenizer(prompt)["input_ids"] for prompt in prompts):
         raise BadUse(
-            f"the tokenizer of {options.model} makes no token of a prompt: is it beside the model? "
+            f"the tokenizer of {options.model} makes no tokens from a prompt: is it in the model's folder? "
             "tokenizer.save_pretrained(path) writes it there"
         )
     is_chat = bool(getattr(tokenizer, "chat_template", None))
@@ -162,8 +164,8 @@ def _score(model: Any, rollouts: Any, temperature: float) -> tuple[Any, Any]:
 COMMAND = Command(
     name="probe",
     help="is R3 helping? a few rollouts, scored with the recorded experts and without",
-    description="Rolls out a few prompts by an engine, scores the answers by transformers, with the engine's experts "
-    "and with the live router, and says how much of the mismatch replay removes.",
+    description="Generates answers with an engine, scores them with transformers, once with the engine's experts and "
+    "once with the live router, and says how much of the mismatch replay removes.",
     examples=[
         ("torchrl-moe probe tiny", "a tiny model, in half a minute"),
         ("torchrl-moe probe path/to/moe --prompts mine.txt", "your model, your prompts"),

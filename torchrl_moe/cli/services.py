@@ -1,7 +1,7 @@
-"""Running services, seen from outside: those of a Ray cluster, by name; of others, what their drivers export.
+"""Running services, seen from outside: those in a Ray cluster, by name; others, by what their drivers export.
 
-A service with ``backend="local"`` lives in its driver, and nobody else can talk to its replicas. What can be said of it
-from outside is that it is there, and how to see more.
+A service with ``backend="local"`` lives in its driver, and no other process can talk to its replicas. From outside one
+can only tell that it is there, and how to see more.
 """
 
 from __future__ import annotations

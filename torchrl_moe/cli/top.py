@@ -1,4 +1,4 @@
-"""``torchrl-moe top``: the replicas of a running service, again and again."""
+"""``torchrl-moe top``: the replicas of a running service, as a table that is redrawn."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ Show = Callable[[str, dict[str, Any]], None]
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="of a service in Ray (default: the only one)")
-    parser.add_argument("--namespace", help="in Ray, as the service's maker gave it")
-    parser.add_argument("--url", help="metrics that a driver exports, for a service that is not in Ray")
-    parser.add_argument("--once", action="store_true", help="one table, and no more")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="name of a service in Ray (default: the only one)")
+    parser.add_argument("--namespace", help="Ray namespace of the service (default: torchrl_moe)")
+    parser.add_argument("--url", help="address of the metrics that a driver exports, for a service that is not in Ray")
+    parser.add_argument("--once", action="store_true", help="print one table and exit")
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between tables (default: 1)")
 
 
@@ -52,7 +52,7 @@ def _run(options: argparse.Namespace, output: Output) -> int:
             f"--interval {options.interval:g}: it must be above 0 seconds and at most a day, {LONGEST_INTERVAL}"
         )
     if options.url is not None and options.name is not None:
-        raise BadUse("NAME is of a service in Ray, --url of one that exports metrics: give one of the two")
+        raise BadUse("give NAME, for a service in Ray, or --url, for a service that exports metrics, not both")
     with _service(options) as (name, service):
         if options.once:
             rows = service.stats()
@@ -79,7 +79,7 @@ def _service(options: argparse.Namespace) -> Iterator[tuple[str, Service]]:
 
 @contextlib.contextmanager
 def _screen(output: Output) -> Iterator[Show]:
-    """Give what shows a text in the place of the one before: on a terminal, by rich; else one below the other."""
+    """Yield a function that shows a text: on a terminal with rich in place of the previous text, else below it."""
     if find_spec("rich") is None or output.is_json or not output.stream.isatty():
         yield lambda text, data: output.show(text, data, indent=None)
         return
@@ -127,11 +127,11 @@ COMMAND = Command(
     name="top",
     help="a live table of a running service",
     description="Shows the replicas of a service: state, version of the weights, requests, cache, tokens/s. A service "
-    "in Ray is found by its name; one of a driver's own children by the metrics that the driver exports.",
+    "in Ray is found by its name, a service with backend='local' by the metrics that its driver exports.",
     examples=[
         ("torchrl-moe top", "the only service in the Ray cluster"),
-        ("torchrl-moe top policy --interval 5", "the one that is named so, every 5 seconds"),
-        ("torchrl-moe top --url http://localhost:9000/metrics", "one that exports metrics"),
+        ("torchrl-moe top policy --interval 5", "the service named policy, every 5 seconds"),
+        ("torchrl-moe top --url http://localhost:9000/metrics", "a service whose driver exports metrics"),
         ("torchrl-moe top policy --once --json", "for scripts; exit code 1 if a replica is dead"),
     ],
     add_arguments=_add_arguments,

@@ -1,4 +1,4 @@
-"""``torchrl-moe train``: the trainer by one of the packaged configurations, or a file of one's own."""
+"""``torchrl-moe train``: the trainer, from one of the packaged configurations or the user's own file."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _run(options: argparse.Namespace, output: Output) -> int:
         return FINE
     for word in options.overrides:
         if "=" not in word:
-            raise BadUse(f"{word!r} is no setting: write key=value; a configuration's name stands behind --config")
+            raise BadUse(f"{word!r} is not a setting: write key=value; --config names a configuration")
     from torchrl_moe.trainers.compose import load_config
 
     config = load_config(options.config, options.overrides)
@@ -106,16 +106,16 @@ def _number(text: str) -> float | str | None:
 
 COMMAND = Command(
     name="train",
-    help="train by GRPO, by a packaged configuration or one of yours",
+    help="train with GRPO, from a packaged configuration or your own",
     description="Trains a Mixture-of-Experts model with GRPO: rollouts by vLLM, updates on the recorded experts. "
     "resume=true continues after a kill; plan=true prints what a run would need, and starts nothing.",
     examples=[
         ("torchrl-moe train", "a tiny model on a CPU, in a minute or two"),
         ("torchrl-moe train --list", "the packaged configurations"),
-        ("torchrl-moe train --config olmoe_1b_7b plan=true", "what it needs of memory and network"),
-        ("torchrl-moe train --config my.yaml optim.lr=1e-5", "a configuration of yours, with a change"),
+        ("torchrl-moe train --config olmoe_1b_7b plan=true", "the memory and network that it needs"),
+        ("torchrl-moe train --config my.yaml optim.lr=1e-5", "your own configuration, with one change"),
         ("torchrl-moe train engine.kind=transformers steps=3", "without vLLM, three steps"),
-        ("torchrun -m torchrl_moe.cli train --config tiny_ranks", "on ranks; more options of torchrun before -m"),
+        ("torchrun -m torchrl_moe.cli train --config tiny_ranks", "several ranks; options of torchrun go before -m"),
     ],
     add_arguments=_add_arguments,
     run=_run,

@@ -61,8 +61,9 @@ class AsyncLLMCollector(Reports):
         dataloader: the prompts; default: the dataloader of the environment's ``DataLoadingPrimer``.
         group_size: answers to a prompt; default: the primer's ``repeats``, or 1.
         groups_per_batch: complete groups in a batch.
-        max_staleness: the greatest age of a token when it is trained on, in weight updates, time in the queue included.
-            With 0, a batch starts when the last one has been trained on.
+        max_staleness: S, bounds the age of a token when it is trained on, in weight updates, time in the queue
+            included: at most S with ``order="fifo"``, S + ceil((W - 1) / P) with ``"window"``. With 0, a batch starts
+            when the last one has been trained on.
         order: which groups make the next batch: ``"fifo"``: the oldest; ``"window"``: any of the oldest W = window (S +
             1) P groups (S ``max_staleness``, P ``groups_per_batch``); ``"ready"``: any complete ones.
         window: the share in that formula, above 0 and at most 1.

@@ -109,7 +109,7 @@ class Checkpoints:
             (folder / mark).rmdir()
         if not all(seen):
             blind = ", ".join(str(rank) for rank, sees in enumerate(seen) if not sees)
-            raise ConfigError(f"out={folder.parent}: rank(s) {blind} do not see rank 0's: name a folder that all share")
+            raise ConfigError(f"out={folder.parent}: rank(s) {blind} do not see rank 0's folder: name a shared one")
 
     def save(self, step: int, score: float) -> None:
         """Begin to write a checkpoint, once the previous one is written.
@@ -172,7 +172,7 @@ class Checkpoints:
             return False
         setting = f"resume=true, but {path} does not fit"
         if not (path / SHARDS).is_dir():
-            raise ConfigError(f"{setting}: it holds no {SHARDS}, as those of older versions")
+            raise ConfigError(f"{setting}: it holds no {SHARDS}, like those of older versions")
         try:
             self._trained.load(path / SHARDS, self._ranks)
             # it is this project's own: a collector's state has objects that weights_only refuses

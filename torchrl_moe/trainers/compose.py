@@ -49,7 +49,7 @@ def load_config(name: str | Path = "tiny_cpu", overrides: Sequence[str] = ()) ->
     folder, stem = (path.parent, path.stem) if path.suffix in (".yaml", ".yml") else (CONFIGS, str(name))
     if not (folder / f"{stem}{path.suffix or '.yaml'}").is_file():
         known = ", ".join(sorted(item.stem for item in CONFIGS.glob("*.yaml")))
-        raise ConfigError(f"there is no configuration {name}; of the package: {known}; or name a file, my.yaml")
+        raise ConfigError(f"there is no configuration {name}; the package has {known}; or name a file, such as my.yaml")
     try:
         with initialize_config_dir(str(folder.resolve()), version_base=None):
             composed = compose(stem, overrides=[*_search(folder), *map(_open, overrides)])

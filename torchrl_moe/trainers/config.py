@@ -150,7 +150,7 @@ class RolloutConfig:
         group_size: answers to each prompt.
         max_new_tokens, temperature, top_p, top_k: of sampling; ``top_k=0`` switches it off.
         sampling: more of vLLM's sampling parameters.
-        max_staleness: greatest age of a token, in weight updates; with 0, generation and training alternate.
+        max_staleness: bounds the age of a token, in weight updates; with 0, generation and training alternate.
         order, on_stale, over_sample, window: as for :class:`~torchrl_moe.collectors.AsyncLLMCollector`.
         reward_timeout: seconds that computing a reward may take.
         max_failures: groups that may fail because a reward or an environment raises; ``None``: a tenth of the run's

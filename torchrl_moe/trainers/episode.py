@@ -97,5 +97,5 @@ class PromptEpisode:
 
 
 def _plain(messages: Any) -> list[dict[str, str]]:
-    """Return messages without unset entries, which data sets on the hub contain."""
+    """Return messages without unset entries, which datasets on the hub contain."""
     return [{"role": message["role"], "content": message["content"]} for message in messages]

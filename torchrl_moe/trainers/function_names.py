@@ -35,7 +35,7 @@ def import_function(name: str) -> Callable[..., Any]:
     2.0
     """
     if not is_function_name(name):
-        raise ValueError(f"{name!r} is no function's name: write it as 'package.module:function'")
+        raise ValueError(f"{name!r} is not the name of a function: write it as 'package.module:function'")
     module_name, _, path = name.partition(":")
     try:
         found: Any = import_module(module_name)
@@ -47,5 +47,5 @@ def import_function(name: str) -> Callable[..., Any]:
         except AttributeError as error:
             raise ValueError(f"there is no {name!r}: {error}") from error
     if not callable(found):
-        raise ValueError(f"{name!r} is no function but a {type(found).__name__}")
+        raise ValueError(f"{name!r} is not a function but a {type(found).__name__}")
     return found

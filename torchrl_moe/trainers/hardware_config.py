@@ -14,8 +14,8 @@ class HardwareConfig:
     Attributes:
         gpu_gb: memory of a GPU, in 10^9 bytes.
         host_gb: memory of a host.
-        gpus_per_host: of the trainer's and the engine's.
-        trainer_gpus: ranks that ``torchrun`` would start.
+        gpus_per_host: number of GPUs of a host, for the trainer's hosts and the engine's.
+        trainer_gpus: number of ranks that ``torchrun`` would start.
         expert_imbalance: tokens of the busiest rank under expert parallelism, as a multiple of the mean; the real value
             depends on the router, and is at most the number of such ranks.
         links: name -> 10^9 bytes per second, of the links that weights may be sent over.

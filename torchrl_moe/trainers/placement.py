@@ -134,5 +134,5 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     stacks = [re.escape(name).replace(r"\*", r"\d+") for name in base.fsdp_plan if name.endswith("*")]
     layers = [module for name, module in base.named_modules() if any(re.fullmatch(stack, name) for stack in stacks)]
     if not layers:
-        raise ConfigError(f"{type(base).__name__} has no fsdp_plan, which says what its layers are: train one rank")
+        raise ConfigError(f"{type(base).__name__} has no fsdp_plan, which names its layers: train with one rank")
     return layers

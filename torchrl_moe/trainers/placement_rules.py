@@ -76,12 +76,12 @@ def _check_model(size: int, config: GRPOConfig) -> None:
     )
     _require(
         config.engine.sync.get("lora") != "adapter",
-        "engine.sync.lora=adapter is for one rank: leave it out, and ranks send sums of weights and adapter",
+        "engine.sync.lora=adapter is for one rank: leave it out, and ranks send weights with the adapter added",
     )
     _require(
         has_fsdp or config.optim.max_tokens is None,
-        "optim.max_tokens=null is needed where there is tensor parallelism only: transformers sums the gradients of "
-        "norms again in each backward pass, so a step may have one",
+        "tensor parallelism alone needs optim.max_tokens=null: transformers sums the gradients of norms again in each "
+        "backward pass, so a step may have only one",
     )
     swap, limit = config.engine.sync.get("timeout_seconds", SwapOptions().timeout_seconds), own.collective_timeout
     _require(

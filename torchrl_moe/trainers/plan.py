@@ -261,7 +261,7 @@ def _notes(plan: RunPlan, config: GRPOConfig, sizes: ModelSizes) -> Iterator[str
     here = of_engine + ranks_of_host(config)
     if config.engine.backend == "local" and not config.engine.sleep and here > hardware.gpus_per_host:
         yield (
-            f"rank 0's host would have {here} GPUs, ranks' and local replicas', and has {hardware.gpus_per_host}: "
+            f"rank 0's host needs {here} GPUs for its ranks and local replicas, and has {hardware.gpus_per_host}: "
             "engine.backend=ray places replicas on other hosts"
         )
     if config.placement.cpu_offload:

@@ -117,7 +117,7 @@ class PolicyModel:
         """
         folder = folder.absolute()
         if folder.exists() and not (folder / "config.json").is_file() and any(folder.iterdir()):
-            raise FileExistsError(f"{folder} holds something other than a model, which would be removed: name another")
+            raise FileExistsError(f"{folder} holds something other than a model, which would be removed: use another")
         is_sharded = any(hasattr(weight, "full_tensor") for weight in self.model.parameters())
         tensors = self._gathered(is_first()) if is_sharded or has_adapters(self.model) else None
         if is_sharded and not is_first():
@@ -191,7 +191,7 @@ def _from_pretrained(
     except (OSError, TypeError, ValueError) as error:
         raise ConfigError.of(f"model.source={source}", error) from error
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # transformers returns an empty one where none is saved
-        raise ConfigError(f"model.source={source}: there is no tokenizer beside the model")
+        raise ConfigError(f"model.source={source}: there is no tokenizer with the model")
     return model, tokenizer
 
 

@@ -18,7 +18,7 @@ Rows: TypeAlias = Sequence[Row]
 HELD_OUT_SPLITS = ("held_out", "validation", "test")
 """Names of splits that are held out, in order of preference."""
 PATH_MARKS = (".", "/", "~")
-KINDS = "rows, a data set, a .jsonl file or a folder of them, 'package.module:function', or a name on the hub"
+KINDS = "rows, a dataset, a .jsonl file or a folder of them, 'package.module:function', or a name on the hub"
 
 
 def read_source(source: Any, arguments: Mapping[str, Any] | None = None) -> tuple[Rows, Rows | None]:
@@ -51,7 +51,7 @@ def _kind(source: Any) -> str:
 
 
 def is_path(source: str) -> bool:
-    """Whether a text names a file or a folder, rather than a function or a data set of the hub.
+    """Whether a text names a file or a folder, rather than a function or a dataset of the hub.
 
     >>> is_path("./prompts"), is_path("rows.jsonl"), is_path("openai/gsm8k")
     (True, True, False)
@@ -102,7 +102,7 @@ def _from_hub(name: str, arguments: Mapping[str, Any]) -> Any:
         hub = import_module("datasets")
     except ModuleNotFoundError as error:
         raise ImportError(
-            f"{name!r} is no file, no folder and no 'package.module:function', so it is a data set on the Hugging Face "
+            f"{name!r} is no file, no folder and no 'package.module:function', so it is a dataset on the Hugging Face "
             "hub, which needs a package: pip install datasets"
         ) from error
     return hub.load_dataset(name, **arguments)
@@ -129,10 +129,10 @@ def _splits(found: Mapping[str, Any], name: str) -> tuple[Rows, Rows | None]:
 
 
 def _rows(found: Any, name: str) -> Rows:
-    """Return a collection of rows; a data set is returned as it is, and stays on disk."""
+    """Return a collection of rows; a dataset is returned as it is, and stays on disk."""
     if hasattr(found, "column_names"):
         if not hasattr(found, "__len__"):
-            raise ValueError(f"{name} is a streamed data set, whose rows cannot be indexed: load it without streaming")
+            raise ValueError(f"{name} is a streamed dataset, whose rows cannot be indexed: load it without streaming")
         return found
     if isinstance(found, str | bytes | Mapping) or not isinstance(found, Iterable):
         raise ValueError(f"prompts must be {KINDS}; got {_shown(found)}")

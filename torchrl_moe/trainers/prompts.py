@@ -32,7 +32,7 @@ def load_prompts(
         source: one of
 
             - rows: a sequence of mappings, each with a prompt and whatever columns the rewards read;
-            - a data set of the package ``datasets``, or a mapping of splits to data sets or rows. ``"train"`` is
+            - a dataset of the package ``datasets``, or a mapping of splits to datasets or rows. ``"train"`` is
               trained on, the first of ``"held_out"``, ``"validation"`` and ``"test"`` is held out;
             - the path of a ``.jsonl`` file, an object on each line, or of a folder, all of whose ``.jsonl`` files are
               read in the order of their names;

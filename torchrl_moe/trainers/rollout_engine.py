@@ -81,7 +81,7 @@ class RolloutEngine:
         if engine.backend == "local":
             check_room(self.policy_model, engine.num_replicas, arguments, engine.kind)
         if engine.sleep and not torch.cuda.is_available():
-            raise ConfigError("engine.sleep=True needs a GPU, whose memory the trainer gets meanwhile")
+            raise ConfigError("engine.sleep=True needs a GPU, whose memory the trainer uses meanwhile")
         if engine.kind == "vllm" and not torch.cuda.is_available():
             arguments.setdefault("enforce_eager", True)  # no CUDA graphs on a CPU, and compiling takes a minute
         if engine.sleep:

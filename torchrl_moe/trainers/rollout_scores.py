@@ -57,6 +57,8 @@ class RolloutScores:
         self.actor, self.loss, self.reference = actor, loss, reference
         self.max_tokens, self.precision = max_tokens, precision
         self.writes_prox = loss.proximal_policy == "recomputed"
+        # one for the whole run: it remembers that it has warned
+        self._watch = _metrics(CollapseThresholds() if self._placement.ranks.is_first else None)
         # under R2 a second forward pass would record again: it gets a copy of the batch
         self.scorer = actor.get_new_version(measure_agreement=actor.replay == "R3")
         self.live = actor.get_new_version(replay="none") if actor.replay == "R3" else None
@@ -80,7 +82,7 @@ class RolloutScores:
                     self.reference(part)
         if not (with_mismatch or self.writes_prox or self.actor.replay == "R2"):
             return {}
-        found = _Found(CollapseThresholds() if self._placement.ranks.is_first else None)
+        found = _Found()
         for part, counts in self._parts(batch):
             with self.precision():
                 log_probs, spread, _ = self.scorer.score(part, entropy=with_mismatch)
@@ -95,7 +97,7 @@ class RolloutScores:
             if counts:
                 assert spread is not None
                 found.add(part, version, log_probs, spread, unaided)
-        return _Found.of(self._placement.gather(found)).columns() if with_mismatch else {}
+        return _Found.of(self._placement.gather(found)).columns(self._watch) if with_mismatch else {}
 
     def _parts(self, batch: TensorDictBase) -> Iterator[tuple[TensorDictBase, bool]]:
         """Yield micro-batches, and whether they count: copies that do not give all ranks as many passes."""
@@ -114,9 +116,8 @@ class RolloutScores:
 class _Found:
     """Metrics of a batch, to be combined over all ranks."""
 
-    def __init__(self, thresholds: CollapseThresholds | None) -> None:
-        self.metrics = MismatchMetrics(sample_size=1, thresholds=thresholds)  # no percentile is needed
-        self.live = MismatchMetrics(sample_size=1, thresholds=None)
+    def __init__(self) -> None:
+        self.metrics, self.live = _metrics(), _metrics()
         self.entropy = self.tokens = 0.0
 
     def add(
@@ -145,9 +146,11 @@ class _Found:
             first.entropy, first.tokens = first.entropy + other.entropy, first.tokens + other.tokens
         return first
 
-    def columns(self) -> dict[str, float]:
-        """Return the columns of a run's record."""
-        found, unaided = self.metrics.compute(), self.live.compute()
+    def columns(self, watch: MismatchMetrics) -> dict[str, float]:
+        """Return the columns of a run's record; ``watch`` warns of a mismatch that was not there in the last batch."""
+        watch.reset()
+        watch.merge(self.metrics)
+        found, unaided = watch.compute(), self.live.compute()
         columns = {
             name: found[f"mismatch/{metric}"]
             for name, metric in MISMATCH_COLUMNS.items()
@@ -158,6 +161,10 @@ class _Found:
         if "routing/agreement" in found:
             columns["agreement"] = found["routing/agreement"]
         return {**columns, "entropy": self.entropy / max(self.tokens, 1.0)}
+
+
+def _metrics(thresholds: CollapseThresholds | None = None) -> MismatchMetrics:
+    return MismatchMetrics(sample_size=1, thresholds=thresholds)  # no percentile is needed
 
 
 def _sampled(part: TensorDictBase, log_probs: torch.Tensor) -> torch.Tensor:

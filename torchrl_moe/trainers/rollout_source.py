@@ -108,8 +108,8 @@ class RolloutSource:
         count = config.data.held_out
         if held_out is None and count and config.eval.every:
             raise ConfigError(
-                f"data.held_out={count}: an environment, or a task of TorchRL's, holds none of its prompts out: set it "
-                "to 0, or give the trainer another one, held_out=..."
+                f"data.held_out={count}: an environment, or a TorchRL task, has no held-out prompts: set it to 0, or "
+                "give the trainer another environment, held_out=..."
             )
         return cls(env, None, held_out, None, 0 if held_out is None else config.eval.prompts)
 

@@ -31,7 +31,7 @@ def test_nothing_of_it_stays_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_one_that_cannot_be_saved_is_refused_by_its_class() -> None:
-    with pytest.raises(ValueError, match=r"cannot be saved, and so not be sent: builtins\.object"):
+    with pytest.raises(ValueError, match=r"cannot be saved, so it cannot be sent: builtins\.object"):
         tokenizer_files(object(), trust_remote_code=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -41,6 +42,12 @@ def test_each_answers_by_itself(engine: FakeAsyncVLLM) -> None:
     assert last.ready() is True
     assert last.get_world_size() == 1
     assert (last.get_num_unfinished_requests(), last.get_cache_usage()) == (0, 0.0)
+
+
+def test_the_world_is_all_ranks_of_a_replica(engine: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "data_parallel_size": 5}
+    monkeypatch.setattr(type(engine), "infos", [dataclasses.replace(engine.infos[0], **sizes)])
+    assert engine.actors[0].get_world_size() == 30
 
 
 def test_what_is_asked_of_one_concerns_that_one(engine: FakeAsyncVLLM) -> None:

@@ -207,7 +207,7 @@ def test_a_name_is_taken_while_its_service_runs_and_others_join_it_there(toy_ser
     maker = toy_service(2, name="lasting")
     with pytest.raises(EngineError, match=r"a service 'lasting' is running already\..*'lasting' \(2 replica"):
         toy_service(1, name="lasting")
-    with pytest.raises(EngineError, match=r"no service 'missing' is running\..* run: 'lasting' \(2 replica"):
+    with pytest.raises(EngineError, match=r"no service 'missing' is running\..*: 'lasting' \(2 replica"):
         AsyncVLLM.connect("missing")
     with pytest.raises(EngineError, match="None runs in namespace 'elsewhere'"):
         AsyncVLLM.connect("lasting", namespace="elsewhere")

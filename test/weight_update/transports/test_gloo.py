@@ -148,7 +148,7 @@ def test_a_replica_that_stalls_is_given_up_and_can_be_met_again(store: WeightSto
     transport, replica = bench()
     replica.fail["stage_weights"] = stall
     transport.open(replica, TIMEOUT)
-    with pytest.raises(SyncTimeout, match=r"version 1 was not there within 0\.3 s: .*ready"):
+    with pytest.raises(SyncTimeout, match=r"version 1 did not arrive within 0\.3 s: .*ready"):
         transport.stage(replica, publish(store, 1), StageOptions(), 0.3)
     awake.set()
     replica.fail.clear()
@@ -238,7 +238,7 @@ def test_replicas_that_die_and_are_restarted_twenty_times_leave_nothing_behind(
         if when == "meeting":  # its workers never come, and then its process is gone
             last.wait_ready = lambda timeout: SimpleNamespace(**SIZES)  # type: ignore[method-assign]
             monkeypatch.setattr(last, "is_alive", lambda: False)
-            with pytest.raises(ReplicaDiedError, match="ended before its workers came"):
+            with pytest.raises(ReplicaDiedError, match="ended before its workers joined"):
                 transport.open(last, TIMEOUT)
             continue
         transport.open(last, TIMEOUT)

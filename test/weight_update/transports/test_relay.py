@@ -122,7 +122,7 @@ def test_a_version_is_kept_while_it_is_sent(place: MeetingPlace, relay: Relay) -
     relay.pass_on(child.order)
     child.meet()
     until(lambda: relay._sending, TIMEOUT)  # the other side has not said that it reads
-    with pytest.raises(SyncTimeout, match="was still passed on after 0 s"):
+    with pytest.raises(SyncTimeout, match="was still being passed on after 0 s"):
         relay.release(0.0)
     assert torch.equal(child.take(), BYTES)
     relay.release(TIMEOUT)

@@ -124,6 +124,6 @@ def _header(file: Path) -> dict[str, Any]:
             header: dict[str, Any] = json.loads(stream.read(min(size, file.stat().st_size)))
     except (OSError, ValueError, struct.error) as error:
         raise EngineError(
-            f"{str(file)!r} is not a readable safetensors file ({error}): a Git LFS pointer, or cut short?"
+            f"{str(file)!r} is not a readable safetensors file ({error}): is it a Git LFS pointer, or truncated?"
         ) from error
     return header

@@ -1,4 +1,4 @@
-"""What the service knows of a replica: a protocol, and the data classes that pass through it.
+"""A replica as the service sees it: a protocol, and the data classes that pass through it.
 
 A replica is one engine with its own weights, wherever it runs. The service hands it :class:`Request` objects and
 gets one :class:`Completion` for each. Both hold numpy arrays and small scalars only, so they travel between processes

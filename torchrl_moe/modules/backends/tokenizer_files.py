@@ -22,7 +22,7 @@ def tokenizer_files(tokenizer: Any, trust_remote_code: bool) -> dict[str, Any]:
     """
     if not hasattr(tokenizer, "save_pretrained"):
         kind = f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}"
-        raise ValueError(f"this tokenizer cannot be saved, and so not be sent: {kind}. Load one yourself")
+        raise ValueError(f"this tokenizer cannot be saved, so it cannot be sent: {kind}. Load one yourself")
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         root = Path(folder)

@@ -8,8 +8,8 @@ and restored only for its recompute::
     loss_A.backward()                       recompute under A, although B was last
     loss_B.backward()                       recompute under B
 
-transformers runs a checkpointed layer through one attribute, torch's
-``checkpoint_wrapper`` through another; enabling checkpointing overwrites it, so it is wrapped again at each context.
+transformers runs a checkpointed layer through one of the attributes ``NAMES``, torch's ``checkpoint_wrapper`` through
+the other. Enabling checkpointing overwrites it, so it is wrapped again whenever a context opens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,17 @@
-"""Which binding is active on a model, and in which thread: contexts, and the runs of checkpointed layers."""
+"""Which binding is active on a model, and in which thread: contexts, and the runs of checkpointed layers.
+
+A router asks here which routes to follow. Two places may hold them, and a checkpointed layer goes before the context,
+because its second run comes when the context is closed, or belongs to another micro-batch:
+
+.. code-block:: text
+
+                                        open context     checkpointed layer     a router follows
+    with replay.replay(A):
+        a layer without checkpointing   A                -                      A
+        a checkpointed layer            A                A, captured            A
+    with replay.replay(B):              B                -                      B
+    loss_of_A.backward(), second run    -, or B          A, restored            A
+"""
 
 from __future__ import annotations
 

@@ -71,9 +71,9 @@ class ActorHandle:
 
     @also_remote()
     def get_world_size(self) -> int:
-        """Return the number of its devices."""
+        """Return the number of its devices: tensor x pipeline x data parallel ranks."""
         info = self.engine.infos[0]
-        return int(info.tensor_parallel_size * info.data_parallel_size)
+        return int(info.tensor_parallel_size * info.pipeline_parallel_size * info.data_parallel_size)
 
     @also_remote()
     def ready(self) -> bool:

@@ -59,8 +59,8 @@ class AsyncVLLM(SharedService):
         resources: in Ray: what a replica needs on one node; default: per device one CPU, and one GPU if the cluster has
             any.
         devices: of local replicas: one entry for each, its GPU or a list of them, by this process's own numbers
-            (``[[1], [2]]``, ``["cuda:1", "cuda:2"]``) or their names; by default the GPUs that this process does not
-            compute on. To share the trainer's GPU, name it.
+            (``[[1], [2]]``, ``["cuda:1", "cuda:2"]``) or their names; by default the GPUs that neither this process
+            nor another rank of its launcher computes on. To share the trainer's GPU, name it.
 
     Attributes:
         name: the name for :meth:`connect`; ``None`` if the service ends with this process.

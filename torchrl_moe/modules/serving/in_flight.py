@@ -9,6 +9,9 @@
                 |            parked         |              v
                 +--- waits for a change     +------- tries again, up to
                      of the replica table            ``attempts`` times
+
+An abort, or a call that ends early (deadline, Ctrl-C), takes a waiting request out at once; a request in flight ends
+with the tokens that its engine returns for it.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ class InFlight:
     death: ReplicaDiedError | None = None  # of the replica that had it last
     deaths: int = 0
     aborted: bool = False  # by the user, or because its call ends early
-    dropped: bool = False  # its call ended early: its outcome is ignored
+    dropped: bool = False  # its call ended early, and waits only briefly for what it has
     outcome: Completion | None = None
     error: BaseException | None = None
 

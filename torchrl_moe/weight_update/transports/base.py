@@ -1,4 +1,4 @@
-"""What the sender knows of a transport, and what a worker knows of it: two protocols, and the data they exchange.
+"""The two sides of a transport, the sender's and a worker's, as protocols; and the data that they exchange.
 
 Whatever the transport, a version is published to the host's weight store first: a late or restarted replica can load it
 from there, and a collective transport sends the store's flat bytes as they are.
@@ -27,7 +27,7 @@ class StageOptions:
         stage: ``"shadow"`` loads it into a second model, ``"plain"`` leaves the loading to the pause, ``"auto"`` is
             shadow where that works.
         verify: ``"digest"`` hashes every byte that arrived; ``"canary"`` and ``"off"`` do not.
-        threads: that read and hash.
+        threads: number of threads that read and hash.
     """
 
     stage: Literal["auto", "shadow", "plain"] = "auto"
@@ -40,7 +40,7 @@ class StageReport:
     """A version that a replica checked and may load.
 
     Attributes:
-        seconds: that it took in total.
+        seconds: in total.
         nbytes: of its tensors.
         digest: of names, dtypes, shapes, and bytes.
         fetched: seconds until the bytes had arrived and were checked.

@@ -179,7 +179,7 @@ class _Reader:
                 break
             content += part
             if time.monotonic() > self._deadline:
-                raise TimeoutError("the other side takes too long")
+                raise TimeoutError("the other side took too long")
         return bytes(content)
 
 

@@ -111,7 +111,7 @@ class GlooTransport:
 
         def check() -> None:
             if (there := known()) is not None and not there.is_alive():
-                raise ReplicaDiedError("the replica ended before its workers came")
+                raise ReplicaDiedError("the replica ended before its workers joined")
 
         where, left = options["meeting"], max(deadline - time.monotonic(), LEAST_SECONDS)
         try:
@@ -200,7 +200,7 @@ class GlooTransport:
             if takes is False or late or not sender.is_alive() or self._edges.get(replica) is not edge:
                 raise WeightSyncError("the replica that was to send the version does not have it")
             if seconds > timeout:
-                raise SyncTimeout(f"version {manifest.version} was not there within {timeout:g} s")
+                raise SyncTimeout(f"version {manifest.version} did not arrive within {timeout:g} s")
 
         with self._changed:  # its workers must be as they will be when it has the version
             while sender not in self._groups and sender not in self._edges:
@@ -229,7 +229,7 @@ class GlooTransport:
                 self._send(self._groups[replica], manifest, answer, deadline)
                 report: StageReport = answer.result(max(deadline - time.monotonic(), 0))
             except TimeoutError as error:
-                raise SyncTimeout(f"version {manifest.version} was not there within {timeout:g} s: {error}") from None
+                raise SyncTimeout(f"version {manifest.version} did not arrive within {timeout:g} s: {error}") from None
             except RuntimeError as error:  # of gloo, which knows only that a connection broke
                 self._drop(replica)
                 raise (
@@ -325,7 +325,7 @@ class GlooReceiver:
         """
         deadline, size = time.monotonic() + self._timeout, manifest.extent
         if not self._lock.acquire(timeout=self._timeout):
-            raise SyncTimeout(f"the version before was still read after {self._timeout:g} s")
+            raise SyncTimeout(f"the previous version was still being read after {self._timeout:g} s")
         arrived, digest = False, manifest.digest
         try:
             self._held = None

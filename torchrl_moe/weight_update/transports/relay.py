@@ -48,7 +48,7 @@ class Relay:
         with self._changed:
             self._held = None
             if not self._changed.wait_for(lambda: not self._sending, seconds):
-                raise SyncTimeout(f"the version before was still passed on after {seconds:g} s")
+                raise SyncTimeout(f"the previous version was still being passed on after {seconds:g} s")
 
     def hold(self, digest: str, flat: Tensor) -> None:
         """Pass these bytes on, uint8 ``[N]``; they must stay as they are until :meth:`release`."""

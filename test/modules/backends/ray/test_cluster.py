@@ -122,7 +122,7 @@ def test_services_are_found_by_the_names_of_their_actors(actors: dict[str, Any])
 def test_a_name_that_is_taken_is_refused_with_those_that_are(actors: dict[str, Any]) -> None:
     cluster.check_free("c", "ours")
     cluster.check_free("a", None)  # free in the namespace that is used if none is named
-    with pytest.raises(EngineError, match=r"'b' is running already\. In namespace 'ours' run: 'a' \(1 .*'b' \(2 "):
+    with pytest.raises(EngineError, match=r"'b' is running already\. Services in namespace 'ours': 'a' \(1 .*'b' \(2 "):
         cluster.check_free("b", "ours")
 
 
@@ -133,7 +133,7 @@ def test_a_service_describes_itself_by_whichever_replica_answers(actors: dict[st
 
 
 def test_a_service_that_is_not_there_or_does_not_answer_is_distinguished(actors: dict[str, Any]) -> None:
-    with pytest.raises(EngineError, match=r"no service 'c' is running\. In namespace 'ours' run: 'a'.*name='c'"):
+    with pytest.raises(EngineError, match=r"no service 'c' is running\. Services in namespace 'ours': 'a'.*name='c'"):
         cluster.find_service("c", "ours")
     with pytest.raises(EngineError, match=r"None runs in namespace 'empty'"):
         cluster.find_service("c", "empty")

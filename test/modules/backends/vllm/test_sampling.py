@@ -127,13 +127,13 @@ def test_all_words_need_no_names() -> None:
     ("mode", "temperature", "words"),
     [
         ("raw_logprobs", 0.7, r"^temperature=0\.7, and this engine's log-probs are of temperature 1"),
-        ("raw_logits", 1.0, r"^logprobs=0, and this engine gives logits in place of log-probs"),
-        ("processed_logits", 1.0, r"^logprobs=0, and this engine gives logits in place of log-probs"),
+        ("raw_logits", 1.0, r"^logprobs=0, and this engine gives logits instead of log-probs"),
+        ("processed_logits", 1.0, r"^logprobs=0, and this engine gives logits instead of log-probs"),
     ],
 )
 def test_log_probs_are_of_the_distribution_that_is_sampled_from(mode: str, temperature: float, words: str) -> None:
     builder = SamplingParamsBuilder(names_words=False, logprobs_mode=mode)
-    with pytest.raises(ValueError, match=f"{words}.*leave logprobs_mode out, or logprobs"):
+    with pytest.raises(ValueError, match=f"{words}.*leave out logprobs_mode, or logprobs"):
         builder({"temperature": temperature, "logprobs": 0})
     assert builder({"temperature": temperature}).logprobs is None
 

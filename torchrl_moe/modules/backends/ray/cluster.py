@@ -103,7 +103,7 @@ def _describe(namespace: str) -> str:
     """Return a sentence that lists the services of a namespace."""
     services = running_services(namespace)
     listed = ", ".join(f"{name!r} ({len(indices)} replica(s))" for name, indices in services.items())
-    return f"In namespace {namespace!r} run: {listed}." if services else f"None runs in namespace {namespace!r}."
+    return f"Services in namespace {namespace!r}: {listed}." if services else f"None runs in namespace {namespace!r}."
 
 
 def check_free(name: str, namespace: str | None) -> None:

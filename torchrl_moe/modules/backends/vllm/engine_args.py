@@ -121,13 +121,13 @@ def _check_experts_on_cpu(engine_args: Any) -> None:
     data, ranks = engine_args.data_parallel_size, engine_args.data_parallel_size * engine_args.tensor_parallel_size
     if data > 1:
         raise ValueError(
-            f"data_parallel_size={data}: vLLM has no all_gatherv between CPU workers, by which the ranks of a model "
-            "with experts exchange tokens, and its first step fails. Use num_replicas=."
+            f"data_parallel_size={data}: the ranks of a model with experts exchange tokens by all_gatherv, which vLLM "
+            "lacks between CPU workers, so its first step fails. Use num_replicas=."
         )
     if engine_args.enable_expert_parallel and ranks > 1:
         raise ValueError(
-            f"enable_expert_parallel=True over {ranks} workers: vLLM's CPU kernel looks a worker's own experts up by "
-            "their numbers in the whole model, and its first step reads beyond them (SIGSEGV). Leave it out: "
+            f"enable_expert_parallel=True over {ranks} workers: vLLM's CPU kernel indexes a worker's own experts by "
+            "their numbers in the whole model, so its first step reads beyond them (SIGSEGV). Leave it out: "
             "tensor_parallel_size alone shards each expert."
         )
     modules = engine_args.lora_target_modules

@@ -53,16 +53,16 @@ class SamplingParamsBuilder:
             raise ValueError(
                 f"{name}={getattr(params, name)!r} leaves words out, and this engine does not say which: it has "
                 "speculative decoding, a scheduler or logits processors of your own, another logprobs_mode than "
-                "'processed_logprobs', or vLLM's Model Runner V2 (VLLM_USE_V2_MODEL_RUNNER=0 turns it off). Leave "
-                f"{name} out, or logprobs"
+                "'processed_logprobs', or vLLM's Model Runner V2 (VLLM_USE_V2_MODEL_RUNNER=0 turns it off). Leave out "
+                f"{name}, or logprobs"
             )
         wrong = ""
         if not self._mode.endswith("logprobs"):
-            wrong = f"logprobs={params.logprobs}, and this engine gives logits in place of log-probs"
+            wrong = f"logprobs={params.logprobs}, and this engine gives logits instead of log-probs"
         elif self._mode.startswith("raw") and params.temperature not in (0, 1):
             wrong = f"temperature={params.temperature:g}, and this engine's log-probs are of temperature 1"
         if wrong:
-            raise ValueError(f"{wrong}, by logprobs_mode={self._mode!r}: leave logprobs_mode out, or logprobs")
+            raise ValueError(f"{wrong} (logprobs_mode={self._mode!r}): leave out logprobs_mode, or logprobs")
 
 
 def default_of(name: str) -> Any:

@@ -38,7 +38,7 @@ class SyncLLM:
         llm: the engine; it stays the caller's.
 
     Raises:
-        ValueError: it gives logits in place of log-probs, or captures routes that cannot be read.
+        ValueError: it gives logits instead of log-probs, or captures routes that cannot be read.
     """
 
     def __init__(self, llm: Any) -> None:

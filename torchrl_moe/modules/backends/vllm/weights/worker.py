@@ -1,10 +1,16 @@
 """The worker's side of a weight update: vLLM's own weight-transfer interface, over a transport of ours.
 
-vLLM asks for the backend at start-up, before a transport is chosen; so every engine starts with this one, and init
-names the transport. A version gets into the model in one of two ways. Plain: one layerwise reload of vLLM during the
-pause; its start takes the layers apart, each layer is reassembled when its last tensor arrives, and finish does the
-rest. Shadow: the version is loaded into a second model while the first generates, and the two are swapped during the
-pause.
+vLLM asks for its weight-transfer backend at start-up, before a transport is chosen. So every engine starts with this
+backend, and ``init_transfer_engine`` names the transport. A version gets into the model in one of two ways:
+
+.. code-block:: text
+
+             while the model generates       during the pause
+    shadow   fetch -> load a second model    swap the two models
+    plain    fetch                           start: take layers apart -> load -> finish: reassemble the rest
+
+A plain load is vLLM's layerwise reload: each layer is reassembled when its last tensor arrives. Until then the model
+cannot run (``whole`` is False), so a plain load that fails midway costs the replica its weights; a shadow never does.
 
 Imported in vLLM's worker processes only.
 """
