@@ -46,7 +46,7 @@ def test_each_answers_by_itself(engine: FakeAsyncVLLM) -> None:
 
 def test_the_world_is_all_ranks_of_a_replica(engine: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "data_parallel_size": 5}
-    monkeypatch.setattr(type(engine), "infos", [dataclasses.replace(engine.infos[0], **sizes)])
+    monkeypatch.setattr(engine, "infos", [dataclasses.replace(engine.infos[0], **sizes)])
     assert engine.actors[0].get_world_size() == 30
 
 
