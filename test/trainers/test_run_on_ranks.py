@@ -283,43 +283,47 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": PYTHONPATH}
 
 
-@pytest.mark.engine
-def test_two_ranks_under_torchrun_learn_as_one_process(tmp_path: Path, no_engine: EngineShelf) -> None:
-    """20 steps with R3: the first gradient is that of one process, each sync is exact, and the reward rises."""
-    out = tmp_path / "run"
-    settings = (
-        "rollout.prompts_per_step=10",
-        "log.progress=false",
-        "eval.every=0",
-        "eval.mismatch_every=5",
-        "checkpoint.every=20",
-        "optim.max_tokens=320",
-        "optim.max_grad_norm=null",
-        "hooks=[support.rank_watch:watch]",
-    )
-    command = [*torchrun(2), "--config", "tiny_ranks", f"out={out}", *settings]
+def run_under_torchrun(out: Path, *more: str) -> list[dict[str, str]]:
+    """Train with two ranks and R3; each sync must be exact. Return the rows of the metrics."""
+    settings = ("log.progress=false", "eval.every=0", "optim.max_tokens=320", "hooks=[support.rank_watch:watch]")
+    command = [*torchrun(2), "--config", "tiny_ranks", f"out={out}", *settings, *more]
     ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    rows = rows_of(out)
-    assert len(rows) == 20 and max(numbers(rows, "dlogp_max")) <= DLOGP_BOUND
-    reward = numbers(rows, "reward")
-    assert sum(reward[-5:]) / 5 > sum(reward[:3]) / 3 + 0.05
-    sent = syncs_of(out)
-    assert len(sent) == 20
+    rows, sent = rows_of(out), syncs_of(out)
+    assert max(numbers(rows, "dlogp_max")) <= DLOGP_BOUND
     assert all(sync["differ"] == 0 and sync["tensors"] > 20 for sync in sent)
-    assert [sync["versions"] for sync in sent] == [[version] for version in range(1, 21)]
-    assert_first_step(out, rows[0])
+    assert [sync["versions"] for sync in sent] == [[version] for version in range(1, len(rows) + 1)]
+    return rows
+
+
+@pytest.mark.engine
+def test_two_ranks_under_torchrun_step_as_one_process(tmp_path: Path, no_engine: EngineShelf) -> None:
+    """The first gradient is that of one process, each sync is exact, and the engine computes as the trainer does."""
+    out = tmp_path / "run"
+    few = ("rollout.prompts_per_step=4", "steps=3", "checkpoint.every=3")
+    rows = run_under_torchrun(out, *few, "eval.mismatch_every=1", "optim.max_grad_norm=null")
+    assert len(rows) == len(numbers(rows, "dlogp_max")) == 3
+    assert_first_step(out, rows[0], answers=4 * 8)
     assert (out / "model" / "config.json").exists() and (out / "run.png").exists()
 
 
-def assert_first_step(out: Path, row: dict[str, str]) -> None:
+@pytest.mark.engine
+@pytest.mark.soak
+def test_two_ranks_under_torchrun_learn(tmp_path: Path, no_engine: EngineShelf) -> None:
+    rows = run_under_torchrun(tmp_path / "run", "rollout.prompts_per_step=10", "checkpoint.every=20")
+    reward = numbers(rows, "reward")
+    assert len(reward) == 20
+    assert sum(reward[-5:]) / 5 > sum(reward[:3]) / 3 + 0.05
+
+
+def assert_first_step(out: Path, row: dict[str, str], answers: int) -> None:
     """Compare with one process, that has the whole batch."""
     (start,) = out.glob("start-*")
     config = load_config(str(out / "config.yaml"), ["hooks=[]", f"model.source={start}"])
     learner, policy_model = learner_of(config, Placement())
     with set_list_to_stack(True):
         batch = lazy_stack([row for rank in range(2) for row in unpack((out / f"share-{rank}").read_bytes()).unbind(0)])
-        assert len(batch) == 10 * 8
+        assert len(batch) == answers
         metrics = learner.scores(batch, 0, True)
         metrics |= {name: float(value) for name, value in learner.stepper.accumulate(batch).items()}
     found = torch.load(out / "gradients.pt")
