@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from support.engines import EngineShelf
 from support.processes import PYTHONPATH, is_gone
 from support.rank_watch import syncs_of
-from support.ranks import run_as_ranks
+from support.ranks import run_as_ranks, run_with_torchrun
 from support.sharded import whole
 from support.shared_training import learner_of
 from support.sources import ROOT
@@ -34,6 +34,7 @@ from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer, rendez
 from torchrl_moe.trainers.compose import load_config
 from torchrl_moe.trainers.parcel import unpack
 from torchrl_moe.trainers.placement import Placement
+from torchrl_moe.trainers.script import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -283,43 +284,51 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": PYTHONPATH}
 
 
-@pytest.mark.engine
-def test_two_ranks_under_torchrun_learn_as_one_process(tmp_path: Path, no_engine: EngineShelf) -> None:
-    """20 steps with R3: the first gradient is that of one process, each sync is exact, and the reward rises."""
-    out = tmp_path / "run"
-    settings = (
-        "rollout.prompts_per_step=10",
-        "log.progress=false",
-        "eval.every=0",
-        "eval.mismatch_every=5",
-        "checkpoint.every=20",
-        "optim.max_tokens=320",
-        "optim.max_grad_norm=null",
-        "hooks=[support.rank_watch:watch]",
-    )
-    command = [*torchrun(2), "--config", "tiny_ranks", f"out={out}", *settings]
-    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    rows = rows_of(out)
-    assert len(rows) == 20 and max(numbers(rows, "dlogp_max")) <= DLOGP_BOUND
-    reward = numbers(rows, "reward")
-    assert sum(reward[-5:]) / 5 > sum(reward[:3]) / 3 + 0.05
-    sent = syncs_of(out)
-    assert len(sent) == 20
+EXACT = ("log.progress=false", "eval.every=0", "optim.max_tokens=320", "hooks=[support.rank_watch:watch]")
+
+
+def exact_rows(out: Path) -> list[dict[str, str]]:
+    """The metrics of a run with the settings ``EXACT``, each sync of which has sent what ranks have."""
+    rows, sent = rows_of(out), syncs_of(out)
+    assert max(numbers(rows, "dlogp_max")) <= DLOGP_BOUND
     assert all(sync["differ"] == 0 and sync["tensors"] > 20 for sync in sent)
-    assert [sync["versions"] for sync in sent] == [[version] for version in range(1, 21)]
-    assert_first_step(out, rows[0])
+    assert [sync["versions"] for sync in sent] == [[version] for version in range(1, len(rows) + 1)]
+    return rows
+
+
+@pytest.mark.engine
+def test_two_ranks_of_torchruns_agent_step_as_one_process(tmp_path: Path, no_engine: EngineShelf) -> None:
+    """The first gradient is that of one process, each sync is exact, and the engine computes as the trainer does."""
+    out = tmp_path / "run"
+    few = ["rollout.prompts_per_step=4", "steps=3", "checkpoint.every=3", "optim.max_grad_norm=null"]
+    run_with_torchrun(main, ["--config", "tiny_ranks", f"out={out}", *EXACT, *few], log=tmp_path / "log")
+    rows = exact_rows(out)
+    assert len(rows) == len(numbers(rows, "dlogp_max")) == 3
+    assert_first_step(out, rows[0], answers=4 * 8)
     assert (out / "model" / "config.json").exists() and (out / "run.png").exists()
 
 
-def assert_first_step(out: Path, row: dict[str, str]) -> None:
+@pytest.mark.engine
+@pytest.mark.soak
+def test_two_ranks_under_torchrun_learn(tmp_path: Path, no_engine: EngineShelf) -> None:
+    """20 steps with R3, from the command line."""
+    out = tmp_path / "run"
+    command = [*torchrun(2), "--config", "tiny_ranks", f"out={out}", *EXACT, "rollout.prompts_per_step=10"]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    reward = numbers(exact_rows(out), "reward")
+    assert len(reward) == 20
+    assert sum(reward[-5:]) / 5 > sum(reward[:3]) / 3 + 0.05
+
+
+def assert_first_step(out: Path, row: dict[str, str], answers: int) -> None:
     """Compare with one process, that has the whole batch."""
     (start,) = out.glob("start-*")
     config = load_config(str(out / "config.yaml"), ["hooks=[]", f"model.source={start}"])
     learner, policy_model = learner_of(config, Placement())
     with set_list_to_stack(True):
         batch = lazy_stack([row for rank in range(2) for row in unpack((out / f"share-{rank}").read_bytes()).unbind(0)])
-        assert len(batch) == 10 * 8
+        assert len(batch) == answers
         metrics = learner.scores(batch, 0, True)
         metrics |= {name: float(value) for name, value in learner.stepper.accumulate(batch).items()}
     found = torch.load(out / "gradients.pt")
