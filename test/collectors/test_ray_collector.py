@@ -627,9 +627,10 @@ def test_two_share_an_engine_and_one_whose_actor_is_killed_says_so(actor: Any, t
 
 
 @pytest.mark.parametrize("kind", [RayLLMCollector, torchrl.collectors.llm.RayLLMCollector], ids=["ours", "torchrl's"])
-def test_a_policy_over_an_engine_in_ray_is_sent_as_it_is(toys: AsyncVLLM, kind: Any) -> None:
+def test_a_policy_over_an_engine_in_ray_is_sent_as_it_is(actor: Any, toys: AsyncVLLM, kind: Any) -> None:
     policy = policy_of(toys, tokenizer=TOKENIZER, return_log_probs=False)
-    collector = kind(dataset, policy=policy, remote_config={"num_cpus": 0}, dialog_turns_per_batch=4)
+    with placing(actor):  # ours; TorchRL's makes an actor of its own class
+        collector = kind(dataset, policy=policy, remote_config={"num_cpus": 0}, dialog_turns_per_batch=4)
     for batch in islice(collector, 2):
         first, second = Counter(queries(batch.reshape(-1))).items()  # TorchRL's leaves the first two questions out
         assert (first[1], second[1]) == (2, 2)

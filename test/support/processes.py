@@ -62,7 +62,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def exit_code_of(work: Callable[[], object]) -> int | None:
+def exit_code_of(work: Callable[[], object], seconds: float = 60.0) -> int | None:
     """Run a function in a child; return its exit status, negative for a signal. A fork: torch is not imported again."""
 
     def run() -> None:
@@ -72,5 +72,5 @@ def exit_code_of(work: Callable[[], object]) -> int | None:
 
     child = multiprocessing.get_context("fork").Process(target=run)
     child.start()
-    child.join(60.0)
+    child.join(seconds)
     return child.exitcode

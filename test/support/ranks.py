@@ -9,10 +9,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from support.processes import exit_code_of
 
 
 def run_as_ranks(work: Callable[..., Any], *arguments: Any, seconds: float = 240.0, world_size: int = 2) -> list[Any]:
@@ -45,6 +48,40 @@ def run_as_ranks(work: Callable[..., Any], *arguments: Any, seconds: float = 240
     errors = [error for _, _, error in got if error]
     assert not errors, "\n".join(errors)
     return [value for _, value, _ in got]
+
+
+def run_with_torchrun(work: Callable[..., Any], *arguments: Any, log: Path, world_size: int = 2) -> None:
+    """Run a function in ranks of torchrun's own agent, which starts forks: nothing is imported again.
+
+    Args:
+        work: it may not return anything but 0, ``None`` or what can be pickled.
+        *arguments: of ``work``.
+        log: a folder for what the ranks print.
+        world_size: how many.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    def agent() -> None:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=world_size,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            run_id=log.name,
+            max_restarts=0,
+            monitor_interval=0.1,
+            start_method="fork",
+            logs_specs=DefaultLogsSpecs(log_dir=str(log), redirects=Std.ALL),
+        )
+        returned = elastic_launch(config, work)(*arguments)
+        assert not any(returned.values()), returned
+
+    log.mkdir()
+    code = exit_code_of(agent, 280.0)
+    said = "\n".join(file.read_text()[-3000:] for file in sorted(log.rglob("stderr.log")))
+    assert code == 0, f"exit code {code}\n{said}"
 
 
 def _answers(answers: Any, ranks: list[Any], deadline: float) -> list[tuple[int, Any, str]]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import subprocess
-import sys
+import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.testing.faults import shift_routes, wrong_ids
 from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer
 from torchrl_moe.trainers.checkpoints import Checkpoints
+from torchrl_moe.trainers.script import main
 from torchrl_moe.trainers.trained_state import TrainedState
 
 Make = Callable[..., MoEGRPOTrainer]
@@ -71,8 +72,8 @@ def run(first_run: MoEGRPOTrainer, tmp_path: Path) -> Iterator[Make]:
     made = []
 
     def make(*overrides: str, **given: Any) -> MoEGRPOTrainer:
-        trained = (f"model.source={first_run.record.folder / 'model'}", "eval.every=0")
-        config = short(tmp_path, *trained, *overrides)
+        few = (f"model.source={first_run.record.folder / 'model'}", "eval.every=0", "rollout.prompts_per_step=2")
+        config = short(tmp_path, *few, *overrides)
         made.append(MoEGRPOTrainer(config=config, engine=first_run.rollout_engine.engine, **given))
         return made[-1]
 
@@ -158,7 +159,7 @@ def test_generation_continues_while_the_trainer_trains(run: Make) -> None:
         "engine.sync.verify=canary",
         "optim.epochs=2",
         "optim.minibatches=2",
-        "optim.max_tokens=300",
+        "optim.max_tokens=80",
         "loss.arguments.proximal_policy=recomputed",
         "loss.arguments.correction=tis",
     )
@@ -215,7 +216,7 @@ def test_a_notebook_cell_trains(first_run: MoEGRPOTrainer, tmp_path: Path) -> No
         return float(completion == answer)
 
     config = GRPOConfig(steps=2, out=str(tmp_path / "run"))
-    config.data.held_out, config.rollout.max_new_tokens = 10, 4
+    config.data.held_out, config.rollout.max_new_tokens, config.rollout.prompts_per_step = 10, 4, 2
     with MoEGRPOTrainer(str(folder), dataset=rows, rewards=exact, config=config, engine=engine) as trainer:
         trainer.train()
         trainer.plot()
@@ -233,7 +234,7 @@ def test_a_reward_that_raises_costs_its_group(run: Make, caplog: pytest.LogCaptu
             raise ZeroDivisionError("no opinion")
         return float(completion == answer)
 
-    trainer = run("steps=2", rewards=unreliable)
+    trainer = run("steps=2", "rollout.prompts_per_step=8", rewards=unreliable)
     trainer.train()
     assert len(trainer.record.rows) == 2
     assert trainer.collector.stats()["collector/groups_dropped/failed"] >= 2
@@ -447,24 +448,28 @@ def test_a_held_out_reward_that_hangs_costs_its_evaluation(
 # -- kills ------------------------------------------------------------------------------------------------------------
 
 
-def wait_for_rows(metrics: Path, count: int, running: subprocess.Popen[bytes]) -> None:
+def wait_for_rows(metrics: Path, count: int, running: BaseProcess) -> None:
     deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and running.poll() is None:
+    while time.monotonic() < deadline and running.exitcode is None:
         if metrics.exists() and len(metrics.read_text().splitlines()) > count:
             return
         time.sleep(0.02)
-    raise AssertionError(f"no {count} rows in time; exit code {running.poll()}")
+    raise AssertionError(f"no {count} rows in time; exit code {running.exitcode}")
 
 
 @pytest.mark.engine
 def test_a_killed_run_continues_from_its_checkpoint(first_run: MoEGRPOTrainer, tmp_path: Path) -> None:
     few = (f"model.source={first_run.record.folder / 'model'}", "rollout.prompts_per_step=2")
     arguments = [f"out={tmp_path}", *few, "steps=500", "seed=3", "checkpoint.every=2", "eval.every=0"]
-    program = "from torchrl_moe.trainers.script import main; import sys; sys.exit(main())"
-    command = [sys.executable, "-c", program, "--config", "tiny_sums", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as killed:
+    arguments += ["log.progress=false", "engine.kind=transformers", "~engine.arguments.kv_cache_memory_bytes"]
+    command = ["--config", "tiny_sums", *arguments]
+    killed = multiprocessing.get_context("fork").Process(target=main, args=(command,))  # which has all imported
+    killed.start()
+    try:
         wait_for_rows(tmp_path / "metrics.csv", 3, killed)  # the last checkpoint is that of step 2, or a later one
+    finally:
         killed.kill()
+        killed.join()
     prompts = trained_prompts(tmp_path)
     config = short(tmp_path, "resume=true", "steps=1000")
     with MoEGRPOTrainer(config=config, engine=first_run.rollout_engine.engine) as again:

@@ -45,6 +45,20 @@ def test_olmoe_by_hand() -> None:
     assert sizes.route_bytes == 16 * 8
 
 
+def test_what_is_kept_is_of_equal_settings_only() -> None:
+    hf_config, lora = model_config_of(OLMOE), LoRAConfig(rank=8)
+    sizes = ModelSizes.of(hf_config, ModelConfig(lora=lora))
+    assert ModelSizes.of(model_config_of(OLMOE), ModelConfig(lora=LoRAConfig(rank=8))) is sizes
+    lora.rank = 16
+    assert ModelSizes.of(hf_config, ModelConfig(lora=lora)).adapter == 2 * sizes.adapter
+    hf_config.num_hidden_layers = 8
+    assert ModelSizes.of(hf_config, ModelConfig(lora=lora)).adapter == sizes.adapter
+    few = activation_bytes(hf_config, ModelConfig(), 1, 64, torch.float32)
+    assert activation_bytes(hf_config, ModelConfig(activation_checkpointing=True), 1, 64, torch.float32) < few
+    hf_config.num_hidden_layers = 4
+    assert activation_bytes(hf_config, ModelConfig(), 1, 64, torch.float32) < few
+
+
 def test_an_adapter_on_attention_by_hand() -> None:
     rank, hidden = 32, 2048
     sizes = ModelSizes.of(model_config_of(OLMOE), ModelConfig(lora=LoRAConfig(rank=rank)))
@@ -68,6 +82,7 @@ def test_unstacked_names_are_those_of_the_hub(source: str, count: int) -> None:
     from transformers import AutoModelForCausalLM
 
     config = model_config_of(source)
+    config.hidden_size = config.moe_intermediate_size = config.intermediate_size = 64  # no name depends on them
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     kinds = model_metadata(model)

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from support.engines import EngineShelf
 from support.processes import PYTHONPATH, is_gone
 from support.rank_watch import syncs_of
-from support.ranks import run_as_ranks
+from support.ranks import run_as_ranks, run_with_torchrun
 from support.sharded import whole
 from support.shared_training import learner_of
 from support.sources import ROOT
@@ -34,6 +34,7 @@ from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer, rendez
 from torchrl_moe.trainers.compose import load_config
 from torchrl_moe.trainers.parcel import unpack
 from torchrl_moe.trainers.placement import Placement
+from torchrl_moe.trainers.script import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -283,12 +284,11 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": PYTHONPATH}
 
 
-def run_under_torchrun(out: Path, *more: str) -> list[dict[str, str]]:
-    """Train with two ranks and R3; each sync must be exact. Return the rows of the metrics."""
-    settings = ("log.progress=false", "eval.every=0", "optim.max_tokens=320", "hooks=[support.rank_watch:watch]")
-    command = [*torchrun(2), "--config", "tiny_ranks", f"out={out}", *settings, *more]
-    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+EXACT = ("log.progress=false", "eval.every=0", "optim.max_tokens=320", "hooks=[support.rank_watch:watch]")
+
+
+def exact_rows(out: Path) -> list[dict[str, str]]:
+    """The metrics of a run with the settings ``EXACT``, each sync of which has sent what ranks have."""
     rows, sent = rows_of(out), syncs_of(out)
     assert max(numbers(rows, "dlogp_max")) <= DLOGP_BOUND
     assert all(sync["differ"] == 0 and sync["tensors"] > 20 for sync in sent)
@@ -297,11 +297,12 @@ def run_under_torchrun(out: Path, *more: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.engine
-def test_two_ranks_under_torchrun_step_as_one_process(tmp_path: Path, no_engine: EngineShelf) -> None:
+def test_two_ranks_of_torchruns_agent_step_as_one_process(tmp_path: Path, no_engine: EngineShelf) -> None:
     """The first gradient is that of one process, each sync is exact, and the engine computes as the trainer does."""
     out = tmp_path / "run"
-    few = ("rollout.prompts_per_step=4", "steps=3", "checkpoint.every=3")
-    rows = run_under_torchrun(out, *few, "eval.mismatch_every=1", "optim.max_grad_norm=null")
+    few = ["rollout.prompts_per_step=4", "steps=3", "checkpoint.every=3", "optim.max_grad_norm=null"]
+    run_with_torchrun(main, ["--config", "tiny_ranks", f"out={out}", *EXACT, *few], log=tmp_path / "log")
+    rows = exact_rows(out)
     assert len(rows) == len(numbers(rows, "dlogp_max")) == 3
     assert_first_step(out, rows[0], answers=4 * 8)
     assert (out / "model" / "config.json").exists() and (out / "run.png").exists()
@@ -310,8 +311,12 @@ def test_two_ranks_under_torchrun_step_as_one_process(tmp_path: Path, no_engine:
 @pytest.mark.engine
 @pytest.mark.soak
 def test_two_ranks_under_torchrun_learn(tmp_path: Path, no_engine: EngineShelf) -> None:
-    rows = run_under_torchrun(tmp_path / "run", "rollout.prompts_per_step=10", "checkpoint.every=20")
-    reward = numbers(rows, "reward")
+    """20 steps with R3, from the command line."""
+    out = tmp_path / "run"
+    command = [*torchrun(2), "--config", "tiny_ranks", f"out={out}", *EXACT, "rollout.prompts_per_step=10"]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    reward = numbers(exact_rows(out), "reward")
     assert len(reward) == 20
     assert sum(reward[-5:]) / 5 > sum(reward[:3]) / 3 + 0.05
 

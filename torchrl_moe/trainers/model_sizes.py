@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -53,6 +54,21 @@ def model_config_of(source: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
+class _Settings:
+    """Settings of a model to compute with at once; equal settings have one result, which is kept."""
+
+    described: str
+    hf_config: Any = field(compare=False)
+    model_config: ModelConfig = field(compare=False)
+
+    @classmethod
+    def of(cls, hf_config: Any, model_config: ModelConfig) -> _Settings:
+        values = json.dumps(hf_config.to_dict(), sort_keys=True, default=str)
+        attention = getattr(hf_config, "_attn_implementation", None)
+        return cls(f"{type(hf_config)} {values} {attention} {model_config}", hf_config, model_config)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSizes:
     """Sizes of a model, as element counts, not bytes.
 
@@ -92,12 +108,18 @@ class ModelSizes:
 
     @classmethod
     def of(cls, hf_config: Any, model_config: ModelConfig) -> ModelSizes:
-        """Count.
+        """Count; the result for equal arguments is kept.
 
         Args:
             hf_config: a transformers configuration.
             model_config: of the run: its adapter.
         """
+        return cls._counted(_Settings.of(hf_config, model_config))
+
+    @classmethod
+    @lru_cache(maxsize=32)
+    def _counted(cls, settings: _Settings) -> ModelSizes:
+        hf_config, model_config = settings.hf_config, settings.model_config
         text = hf_config.get_text_config()
         with torch.device("meta"):
             model = prepared(_made(hf_config, torch.float32), _without_checkpointing(model_config), torch.float32)
@@ -141,7 +163,7 @@ def activation_bytes(
 
     Two models with the same layers are run on shapes alone (meta tensors), one a layer deeper than the other; each
     further layer is assumed to take the difference. Attention is the CPU's implementation which, like flash attention,
-    keeps no attention scores.
+    keeps no attention scores. The result for equal arguments is kept.
 
     Args:
         hf_config: a transformers configuration.
@@ -151,6 +173,12 @@ def activation_bytes(
         dtype: of forward passes.
         sharded: whether weights are gathered in that dtype (FSDP2), instead of being cast where they are used.
     """
+    return _activation_bytes(_Settings.of(hf_config, model_config), sequences, tokens, dtype, sharded)
+
+
+@lru_cache(maxsize=64)
+def _activation_bytes(settings: _Settings, sequences: int, tokens: int, dtype: torch.dtype, sharded: bool) -> int:
+    hf_config, model_config = settings.hf_config, settings.model_config
     text = hf_config.get_text_config()
     layers = number_of_layers(text)
     # with a single layer the peak is elsewhere
