@@ -184,28 +184,15 @@ def _activation_bytes(settings: _Settings, sequences: int, tokens: int, dtype: t
     # with a single layer the peak is elsewhere
     fewer = min(int(getattr(text, DENSE_FIRST, 0) or 0) + 2, layers)
     given = (model_config, sequences, tokens, dtype, sharded)
-    least = _peak(_Pass.of(_cut(hf_config, fewer), *given))
+    least = _peak(_cut(hf_config, fewer), *given)
     if fewer == layers:
         return least
-    return least + (layers - fewer) * (_peak(_Pass.of(_cut(hf_config, fewer + 1), *given)) - least)
+    return least + (layers - fewer) * (_peak(_cut(hf_config, fewer + 1), *given) - least)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """A forward and backward pass on shapes alone; two are equal if ``key`` is, and then need as much memory."""
-
-    key: tuple[Any, ...]
-    configs: tuple[Any, ModelConfig] = field(compare=False)
-
-    @classmethod
-    def of(cls, hf_config: Any, model_config: ModelConfig, *given: Any) -> _Pass:
-        return cls((hf_config.to_json_string(use_diff=False), repr(model_config), *given), (hf_config, model_config))
-
-
-@lru_cache(maxsize=64)  # a second each, and plans of one model differ in other things
-def _peak(one: _Pass) -> int:
-    sequences, tokens, dtype, sharded = one.key[2:]
-    hf_config, model_config = one.configs
+def _peak(
+    hf_config: Any, model_config: ModelConfig, sequences: int, tokens: int, dtype: torch.dtype, sharded: bool
+) -> int:
     with without_memory():
         frozen = model_config.lora.rank > 0
         model = prepared(_made(hf_config, dtype if frozen or sharded else torch.float32), model_config, dtype)
