@@ -23,6 +23,7 @@ SITE = Path(__file__).parent / "_build" / "html"
 SHOTS = SITE.parent / "screenshots"
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 SEARCHED = "icepop"
+ABORTED = "net::ERR_ABORTED"  # by the browser itself, which gives up an icon when the next page is opened
 SHOWN = ("index.html", "weight_sync.html", "reference/objectives.html")
 WAYS: dict[str, dict[str, Any]] = {
     "light": {"color_scheme": "light", "viewport": {"width": 1280, "height": 900}},
@@ -140,7 +141,7 @@ def tab(browser: Any, address: str, way: str, found: list[str]) -> Iterator[Any]
 
     page.on("console", lambda m: note(m.text, m.location["url"] or page.url, m.type in {"error", "warning"}))
     page.on("pageerror", lambda error: note(str(error), page.url, True))
-    page.on("requestfailed", lambda request: note("request failed", request.url, True))
+    page.on("requestfailed", lambda request: note(f"{request.failure}", request.url, request.failure != ABORTED))
     page.on("response", lambda response: note(str(response.status), response.url, response.status >= 400))
     yield page
     context.close()
