@@ -8,9 +8,8 @@ from pathlib import Path
 import transformers
 from torch import nn
 
-from support.families import FAMILIES, REFUSED, build, is_absent
+from support.families import FAMILIES, REFUSED, is_absent, shared_pair
 from torchrl_moe._errors import UnsupportedRouterError
-from torchrl_moe.modules.replay.router_replay import RouterReplay
 
 PAGE = Path(__file__).parents[2] / "docs" / "replay.md"
 HOW = "the table in docs/replay.md is out of date: PYTHONPATH=.:test python -m support.compatibility"
@@ -29,9 +28,8 @@ def _notes(model: nn.Module, written: str) -> str:
 def _row(name: str) -> str:
     if is_absent(name):
         return f"| {name} | not in this release | | | |"
-    model = build(name)
     try:
-        replay = RouterReplay(model)
+        model, replay = shared_pair(name)
     except UnsupportedRouterError as error:
         return f"| {name} | refused | | | {str(error).rpartition(' cannot be replayed: ')[2]} |"
     family = FAMILIES[name]

@@ -12,11 +12,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from support.collecting import Questions, chat, policy_of, queries
-from support.processes import PYTHONPATH
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.modules.backends.replica import Request
 from torchrl_moe.testing import FakeAsyncVLLM
@@ -75,14 +73,11 @@ def train(folder: Path, order: Any, progress: Connection) -> None:
 
 @contextmanager
 def life(folder: Path, order: str) -> Iterator[tuple[BaseProcess, Connection]]:
-    """Start a trainer; yields its process, and what it says. It is forked from a process that has imported this."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    """Start a trainer; yields its process, and what it says. It is a fork: nothing is imported again."""
+    context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=train, args=(folder, order, theirs), daemon=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", PYTHONPATH)  # of the server, which begins with the first process
-        process.start()
+    process.start()
     theirs.close()
     try:
         yield process, ours

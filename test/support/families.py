@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from support.family_configs import CONFIGS, LARGER, REFUSED_CONFIGS
+from torchrl_moe.modules.replay.router_replay import RouterReplay
 from torchrl_moe.testing.tiny_moe import _draw_weights
 
 SMALL: Mapping[str, Any] = {
@@ -109,3 +111,10 @@ def build(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **mor
         is_hash = buffer.ndim == 2  # experts by token
         buffer.copy_(torch.rand(len(buffer), E, generator=generator).argsort(-1)[:, :K] if is_hash else values)
     return model.eval()
+
+
+@cache
+def shared_pair(name: str) -> tuple[PreTrainedModel, RouterReplay]:
+    """A family's model and its replay, made once for all tests of a process: leave both as you found them."""
+    model = build(name)
+    return model, RouterReplay(model)

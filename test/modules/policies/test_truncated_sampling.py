@@ -172,7 +172,7 @@ def test_siblings_and_padded_rows_have_their_own_words(engine: AsyncVLLM, shelf:
     assert len({tuple(row["sampling", "kept"].sizes.tolist()) for row in batch.unbind(0)}) == 6
 
 
-@pytest.mark.engine("qwen3_moe", max_num_batched_tokens=64, max_num_seqs=8, enable_chunked_prefill=True)
+@pytest.mark.engine("qwen3_moe", kv_cache_memory_bytes=CRAMPED, max_num_batched_tokens=64, max_num_seqs=8)
 @pytest.mark.parametrize("num_samples", [None, 3])
 def test_prompts_that_are_prefilled_in_chunks_do_not_shift_them(
     engine: AsyncVLLM, shelf: EngineShelf, num_samples: int | None

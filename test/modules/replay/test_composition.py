@@ -129,14 +129,21 @@ def test_a_compiled_model_follows_new_routes_without_a_new_graph() -> None:
         assert_near(grads, wanted_grads)
 
 
-@pytest.mark.parametrize("how", ["wrapped", pytest.param("in place", marks=pytest.mark.parity)])
-def test_a_model_that_was_compiled_before_replays(how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "backend"),
+    [
+        ("wrapped", "eager"),
+        pytest.param("wrapped", "aot_eager", marks=pytest.mark.parity),
+        pytest.param("in place", "aot_eager", marks=pytest.mark.parity),
+    ],
+)
+def test_a_model_that_was_compiled_before_replays(how: str, backend: str) -> None:
     reference, reference_replay = pair(**SMALL)
     model = make_tiny_moe(**SMALL)
     if how == "wrapped":
-        model = torch.compile(model, backend="aot_eager", fullgraph=True)
+        model = torch.compile(model, backend=backend, fullgraph=True)
     else:
-        model.compile(backend="aot_eager", fullgraph=True)
+        model.compile(backend=backend, fullgraph=True)
     model(tokens())  # the graph without replay
     replay = RouterReplay(model)
     routes = random_routes(replay)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from support import compatibility
-from support.families import EXCLUDED, FAMILIES, REFUSED, E, K, build, model_type
+from support.families import EXCLUDED, FAMILIES, REFUSED, E, K, build, model_type, shared_pair
 from support.gating import reference_routing, router_weight
 from support.gradients import assert_same, backward, gradients, loss_of
 from support.routes import U, experts_seen, random_routes, recorded, tokens
@@ -43,11 +43,6 @@ def pair_in_float64(family: str) -> tuple[nn.Module, RouterReplay]:
     return model, RouterReplay(model)
 
 
-def pair(family: str) -> tuple[nn.Module, RouterReplay]:
-    model = build(family)
-    return model, RouterReplay(model)
-
-
 @contextmanager
 def chosen(model: nn.Module, replay: RouterReplay) -> Iterator[dict[int, Tensor]]:
     """By layer, the experts ``[N, K]`` in use: those the experts are told, or else those whose gate is not 0."""
@@ -68,6 +63,21 @@ def chosen(model: nn.Module, replay: RouterReplay) -> Iterator[dict[int, Tensor]
         hook.remove()
 
 
+@contextmanager
+def flipped(biases: list[Tensor]) -> Iterator[None]:
+    """Other biases, for a while."""
+    before = [bias.detach().clone() for bias in biases]
+    with torch.no_grad():
+        for bias in biases:
+            bias.copy_(bias.flip(-1) * 9)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for bias, values in zip(biases, before, strict=True):
+                bias.copy_(values)
+
+
 def as_sets(experts: Tensor) -> Tensor:
     return experts.sort(-1).values
 
@@ -77,7 +87,7 @@ def as_sets(experts: Tensor) -> Tensor:
 
 @each_family
 def test_the_routers_are_found(family: str) -> None:
-    _, replay = pair(family)
+    _, replay = shared_pair(family)
     assert replay.layers == tuple(FAMILIES[family].layers)
     assert {(site.num_experts, site.top_k, site.rank) for site in replay.sites} == {(E, K, 2)}
     dense = set(range(replay.num_layers)) - set(replay.layers)
@@ -179,7 +189,7 @@ def test_random_routes_reach_the_experts_and_equal_the_formula_of_the_family(fam
 
 @each_family
 def test_unset_rows_run_live_and_all_others_as_given(family: str) -> None:
-    model, replay = pair(family)
+    model, replay = shared_pair(family)
     given = random_routes(replay)
     live = torch.rand(given.shape[:3], generator=torch.Generator().manual_seed(4)) < 0.5
     routes = given.masked_fill(live[..., None], U)
@@ -202,7 +212,7 @@ def test_unset_rows_run_live_and_all_others_as_given(family: str) -> None:
 
 @each_family
 def test_a_correction_bias_chooses_and_has_no_other_effect(family: str) -> None:
-    model, replay = pair(family)
+    model, replay = shared_pair(family)
     tensors = [*model.named_parameters(), *model.named_buffers()]
     biases = [x for name, x in tensors if re.search(r"e_score_correction_bias$|expert_bias$", name)]
     assert bool(biases) == ("+ bias" in replay.scoring)
@@ -211,14 +221,12 @@ def test_a_correction_bias_chooses_and_has_no_other_effect(family: str) -> None:
     own, routes = recorded(model, replay, IDS), random_routes(replay)
     with replay.replay(routes):
         logits, grads = backward(model, IDS)
-    with torch.no_grad():
-        for bias in biases:
-            bias.copy_(bias.flip(-1) * 9)
-    with replay.replay(routes):
-        same_logits, same_grads = backward(model, IDS)
-    assert torch.equal(logits, same_logits)
-    assert_same(grads, same_grads)
-    assert not torch.equal(as_sets(own), as_sets(recorded(model, replay, IDS)))
+    with flipped(biases):
+        with replay.replay(routes):
+            same_logits, same_grads = backward(model, IDS)
+        assert torch.equal(logits, same_logits)
+        assert_same(grads, same_grads)
+        assert not torch.equal(as_sets(own), as_sets(recorded(model, replay, IDS)))
 
 
 @few_families
@@ -253,7 +261,8 @@ def test_router_gradients_equal_finite_differences(family: str) -> None:
 
 @pytest.mark.parametrize("family", [name for name in wide if name not in ONE_IMPLEMENTATION])
 def test_replay_is_the_same_whatever_computes_the_experts(family: str) -> None:
-    model, replay = pair(family)
+    model = build(family)
+    replay = RouterReplay(model)
     routes = random_routes(replay)
     results = []
     for implementation in ("eager", "grouped_mm"):
@@ -271,7 +280,7 @@ def test_replay_is_the_same_whatever_computes_the_experts(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_the_auxiliary_loss_is_of_the_routers_own_choice(family: str) -> None:
-    model, replay = pair(family)
+    model, replay = shared_pair(family)
     own_loss = importlib.import_module(type(model).__module__).load_balancing_loss_func
 
     def forward() -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -290,7 +299,7 @@ def test_the_auxiliary_loss_is_of_the_routers_own_choice(family: str) -> None:
 
 
 def test_layers_that_choose_by_token_have_no_routes() -> None:
-    model, replay = pair("deepseek_v4")
+    model, replay = shared_pair("deepseek_v4")
     by_token = model.get_buffer("model.layers.0.mlp.gate.tid2eid")[IDS].flatten(0, 1)
     routes = random_routes(replay)
     assert (recorded(model, replay, IDS)[:, :, 0] == U).all()
