@@ -35,8 +35,8 @@ print(json.dumps(loaded))
 """
 
 
-def loaded_after(*statements: str) -> dict[str, list[str]]:
-    code = f"HEAVY = {HEAVY!r}\n{PROBE}"
+def loaded_after(*statements: str, heavy: tuple[str, ...] = HEAVY) -> dict[str, list[str]]:
+    code = f"HEAVY = {heavy!r}\n{PROBE}"
     run = subprocess.run([sys.executable, "-c", code, *statements], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])
@@ -53,6 +53,11 @@ def loaded() -> dict[str, list[str]]:
 @pytest.mark.parametrize("statement", BUILT)
 def test_it_loads_nothing_heavy(statement: str, loaded: dict[str, list[str]]) -> None:
     assert loaded[statement] == []
+
+
+def test_a_replicas_actor_in_ray_which_passes_messages_on_does_not_import_torch() -> None:
+    statement = f"from {PACKAGE}.modules.backends.ray.actor import ReplicaActor"
+    assert loaded_after(statement, heavy=("torch", "transformers", "vllm")) == {statement: []}
 
 
 def test_a_heavy_import_is_found() -> None:

@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
-import pytest
 import ray
 
 from support.processes import TESTS
@@ -43,8 +43,7 @@ class Holder:
 @contextmanager
 def toy_actors() -> Iterator[None]:
     """Actors that are placed meanwhile host the toy engine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(actor, "ReplicaActor", ToyActor)
+    with patch.object(actor, "ReplicaActor", ToyActor):  # pytest's would be imported by each actor
         yield
 
 

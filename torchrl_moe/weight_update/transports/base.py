@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from torch import Tensor
+if TYPE_CHECKING:  # processes that only pass a report on import neither torch nor the store
+    from torch import Tensor
 
-from torchrl_moe.weight_update.store import Manifest
+    from torchrl_moe.weight_update.store import Manifest
 
 __all__ = ["PassesOn", "Peer", "Receiver", "StageOptions", "StageReport", "Transport", "asked", "rank_of", "workers_of"]
 
