@@ -85,7 +85,7 @@ def test_on_a_terminal_a_table_takes_the_place_of_the_one_before(
         (["top", "--interval", "nan"], "--interval nan: it must be above 0"),
         (["top", "--interval", "inf"], "--interval inf: it must be above 0"),
         (["top", "--interval", "1e300"], "--interval 1e+300: it must be above 0"),
-        (["top", "mine", "--url", "http://x"], "give one of the two"),
+        (["top", "mine", "--url", "http://x"], "not both"),
         (["top", "--url", "x"], "begins with http://"),
         (["top", "--url", ""], "begins with http://"),
     ],

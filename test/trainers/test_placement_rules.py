@@ -43,7 +43,7 @@ def config_of(**changes: Any) -> GRPOConfig:
         (2, {"placement__cpu_offload": True, "placement__tensor_parallel": 2}, "cpu_offload=True is FSDP2's: give it"),
         (2, {"placement__cpu_offload": True}, "cpu_offload=True needs GPUs to offload from"),
         (2, {"placement__expert_parallel": 2, "model__lora__rank": 4}, r"model\.lora\.rank goes with plain FSDP2"),
-        (2, {"placement__tensor_parallel": 2, "optim__max_tokens": 100}, r"optim\.max_tokens=null is needed"),
+        (2, {"placement__tensor_parallel": 2, "optim__max_tokens": 100}, r"needs optim\.max_tokens=null"),
         (2, {"engine__sync": {"lora": "adapter"}}, r"engine\.sync\.lora=adapter is for one rank"),
         (2, {"placement__collective_timeout": 120.0}, r"collective_timeout=120 must be above .*timeout_seconds=120"),
         (2, {"engine__sync": {"timeout_seconds": 600}}, r"collective_timeout=600 must be above .*timeout_seconds=600"),
