@@ -73,7 +73,7 @@ def train(folder: Path, order: Any, progress: Connection) -> None:
 
 @contextmanager
 def life(folder: Path, order: str) -> Iterator[tuple[BaseProcess, Connection]]:
-    """Start a trainer; yields its process, and what it says. It is a fork: nothing is imported again."""
+    """Start a trainer; yields its process, and what it says. It is a fork, so nothing is imported again."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=train, args=(folder, order, theirs), daemon=True)

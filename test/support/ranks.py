@@ -51,7 +51,7 @@ def run_as_ranks(work: Callable[..., Any], *arguments: Any, seconds: float = 240
 
 
 def run_with_torchrun(work: Callable[..., Any], *arguments: Any, log: Path, world_size: int = 2) -> None:
-    """Run a function in ranks of torchrun's own agent, which starts forks: nothing is imported again.
+    """Run a function on ranks that torchrun's own agent forks, so that nothing is imported again.
 
     Args:
         work: it may not return anything but 0, ``None`` or what can be pickled.

@@ -55,7 +55,7 @@ def model_config_of(source: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """Settings of a model to compute with at once; equal settings have one result, which is kept."""
+    """A key for cached results: two are equal if the model and its training settings, written out, are."""
 
     described: str
     hf_config: Any = field(compare=False)
