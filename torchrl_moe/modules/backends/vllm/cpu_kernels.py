@@ -151,15 +151,17 @@ def post_update(
     draft_tokens_out: torch.Tensor | None = None,
 ) -> None:
     """Add the sampled tokens [N, 1 + D] to the state of their slots. A slot of -1 is skipped."""
-    n, slots = idx_mapping.shape[0], idx_mapping.numpy()
-    rows = np.flatnonzero(slots >= 0)
-    slots, counts = slots[rows], num_sampled.numpy()[rows]
+    n, slots, counts = idx_mapping.shape[0], idx_mapping.numpy(), num_sampled.numpy()
+    rows: Any = slice(n)
+    if slots.min(initial=0) < 0:
+        rows = np.flatnonzero(slots >= 0)
+        slots = slots[rows]
+    counts, tokens, lens = counts[rows], sampled_tokens.numpy()[rows], total_len.numpy()
     if draft_tokens is not None and draft_tokens_out is not None:
         draft_tokens_out.numpy()[slots] = draft_tokens.numpy()[rows]
-    lens, tokens = total_len.numpy(), sampled_tokens.numpy()
     for i in range(int(counts.max(initial=0))):
-        on = counts > i
-        to, token = slots[on], tokens[rows[on], i]
+        on: Any = slice(None) if counts.min() > i else counts > i
+        to, token = slots[on], tokens[on, i]
         all_token_ids.numpy()[to, lens[to] + i] = token
         last_sampled_tokens.numpy().reshape(-1)[to] = token
         if output_bin_counts is not None:
@@ -302,7 +304,7 @@ def compute_slot_mappings(
         # A dummy request (slot -1) reads the last row, which is there, and is overwritten below.
         ids = _int32_at(tables[group], rows, strides[group])[of_token, block]
         out[group, :total] = ids * np.int64(size) + (positions - block * size)
-        if n and slots.min() < 0:
+        if slots.min() < 0:
             out[group, :total][of_token < 0] = PAD_ID
 
 
@@ -440,9 +442,7 @@ def topk_log_softmax(output: torch.Tensor, logits: torch.Tensor, topk_ids: torch
 
 def ranks(output: torch.Tensor, logits: torch.Tensor, token_ids: torch.Tensor) -> None:
     """Write how many logits of each row [R, V] are at least the token's [R]: 1 for the largest, V for one at -inf."""
-    rows = logits.float().numpy()
-    own = rows[np.arange(len(rows)), token_ids.numpy()]
-    output.numpy()[:] = np.count_nonzero(rows >= own[:, None], axis=1)
+    torch.sum(logits >= logits.gather(1, token_ids.long().unsqueeze(1)), dim=1, out=output)
 
 
 def fill_logprob_token_ids(
