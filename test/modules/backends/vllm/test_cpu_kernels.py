@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 
-from support.processes import PYTHONPATH
 from torchrl_moe.modules.backends.vllm import cpu_kernels
 from torchrl_moe.modules.backends.vllm.cpu_kernels import KERNELS, MissingKernelError, by_name
 from torchrl_moe.modules.backends.vllm.kind import engine_environment
@@ -664,9 +663,8 @@ print(json.dumps({
 @pytest.fixture(scope="module")
 def installed() -> dict[str, Any]:
     """What a process that installs the kernels says: it changes torch and vLLM for good."""
-    environment = {**engine_environment(), "PYTHONPATH": PYTHONPATH}
     command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=240)
+    done = subprocess.run(command, env=engine_environment(), capture_output=True, text=True, check=True, timeout=240)
     said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return said
 
