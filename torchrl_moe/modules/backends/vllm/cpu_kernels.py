@@ -428,11 +428,10 @@ def gumbel_sample(
             chosen = chosen / torch.from_numpy(of_row[sampled]).unsqueeze(1)
         noise += chosen
         scores = noise if index is None else scores.to(noise.dtype).index_copy(0, index, noise)
-    best, token = scores.max(dim=1)
-    if local_max.shape[1] > 1:
-        local_max.fill_(NEG_INF)
-    local_max[:, 0] = best
-    local_argmax[:, 0] = token
+    values, best = scores.numpy(), local_max.numpy()
+    best[:, 1:] = NEG_INF
+    best[:, 0] = values.max(axis=1)
+    local_argmax.numpy()[:, 0] = values.argmax(axis=1)
 
 
 def topk_log_softmax(output: torch.Tensor, logits: torch.Tensor, topk_ids: torch.Tensor) -> None:
