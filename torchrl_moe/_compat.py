@@ -36,6 +36,7 @@ __all__ = [
     "reads_prefix_cache",
     "register_weight_engine",
     "restore_moe_kernels",
+    "retryable_error",
     "router_layer_ids",
     "running_outputs",
     "take_moe_kernels",
@@ -62,6 +63,14 @@ def vllm_client_errors() -> tuple[type[Exception], ...]:
 
     client = getattr(exceptions, "VLLMClientError", None)
     return (ValueError, TypeError) if client is None else (ValueError, TypeError, client)
+
+
+def retryable_error() -> type[Exception]:
+    """Return the exception by which a paused vLLM asks for a request again later (0.33)."""
+    from vllm.exceptions import RetryableRequestError
+
+    error: type[Exception] = RetryableRequestError
+    return error
 
 
 def plain_tokenizer(tokenizer: Any) -> Any:

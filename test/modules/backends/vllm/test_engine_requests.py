@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.exceptions import RetryableRequestError
 
 from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, Request
 from torchrl_moe.modules.backends.vllm import engine_requests
@@ -107,6 +108,8 @@ class HandEngine:
         self.salts: dict[str, set[int]] = {}  # whose weights made what is cached
         self.changed = asyncio.Condition()
         self.reading: asyncio.Event | None = None  # if set, a request is not known before
+        self.refuses = False  # new requests, as later releases do in a pause that keeps none
+        self.refused = 0
         self.room = 99  # how many answers run at a time
         self.canary: Exception | None = None
         self.adapters: dict[str, Any] = {}
@@ -121,6 +124,9 @@ class HandEngine:
     async def generate(
         self, prompt: Any, params: Params, request_id: str, *, lora_request: Any, priority: int
     ) -> AsyncIterator[Any]:
+        if self.refuses:
+            self.refused += 1
+            raise RetryableRequestError("paused")
         self.asked.append((request_id, prompt, params))
         self.adapters[request_id] = lora_request
         if self.reading is not None:
@@ -190,7 +196,7 @@ class HandEngine:
         await asyncio.sleep(0.005)
 
     async def resume_generation(self) -> None:
-        self.paused = False
+        self.paused = self.refuses = False
 
 
 class Weights(EngineWeights):
@@ -832,3 +838,37 @@ def test_without_requests_a_snapshot_is_empty(run: Run) -> None:
         assert await bench.requests.snapshot() == []
 
     run(script)
+
+
+# -- a pause in which vLLM refuses requests ---------------------------------------------------------------------------
+
+
+def test_a_request_that_comes_in_a_pause_is_asked_for_again_once_it_is_over(run: Run) -> None:
+    async def script(bench: Bench) -> None:
+        await bench.weights.pause("wait", False)
+        bench.engine.refuses = True
+        await bench.start(max_tokens=2)
+        await asyncio.sleep(0.05)
+        assert bench.engine.refused == 1  # it waits, and does not ask time and again
+        assert not bench.engine.asked
+        await bench.weights.resume()
+        await bench.finish()
+
+    bench = run(script)
+    check(bench.done["r"].outputs[0], 0, 0)
+    assert not bench.refused
+
+
+@pytest.mark.parametrize("answers", [1, 2])
+def test_a_request_that_was_refused_in_a_pause_can_be_aborted(run: Run, answers: int) -> None:
+    async def script(bench: Bench) -> None:
+        await bench.weights.pause("abort", False)
+        bench.engine.refuses = True
+        await bench.start(n=answers, max_tokens=2)
+        bench.requests.abort(["r"])
+        async with asyncio.timeout(10.0):
+            while len(bench.requests):
+                await asyncio.sleep(0.001)
+
+    bench = run(script)
+    assert [(one.finish_reason, len(one.token_ids)) for one in bench.done["r"].outputs] == [("abort", 0)] * answers

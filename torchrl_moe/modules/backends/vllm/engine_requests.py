@@ -35,6 +35,7 @@ class Weights(Protocol):
     """What requests need to know of an engine's weights."""
 
     version: int
+    accepting: asyncio.Event
 
     async def salt(self) -> dict[str, str]:
         """Return the salt that keeps cached prefixes of different weights apart, once no swap is running."""
@@ -54,6 +55,7 @@ class Running:
     started: float
     parts: set[Part] = field(default_factory=set)
     aborted: bool = False
+    stop: asyncio.Event = field(default_factory=asyncio.Event)  # set by an abort
     kept: int = 0  # tokens of what it resumes
     first: Completion | None = None  # what vLLM gave first, once something of that is kept
     answers: dict[int, CompletionOutput] = field(default_factory=dict)  # what is kept of each
@@ -94,6 +96,7 @@ class EngineRequests:
         self._open: dict[str, Running] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._sampling = sampling or SamplingParamsBuilder()
+        self._retryable = _compat.retryable_error()
         self._adapters = Adapters(engine)
         self._serial = itertools.count(1)
         self._routes = routes or RequestRoutes(None, "the engine captures no routes")
@@ -178,11 +181,28 @@ class EngineRequests:
     async def _ask(
         self, running: Running, request: Request, params: Any, answer: int | None = None
     ) -> tuple[Completion, Part]:
-        """Run vLLM once, with the present weights; again if these fail the weight check."""
+        """Run vLLM once, with the present weights; again if these fail the weight check, or once a pause is over."""
         while True:
-            completion, part = await self._generate(running, request, params, answer)
+            try:
+                completion, part = await self._generate(running, request, params, answer)
+            except self._retryable:
+                if not await self._stopped_while_refused(running):
+                    continue
+                nothing = nothing_yet(request)
+                outputs = nothing.outputs if answer is None else nothing.outputs[:1]
+                return replace(nothing, outputs=outputs), Part(request.request_id, len(outputs), answer=answer)
             if (good := await self.weights.deliver(completion)) is not None:
                 return self._noted(good, part, request), part
+
+    async def _stopped_while_refused(self, running: Running) -> bool:
+        """Wait until vLLM takes requests again; return true as soon as this one was aborted."""
+        waits = {asyncio.ensure_future(event.wait()) for event in (self.weights.accepting, running.stop)}
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return running.aborted
 
     def _noted(self, completion: Completion, part: Part, request: Request) -> Completion:
         """Note which answers continued after they had lost their cache, so that their tokens were read again."""
@@ -351,6 +371,7 @@ class EngineRequests:
         """Cut requests short, as :meth:`abort` does; one that is over may have left its id to another."""
         for running in chosen:
             running.aborted = True
+            running.stop.set()
         self._spawn(self._abort(chosen))
 
     async def _abort(self, chosen: list[Running]) -> None:

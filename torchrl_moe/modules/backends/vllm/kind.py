@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torchrl_moe._compat import METHOD_VARIABLE
 from torchrl_moe.modules.backends.engine_kind import process_environment
-from torchrl_moe.modules.backends.vllm.engine_args import arguments_of, devices_per_replica, seeded
+from torchrl_moe.modules.backends.vllm.engine_args import arguments_of, check_vllm, devices_per_replica, seeded
 
 __all__ = ["PROGRAM", "arguments_of", "devices_per_replica", "engine_environment", "reason_not_to_fork", "seeded"]
 
@@ -20,8 +20,13 @@ def engine_environment(devices: str | None = None, num_replicas: int = 1, verbos
         devices: the value of ``CUDA_VISIBLE_DEVICES``; ``None`` on a machine without GPUs.
         num_replicas: how many engines share the machine's cores.
         verbose: whether vLLM logs at its own default level.
+
+    Raises:
+        EngineError: vLLM is missing, or outside the supported range.
+        ValueError: the environment asks for Model Runner V1.
     """
     environment = process_environment(devices, num_replicas)
+    check_vllm(environment)
     environment.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "WARNING")
     if devices is None:
         # Measured on CPU: compiling vLLM's log-prob helper costs 10 s and gains nothing; binding threads to cores puts

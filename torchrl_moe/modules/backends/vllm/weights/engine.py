@@ -72,6 +72,8 @@ class EngineWeights:
         self.user_paused = False
         self.awake = asyncio.Event()  # otherwise new requests wait; see ``sleeping.py``
         self.awake.set()
+        self.accepting = asyncio.Event()  # otherwise vLLM refuses new requests: it is paused, and not to keep them
+        self.accepting.set()
         self._open_gate = asyncio.Event()  # for new requests
         self._open_gate.set()
         self._proved = asyncio.Event()  # for outgoing completions
@@ -116,6 +118,8 @@ class EngineWeights:
         """Pause the engine for the user, after a running swap, which would resume what the user paused."""
         await self.no_swap()
         self.user_paused = True
+        if mode != "keep":
+            self.accepting.clear()
         await self.engine.pause_generation(mode=mode, clear_cache=clear_cache)
 
     async def resume(self) -> None:
@@ -129,6 +133,7 @@ class EngineWeights:
             raise WeightSyncError("a weight update failed in this engine: it must be updated, or restarted, first")
         self.user_paused = False
         await self.engine.resume_generation()
+        self.accepting.set()
 
     async def deliver(self, completion: Completion) -> Completion | None:
         """Return a completion with the versions of its tokens, once their weights have passed the check.
@@ -378,7 +383,11 @@ class EngineWeights:
         self._left_paused = error is not None and not restored
         if resume:
             await self.engine.resume_generation()
-        if not self._left_paused:
+        if self._left_paused:
+            self.accepting.clear()
+        else:
+            if not self.user_paused:
+                self.accepting.set()
             self.proved_version = self.version
             self._proved.set()
         if was_in_shadow is not None:
