@@ -46,7 +46,7 @@ __all__ = [
 
 
 def router_layer_ids(model: Any) -> list[int]:
-    """Return the sorted decoder-layer indices of ``model``'s MoE routers, in a vLLM worker (0.30 to 0.33).
+    """Return the sorted decoder-layer indices of ``model``'s MoE routers, in a vLLM worker.
 
     vLLM's own capture binds to these two kinds of module; it has no public list of them.
     """
@@ -95,7 +95,7 @@ BIND_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 
 
 def import_engine() -> str:
-    """Import what the processes of an engine import (0.30); return why they may not be forked after that, or ""."""
+    """Import what the processes of an engine import (0.32); return why they may not be forked after that, or ""."""
     import torch
     import vllm.v1.engine.async_llm
     from vllm.platforms import current_platform
@@ -109,7 +109,7 @@ def import_engine() -> str:
 
 
 def make_async_llm(engine_args: Any, stat_loggers: list[Any]) -> tuple[Any, str]:
-    """Make an ``AsyncLLM`` whose own processes are forked; return it, and why they are not, or "" (0.30).
+    """Make an ``AsyncLLM`` whose own processes are forked; return it, and why they are not, or "" (0.32).
 
     vLLM's CPU platform sets "spawn" while the configuration is made: each process then imports vLLM again, which takes
     ten seconds. It does so because it binds threads to cores, with libraries that it preloads in a new process. Where
@@ -174,7 +174,7 @@ def reads_prefix_cache(config: Any) -> bool:
 
 
 def inspect_models_here() -> None:
-    """Have vLLM inspect a model's class in this process; on a CPU that initialises no device (0.30).
+    """Have vLLM inspect a model's class in this process; on a CPU that initialises no device (0.32).
 
     Otherwise it starts another process, which imports vLLM. Call this before the first model configuration is made.
     """
@@ -204,7 +204,7 @@ def register_weight_engine() -> None:
 def take_moe_kernels(model: Any) -> list[tuple[Any, Any]]:
     """Take the packed expert kernel off every MoE layer; return the owners and their kernels.
 
-    vLLM 0.30 packs the experts for the CPU only while there is no kernel: reloaded weights would stay unpacked and be
+    vLLM packs the experts for the CPU only while there is no kernel: reloaded weights would stay unpacked and be
     read in the wrong layout.
     """
     methods = {id(m.quant_method): m.quant_method for m in model.modules() if hasattr(m, "quant_method")}
@@ -223,7 +223,7 @@ def restore_moe_kernels(taken: list[tuple[Any, Any]]) -> None:
 
 
 def keep_cpu_experts_with_lora() -> None:
-    """Have vLLM choose its CPU kernel for the experts of a CPU worker, LoRA or not (0.30).
+    """Have vLLM choose its CPU kernel for the experts of a CPU worker, LoRA or not (0.32).
 
     With LoRA on, it takes the Triton kernel on every platform, and the first step fails. The experts themselves have no
     adapter on CPU: :func:`~torchrl_moe.modules.backends.vllm.engine_args.build_engine_args` sees to that.
@@ -243,7 +243,7 @@ def keep_cpu_experts_with_lora() -> None:
 
 
 def unused_adapter_modules(model_runner: Any, number: int) -> list[str]:
-    """Return the modules of a loaded adapter that a worker's model does not adapt (0.30).
+    """Return the modules of a loaded adapter that a worker's model does not adapt (0.32).
 
     vLLM loads them and ignores them, as it does modules that ``lora_target_modules`` leaves out; no public call lists
     them.
@@ -273,7 +273,7 @@ CONSTANTS = {"_parameters", "_buffers", "kv_cache", "_k_scale_cpu", "_v_scale_cp
 
 
 def build_beside(vllm_config: Any, device: Any) -> tuple[Any, Any]:
-    """Build a second model of a configuration in a worker that runs the first, and return it with its own copy (0.30).
+    """Build a second model of a configuration in a worker that runs the first, and return it with its own copy (0.32).
 
     Attention and expert layers register their names in the configuration, where those of the first model must stay. So
     the second model gets a copy with its own registry. Rotary embeddings are constants that vLLM shares anyway.
@@ -376,7 +376,7 @@ def _packs_weights(implementation: Any) -> bool:
 
 
 def delivered_tokens(engine: Any) -> dict[str, dict[int, int]]:
-    """Return, for each request that an ``AsyncLLM`` runs, answer -> tokens that its output processor has (0.30, 0.31).
+    """Return, for each request that an ``AsyncLLM`` runs, answer -> tokens that its output processor has (0.32).
 
     With ``FINAL_ONLY`` there is no other source; vLLM >= 0.32 reports a version with each token.
     """
@@ -393,7 +393,7 @@ def delivered_tokens(engine: Any) -> dict[str, dict[int, int]]:
 
 
 def running_outputs(engine: Any) -> dict[str, Any]:
-    """Return the partial ``RequestOutput`` of each request that an ``AsyncLLM`` runs, by request (0.30, 0.31).
+    """Return the partial ``RequestOutput`` of each request that an ``AsyncLLM`` runs, by request (0.32).
 
     It contains the answers that have started. vLLM collects routes step by step and joins them only at the end.
     """

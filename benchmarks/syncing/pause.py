@@ -2,7 +2,7 @@
 
 One engine and its event loop run in this process, with eight requests generating throughout. Each round runs the three
 ways in turn, and ratios are computed per round. Bare is pause, start, load, finish, resume; the expert kernels are
-dropped first, without which vLLM 0.30 computes wrongly on CPU. Digests are checked before any pause.
+dropped first, without which vLLM computes wrongly on CPU. Digests are checked before any pause.
 """
 
 from __future__ import annotations

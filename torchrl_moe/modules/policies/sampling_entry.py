@@ -28,7 +28,7 @@ CHANGES_NOTHING: Mapping[str, tuple[Any, ...]] = {
 }
 """Sampling parameters that change logits -> values that switch them off."""
 LEAST_TEMPERATURE = 0.01
-"""vLLM samples at this temperature if a lower one is requested, except for 0 (0.30)."""
+"""vLLM samples at this temperature if a lower one is requested, except for 0."""
 
 
 def refuse_changed_values(params: Mapping[str, Any]) -> None:

@@ -174,7 +174,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def start_weight_update(self) -> None:
         """Take the layers apart.
 
-        On CPU the packed expert kernels are dropped too: vLLM 0.30 skips packing while one exists, and the experts
+        On CPU the packed expert kernels are dropped too: vLLM skips packing while one exists, and the experts
         would then be read in the wrong layout.
         """
         self.whole = False
