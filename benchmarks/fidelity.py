@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.report import Row, finish
 from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, probe_replay, vLLMWrapper
-from torchrl_moe.testing.tiny_moe import TINY_MOE_FAMILIES, save_tiny_moe
+from torchrl_moe.testing.tiny_moe import save_tiny_moe
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS, TEMPERATURE = 24, 24, 48, 1.0
 FP32_BOUND, MEAN_GAIN, MAX_GAIN = 1e-5, 2.0, 4.0

@@ -101,8 +101,8 @@ def import_engine() -> str:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        import vllm.v1.worker.cpu.shm  # before the runner, whose modules import by name what it replaces
         import vllm.v1.worker.cpu.model_runner
+        import vllm.v1.worker.cpu.shm  # before the runner, whose modules import by name what it replaces
         import vllm.v1.worker.cpu_worker  # noqa: F401
 
     return "importing vLLM has initialised CUDA" if torch.cuda.is_initialized() else ""

@@ -214,7 +214,7 @@ def test_another_release_is_refused_with_the_range_and_the_line_that_installs_on
 
 
 def test_the_old_model_runner_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER=0 asks for vLLM's Model Runner V1.*unset it"):
+    with pytest.raises(ValueError, match=r"VLLM_USE_V2_MODEL_RUNNER=0 asks for vLLM's Model Runner V1.*unset it"):
         check_vllm({"VLLM_USE_V2_MODEL_RUNNER": "0"})
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     with pytest.raises(ValueError, match="unset it"):  # at once: nothing is started

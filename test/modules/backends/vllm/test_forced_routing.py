@@ -45,17 +45,13 @@ class Worker:
 
         monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
         self.model = torch.nn.ModuleList([Layer(number) for number in (1, 2, 3)])
-        model_config = SimpleNamespace(
-            enforce_eager=enforce_eager, get_hidden_size=lambda: 4, dtype=torch.float32
-        )
+        model_config = SimpleNamespace(enforce_eager=enforce_eager, get_hidden_size=lambda: 4, dtype=torch.float32)
         self.vllm_config = SimpleNamespace(
             aux_output_config=SimpleNamespace(enabled=True),
             speculative_config=None,
             model_config=model_config,
             device_config=SimpleNamespace(device_type="cpu" if enforce_eager else "cuda"),
-            parallel_config=SimpleNamespace(
-                data_parallel_size=1, use_ubatching=False, use_sequence_parallel_moe=False
-            ),
+            parallel_config=SimpleNamespace(data_parallel_size=1, use_ubatching=False, use_sequence_parallel_moe=False),
         )
         self.captured = torch.zeros(MOST, LAYERS, WIDTH, dtype=torch.int32)
         self.delivers = True

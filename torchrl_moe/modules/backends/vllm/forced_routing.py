@@ -215,7 +215,9 @@ class ForcedRouting:
     def _lay_out(self, batch: Any) -> None:
         """Fill the buffer with the rows that the step's tokens follow."""
         tokens, step = int(batch.query_start_loc_np[batch.num_reqs]), None
-        spans = zip(batch.req_ids, batch.num_computed_tokens_np.tolist(), batch.query_start_loc_np.tolist(), strict=False)
+        spans = zip(
+            batch.req_ids, batch.num_computed_tokens_np.tolist(), batch.query_start_loc_np.tolist(), strict=False
+        )
         counts = batch.num_scheduled_tokens.tolist()
         for (name, start, at), count in zip(spans, counts, strict=True):
             rows = self._rows.get(name)
@@ -243,7 +245,9 @@ class ForcedRouting:
             self._wrap(step is not None)
 
 
-def _check_followed(step: NDArray[np.int32], recorded: NDArray[Any], routers: Mapping[int, tuple[Any, Compute]]) -> None:
+def _check_followed(
+    step: NDArray[np.int32], recorded: NDArray[Any], routers: Mapping[int, tuple[Any, Compute]]
+) -> None:
     """Compare what vLLM recorded with what a step's tokens follow, both ``[N, L, K]``.
 
     Raises:
@@ -341,9 +345,7 @@ FORMULAS: Mapping[str, Way] = {
 }
 
 
-def prove(
-    layer: int, router: Any, hidden_size: int, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> Way:
+def prove(layer: int, router: Any, hidden_size: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Way:
     """Return the way in which a router follows its own choice, which must change no bit, and then another.
 
     Args:

@@ -68,5 +68,7 @@ def completion_from_vllm(output: Any, request: Request, version: int) -> Complet
         num_cached_tokens=output.num_cached_tokens or 0,
         outputs=outputs,
         metrics=_metrics(output.metrics),
-        prompt_logprobs=None if request.scoring is None else prompt_logprobs(output.prompt_token_id_logprobs, prompt_tokens),
+        prompt_logprobs=None
+        if request.scoring is None
+        else prompt_logprobs(output.prompt_token_id_logprobs, prompt_tokens),
     )

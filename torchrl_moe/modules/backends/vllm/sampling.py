@@ -91,7 +91,9 @@ def _refuse_dropped(params: Any) -> None:
     if params.logprobs:
         dropped = {"logprobs": params.logprobs}
     else:
-        dropped = {name: getattr(params, name) for name in ("prompt_logprobs", "logprob_token_ids", "prompt_logprob_token_ids")}
+        dropped = {
+            name: getattr(params, name) for name in ("prompt_logprobs", "logprob_token_ids", "prompt_logprob_token_ids")
+        }
     for name, value in dropped.items():
         if value is not None:
             raise ValueError(

@@ -1,6 +1,6 @@
 """The words that sampling kept, as vLLM's Model Runner V2 reports them: here made small enough for any vocabulary.
 
-With ``return_sampling_mask`` vLLM lists the kept ids of every token, and so demands a ``top_k`` that bounds their number.
+With ``return_sampling_mask`` vLLM lists the kept ids of every token, and demands a ``top_k`` that bounds their number.
 Here a token from which no word was left out has no list, one from which a few were left out lists these, and steps in
 which no request leaves any out compute none. So ``top_p``, ``min_p``, bans and grammars need no ``top_k``.
 
@@ -51,7 +51,9 @@ def report_kept(runner: Any) -> None:
 
         def tolists(self, num_sampled_tokens: NDArray[Any] | None = None) -> Any:
             lists = super().tolists(num_sampled_tokens)
-            return lists._replace(**dict(zip(("token_ids", "offsets"), _shortened(lists, self.vocab_size), strict=True)))
+            return lists._replace(
+                **dict(zip(("token_ids", "offsets"), _shortened(lists, self.vocab_size), strict=True))
+            )
 
     sampler = runner.sampler
     if "torchrl_moe_cuts" in vars(sampler):

@@ -168,5 +168,5 @@ def _key_blocks_by_rows() -> None:
             keys = (*(keys or ()), ("torchrl_moe", digest))
         return keys, next_mm_idx
 
-    with_rows.torchrl_moe = True
+    with_rows.torchrl_moe = True  # type: ignore[attr-defined]
     kv_cache_utils.generate_block_hash_extra_keys = block_pool.generate_block_hash_extra_keys = with_rows

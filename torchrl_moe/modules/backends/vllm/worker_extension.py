@@ -16,8 +16,8 @@ from vllm.utils.torch_utils import set_random_seed
 from torchrl_moe import _compat
 from torchrl_moe.modules.backends.process import wire
 from torchrl_moe.modules.backends.process.parent_watch import end_with_leader
-from torchrl_moe.modules.backends.vllm.adapters import build_lora_request
 from torchrl_moe.modules.backends.vllm import cpu_kernels
+from torchrl_moe.modules.backends.vllm.adapters import build_lora_request
 from torchrl_moe.modules.backends.vllm.forced_routing import follow_in_workers
 from torchrl_moe.modules.backends.vllm.prompt_scores import adjust_scores
 from torchrl_moe.modules.backends.vllm.sampling_masks import report_kept
@@ -55,7 +55,7 @@ class WorkerExtension:
         set_random_seed(seed)
 
     def torchrl_moe_report(self, masks: bool) -> str:
-        """Report kept words if asked, and score as sampled; return why no request can follow recorded experts, or ""."""
+        """Report kept words if asked, and score as sampled; return why no request can follow experts, or ""."""
         runner = self.model_runner
         if masks:
             report_kept(runner)
