@@ -99,6 +99,14 @@ class Pip:
         assert said is not None
         return tuple(sorted(map(Version, said[1].split(", "))))
 
+    def asked_by(self, lines: Sequence[str], extras: Iterable[str]) -> list[Requirement]:
+        """Return what releases ask for, each by itself."""
+        said = json.loads(
+            self("install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report=-", *lines)
+        )
+        listed = [text for one in said["install"] for text in one["metadata"].get("requires_dist", [])]
+        return _wanted(map(Requirement, listed), extras)
+
 
 def run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command without our PYTHONPATH."""
@@ -108,8 +116,7 @@ def run(command: Sequence[str], environment: Mapping[str, str] | None = None) ->
 
 def of_metadata(text: str) -> list[Requirement]:
     """Return what a package asks for here, without its extras and without what is left out."""
-    listed = email.message_from_string(text).get_all("Requires-Dist", [])
-    return _wanted(map(Requirement, listed))
+    return _wanted(map(Requirement, email.message_from_string(text).get_all("Requires-Dist", [])))
 
 
 def of_lists(texts: Iterable[str]) -> list[Requirement]:
@@ -119,11 +126,12 @@ def of_lists(texts: Iterable[str]) -> list[Requirement]:
     return _wanted(one for one in listed if one.url is None)
 
 
-def _wanted(listed: Iterable[Requirement]) -> list[Requirement]:
+def _wanted(listed: Iterable[Requirement], extras: Iterable[str] = ()) -> list[Requirement]:
     return [
         one
         for one in listed
-        if canonicalize_name(one.name) not in LEFT_OUT and (one.marker is None or one.marker.evaluate({"extra": ""}))
+        if canonicalize_name(one.name) not in LEFT_OUT
+        and (one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in ("", *extras)))
     ]
 
 
@@ -146,15 +154,39 @@ def joined(listed: Iterable[Requirement]) -> dict[str, Requirement]:
 
 
 def oldest(wanted: Mapping[str, Requirement], pip: Pip) -> list[str]:
-    """Return requirements of the oldest release of each package for which one is named, and of any of the others."""
-    lines = []
-    for one in wanted.values():
-        text = str(one)
-        if any(part.operator in (">=", "~=") for part in one.specifier):
-            version = next(version for version in pip.releases(one.name) if version in one.specifier)
-            text = f"{one.name}{'[' + ','.join(sorted(one.extras)) + ']' if one.extras else ''}=={version}"
-        lines.append(text)
-    return lines
+    """Return requirements of the oldest release of each package for which one is named, and of any of the others.
+
+    It is the oldest that the oldest releases of the others allow: a lower bound that does not fit is raised. Where that
+    leaves none, pip chooses the package and those that limit it.
+    """
+    named = {name for name, one in wanted.items() if any(part.operator in (">=", "~=") for part in one.specifier)}
+    while True:
+        limited = joined(wanted.values())
+        lines, before = [], None
+        while lines != before:
+            before, lines = lines, [_pinned(one, pip) if name in named else str(one) for name, one in limited.items()]
+            asked = pip.asked_by(lines, {extra for one in wanted.values() for extra in one.extras})
+            for _, one in asked:
+                if (name := canonicalize_name(one.name)) in named:
+                    limited[name].specifier &= one.specifier
+            stuck = {name for name in named if not _allowed(limited[name], pip)}
+            if stuck:
+                break
+        else:
+            return lines
+        limits = [(asker, one) for asker, one in asked if canonicalize_name(one.name) in stuck]
+        freed = stuck | {asker for asker, one in limits if any(part.operator != ">=" for part in one.specifier)}
+        print(f"oldest: pip chooses {', '.join(sorted(freed & named))}: their oldest releases exclude each other")
+        named -= freed
+
+
+def _allowed(one: Requirement, pip: Pip) -> list[Version]:
+    return [version for version in pip.releases(one.name) if version in one.specifier]
+
+
+def _pinned(one: Requirement, pip: Pip) -> str:
+    extras = f"[{','.join(sorted(one.extras))}]" if one.extras else ""
+    return f"{one.name}{extras}=={_allowed(one, pip)[0]}"
 
 
 def in_archive(archive: Path, path: str) -> str:

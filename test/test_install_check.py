@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import tarfile
 import zipfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,17 @@ class FakePip(Pip):
 
     def releases(self, name: str) -> tuple[Version, ...]:  # type: ignore[override]
         known = {"transformers": ["5.9.0", "5.16.0", "5.16.1", "5.17.0", "6.0"], "fastapi": ["0.132.0", "0.133.1"]}
-        return tuple(map(Version, known[name]))
+        return tuple(map(Version, known.get(name, ["0.14.0", "0.14.1", "0.14.2"])))
+
+    def asked_by(self, lines: Sequence[str], extras: Iterable[str]) -> list[tuple[str, Requirement]]:
+        """torchrl 0.14.0 asks for more than we do; and no two of sdk and other that are the oldest fit together."""
+        needed = {
+            "torchrl==0.14.0": "tensordict>=0.14.1",
+            "tensordict==0.14.1": "numpy>=1",
+            "sdk==0.14.0": "api==0.14.0",
+            "other==0.14.0": "api>=0.14.1",
+        }
+        return [(line.partition("==")[0], Requirement(needed[line])) for line in lines if line in needed]
 
 
 def test_what_vllm_asks_for_here_but_not_what_breaks_transformers() -> None:
@@ -63,6 +74,17 @@ def test_what_is_asked_twice_is_joined_and_the_oldest_is_the_first_that_all_allo
     assert "0.33.9" in allowed and "0.34.0" not in allowed
     del wanted["torch"]
     assert install_check.oldest(wanted, FakePip()) == ["transformers==5.16.1", "numpy", "fastapi[standard]==0.133.1"]
+
+
+def test_lower_bounds_that_do_not_fit_together_are_raised() -> None:
+    wanted = joined(map(Requirement, ["tensordict>=0.14", "torchrl>=0.14", "numpy"]))
+    assert install_check.oldest(wanted, FakePip()) == ["tensordict==0.14.1", "torchrl==0.14.0", "numpy"]
+
+
+def test_where_no_release_is_left_pip_chooses(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = joined(map(Requirement, ["sdk>=0.14", "api>=0.14", "other>=0.14"]))
+    assert install_check.oldest(wanted, FakePip()) == ["sdk>=0.14", "api>=0.14", "other==0.14.0"]
+    assert "pip chooses api, sdk" in capsys.readouterr().out
 
 
 def test_a_pinned_package_stays_pinned() -> None:

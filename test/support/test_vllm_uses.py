@@ -41,6 +41,7 @@ except ImportError:
     fast = None
 def helper(x, /, y, *, z=1): ...
 def many(*args, **kwargs): ...
+def kernel(x_ptr, y, SIZE: constexpr): ...
 class Base:
     field: int
     def __init__(self, config: VllmConfig): self.config = config; self.inner = config.model_config
@@ -56,6 +57,8 @@ NAMES = Names(
     objects={"config": "vllm.config.VllmConfig", "_compat.py:base": "vllm.core.Base", "net": "vllm.core.Net"},
     mixed={"ours._compat.Mixin": "vllm.core.Derived"},
     fields={"_compat.py:TABLE": "vllm.config.ModelConfig"},
+    unresolved={"_compat.py:noise": "a reason"},
+    optional={"vllm.core.only_in_one": "a reason"},
 )
 
 Look = Callable[[str], Report]
@@ -100,6 +103,8 @@ THERE = [
     "from vllm.core import Base\nclass A(Base):\n    def mine(self): return self.mine() + self.field",
     "class Mixin:\n    def f(self): return self.inner.model, self.f",
     "TABLE = ('model', 'mode')",
+    "from vllm.core import only_in_one",
+    "PART = 'vllm'\ndef own(x, SIZE, z=1): ...\nKERNELS = {f'{PART}.core.kernel': own}",
     "from vllm.core import Net\ndef f(x):\n    if isinstance(x, Net): return x.weight",
 ]
 MISSING = {
@@ -137,6 +142,8 @@ MISSING = {
     ),
     "from vllm.core import Base\nclass A(Base):\n    def rest(self): super().gone()": "ours._compat.A.gone",
     "class Mixin:\n    def f(self): return self.gone": "ours._compat.Mixin.gone",
+    "PART = 'vllm'\nNAME = f'{PART}.gone'": "vllm.gone",
+    "def own(x, z): ...\nKERNELS = {'vllm.core.kernel': own}": "vllm.core.kernel(z), which ours._compat.own needs",
     "TABLE: dict[str, int] = {'model': 1, 'gone': 2}": "vllm.config.ModelConfig.gone",
     "from vllm.core import Net\ndef f(x):\n    if isinstance(x, Net): return x.gone": "vllm.core.Net.gone",
 }
@@ -176,3 +183,6 @@ def test_what_is_asked_for_first_may_be_missing(look: Look) -> None:
 
 def test_the_entries_that_were_needed_are_known(look: Look) -> None:
     assert look("TABLE = ()\ndef f(config, other): return config.by_name").named == {"config", "_compat.py:TABLE"}
+    found = look("from vllm.core import only_in_one\ndef f(noise): return noise.x")
+    assert (found.named, found.unresolved) == ({"vllm.core.only_in_one", "_compat.py:noise"}, {})
+    assert found.optional == {"vllm.core.only_in_one": False}

@@ -15,6 +15,7 @@ from support import vllm_names
 from support.vllm_source import Defined, Found, Function, Sources, targets
 from support.vllm_types import Reader, Scope, Type, inside
 
+DOTTED = re.compile(r"vllm(\.\w+)+")
 OURS = re.compile(r"_?torchrl_moe\w*")
 """Attributes that we put on objects of vLLM."""
 
@@ -27,16 +28,18 @@ class Names:
         objects: a name, or ``file:name`` -> the class of what it names, as an annotation over dotted paths.
         mixed: a class of ours -> the one of vLLM that it is mixed into.
         fields: ``file:name`` of a tuple or mapping of field names -> their class.
-        unresolved: ``file:expression`` -> why nobody can say what it is.
+        unresolved: ``file:expression``, or ``file:*`` for all of a file -> why nobody can say what it is.
+        optional: what not every release has, as it is reported -> why that is right.
     """
 
     objects: dict[str, str] = field(default_factory=dict)
     mixed: dict[str, str] = field(default_factory=dict)
     fields: dict[str, str] = field(default_factory=dict)
     unresolved: dict[str, str] = field(default_factory=dict)
+    optional: dict[str, str] = field(default_factory=dict)
 
 
-OWN = Names(vllm_names.OBJECTS, vllm_names.MIXED_INTO, vllm_names.FIELDS, vllm_names.UNRESOLVED)
+OWN = Names(vllm_names.OBJECTS, vllm_names.MIXED_INTO, vllm_names.FIELDS, vllm_names.UNRESOLVED, vllm_names.NOT_IN_EACH)
 
 
 @dataclass
@@ -47,7 +50,8 @@ class Report:
         used: what was looked up and is there.
         missing: what is not there, with its place.
         optional: what our code asks for before it uses it -> whether it is there.
-        unresolved: ``file:expression`` of values of which it is not known what they are -> their places.
+        unresolved: ``file:expression`` of values of which it is not known what they are, and which the table does not
+            name -> their places.
         named: the entries of :class:`Names` that were used.
     """
 
@@ -143,11 +147,17 @@ class _Search:
                 self._check_call(node, scope)
             case ast.Constant(value=str() as text):
                 self._check_text(text, node, scope)
+            case ast.JoinedStr() if (text := self._folded(node, scope)) is not None:
+                self._check_text(text, node, scope)
+            case ast.Dict():
+                self._check_replacements(node, scope)
             case ast.Assign() | ast.AnnAssign() if scope.function is None:
                 self._check_fields(node, scope)
 
     def _note(self, there: bool, what: str, node: ast.AST, scope: Scope, optional: bool = False) -> None:
-        if optional:
+        if what in self.names.optional:
+            self.report.named.add(what)
+        if optional or what in self.names.optional:
             self.report.optional[what] = there
         elif there:
             self.report.used.add(what)
@@ -162,15 +172,45 @@ class _Search:
             )
             self._note(there, f"{home}.{alias.name}", node, scope)
 
-    def _check_text(self, text: str, node: ast.Constant, scope: Scope) -> None:
+    def _check_text(self, text: str, node: ast.expr, scope: Scope) -> None:
         """Dotted names of vLLM, and its environment variables, in a text of their own."""
-        if re.fullmatch(r"vllm(\.\w+)+", text):
-            home, _, name = text.rpartition(".")
-            there = self.sources.has(text) or bool(self.sources.has(home) and self.sources.imported(home, name))
-            self._note(there, text, node, scope)
+        if DOTTED.fullmatch(text):
+            self._note(self.sources.has(text) or bool(self._at(text)), text, node, scope)
         elif re.fullmatch(r"VLLM_[A-Z0-9_]+", text):
             there = text in self.sources.texts("vllm.envs") | self.sources.names("vllm.envs")
             self._note(there, f"the environment variable {text}", node, scope)
+
+    def _at(self, path: str) -> list[Found]:
+        home, _, name = path.rpartition(".")
+        return self.sources.imported(home, name) if self.sources.has(home) else []
+
+    def _folded(self, node: ast.expr | None, scope: Scope) -> str | None:
+        """Return a text that is put together from constants of its module; ``None`` if it is not."""
+        if isinstance(node, ast.Constant):
+            return str(node.value) if isinstance(node.value, str) else None
+        if isinstance(node, ast.FormattedValue) and isinstance(node.value, ast.Name):
+            found = [one.node for one in self.sources.find(scope.module, node.value.id)]
+            return self._folded(found[0].value, scope) if found and isinstance(found[0], ast.Assign) else None
+        if isinstance(node, ast.JoinedStr):
+            parts = [self._folded(part, scope) for part in node.values]
+            return None if None in parts else "".join(part for part in parts if part is not None)
+        return None
+
+    def _check_replacements(self, node: ast.Dict, scope: Scope) -> None:
+        """Functions of ours for functions of vLLM, by dotted names: parameters go by name, ``x`` for ``x_ptr``."""
+        for key, value in zip(node.keys, node.values, strict=True):
+            path = self._folded(key, scope)
+            if path is None or DOTTED.fullmatch(path) is None:
+                continue
+            theirs = [one.node for one in self._at(path) if isinstance(one.node, Function)]
+            ours = [one.of for one in self.reader.types(value, scope) if one.kind == "function"]
+            if theirs and ours and ours[0] is not None:
+                signature = self._signature(Type("function", ours[0]))
+                assert signature is not None
+                parameters = theirs[0].args
+                given = {one.arg.removesuffix("_ptr") for one in [*parameters.args, *parameters.kwonlyargs]}
+                for name in sorted(signature[2] - given):
+                    self._note(False, f"{path}({name}), which {ours[0]} needs", value, scope)
 
     # -- attributes -------------------------------------------------------------------------------------------------
 
@@ -183,10 +223,14 @@ class _Search:
                 what = f"{' | '.join(sorted(str(one.of) for one in theirs))}.{name}"
                 self._note(there, what, node, scope, optional or (not there and self._is_asked(value, name, scope)))
         elif self.faces_vllm and found and all(one.kind == "unknown" for one in found) and not name.startswith("__"):
-            root = self._root(value, scope)
-            self.report.unresolved.setdefault(f"{self.path}:{ast.unparse(root)}", []).append(
-                f"{scope.name}: {ast.unparse(value)}.{name}"
-            )
+            self._note_unresolved(self._root(value, scope), f"{scope.name}: {ast.unparse(value)}.{name}")
+
+    def _note_unresolved(self, value: ast.expr, place: str) -> None:
+        key = f"{self.path}:{ast.unparse(value)}"
+        known = {key, f"{self.path}:*"} & {*self.names.unresolved}
+        self.report.named |= known
+        if not known:
+            self.report.unresolved.setdefault(key, []).append(place)
 
     def _of_vllm(self, one: Type) -> bool:
         if one.kind == "module":
@@ -228,7 +272,7 @@ class _Search:
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def _check_call(self, node: ast.Call, scope: Scope) -> None:
-        if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr", "setattr") and node.args:
+        if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr", "setattr") and len(node.args) > 1:
             self._check_named_attribute(node, node.func.id, scope)
             return
         called = [one for one in self.reader.types(node.func, scope) if one.kind in ("class", "function")]
@@ -246,8 +290,7 @@ class _Search:
             optional = how == "hasattr" or (how == "getattr" and len(node.args) == 3)
             self._check_attribute(node, value, str(name.value), scope, optional)
         elif self.faces_vllm and any(self._of_vllm(one) for one in self.reader.types(value, scope)):
-            text = ast.unparse(node)
-            self.report.unresolved.setdefault(f"{self.path}:{text}", []).append(f"{scope.name}: {text}")
+            self._note_unresolved(node, f"{scope.name}: {ast.unparse(node)}")
 
     def _wrong_arguments(self, called: Type, node: ast.Call) -> set[str]:
         """Return what a call gives that a function or class of vLLM does not take, and what it leaves out."""
