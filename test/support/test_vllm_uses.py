@@ -33,6 +33,7 @@ class VllmConfig:
     by_name: dict[str, parts.ModelConfig]
 """,
     "vllm/core.py": """
+from typing import NamedTuple
 from torch import nn
 from vllm.config import ModelConfig, VllmConfig
 try:
@@ -47,6 +48,8 @@ class Base:
     def __init__(self, config: VllmConfig): self.config = config; self.inner = config.model_config
     def step(self, one, two=None) -> list[ModelConfig]: ...
     def rest(self): ...
+class Pair(NamedTuple):
+    one: int
 class Net(nn.Module):
     def __init__(self): self.weight = 1
 class Derived(Base):
@@ -94,6 +97,7 @@ THERE = [
     "def f(base): return base.inner.model",
     "def f(self):\n    self.base = self.config.model_config",
     "def f(net): return net.weight, net.named_modules()",
+    "from vllm.core import Pair\nx = Pair(1)._replace(one=2)",
     "def f(config: str): return config.anything",
     "def f(config): config._torchrl_moe_mark = 1",
     "from vllm.core import helper\nhelper(1, 2, z=3)\nhelper(*a, **b)",
@@ -104,6 +108,7 @@ THERE = [
     "class Mixin:\n    def f(self): return self.inner.model, self.f",
     "TABLE = ('model', 'mode')",
     "from vllm.core import only_in_one",
+    "def f(config): return [getattr(config.model_config, name) for name in ('model', 'mode')]",
     "PART = 'vllm'\ndef own(x, SIZE, z=1): ...\nKERNELS = {f'{PART}.core.kernel': own}",
     "from vllm.core import Net\ndef f(x):\n    if isinstance(x, Net): return x.weight",
 ]
@@ -142,6 +147,12 @@ MISSING = {
     ),
     "from vllm.core import Base\nclass A(Base):\n    def rest(self): super().gone()": "ours._compat.A.gone",
     "class Mixin:\n    def f(self): return self.gone": "ours._compat.Mixin.gone",
+    "ALL = ('model', 'gone')\ndef f(config): return [getattr(config.model_config, one) for one in ALL]": (
+        "vllm.config.parts.ModelConfig.gone"
+    ),
+    "def f(config, base):\n    for a, b in ((base, 'step'), (config, 'gone')): setattr(a, b, 1)": (
+        "vllm.config.whole.VllmConfig.gone"
+    ),
     "PART = 'vllm'\nNAME = f'{PART}.gone'": "vllm.gone",
     "def own(x, z): ...\nKERNELS = {'vllm.core.kernel': own}": "vllm.core.kernel(z), which ours._compat.own needs",
     "TABLE: dict[str, int] = {'model': 1, 'gone': 2}": "vllm.config.ModelConfig.gone",

@@ -104,11 +104,9 @@ class Reader:
         finally:
             self._running.discard(key)
         if not found - UNKNOWN and isinstance(node, ast.Name | ast.Attribute):
-            found = self._narrow(node, scope) or found
-        if not found - UNKNOWN and isinstance(node, ast.Name | ast.Attribute):
             name = node.id if isinstance(node, ast.Name) else node.attr
-            if (path := self._named(name, scope)) is not None:
-                found = self.of_path(path)
+            path = self._named(name, scope)
+            found = self._narrow(node, scope) | (NOTHING if path is None else self.of_path(path)) or found
         if found - UNKNOWN - PLAIN:
             found -= UNKNOWN
         self._known[key] = found
@@ -565,11 +563,11 @@ def _sources(part: ast.AST, name: str) -> list[Source]:
         case ast.AnnAssign():
             return [("annotation", part.annotation, ())]
         case ast.Assign():
-            return [("value", part.value, path) for one in part.targets for path in _paths(one, name)]
+            return [("value", part.value, path) for one in part.targets for path in paths(one, name)]
         case ast.NamedExpr():
             return [("value", part.value, ())]
         case ast.For() | ast.AsyncFor() | ast.comprehension():
-            return [("element", part.iter, path) for path in _paths(part.target, name)]
+            return [("element", part.iter, path) for path in paths(part.target, name)]
         case ast.Call():
             return [("element", part.args[0], ()) for _ in _keys(part) if part.args]
         case ast.Lambda():
@@ -577,11 +575,11 @@ def _sources(part: ast.AST, name: str) -> list[Source]:
     return [("plain", part, ())]
 
 
-def _paths(target: ast.expr, name: str) -> Iterator[tuple[int, ...]]:
+def paths(target: ast.expr, name: str) -> Iterator[tuple[int, ...]]:
     """Yield where in a target a name stands."""
     if isinstance(target, ast.Tuple | ast.List):
         for index, part in enumerate(target.elts):
-            for path in _paths(part, name):
+            for path in paths(part, name):
                 yield (index, *path)
     elif (isinstance(target, ast.Name) and target.id == name) or (
         isinstance(target, ast.Attribute) and target.attr == name

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from support import vllm_names
 from support.vllm_source import Defined, Found, Function, Sources, targets
-from support.vllm_types import Reader, Scope, Type, inside
+from support.vllm_types import Reader, Scope, Type, inside, paths
 
 DOTTED = re.compile(r"vllm(\.\w+)+")
 OURS = re.compile(r"_?torchrl_moe\w*")
@@ -285,12 +285,41 @@ class _Search:
             self.report.used |= {f"{one.of}({word.arg}=)" for word in node.keywords if word.arg}
 
     def _check_named_attribute(self, node: ast.Call, how: str, scope: Scope) -> None:
-        value, name = node.args[0], node.args[1]
-        if isinstance(name, ast.Constant):
-            optional = how == "hasattr" or (how == "getattr" and len(node.args) == 3)
-            self._check_attribute(node, value, str(name.value), scope, optional)
-        elif self.faces_vllm and any(self._of_vllm(one) for one in self.reader.types(value, scope)):
+        optional = how == "hasattr" or (how == "getattr" and len(node.args) == 3)
+        pairs = self._named_pairs(node.args[0], node.args[1], scope)
+        for value, name in pairs:
+            self._check_attribute(node, value, name, scope, optional)
+        if not pairs and self.faces_vllm and any(self._of_vllm(one) for one in self.reader.types(node.args[0], scope)):
             self._note_unresolved(node, f"{scope.name}: {ast.unparse(node)}")
+
+    def _named_pairs(self, value: ast.expr, name: ast.expr, scope: Scope) -> list[tuple[ast.expr, str]]:
+        """Return the attributes that are named: by a text, or by those that a loop goes through, with their objects."""
+        if isinstance(name, ast.Constant):
+            return [(value, str(name.value))]
+        pairs = []
+        for loop in inside(scope.function) if scope.function is not None and isinstance(name, ast.Name) else ():
+            if not isinstance(loop, ast.For | ast.comprehension):
+                continue
+            for path in paths(loop.target, ast.unparse(name)):
+                rows = self._listed(loop.iter, scope)
+                of_row = list(paths(loop.target, ast.unparse(value)))
+                for row in rows:
+                    one = _at_path(row, path)
+                    owner = _at_path(row, of_row[0]) if of_row else value
+                    if not isinstance(one, ast.Constant) or owner is None:
+                        return []
+                    pairs.append((owner, str(one.value)))
+        return pairs
+
+    def _listed(self, node: ast.expr, scope: Scope) -> list[ast.expr]:
+        """Return what a tuple, a list or the keys of a mapping have in them, if they are written out."""
+        if isinstance(node, ast.Name):
+            found = [one.node for one in self.sources.find(scope.module, node.id)]
+            values = [one.value for one in found if isinstance(one, ast.Assign | ast.AnnAssign)]
+            return [part for one in values if one is not None for part in self._listed(one, scope)]
+        if isinstance(node, ast.Dict):
+            return [key for key in node.keys if key is not None]
+        return node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else []
 
     def _wrong_arguments(self, called: Type, node: ast.Call) -> set[str]:
         """Return what a call gives that a function or class of vLLM does not take, and what it leaves out."""
@@ -399,6 +428,15 @@ def _imports_vllm(node: ast.AST) -> bool:
     if isinstance(node, ast.ImportFrom):
         return not node.level and (node.module or "").split(".")[0] == "vllm"
     return isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "vllm" for alias in node.names)
+
+
+def _at_path(row: ast.expr, path: tuple[int, ...]) -> ast.expr | None:
+    """Return a part of a tuple."""
+    for index in path:
+        if not isinstance(row, ast.Tuple) or index >= len(row.elts):
+            return None
+        row = row.elts[index]
+    return row
 
 
 def _not_taken(own: Function, theirs: Function) -> set[str]:
