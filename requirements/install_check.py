@@ -45,6 +45,7 @@ MACHINE = "2 cores, x86_64, no GPU"
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
 """Beside a CPU torch, PyPI's builds of these are CUDA builds, and break ``import transformers``; text needs none."""
 BUILD_TOOLS = "setuptools<81 setuptools-rust semantic-version setuptools-scm vcs-versioning cmake ninja wheel jinja2"
+PLACES = ("INDEX_URL", "EXTRA_INDEX_URL", "FIND_LINKS")  # of packages, as the variables of pip and uv are called
 NEEDED_FROM_SOURCE = {"VLLM_TARGET_DEVICE": "empty"}
 LIMIT_SECONDS = 900
 COLUMNS = ("python", "torch", "tensordict", "torchrl", "transformers", "vllm")
@@ -66,6 +67,10 @@ class Plan:
     wheel: Path
     archive: Path | None = None
 
+    def key(self) -> str:
+        """Return what an environment is made for, as text."""
+        return json.dumps(dataclasses.asdict(self), default=str, indent=1)
+
 
 class Pip:
     """pip of one Python.
@@ -76,7 +81,7 @@ class Pip:
     """
 
     def __init__(self, python: str | Path, torch_index: str) -> None:
-        self.python, self._torch_index = str(python), torch_index
+        self.python, self.torch_index = str(python), torch_index
 
     def __call__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
         """Run pip and return what it prints.
@@ -87,7 +92,7 @@ class Pip:
         command = [self.python, "-m", "pip", *arguments, "--disable-pip-version-check"]
         done = run(command, environment)
         if done.returncode and "No matching distribution found for torch" in done.stderr:
-            done = run([*command, "--extra-index-url", self._torch_index], environment)
+            done = run([*command, "--extra-index-url", self.torch_index], environment)
         if done.returncode:
             raise SystemExit(f"pip {' '.join(arguments)}\n{done.stderr}")
         return done.stdout
@@ -99,19 +104,44 @@ class Pip:
         assert said is not None
         return tuple(sorted(map(Version, said[1].split(", "))))
 
-    def asked_by(self, lines: Sequence[str], extras: Iterable[str]) -> list[Requirement]:
-        """Return what releases ask for, each by itself."""
-        said = json.loads(
-            self("install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report=-", *lines)
-        )
-        listed = [text for one in said["install"] for text in one["metadata"].get("requires_dist", [])]
-        return _wanted(map(Requirement, listed), extras)
+
+class Uv:
+    """The resolver that can be asked for the oldest releases.
+
+    Args:
+        folder: where it is installed.
+        pip: installs it, and says where packages are.
+    """
+
+    def __init__(self, folder: Path, pip: Pip) -> None:
+        self._folder, self._pip = folder, pip
+
+    def lowest(self, lines: Sequence[str]) -> dict[str, str]:
+        """Return the oldest release of each package that fits with the oldest of the others."""
+        program = self._folder / "bin" / "uv"
+        if not program.is_file():
+            self._pip("install", "--quiet", "--target", str(self._folder), "uv")
+        how = ("--no-header", "--no-annotate", "--quiet", "--resolution", "lowest-direct", "--python", self._pip.python)
+        command = [str(program), "pip", "compile", *how, "-"]
+        places = {f"UV_{name}": os.environ[f"PIP_{name}"] for name in PLACES if f"PIP_{name}" in os.environ}
+        done = run(command, places, "\n".join(lines))
+        if done.returncode and "torch" in done.stderr:
+            index = ("--extra-index-url", self._pip.torch_index, "--index-strategy", "unsafe-best-match")
+            done = run([*command, *index], places, "\n".join(lines))
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
+        found = (line.partition("==") for line in done.stdout.splitlines() if "==" in line)
+        return {str(canonicalize_name(name)): version.partition(" ")[0] for name, _, version in found}
 
 
-def run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    command: Sequence[str], environment: Mapping[str, str] | None = None, given: str | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a command without our PYTHONPATH."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(command, env={**inherited, **(environment or {})}, capture_output=True, text=True)
+    return subprocess.run(
+        command, env={**inherited, **(environment or {})}, input=given, capture_output=True, text=True
+    )
 
 
 def of_metadata(text: str) -> list[Requirement]:
@@ -126,12 +156,11 @@ def of_lists(texts: Iterable[str]) -> list[Requirement]:
     return _wanted(one for one in listed if one.url is None)
 
 
-def _wanted(listed: Iterable[Requirement], extras: Iterable[str] = ()) -> list[Requirement]:
+def _wanted(listed: Iterable[Requirement]) -> list[Requirement]:
     return [
         one
         for one in listed
-        if canonicalize_name(one.name) not in LEFT_OUT
-        and (one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in ("", *extras)))
+        if canonicalize_name(one.name) not in LEFT_OUT and (one.marker is None or one.marker.evaluate({"extra": ""}))
     ]
 
 
@@ -153,40 +182,18 @@ def joined(listed: Iterable[Requirement]) -> dict[str, Requirement]:
     return found
 
 
-def oldest(wanted: Mapping[str, Requirement], pip: Pip) -> list[str]:
+def oldest(wanted: Mapping[str, Requirement], uv: Uv) -> list[str]:
     """Return requirements of the oldest release of each package for which one is named, and of any of the others.
 
-    It is the oldest that the oldest releases of the others allow: a lower bound that does not fit is raised. Where that
-    leaves none, pip chooses the package and those that limit it.
+    It is the oldest that the others allow, which pip cannot be asked for: lower bounds need not fit together.
     """
-    named = {name for name, one in wanted.items() if any(part.operator in (">=", "~=") for part in one.specifier)}
-    while True:
-        limited = joined(wanted.values())
-        lines, before = [], None
-        while lines != before:
-            before, lines = lines, [_pinned(one, pip) if name in named else str(one) for name, one in limited.items()]
-            asked = pip.asked_by(lines, {extra for one in wanted.values() for extra in one.extras})
-            for _, one in asked:
-                if (name := canonicalize_name(one.name)) in named:
-                    limited[name].specifier &= one.specifier
-            stuck = {name for name in named if not _allowed(limited[name], pip)}
-            if stuck:
-                break
-        else:
-            return lines
-        limits = [(asker, one) for asker, one in asked if canonicalize_name(one.name) in stuck]
-        freed = stuck | {asker for asker, one in limits if any(part.operator != ">=" for part in one.specifier)}
-        print(f"oldest: pip chooses {', '.join(sorted(freed & named))}: their oldest releases exclude each other")
-        named -= freed
-
-
-def _allowed(one: Requirement, pip: Pip) -> list[Version]:
-    return [version for version in pip.releases(one.name) if version in one.specifier]
-
-
-def _pinned(one: Requirement, pip: Pip) -> str:
-    extras = f"[{','.join(sorted(one.extras))}]" if one.extras else ""
-    return f"{one.name}{extras}=={_allowed(one, pip)[0]}"
+    bound = [one for one in wanted.values() if any(part.operator in (">=", "~=", "==") for part in one.specifier)]
+    found = uv.lowest([str(one) for one in bound])
+    lines = []
+    for name, one in wanted.items():
+        extras = f"[{','.join(sorted(one.extras))}]" if one.extras else ""
+        lines.append(f"{one.name}{extras}=={found[name]}" if one in bound else str(one))
+    return lines
 
 
 def in_archive(archive: Path, path: str) -> str:
@@ -224,7 +231,9 @@ def plans(folder: Path, pip: Pip, names: Sequence[str]) -> Iterator[Plan]:
     }
     asked = {version: joined([*ours, *of_metadata(in_wheel(wheel))]) for version, wheel in wheels.items()}
     if "oldest" in names:
-        yield Plan(name="oldest", requirements=tuple(oldest(asked[built[0]], pip)), wheel=wheels[built[0]])
+        yield Plan(
+            name="oldest", requirements=tuple(oldest(asked[built[0]], Uv(folder / "uv", pip))), wheel=wheels[built[0]]
+        )
     newest = tuple(map(str, asked[built[-1]].values()))
     if "newest" in names:
         yield Plan(name="newest", requirements=newest, wheel=wheels[built[-1]])
@@ -257,7 +266,7 @@ def environment_at(folder: Path, pip: Pip) -> Pip:
         done = run([pip.python, "-m", "venv", str(folder)])
         if done.returncode:
             raise SystemExit(f"python -m venv {folder}\n{done.stdout}{done.stderr}")
-    return Pip(python, pip._torch_index)
+    return Pip(python, pip.torch_index)
 
 
 def our_wheel(folder: Path, pip: Pip) -> Path:
@@ -275,18 +284,36 @@ def our_wheel(folder: Path, pip: Pip) -> Path:
     return wheel
 
 
+def kept_plans(folder: Path, pip: Pip, names: Sequence[str]) -> list[Plan]:
+    """Return the plans of an earlier call with this folder, if ``pyproject.toml`` has not changed, or make them."""
+    file, project = folder / "plans.json", (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if kept.get("project") != project or kept.get("names") != [*names]:
+        made = [json.loads(plan.key()) for plan in plans(folder, pip, names)]
+        kept = {"project": project, "names": [*names], "plans": made}
+        file.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+    return [
+        Plan(
+            name=one["name"],
+            requirements=tuple(one["requirements"]),
+            wheel=Path(one["wheel"]),
+            archive=None if one["archive"] is None else Path(one["archive"]),
+        )
+        for one in kept["plans"]
+    ]
+
+
 def install(plan: Plan, ours: Path, folder: Path, pip: Pip) -> tuple[Path, Mapping[str, str]]:
-    """Make an environment, or use the one that was made for the same requirements; return its Python and variables."""
+    """Make an environment, or use the one that was made for the same plan; return its Python and variables."""
     place = folder / plan.name
     stamp = place / "made-for.json"
-    wanted = json.dumps([*plan.requirements, plan.wheel.name], indent=1)
-    if stamp.is_file() and stamp.read_text(encoding="utf-8") != wanted:
+    if stamp.is_file() and stamp.read_text(encoding="utf-8") != plan.key():
         shutil.rmtree(place)
     inner = environment_at(place, pip)
     if not stamp.is_file():
         inner("install", "--quiet", *plan.requirements, str(ours))
         inner("install", "--quiet", "--no-deps", str(plan.wheel))
-        stamp.write_text(wanted, encoding="utf-8")
+        stamp.write_text(plan.key(), encoding="utf-8")
     inner("install", "--quiet", "--no-deps", "--force-reinstall", str(ours))
     variables = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     if plan.archive is not None:
@@ -360,7 +387,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Make the environments, run the program in each, and write the page's table if all of them were run."""
     names = ("oldest", "newest", "newest-vllm")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="keep environments here; default: a temporary folder")
+    parser.add_argument(
+        "--folder", type=Path, help="where environments stay as they are made; default: a temporary one"
+    )
     parser.add_argument("--torch-index", default="https://download.pytorch.org/whl/cpu")
     parser.add_argument("--only", choices=names, nargs="+", default=names, help="the page is not written then")
     asked = parser.parse_args(arguments)
@@ -370,7 +399,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         pip = Pip(sys.executable, asked.torch_index)  # which makes the environments, too
         found: dict[str, dict[str, Any]] = {}
         ours = our_wheel(folder, pip)
-        for plan in plans(folder, pip, asked.only):
+        for plan in kept_plans(folder, pip, asked.only):
             print(f"{plan.name}: installing", flush=True)
             python, variables = install(plan, ours, folder, pip)
             print(f"{plan.name}: running", flush=True)

@@ -39,6 +39,7 @@ PACKAGES = (
 )
 PROMPTS = [list(range(first, first + 12)) for first in range(40, 100, 10)]
 ANSWER = 24
+SECONDS = 120.0
 SAMPLING: Mapping[str, Mapping[str, Any]] = {
     "all words": {},
     "top_p=0.8": {"top_p": 0.8},
@@ -52,7 +53,11 @@ def generate(engine: AsyncVLLM, routes: list[Tensor] | None = None, **sampling: 
     """Return an answer to each prompt."""
     asked = {"max_tokens": ANSWER, "ignore_eos": True, "logprobs": 0, "temperature": 1.0, **sampling}
     answers: list[Any] = engine.generate(
-        prompt_token_ids=PROMPTS, sampling_params=asked, routed_experts=routes, use_tqdm=False
+        prompt_token_ids=PROMPTS,
+        sampling_params=asked,
+        routed_experts=routes,
+        use_tqdm=False,
+        timeout_seconds=SECONDS,
     )
     return answers
 
@@ -119,7 +124,7 @@ def sampled(engine: AsyncVLLM, model: PreTrainedModel) -> dict[str, float]:
 def scored(engine: AsyncVLLM, model: PreTrainedModel) -> float:
     """Score given tokens."""
     sequences = [ids_of(answer) for answer in generate(engine)]
-    scores = engine.score([ids.tolist() for ids in sequences])
+    scores = engine.score([ids.tolist() for ids in sequences], timeout_seconds=SECONDS)
     return max(
         float((score[1:] - log_probs(model, ids)).abs().max()) for score, ids in zip(scores, sequences, strict=True)
     )
@@ -159,7 +164,10 @@ def updated(engine: AsyncVLLM, model: PreTrainedModel) -> float:
     try:
         sender.register_model(model)
         sender.init_all_workers_group(None, vllm_engine=engine)
-        print(sender.update_weights())
+        report = sender.update_weights()
+        print(report, flush=True)
+        assert not report.failed, report.failed
+        assert not any(one.unproved for one in report.replicas), "the new weights were not checked"
         return largest(model, generate(engine))
     finally:
         sender.shutdown()

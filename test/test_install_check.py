@@ -5,16 +5,15 @@ from __future__ import annotations
 import io
 import tarfile
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
-from packaging.version import Version
 
 from requirements import install_check
-from requirements.install_check import Pip, in_archive, in_wheel, joined, of_lists, of_metadata, of_project, table
+from requirements.install_check import Pip, Uv, in_archive, in_wheel, joined, of_lists, of_metadata, of_project, table
 
 METADATA = """\
 Metadata-Version: 2.1
@@ -41,25 +40,20 @@ vllm = ["vllm>=0.32,<0.34"]
 """
 
 
-class FakePip(Pip):
-    """Knows some releases."""
+class FakeUv(Uv):
+    """Knows the oldest releases."""
 
     def __init__(self) -> None:
-        super().__init__("python", "")
+        super().__init__(Path(), Pip("python", ""))
 
-    def releases(self, name: str) -> tuple[Version, ...]:  # type: ignore[override]
-        known = {"transformers": ["5.9.0", "5.16.0", "5.16.1", "5.17.0", "6.0"], "fastapi": ["0.132.0", "0.133.1"]}
-        return tuple(map(Version, known.get(name, ["0.14.0", "0.14.1", "0.14.2"])))
-
-    def asked_by(self, lines: Sequence[str], extras: Iterable[str]) -> list[tuple[str, Requirement]]:
-        """torchrl 0.14.0 asks for more than we do; and no two of sdk and other that are the oldest fit together."""
-        needed = {
-            "torchrl==0.14.0": "tensordict>=0.14.1",
-            "tensordict==0.14.1": "numpy>=1",
-            "sdk==0.14.0": "api==0.14.0",
-            "other==0.14.0": "api>=0.14.1",
-        }
-        return [(line.partition("==")[0], Requirement(needed[line])) for line in lines if line in needed]
+    def lowest(self, lines: Sequence[str]) -> dict[str, str]:
+        oldest = {"torch": "2.13.0+cpu", "transformers": "5.16.1", "fastapi": "0.133.1", "starlette": "1.0.1"}
+        assert [line.partition(">")[0].partition("<")[0].partition("=")[0] for line in lines] == [
+            "torch",
+            "transformers",
+            "fastapi[standard]",
+        ]
+        return oldest
 
 
 def test_what_vllm_asks_for_here_but_not_what_breaks_transformers() -> None:
@@ -72,30 +66,37 @@ def test_what_is_asked_twice_is_joined_and_the_oldest_is_the_first_that_all_allo
     wanted = joined([*ours, *of_metadata(METADATA), Requirement("torch==2.13.0+cpu")])
     assert list(wanted) == ["torch", "transformers", "numpy", "fastapi"]
     assert "0.33.9" in allowed and "0.34.0" not in allowed
-    del wanted["torch"]
-    assert install_check.oldest(wanted, FakePip()) == ["transformers==5.16.1", "numpy", "fastapi[standard]==0.133.1"]
-
-
-def test_lower_bounds_that_do_not_fit_together_are_raised() -> None:
-    wanted = joined(map(Requirement, ["tensordict>=0.14", "torchrl>=0.14", "numpy"]))
-    assert install_check.oldest(wanted, FakePip()) == ["tensordict==0.14.1", "torchrl==0.14.0", "numpy"]
-
-
-def test_where_no_release_is_left_pip_chooses(capsys: pytest.CaptureFixture[str]) -> None:
-    wanted = joined(map(Requirement, ["sdk>=0.14", "api>=0.14", "other>=0.14"]))
-    assert install_check.oldest(wanted, FakePip()) == ["sdk>=0.14", "api>=0.14", "other==0.14.0"]
-    assert "pip chooses api, sdk" in capsys.readouterr().out
-
-
-def test_a_pinned_package_stays_pinned() -> None:
-    wanted = joined([Requirement("torch==2.13.0+cpu")])
-    assert install_check.oldest(wanted, FakePip()) == ["torch==2.13.0+cpu"]
+    assert install_check.oldest(wanted, FakeUv()) == [
+        "torch==2.13.0+cpu",
+        "transformers==5.16.1",
+        "numpy",
+        "fastapi[standard]==0.133.1",
+    ]
 
 
 def test_releases_are_read_from_what_pip_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     printed = "a (2.10)\nAvailable versions: 2.10, 2.9, 1.0\n  INSTALLED: 1.0\n"
     monkeypatch.setattr(Pip, "__call__", lambda *arguments: printed)
     assert [str(version) for version in Pip("python", "").releases("a")] == ["1.0", "2.9", "2.10"]
+
+
+def test_uvs_answer_is_read(tmp_path: Path) -> None:
+    program = tmp_path / "bin" / "uv"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\ncat\necho\necho Typing_Extensions==4.16.0\n")
+    program.chmod(0o755)
+    found = Uv(tmp_path, Pip("python", "")).lowest(["numpy>=2", "torch==2.13.0+cpu"])
+    assert found == {"torch": "2.13.0+cpu", "typing-extensions": "4.16.0"}
+
+
+def test_plans_are_made_once_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = install_check.Plan(name="newest", requirements=("a", "b"), wheel=Path("w"), archive=Path("v"))
+    calls: list[object] = []
+    monkeypatch.setattr(install_check, "plans", lambda *arguments: calls.append(arguments) or [plan])
+    pip = Pip("python", "")
+    assert install_check.kept_plans(tmp_path, pip, ["newest"]) == [plan]
+    assert install_check.kept_plans(tmp_path, pip, ["newest"]) == [plan]
+    assert len(calls) == 1
 
 
 def test_files_of_archives_and_wheels(tmp_path: Path) -> None:
