@@ -64,7 +64,6 @@ def measure(case: Case) -> list[Row]:
             enforce_eager=True,
             kv_cache_memory_bytes=1 << 27,
             max_model_len=256,
-            **TINY_MOE_FAMILIES[case.family].vllm_cpu_args,
         )
         with engine:
             policy = vLLMWrapper(

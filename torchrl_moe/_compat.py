@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from torchrl_moe import _compat_routing
-
 __all__ = [
     "abort_answers",
     "build_beside",
@@ -30,10 +28,12 @@ __all__ = [
     "import_engine",
     "inspect_models_here",
     "keep_cpu_experts_with_lora",
+    "keep_prefix_cache_with_latents",
     "load_beside",
     "make_async_llm",
     "pack_tied",
     "plain_tokenizer",
+    "reads_prefix_cache",
     "register_weight_engine",
     "restore_moe_kernels",
     "router_layer_ids",
@@ -80,6 +80,7 @@ def plain_tokenizer(tokenizer: Any) -> Any:
     return getattr(tokenizer, "transformers_tokenizer", tokenizer)
 
 
+SCHEDULERS = "torchrl_moe.modules.backends.vllm.schedulers"
 METHOD_VARIABLE = "VLLM_WORKER_MULTIPROC_METHOD"
 BIND_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 
@@ -91,6 +92,8 @@ def import_engine() -> str:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
+        import vllm.v1.worker.cpu.shm  # before the runner, whose modules import by name what it replaces
+        import vllm.v1.worker.cpu.model_runner
         import vllm.v1.worker.cpu_worker  # noqa: F401
 
     return "importing vLLM has initialised CUDA" if torch.cuda.is_initialized() else ""
@@ -118,7 +121,10 @@ def make_async_llm(engine_args: Any, stat_loggers: list[Any]) -> tuple[Any, str]
     if not reason and current_platform.is_cpu():
         os.environ[METHOD_VARIABLE] = "fork"
         resource_tracker.ensure_running()  # one for all processes of the engine, as with spawned ones
-    _compat_routing.take_scheduler(config)
+    scheduling = config.scheduler_config
+    if scheduling.scheduler_cls is None and config.speculative_config is None:
+        name = "AsyncMoEScheduler" if scheduling.async_scheduling else "MoEScheduler"
+        scheduling.scheduler_cls = f"{SCHEDULERS}.{name}"
     engine = AsyncLLM.from_vllm_config(
         config,
         stat_loggers=stat_loggers,
@@ -126,6 +132,36 @@ def make_async_llm(engine_args: Any, stat_loggers: list[Any]) -> tuple[Any, str]
         disable_log_stats=engine_args.disable_log_stats,
     )
     return engine, reason
+
+
+def keep_prefix_cache_with_latents() -> None:
+    """Have vLLM's CPU platform leave the prefix cache on for models with latent attention (MLA). Idempotent.
+
+    Its kernel for CPUs without AMX cannot continue from a cached prefix, so it turns the cache off, without which vLLM
+    records no routes. Here the cache stays, and requests do not read it: see :func:`reads_prefix_cache`.
+    """
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    update = platform.check_and_update_config
+    if not current_platform.is_cpu() or hasattr(update, "torchrl_moe"):
+        return
+
+    def update_and_keep(config: Any) -> None:
+        asked = config.cache_config.enable_prefix_caching
+        update(config)
+        if not reads_prefix_cache(config):
+            config.cache_config.enable_prefix_caching = asked
+
+    update_and_keep.torchrl_moe = True  # type: ignore[attr-defined]
+    platform.check_and_update_config = staticmethod(update_and_keep)
+
+
+def reads_prefix_cache(config: Any) -> bool:
+    """Whether requests to an engine may read cached prefixes; false for latent attention on a CPU without AMX."""
+    model = config.model_config
+    is_cpu = config.device_config.device_type == "cpu"
+    return not (is_cpu and model is not None and model.use_mla and not config.scheduler_config.enable_chunked_prefill)
 
 
 def inspect_models_here() -> None:
@@ -362,7 +398,7 @@ def running_outputs(engine: Any) -> dict[str, Any]:
                 prompt=state.prompt,
                 prompt_token_ids=state.prompt_token_ids,
                 num_cached_tokens=state.num_cached_tokens,
-                prompt_logprobs=state.logprobs_processor.prompt_logprobs,
+                prompt_token_id_logprobs=None,
                 metrics=state.stats,
                 outputs=[],
             ),
@@ -376,7 +412,9 @@ def running_outputs(engine: Any) -> dict[str, Any]:
                 token_ids=state.detokenizer.output_token_ids,
                 logprobs=state.logprobs_processor.logprobs,
                 routed_experts=np.concatenate(state.routed_experts_chunks) if state.routed_experts_chunks else None,
-                sampling_mask=[step.token_ids for step in state.sampling_mask_chunks],
+                sampling_mask=SimpleNamespace(
+                    token_ids=[ids for step in state.sampling_mask_chunks for ids in step.to_nested_list()]
+                ),
                 finish_reason="abort",
                 stop_reason=None,
             )

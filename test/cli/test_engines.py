@@ -66,13 +66,6 @@ def test_on_a_gpu_vllm_takes_its_own_share_of_memory(asked: Any, monkeypatch: py
     assert "kv_cache_memory_bytes" not in arguments and "compilation_config" not in arguments
 
 
-def test_a_family_gets_what_it_needs_on_a_cpu(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with started("m", config("deepseek_v3"), "vllm", "float32", []):
-        pass
-    assert asked[0][1]["compilation_config"] == {"custom_ops": ["none"]}
-
-
 def test_without_vllm_another_engine_is_named(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
     with (

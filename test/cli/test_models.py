@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from torchrl_moe.cli.command import BadUse
-from torchrl_moe.cli.models import config_of, engine_defaults, load, model_folder, narrow, try_replay
+from torchrl_moe.cli.models import config_of, load, model_folder, narrow, try_replay
 from torchrl_moe.testing import make_tiny_moe
 
 QWEN = "Qwen/Qwen3-30B-A3B"
@@ -82,12 +82,6 @@ def test_a_model_is_loaded_in_the_dtype_asked_for(tmp_path: Path) -> None:
     make_tiny_moe(num_hidden_layers=1, mlp_only_layers=[]).save_pretrained(tmp_path)
     model = load(str(tmp_path), "bfloat16")
     assert model.dtype == torch.bfloat16 and not model.training
-
-
-def test_what_a_family_needs_on_a_cpu(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert engine_defaults(qwen) == {}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert engine_defaults(AutoConfig.for_model("deepseek_v3")) == {"compilation_config": {"custom_ops": ["none"]}}
 
 
 # -- a narrow model of the same routers --------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_moe.modules import AsyncVLLM
-from torchrl_moe.testing.tiny_moe import TINY_MOE_FAMILIES, save_tiny_moe
+from torchrl_moe.testing.tiny_moe import save_tiny_moe
 
 SMALL: dict[str, Any] = {
     "dtype": "float32",
@@ -67,8 +67,7 @@ class EngineShelf:
         """Return the engine of ``spec``, ending another one first."""
         if self._held is None or self._held[0] != spec or not self._held[1].is_running:
             self.clear()
-            arguments = {**TINY_MOE_FAMILIES[spec.family].vllm_cpu_args, **dict(spec.arguments)}
-            engine = start_engine(self.folder(spec.family), spec.num_replicas, **arguments)
+            engine = start_engine(self.folder(spec.family), spec.num_replicas, **dict(spec.arguments))
             self._held = spec, engine
         return self._held[1]
 

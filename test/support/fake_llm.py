@@ -28,13 +28,15 @@ class LLM:
     def __init__(self, routes: bool = False, mode: str = "raw_logprobs", pipeline: int = 1) -> None:
         model = SimpleNamespace(
             logprobs_mode=mode,
-            enable_return_routed_experts=routes,
             get_total_num_hidden_layers=lambda: LAYERS,
             get_num_experts_per_tok=lambda: TOP_K,
             get_num_experts=lambda: EXPERTS,
         )
         parallel = SimpleNamespace(pipeline_parallel_size=pipeline)
-        self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model, parallel_config=parallel))
+        config = SimpleNamespace(
+            model_config=model, parallel_config=parallel, aux_output_config=SimpleNamespace(enabled=routes)
+        )
+        self.llm_engine = SimpleNamespace(vllm_config=config)
         self.asked: list[tuple[list[Any], list[Any], Any, Any]] = []
         self.left: list[Any] = []
         self.applies: Callable[[], list[Any]] = lambda: [[1, 2]]
@@ -65,14 +67,15 @@ class LLM:
     def _output(self, prompt: Any, params: Any) -> Any:
         ids = prompt.get("prompt_token_ids") or self.tokenizer(prompt["prompt"])["input_ids"]
         scores = None
-        if params.prompt_logprobs is not None:
-            scores = SimpleNamespace(start_indices=list(range(len(ids))), logprobs=[-t / 10 for t in range(len(ids))])
+        if params.prompt_logprob_token_ids is not None:
+            assert params.prompt_logprob_token_ids[:, 0].tolist() == ids[1:]
+            scores = np.array([[-t / 10] for t in range(1, len(ids))])
         return SimpleNamespace(
             prompt=prompt.get("prompt"),
             prompt_token_ids=ids,
             num_cached_tokens=None,
             metrics=None,
-            prompt_logprobs=scores,
+            prompt_token_id_logprobs=scores,
             outputs=[self._answer(ids, params, index) for index in range(params.n)],
         )
 

@@ -25,7 +25,6 @@ class FakeLLM:
         self.fail: dict[str, Exception] = {}
         self.logprob, self.prompt_logprobs = logprob, prompt_logprobs
         self.hangs = False  # whether a prompt is never answered
-        self.was_paused = False
         self.prompts: list[Any] = []
         self.counts: dict[str, tuple[str, int, int]] = {}  # state -> request, answer, tokens
         self.arriving: list[tuple[str, int]] = []  # tokens that come in after the pause, one per look
@@ -61,9 +60,6 @@ class FakeLLM:
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
         await self._step("init", request.init_info)
-
-    async def is_paused(self) -> bool:
-        return self.was_paused
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         await self._step("pause", mode, clear_cache)

@@ -25,17 +25,18 @@ CPU = torch.device("cpu")
 
 
 def configuration(folder: Path, family: str, dtype: str) -> Any:
-    from vllm import AsyncEngineArgs
+    from torchrl_moe import _compat
+    from torchrl_moe.modules.backends.vllm import cpu_kernels
+    from torchrl_moe.modules.backends.vllm.engine_args import build_engine_args
 
-    from torchrl_moe.testing.tiny_moe import TINY_MOE_FAMILIES
-
+    cpu_kernels.register()
+    _compat.keep_prefix_cache_with_latents()
     arguments = {"dtype": dtype, "enforce_eager": True, "max_model_len": 512, "kv_cache_memory_bytes": 1 << 26}
-    return AsyncEngineArgs(
-        model=str(folder), **{**arguments, **TINY_MOE_FAMILIES[family].vllm_cpu_args}
-    ).create_engine_config()
+    return build_engine_args({"model": str(folder), **arguments}).create_engine_config()
 
 
 def start_vllm(config: Any) -> None:
+    import vllm.v1.worker.cpu.shm  # noqa: F401 - as in a worker: what has no accelerator does nothing
     from vllm.config import set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 
@@ -45,6 +46,7 @@ def start_vllm(config: Any) -> None:
 
 
 def started(config: Any) -> nn.Module:
+    import vllm.v1.worker.cpu.shm  # noqa: F401 - as in a worker: what has no accelerator does nothing
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model
 
@@ -106,6 +108,7 @@ def by_shadow(model: nn.Module, config: Any) -> Callable[[dict[str, Tensor]], No
 
 
 def by_reload(model: nn.Module, config: Any) -> Callable[[dict[str, Tensor]], None]:
+    import vllm.v1.worker.cpu.shm  # noqa: F401 - as in a worker: what has no accelerator does nothing
     from vllm.config import set_current_vllm_config
 
     from torchrl_moe.modules.backends.vllm.weights.worker import WeightEngine

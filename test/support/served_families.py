@@ -73,10 +73,8 @@ def save_served(name: str, folder: Path) -> PreTrainedModel:
 
 def engine_arguments(name: str) -> dict[str, Any]:
     """Of an engine that serves a family."""
-    given = FAMILIES[name].config if name in FAMILIES else REFUSED[name]["config"]
-    latent: dict[str, Any] = {"compilation_config": {"custom_ops": ["none"]}} if "kv_lora_rank" in given else {}
     dtype = "bfloat16" if SERVED[name].outcome == "rounded" else "float32"
-    return {"kv_cache_memory_bytes": 1 << 25, "dtype": dtype, **latent, **SERVED[name].arguments}
+    return {"kv_cache_memory_bytes": 1 << 25, "dtype": dtype, **SERVED[name].arguments}
 
 
 EXTERNAL = "TransformersMoERunner takes experts that transformers' code has chosen"

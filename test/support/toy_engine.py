@@ -105,7 +105,7 @@ class ToyEngine:
             stop_reason=None,
             logprobs=None,
             routed_experts=None,
-            sampling_mask=[],
+            sampling_mask=None,
         )
         yield SimpleNamespace(
             prompt=text,

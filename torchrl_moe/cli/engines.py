@@ -86,13 +86,12 @@ def started(folder: str, config: Any, kind: str, dtype: str, given: Sequence[str
     """
     arguments = engine_arguments(given)
     check_installed(kind, "--engine transformers")
-    from torchrl_moe.cli.models import engine_defaults
     from torchrl_moe.modules import AsyncVLLM
 
     longest = int(getattr(config.get_text_config(), "max_position_embeddings", MOST_TOKENS) or MOST_TOKENS)
     defaults: dict[str, Any] = {"dtype": dtype, "max_model_len": min(longest, MOST_TOKENS)}
     if kind == "vllm":
-        defaults |= {"enforce_eager": True, **_for_cpu(), **engine_defaults(config)}
+        defaults |= {"enforce_eager": True, **_for_cpu()}
     note(f"starting {kind} ...")
     with AsyncVLLM.from_pretrained(folder, engine=kind, **{**defaults, **arguments}) as engine:  # type: ignore[arg-type]
         yield engine

@@ -23,7 +23,6 @@ __all__ = [
     "Replayable",
     "check_source",
     "config_of",
-    "engine_defaults",
     "load",
     "model_folder",
     "try_replay",
@@ -100,16 +99,6 @@ def config_of(source: str) -> Any:
             f"there is no folder {source!r}, and the hub gave no configuration of that name ({said.rstrip('.:')}). "
             "Check the name; without a network, name a folder that holds the model"
         ) from error
-
-
-def engine_defaults(config: Any) -> dict[str, Any]:
-    """Return the engine arguments that a family is known to need on a CPU."""
-    import torch
-
-    from torchrl_moe.testing.tiny_moe import TINY_MOE_FAMILIES
-
-    family = TINY_MOE_FAMILIES.get(str(config.model_type))
-    return {} if family is None or torch.cuda.is_available() else dict(family.vllm_cpu_args)
 
 
 def load(folder: str, dtype: str) -> Any:

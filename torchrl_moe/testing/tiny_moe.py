@@ -42,9 +42,6 @@ class TinyMoEFamily:
     config: Mapping[str, Any] = field(default_factory=dict)
     """Config keys over the common small sizes. Keys that the config class does not declare are allowed here."""
 
-    vllm_cpu_args: Mapping[str, Any] = field(default_factory=dict)
-    """Engine arguments without which vLLM on CPU computes this architecture wrongly."""
-
 
 _SMALL: Mapping[str, Any] = {
     "hidden_size": 64,
@@ -94,7 +91,6 @@ TINY_MOE_FAMILIES: Mapping[str, TinyMoEFamily] = MappingProxyType(
                 "num_key_value_heads": 4,
                 "num_mtp_layers": 0,
             },
-            vllm_cpu_args={"compilation_config": {"custom_ops": ["none"]}},
         ),
         "qwen3": TinyMoEFamily(experts_key=None, config={"head_dim": 32}),
     }

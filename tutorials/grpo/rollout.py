@@ -106,7 +106,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             enforce_eager=True,
             kv_cache_memory_bytes=1 << 27,
             max_model_len=512,
-            **TINY_MOE_FAMILIES[options.family].vllm_cpu_args,
         )
         with engine:
             policy = vLLMWrapper(

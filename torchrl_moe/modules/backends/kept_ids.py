@@ -90,6 +90,23 @@ class KeptIds:
         ids = np.concatenate([step[1:] for step in said]).astype(np.int32, copy=False)
         return cls(np.where(ids < 0, ~ids, ids), sizes)
 
+    @classmethod
+    def of_masks(cls, masks: Sequence[Sequence[int]], tokens: int) -> KeptIds | None:
+        """Join the words of each of ``tokens`` tokens, ``~id`` if they are those that were removed; empty: all kept.
+
+        Raises:
+            EngineError: some were left out, and there are not as many masks as tokens.
+
+        >>> KeptIds.of_masks([[5, 7], [], [~3]], 3)
+        KeptIds(ids=array([5, 7, 3], dtype=int32), sizes=array([ 2,  0, -1], dtype=int32))
+        """
+        if not any(len(mask) for mask in masks):
+            return None
+        if len(masks) != tokens:
+            raise EngineError(f"the engine reported the kept words of {len(masks)} tokens, of an answer of {tokens}")
+        steps = [np.array([place, *mask], np.int32) for place, mask in enumerate(masks) if len(mask)]
+        return cls.of_steps(steps, tokens)
+
     def first(self, tokens: int) -> KeptIds:
         """Return the words of the first ``tokens`` tokens."""
         sizes = self.sizes[:tokens]

@@ -226,7 +226,7 @@ def test_without_text_nothing_is_decoded() -> None:
 def test_the_rest_is_asked_for_with_what_is_left() -> None:
     params = Params(max_tokens=10, min_tokens=4, seed=100, stop="x")
     rest = sampling_for_rest(params, 2, P, part(b"abc", 0, 3), decode)
-    assert (rest.n, rest.max_tokens, rest.min_tokens, rest.seed, rest.stop) == (1, 7, 1, 105, "x")
+    assert (rest.n, rest.max_tokens, rest.min_tokens, rest.seed, rest.stop) == (1, 7, 1, 102, "x")
     assert rest.routed_experts_prompt_start == P + 2
     assert (params.n, params.max_tokens, params.seed) == (3, 10, 100)  # the user's own is left alone
 

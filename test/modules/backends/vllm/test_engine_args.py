@@ -122,7 +122,8 @@ def test_defaults_of_ours(moe: str) -> None:
     assert built.enable_prefix_caching is True
     assert built.distributed_executor_backend == "mp"
     assert built.worker_extension_cls == WORKER_EXTENSION
-    assert built.enable_return_routed_experts is True
+    assert built.aux_output_config.enable_return_routed_experts is True
+    assert built.return_sampling_mask is True
     assert built.enable_log_requests is False  # a line per request is no log
     assert built.disable_log_stats is True
     assert built.use_tqdm_on_load is False
@@ -177,7 +178,7 @@ def test_lora_of_experts_is_refused_on_cpu_and_that_of_others_is_not(
 def test_ranks_among_which_vllm_cannot_spread_experts_are_refused_on_cpu(
     moe: str, dense: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM 0.30 starts with them, and its first step ends the engine."""
+    """vLLM starts with them, and its first step ends the engine."""
     from vllm.platforms import current_platform
 
     split: dict[str, Any] = {"enable_expert_parallel": True, "tensor_parallel_size": 2}
@@ -187,7 +188,7 @@ def test_ranks_among_which_vllm_cannot_spread_experts_are_refused_on_cpu(
     with pytest.raises(ValueError, match=r"data_parallel_size=2.*all_gatherv.*Use num_replicas="):
         build_engine_args({"model": moe, "data_parallel_size": 2})
     for arguments in ({"enable_expert_parallel": True}, {"tensor_parallel_size": 2}):
-        assert build_engine_args({"model": moe, **arguments}).enable_return_routed_experts
+        assert build_engine_args({"model": moe, **arguments}).aux_output_config.enabled
     assert build_engine_args({"model": dense, **split, "data_parallel_size": 2}).data_parallel_size == 2
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     assert build_engine_args({"model": moe, **split, "data_parallel_size": 2}).enable_expert_parallel

@@ -82,7 +82,7 @@ class State:
 
     @property
     def sampling_mask_chunks(self) -> list[Any]:
-        return [SimpleNamespace(token_ids=np.array([i, token, 200])) for i, token in enumerate(self.tokens)]
+        return [SimpleNamespace(to_nested_list=lambda token=token: [[token, 200]]) for token in self.tokens]
 
     @property
     def routed_experts_chunks(self) -> list[Any]:
@@ -141,7 +141,7 @@ class HandEngine:
                 stop_reason=None,
                 logprobs=[{0: SimpleNamespace(logprob=-float(token))} for token in state.tokens],
                 routed_experts=np.array(state.rows, np.int64).reshape(-1, 1, 1) if state.tokens else None,
-                sampling_mask=[step.token_ids for step in state.sampling_mask_chunks],
+                sampling_mask=SimpleNamespace(token_ids=[[token, 200] for token in state.tokens]),
             )
             for state in mine
         ]
@@ -357,7 +357,7 @@ def test_each_answer_continues_by_itself_and_those_that_are_done_stay(run: Run) 
     check(outputs[0], 0)
     for output in outputs[1:]:
         check(output, 0, 0, 1, 1, 1)
-    assert [params.seed for _, _, params in bench.engine.asked] == [10, 13, 14]
+    assert [params.seed for _, _, params in bench.engine.asked] == [10, 11, 12]
     assert len({name for name, _, _ in bench.engine.asked}) == 3
 
 
@@ -596,7 +596,7 @@ def test_a_request_continues_from_what_it_resumes(run: Run) -> None:
     assert completion.num_cached_tokens == 2
     ((_, prompt, params),) = bench.engine.asked
     assert prompt == {"prompt_token_ids": [*PROMPT, 3, 4], "cache_salt": "swap-1"}
-    assert (params.max_tokens, params.min_tokens, params.seed, params.routed_experts_prompt_start) == (4, 3, 12, 4)
+    assert (params.max_tokens, params.min_tokens, params.seed, params.routed_experts_prompt_start) == (4, 3, 10, 4)
     # all seconds of both requests, as with a swap; the engine's own counts are of what it made
     times = completion.metrics
     assert (times.queue_seconds, times.first_token_seconds) == (0.25, 0.5)

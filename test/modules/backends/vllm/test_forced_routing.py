@@ -21,80 +21,232 @@ from torchrl_moe._errors import ReplayError, RequestRefusedError
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.replica import Completion
-from torchrl_moe.modules.backends.vllm.forced_routing import ForcedRouting, prove
+from torchrl_moe.modules.backends.vllm.forced_routing import ForcedRouting, prove, routers_of, through_topk, why_live
 from torchrl_moe.modules.backends.vllm.forced_rows import Forced, attach
-from torchrl_moe.modules.replay.discovery import RouterSite
 
 # -- one worker's steps -----------------------------------------------------------------------------------------------
 
-LAYERS, WIDTH, EXPERTS = 4, 2, 8
-SITES = {layer: RouterSite(layer, "toy", EXPERTS, WIDTH, 2) for layer in (1, 2, 3)}
+LAYERS, WIDTH, EXPERTS, MOST = 4, 2, 8, 16
 
 
-def choices(routing: ForcedRouting, tokens: int, layer: int = 1) -> list[int]:
-    """The first expert of each row in a step; a router that chooses by itself takes 0."""
-    scores = torch.arange(EXPERTS, 0, -1).float().expand(tokens, -1)
-    weights, ids = routing.route(layer, lambda: torch.topk(scores, WIDTH))
-    assert torch.equal(weights, scores.gather(1, ids))
-    assert torch.equal(ids[:, 1], ids[:, 0] + 1)
-    return [int(first) for first in ids[:, 0]]
+class Worker:
+    """A model runner of vLLM's shape whose model is three routers; layer 0 has none."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, enforce_eager: bool = True, **fields: Any) -> None:
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+        class Layer(MoERunner):
+            _quant_method: Any = SimpleNamespace(is_monolithic=False)
+            layer_id = 0
+
+            def __init__(self, number: int) -> None:
+                torch.nn.Module.__init__(self)
+                self.layer_id, self.router = number, router(top_k=WIDTH, global_num_experts=EXPERTS, **fields)
+
+        monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
+        self.model = torch.nn.ModuleList([Layer(number) for number in (1, 2, 3)])
+        model_config = SimpleNamespace(
+            enforce_eager=enforce_eager, get_hidden_size=lambda: 4, dtype=torch.float32
+        )
+        self.vllm_config = SimpleNamespace(
+            aux_output_config=SimpleNamespace(enabled=True),
+            speculative_config=None,
+            model_config=model_config,
+            device_config=SimpleNamespace(device_type="cpu" if enforce_eager else "cuda"),
+            parallel_config=SimpleNamespace(
+                data_parallel_size=1, use_ubatching=False, use_sequence_parallel_moe=False
+            ),
+        )
+        self.captured = torch.zeros(MOST, LAYERS, WIDTH, dtype=torch.int32)
+        self.delivers = True
+        self.aux_output_connector = Connector(self)
+        self.forced = ForcedRouting(self)
+
+    def get_model(self) -> Any:
+        return self.model
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        for new in scheduler_output.scheduled_new_reqs:
+            self._remove_request(new.req_id)
+
+    def _remove_request(self, req_id: str) -> bool:
+        return True
+
+    def prepare_inputs(self, batch: Any) -> Any:
+        return batch
+
+    def begin(self, **params: Any) -> None:
+        self.add_requests(
+            SimpleNamespace(
+                scheduled_new_reqs=[SimpleNamespace(req_id=name, sampling_params=one) for name, one in params.items()]
+            )
+        )
+
+    def step(self, *spans: tuple[str, int, int], logits: Tensor | None = None) -> dict[int, tuple[Tensor, Tensor]]:
+        """Run a step of these requests (name, first position, count); return what each router gave, by layer."""
+        counts = [count for _, _, count in spans]
+        starts = np.cumsum([0, *counts])
+        batch = SimpleNamespace(
+            req_ids=[name for name, _, _ in spans],
+            num_reqs=len(spans),
+            num_computed_tokens_np=np.array([start for _, start, _ in spans]),
+            num_scheduled_tokens=np.array(counts),
+            query_start_loc_np=starts,
+        )
+        self.prepare_inputs(batch)
+        tokens = int(starts[-1])
+        logits = SCORES[:tokens] if logits is None else logits
+        given = {}
+        for layer in self.model:
+            given[layer.layer_id] = weights, ids = layer.router._compute_routing(
+                torch.zeros(len(logits), 4), logits, torch.int32
+            )
+            assert weights.shape == ids.shape
+            self.captured[: len(ids), layer.layer_id] = ids
+        pending = self.aux_output_connector.prepare_output(batch)
+        if pending is not None:
+            pending.process_output()
+        return given
+
+    def firsts(self, *spans: tuple[str, int, int], layer: int = 1) -> list[int]:
+        """The first expert of each token; a router that chooses by itself takes 0."""
+        ids = self.step(*spans)[layer][1]
+        assert (ids[:, 1] == ids[:, 0] + 1).all()
+        return [int(first) for first in ids[:, 0]]
 
 
-def params_of(rows: NDArray[Any]) -> Any:
+class Connector:
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self._capturer = SimpleNamespace(device_buffer=worker.captured)
+
+    def prepare_output(self, batch: Any) -> Any:
+        if not self.worker.delivers:
+            return None
+        recorded = self.worker.captured.numpy().astype(np.uint8)
+        return SimpleNamespace(routed_experts=recorded, process_output=lambda: "processed")
+
+
+SCORES = torch.arange(EXPERTS, 0, -1).float().expand(MOST, -1)
+
+
+def params_of(rows: NDArray[Any] | None) -> Any:
     params = SimpleNamespace(extra_args=None)
     params.clone = lambda: SimpleNamespace(**vars(params))
-    return attach(params, Forced(rows=rows))
+    return params if rows is None else attach(params, Forced(rows=rows))
 
 
-def test_rows_go_with_their_requests_in_chunks_and_beside_others() -> None:
-    routing = ForcedRouting(SITES, LAYERS, WIDTH)
-    routing.take(
-        {},
-        {"a": params_of(rows_of(3, 4, -1, 5)), "b": SimpleNamespace(extra_args=None)},
-        (),
-    )
-    routing.begin([("b", 0, 2), ("a", 0, 3)])
-    assert choices(routing, 5) == [0, 0, 3, 4, 0]
-    routing.begin([("a", 3, 3), ("b", 2, 1)])
-    assert choices(routing, 4, layer=2) == [5, 0, 0, 0]
-    routing.begin([("a", 6, 1), ("b", 3, 1)])
-    assert choices(routing, 2) == [0, 0]
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_rows_go_with_their_requests_in_chunks_and_beside_others(
+    enforce_eager: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With graphs, which call no Python, the routers are the same before, during and after."""
+    worker = Worker(monkeypatch, enforce_eager)
+    assert worker.forced.why_live == ""
+    before = [vars(layer.router).get("_compute_routing") for layer in worker.model]
+    assert [one is not None for one in before] == [not enforce_eager] * 3
+    worker.begin(a=params_of(rows_of(3, 4, -1, 5)), b=params_of(None))
+    assert worker.firsts(("b", 0, 2), ("a", 0, 3)) == [0, 0, 3, 4, 0]
+    assert worker.firsts(("a", 3, 3), ("b", 2, 1), layer=2) == [5, 0, 0, 0]
+    assert worker.firsts(("a", 6, 1), ("b", 3, 1)) == [0, 0]
+    assert [vars(layer.router).get("_compute_routing") for layer in worker.model] == before
 
 
-def test_a_request_that_is_read_again_has_more_rows_and_none_once_it_has_ended() -> None:
-    routing = ForcedRouting(SITES, LAYERS, WIDTH)
-    routing.take({}, {"a": params_of(rows_of(3))}, ())
-    routing.take({"a": rows_of(3, 6, 2)}, {}, ())
-    routing.begin([("a", 0, 4)])
-    assert choices(routing, 4) == [3, 6, 2, 0]
-    routing.take({}, {}, ["a", "never seen"])
-    assert not routing.rows
-    routing.begin([("a", 0, 4)])
-    assert choices(routing, 4) == [0, 0, 0, 0]
+def test_padded_rows_of_a_graph_follow_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of a captured size reads more rows of the buffer than it has tokens; those of a longer step are gone."""
+    worker = Worker(monkeypatch, enforce_eager=False)
+    worker.begin(a=params_of(rows_of(3, 4, 5, 6)))
+    assert worker.firsts(("a", 0, 4)) == [3, 4, 5, 6]
+    ids = worker.step(("a", 0, 2), logits=SCORES[:8])[1][1]
+    assert ids[:, 0].tolist() == [3, 4, 0, 0, 0, 0, 0, 0]
 
 
-def test_rows_are_held_once() -> None:
+def test_a_request_that_ends_or_is_preempted_leaves_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(monkeypatch)
+    worker.begin(a=params_of(rows_of(3)))
+    assert worker._remove_request("a") is True
+    worker._remove_request("never seen")
+    assert worker.firsts(("a", 0, 4)) == [0, 0, 0, 0]
+    worker.begin(a=params_of(rows_of(3, 6, 2)))  # it comes back with more
+    assert worker.firsts(("a", 0, 4)) == [3, 6, 2, 0]
+    worker.begin(a=params_of(None))  # another one of that name
+    assert worker.firsts(("a", 0, 4)) == [0, 0, 0, 0]
+
+
+def test_rows_are_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """They lie in the request's parameters, which the worker has anyway."""
-    routing = ForcedRouting(SITES, LAYERS, WIDTH)
-    params = params_of(rows_of(*range(6)))
-    routing.take({}, {"a": params}, ())
+    worker, params = Worker(monkeypatch), params_of(rows_of(*range(6)))
+    worker.begin(a=params)
     packed = params.extra_args["torchrl_moe"]["rows"]
-    assert len(packed) == routing.rows["a"].nbytes
-    assert np.shares_memory(routing.rows["a"], np.frombuffer(packed, np.int8))
+    assert np.shares_memory(worker.forced._rows["a"], np.frombuffer(packed, np.int8))
 
 
-def test_what_was_recorded_must_be_what_was_to_be_followed() -> None:
-    routing = ForcedRouting(SITES, LAYERS, WIDTH)
-    routing.take({"a": rows_of(3, -1, 5)}, {}, ())
-    recorded = torch.from_numpy(rows_of(3, 0, 5, 7)).int()
-    recorded[:, 0] = 0
-    routing.begin([("a", 0, 3)])
-    routing.end(recorded)
-    routing.end(torch.zeros_like(recorded))  # a step without rows
-    routing.begin([("a", 0, 3)])
-    recorded[2, 2] = torch.tensor([6, 5])
-    with pytest.raises(ReplayError, match="layer 2 did not follow 1 of 2 recorded rows"):
-        routing.end(recorded)
+@pytest.mark.parametrize("delivers", [True, False])
+def test_what_was_recorded_must_be_what_was_to_be_followed(delivers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On each rank, the one that delivers the routes and the others."""
+    worker = Worker(monkeypatch)
+    worker.delivers = delivers
+    worker.begin(a=params_of(rows_of(3, -1, 5)))
+    worker.step(("a", 0, 3))
+    deaf = worker.model[1].router
+    worker.forced._routers[2] = deaf, deaf._compute_routing
+    with pytest.raises(
+        ReplayError if delivers else RuntimeError,
+        match="layer 2 did not follow 2 of 2 recorded rows" if delivers else None,
+    ):
+        worker.step(("a", 0, 3))
+
+
+def test_following_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(monkeypatch)
+    worker.forced.drive(False)
+    worker.begin(a=params_of(rows_of(3)))
+    assert worker.firsts(("a", 0, 1)) == [0]
+    worker.forced.drive(True)
+    worker.begin(a=params_of(rows_of(3)))
+    assert worker.firsts(("a", 0, 1)) == [3]
+
+
+@pytest.mark.parametrize(
+    ("room", "fields", "words"),
+    [
+        ("aux_output_config", {"enabled": False}, "captures no routes"),
+        ("", {"speculative_config": object()}, "speculative decoding"),
+        ("parallel_config", {"data_parallel_size": 2}, "data_parallel_size=2"),
+        ("parallel_config", {"use_ubatching": True}, "enable_dbo"),
+        ("parallel_config", {"use_sequence_parallel_moe": True}, "sequence parallel"),
+        ("model_config", {"enforce_eager": False}, "enforce_eager=True"),
+    ],
+)
+def test_an_engine_that_cannot_follow_says_why(
+    room: str, fields: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Worker(monkeypatch).vllm_config
+    assert why_live(config) == ""
+    vars(getattr(config, room) if room else config).update(fields)
+    assert words in why_live(config)
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")  # steps that are not compiled call Python
+    assert (why_live(config) == "") == (room == "model_config")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda layer: vars(type(layer)._quant_method).update(is_monolithic=True), "routes inside its kernel"),
+        (lambda layer: vars(layer).update(_moe_state=1), "takes experts that transformers' code has chosen"),
+        (lambda layer: vars(layer).update(router="none"), "str is no router that vLLM records"),
+    ],
+)
+def test_a_layer_whose_experts_are_chosen_elsewhere_is_named(
+    change: Callable[[Any], None], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(monkeypatch)
+    assert routers_of(worker.model) == {layer.layer_id: layer.router for layer in worker.model}
+    change(worker.model[0])
+    with pytest.raises(ValueError, match=words):
+        routers_of(worker.model)
+    worker.forced.drive(False)
+    assert words in ForcedRouting(worker).why_live
 
 
 # -- vLLM's routers ---------------------------------------------------------------------------------------------------
@@ -137,28 +289,60 @@ ROUTERS: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]] = 
 }
 
 
+def followed(way: Any, one: Any, logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    weights, ids = way(one, one._compute_routing, lambda count: rows[:count])(
+        torch.zeros(len(logits), 4), logits, torch.int32
+    )
+    return weights, ids
+
+
+def rows_and_logits(top_k: int) -> tuple[Tensor, Tensor]:
+    logits = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    rows = torch.stack([torch.randperm(8, generator=torch.Generator().manual_seed(i)) for i in range(6)])[:, :top_k]
+    rows[2] = -1
+    return rows.int(), logits
+
+
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_router_weighs_the_experts_that_it_follows_by_its_own_formula(name: str) -> None:
     fields, formula = ROUTERS[name]
     one = router(**fields)
-    site = prove(5, one, hidden_size=4, dtype=torch.float32)
-    assert (site.layer, site.num_experts, site.top_k, site.name) == (5, 8, one.top_k, "CPURouter")
-    logits = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
-    wanted = torch.stack([torch.randperm(8, generator=torch.Generator().manual_seed(i)) for i in range(6)])
-    wanted = wanted[:, : one.top_k]
-    rows = wanted[:, None].to(torch.int16).numpy().copy()
-    rows[2] = -1
-    routing = ForcedRouting({0: RouterSite(0, "one", 8, one.top_k, 2)}, 1, one.top_k)
-    routing.take({"a": rows}, {}, ())
-    routing.begin([("a", 0, 6)])
-    weights, ids = routing.route(0, lambda: one._compute_routing(torch.zeros(6, 4), logits, torch.int32))
+    rows, logits = rows_and_logits(one.top_k)
+    weights, ids = followed(prove(5, one, hidden_size=4, dtype=torch.float32), one, logits, rows)
     own_weights, own = one._compute_routing(torch.zeros(6, 4), logits, torch.int32)
     live = torch.arange(6) == 2
-    assert torch.equal(ids[~live].long(), wanted[~live])
+    assert torch.equal(ids[~live], rows[~live])
     assert torch.equal(weights[live], own_weights[live])
     assert torch.equal(ids[live], own[live])
-    torch.testing.assert_close(weights[~live], formula(logits, wanted)[~live])
+    torch.testing.assert_close(weights[~live], formula(logits, rows.clamp(min=0).long())[~live])
     assert not torch.equal(own, ids)
+
+
+@pytest.mark.parametrize("name", [name for name in ROUTERS if name != "of the model's own"])
+def test_a_router_whose_choice_is_a_fused_kernel_is_weighed_by_a_formula(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: its code asks for no ``topk`` that could be answered."""
+    fields, formula = ROUTERS[name]
+    one = router(**fields)
+    native = one._compute_routing
+
+    def fused(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return native(*args, **kwargs)
+
+    one._compute_routing = fused
+    rows, logits = rows_and_logits(one.top_k)
+    way = prove(5, one, hidden_size=4, dtype=torch.float32)
+    assert way is not through_topk
+    weights, ids = followed(way, one, logits, rows)
+    own_weights, own = native(torch.zeros(6, 4), logits, torch.int32)
+    live = torch.arange(6) == 2
+    assert torch.equal(ids[~live], rows[~live])
+    assert torch.equal(weights[live], own_weights[live])
+    torch.testing.assert_close(weights[~live], formula(logits, rows.clamp(min=0).long())[~live])
+    again, _ = followed(way, one, logits, own)
+    assert torch.equal(again, own_weights)  # its own choice, bit by bit
 
 
 def argmax_one_by_one(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> Any:
@@ -181,14 +365,14 @@ def half_topk(hidden_states: Tensor, gating_output: Tensor, topk: int, renormali
 def weights_by_rank(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> Any:
     """Follows, and weighs whatever it follows as its own choice."""
     ids = torch.topk(gating_output, topk, dim=-1).indices
-    return gating_output.sort(-1, descending=True).values[:, :topk].softmax(-1), ids.int()
+    return gating_output.sort(-1, descending=True).values[:, :topk].softmax(-1) ** 2, ids.int()
 
 
 def nothing_outside(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> Any:
     """Follows, and weighs with nothing what it would not have chosen."""
     ids = torch.topk(gating_output, topk, dim=-1).indices
     least = gating_output.sort(-1, descending=True).values[:, topk - 1 : topk]
-    return (gating_output.softmax(-1) * (gating_output >= least)).gather(1, ids), ids.int()
+    return (gating_output.softmax(-1) ** 2 * (gating_output >= least)).gather(1, ids), ids.int()
 
 
 def confused(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> Any:
@@ -198,15 +382,15 @@ def confused(hidden_states: Tensor, gating_output: Tensor, topk: int, renormaliz
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (argmax_one_by_one, "does not follow other experts"),
-        (half_topk, "does not follow other experts"),
-        (weights_by_rank, "does not weigh the experts that it follows"),
-        (nothing_outside, "does not weigh the experts that it follows"),
-        (confused, "cannot follow: IndexError: out of my depth"),
+        (argmax_one_by_one, "its own code: it does not follow other experts"),
+        (half_topk, "its own code: it does not follow other experts"),
+        (weights_by_rank, "its own code: it does not weigh the experts that it follows"),
+        (nothing_outside, "its own code: it does not weigh the experts that it follows"),
+        (confused, "its own code: IndexError: out of my depth"),
     ],
 )
 def test_a_router_that_does_not_follow_is_named(function: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=rf"layer 3: CPURouter {words}"):
+    with pytest.raises(ValueError, match=rf"layer 3: CPURouter cannot follow .*{words}"):
         prove(3, router(custom_routing_function=function), hidden_size=4, dtype=torch.float32)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.backends.replica import CompletionMetrics, Request
 from torchrl_moe.modules.backends.vllm.outputs import completion_from_vllm, sampled_logprobs
 
@@ -27,7 +28,7 @@ def answer(index: int = 0, **fields: Any) -> SimpleNamespace:
         "stop_reason": None,
         "logprobs": None,
         "routed_experts": ROUTES,
-        "sampling_mask": [],
+        "sampling_mask": None,
     }
     return SimpleNamespace(**{**given, **fields})
 
@@ -40,6 +41,7 @@ def output(*answers: SimpleNamespace, **fields: Any) -> SimpleNamespace:
         "num_cached_tokens": 2,
         "outputs": list(answers),
         "metrics": None,
+        "prompt_token_id_logprobs": None,
     }
     return SimpleNamespace(**{**given, **fields})
 
@@ -112,19 +114,22 @@ def test_routes_are_dropped_where_they_were_not_asked_for() -> None:
 
 
 def test_words_that_were_left_out_are_taken_over() -> None:
-    """Of the first token words 4 and 9 were kept, of the second all but word 3, and of a third one that was cut."""
-    steps = [np.array(step, np.int32) for step in ([0, 4, 9], [1, ~3], [2, 5])]
-    given = answer(sampling_mask=steps, logprobs=flat([-1.0], [-2.0]))
-    (only,) = completion_from_vllm(output(given), request(), 0).outputs
+    """Of the first token words 4 and 9 were kept, of the second all but word 3."""
+    (only,) = completion_from_vllm(output(answer(sampling_mask=masks([4, 9], [~3]))), request(), 0).outputs
     assert only.kept is not None
     assert (only.kept.ids.tolist(), only.kept.sizes.tolist()) == ([4, 9, 3], [2, -1])
-    # without log-probs words are named in some steps only: those that other requests shared
-    assert completion_from_vllm(output(answer(sampling_mask=steps[1:])), request(), 0).outputs[0].kept is None
+    with pytest.raises(EngineError, match="the kept words of 1 tokens, of an answer of 2"):
+        completion_from_vllm(output(answer(sampling_mask=masks([4, 9]))), request(), 0)
 
 
-@pytest.mark.parametrize("steps", [None, [], [np.array([], np.int32)] * 2])
-def test_where_no_word_was_left_out_nothing_is_said(steps: Any) -> None:
-    assert completion_from_vllm(output(answer(sampling_mask=steps)), request(), 0).outputs[0].kept is None
+def masks(*words: list[int]) -> SimpleNamespace:
+    """vLLM's ``SamplingMask``."""
+    return SimpleNamespace(token_ids=list(words))
+
+
+@pytest.mark.parametrize("given", [None, masks(), masks([], []), masks([])])
+def test_where_no_word_was_left_out_nothing_is_said(given: Any) -> None:
+    assert completion_from_vllm(output(answer(sampling_mask=given)), request(), 0).outputs[0].kept is None
 
 
 def test_a_request_aborted_before_its_first_token_is_empty_but_whole() -> None:

@@ -165,17 +165,13 @@ def test_what_vllm_does_not_know_is_refused(spec: Any, error: type[Exception], m
 
 
 @pytest.mark.parametrize("wrap", [dict, vllm_object])
-def test_a_seed_per_request_is_refused_on_cpu_and_taken_elsewhere(
-    wrap: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.platforms import current_platform
+def test_a_request_may_have_a_seed(wrap: Callable[..., Any]) -> None:
+    assert build(wrap(seed=3)).seed == 3
 
-    spec = wrap(seed=3)
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: True)
-    with pytest.raises(ValueError, match=r"SamplingParams\(seed=3\): .* Pass seed= to the engine instead"):
-        build(spec)
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    assert build(spec).seed == 3
+
+def test_where_no_cached_prefix_may_be_read_no_request_reads_one() -> None:
+    assert SamplingParamsBuilder(reads_cache=False)({}).skip_reading_prefix_cache is True
+    assert not build({}).skip_reading_prefix_cache
 
 
 def test_guided_options_become_structured_outputs() -> None:

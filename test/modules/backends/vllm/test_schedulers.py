@@ -1,4 +1,4 @@
-"""The schedulers are vLLM's, with one switch set by what the engine is; real ones are in test_forced_routing.py."""
+"""What our schedulers add to vLLM's; under a real engine they are in test_forced_routing.py."""
 
 from __future__ import annotations
 
@@ -11,37 +11,7 @@ import pytest
 
 from support.engines import EngineShelf
 from support.scheduler import Steps
-from torchrl_moe._compat_routing import SCHEDULERS
-from torchrl_moe.modules.backends.vllm.forced_rows import Forced, attach, forced_of
-
-
-@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
-@pytest.mark.parametrize("name", ["MoEScheduler", "AsyncMoEScheduler"])
-def test_a_scheduler_hands_masks_on_whatever_the_model_says(
-    name: str, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    from torchrl_moe.modules.backends.vllm import schedulers
-
-    seen: list[Any] = []
-
-    def init(self: Any, vllm_config: Any, *, block_size: int) -> None:
-        seen.append((vllm_config, block_size))
-        self.vllm_config, self.return_sampling_mask = vllm_config, False
-
-    monkeypatch.setattr(Scheduler, "__init__", init)
-    monkeypatch.setattr(schedulers.AsyncScheduler, "__init__", init)
-    model = SimpleNamespace(logprobs_mode=mode, logits_processors=None, enable_return_routed_experts=False)
-    scheduling = SimpleNamespace(scheduler_cls=f"{SCHEDULERS}.{name}")
-    config = SimpleNamespace(
-        model_config=model,
-        scheduler_config=scheduling,
-        parallel_config=SimpleNamespace(data_parallel_size=1, use_ubatching=False),
-    )
-    scheduler = getattr(schedulers, name)(config, block_size=16)
-    assert scheduler.return_sampling_mask is (mode == "processed_logprobs")
-    assert seen == [(config, 16)]
+from torchrl_moe.modules.backends.vllm.forced_rows import Forced, attach, forced_in, forced_of
 
 
 def test_the_schedulers_are_those_that_vllm_would_take() -> None:
@@ -56,38 +26,36 @@ def test_the_schedulers_are_those_that_vllm_would_take() -> None:
 
 # -- requests that are read again -------------------------------------------------------------------------------------
 
-STORE = np.arange(20 * 2 * 2, dtype=np.uint8).reshape(20, 2, 2)  # the rows of all tokens, by their places
+STORE = np.arange(20 * 2 * 2, dtype=np.uint8).reshape(20, 2, 2)  # the rows of all tokens
 
 
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """One that follows, over a vLLM that does nothing; a request has all blocks."""
+    """One that follows, over a vLLM that does nothing but preempt."""
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import RequestStatus
 
     from torchrl_moe.modules.backends.vllm.schedulers import MoEScheduler
 
-    monkeypatch.setattr(Scheduler, "_preempt_request", lambda self, request, timestamp, drop_stale_output: None)
-    monkeypatch.setattr(Scheduler, "update_from_output", lambda self, scheduler_output, output: output(self))
+    def preempt(self: Any, request: Any, timestamp: float, drop_stale_output: bool) -> None:
+        request.status = RequestStatus.PREEMPTED
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", preempt)
     monkeypatch.setattr(Scheduler, "reset_prefix_cache", lambda self, running, connector: True)
     made = MoEScheduler.__new__(MoEScheduler)
-    made._follows, made._leaving, made._weight_check, made.requests = True, {}, "", {}
-    made.kv_cache_manager = SimpleNamespace(get_block_ids=lambda name: ([0, 1],))
-    made.routed_experts_mgr = SimpleNamespace(
-        attn_gid=0, get=lambda blocks, stop, token_start: STORE[token_start:stop].copy()
-    )
+    made._follows, made._weight_check, made.requests = True, "", {}
+    made._deliver = lambda request, output: output
     return made
 
 
-def a_request(scheduler: Any, prompt: int, answer: int, forced: Forced | None = None) -> Any:
+def a_request(scheduler: Any, prompt: int, forced: Forced | None = None) -> Any:
     params = SimpleNamespace(extra_args=None)
     params.clone = lambda: SimpleNamespace(**vars(params))
     made = SimpleNamespace(
         request_id="a",
         sampling_params=params if forced is None else attach(params, forced),
-        num_tokens=prompt + answer,
-        num_output_tokens=answer,
-        num_in_flight_tokens=0,
-        num_stale_output_tokens=0,
+        num_tokens=prompt,
+        status="running",
         block_hashes=["old"],
     )
     made.update_block_hashes = lambda: made.block_hashes.append("new")
@@ -95,69 +63,72 @@ def a_request(scheduler: Any, prompt: int, answer: int, forced: Forced | None = 
     return made
 
 
+def sample(scheduler: Any, request: Any, tokens: int = 1, start: int | None = None) -> None:
+    """Tokens come, each with the rows of those before it that were not delivered yet."""
+    for _ in range(tokens):
+        had = request.num_tokens - 1 if start is None else start
+        request.num_tokens += 1
+        rows = STORE[had : request.num_tokens - 1]
+        assert scheduler._take_and_keep(request, rows) is rows
+        start = None
+
+
 def preempt(scheduler: Any, request: Any, drop: bool = False) -> Any:
     scheduler._preempt_request(request, 0.0, drop)
-    return forced_of(request)
+    return forced_in(request.sampling_params)  # what the workers get
 
 
 def test_a_preempted_request_keeps_the_rows_of_the_tokens_that_it_has(scheduler: Any) -> None:
     """The last token's comes with the next one. What came since is added when it is preempted again."""
-    request = a_request(scheduler, prompt=3, answer=2)
-    forced = preempt(scheduler, request)
-    assert forced.is_recorded
-    assert (forced.rows == STORE[:4]).all()
-    request.num_tokens += 2
-    request.num_output_tokens += 2
-    before = forced.rows
-    forced = preempt(scheduler, request)
-    assert (forced.rows == STORE[:6]).all()
-    assert (forced.rows[:4] == before).all()
+    request = a_request(scheduler, prompt=3)
+    sample(scheduler, request, start=0)
+    sample(scheduler, request)
+    assert (preempt(scheduler, request).rows == STORE[:4]).all()
+    assert forced_of(request).is_recorded
+    request.status = "running"
+    sample(scheduler, request, 2)
+    assert (preempt(scheduler, request).rows == STORE[:6]).all()
 
 
 def test_a_request_without_a_token_has_no_rows_to_keep(scheduler: Any) -> None:
-    assert preempt(scheduler, a_request(scheduler, prompt=3, answer=0)).rows is None
+    assert preempt(scheduler, a_request(scheduler, prompt=3)).rows is None
     given = Forced(rows=np.full((2, 2, 2), 7, np.int8))
-    forced = preempt(scheduler, a_request(scheduler, prompt=3, answer=0, forced=given))
-    assert (forced.rows == given.rows).all()
-    assert not forced.is_recorded
+    request = a_request(scheduler, prompt=3, forced=given)
+    assert (preempt(scheduler, request).rows == given.rows).all()
+    assert not forced_of(request).is_recorded
 
 
 def test_rows_that_the_model_chose_among_given_ones_are_kept_too(scheduler: Any) -> None:
     """Given rows may hold -1: that is how they were read the first time, and not the next."""
     given = np.full((3, 2, 2), -1, np.int8)
     given[0] = 7
-    forced = preempt(scheduler, a_request(scheduler, prompt=3, answer=1, forced=Forced(rows=given)))
-    assert (forced.rows == STORE[:3]).all()
+    request = a_request(scheduler, prompt=3, forced=Forced(rows=given))
+    sample(scheduler, request, start=0)
+    assert (preempt(scheduler, request).rows == STORE[:3]).all()
+
+
+def test_rows_from_before_those_that_are_delivered_are_the_given_ones(scheduler: Any) -> None:
+    """The rest of an answer follows what it had, and asks for its own rows only; where it has none, routers choose."""
+    given = np.full((2, 2, 2), 7, np.int8)
+    request = a_request(scheduler, prompt=5, forced=Forced(rows=given))
+    sample(scheduler, request, start=4)
+    rows = preempt(scheduler, request).rows
+    assert (rows[:2] == 7).all() and (rows[2:4] == -1).all() and (rows[4:] == STORE[4:5]).all()
 
 
 def test_a_request_that_is_to_be_routed_live_keeps_none(scheduler: Any) -> None:
-    request = a_request(scheduler, prompt=3, answer=2, forced=Forced(is_live=True))
+    request = a_request(scheduler, prompt=3, forced=Forced(is_live=True))
+    sample(scheduler, request, start=0)
     assert preempt(scheduler, request).rows is None
 
 
 def test_tokens_under_way_at_a_preemption_bring_their_rows(scheduler: Any) -> None:
-    request = a_request(scheduler, prompt=3, answer=2)
-    request.num_in_flight_tokens = request.num_stale_output_tokens = 1
-    assert len(preempt(scheduler, request).rows) == 4
-
-    def deliver(scheduler: Any) -> str:
-        request.num_tokens += 1
-        request.num_output_tokens += 1
-        request.num_stale_output_tokens = 0
-        return "outputs"
-
-    assert scheduler.update_from_output(None, deliver) == "outputs"
-    assert (forced_of(request).rows == STORE[:5]).all()
-    assert not scheduler._leaving
-
-
-def test_a_request_that_ends_with_tokens_under_way_is_forgotten(scheduler: Any) -> None:
-    request = a_request(scheduler, prompt=3, answer=2)
-    request.num_in_flight_tokens = 1
-    preempt(scheduler, request)
-    assert scheduler._leaving
-    scheduler.update_from_output(None, lambda scheduler: scheduler.requests.clear())
-    assert not scheduler._leaving
+    request = a_request(scheduler, prompt=3)
+    sample(scheduler, request, start=0)
+    assert len(preempt(scheduler, request).rows) == 3
+    sample(scheduler, request)
+    assert (forced_in(request.sampling_params).rows == STORE[:4]).all()
+    assert (forced_of(request).rows == STORE[:4]).all()
 
 
 @pytest.mark.parametrize(("answer", "running", "names"), [(2, True, ["new"]), (0, True, ["old"]), (2, False, ["old"])])
@@ -165,11 +136,52 @@ def test_a_reset_gives_the_blocks_of_what_is_read_again_other_names(
     scheduler: Any, answer: int, running: bool, names: list[str]
 ) -> None:
     """Also where the request was preempted before: other weights compute its blocks, by the rows of the old ones."""
-    request = a_request(scheduler, prompt=3, answer=answer)
+    request = a_request(scheduler, prompt=3)
+    sample(scheduler, request, answer, start=0)
     preempt(scheduler, request)
     assert request.block_hashes == ["old"]
     assert scheduler.reset_prefix_cache(running, False)
     assert request.block_hashes == names
+
+
+# -- the prefix cache -------------------------------------------------------------------------------------------------
+
+ROWS = np.arange(5 * 2 * 2).reshape(5, 2, 2) % 8
+
+
+def keys_of(rows: Any, start: int, stop: int, salt: str | None = None) -> Any:
+    """The extra keys of one block of a request of vLLM's, which follows these rows."""
+    from vllm.v1.core import block_pool, kv_cache_utils
+
+    from torchrl_moe.modules.backends.vllm import schedulers
+
+    schedulers._key_blocks_by_rows()
+    ours = kv_cache_utils.generate_block_hash_extra_keys
+    schedulers._key_blocks_by_rows()
+    assert kv_cache_utils.generate_block_hash_extra_keys is ours is block_pool.generate_block_hash_extra_keys
+    request = SimpleNamespace(
+        torchrl_moe_forced=Forced(rows=rows), lora_request=None, mm_features=[], cache_salt=salt, prompt_embeds=None
+    )
+    return ours(request, start, stop, 0)[0]
+
+
+def test_a_block_is_named_by_the_rows_in_it() -> None:
+    first = keys_of(ROWS, 0, 4)
+    assert len(first) == 1 and first == keys_of(ROWS.astype(np.int8), 0, 4)
+    other = ROWS.copy()
+    other[2, 1] = other[2, 1, ::-1]
+    assert keys_of(other, 0, 4) != first
+    assert keys_of(ROWS, 4, 8) not in (None, first)  # a row of four
+
+
+@pytest.mark.parametrize(("rows", "start"), [(None, 0), (ROWS, 8), (np.full((5, 2, 2), -1), 0)])
+def test_a_block_that_follows_nothing_is_anybodys(rows: Any, start: int) -> None:
+    assert keys_of(rows, start, start + 4) is None
+    assert keys_of(rows, start, start + 4, "salt") == (None if start else (("cache_salt", "salt"),))
+
+
+def test_a_salt_stays_beside_the_rows() -> None:
+    assert keys_of(ROWS, 0, 4, "salt") == (("cache_salt", "salt"), *keys_of(ROWS, 0, 4))
 
 
 # -- the question that tries new weights ------------------------------------------------------------------------------

@@ -38,11 +38,11 @@ class Bench:
 class Engine(FakeLLM):
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         await super().pause_generation(mode=mode, clear_cache=clear_cache)
-        self.was_paused = True
+        self.is_paused = True
 
     async def resume_generation(self) -> None:
         await super().resume_generation()
-        self.was_paused = False
+        self.is_paused = False
 
 
 def test_requests_that_come_while_it_sleeps_wait_until_all_of_it_is_awake() -> None:
@@ -104,7 +104,7 @@ def test_one_that_is_to_sleep_in_a_swap_does_not_take_its_pause_for_the_users() 
         assert (await swap).error is None
         await sleep
         await bench.sleeping.wake_up(None)
-        assert not bench.engine.was_paused
+        assert not bench.engine.is_paused
 
     asyncio.run(run())
 

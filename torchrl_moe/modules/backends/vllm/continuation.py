@@ -81,8 +81,8 @@ def sampling_for_rest(
     rest = params.clone()
     rest.n = 1
     had = 0 if first is None else len(first.token_ids)
-    if rest.seed is not None:  # as vLLM seeds the answers of a request, and without repeating the first part's numbers
-        rest.seed += index + had
+    if rest.seed is not None:  # as vLLM seeds the answers of a request; its random numbers go by position
+        rest.seed += index
     if first is None:
         return rest
     rest.min_tokens = max(rest.min_tokens - had, 0)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchrl_moe import _compat
+from torchrl_moe.modules.backends.vllm.sampling_masks import can_report
 
 __all__ = ["WORKER_EXTENSION", "arguments_of", "build_engine_args", "devices_per_replica", "seeded"]
 
@@ -77,7 +78,7 @@ def build_engine_args(arguments: Mapping[str, Any]) -> Any:
 
     Raises:
         ValueError: capture asked of a dense model, capture with pipeline parallelism, a foreign worker extension or
-            weight-transfer backend; on CPU LoRA of experts, expert parallelism, or data parallelism of experts.
+            weight-transfer backend; on CPU LoRA of experts, kernels of vLLM's own for latent attention, expert parallelism, or data parallelism of experts.
     """
     from vllm import AsyncEngineArgs
     from vllm.config.weight_transfer import WeightTransferConfig
@@ -90,11 +91,12 @@ def build_engine_args(arguments: Mapping[str, Any]) -> Any:
         )
     if arguments.get("weight_transfer_config") is not None:
         raise ValueError("weight_transfer_config is the engine's own: choose a transport in VLLMWeightSyncScheme")
-    if arguments.get("return_sampling_mask"):
+    if "return_sampling_mask" in arguments:
         raise ValueError("return_sampling_mask: completions always say which words sampling kept; leave it out")
     engine_args = AsyncEngineArgs(**{**DEFAULTS, **arguments, "worker_extension_cls": extension})
-    is_moe = engine_args.create_model_config().get_num_experts() > 0
-    capture = arguments.get("enable_return_routed_experts", is_moe)
+    model_config = engine_args.create_model_config()
+    is_moe = model_config.get_num_experts() > 0
+    capture = arguments.get("enable_return_routed_experts", engine_args.aux_output_config.enabled or is_moe)
     if capture and not is_moe:
         raise ValueError(
             f"enable_return_routed_experts=True, but {engine_args.model!r} has no experts: it is a dense model."
@@ -106,14 +108,36 @@ def build_engine_args(arguments: Mapping[str, Any]) -> Any:
         )
     if is_moe:
         _check_experts_on_cpu(engine_args)
-    engine_args.enable_return_routed_experts = bool(capture)
+    if model_config.use_mla:
+        _use_torch_for_latents_on_cpu(engine_args)
+    engine_args.aux_output_config.enable_return_routed_experts = bool(capture)
+    engine_args.return_sampling_mask = can_report(engine_args)
     # read by vLLM at start-up, long before a transport is chosen: ours dispatches
     engine_args.weight_transfer_config = WeightTransferConfig(backend=_compat.WEIGHT_BACKEND)
     return engine_args
 
 
+def _use_torch_for_latents_on_cpu(engine_args: Any) -> None:
+    """Switch off vLLM's own CPU kernels for a model with latent attention (MLA), where they compute other values.
+
+    Raises:
+        ValueError: ``custom_ops`` asks for some.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    custom_ops = engine_args.compilation_config.custom_ops
+    if any(name != "none" for name in custom_ops):
+        raise ValueError(
+            f"compilation_config custom_ops={custom_ops}: on a CPU vLLM's own kernels compute other values than "
+            "DeepSeek's attention has (by 0.3 in a log-prob). Leave custom_ops out, or set it to ['none']."
+        )
+    engine_args.compilation_config.custom_ops = ["none"]
+
+
 def _check_experts_on_cpu(engine_args: Any) -> None:
-    """Refuse what vLLM 0.30 accepts at start-up and crashes on in its first step."""
+    """Refuse what vLLM at start-up and crashes on in its first step."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torchrl_moe import _compat, _compat_routing, _compat_sampling
+from torchrl_moe import _compat
 from torchrl_moe._imports import without_collections
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.checkpoint import checkpoint_folder, checkpoint_metadata
@@ -22,9 +22,14 @@ from torchrl_moe.modules.backends.replica import PauseMode, Request
 from torchrl_moe.modules.backends.reports import ProbeReport, ReplicaInfo, ReplicaStats
 from torchrl_moe.modules.backends.request_routes import RequestRoutes
 from torchrl_moe.modules.backends.tokenizer_files import tokenizer_files
+from torchrl_moe.modules.backends.vllm import cpu_kernels
 from torchrl_moe.modules.backends.vllm.engine_args import build_engine_args
 from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
+from torchrl_moe.modules.backends.vllm.forced_routing import why_live
 from torchrl_moe.modules.backends.vllm.probe import EngineProbe
+from torchrl_moe.modules.backends.vllm.prompt_scores import why_unscored
+from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder
+from torchrl_moe.modules.backends.vllm.sampling_masks import lift_top_k_rule
 from torchrl_moe.modules.backends.vllm.sleeping import EngineSleep
 from torchrl_moe.modules.backends.vllm.weights.adapter_versions import AdapterVersions
 from torchrl_moe.modules.backends.vllm.weights.commands import EngineWeightCommands
@@ -42,9 +47,18 @@ class EngineProcess(EngineProgram, EngineWeightCommands):
         load: updated by the engine's :class:`LoadLogger`.
         inbox: what the driver sends.
         send: sends a message to the driver.
+        sampling: builds vLLM's sampling parameters.
     """
 
-    def __init__(self, engine: Any, info: ReplicaInfo, load: Load, inbox: Inbox, send: Send) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        info: ReplicaInfo,
+        load: Load,
+        inbox: Inbox,
+        send: Send,
+        sampling: SamplingParamsBuilder | None = None,
+    ) -> None:
         EngineProgram.__init__(self, info, load, inbox, send)
         self.engine = engine
         self.probe = EngineProbe(engine)
@@ -54,12 +68,11 @@ class EngineProcess(EngineProgram, EngineWeightCommands):
             weights,
             lambda completion: send(("completion", completion)),
             self._refuse,
-            names_words=_compat_sampling.carries_masks(engine.vllm_config),
-            logprobs_mode=engine.model_config.logprobs_mode,
+            sampling,
             routes=RequestRoutes(
                 info.layout,
                 info.why_live,
-                _compat_sampling.why_unscored(engine.vllm_config),
+                why_unscored(engine.model_config),
                 engine.model_config.get_vocab_size(),
             ),
         )
@@ -156,30 +169,27 @@ class EngineProcess(EngineProgram, EngineWeightCommands):
             self.weights.reader.close()  # the workers have ended: copies that only they needed are removed
 
 
-async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Load]:
+async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Load, SamplingParamsBuilder]:
     with without_collections():
         preload()
     import vllm
 
     from torchrl_moe.modules.backends.vllm.load_logger import LoadLogger
 
+    cpu_kernels.register()  # VLLM_PLUGINS may leave our plugin out
+    _compat.keep_prefix_cache_with_latents()
     _compat.inspect_models_here()
     engine_args = build_engine_args(arguments)
     logger = LoadLogger()
     engine, reason = _compat.make_async_llm(engine_args, [logger.factory])
     if reason:
         print(f"torchrl_moe: vLLM's own processes import vLLM again: {reason}", flush=True)
-    if _compat_sampling.carries_masks(engine.vllm_config):
-        _compat_sampling.keep_masks_as_arrays()
-        await engine.collective_rpc("torchrl_moe_name_kept_words")
-    if not _compat_sampling.why_unscored(engine.vllm_config):
-        await engine.collective_rpc("torchrl_moe_adjust_scores")
-    why_live = _compat_routing.why_live(engine.vllm_config)
-    if not why_live:
-        why_live = (await engine.collective_rpc("torchrl_moe_follow_routes"))[0]
+    reports_masks = lift_top_k_rule(engine)
+    of_worker = (await engine.collective_rpc("torchrl_moe_report", args=(reports_masks,)))[0]
+    live = why_live(engine.vllm_config) or of_worker
     model_config = engine.model_config
     layout = None
-    if engine_args.enable_return_routed_experts:
+    if engine.vllm_config.aux_output_config.enabled:
         layers = (await engine.collective_rpc("torchrl_moe_router_layers"))[0]
         layout = RoutingLayout(
             num_layers=model_config.get_total_num_hidden_layers(),
@@ -196,14 +206,17 @@ async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Lo
         data_parallel_size=engine_args.data_parallel_size,
         engine_version=vllm.__version__,
         dtype=str(model_config.dtype).removeprefix("torch."),
-        why_live=why_live,
+        why_live=live,
     )
-    return engine, info, logger.load
+    sampling = SamplingParamsBuilder(
+        reports_masks, model_config.logprobs_mode, _compat.reads_prefix_cache(engine.vllm_config)
+    )
+    return engine, info, logger.load, sampling
 
 
 async def _open(arguments: dict[str, Any], inbox: Inbox, send: Send) -> EngineProcess:
-    engine, info, load = await _start_engine(arguments)
-    return EngineProcess(engine, info, load, inbox, send)
+    engine, info, load, sampling = await _start_engine(arguments)
+    return EngineProcess(engine, info, load, inbox, send, sampling)
 
 
 def run(connection: Connection, driver_is_gone: Callable[[], bool]) -> None:

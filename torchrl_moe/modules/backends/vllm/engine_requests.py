@@ -67,8 +67,7 @@ class EngineRequests:
         weights: the engine's.
         send: sends a completion to the driver.
         refuse: takes the id of a request that failed, and the error.
-        names_words: whether the engine reports which words sampling kept.
-        logprobs_mode: the engine's.
+        sampling: builds vLLM's sampling parameters.
         routes: decides which requests follow recorded experts, and which may have scores; default: none and all.
 
     Attributes:
@@ -81,8 +80,7 @@ class EngineRequests:
         weights: Weights,
         send: Callable[[Completion], None],
         refuse: Callable[[str, BaseException], None],
-        names_words: bool = True,
-        logprobs_mode: str = "processed_logprobs",
+        sampling: SamplingParamsBuilder | None = None,
         routes: RequestRoutes | None = None,
     ) -> None:
         self.engine = engine
@@ -95,7 +93,7 @@ class EngineRequests:
         self._refuse = refuse
         self._open: dict[str, Running] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._sampling = SamplingParamsBuilder(names_words, logprobs_mode)
+        self._sampling = sampling or SamplingParamsBuilder()
         self._adapters = Adapters(engine)
         self._serial = itertools.count(1)
         self._routes = routes or RequestRoutes(None, "the engine captures no routes")

@@ -1,30 +1,34 @@
 """Recorded experts in a worker: the routers of a step follow them, row by row; where a row has none, they choose.
 
-A router runs its own code (scoring, bias, groups, normalisation, scaling); only its ``topk`` is answered, as the
-trainer's replay does it (:mod:`torchrl_moe.modules.replay.interception`). What vLLM recorded in a step is compared with
-what was to be followed, and a difference ends the engine: no answer is delivered that followed something else.
-
-``_compat_routing.drive_routers`` calls, in each step:
+vLLM records experts, but cannot be told which to use. Its routers choose in ``BaseRouter._compute_routing``, and vLLM
+records the result. So the routes that it records prove that a router followed: they are compared in each step, and a
+difference ends the engine before an answer leaves it.
 
 .. code-block:: text
 
-    take(rows, params, ended)   each request's rows [rows, L, K], kept until it ends
-      |
-    begin(spans)                laid out as the step's tokens are: [N, L, K], -1 where the router chooses
-      |                         (no token follows a row: nothing of ours runs until the next step)
-    route(layer, live)          per router: run its code, answer its topk from the rows
-      |
-    end(captured)               compare the rows with what vLLM captured; a difference raises
+    add_requests    rows of new requests, and of those that are read again: in their ``SamplingParams``
+    prepare_inputs  laid out as the step's tokens are, in a buffer on the device [max tokens, L, K]; -1: router chooses
+    a router        reads its slice of the buffer
+    prepare_output  what vLLM recorded == what was laid out
+
+A CUDA graph replays kernels and calls no Python. So routers are wrapped before vLLM captures graphs, what the wrapper
+does is tensor operations only, and the buffer never moves. Where each step calls Python (``enforce_eager``, CPUs),
+routers are wrapped only in steps in which a token follows a row.
+
+A router weighs experts that it did not choose in one of two ways, whichever is proved first:
+
+- its own code runs, and only its ``topk`` is answered, as the trainer's replay does it
+  (:mod:`torchrl_moe.modules.replay.interception`); this fits any router that is written in torch
+- its choice comes from a fused kernel: weights are computed by the formula that gives its own choice its own weights
 
 Letters: N tokens of a step, L decoder layers, K experts per token, E experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -34,114 +38,313 @@ from torch import Tensor
 from torchrl_moe._errors import ReplayError
 from torchrl_moe.data import UNSET_EXPERT
 from torchrl_moe.modules.backends.vllm.forced_rows import forced_in
-from torchrl_moe.modules.replay.binding import Binding, live_rows
-from torchrl_moe.modules.replay.discovery import RouterSite
-from torchrl_moe.modules.replay.interception import TopKInterception
+from torchrl_moe.modules.replay.interception import OwnChoice, TopKInterception
 
-__all__ = ["ForcedRouting", "prove"]
+__all__ = ["ForcedRouting", "follow_in_workers", "prove", "routers_of", "through_topk", "why_live"]
 
 PROOF_ROWS = 4
+WEIGHT_TOLERANCE = 1e-5
+# whatever a router's own code raises for experts that it did not choose
+ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": lambda logits: logits.sigmoid(),
+    "sqrtsoftplus": lambda logits: torch.nn.functional.softplus(logits).sqrt(),
+}
+
+Routing: TypeAlias = tuple[Tensor, Tensor]
+"""Weights float32 ``[N, K]`` and experts ``[N, K]`` of a step's tokens."""
+Compute: TypeAlias = Callable[..., Routing]
+"""A router's ``_compute_routing(hidden_states, router_logits, indices_type, *, input_ids)``."""
+Way: TypeAlias = Callable[[Any, Compute, Callable[[int], Tensor]], Compute]
+"""From a router, its own code and a function that gives the rows ``[N, K]`` to a code that follows them."""
+
+
+def why_live(config: Any) -> str:
+    """Return why an engine of this configuration cannot follow recorded experts, or ""."""
+    parallel = config.parallel_config
+    if not config.aux_output_config.enabled:
+        return "the engine captures no routes"
+    if config.speculative_config is not None:
+        return "speculative decoding takes several tokens a step, some of which are dropped"
+    if parallel.data_parallel_size > 1:
+        return f"data_parallel_size={parallel.data_parallel_size}: a router sees the tokens of other ranks"
+    if parallel.use_sequence_parallel_moe:
+        return "expert parallelism with sequence parallel layers: a router sees a part of the tokens"
+    if parallel.use_ubatching:
+        return "steps in micro-batches (enable_dbo): a router sees a part of the tokens"
+    if config.device_config.device_type == "cpu" and not _calls_python(config):
+        return "compiled steps on a CPU do not call a router: enforce_eager=True, or TORCH_COMPILE_DISABLE=1"
+    return ""
+
+
+def _calls_python(config: Any) -> bool:
+    """Whether each step runs a router's Python code, and no graph or compiled code in its place."""
+    return config.model_config.enforce_eager or os.environ.get("TORCH_COMPILE_DISABLE") == "1"
+
+
+def follow_in_workers() -> None:
+    """Have each model runner of this worker process get its :class:`ForcedRouting` before graphs are captured."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    initialize = GPUModelRunner.initialize_kv_cache
+    if hasattr(initialize, "torchrl_moe"):
+        return
+
+    def initialize_and_follow(self: Any, *args: Any, **kwargs: Any) -> Any:
+        done = initialize(self, *args, **kwargs)
+        if self.aux_output_connector is not None:
+            self.torchrl_moe_forced = ForcedRouting(self)
+        return done
+
+    initialize_and_follow.torchrl_moe = True  # type: ignore[attr-defined]
+    GPUModelRunner.initialize_kv_cache = initialize_and_follow
 
 
 class ForcedRouting:
     """What the requests of a worker follow.
 
     Args:
-        sites: the routers, by decoder layer.
-        num_layers: L, those without a router included.
-        top_k: K.
+        runner: the worker's model runner, whose methods it wraps.
+
+    Attributes:
+        why_live: why no request can follow; empty if each can.
     """
 
-    def __init__(self, sites: Mapping[int, RouterSite], num_layers: int, top_k: int) -> None:
-        self._sites = sites
-        self._num_layers = num_layers
-        self._top_k = top_k
-        self._rows: dict[str, NDArray[Any]] = {}
-        self._step: Binding | None = None
+    def __init__(self, runner: Any) -> None:
+        config = runner.vllm_config
+        capturer = runner.aux_output_connector._capturer
+        self._captured: Tensor = capturer.device_buffer
+        self._rows: dict[str, NDArray[Any]] = {}  # [rows, L, K] of each request that follows some
+        self._buffer = torch.full_like(self._captured, UNSET_EXPERT)
+        self._filled = 0  # rows of the buffer that may hold an expert
+        self._step: NDArray[np.int32] | None = None  # what the step's tokens follow [N, L, K]; None: nothing
+        self._routers: dict[int, tuple[Any, Compute]] = {}
+        self._always = not _calls_python(config)
+        self._runner = runner
+        self.why_live = why_live(config) or self._wrap_routers(config.model_config)
+        if not self.why_live:
+            self.drive(True)
 
-    @property
-    def rows(self) -> Mapping[str, NDArray[Any]]:
-        """The rows of each request that follows some."""
-        return self._rows
+    def _wrap_routers(self, model_config: Any) -> str:
+        hidden, dtype = model_config.get_hidden_size(), model_config.dtype
+        try:
+            for layer, router in routers_of(self._runner.get_model()).items():
+                way = prove(layer, router, hidden, dtype, self._buffer.device)
+                self._routers[layer] = router, way(router, router._compute_routing, self._slice_of(layer, router.top_k))
+        except ValueError as error:
+            return str(error)
+        return ""
 
-    def take(self, rows: Mapping[str, NDArray[Any]], params: Mapping[str, Any], ended: Iterable[str]) -> None:
-        """Take what requests follow: those read again come with ``rows``, new ones have them in their ``params``."""
-        if self._rows:
-            for name in ended:
-                self._rows.pop(name, None)
-        self._rows.update(rows)
-        for name, one in params.items():
-            if (given := forced_in(one).rows) is not None:
-                self._rows[name] = given
+    def _slice_of(self, layer: int, top_k: int) -> Callable[[int], Tensor]:
+        return lambda tokens: self._buffer[:tokens, layer, :top_k]
 
-    def begin(self, spans: Sequence[tuple[str, int, int]]) -> bool:
-        """Begin a step of these requests: name, position of the first token, number of tokens.
+    def drive(self, on: bool) -> None:
+        """Follow, or let the routers choose, to measure the cost."""
+        runner, connector = self._runner, self._runner.aux_output_connector
+        for owner, name, method in (
+            (runner, "add_requests", self._add_requests),
+            (runner, "_remove_request", self._remove_request),
+            (runner, "prepare_inputs", self._prepare_inputs),
+            (connector, "prepare_output", self._prepare_output),
+        ):
+            vars(owner).pop(name, None)
+            if on:
+                setattr(owner, name, method(getattr(owner, name)))
+        self._wrap(on and self._always)
 
-        Returns:
-            Whether a token of them follows a row.
-        """
-        self._step = None
-        if any(start < len(self._rows.get(name, ())) for name, start, _ in spans):
-            self._step = self._binding(self._laid_out(spans))
-        return self._step is not None
+    def _wrap(self, on: bool) -> None:
+        for router, following in self._routers.values():
+            if on:
+                router._compute_routing = following
+            else:
+                vars(router).pop("_compute_routing", None)
 
-    def _laid_out(self, spans: Sequence[tuple[str, int, int]]) -> Tensor:
-        """Return int16 ``[N, L, K]``, -1 where a router chooses."""
-        total = sum(count for _, _, count in spans)
-        routes = np.full((total, self._num_layers, self._top_k), UNSET_EXPERT, np.int16)
-        at = 0
-        for name, start, count in spans:
-            part = self._rows.get(name, routes[:0])[start : start + count]
-            routes[at : at + len(part)] = part
-            at += count
-        return torch.from_numpy(routes)
+    # -- the runner's methods ---------------------------------------------------------------------------------------
 
-    def _binding(self, routes: Tensor) -> Binding:
-        known = routes[..., 0] != UNSET_EXPERT
-        layers = tuple(self._sites)
-        return Binding(
-            layers=layers,
-            routes=routes,
-            known=known,
-            complete=tuple(known.all(0).tolist()),
-            live=live_rows(known, layers),
-        )
+    def _add_requests(self, native: Callable[[Any], None]) -> Callable[[Any], None]:
+        def add_requests(scheduler_output: Any) -> None:
+            native(scheduler_output)  # which removes each first
+            for new in scheduler_output.scheduled_new_reqs:
+                if (rows := forced_in(new.sampling_params).rows) is not None:
+                    self._rows[new.req_id] = rows
 
-    def route(self, layer: int, live: Callable[[], Any]) -> Any:
-        """Return what a router gives; ``live`` runs its own code."""
-        step = self._step
-        if step is None or step.known is None or not bool(step.known[:, layer].any()):
-            return live()
-        site = self._sites[layer]
-        choose, groups = partial(step.choose, site, recompute=False), partial(step.groups, site)
-        with TopKInterception(site.num_experts, site.top_k, site.rank, choose, groups):
-            return live()
+        return add_requests
 
-    def end(self, captured: Tensor) -> None:
-        """End a step.
+    def _remove_request(self, native: Callable[[str], bool]) -> Callable[[str], bool]:
+        def remove_request(req_id: str) -> bool:  # it has ended, or lost its cache and comes back as a new one
+            self._rows.pop(req_id, None)
+            return native(req_id)
 
-        Args:
-            captured: what vLLM recorded of it, ``[N or more, L, K]``.
+        return remove_request
 
-        Raises:
-            ReplayError: a router did not follow.
-        """
-        step, self._step = self._step, None
-        if step is None or step.routes is None or step.known is None:
-            return
-        for layer, site in self._sites.items():
-            rows = step.known[:, layer]
-            followed = step.routes[rows, layer, : site.top_k].to(captured.device)
-            recorded = captured[: len(rows)][rows.to(captured.device), layer, : site.top_k]
-            if not torch.equal(recorded.to(followed.dtype), followed):
-                wrong = int((recorded != followed).any(-1).sum())
-                raise ReplayError(f"layer {layer} did not follow {wrong} of {len(followed)} recorded rows")
+    def _prepare_inputs(self, native: Callable[..., Any]) -> Callable[..., Any]:
+        def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
+            batch = native(*args, **kwargs)
+            if self._rows or self._filled:
+                self._lay_out(batch)
+            return batch
+
+        return prepare_inputs
+
+    def _prepare_output(self, native: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def prepare_output(batch: Any) -> Any:
+            pending, step = native(batch), self._step
+            if step is None:
+                return pending
+            self._step = None
+            if not self._always:
+                self._wrap(False)
+            if pending is None:  # another rank delivers the routes
+                followed = self._buffer[: len(step)]
+                torch._assert_async(((self._captured[: len(step)] == followed) | (followed < 0)).all())
+                return None
+            process = pending.process_output
+
+            def compare_and_process() -> Any:  # once the copy of the routes has arrived
+                _check_followed(step, pending.routed_experts[: len(step)], self._routers)
+                return process()
+
+            pending.process_output = compare_and_process
+            return pending
+
+        return prepare_output
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def _lay_out(self, batch: Any) -> None:
+        """Fill the buffer with the rows that the step's tokens follow."""
+        tokens, step = int(batch.query_start_loc_np[batch.num_reqs]), None
+        spans = zip(batch.req_ids, batch.num_computed_tokens_np.tolist(), batch.query_start_loc_np.tolist(), strict=False)
+        counts = batch.num_scheduled_tokens.tolist()
+        for (name, start, at), count in zip(spans, counts, strict=True):
+            rows = self._rows.get(name)
+            if rows is None or start >= len(rows):
+                continue
+            if step is None:
+                step = np.full((tokens, *self._buffer.shape[1:]), UNSET_EXPERT, np.int32)
+            part = rows[start : start + count]
+            step[at : at + len(part)] = part
+        if step is not None and (step[:, list(self._routers)] < 0).all():
+            step = None
+        used = max(self._filled, tokens)
+        if step is None:
+            self._buffer[:used].fill_(UNSET_EXPERT)
+            self._filled = 0
+        else:
+            laid_out = torch.from_numpy(step)
+            if self._buffer.is_cuda:
+                laid_out = laid_out.pin_memory()
+            self._buffer[tokens:used].fill_(UNSET_EXPERT)
+            self._buffer[:tokens].copy_(laid_out, non_blocking=True)
+            self._filled = tokens
+        self._step = step
+        if not self._always:
+            self._wrap(step is not None)
+
+
+def _check_followed(step: NDArray[np.int32], recorded: NDArray[Any], routers: Mapping[int, tuple[Any, Compute]]) -> None:
+    """Compare what vLLM recorded with what a step's tokens follow, both ``[N, L, K]``.
+
+    Raises:
+        ReplayError: a router did not follow.
+    """
+    for layer, (router, _) in routers.items():
+        followed = step[:, layer, : router.top_k]
+        on = followed[:, 0] >= 0
+        wrong = int((recorded[on, layer, : router.top_k] != followed[on]).any(-1).sum())
+        if wrong:
+            raise ReplayError(f"layer {layer} did not follow {wrong} of {int(on.sum())} recorded rows")
+
+
+# -- routers ----------------------------------------------------------------------------------------------------------
+
+
+def routers_of(model: Any) -> dict[int, Any]:
+    """Return the routers of a worker's model, by decoder layer.
+
+    Raises:
+        ValueError: a router chooses its experts where it cannot be intercepted; the message names it.
+    """
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCaptureSource
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+
+    found: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, MoERunner):
+            if module._quant_method.is_monolithic:
+                raise ValueError(f"{name}: {type(module._quant_method).__name__} routes inside its kernel")
+            if hasattr(module, "_moe_state"):  # vLLM's backend for transformers models
+                raise ValueError(f"{name}: {type(module).__name__} takes experts that transformers' code has chosen")
+            if not isinstance(module.router, BaseRouter):
+                raise ValueError(f"{name}: {type(module.router).__name__} is no router that vLLM records")
+            found[int(module.layer_id)] = module.router
+        elif isinstance(module, RoutedExpertsCaptureSource):
+            raise ValueError(f"{name}: {type(module).__name__} records by itself")
+    return found
+
+
+def through_topk(router: Any, own: Compute, rows_of: Callable[[int], Tensor]) -> Compute:
+    """Run a router's own code, with its ``topk`` answered; groups of experts that it leaves out are opened."""
+    experts, top_k = router.global_num_experts, router.top_k
+
+    def compute_routing(hidden_states: Tensor, router_logits: Tensor, *args: Any, **kwargs: Any) -> Routing:
+        rows = rows_of(len(router_logits)).long()
+        on = rows[:, :1] >= 0
+
+        def choose(scores: Tensor, choice: OwnChoice) -> Tensor:
+            return torch.where(on, rows, choice(None).indices.reshape(len(scores), top_k))
+
+        def groups(scores: Tensor, choice: OwnChoice, count: int) -> Tensor:
+            of_rows = rows.clamp(min=0) // (experts // scores.shape[-1])
+            width = max(top_k, count)
+            return torch.where(on, _widened(of_rows, width), _widened(choice(None).indices, width))
+
+        with TopKInterception(experts, top_k, 2, choose, groups):
+            return own(hidden_states, router_logits, *args, **kwargs)
+
+    return compute_routing
+
+
+def _widened(choice: Tensor, width: int) -> Tensor:
+    """Return ``[N, width]``: the columns of a choice, repeated from the first."""
+    return choice[:, torch.arange(width, device=choice.device) % choice.shape[1]]
+
+
+def by_formula(score: str, normalise: bool) -> Way:
+    """Return a way that weighs by scores of the logits, normalised over a token's experts or not, times the scale."""
+
+    def way(router: Any, own: Compute, rows_of: Callable[[int], Tensor]) -> Compute:
+        scale = float(getattr(router, "routed_scaling_factor", 1.0))  # the simplest kind of router has none
+
+        def compute_routing(hidden_states: Tensor, router_logits: Tensor, *args: Any, **kwargs: Any) -> Routing:
+            weights, ids = own(hidden_states, router_logits, *args, **kwargs)
+            rows = rows_of(len(ids))
+            on = rows[:, :1] >= 0
+            chosen = torch.where(on, rows.to(ids.dtype), ids)
+            given = SCORES[score](router_logits.float()).gather(1, chosen.long().clamp(min=0))
+            if normalise:
+                given = given / given.sum(-1, keepdim=True)
+            same = ~on | (chosen == ids).all(-1, keepdim=True)  # a token's own choice keeps its own weights, bit by bit
+            return torch.where(same, weights, (given * scale).to(weights.dtype)), chosen
+
+        return compute_routing
+
+    return way
+
+
+FORMULAS: Mapping[str, Way] = {
+    f"{score}{', normalised' if normalise else ''}": by_formula(score, normalise)
+    for score in SCORES
+    for normalise in (True, False)
+}
 
 
 def prove(
     layer: int, router: Any, hidden_size: int, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> RouterSite:
-    """Have a router follow its own choice, which must change no bit, and then another; return its description.
+) -> Way:
+    """Return the way in which a router follows its own choice, which must change no bit, and then another.
 
     Args:
         layer: its decoder layer.
@@ -151,38 +354,59 @@ def prove(
         device: where it computes.
 
     Raises:
-        ValueError: it does not follow; the message names its class.
+        ValueError: it follows in none; the message names its class, and what each way came to.
     """
-    name = type(router).__name__
-    site = RouterSite(layer=0, name=name, num_experts=router.global_num_experts, top_k=router.top_k, rank=2)
     random = torch.Generator().manual_seed(layer)
-    logits = torch.randn(PROOF_ROWS, site.num_experts, generator=random).to(dtype)
-    hidden = torch.zeros(PROOF_ROWS, hidden_size, dtype=dtype)
-    logits, hidden = logits.to(device), hidden.to(device)
-    other = torch.stack([torch.randperm(site.num_experts, generator=random) for _ in range(PROOF_ROWS)])
+    logits = torch.randn(PROOF_ROWS, router.global_num_experts, generator=random).to(device, dtype)
+    hidden = torch.zeros(PROOF_ROWS, hidden_size, dtype=dtype, device=device)
+    other = torch.stack([torch.randperm(router.global_num_experts, generator=random) for _ in range(PROOF_ROWS)])
+    other = other[:, : router.top_k].to(device)
+    ways: dict[str, Way] = {"its own code": through_topk, **FORMULAS}
+    if torch.device(device).type != "cpu":  # a fused kernel, and what a graph holds, are seen best without a mode
+        ways = {**FORMULAS, "its own code": through_topk}
+    failures = []
+    for name, way in ways.items():
+        reason = _why_not(way, router, hidden, logits, other, exact=name in FORMULAS)
+        if not reason:
+            return way
+        failures.append(f"{name}: {reason}")
+    raise ValueError(f"layer {layer}: {type(router).__name__} cannot follow ({'; '.join(failures)})")
 
-    def live() -> tuple[Tensor, Tensor]:
-        weights, ids = router._compute_routing(hidden, logits.clone(), torch.int32)
-        return weights, ids
 
-    def following(ids: Tensor) -> tuple[Tensor, Tensor]:
-        routing = ForcedRouting({0: site}, 1, site.top_k)
-        routing.take({"proof": ids[:, None].to("cpu", torch.int16).numpy()}, {}, ())
-        routing.begin([("proof", 0, PROOF_ROWS)])
-        return routing.route(0, live)
+def _why_not(way: Way, router: Any, hidden: Tensor, logits: Tensor, other: Tensor, exact: bool) -> str:
+    """Return why a router does not follow in a way, or "".
+
+    Args:
+        way: to try.
+        router: vLLM's.
+        hidden: ``[N, H]``.
+        logits: ``[N, E]``.
+        other: experts ``[N, K]`` other than its own.
+        exact: whether the weights of its own experts, in another order, must be those that it gives them.
+    """
+    own = router._compute_routing
+
+    def following(ids: Tensor) -> Routing:
+        return way(router, own, lambda _: ids)(hidden, logits.clone(), torch.int32)
 
     try:
-        weights, ids = live()
-        same_weights, same = following(ids)
-        other_weights, others = following(other[:, : site.top_k])
-        turned_weights, _ = following(other[:, : site.top_k].flip(1))
-    except Exception as error:  # whatever a router's own code does with experts that it did not choose
-        raise ValueError(f"layer {layer}: {site.name} cannot follow: {type(error).__name__}: {error}") from error
+        weights, ids = own(hidden, logits.clone(), torch.int32)
+        same_weights, same = following(ids.long())
+        turned_own, _ = following(ids.long().flip(1))
+        other_weights, others = following(other)
+        turned_weights, _ = following(other.flip(1))
+        left_alone, live = following(torch.full_like(other, UNSET_EXPERT))
+    except ERRORS as error:
+        return f"{type(error).__name__}: {error}"
     if not torch.equal(same, ids) or not torch.equal(same_weights, weights):
-        raise ValueError(f"layer {layer}: {site.name} does not give its own choice back")
-    if not torch.equal(others.to("cpu", torch.int64), other[:, : site.top_k]):
-        raise ValueError(f"layer {layer}: {site.name} does not follow other experts than its own")
+        return "it does not give its own choice back"
+    if not torch.equal(live, ids) or not torch.equal(left_alone, weights):
+        return "it does not choose by itself where it has no row"
+    if not torch.equal(others.long(), other):
+        return "it does not follow other experts than its own"
+    if exact and not torch.allclose(turned_own.flip(1), weights, rtol=WEIGHT_TOLERANCE, atol=0):
+        return "it weighs by another formula"
     belongs = torch.allclose(turned_weights.flip(1), other_weights, rtol=1e-2)  # in any dtype and order of addition
     if not belongs or not bool((other_weights.isfinite() & (other_weights != 0)).all()):
-        raise ValueError(f"layer {layer}: {site.name} does not weigh the experts that it follows")
-    return replace(site, layer=layer)
+        return "it does not weigh the experts that it follows"
+    return ""

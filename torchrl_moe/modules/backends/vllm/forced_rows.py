@@ -65,7 +65,7 @@ def attached(params: Any, request: Request, routes: RequestRoutes) -> Any:
     """Return vLLM's ``SamplingParams`` with what a request asks for beyond them: rows to follow, and scores."""
     if request.scoring is not None:
         assert request.prompt_token_ids is not None  # the service makes such requests this way
-        params = scoring_params(params, request.scoring, len(request.prompt_token_ids))
+        params = scoring_params(params, request.scoring, request.prompt_token_ids)
     if routes.why_live:
         return params
     return attach(params, Forced(rows=request.routed_experts, is_live=routes.how(request) == "live"))

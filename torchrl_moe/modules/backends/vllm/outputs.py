@@ -57,8 +57,7 @@ def completion_from_vllm(output: Any, request: Request, version: int) -> Complet
                 logprobs=sampled_logprobs(item.logprobs),
                 routed_experts=item.routed_experts if request.return_routed_experts else None,
                 policy_versions=np.full(len(token_ids), version, np.int32),
-                # without log-probs, a request gets words only in steps that it shares with one that wants them
-                kept=None if item.logprobs is None else KeptIds.of_steps(item.sampling_mask or (), len(token_ids)),
+                kept=KeptIds.of_masks(item.sampling_mask.token_ids if item.sampling_mask else (), len(token_ids)),
             )
         )
     prompt_tokens = len(output.prompt_token_ids)
@@ -69,5 +68,5 @@ def completion_from_vllm(output: Any, request: Request, version: int) -> Complet
         num_cached_tokens=output.num_cached_tokens or 0,
         outputs=outputs,
         metrics=_metrics(output.metrics),
-        prompt_logprobs=None if request.scoring is None else prompt_logprobs(output.prompt_logprobs, prompt_tokens),
+        prompt_logprobs=None if request.scoring is None else prompt_logprobs(output.prompt_token_id_logprobs, prompt_tokens),
     )

@@ -20,11 +20,15 @@ class SamplingParamsBuilder:
     Args:
         names_words: whether the engine reports which words sampling kept.
         logprobs_mode: the engine's, which says what its log-probs are of.
+        reads_cache: whether requests may read cached prefixes.
     """
 
-    def __init__(self, names_words: bool = True, logprobs_mode: str = "processed_logprobs") -> None:
+    def __init__(
+        self, names_words: bool = True, logprobs_mode: str = "processed_logprobs", reads_cache: bool = True
+    ) -> None:
         self._names_words = names_words
         self._mode = logprobs_mode
+        self._reads_cache = reads_cache
         self._key: tuple[int, int] | None = None
         self._held: tuple[Any, Any] | None = None
         self._last: Any = None
@@ -33,13 +37,15 @@ class SamplingParamsBuilder:
         """Return the parameters of a mapping, of a ``SamplingParams``, or vLLM's defaults for ``None``.
 
         Raises:
-            ValueError: an unknown or bad parameter, one that asks for what no completion carries, a per-request seed on
-                CPU, log-probs over fewer words than all from an engine that does not report which, or of another
-                distribution than is sampled from.
+            ValueError: an unknown or bad parameter, one that asks for what no completion carries, log-probs over fewer
+                words than all from an engine that does not report which, or of another distribution than is sampled
+                from.
         """
         key = (id(spec), id(guided_options))
         if key != self._key:
             params = _build(spec, guided_options)
+            if not self._reads_cache:
+                params.skip_reading_prefix_cache = True
             if params.logprobs is not None:
                 self._refuse_other_distributions(params)
             # holding the sources keeps their ids from being used again
@@ -51,10 +57,9 @@ class SamplingParamsBuilder:
         name = leaves_words_out(partial(getattr, params))
         if name is not None and not self._names_words:
             raise ValueError(
-                f"{name}={getattr(params, name)!r} leaves words out, and this engine does not say which: it has "
-                "speculative decoding, a scheduler or logits processors of your own, another logprobs_mode than "
-                "'processed_logprobs', or vLLM's Model Runner V2 (VLLM_USE_V2_MODEL_RUNNER=0 turns it off). Leave out "
-                f"{name}, or logprobs"
+                f"{name}={getattr(params, name)!r} leaves words out, and this engine does not say which: it has logits "
+                f"processors of your own, or another logprobs_mode than 'processed_logprobs'. Leave out {name}, or "
+                "logprobs"
             )
         wrong = ""
         if not self._mode.endswith("logprobs"):
@@ -83,9 +88,12 @@ def default_of(name: str) -> Any:
 
 def _refuse_dropped(params: Any) -> None:
     """Refuse what vLLM would compute, and a completion does not carry."""
-    for name, most in (("logprobs", 0), ("prompt_logprobs", None), ("logprob_token_ids", None)):
-        value = getattr(params, name, None)
-        if value is not None and value != most:
+    if params.logprobs:
+        dropped = {"logprobs": params.logprobs}
+    else:
+        dropped = {name: getattr(params, name) for name in ("prompt_logprobs", "logprob_token_ids", "prompt_logprob_token_ids")}
+    for name, value in dropped.items():
+        if value is not None:
             raise ValueError(
                 f"SamplingParams({name}={value!r}): a completion has the log-probs of its sampled tokens only, "
                 "logprobs=0: leave it out"
@@ -94,7 +102,6 @@ def _refuse_dropped(params: Any) -> None:
 
 def _build(spec: Any, guided_options: Any) -> Any:
     from vllm import SamplingParams
-    from vllm.platforms import current_platform
     from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
     if not isinstance(spec, SamplingParams | Mapping | None):
@@ -108,11 +115,6 @@ def _build(spec: Any, guided_options: Any) -> Any:
             if isinstance(fields.get(name), Mapping):
                 fields[name] = kind(**fields[name])
         params = SamplingParams(**fields)
-    if params.seed is not None and current_platform.is_cpu():
-        raise ValueError(
-            f"SamplingParams(seed={params.seed}): a seed per request kills vLLM's CPU engine when a prompt is "
-            "prefilled in chunks. Pass seed= to the engine instead."
-        )
     _refuse_dropped(params)
     if guided_options is not None:
         if not isinstance(guided_options, StructuredOutputsParams | Mapping):

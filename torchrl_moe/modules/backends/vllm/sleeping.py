@@ -74,7 +74,7 @@ class EngineSleep:
         self.check_awake("sleep")
         self._asked = mine = self._asked + 1
         await self._weights.no_swap()  # whose pause is not the user's
-        self._was_paused = await self._engine.is_paused()
+        self._was_paused = self._weights.user_paused
         self._weights.awake.clear()
         try:
             await self._weights.pause(mode, True)

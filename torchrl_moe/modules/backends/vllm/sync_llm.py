@@ -94,7 +94,7 @@ class SyncLLM:
                     f"exclude 'sampling' if that is meant; {SERVED}"
                 )
             assert request.prompt_token_ids is not None  # the wrapper makes such requests this way
-            return scoring_params(params, request.scoring, len(request.prompt_token_ids))
+            return scoring_params(params, request.scoring, request.prompt_token_ids)
         if params.logprobs is not None:
             self._refuse_other_distributions(params)
         return params.clone()  # vLLM writes into it
@@ -118,7 +118,7 @@ def _layout_of(llm: Any) -> RoutingLayout | None:
     """Return the routers of a ``vllm.LLM`` that captures routes, from the model that runs; else ``None``."""
     config = llm.llm_engine.vllm_config
     model = config.model_config
-    if not model.enable_return_routed_experts:
+    if not config.aux_output_config.enabled:
         return None
     if config.parallel_config.pipeline_parallel_size > 1:
         raise ValueError("the vllm.LLM captures routes on one of its pipeline stages only: use tensor_parallel_size")

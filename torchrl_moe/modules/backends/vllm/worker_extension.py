@@ -10,16 +10,17 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
+from vllm.utils.torch_utils import set_random_seed
 
-from torchrl_moe import _compat, _compat_routing, _compat_sampling
-from torchrl_moe.modules.backends.kept_ids import name_kept
+from torchrl_moe import _compat
 from torchrl_moe.modules.backends.process import wire
 from torchrl_moe.modules.backends.process.parent_watch import end_with_leader
 from torchrl_moe.modules.backends.vllm.adapters import build_lora_request
-from torchrl_moe.modules.backends.vllm.forced_routing import ForcedRouting, prove
-from torchrl_moe.modules.backends.vllm.prompt_scores import adjusted
+from torchrl_moe.modules.backends.vllm import cpu_kernels
+from torchrl_moe.modules.backends.vllm.forced_routing import follow_in_workers
+from torchrl_moe.modules.backends.vllm.prompt_scores import adjust_scores
+from torchrl_moe.modules.backends.vllm.sampling_masks import report_kept
 
 __all__ = ["WorkerExtension"]
 
@@ -28,6 +29,8 @@ __all__ = ["WorkerExtension"]
 # no installed package and cannot be filtered away by VLLM_PLUGINS.
 _compat.register_weight_engine()
 _compat.keep_cpu_experts_with_lora()
+cpu_kernels.register()
+follow_in_workers()
 end_with_leader()  # the engine core, this process's parent, does not watch its own parent
 
 
@@ -38,7 +41,6 @@ class WorkerExtension:
     weight_transfer_engine: Any
     add_lora: Callable[[Any], bool]
     torchrl_moe_saved: dict[str, Tensor]
-    torchrl_moe_drive: Callable[[bool], None]
 
     def torchrl_moe_router_layers(self) -> list[int]:
         """Return the sorted indices of the decoder layers that have a router.
@@ -49,40 +51,25 @@ class WorkerExtension:
         return _compat.router_layer_ids(self.model_runner.get_model())
 
     def torchrl_moe_set_seed(self, seed: int) -> None:
-        """Seed torch, from which vLLM's samplers draw; every worker alike, as vLLM does at its start."""
-        torch.manual_seed(seed)
+        """Seed the random numbers from which requests without a seed get theirs; every worker alike, as at start-up."""
+        set_random_seed(seed)
 
-    def torchrl_moe_name_kept_words(self, on: bool = True) -> None:
-        """Report which words sampling kept, for requests with log-probs; or stop that, to measure its cost."""
-        if on:
-            _compat_sampling.fill_masks(self.model_runner, name_kept)
-        else:
-            _compat_sampling.leave_masks(self.model_runner)
-
-    def torchrl_moe_adjust_scores(self) -> None:
-        """Compute scores of prompts at the temperature, and over the words, that a request names."""
-        _compat_sampling.adjust_prompt_logits(self.model_runner, adjusted)
-
-    def torchrl_moe_follow_routes(self) -> str:
-        """Make the routers follow recorded experts from now on; return why they cannot, or ""."""
+    def torchrl_moe_report(self, masks: bool) -> str:
+        """Report kept words if asked, and score as sampled; return why no request can follow recorded experts, or ""."""
         runner = self.model_runner
-        config = runner.model_config
-        try:
-            routers = _compat_routing.routers_of(runner.get_model())
-            sites = {
-                layer: prove(layer, router, config.get_hidden_size(), config.dtype, runner.device)
-                for layer, router in routers.items()
-            }
-        except ValueError as error:
-            return str(error)
-        _, num_layers, top_k = runner.routed_experts_capturer.get_device_buffer().shape
-        self.torchrl_moe_drive = _compat_routing.drive_routers(runner, routers, ForcedRouting(sites, num_layers, top_k))
-        self.torchrl_moe_drive(True)
-        return ""
+        if masks:
+            report_kept(runner)
+        adjust_scores(runner)
+        return runner.torchrl_moe_forced.why_live if hasattr(runner, "torchrl_moe_forced") else ""
+
+    def torchrl_moe_runner(self) -> str:
+        """Return the class of the model runner."""
+        kind = type(self.model_runner)
+        return f"{kind.__module__}.{kind.__qualname__}"
 
     def torchrl_moe_follow(self, on: bool) -> None:
         """Follow, or route live, to measure the cost; do not leave an engine that reports that it follows at live."""
-        self.torchrl_moe_drive(on)
+        self.model_runner.torchrl_moe_forced.drive(on)
 
     def torchrl_moe_stage(self, manifest: str, shadow: bool, verify: bool, threads: int) -> bool:
         """Begin to stage a version; see ``WeightEngine.stage``."""

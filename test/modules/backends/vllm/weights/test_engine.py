@@ -81,22 +81,25 @@ def test_a_pause_that_fails_leaves_the_old_weights_in_service() -> None:
 
 def test_an_engine_that_the_user_paused_stays_paused() -> None:
     engine = FakeLLM()
-    engine.was_paused = True
-    report = swap(make(engine))
+    weights = make(engine)
+    asyncio.run(weights.pause("keep", False))
+    report = swap(weights)
     assert (report.error, report.unproved) == (None, "the engine is paused")
-    assert engine.log == GOOD[:4]
+    assert engine.log == [GOOD[0], *GOOD[:4]]
+    asyncio.run(weights.resume())
+    assert swap(weights).unproved == ""
 
 
 @pytest.mark.parametrize("when", ["before the swap", "after it failed"])
 def test_an_engine_that_the_user_paused_stays_paused_also_by_a_second_attempt(when: str) -> None:
     engine = FakeLLM()
-    engine.was_paused = when == "before the swap"
     weights = make(engine)
+    if when == "before the swap":
+        asyncio.run(weights.pause("keep", False))
     engine.fail["update"], engine.whole = RuntimeError("boom"), [False]
     assert swap(weights).error == "RuntimeError: boom"
-    if not engine.was_paused:
+    if when == "after it failed":
         asyncio.run(weights.pause("keep", False))
-    engine.was_paused = True  # by the swap, or by him: vLLM does not tell
     engine.fail.clear()
     assert swap(weights).error is None
     assert "resume" not in engine.log

@@ -69,7 +69,7 @@ class EngineWeights:
         self.in_flight: InFlight | None = None
         self._swaps = 0
         self._left_paused = False  # by a failed swap, not by the user
-        self._user_paused = False  # when the last swap from sound weights started
+        self.user_paused = False
         self.awake = asyncio.Event()  # otherwise new requests wait; see ``sleeping.py``
         self.awake.set()
         self._open_gate = asyncio.Event()  # for new requests
@@ -115,7 +115,7 @@ class EngineWeights:
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         """Pause the engine for the user, after a running swap, which would resume what the user paused."""
         await self.no_swap()
-        self._user_paused = True  # vLLM tells this at each swap, except where one has left the engine paused
+        self.user_paused = True
         await self.engine.pause_generation(mode=mode, clear_cache=clear_cache)
 
     async def resume(self) -> None:
@@ -127,6 +127,7 @@ class EngineWeights:
         await self.no_swap()
         if self._left_paused:
             raise WeightSyncError("a weight update failed in this engine: it must be updated, or restarted, first")
+        self.user_paused = False
         await self.engine.resume_generation()
 
     async def deliver(self, completion: Completion) -> Completion | None:
@@ -266,13 +267,8 @@ class EngineWeights:
         canary: Mapping[str, Any] | None,
         patience: float,
     ) -> SwapReport:
-        # both requested at once: a busy engine answers between two steps
-        was_paused, error = await asyncio.gather(
-            self._is_paused(), self._hold(pause, clear_cache), return_exceptions=True
-        )
-        if isinstance(was_paused, BaseException):
-            raise was_paused
-        self._user_paused = was_paused
+        was_paused = self.user_paused
+        (error,) = await asyncio.gather(self._hold(pause, clear_cache), return_exceptions=True)
         if error is not None:
             touched = self._left_paused
             await self._settle(error, restored=not touched, resume=not touched and not was_paused)
@@ -302,10 +298,6 @@ class EngineWeights:
             unproved=unproved,
             error=_words(error),
         )
-
-    async def _is_paused(self) -> bool:
-        """Whether the user has paused the engine; the stored value, if a failed swap left it paused."""
-        return self._user_paused if self._left_paused else bool(await self.engine.is_paused())
 
     async def _hold(self, pause: PauseMode, clear_cache: bool) -> None:
         if self.in_flight is not None:

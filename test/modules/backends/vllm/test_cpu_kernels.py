@@ -1,0 +1,690 @@
+"""Each function in the place of a Triton kernel against plain loops, called by vLLM's own code where that is simple.
+
+Legend: N requests, S slots, R rows of logits, V vocabulary, G cache groups, B blocks of a row, L the longest sequence.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchrl_moe.modules.backends.vllm import cpu_kernels
+from torchrl_moe.modules.backends.vllm.cpu_kernels import KERNELS, MissingKernelError, by_name
+from torchrl_moe.modules.backends.vllm.kind import engine_environment
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM has its own kernels here")
+
+S, V, L = 9, 70, 40
+INF = math.inf
+SEEDS = range(6)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def v2() -> Iterator[SimpleNamespace]:
+    """vLLM's modules with kernels, where launches run our functions, to the end of this file's tests."""
+    from vllm.triton_utils import triton
+    from vllm.triton_utils.dispatcher import KernelOverride
+    from vllm.utils.math_utils import next_power_of_2
+    from vllm.v1.worker.cpu.buffer_utils import UvaBuffer
+
+    hosts = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton, "next_power_of_2", next_power_of_2, raising=False)
+        for name, function in KERNELS.items():
+            module, _, attribute = name.rpartition(".")
+            host = hosts[module.rpartition(".")[2]] = importlib.import_module(module)
+            kernel = getattr(host, attribute)
+            patch.setattr(host, attribute, KernelOverride(kernel, by_name(name, kernel, function)))
+        # as vLLM's CPU workers do, but only here
+        patch.setattr(hosts["buffer_utils"], "UvaBuffer", UvaBuffer)
+        yield SimpleNamespace(**hosts)
+
+
+def ints(rng: np.random.Generator, low: int, high: int, size: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.from_numpy(rng.integers(low, high, size=size)).to(dtype)
+
+
+def cumulated(lengths: Any) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+
+
+class Step:
+    """A random step: N requests, some in their prompt, whose tokens end inside it or go on; N may be 0."""
+
+    def __init__(self, seed: int, least_tokens: int = 1) -> None:
+        self.rng = rng = np.random.default_rng(seed)
+        self.n = n = 0 if seed == 0 else int(rng.integers(1, 6))
+        index = torch.int64 if seed % 2 else torch.int32
+        self.slots = torch.from_numpy(rng.permutation(S)[:n]).to(index)
+        self.lens = rng.integers(least_tokens, 6, size=n)
+        self.starts = cumulated(self.lens)
+        self.total = int(self.starts[-1])
+        self.computed = ints(rng, 0, 15, S)
+        self.prefill = ints(rng, 1, 25, S)
+        self.tokens = ints(rng, 0, V, (S, L))
+        self.seq_lens = torch.zeros(S, dtype=torch.int32)
+        for i, slot in enumerate(self.slots.tolist()):
+            self.seq_lens[i] = int(self.computed[slot]) + int(self.lens[i])
+
+    def logits(self, rows: int, vocabulary: int = V) -> torch.Tensor:
+        return torch.from_numpy(self.rng.normal(size=(rows, vocabulary)).astype(np.float32) * 3)
+
+    def choice(self, values: Any) -> torch.Tensor:
+        """One of the values for each slot, float32."""
+        return torch.from_numpy(self.rng.choice(values, size=S).astype(np.float32))
+
+    def span(self, i: int) -> range:
+        return range(int(self.starts[i]), int(self.starts[i + 1]))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_prompt_tokens_are_copied_with_those_ahead(v2: SimpleNamespace, seed: int, lookahead: int) -> None:
+    step = Step(seed)
+    ids, ahead = torch.full((40,), -7, dtype=torch.int32), torch.full((lookahead, S), -7, dtype=torch.int32)
+    expected_ids, expected_ahead = ids.tolist(), ahead.tolist()
+    for i, slot in enumerate(step.slots.tolist()):
+        first, prefill = int(step.computed[slot]), int(step.prefill[slot])
+        if first < prefill:
+            for k, place in enumerate(step.span(i)):
+                expected_ids[place] = int(step.tokens[slot, first + k])
+            for k in range(lookahead):
+                at = first + int(step.lens[i]) + k
+                expected_ahead[k][slot] = int(step.tokens[slot, at]) if at < prefill else 0
+    v2.input_batch.prepare_prefill_inputs(ids, ahead, step.slots, step.starts, step.tokens, step.prefill, step.computed)
+    assert ids.tolist() == expected_ids
+    assert ahead.tolist() == expected_ahead
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_positions_and_lengths(v2: SimpleNamespace, seed: int) -> None:
+    step = Step(seed)
+    pos, lens = torch.full((40,), -7, dtype=torch.int64), torch.full((S,), -7, dtype=torch.int32)
+    expected = [-7] * 40
+    for i, slot in enumerate(step.slots.tolist()):
+        for k, place in enumerate(step.span(i)):
+            expected[place] = int(step.computed[slot]) + k
+    v2.input_batch.prepare_pos_seq_lens(step.slots, step.starts, step.computed, pos, lens)
+    assert pos.tolist() == expected
+    assert torch.equal(lens, step.seq_lens)  # zeros after N
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("new", [0, 1])
+def test_sampled_and_draft_tokens_go_where_logits_are_computed(v2: SimpleNamespace, seed: int, new: int) -> None:
+    step = Step(seed, least_tokens=3)
+    per_request = step.rng.integers(1, 4, size=step.n)
+    cu = cumulated(per_request)
+    ids, last = torch.full((40,), -7, dtype=torch.int32), ints(step.rng, 0, V, (S, 1), torch.int64)
+    drafts = ints(step.rng, 0, V, (S, 3), torch.int64)
+    expected, places = ids.tolist(), []
+    for i, slot in enumerate(step.slots.tolist()):
+        rows, length, prefill = int(per_request[i]), int(step.seq_lens[i]), int(step.prefill[slot])
+        at = list(step.span(i))[-rows:]
+        places += at
+        if length > prefill:
+            if new and length - rows >= prefill:
+                expected[at[0]] = int(last[slot, 0])
+            for k, place in enumerate(at[new:]):
+                expected[place] = int(drafts[slot, k])
+    indices = v2.input_batch.combine_sampled_and_draft_tokens(
+        ids, step.slots, last, step.starts, step.seq_lens, step.prefill, drafts, cu, int(cu[-1]), new
+    )
+    assert indices.tolist() == places
+    assert ids.tolist() == expected
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rows_are_numbered_within_their_request(v2: SimpleNamespace, seed: int) -> None:
+    step = Step(seed)
+    slots, places = v2.input_batch.expand_idx_mapping(step.slots, step.total, step.starts, 8)
+    pairs = [(slot, k) for i, slot in enumerate(step.slots.tolist()) for k in range(len(step.span(i)))]
+    assert list(zip(slots.tolist(), places.tolist(), strict=True)) == pairs
+    assert slots.dtype == step.slots.dtype
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_step_is_added_to_the_state(v2: SimpleNamespace, seed: int, counted: bool) -> None:
+    """Chunks of prompts sample nothing; rejected drafts are computed again; a slot of -1 is passed over."""
+    step = Step(seed, least_tokens=3)
+    sampled, cu = ints(step.rng, 0, 4, step.n), cumulated([3] * step.n)
+    expected_sampled = [
+        0 if int(step.seq_lens[i]) < int(step.prefill[slot]) else int(sampled[i])
+        for i, slot in enumerate(step.slots.tolist())
+    ]
+    chunk = [int(step.seq_lens[i]) < int(step.prefill[slot]) for i, slot in enumerate(step.slots.tolist())]
+    num, rejected = v2.input_batch.get_num_sampled_and_rejected(sampled, step.seq_lens, cu, step.slots, step.prefill)
+    assert num.tolist() == expected_sampled
+    assert rejected.tolist() == [0 if c else 3 - n for c, n in zip(chunk, expected_sampled, strict=True)]
+
+    new, last = ints(step.rng, 0, V, (step.n, 3), torch.int64), ints(step.rng, 0, V, (S, 1), torch.int64)
+    total, counts = ints(step.rng, 1, 20, S), ints(step.rng, 0, 3, (S, V))
+    slots = step.slots.clone()
+    if step.n > 1:
+        slots[0] = -1
+    state = [step.computed, last, counts, step.tokens, total]
+    computed_, last_, counts_, tokens_, total_ = (x.tolist() for x in state)
+    for i, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        for token in new[i, : expected_sampled[i]].tolist():
+            tokens_[slot][total_[slot]] = token
+            total_[slot] += 1
+            last_[slot] = [token]
+            counts_[slot][token] += int(counted)
+        computed_[slot] += int(step.lens[i]) - int(rejected[i])
+    v2.input_batch.post_update(
+        slots, step.computed, last, counts if counted else None, new, num, rejected, step.starts, step.tokens, total
+    )
+    assert [x.tolist() for x in state] == [computed_, last_, counts_, tokens_, total_]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_computed_tokens_alone(v2: SimpleNamespace, seed: int) -> None:
+    step = Step(seed)
+    expected = step.computed.tolist()
+    for i, slot in enumerate(step.slots.tolist()):
+        expected[slot] += len(step.span(i))
+    v2.input_batch.post_update_num_computed_tokens(step.slots, step.computed, step.starts)
+    assert step.computed.tolist() == expected
+
+
+def test_drafts_are_kept_and_starts_may_be_absent() -> None:
+    """vLLM 0.33 hands over drafts; before a step's tokens are known, there are no starts."""
+    slots, out = torch.tensor([2, -1, 0]), torch.zeros(3, 2, dtype=torch.int64)
+    computed = torch.tensor([5, 5, 5], dtype=torch.int32)
+    rejected = torch.tensor([1, 1, 2], dtype=torch.int32)
+    cpu_kernels.post_update(
+        slots, computed, torch.zeros(3, 1, dtype=torch.int64), None, torch.zeros(3, 1, dtype=torch.int64),
+        torch.zeros(3, dtype=torch.int32), rejected, None, torch.zeros(3, L, dtype=torch.int32),
+        torch.zeros(3, dtype=torch.int32), torch.tensor([[1, 2], [3, 4], [5, 6]]), out,
+    )  # fmt: skip
+    assert out.tolist() == [[5, 6], [0, 0], [1, 2]]
+    assert computed.tolist() == [3, 5, 4]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("groups", [1, 3])
+def test_block_tables(v2: SimpleNamespace, seed: int, groups: int) -> None:
+    """Blocks are appended and overwritten, gathered for a step, and say where its tokens go."""
+    step = Step(seed)
+    sizes, enabled = [4, 8, 4][:groups], [True, True, False][:groups]
+    tables = v2.block_table.BlockTables(sizes, S, 64, [10, 6, 10][:groups], CPU, slot_mapping_enabled=enabled)
+    blocks: dict[tuple[int, int], list[int]] = {}
+    for overwrite, count in ((True, 2), (False, 3), (True, 5)):
+        for slot in range(S):
+            new = tuple(step.rng.integers(1, 99, size=count).tolist() for _ in range(groups))
+            tables.append_block_ids(slot, new, overwrite=overwrite)
+            for group in range(groups):
+                before = [] if overwrite else blocks[group, slot]
+                blocks[group, slot] = [*before, *new[group]]
+        tables.apply_staged_writes()
+    gathered = tables.gather_block_tables(step.slots, step.n)
+    for group in range(groups):
+        assert gathered[group][:, :5].tolist() == [blocks[group, slot] for slot in step.slots.tolist()]
+
+    pos = torch.zeros(64, dtype=torch.int64)
+    expected = [[-1] * 64 for _ in range(groups)]
+    if step.n > 1 and seed % 2:
+        step.slots[-1] = -1
+    for i, slot in enumerate(step.slots.tolist()):
+        for k, place in enumerate(step.span(i)):
+            pos[place] = int(step.computed[slot]) % 14 + k
+            for group in range(groups):
+                if slot >= 0 and enabled[group]:
+                    block = blocks[group, slot][int(pos[place]) // sizes[group]]
+                    expected[group][place] = block * sizes[group] + int(pos[place]) % sizes[group]
+    assert tables.compute_slot_mappings(step.slots, step.starts, pos, 64).tolist() == expected
+
+
+def test_blocks_behind_a_sliding_window_are_null() -> None:
+    source, target = torch.arange(1, 13, dtype=torch.int32).view(2, 6), torch.zeros(2, 6, dtype=torch.int32)
+    cpu_kernels.gather_block_tables(
+        torch.tensor([1, 0]), *(torch.tensor([t.data_ptr()], dtype=torch.uint64) for t in (source, target)),
+        torch.tensor([6]), torch.tensor([[6, 4]], dtype=torch.int32), 2, torch.tensor([3, 17], dtype=torch.int32),
+        torch.tensor([5], dtype=torch.int32), torch.tensor([4], dtype=torch.int32), MASK_SLIDING_WINDOW=True,
+    )  # fmt: skip
+    assert target[0].tolist() == [0, 0, 0, 10, 11, 12]  # tokens 0 to 11 are left: three blocks
+    assert target[1, :4].tolist() == [1, 2, 3, 4]
+
+
+def test_context_parallelism_is_refused(v2: SimpleNamespace) -> None:
+    tables = v2.block_table.BlockTables([4], S, 64, [10], CPU, cp_size=2)
+    with pytest.raises(ValueError, match="CP_SIZE=2"):
+        tables.compute_slot_mappings(torch.tensor([0]), cumulated([1]), torch.zeros(64, dtype=torch.int64), 64)
+
+
+def test_staged_writes_of_a_vector(v2: SimpleNamespace) -> None:
+    vector = v2.buffer_utils.StagedWriteTensor(5, torch.float32, CPU)
+    vector.stage_write_elem(3, 0.5)
+    vector.stage_write_elem(0, 2.5)
+    vector.apply_write()
+    assert vector.gpu.tolist() == [2.5, 0, 0, 0.5, 0]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("values", [[0.0, 1.0], [0.7, 1.3], [0.0, 1.0, 0.7]])
+def test_temperature(v2: SimpleNamespace, seed: int, values: list[float]) -> None:
+    step = Step(seed)
+    logits, of_slot = step.logits(step.n), step.choice(values)
+    expected = logits.clone()
+    for i, slot in enumerate(step.slots.tolist()):
+        if float(of_slot[slot]):
+            expected[i] = expected[i] / of_slot[slot]
+    v2.gumbel.apply_temperature(logits, step.slots, of_slot)
+    assert torch.equal(logits, expected)
+
+
+def murmur3(seed: int, position: int, token: int, start: int = 0) -> int:
+    """MurmurHash3 (x86, 32 bits) of 16 bytes: the seed, the position's low half, the token."""
+
+    def rotated(x: int, bits: int) -> int:
+        return (x << bits | x >> 32 - bits) % 2**32
+
+    h = start
+    for word in (seed % 2**32, (seed >> 32) % 2**32, position % 2**32, token):
+        h ^= rotated(word * 0xCC9E2D51 % 2**32, 15) * 0x1B873593 % 2**32
+        h = (rotated(h, 13) * 5 + 0xE6546B64) % 2**32
+    h ^= 16
+    h = (h ^ h >> 16) * 0x85EBCA6B % 2**32
+    h = (h ^ h >> 13) * 0xC2B2AE35 % 2**32
+    return h ^ h >> 16
+
+
+def noised(row: list[float], seed: int, position: int, fp64: bool) -> list[float]:
+    """Logits plus Gumbel noise, in Python's float64; noise of float32 takes the other end of the interval."""
+    out = []
+    for token, logit in enumerate(row):
+        low = murmur3(seed, position, token)
+        if fp64:
+            bits = (murmur3(seed, position, token, 0x9E3779B9) << 32 | low) >> 11
+            out.append(logit - math.log(-math.log((bits + 0.5) / 2**53)))
+        else:
+            out.append(logit - math.log(-math.log1p(-(low + 0.5) / 2**32)))
+    return out
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("temperatures", "apply", "drafting", "fp64"),
+    [
+        ([0.0], False, False, False),
+        ([1.0], False, False, False),
+        ([0.0, 1.0, 0.7], True, False, False),
+        ([0.0, 0.7], True, True, False),
+        ([0.0, 1.0], False, False, True),
+        ([1.3], True, True, True),
+    ],
+)
+def test_sampling_takes_the_best_of_logits_and_noise(
+    v2: SimpleNamespace, seed: int, temperatures: list[float], apply: bool, drafting: bool, fp64: bool
+) -> None:
+    step = Step(seed)
+    of_slot = step.choice(temperatures)
+    seeds, pos = ints(step.rng, -(2**63), 2**63 - 1, S, torch.int64), ints(step.rng, 0, 5000, step.n, torch.int64)
+    logits = step.logits(step.n)
+    if step.n > 1:
+        step.slots[0] = -1  # padding: greedy
+    got = v2.gumbel.gumbel_sample(logits, step.slots, of_slot, seeds, pos, apply, drafting, use_fp64=fp64)
+    assert got.dtype == torch.int64
+    for i, slot in enumerate(step.slots.tolist()):
+        row, t = logits[i].tolist(), float(of_slot[slot]) if slot >= 0 else 0.0
+        if t:
+            scaled = [x / t for x in row] if apply else row
+            row = noised(scaled, int(seeds[slot]), int(pos[i]) + (2**30 if drafting else 0), fp64)
+        assert row[int(got[i])] >= max(row) - 1e-5  # rounding may decide between equals
+
+
+def test_samples_follow_the_softmax_over_several_blocks(v2: SimpleNamespace) -> None:
+    rows, vocabulary = 3000, 1500  # vLLM's blocks are of 1024 words
+    logits = torch.full((1, vocabulary), -INF)
+    kept = [3, 700, 1030, 1499]
+    logits[0, kept] = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
+    got = v2.gumbel.gumbel_sample(
+        logits.expand(rows, -1), torch.zeros(rows, dtype=torch.int32), torch.ones(1), torch.tensor([-5]),
+        torch.arange(rows), False, False,
+    )  # fmt: skip
+    shares = [float((got == token).float().mean()) for token in kept]
+    assert sum(shares) == pytest.approx(1)
+    assert shares == pytest.approx([0.1, 0.2, 0.3, 0.4], abs=0.04)  # 4 standard deviations
+
+
+@pytest.mark.parametrize("fp64", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_only_kept_token_wins_whatever_its_noise(
+    v2: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, fp64: bool, rows: int
+) -> None:
+    """The largest hash makes u round to 1, whose noise would be -inf."""
+
+    def largest(seeds: np.ndarray, positions: np.ndarray, vocabulary: int, domain: int = 0) -> np.ndarray:
+        return np.full((len(seeds), vocabulary), 2**32 - 1, dtype=np.uint32)
+
+    monkeypatch.setattr(cpu_kernels, "_murmur3", largest)
+    logits = torch.full((rows, V), -INF)
+    logits[:, 5] = 1.0
+    zeros = torch.zeros(rows, dtype=torch.int64)
+    got = v2.gumbel.gumbel_sample(logits, zeros, torch.ones(1), zeros[:1], zeros, False, False, use_fp64=fp64)
+    assert got.tolist() == [5] * rows
+
+
+def test_draft_logits_are_refused(v2: SimpleNamespace) -> None:
+    zeros = torch.zeros(1, dtype=torch.int64)
+    cache = torch.zeros(S, 1, V)
+    with pytest.raises(MissingKernelError, match="speculative decoding"):
+        v2.gumbel.gumbel_sample(torch.zeros(1, V), zeros, torch.ones(1), zeros, zeros, False, True, cache, zeros[0])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("custom", [0, 5])
+def test_log_probs_and_ranks(v2: SimpleNamespace, seed: int, dtype: torch.dtype, custom: int) -> None:
+    """The sampled token first; then a request's own tokens, or the top ones where it names none."""
+    step = Step(seed + 1)  # vLLM asks for none in an empty step
+    logits = step.logits(step.n).to(dtype)
+    logits[logits < -3] = -INF
+    sampled = ints(step.rng, 0, V, step.n, torch.int64)
+    state = v2.logprob.LogprobTokenIdsState(S, CPU)
+    own: dict[int, list[int]] = {slot: [] for slot in range(S)}
+    for slot in range(0, S, 2):
+        own[slot] = step.rng.permutation(V)[: int(step.rng.integers(0, custom + 1))].tolist()
+        state.num_token_ids.np[slot] = len(own[slot])
+        state.token_ids.gpu[slot, : len(own[slot])] = torch.tensor(own[slot], dtype=torch.int32)
+    state.num_token_ids.copy_to_uva()
+    got = v2.logprob.compute_topk_scores(logits, 3, sampled, None, state, step.slots, custom)
+    for i, slot in enumerate(step.slots.tolist()):
+        row = logits[i].tolist()
+        total = math.log(math.fsum(math.exp(x) for x in row))
+        top = sorted(range(V), key=lambda token: -row[token])[:3]
+        tokens = [int(sampled[i]), *((own[slot] if custom else []) or top)]
+        values = got.logprobs[i].tolist()
+        assert values[: len(tokens)] == pytest.approx([row[token] - total for token in tokens], abs=1e-5)
+        assert all(value == -INF for value in values[len(tokens) :])
+        ids = got.logprob_token_ids[i].tolist()[: len(tokens)]
+        assert [row[a] for a in ids] == [row[b] for b in tokens]  # top tokens may be equals
+        assert int(got.selected_token_ranks[i]) == sum(x >= row[tokens[0]] for x in row)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_min_p(v2: SimpleNamespace, seed: int) -> None:
+    step = Step(seed)
+    logits, share = step.logits(step.n), step.choice([0.0, 0.05, 0.2, 1.0])
+    expected = logits.tolist()
+    for i, slot in enumerate(step.slots.tolist()):
+        least = max(expected[i]) + (math.log(float(share[slot])) if share[slot] else -INF)
+        expected[i] = [x if x >= least else -INF for x in expected[i]]
+    v2.min_p.apply_min_p(logits, step.slots, share)
+    assert logits.tolist() == expected
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("width", [1, 20, V])
+@pytest.mark.parametrize("per_request", [1, 2])
+def test_kept_tokens(v2: SimpleNamespace, seed: int, width: int, per_request: int) -> None:
+    """Rows of one kept token, of all, and of none sampled."""
+    step = Step(seed)
+    num = ints(step.rng, 0, per_request + 1, step.n)
+    logits = step.logits(step.n * per_request)
+    for row, limit in zip(logits, step.rng.choice([-9, 0, 3], size=len(logits)).tolist(), strict=True):
+        row[row < min(limit, float(row.max()))] = -INF
+    expected = [
+        [token for token in range(V) if math.isfinite(float(logits[i * per_request + k, token]))]
+        for i in range(step.n)
+        for k in range(int(num[i]))
+    ]
+    cu = cumulated([per_request] * step.n)
+    masks = v2.output.SamplingMaskTensors.from_logits(logits, cu, num, width, per_request)
+    active = [k < int(num[i]) for i in range(step.n) for k in range(per_request)]
+    assert [c for c, on in zip(masks.counts.tolist(), active, strict=True) if not on] == [0] * (
+        len(active) - sum(active)
+    )
+    lists = masks.tolists(num.numpy())
+    rows = [lists.token_ids[a:b].tolist() for a, b in zip(lists.offsets, lists.offsets[1:], strict=False)]
+    if per_request == 1:  # vLLM lists a request without a sampled token, too
+        rows = [row for row, on in zip(rows, active, strict=True) if on]
+    assert rows == expected
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_penalties(v2: SimpleNamespace, seed: int) -> None:
+    """Two rows of each request: the second follows a draft, which counts as said."""
+    step = Step(seed + 1)
+    words, counts = torch.zeros(S, (V + 31) // 32, dtype=torch.int32), torch.zeros(S, V, dtype=torch.int32)
+    prompt = torch.minimum(step.prefill, ints(step.rng, 1, 25, S))
+    counts += 5  # of an earlier request in the slot
+    v2.penalties.bincount(step.slots, step.tokens, prompt, step.prefill, words, counts, int(step.prefill.max()))
+    repetition, frequency = step.choice([1.0, 1.3]), step.choice([0.0, 0.4])
+    presence = step.choice([0.0, 0.2])
+    rows, drafts = step.slots.repeat_interleave(2), ints(step.rng, 0, V, 2 * step.n)
+    places = torch.tensor([0, 1] * step.n, dtype=torch.int32)
+    logits = step.logits(2 * step.n)
+    expected = logits.tolist()
+    for i, slot in enumerate(rows.tolist()):
+        prompt_words = set(step.tokens[slot, : int(prompt[slot])].tolist())
+        said = step.tokens[slot, int(prompt[slot]) : int(step.prefill[slot])].tolist()
+        said += drafts[i : i + 1].tolist() if i % 2 else []
+        for token in range(V):
+            x, often = expected[i][token], said.count(token)
+            if token in prompt_words or often:
+                x = x / float(repetition[slot]) if x > 0 else x * float(repetition[slot])
+            expected[i][token] = x - float(frequency[slot]) * often - float(presence[slot]) * bool(often)
+    v2.penalties.apply_penalties(logits, rows, drafts, places, repetition, frequency, presence, words, counts)
+    np.testing.assert_allclose(logits.numpy(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("check", [False, True])
+def test_allowed_tokens_biases_and_stop_tokens(v2: SimpleNamespace, seed: int, check: bool) -> None:
+    step = Step(seed)
+    rng = step.rng
+    allowed, biased = (torch.from_numpy(np.stack([rng.permutation(V)[:6] for _ in range(S)])).int() for _ in range(2))
+    stop = allowed.flip(1)[:, :4].contiguous()  # now and then they are all that is allowed
+    amounts = torch.from_numpy(rng.normal(size=(S, 6)).astype(np.float32))
+    num_allowed, num_biased, num_stop = ints(rng, 0, 2, S) * 6, ints(rng, 0, 4, S), ints(rng, 0, 5, S)
+    num_allowed[::3] = 2
+    stop[::3] = allowed[::3, :4]
+    pos, least, restore = ints(rng, 0, 30, step.n, torch.int64), ints(rng, 0, 60, S), ints(rng, 0, 2, S)
+    logits = step.logits(step.n)
+    expected = logits.tolist()
+    for i, slot in enumerate(step.slots.tolist()):
+        row = expected[i]
+        if num_allowed[slot]:
+            kept = allowed[slot, : int(num_allowed[slot])].tolist()
+            row[:] = [x if token in kept else -INF for token, x in enumerate(row)]
+        for k in range(int(num_biased[slot])):
+            row[int(biased[slot, k])] += float(amounts[slot, k])
+        if int(pos[i]) + 1 < int(least[slot]):
+            ids = stop[slot, : int(num_stop[slot])].tolist()
+            masked = [-INF if token in ids else x for token, x in enumerate(row)]
+            if not (check and restore[slot] and max(masked) == -INF):
+                row[:] = masked
+    v2.logit_bias.apply_logit_bias(
+        logits,
+        step.slots,
+        pos,
+        num_allowed,
+        allowed,
+        num_biased,
+        biased,
+        amounts,
+        least,
+        num_stop,
+        restore,
+        stop,
+        check,
+    )
+    np.testing.assert_allclose(logits.numpy().reshape(-1), np.array(expected, np.float32).reshape(-1), atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_bad_words(v2: SimpleNamespace, seed: int) -> None:
+    """Words of 1, 2 and 3 tokens, over an answer that may be empty and drafts that continue it."""
+    step = Step(seed)
+    tokens = ints(step.rng, 0, 2, (S, L))
+    words, offsets = ints(step.rng, 0, 2, (S, 9)), torch.tensor([[0, 1, 3, 6]] * S, dtype=torch.int32)
+    num, prompt = ints(step.rng, 0, 4, S), ints(step.rng, 1, 9, S)
+    total = prompt + ints(step.rng, 0, 5, S)
+    rows, drafts = step.slots.repeat_interleave(3), ints(step.rng, 0, 2, 3 * step.n)
+    logits = step.logits(3 * step.n)
+    expected = logits.tolist()
+    for i, slot in enumerate(rows.tolist()):
+        answer = tokens[slot, int(prompt[slot]) : int(total[slot])].tolist() + drafts[i - i % 3 + 1 : i + 1].tolist()
+        for k in range(int(num[slot])):
+            *before, last = words[slot, int(offsets[slot, k]) : int(offsets[slot, k + 1])].tolist()
+            if len(before) <= len(answer) and answer[len(answer) - len(before) :] == before:
+                expected[i][last] = -INF
+    places = torch.tensor([0, 1, 2] * step.n, dtype=torch.int32)
+    v2.bad_words.apply_bad_words(logits, rows, words, offsets, num, tokens, prompt, total, drafts, places, 3)
+    assert logits.tolist() == expected
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_prompt_tokens_to_score(v2: SimpleNamespace, seed: int) -> None:
+    step = Step(seed)
+    if step.n:
+        step.computed[int(step.slots[0])] = L - int(step.lens[0])  # its last token has nothing after it
+    expected = [
+        int(step.tokens[slot, at]) if (at := int(step.computed[slot]) + 1 + k) < L else 0
+        for i, slot in enumerate(step.slots.tolist())
+        for k in range(len(step.span(i)))
+    ]
+    got = v2.prompt_logprob.get_prompt_logprobs_token_ids(
+        step.total, step.starts, step.slots, step.computed, step.tokens
+    )
+    assert got.tolist() == expected
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grammar(seed: int, dtype: torch.dtype) -> None:
+    """Three masks a request at most; those of rows that the step does not have do nothing."""
+    step = Step(seed)
+    cu, stride = cumulated(step.rng.integers(1, 4, size=step.n)), 3
+    places = (
+        ints(step.rng, 0, 1, 0) if not step.n else torch.from_numpy(step.rng.permutation(step.n * stride)[:5]).int()
+    )
+    masks = ints(step.rng, -(2**31), 2**31, (len(places), (V + 31) // 32))
+    logits = step.logits(int(cu[-1])).to(dtype)
+    expected = logits.tolist()
+    for i, at in enumerate(places.tolist()):
+        row = int(cu[at // stride]) + at % stride
+        if row < int(cu[at // stride + 1]):
+            for token in range(V):
+                if not int(masks[i, token // 32]) >> token % 32 & 1:
+                    expected[row][token] = -INF
+    cpu_kernels.apply_grammar_bitmask(logits, places, cu, masks, V, stride)
+    assert logits.tolist() == expected
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_vllm_has_the_kernel_and_its_parameters(v2: SimpleNamespace, name: str) -> None:
+    override = getattr(importlib.import_module(name.rpartition(".")[0]), name.rpartition(".")[2])
+    assert by_name(name, override, KERNELS[name])
+
+
+def scale(output: list[float], factor: float, TWICE: bool = False) -> None:
+    output[0] *= factor * (1 + TWICE)
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        lambda f, out: f(out, 0, 3, TWICE=True, BLOCK_SIZE=8, num_warps=1),
+        lambda f, out: f(out, 0, 3, True, 8),
+    ],
+)
+def test_arguments_are_bound_by_name(launch: Callable[[Any, list[float]], None]) -> None:
+    def kernel(output_ptr: Any, inserted: Any, factor: Any, TWICE: Any, BLOCK_SIZE: Any) -> None:
+        raise AssertionError
+
+    out = [1.0]
+    launch(by_name("kernels.scale", kernel, scale), out)
+    assert out == [6.0]
+
+
+def test_a_kernel_without_a_needed_parameter_is_named() -> None:
+    def kernel(output_ptr: Any, TWICE: Any) -> None:
+        raise AssertionError
+
+    with pytest.raises(RuntimeError, match=r"vLLM [\d.]+.*: its kernel kernels\.scale has no parameter factor"):
+        by_name("kernels.scale", kernel, scale)
+
+
+PROGRAM = """
+import json, os, sys
+from torchrl_moe.modules.backends.vllm import cpu_kernels
+light = not any(name.partition(".")[0] == "vllm" for name in sys.modules)
+import vllm.config.vllm as config
+from vllm.platforms import current_platform
+
+def asked_for(value):
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = value
+    cpu_kernels.register()
+    return config.HAS_TRITON
+
+v1 = asked_for("0")
+os.environ.pop("VLLM_USE_V2_MODEL_RUNNER")
+cpu_kernels.register()
+cpu_kernels.register()
+import vllm.v1.worker.gpu.cp_utils as early
+current_platform.register_triton_kernel_overrides()
+import vllm.v1.worker.gpu.mm.rope as late
+from vllm.v1.worker.gpu import input_batch
+from vllm.v1.worker.gpu.sample import gumbel
+
+def error(kernel):
+    try:
+        kernel[(1,)](1, 2, BLOCK_SIZE=3)
+    except NotImplementedError as caught:
+        return str(caught)
+
+print(json.dumps({
+    "light": light, "v1": v1, "v2": config.HAS_TRITON,
+    "early": error(early._dcp_local_seq_lens_kernel), "late": error(late._prepare_rope_positions_kernel),
+    "again": cpu_kernels.install() is None,
+    "ours": all(type(getattr(m, n)).__name__ == "KernelOverride" for m, n in (
+        (input_batch, "_post_update_kernel"), (gumbel, "_temperature_kernel"))),
+    "not_kernels": [input_batch.post_update.__module__, gumbel.apply_temperature.__module__],
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def installed() -> dict[str, Any]:
+    """What a process that installs the kernels says: it changes torch and vLLM for good."""
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, env=engine_environment(), capture_output=True, text=True, check=True, timeout=240)
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return said
+
+
+def test_importing_the_plugin_is_light_and_it_leaves_v1_alone(installed: dict[str, Any]) -> None:
+    assert installed["light"]
+    assert not installed["v1"]
+    assert installed["v2"]
+
+
+def test_the_kernels_are_installed_once(installed: dict[str, Any]) -> None:
+    assert installed["ours"] and installed["again"]
+    assert installed["not_kernels"] == ["vllm.v1.worker.gpu.input_batch", "vllm.v1.worker.gpu.sample.gumbel"]
+
+
+@pytest.mark.parametrize(
+    ("when", "kernel"),
+    [("early", "cp_utils._dcp_local_seq_lens_kernel"), ("late", "mm.rope._prepare_rope_positions_kernel")],
+)
+def test_another_kernel_fails_with_its_name(installed: dict[str, Any], when: str, kernel: str) -> None:
+    """In a module that was imported before the kernels were installed, and in one that is imported later."""
+    assert f"vLLM's Triton kernel vllm.v1.worker.gpu.{kernel} has no CPU version in torchrl_moe" in installed[when]
+    assert "VLLM_USE_V2_MODEL_RUNNER=0" in installed[when]
