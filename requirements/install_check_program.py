@@ -1,7 +1,8 @@
 """Runs in each environment of ``install_check.py``: a real engine against a stock transformers model, in float32.
 
 It generates with routes, over all words and over fewer, with experts that are given, and after a weight update; and it
-scores. It writes versions and figures as JSON to the file that it is called with, and fails if a figure is too large.
+scores. It is called with a file, to which it writes versions and figures as JSON, and the release of vLLM that the
+engine must be of; it fails if a figure is too large.
 Only public names of torchrl_moe are used, and nothing of its tests.
 """
 
@@ -181,8 +182,8 @@ def versions(engine: AsyncVLLM) -> dict[str, str]:
     return {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}, "vllm": shown}
 
 
-def main(file: Path) -> None:
-    """Run all of it."""
+def main(file: Path, release: str) -> None:
+    """Run all of it, with an engine that must be of that release of vLLM."""
     with tempfile.TemporaryDirectory() as folder:
         for part in (make_tiny_moe("qwen3_moe"), ByteTokenizer()):
             part.save_pretrained(folder)
@@ -190,6 +191,7 @@ def main(file: Path) -> None:
         with AsyncVLLM.from_pretrained(
             folder, dtype="float32", kv_cache_memory_bytes=1 << 26, max_model_len=256
         ) as engine:
+            assert engine.infos[0].engine_version == release, engine.infos[0]
             figures = sampled(engine, model)
             figures["score()"] = scored(engine, model)
             figures["experts given, replayed by RouterReplay"] = forced(engine, model)
@@ -203,4 +205,4 @@ def main(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -110,18 +110,19 @@ def test_files_of_archives_and_wheels(tmp_path: Path) -> None:
     assert in_wheel(tmp_path / "one.whl") == METADATA
 
 
-def test_the_overlay_is_python_of_one_vllm_and_compiled_files_of_another(tmp_path: Path) -> None:
-    installed = tmp_path / "env" / "lib" / "python3.11" / "site-packages" / "vllm"
-    (installed / "deep").mkdir(parents=True)
+def test_python_files_are_of_one_vllm_and_compiled_ones_of_another(tmp_path: Path) -> None:
+    packages = tmp_path / "site-packages"
+    (packages / "vllm" / "deep").mkdir(parents=True)
     for name in ("_C.so", "deep/_D.so", "old.py"):
-        installed.joinpath(name).write_text("old")
+        packages.joinpath("vllm", name).write_text("old")
     archive = tmp_path / "vllm-9.0.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
         for name in ("vllm-9.0/vllm/new.py", "vllm-9.0/setup.py"):
             tar.addfile(tarfile.TarInfo(name), io.BytesIO())
-    target = install_check.overlay(archive, tmp_path / "env")
-    found = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}
-    assert found == {"vllm/_C.so", "vllm/deep/_D.so", "vllm/new.py", "vllm-9.0+cpu.dist-info/METADATA"}
+    for _ in range(2):
+        install_check.lay_over(archive, packages)
+        found = {str(path.relative_to(packages)) for path in packages.rglob("*") if path.is_file()}
+        assert found == {"vllm/_C.so", "vllm/deep/_D.so", "vllm/new.py", "vllm-9.0+cpu.dist-info/METADATA"}
 
 
 def test_the_page_has_a_row_per_environment_and_the_figures() -> None:
