@@ -22,10 +22,10 @@ export VLLM_LOGGING_LEVEL := ERROR
 # Dozens of processes import this tree in one run of the tests: each would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv digest test coverage parity soak compat lint format train notebooks bench docs docs-check package clean
+.PHONY: help venv digest test coverage parity soak compat install-check lint format train notebooks bench docs docs-check package clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 15
 
 venv: ## create .venv and install the pinned CPU stack; does nothing while its inputs are unchanged
 	@if [ -L .venv ]; then
@@ -59,8 +59,12 @@ soak: venv ## run the long tests: faults, load, many weight syncs
 	@$(PYTEST) -m soak --timeout 3600 $(ARGS)
 	$(VENV) -m benchmarks.soak --bounded
 
-compat: venv ## look up every name of vLLM that is used in the releases 0.30 to 0.33 (downloads their sources)
+compat: venv ## look up all that is used of vLLM in the sources of each release that is allowed (downloads them)
 	@$(PYTEST) -m compat test/test_vllm_versions.py $(ARGS)
+
+install-check: venv ## run engines with the oldest and the newest of all dependencies, in environments of their own
+	@env -u PYTHONPATH $(VENV) requirements/install_check.py --torch-index "$(TORCH_INDEX)" \
+	    $(if $(FOLDER),--folder "$(FOLDER)") $(ARGS)
 
 lint: venv ## check style, format and types
 	@$(VENV) -m ruff check

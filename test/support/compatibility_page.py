@@ -7,12 +7,13 @@ import tomllib
 from pathlib import Path
 
 from support.families import FAMILIES, REFUSED, model_type
+from support.releases import releases
 from support.served_families import SERVED, Served
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"
 HOW = "docs/compatibility.md is out of date: PYTHONPATH=.:test python -m support.compatibility_page writes it"
-SHOWN = re.compile(r"(?<=<!-- )(\w+) -->\n\n.*?\n\n(?=<!-- end of \1 -->)", re.DOTALL)
+SHOWN = re.compile(r"(?<=<!-- )(versions|releases|counts|families) -->\n\n.*?\n\n(?=<!-- end of \1 -->)", re.DOTALL)
 OUTCOMES = {
     "exact": "follows",
     "rounded": "follows, in bfloat16 only",
@@ -74,12 +75,8 @@ def versions() -> str:
 
 
 def looked_up() -> str:
-    """The releases of vLLM in which every name that is used was looked up."""
-    text = (ROOT / "test" / "test_vllm_versions.py").read_text(encoding="utf-8")
-    match = re.search(r"^VERSIONS = \((.*)\)$", text, re.MULTILINE)
-    assert match is not None
-    releases = re.findall(r'"(.*?)"', match[1])
-    return f"`make compat` looks up every name of vLLM that is used in the sources of {', '.join(releases)}."
+    """The releases of vLLM in which all that is used was looked up."""
+    return f"`make compat` looks up all that is used of vLLM in the sources of {', '.join(releases())}."
 
 
 def written(text: str) -> str:

