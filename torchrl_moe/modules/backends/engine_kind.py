@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import site
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,7 +56,8 @@ def process_environment(devices: str | None, num_replicas: int) -> dict[str, str
     """
     environment = {name: value for name, value in os.environ.items() if not _is_of_launcher(name)}
     root = str(Path(torchrl_moe.__file__).parents[1])
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+    if root not in site.getsitepackages():  # an engine finds it there anyway, and the user's own paths come first
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
     if devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = devices
         return environment

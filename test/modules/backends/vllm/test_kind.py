@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import site
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,13 @@ def test_the_environment_gives_way_to_the_user(monkeypatch: pytest.MonkeyPatch) 
     environment = engine_environment(verbose=True)
     assert (environment["OMP_NUM_THREADS"], environment["VLLM_LOGGING_LEVEL"]) == ("7", "DEBUG")
     assert environment["PYTHONPATH"].split(os.pathsep)[1:] == ["theirs"]
+
+
+def test_an_installed_package_leaves_the_users_paths_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of site-packages would come before them."""
+    monkeypatch.setenv("PYTHONPATH", "theirs")
+    monkeypatch.setattr(site, "getsitepackages", lambda: [str(Path(torchrl_moe.__file__).parents[1])])
+    assert engine_environment()["PYTHONPATH"] == "theirs"
 
 
 def test_many_replicas_on_few_cores_have_a_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -716,7 +716,7 @@ def by_name(name: str, kernel: Callable[..., Any], function: Callable[..., None]
     if missing:
         raise RuntimeError(
             f"vLLM {_vllm_version()}: its kernel {name} has no parameter {', '.join(missing)}, which torchrl_moe's CPU "
-            "version needs. Use vLLM 0.32 or 0.33, or set VLLM_USE_V2_MODEL_RUNNER=0, which loses routed experts."
+            "version needs. Use vLLM 0.32 or 0.33."
         )
     places = [(i, n) for i, n in enumerate(names) if n in wanted]
 
@@ -753,7 +753,7 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
         raise MissingKernelError(
             f"vLLM's Triton kernel {name} has no CPU version in torchrl_moe (it was launched with "
             f"{len(args) + len(constants)} arguments). Leave out the request's or the engine's option that needs it, "
-            "run on a GPU, or set VLLM_USE_V2_MODEL_RUNNER=0, which loses routed experts."
+            "or run on a GPU."
         )
 
     refuse.__name__ = name.rpartition(".")[2]
