@@ -29,7 +29,7 @@ BELOW: dict[str, set[str]] = {
     "modules.serving": {"modules.backends"},
     "modules.backends.ray": {"modules.backends.process"},  # an actor hosts an engine process, of whatever engine
     # a worker replays as the trainer does
-    "modules.backends.vllm": {"modules.backends.process", "modules.replay", "_compat_sampling"},
+    "modules.backends.vllm": {"modules.backends.process", "modules.replay"},
     "modules.backends.transformers": {"modules.backends.process", "modules.replay"},
     "modules.backends.process": {"modules.backends"},
     "modules.backends": {"data", "ops", "weight_update.transports"},  # the replica protocol; workers receive weights
@@ -38,9 +38,7 @@ BELOW: dict[str, set[str]] = {
     "ops": {"render", "_checks", "_compat", "_lazy"},
     "render": {"_checks", "_compat", "_lazy"},  # takes plain data, so anyone may import it
     "_checks": {"_errors"},
-    "_compat": {"_compat_routing", "_errors"},
-    "_compat_sampling": {"_compat_routing"},  # parts of _compat: the same rules
-    "_compat_routing": {"_errors"},
+    "_compat": {"_errors"},
     "_compat_generation": set(),
     "_compat_memory": set(),
     "_errors": set(),
@@ -58,8 +56,6 @@ PLACES: dict[str, tuple[str, ...]] = {
         "modules.backends.vllm",
         "weight_update.transports.nccl_group",  # vLLM's communicator, in functions
         "_compat",
-        "_compat_sampling",
-        "_compat_routing",
     ),
     "ray": (  # they place actors
         *(f"modules.backends.ray.{file}" for file in ("actor", "actor_link", "cluster")),
@@ -77,7 +73,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         "cli.models",  # the model that a command is given
     ),
 }
-COMPAT = {"_compat", "_compat_generation", "_compat_memory", "_compat_routing", "_compat_sampling"}
+COMPAT = {"_compat", "_compat_generation", "_compat_memory", "modules.backends.vllm"}
 """Files that may touch private names of vLLM and TorchRL."""
 PURE: dict[str, set[str]] = {
     "ops": {"torch"},
@@ -177,8 +173,8 @@ def test_the_rooms_form_a_dag() -> None:
         ("objectives/functional/x.py", "from tensordict import TensorDict"),
         ("modules/policies/x.py", "from torchrl.modules.llm.policies.common import _batching"),
         ("__init__.py", "from torchrl_moe.data import RoutedExperts"),
-        ("_compat_sampling.py", "from torchrl_moe.data import KeptTokens"),
-        ("modules/backends/vllm/x.py", "from vllm.v1.sample import _private"),
+        ("_compat_memory.py", "from torchrl_moe.data import KeptTokens"),
+        ("collectors/x.py", "from torchrl.collectors import _private"),
         ("_errors.py", "from torchrl_moe._checks import check_rank"),
     ],
 )
@@ -201,8 +197,8 @@ def test_a_wrong_import_is_found(path: str, text: str) -> None:
         ("modules/serving/x.py", "def f():\n    from torchrl_moe.modules.backends.transformers import kind"),
         ("modules/backends/transformers/x.py", "from torchrl_moe.modules.replay.router_replay import RouterReplay"),
         ("modules/serving/x.py", "if TYPE_CHECKING:\n    from vllm import SamplingParams"),
-        ("_compat_sampling.py", "def f():\n    from vllm.v1.sample import _private"),
-        ("modules/backends/vllm/x.py", "from torchrl_moe import _compat_sampling"),
+        ("_compat.py", "def f():\n    from vllm.v1.sample import _private"),
+        ("modules/backends/vllm/x.py", "from torchrl_moe import _compat"),
         ("modules/backends/vllm/x.py", "from torchrl_moe.weight_update.transports.base import Receiver"),
         ("weight_update/transports/nccl_group.py", "def f():\n    import vllm"),
         ("modules/backends/vllm/x.py", "from __future__ import annotations\nimport torchrl_moe\nimport vllm"),

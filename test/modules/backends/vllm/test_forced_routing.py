@@ -17,6 +17,7 @@ from support.engines import EngineShelf
 from support.reference import TOLERANCE, Reference
 from support.routes import rows_of
 from support.versions import random_ids
+from torchrl_moe._compat import SCHEDULERS
 from torchrl_moe._errors import ReplayError, RequestRefusedError
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules import AsyncVLLM
@@ -49,6 +50,7 @@ class Worker:
         self.vllm_config = SimpleNamespace(
             aux_output_config=SimpleNamespace(enabled=True),
             speculative_config=None,
+            scheduler_config=SimpleNamespace(scheduler_cls=f"{SCHEDULERS}.MoEScheduler"),
             model_config=model_config,
             device_config=SimpleNamespace(device_type="cpu" if enforce_eager else "cuda"),
             parallel_config=SimpleNamespace(data_parallel_size=1, use_ubatching=False, use_sequence_parallel_moe=False),
@@ -208,6 +210,7 @@ def test_following_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("aux_output_config", {"enabled": False}, "captures no routes"),
         ("", {"speculative_config": object()}, "speculative decoding"),
+        ("scheduler_config", {"scheduler_cls": "mine.Scheduler"}, "a scheduler of your own, mine.Scheduler"),
         ("parallel_config", {"data_parallel_size": 2}, "data_parallel_size=2"),
         ("parallel_config", {"use_ubatching": True}, "enable_dbo"),
         ("parallel_config", {"use_sequence_parallel_moe": True}, "sequence parallel"),

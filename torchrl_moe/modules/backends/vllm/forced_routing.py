@@ -35,6 +35,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torchrl_moe._compat import SCHEDULERS
 from torchrl_moe._errors import ReplayError
 from torchrl_moe.data import UNSET_EXPERT
 from torchrl_moe.modules.backends.vllm.forced_rows import forced_in
@@ -67,6 +68,9 @@ def why_live(config: Any) -> str:
         return "the engine captures no routes"
     if config.speculative_config is not None:
         return "speculative decoding takes several tokens a step, some of which are dropped"
+    scheduler = config.scheduler_config.scheduler_cls
+    if not str(scheduler).startswith(SCHEDULERS):  # ours keys cached blocks by rows, and keeps those of what is preempted
+        return f"the engine has a scheduler of your own, {scheduler}"
     if parallel.data_parallel_size > 1:
         return f"data_parallel_size={parallel.data_parallel_size}: a router sees the tokens of other ranks"
     if parallel.use_sequence_parallel_moe:
