@@ -1,4 +1,4 @@
-"""What differs between the releases of transformers that may be installed (5.16 to 5.24), which is not imported here."""
+"""What differs between the releases of transformers that may be installed (5.18 to 5.24), which is not imported here."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ SMALL: Mapping[str, Any] = {
     "eos_token_id": 2,
 }
 E, K = 8, 3
-OLDEST = "5.16"
+OLDEST = "5.18"
 """The oldest release of transformers that ``pyproject.toml`` allows."""
 
 

@@ -363,18 +363,16 @@ SINCE: Mapping[str, str] = {
     "beam": "5.21",
     "dots3_note": "5.23",
     "flint": "5.21",
-    "hy_v4": "5.17",
     "hy_v4_vl": "5.24",
     "inkling2": "5.23",
     "inkling2_loop": "5.24",
-    "kimi_linear": "5.17",
     "kolibri1": "5.20",
     "lara_mini": "5.24",
     "mistral_large4": "5.22",
     "sarvam_mla": "5.24",
     "sarvam_moe": "5.24",
 }
-"""The release of transformers that brought a family, if it is not in 5.16, the oldest one that is allowed."""
+"""The release of transformers that brought a family, if it is not in 5.18, the oldest one that is allowed."""
 
 BFLOAT16_SINCE: Mapping[str, str] = {"deepseek_v4": "5.20"}
 """Families that do not run in bfloat16 before a release, by transformers' own fault."""
