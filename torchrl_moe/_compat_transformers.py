@@ -1,4 +1,4 @@
-"""What differs between the releases of transformers that may be installed (5.18 to 5.24), which is not imported here."""
+"""What differs between the releases of transformers that may be installed (5.18 to 5.24); it is not imported here."""
 
 from __future__ import annotations
 
@@ -25,12 +25,16 @@ def cache_argument(arguments: Collection[str]) -> str:
     return "cache" if "cache" in arguments else "past_key_values"
 
 
-def checkpoint_activations(model: Any) -> None:
-    """Have a model compute its activations again in the backward pass, the non-reentrant way.
+def checkpoint_activations(model: Any, **arguments: Any) -> None:
+    """Have a model compute its activations again in the backward pass.
 
     The method has another name from 5.23 on, where the older one warns.
+
+    Args:
+        model: of transformers.
+        **arguments: of ``torch.utils.checkpoint.checkpoint``; ``use_reentrant`` is False unless given.
     """
-    arguments = {"use_reentrant": False}
+    arguments = {"use_reentrant": False, **arguments}
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments)
     else:

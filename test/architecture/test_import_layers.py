@@ -16,7 +16,8 @@ from support.sources import PACKAGE, Source, imports, package_sources, snippet
 
 BELOW: dict[str, set[str]] = {
     "cli": {"trainers", "testing"},
-    "trainers": {"collectors", "objectives", "_compat_memory", "_compat_transformers"},  # testing only by name, "module:function"
+    # testing only by name, "module:function"
+    "trainers": {"collectors", "objectives", "_compat_memory", "_compat_transformers"},
     "collectors": {"weight_update", "modules.backends.ray"},  # a collector in Ray joins the cluster as an engine does
     "weight_update": {"modules"},
     "weight_update.transports": {"weight_update.store"},  # both ends: the sender's, and the workers'
@@ -78,7 +79,14 @@ PLACES: dict[str, tuple[str, ...]] = {
         "cli.models",  # the model that a command is given
     ),
 }
-COMPAT = {"_compat", "_compat_generation", "_compat_memory", "_compat_routing", "_compat_sampling", "_compat_transformers"}
+COMPAT = {
+    "_compat",
+    "_compat_generation",
+    "_compat_memory",
+    "_compat_routing",
+    "_compat_sampling",
+    "_compat_transformers",
+}
 """Files that may touch private names of vLLM, TorchRL and transformers."""
 PURE: dict[str, set[str]] = {
     "ops": {"torch"},

@@ -174,6 +174,16 @@ def test_replaying_its_own_routes_is_bit_equal_and_so_is_a_model_after_remove(fa
 
 
 @few_families
+def test_in_bfloat16_it_is_the_model_that_transformers_loads(family: str, tmp_path: Path) -> None:
+    """Routers in float32 included, which 5.24 keeps in many families."""
+    model = build(family, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    dtypes, wanted = ({name: p.dtype for name, p in one.named_parameters()} for one in (model, loaded))
+    assert dtypes == wanted
+
+
+@few_families
 def test_replaying_its_own_routes_is_bit_equal_in_float32_and_eval_mode_too(family: str) -> None:
     check_own_routes(build(family, dtype=torch.float32).eval())
 
