@@ -53,9 +53,10 @@ def lowered(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """
     if dtype not in (torch.bfloat16, torch.float16) or not hasattr(model, "_keep_in_fp32_modules_strict"):
         return model.to(dtype)
-    kept = {*(model._keep_in_fp32_modules_strict or ())}
+    private: Any = model
+    kept = {*(private._keep_in_fp32_modules_strict or ())}
     if dtype == torch.float16:
-        kept |= {*(model._keep_in_fp32_modules or ())}
+        kept |= {*(private._keep_in_fp32_modules or ())}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and not any(f".{part}." in f".{name}." for part in kept):
             tensor.data = tensor.data.to(dtype)

@@ -23,7 +23,7 @@ TESTED = {
     "torch": "2.13.0",
     "tensordict": "0.14.3",
     "torchrl": "0.14.1",
-    "transformers": "5.23.0",
+    "transformers": "5.19.0",
     "vllm": "0.30.0",
     "ray": "2.60.0",
     "peft": "0.21.2",
