@@ -30,7 +30,7 @@ SMALL: dict[str, Any] = {"num_hidden_layers": 2, "dtype": torch.bfloat16, "use_c
 
 @pytest.fixture(autouse=True)
 def no_graphs() -> None:
-    """Each test compiles anew: hooks of discovery share their code, and a code has a limited number of graphs."""
+    """Each test compiles by itself: hooks of discovery share their code, and a code has a limited number of graphs."""
     torch._dynamo.reset()
 
 
