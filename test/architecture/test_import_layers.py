@@ -16,7 +16,8 @@ from support.sources import PACKAGE, Source, imports, package_sources, snippet
 
 BELOW: dict[str, set[str]] = {
     "cli": {"trainers", "testing"},
-    "trainers": {"collectors", "objectives", "_compat_memory"},  # testing only by name, "module:function"
+    # testing only by name, "module:function"
+    "trainers": {"collectors", "objectives", "_compat_memory", "_compat_transformers"},
     "collectors": {"weight_update", "modules.backends.ray"},  # a collector in Ray joins the cluster as an engine does
     "weight_update": {"modules"},
     "weight_update.transports": {"weight_update.store"},  # both ends: the sender's, and the workers'
@@ -30,7 +31,7 @@ BELOW: dict[str, set[str]] = {
     "modules.backends.ray": {"modules.backends.process"},  # an actor hosts an engine process, of whatever engine
     # a worker replays as the trainer does
     "modules.backends.vllm": {"modules.backends.process", "modules.replay"},
-    "modules.backends.transformers": {"modules.backends.process", "modules.replay"},
+    "modules.backends.transformers": {"modules.backends.process", "modules.replay", "_compat_transformers"},
     "modules.backends.process": {"modules.backends"},
     "modules.backends": {"data", "ops", "weight_update.transports"},  # the replica protocol; workers receive weights
     "modules.replay": {"data", "ops"},
@@ -41,6 +42,7 @@ BELOW: dict[str, set[str]] = {
     "_compat": {"_errors"},
     "_compat_generation": set(),
     "_compat_memory": set(),
+    "_compat_transformers": set(),
     "_errors": set(),
     "_imports": set(),
     "_lazy": {"_imports"},
@@ -73,8 +75,8 @@ PLACES: dict[str, tuple[str, ...]] = {
         "cli.models",  # the model that a command is given
     ),
 }
-COMPAT = {"_compat", "_compat_generation", "_compat_memory", "modules.backends.vllm"}
-"""Files that may touch private names of vLLM and TorchRL."""
+COMPAT = {"_compat", "_compat_generation", "_compat_memory", "_compat_transformers", "modules.backends.vllm"}
+"""Files that may touch private names of vLLM, TorchRL and transformers."""
 PURE: dict[str, set[str]] = {
     "ops": {"torch"},
     "objectives.functional": {"torch"},

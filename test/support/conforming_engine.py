@@ -6,6 +6,7 @@ Samples by numpy, so that the checks' own distributions are compared with someth
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
+from torchrl_moe._compat_transformers import cache_argument
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.testing.conformance import Answer, Sampling, Settings
@@ -104,6 +106,7 @@ class ConformingEngine:
         raw_log_probs: bool = False,
     ) -> None:
         self.model = copy.deepcopy(model)
+        self.cache_argument = cache_argument(inspect.signature(model.forward).parameters)
         self.replay = RouterReplay(self.model)
         self.token_seconds, self.is_live, self.raw_log_probs = token_seconds, is_live, raw_log_probs
         self.version = 0
@@ -221,10 +224,10 @@ class ConformingEngine:
             if known > running.read:
                 rows = torch.from_numpy(np.array(running.rows[running.read : end], np.int16))
                 with self.replay.replay(rows[None]):
-                    logits = self.model(chunk, past_key_values=running.cache).logits
+                    logits = self.model(chunk, **{self.cache_argument: running.cache}).logits
             else:
                 with self.replay.record() as recording:
-                    logits = self.model(chunk, past_key_values=running.cache).logits
+                    logits = self.model(chunk, **{self.cache_argument: running.cache}).logits
                 made = recording.routed_experts[0].numpy().astype(np.int8)
                 running.rows += list(made[max(0, len(running.rows) - running.read) :])
             running.read = end

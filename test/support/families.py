@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from packaging.version import Version
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from support.family_configs import CONFIGS, LARGER, REFUSED_CONFIGS
+from support.family_configs import BFLOAT16_SINCE, CONFIGS, LARGER, REFUSED_CONFIGS, SINCE
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 from torchrl_moe.testing.tiny_moe import _draw_weights
 
@@ -32,6 +33,8 @@ SMALL: Mapping[str, Any] = {
     "eos_token_id": 2,
 }
 E, K = 8, 3
+OLDEST = "5.18"
+"""The oldest release of transformers that ``pyproject.toml`` allows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,18 +86,29 @@ EXCLUDED: Mapping[str, str] = {
 
 def model_type(name: str) -> str:
     """The one in the config; a family's name without what is in brackets, if none is given."""
-    return FAMILIES[name].model_type or name.partition(" (")[0] if name in FAMILIES else name
+    known = FAMILIES[name].model_type if name in FAMILIES else REFUSED[name].get("model_type", "")
+    return known or name.partition(" (")[0]
 
 
-def is_absent(name: str) -> bool:
-    """Whether this release of transformers has no such family."""
-    return model_type(name) not in CONFIG_MAPPING
+def since(name: str) -> Version:
+    """The release of transformers that brought a family, or the oldest that is allowed."""
+    return Version(SINCE.get(name.partition(" (")[0], OLDEST))
+
+
+def is_absent(name: str, release: str = transformers.__version__) -> bool:
+    """Whether a release of transformers has no such family."""
+    return Version(release) < since(name)
+
+
+def runs_in_bfloat16(name: str) -> bool:
+    """Whether this release's own code can run a family in bfloat16."""
+    return Version(transformers.__version__) >= Version(BFLOAT16_SINCE.get(name, OLDEST))
 
 
 def build(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **more: Any) -> PreTrainedModel:
     """A tiny model of a family, in eval mode."""
     if is_absent(name):
-        pytest.skip(f"transformers {transformers.__version__} has no {model_type(name)}")
+        pytest.skip(f"transformers {since(name)} brought {model_type(name)}, this is {transformers.__version__}")
     family = FAMILIES.get(name) or Family(formula="", **{k: v for k, v in REFUSED[name].items() if k != "says"})
     values = {**SMALL, **family.config, **more}
     if name in LARGER:

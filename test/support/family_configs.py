@@ -213,6 +213,12 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "hunyuan_v1_moe": {"formula": "softmax_normalised", "config": {**E, "moe_topk": 3}},
     "hy_v3": by_types("sigmoid_normalised", E),
     "hy_v4": by_types("sigmoid_normalised", {**ROUTED, **SPARSE_LATENT, **GROUPS, "hc_mult": 2}),
+    "hy_v4_vl": by_types(
+        "sigmoid_normalised",
+        {**ROUTED, **SPARSE_LATENT, **GROUPS, **MROPE, "hc_mult": 2},
+        model_class="HYV4VLForConditionalGeneration",
+        notes="text only",
+    ),
     "inkling": by_types(
         "inkling",
         {**ROUTED, **INKLING, "n_shared_experts": 2, "logits_mup_width_multiplier": 1.0},
@@ -246,6 +252,10 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "sigmoid_capped",
         {**E, **SHARED, "num_attention_heads_per_layer": [4, 4, 4], "moe_router_logit_softcapping": 2.0},
     ),
+    "lara_mini": {
+        "formula": "softmax_normalised",
+        "config": {**E, **DELTA, **SHARED, "layer_types": ["linear_attention", "full_attention", "sliding_attention"]},
+    },
     "lfm2_moe": by_count("sigmoid_eps", {**E, "layer_types": ["conv", "full_attention", "conv"]}),
     "llama4": {
         "formula": "llama",
@@ -324,6 +334,8 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         },
         "notes": "text model",
     },
+    "sarvam_mla": by_first("sigmoid_normalised", {**ROUTED, **LATENT, **GROUPS}),
+    "sarvam_moe": by_first("sigmoid_normalised", {**ROUTED, **GROUPS}),
     "solar_open": {"formula": "sigmoid_normalised", "config": {**ROUTED, **GROUPS}},
 }
 
@@ -342,13 +354,45 @@ VISION = {
     "projection_intermediate_size": 16,
 }
 LARGER: Mapping[str, Mapping[str, Any]] = {
-    name: {"vision_config": VISION} for name in ("glm4v_moe", "glm5_next", "mistral_large4", "qwen3_vl_moe")
+    name: {"vision_config": VISION} for name in ("glm4v_moe", "glm5_next", "hy_v4_vl", "mistral_large4", "qwen3_vl_moe")
 }
 """Families whose config is one part of a larger one: the other parts."""
+
+SINCE: Mapping[str, str] = {
+    "bailing_hybrid": "5.20",
+    "beam": "5.21",
+    "dots3_note": "5.23",
+    "flint": "5.21",
+    "hy_v4_vl": "5.24",
+    "inkling2": "5.23",
+    "inkling2_loop": "5.24",
+    "kolibri1": "5.20",
+    "lara_mini": "5.24",
+    "mistral_large4": "5.22",
+    "sarvam_mla": "5.24",
+    "sarvam_moe": "5.24",
+}
+"""The release of transformers that brought a family, if it is not in 5.18, the oldest one that is allowed."""
+
+BFLOAT16_SINCE: Mapping[str, str] = {"deepseek_v4": "5.20"}
+"""Families that do not run in bfloat16 before a release, by transformers' own fault."""
 
 ENCODER_DECODER = {"d_model": 32, "decoder_layers": 2, "encoder_layers": 2, "num_experts": 8, "expert_capacity": 8}
 REFUSED_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "doge": {"config": {"num_experts": 16, "is_moe": True}, "says": "product keys"},
+    "inkling2_loop": {
+        "model_type": "inkling2_loop_text",
+        "config": {
+            **ROUTED,
+            **INKLING,
+            "unpadded_vocab_size": 64,
+            "n_layers_per_attn_res_block": 1,
+            "loop_layer_index_start": 1,
+            "loop_layer_index_end": 2,
+            "loop_gate_rank": 4,
+        },
+        "says": "runs layer 1 3 times",
+    },
     "jetmoe": {"config": {**LOCAL, "kv_channels": 8}, "says": "has two modules that rank 8 experts"},
     "longcat_flash": {
         "config": {

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchrl_moe.modules.replay.discovery import RouterSite
 
 Formula = Callable[[Tensor, Tensor, nn.Module], Tensor]
-LINEARS = ("", "gate", "wg", "proj", "router.layer")
+LINEARS = ("", "gate", "wg", "proj", "router", "router.layer")
 SCALES = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
 
 
@@ -153,6 +153,14 @@ def reference_routing(model: nn.Module, sites: Sequence[RouterSite], formula: st
     """Every router answers with the formula's weights of ``routes [B, T, L, K]``, whatever it computed itself."""
     gates = FORMULAS[formula]
 
+    def chosen_by(router: nn.Module, experts: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+        def answer(*args: Tensor) -> tuple[Tensor, Tensor]:
+            weights = gates(args[-1].double(), experts, router).to(args[-1].dtype)
+            # dbrx takes logits and returns weights first; jamba, until 5.20, takes inputs too and returns ids first
+            return (weights, experts) if len(args) == 1 else (experts, weights)
+
+        return answer
+
     def hook(experts: Tensor) -> Callable[..., tuple[Any, ...]]:
         def answer(router: nn.Module, args: tuple[Tensor, ...], out: tuple[Any, ...]) -> tuple[Any, ...]:
             logits = router_logits(router, args[0].flatten(0, -2))
@@ -164,11 +172,8 @@ def reference_routing(model: nn.Module, sites: Sequence[RouterSite], formula: st
         for site in sites:
             router = model.get_submodule(site.name)
             experts = routes[:, :, site.layer, : site.top_k].flatten(0, 1)
-            if hasattr(router, "route_tokens_to_experts"):  # dbrx: the block chooses
-                router.route_tokens_to_experts = lambda logits, experts=experts, router=router: (
-                    gates(logits.double(), experts, router).to(logits.dtype),
-                    experts,
-                )
+            if hasattr(router, "route_tokens_to_experts"):  # the block chooses
+                router.route_tokens_to_experts = chosen_by(router, experts)
                 stack.callback(delattr, router, "route_tokens_to_experts")
             else:
                 stack.callback(router.register_forward_hook(hook(experts)).remove)

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 
 from support.rollouts import total
+from torchrl_moe._compat_transformers import checkpoint_activations
 from torchrl_moe.modules import TransformersWrapper
 from torchrl_moe.objectives import GRPOLoss, sum_over_ranks
 from torchrl_moe.testing import make_tiny_moe
@@ -107,7 +108,7 @@ def sharded(**policy: Any) -> nn.Module:
 
 
 def checkpointed(model: Any) -> nn.Module:
-    model.train().activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(model.train())
     return cast(nn.Module, model)
 
 

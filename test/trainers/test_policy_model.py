@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
@@ -172,6 +173,21 @@ def test_an_adapter_is_all_that_is_trained(target: str, layers: set[str], dtype:
     frozen = {weight.dtype for weight in found.model.parameters() if not weight.requires_grad}
     assert {weight.dtype for weight in found.trained.values()} == {torch.float32}
     assert frozen == {found.dtype} == {getattr(torch, dtype)}
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_beside_an_adapter_what_transformers_keeps_in_float32_is_not_rounded(is_saved: bool, tmp_path: Path) -> None:
+    """Correction biases always; from 5.24 on the routers too."""
+    model: Any = make_tiny_moe("deepseek_v3", num_hidden_layers=2)
+    model.save_pretrained(tmp_path)
+    wanted = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    found = loaded(tmp_path if is_saved else model, ByteTokenizer(), lora=lora(), dtype="bfloat16")
+    state = found.model.base_model.model.state_dict()
+    tensors = {name.replace(".base_layer", ""): tensor for name, tensor in state.items()}
+    for name, tensor in wanted.state_dict().items():
+        assert tensors[name].dtype == tensor.dtype, name
+        assert torch.equal(tensors[name], tensor), name
+    assert tensors["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from torchrl_moe._compat_transformers import checkpoint_activations, lowered
 from torchrl_moe.modules.backends.checkpoint import check_weights
 from torchrl_moe.modules.policies.adapters import base_model, has_adapters
 from torchrl_moe.modules.policies.unstack import ModelWeights
@@ -200,10 +201,9 @@ def prepared(model: Any, config: ModelConfig, dtype: torch.dtype) -> Any:
     if config.lora.rank:
         if has_adapters(model):
             raise ConfigError("model.lora.rank is set, and the model has an adapter already: leave one of them out")
-        is_there = all(weight.dtype == dtype for weight in model.parameters())
-        model = _with_adapter(model if is_there else model.to(dtype), config)
+        model = _with_adapter(lowered(model, dtype), config)
     if config.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_activations(model)
         if config.lora.rank:
             model.enable_input_require_grads()
     for weight in model.parameters():

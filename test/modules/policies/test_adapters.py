@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from support.adapters import takes_adapters
 from torchrl_moe.modules.policies.adapters import LoraLayers, base_model, has_adapters, whole
 from torchrl_moe.modules.policies.unstack import ModelWeights, checkpoint_tensors
 from torchrl_moe.testing import make_tiny_moe
@@ -69,6 +70,7 @@ def test_an_adapter_that_was_merged_already_counts_once() -> None:
     assert all(torch.equal(apart[name], together[name]) for name in apart)
 
 
+@takes_adapters
 def test_adapters_added_without_a_wrapper_count_too() -> None:
     model = make_tiny_moe()
     plain = checkpoint_tensors(make_tiny_moe())

@@ -65,6 +65,7 @@ def test_log_probs_are_written_unless_they_are_declined(fake: FakeAsyncVLLM, giv
     assert policy.return_log_probs is written
 
 
+@pytest.mark.needs_vllm
 def test_sampling_parameters_read_as_vllms(fake: FakeAsyncVLLM) -> None:
     kwargs = {"max_tokens": 20, "max_new_tokens": 10, "n": 2, "num_return_sequences": 1, "temperature": 0.7}
     policy = vLLMWrapper(fake, input_mode="text", generate_kwargs=kwargs)
@@ -93,6 +94,7 @@ def test_what_reads_the_wrapper_at_a_call_sees_what_was_set(fake: FakeAsyncVLLM)
     assert fake.replicas[0].submitted[-1].prompt_token_ids.tolist() == [6]
 
 
+@pytest.mark.needs_vllm
 def test_vllms_completions_as_a_tensorclass_are_torchrls() -> None:
     assert vLLMWrapper.CompletionOutput_tc is TorchRLWrapper.CompletionOutput_tc
 
@@ -154,6 +156,7 @@ def test_scores_can_be_shared_too(fake: FakeAsyncVLLM) -> None:
 # -- a vllm.LLM -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.needs_vllm
 @pytest.mark.parametrize("pad", [False, True])
 @pytest.mark.parametrize("routes", [False, True])
 def test_a_vllm_llm_generates(routes: bool, pad: bool) -> None:
@@ -175,6 +178,7 @@ def test_a_vllm_llm_generates(routes: bool, pad: bool) -> None:
             assert rows[-1].eq(-1).all()
 
 
+@pytest.mark.needs_vllm
 def test_a_vllm_llm_scores_in_every_mode() -> None:
     llm = LLM()
     for mode, td in {
@@ -188,6 +192,7 @@ def test_a_vllm_llm_scores_in_every_mode() -> None:
     assert vLLMWrapper(LLM(routes=True), input_mode="tokens", generate=False, replay="none").scorer.replay == "none"
 
 
+@pytest.mark.needs_vllm
 def test_a_later_turn_of_a_vllm_llm_keeps_what_the_first_wrote() -> None:
     policy = vLLMWrapper(LLM(), input_mode="tokens", generate_kwargs=SHORT, inplace=False)
     first = policy(TensorDict(tokens=Tokens(prompt=torch.tensor([[5, 6]]), batch_size=[1]), batch_size=[1]))

@@ -86,6 +86,7 @@ def test_the_temperature(params: dict[str, Any], expected: float) -> None:
     assert one["temperature"] == expected
 
 
+@pytest.mark.needs_vllm
 @pytest.mark.parametrize("given", [0.0, 1e-7, 1e-3, 0.01, 0.5])
 def test_the_temperature_is_the_one_that_vllm_samples_at(given: float) -> None:
     """It raises those that are nearly 0."""

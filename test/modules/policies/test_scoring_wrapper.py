@@ -20,6 +20,7 @@ from support.flash import flash_attention
 from support.gradients import gradients
 from support.routes import FAMILIES, experts_seen, random_routes
 from support.scored_rollouts import LAYOUT, LAYOUTS, at, dense, fake_rollouts
+from torchrl_moe._compat_transformers import checkpoint_activations
 from torchrl_moe._errors import ReplayError, RouteShapeError, UnsupportedRouterError
 from torchrl_moe.data import KeptTokens, RoutedExperts
 from torchrl_moe.modules import RouterReplay, TransformersWrapper
@@ -600,7 +601,7 @@ def test_activation_checkpointing_changes_nothing(td: TensorDictBase, replay: An
     for checkpointing in (False, True):
         scorer = TransformersWrapper(make_tiny_moe().train(), replay=replay)
         if checkpointing:
-            scorer.model.gradient_checkpointing_enable()
+            checkpoint_activations(scorer.model)
         if replay == "R2":
             with torch.no_grad():
                 scorer.score(td)

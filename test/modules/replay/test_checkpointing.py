@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from support.gradients import assert_same, gradients, loss_of
 from support.routes import FAMILIES, U, pair, random_routes, tokens
+from torchrl_moe._compat_transformers import checkpoint_activations
 from torchrl_moe._errors import ReplayError
 from torchrl_moe.modules.replay.checkpointing import wrap_checkpoints
 from torchrl_moe.modules.replay.router_replay import RouterReplay
@@ -28,7 +29,7 @@ BATCHES = (tokens(seed=1), tokens(seed=2))
 
 
 def checkpoint_layers(model: nn.Module, reentrant: bool) -> None:
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    checkpoint_activations(model, use_reentrant=reentrant)
     model.train()
 
 
@@ -130,7 +131,7 @@ def test_selective_checkpointing_equals_no_checkpointing(measure: bool) -> None:
     routes = routes_of(replay)
     wanted = two_losses(model.train(), replay, routes)
     contexts = partial(create_selective_checkpoint_contexts, keep_some)
-    model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    checkpoint_activations(model, context_fn=contexts)
     losses = []
     for ids, given in zip(BATCHES, routes, strict=True):
         with replay.replay(given, measure=measure):

@@ -16,6 +16,7 @@ from support.ranks import run_as_ranks
 from support.rollouts import total
 from support.routes import experts_seen, pair, random_routes, recorded, tokens
 from support.sharded import CONFIG, rollouts
+from torchrl_moe._compat_transformers import checkpoint_activations
 from torchrl_moe.modules import TransformersWrapper
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 from torchrl_moe.objectives import GRPOLoss
@@ -25,6 +26,12 @@ ORDER = pytest.mark.parametrize("replay_first", [True, False], ids=["replay-firs
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "dtype": torch.bfloat16, "use_cache": False}
 
 # peft
+
+
+@pytest.fixture(autouse=True)
+def no_graphs() -> None:
+    """Each test compiles by itself: hooks of discovery share their code, and a code has a limited number of graphs."""
+    torch._dynamo.reset()
 
 
 @ORDER
@@ -69,7 +76,7 @@ def test_adapters_on_experts_train_under_checkpointing_towards_their_base(use_re
     td = rollouts()
     torch.manual_seed(0)
     model = peft.get_peft_model(make_tiny_moe(**CONFIG), config).train()
-    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    checkpoint_activations(model, use_reentrant=use_reentrant)
     model.enable_input_require_grads()
     loss = kl_loss(TransformersWrapper(model), td, "adapter")
     loss.backward()
@@ -156,7 +163,7 @@ def test_compiled_layers_may_be_checkpointed() -> None:
     model, replay = pair(**SMALL)
     routes = random_routes(replay)
     wanted, wanted_grads = replayed(model.train(), replay, routes)
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(model)
     for layer in model.model.layers:
         layer.compile(backend="aot_eager")
     got, grads = replayed(model, replay, routes)
@@ -185,7 +192,7 @@ def train_one_sharded(replay_first: bool) -> None:
         fully_shard(layer)
     fully_shard(model)
     replay = replay or RouterReplay(model)
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(model)
     routes, ids = random_routes(replay, seed=rank), tokens(seed=rank)
     results = []
     for this, handle in ((model, replay), (reference.train(), reference_replay)):
@@ -201,3 +208,43 @@ def train_one_sharded(replay_first: bool) -> None:
 
 def test_replay_under_fsdp2_equals_one_process_exactly() -> None:
     run_as_ranks(train_sharded)
+
+
+def train_with_float32_routers() -> None:
+    """FSDP2 wants one dtype in a group: what is in float32 is sharded by itself, before its layer."""
+    from torch.distributed.fsdp import fully_shard
+
+    reference, reference_replay = in_bfloat16()
+    model, replay = in_bfloat16()
+    for module in model.modules():
+        own = [*module.parameters(recurse=False)]
+        if own and all(parameter.dtype == torch.float32 for parameter in own):
+            fully_shard(module)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    routes, ids = random_routes(replay, seed=dist.get_rank()), tokens(seed=dist.get_rank())
+    results = []
+    for this, handle in ((model, replay), (reference, reference_replay)):
+        with handle.replay(routes):
+            results.append(this(ids).logits)
+        loss_of(results[-1]).backward()
+    assert torch.equal(*results)
+    gate = model.get_submodule(replay.sites[0].name).weight
+    wanted = reference.get_submodule(replay.sites[0].name).weight.grad
+    dist.all_reduce(wanted)
+    assert gate.grad.dtype == wanted.dtype == torch.float32
+    torch.testing.assert_close(gate.grad.full_tensor(), wanted / dist.get_world_size(), atol=1e-6, rtol=0)
+
+
+def in_bfloat16() -> tuple[nn.Module, RouterReplay]:
+    """A model whose routers are in float32, as transformers has them from 5.24 on, whatever is installed."""
+    model = make_tiny_moe("deepseek_v3", num_hidden_layers=2, dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            parameter.data = parameter.data.float()
+    return model, RouterReplay(model.train())
+
+
+def test_routers_in_float32_are_sharded_by_themselves_in_a_model_in_bfloat16() -> None:
+    run_as_ranks(train_with_float32_routers)

@@ -91,6 +91,13 @@ def test_two_routers_in_one_layer_are_refused() -> None:
         discover(ToyMoE(per_layer=2))
 
 
+def test_a_layer_that_runs_several_times_in_a_forward_pass_is_refused() -> None:
+    model = ToyMoE()
+    model.layers.append(model.layers[1])  # weights once, and one name
+    with pytest.raises(UnsupportedRouterError, match=r"gates\.0 \(ToyRouter\) .* runs layer 1 2 times, and"):
+        discover(model)
+
+
 def test_a_router_known_to_hide_its_choice_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedRouterError, match=r"PhimoeTopKRouter.* cannot be replayed: sparsemixer"):
         discover(ToyMoE(PhimoeTopKRouter))

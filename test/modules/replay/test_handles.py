@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from support.gradients import assert_same, gradients
 from support.routes import FAMILIES, experts_seen, pair, random_routes, recorded, tokens
+from torchrl_moe._compat_transformers import checkpoint_activations
 from torchrl_moe._errors import ReplayError
 from torchrl_moe.modules.replay.handles import owner
 from torchrl_moe.modules.replay.router_replay import RouterReplay
@@ -148,7 +149,7 @@ def test_a_copy_of_a_removed_replay_is_removed_too(copied: Callable[[object], ob
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_model_copied_between_forward_and_backward_is_on_its_own(reentrant: bool) -> None:
     model, replay = pair()
-    model.train().activation_checkpointing_enable({"use_reentrant": reentrant})
+    checkpoint_activations(model.train(), use_reentrant=reentrant)
     routes = random_routes(replay)
 
     def loss(this: nn.Module, handle: RouterReplay, given: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from support.adapters import takes_adapters
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.weight_update.source.lora import adapter_files, check_adapter
 from torchrl_moe.weight_update.store.adapters import ADAPTER_FILES
@@ -42,6 +43,7 @@ def test_the_files_are_those_that_peft_saves(tmp_path: Path, name: str) -> None:
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
+@takes_adapters
 def test_a_transformers_model_with_an_adapter_gives_the_same() -> None:
     model, wrapped = make_tiny_moe("qwen3_moe"), tuned()
     model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False))

@@ -10,6 +10,7 @@ Letters: N rows of a batch, E experts, K experts per row.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -102,17 +103,23 @@ def dry_inputs(model: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _running(model: nn.Module, stack: list[str]) -> Iterator[None]:
-    """Track the names of the running modules, innermost last."""
+def _running(model: nn.Module, stack: list[str]) -> Iterator[Counter[str]]:
+    """Track the names of the running modules, innermost last, and count how often each of them runs."""
+    runs: Counter[str] = Counter()
     handles = []
     for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(lambda *_, name=name: stack.append(name)))
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: _push(stack, runs, name)))
         handles.append(module.register_forward_hook(lambda *_: _pop(stack), always_call=True))
     try:
-        yield
+        yield runs
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _push(stack: list[str], runs: Counter[str], name: str) -> None:
+    stack.append(name)
+    runs[name] += 1
 
 
 def _pop(stack: list[str]) -> None:
@@ -173,7 +180,7 @@ def discover(model: nn.Module) -> list[RouterSite]:
         if running and x.shape[-1] in counts and x.numel() // x.shape[-1] == inputs["input_ids"].numel():
             rankings.append(_Ranking(running[-1], x.shape[-1], x.ndim, tracer.steps(x), chosen.flatten(0, -2)))
 
-    with torch.no_grad(), _running(model, running), arriving(model) as arrived, tracer, TopKObserver(tell):
+    with torch.no_grad(), _running(model, running) as runs, arriving(model) as arrived, tracer, TopKObserver(tell):
         model(**inputs)
     routers: dict[int, _Ranking] = {}
     for ranking in rankings:
@@ -188,6 +195,7 @@ def discover(model: nn.Module) -> list[RouterSite]:
             )
         routers[layer] = ranking  # the last one: groups are ranked before
     _check_all_found(model, routers)
+    _check_not_looped(model, routers, runs)
     _check_arrived(model, routers, arrived)
     return [_site(layer, routers[layer], tracer) for layer in sorted(routers)]
 
@@ -227,6 +235,16 @@ def _check_all_found(model: nn.Module, routers: dict[int, _Ranking]) -> None:
         )
     if not routers:
         raise UnsupportedRouterError(f"{type(model).__name__}: no module ranks experts with topk in a forward pass")
+
+
+def _check_not_looped(model: nn.Module, routers: dict[int, _Ranking], runs: Counter[str]) -> None:
+    """Refuse a model that passes through a layer several times: routes have one row per token and layer."""
+    for layer, router in routers.items():
+        if runs[router.name] > 1:
+            raise UnsupportedRouterError(
+                f"{router.name} ({type(model.get_submodule(router.name)).__name__}) cannot be replayed: a forward pass "
+                f"runs layer {layer} {runs[router.name]} times, and routes have one row per token and layer"
+            )
 
 
 def _ids(arrived: Sequence[Tensor], like: Tensor) -> list[Tensor]:

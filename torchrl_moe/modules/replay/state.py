@@ -96,8 +96,9 @@ class ReplayState:
         if self.used and not held.recompute and torch._C._current_graph_task_id() != -1:
             raise ReplayError(
                 "a router runs inside backward(), in a recompute whose routes are not known: checkpoint the layers "
-                "with model.gradient_checkpointing_enable() or torch's checkpoint_wrapper, and not with a "
-                "torch.utils.checkpoint call of your own"
+                "with model.gradient_checkpointing_enable(), which is activation_checkpointing_enable() from "
+                "transformers 5.23 on, or torch's checkpoint_wrapper, and not with a torch.utils.checkpoint call of "
+                "your own"
             )
         if held is self._open and held.binding is not None and self._thread != threading.get_ident():
             raise ReplayError(_TWO_THREADS)

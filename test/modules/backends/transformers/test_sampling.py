@@ -25,6 +25,7 @@ def vllm_fields() -> dict[str, Any]:
     return {name: value.value if isinstance(value, ast.Constant) else ... for name, value in named.items()}
 
 
+@pytest.mark.needs_vllm
 def test_each_field_of_vllms_is_served_or_refused_or_changes_nothing() -> None:
     fields = vllm_fields()
     known = sampling.KNOWN | sampling.REFUSED.keys() | sampling.WITHOUT_EFFECT
@@ -35,6 +36,7 @@ def test_each_field_of_vllms_is_served_or_refused_or_changes_nothing() -> None:
     assert ours == same
 
 
+@pytest.mark.needs_vllm
 def test_all_defaults_of_vllms_may_be_given() -> None:
     """As they are when a user passes a ``SamplingParams``."""
     given = {name: value for name, value in vllm_fields().items() if value is not ...}

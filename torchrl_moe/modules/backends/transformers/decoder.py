@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from torchrl_moe._compat_transformers import cache_argument
 from torchrl_moe.data.kept_tokens import dense_mask, select_rows
 from torchrl_moe.modules.backends.replica import Scoring
 from torchrl_moe.modules.backends.transformers.answer import Answer, Rows
@@ -55,6 +56,7 @@ class BatchDecoder:
         self.model, self.replay, self.sampler = model, replay, sampler
         self.answers: list[Answer] = []
         self._takes = set(inspect.signature(model.forward).parameters)
+        self._cache_argument = cache_argument(self._takes)
         self._cache: Any = None
         self._mask = torch.empty(0)  # bool [R, S]
         self.token_bytes = self._check()
@@ -184,13 +186,14 @@ class BatchDecoder:
         """
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         wanted = {"position_ids": positions, "logits_to_keep": keep}
+        given = {name: value for name, value in wanted.items() if name in self._takes}
         with self._routing(followed, mask[:, -ids.shape[1] :]) as recording:
             out = self.model(
                 input_ids=ids,
                 attention_mask=mask.long(),
-                past_key_values=cache,
                 use_cache=True,
-                **{name: value for name, value in wanted.items() if name in self._takes},
+                **{self._cache_argument: cache},
+                **given,
             )
         return out.logits[:, -keep:], None if recording is None else recording.routed_experts.cpu().numpy()
 

@@ -23,10 +23,8 @@ from torchrl_moe.modules.backends.replica import PauseMode, Request
 from torchrl_moe.modules.backends.reports import ProbeReport, ReplicaInfo, ReplicaStats
 from torchrl_moe.modules.backends.request_routes import RequestRoutes
 from torchrl_moe.modules.backends.tokenizer_files import tokenizer_files
-from torchrl_moe.modules.backends.vllm import cpu_kernels
 from torchrl_moe.modules.backends.vllm.engine_args import build_engine_args, check_vllm
 from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
-from torchrl_moe.modules.backends.vllm.forced_routing import why_live
 from torchrl_moe.modules.backends.vllm.probe import EngineProbe
 from torchrl_moe.modules.backends.vllm.prompt_scores import why_unscored
 from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder
@@ -176,6 +174,8 @@ async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Lo
         preload()
     import vllm
 
+    from torchrl_moe.modules.backends.vllm import cpu_kernels
+    from torchrl_moe.modules.backends.vllm.forced_routing import why_live
     from torchrl_moe.modules.backends.vllm.load_logger import LoadLogger
 
     cpu_kernels.register()  # VLLM_PLUGINS may leave our plugin out

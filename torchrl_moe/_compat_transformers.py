@@ -1,0 +1,63 @@
+"""What differs between the releases of transformers that may be installed (5.18 to 5.24); it is not imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["cache_argument", "checkpoint_activations", "lowered"]
+
+
+def cache_argument(arguments: Collection[str]) -> str:
+    """Return how a model's forward pass calls the cache of keys and values.
+
+    It is ``cache`` from 5.24 on, where the older name warns, and remote code may keep that one.
+
+    Args:
+        arguments: the names that the forward pass takes.
+
+    >>> cache_argument(["input_ids", "cache"]), cache_argument(["input_ids", "past_key_values"])
+    ('cache', 'past_key_values')
+    """
+    return "cache" if "cache" in arguments else "past_key_values"
+
+
+def checkpoint_activations(model: Any, **arguments: Any) -> None:
+    """Have a model compute its activations again in the backward pass.
+
+    The method has another name from 5.23 on, where the older one warns.
+
+    Args:
+        model: of transformers.
+        **arguments: of ``torch.utils.checkpoint.checkpoint``; ``use_reentrant`` is False unless given.
+    """
+    arguments = {"use_reentrant": False, **arguments}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+
+
+def lowered(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Convert a model's weights to ``dtype`` as ``from_pretrained(dtype=...)`` does, and return it.
+
+    ``model.to(dtype)`` would round what transformers keeps in float32 too: correction biases, from 5.24 on many
+    families' routers, and buffers that no checkpoint has, such as the frequencies of rotary embeddings.
+
+    Args:
+        model: changed in place; one that is not of transformers is converted as a whole.
+        dtype: to convert to.
+    """
+    if dtype not in (torch.bfloat16, torch.float16) or not hasattr(model, "_keep_in_fp32_modules_strict"):
+        return model.to(dtype)
+    private: Any = model
+    kept = {*(private._keep_in_fp32_modules_strict or ())}
+    if dtype == torch.float16:
+        kept |= {*(private._keep_in_fp32_modules or ())}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and not any(f".{part}." in f".{name}." for part in kept):
+            tensor.data = tensor.data.to(dtype)
+    return model
