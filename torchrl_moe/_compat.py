@@ -35,6 +35,7 @@ __all__ = [
     "plain_tokenizer",
     "reads_prefix_cache",
     "register_weight_engine",
+    "reserve_check_slot",
     "restore_moe_kernels",
     "retryable_error",
     "router_layer_ids",
@@ -134,6 +135,7 @@ def make_async_llm(engine_args: Any, stat_loggers: list[Any]) -> tuple[Any, str]
     if scheduling.scheduler_cls is None and config.speculative_config is None:
         name = "AsyncMoEScheduler" if scheduling.async_scheduling else "MoEScheduler"
         scheduling.scheduler_cls = f"{SCHEDULERS}.{name}"
+        reserve_check_slot(scheduling)
     engine = AsyncLLM.from_vllm_config(
         config,
         stat_loggers=stat_loggers,
@@ -141,6 +143,12 @@ def make_async_llm(engine_args: Any, stat_loggers: list[Any]) -> tuple[Any, str]
         disable_log_stats=engine_args.disable_log_stats,
     )
     return engine, reason
+
+
+def reserve_check_slot(scheduling: Any) -> None:
+    """Give an engine's model runner a slot more than requests may run, for the weight check beside a full engine."""
+    scheduling.max_num_active_seqs = scheduling.max_num_active_seqs or scheduling.max_num_seqs
+    scheduling.max_num_seqs += 1
 
 
 def keep_prefix_cache_with_latents() -> None:

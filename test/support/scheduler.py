@@ -6,6 +6,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from torchrl_moe import _compat
 from torchrl_moe.modules.backends.vllm.weights.weight_check import KEY
 
 BLOCK = 16
@@ -39,6 +40,7 @@ class Steps:
         )
         config = args.create_engine_config()
         config.cache_config.num_gpu_blocks = blocks
+        _compat.reserve_check_slot(config.scheduler_config)
         attention = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=8, dtype=config.model_config.dtype)
         make = schedulers.AsyncMoEScheduler if overlapping else schedulers.MoEScheduler
         self.core: Any = make(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,13 +15,14 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDictBase
 from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 from support.ranks import run_as_ranks
 from support.shared_training import MODEL, grouped_batch, one_step, settings, steps
 from torchrl_moe.modules.policies.adapters import whole
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
-from torchrl_moe.trainers.config import GRPOConfig
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 from torchrl_moe.trainers.model_sizes import model_config_of
 from torchrl_moe.trainers.placement import Placement, decoder_layers
 from torchrl_moe.trainers.policy_model import PolicyModel
@@ -148,7 +151,19 @@ def test_ranks_that_split_layers_or_experts_step_as_one_process(folder: Path, ba
 
 @pytest.mark.parity
 def test_four_ranks_step_as_one_process(folder: Path, batch: TensorDictBase) -> None:
-    compare(folder, batch, WIDE, world_size=4)
+    compare(folder, batch, {name: change for name, change in WIDE.items() if COPIES or name != "HSDP"}, world_size=4)
+
+
+COPIES = "dp_replicate_size" in inspect.signature(DistributedConfig).parameters
+
+
+@pytest.mark.skipif(COPIES, reason="this transformers shards over groups of ranks, as HSDP does")
+def test_copies_of_a_sharded_model_are_refused_where_transformers_makes_none(folder: Path) -> None:
+    config = settings(folder, replicated)
+    ranks: Any = SimpleNamespace(size=4, rank=0)
+    placement = Placement(ranks=ranks, config=config.placement)
+    with pytest.raises(ConfigError, match="placement.replicate=2: the installed transformers .* Set it to 1"):
+        placement.load(lambda **how: pytest.fail("loaded"), torch.float32)
 
 
 # -- what is loaded and written ---------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -88,13 +89,19 @@ class Placement:
         from transformers.distributed import DistributedConfig
 
         config = self.config
+        copies: dict[str, Any] = {"dp_replicate_size": config.replicate} if config.replicate > 1 else {}
+        if copies and "dp_replicate_size" not in inspect.signature(DistributedConfig).parameters:
+            raise ConfigError(
+                f"placement.replicate={config.replicate}: the installed transformers shards a model over all ranks "
+                "only. Set it to 1, or use a newer transformers (5.24 has it), which vLLM 0.33 does not take beside it"
+            )
         distributed_config = DistributedConfig(
             tp_size=config.tensor_parallel,
             ep_size=config.expert_parallel,
             fsdp_size=self.shards,
-            dp_replicate_size=config.replicate,
             fsdp_cpu_offload=config.cpu_offload,
             fsdp_mixed_precision=dtype == torch.bfloat16,
+            **copies,
         )
         model = pretrained(distributed_config=distributed_config)
         self._settle(model)

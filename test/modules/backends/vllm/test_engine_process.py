@@ -466,7 +466,6 @@ def test_the_sampled_distributions_logprobs_come_back_not_the_raw_ones(engine: A
         ({"prompt_token_ids": np.zeros(0, np.int32)}, r"empty"),
         ({"prompt": "hi", "sampling_params": {"max_token": 3}}, "max_token"),
         ({"prompt": "hi", "sampling_params": {"temperature": -1.0}}, "temperature"),
-        ({"prompt": "hi", "sampling_params": {"seed": 3}}, "Pass seed= to the engine"),
         ({"prompt": "hi", "sampling_params": {}, "guided_options": {"regex": "("}}, r"regex|grammar"),
     ],
 )

@@ -229,7 +229,7 @@ def test_a_question_is_answered_by_the_first_step_of_a_full_engine_and_takes_nob
     assert steps.core.running == running
     finish(steps)
     assert steps.tokens == {**{str(number): 30 for number in range(20)}, "check": 1}
-    assert steps.most == steps.core.max_num_running_reqs == PLACES
+    assert steps.most == steps.core.max_num_active_reqs == PLACES
     assert not any(request.num_preemptions for request in running)
 
 

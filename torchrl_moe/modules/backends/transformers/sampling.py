@@ -16,6 +16,8 @@ LARGEST_SEED = 2**63  # torch takes more, as resuming needs: it adds the number 
 
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "prompt_logprobs": (None,),
+    "prompt_logprob_token_ids": (None,),
+    "prompt_logprob_start": (None,),
     "logprob_token_ids": (None, []),
     "structured_outputs": (None,),
     "logit_bias": (None, {}),

@@ -69,7 +69,9 @@ def why_live(config: Any) -> str:
     if config.speculative_config is not None:
         return "speculative decoding takes several tokens a step, some of which are dropped"
     scheduler = config.scheduler_config.scheduler_cls
-    if not str(scheduler).startswith(SCHEDULERS):  # ours keys cached blocks by rows, and keeps those of what is preempted
+    if not str(scheduler).startswith(
+        SCHEDULERS
+    ):  # ours keys cached blocks by rows, and keeps those of what is preempted
         return f"the engine has a scheduler of your own, {scheduler}"
     if parallel.data_parallel_size > 1:
         return f"data_parallel_size={parallel.data_parallel_size}: a router sees the tokens of other ranks"

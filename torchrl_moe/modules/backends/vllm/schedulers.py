@@ -4,8 +4,8 @@ vLLM preempts a request where others need its blocks, or where a weight swap has
 the request's tokens again, and routes them by the weights of that time. Here they follow the experts that their answer
 was sampled with. A worker gets a request that is read again as a new one, so the rows travel in its ``SamplingParams``.
 
-The weight check overtakes all other requests: it runs in steps of its own, without the running requests. So it needs no
-free place among them, and no other prompt comes before it. Where no blocks of the cache are free, the request is
+The weight check overtakes all other requests: it runs in steps of its own, without the running requests. It has a slot
+of its own (``_compat.reserve_check_slot``), and no other prompt comes before it. Where no blocks of the cache are free, the request is
 preempted that vLLM itself would preempt.
 
 Imported in the engine core only, which makes a scheduler by its name.
@@ -105,9 +105,9 @@ class MoEScheduler(Scheduler):
             return super().schedule(*args, **kwargs)
         if check.num_computed_tokens < check.num_tokens:
             return self._schedule_alone(check)
-        self.max_num_running_reqs += 1  # its token is on its way, and it takes no request's place
+        self.max_num_active_reqs += 1  # its token is on its way, and it takes no request's place
         output = super().schedule(*args, **kwargs)
-        self.max_num_running_reqs -= 1
+        self.max_num_active_reqs -= 1
         return output
 
     def _schedule_alone(self, request: Any) -> Any:
