@@ -21,6 +21,7 @@ def test_each_configuration_of_the_package_can_be_meant(name: str) -> None:
     assert isinstance(config, GRPOConfig) and config.model.source is not None and config.data.source is not None
 
 
+@pytest.mark.needs_vllm
 @pytest.mark.parametrize("name", NAMES)
 def test_vllms_own_parser_takes_the_arguments_of_the_engine(name: str) -> None:
     """As ``vllm serve`` would: types and choices included."""
