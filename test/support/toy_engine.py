@@ -186,6 +186,7 @@ async def start(arguments: dict[str, Any]) -> tuple[ToyEngine, ReplicaInfo, Load
 def without_vllm(set_attribute: Any = setattr) -> None:
     """Put toys in the place of what imports vLLM."""
     set_attribute(_compat, "vllm_client_errors", lambda: (ValueError, TypeError))
+    set_attribute(_compat, "retryable_error", lambda: InterruptedError)
     set_attribute(
         engine_requests, "SamplingParamsBuilder", lambda *how: lambda spec, guided_options: ToyParams(spec or {})
     )
