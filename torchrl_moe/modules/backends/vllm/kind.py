@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from torchrl_moe._compat import METHOD_VARIABLE
@@ -9,6 +10,11 @@ from torchrl_moe.modules.backends.engine_kind import process_environment
 from torchrl_moe.modules.backends.vllm.engine_args import arguments_of, check_vllm, devices_per_replica, seeded
 
 __all__ = ["PROGRAM", "arguments_of", "devices_per_replica", "engine_environment", "reason_not_to_fork", "seeded"]
+
+# vLLM warns on each CPU, where its kernels have functions of ours: see ``cpu_kernels``
+logging.getLogger("vllm.triton_utils.importing").addFilter(
+    lambda record: "doesn't include CPU backend" not in record.getMessage()
+)
 
 PROGRAM = "torchrl_moe.modules.backends.vllm.engine_process"
 
