@@ -162,7 +162,7 @@ def test_copies_of_a_sharded_model_are_refused_where_transformers_makes_none(fol
     config = settings(folder, replicated)
     ranks: Any = SimpleNamespace(size=4, rank=0)
     placement = Placement(ranks=ranks, config=config.placement)
-    with pytest.raises(ConfigError, match="placement.replicate=2: the installed transformers .* Set it to 1"):
+    with pytest.raises(ConfigError, match=r"placement\.replicate=2: the installed transformers .* Set it to 1"):
         placement.load(lambda **how: pytest.fail("loaded"), torch.float32)
 
 

@@ -24,6 +24,7 @@ def test_the_environment_is_the_drivers_and_what_vllm_needs(monkeypatch: pytest.
     assert environment["OMP_NUM_THREADS"] == "4"  # a core stays free, the others are shared
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert environment["TORCH_COMPILE_DISABLE"] == "1"
+    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     assert environment["VLLM_LOGGING_LEVEL"] == "WARNING"
     assert environment["PYTHONPATH"] == str(Path(torchrl_moe.__file__).parents[1])
     assert "VLLM_LOGGING_LEVEL" not in os.environ

@@ -14,7 +14,15 @@ from torchrl_moe import _compat
 from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.backends.vllm.sampling_masks import can_report
 
-__all__ = ["WORKER_EXTENSION", "arguments_of", "build_engine_args", "check_vllm", "devices_per_replica", "seeded"]
+__all__ = [
+    "RUNNER",
+    "WORKER_EXTENSION",
+    "arguments_of",
+    "build_engine_args",
+    "check_vllm",
+    "devices_per_replica",
+    "seeded",
+]
 
 SUPPORTED = SpecifierSet(">=0.32,<0.34")  # as in pyproject.toml
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torchrl_moe._compat import METHOD_VARIABLE
 from torchrl_moe.modules.backends.engine_kind import process_environment
-from torchrl_moe.modules.backends.vllm.engine_args import arguments_of, check_vllm, devices_per_replica, seeded
+from torchrl_moe.modules.backends.vllm.engine_args import RUNNER, arguments_of, check_vllm, devices_per_replica, seeded
 
 __all__ = ["PROGRAM", "arguments_of", "devices_per_replica", "engine_environment", "reason_not_to_fork", "seeded"]
 
@@ -39,6 +39,8 @@ def engine_environment(devices: str | None = None, num_replicas: int = 1, verbos
         # every replica on the same ones.
         environment.setdefault("TORCH_COMPILE_DISABLE", "1")
         environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        # Without Triton vLLM chooses V1 in each process that our plugin does not reach (VLLM_PLUGINS may leave it out).
+        environment.setdefault(RUNNER, "1")
     return environment
 
 

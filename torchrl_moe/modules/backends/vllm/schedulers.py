@@ -5,8 +5,8 @@ the request's tokens again, and routes them by the weights of that time. Here th
 was sampled with. A worker gets a request that is read again as a new one, so the rows travel in its ``SamplingParams``.
 
 The weight check overtakes all other requests: it runs in steps of its own, without the running requests. It has a slot
-of its own (``_compat.reserve_check_slot``), and no other prompt comes before it. Where no blocks of the cache are free, the request is
-preempted that vLLM itself would preempt.
+of its own (``_compat.reserve_check_slot``), and no other prompt comes before it. Where no blocks of the cache are free,
+the request is preempted that vLLM itself would preempt.
 
 Imported in the engine core only, which makes a scheduler by its name.
 

@@ -57,9 +57,10 @@ class WorkerExtension:
     def torchrl_moe_report(self, masks: bool) -> str:
         """Report kept words if asked, and score as sampled; return why no request can follow experts, or ""."""
         runner = self.model_runner
-        if masks:
-            report_kept(runner)
-        adjust_scores(runner)
+        if runner.sampler is not None:  # the last pipeline stage samples
+            if masks:
+                report_kept(runner)
+            adjust_scores(runner)
         return runner.torchrl_moe_forced.why_live if hasattr(runner, "torchrl_moe_forced") else ""
 
     def torchrl_moe_runner(self) -> str:
