@@ -81,7 +81,6 @@ MEMBERS = {
     "vllm.lora.worker_manager.WorkerLoRAManager": "_adapter_manager",
     "vllm.lora.model_manager.LoRAModelManager": "list_adapters modules",
     "vllm.model_executor.model_loader.reload.types.LayerReloadingInfo": "can_load load_numel loaded_weights",
-    "vllm.config.compilation.CompilationConfig": "static_forward_context static_all_moe_layers",
     "vllm.model_executor.layers.fused_moe.layer.MoERunner": "layer_id router _quant_method",
     "vllm.model_executor.layers.fused_moe.routed_experts_capturer.RoutedExpertsCaptureSource": "layer_id",
     "vllm.entrypoints.llm.LLM": "llm_engine get_tokenizer apply_model generate",
@@ -109,8 +108,6 @@ PARAMETERS = {
     "vllm.v1.core.kv_cache_utils.generate_block_hash_extra_keys": "request start_token_idx end_token_idx start_mm_idx",
     "vllm.distributed.weight_transfer.factory.WeightTransferEngineFactory.register_engine": "name",
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.select_unquantized_moe_backend": "moe_config",
-    "vllm.model_executor.model_loader.utils.initialize_model": "vllm_config",
-    "vllm.model_executor.model_loader.utils.process_weights_after_loading": "model model_config target_device",
 }
 
 
