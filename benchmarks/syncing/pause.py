@@ -1,8 +1,8 @@
 """How long generation is paused for a weight update: vLLM's bare reload, and ours.
 
-One engine and its event loop run in this process, with eight requests generating throughout. Each round runs both in
-turn, and ratios are computed per round. Bare is pause, start, load, finish, resume; the expert kernels are dropped
-first, without which vLLM computes wrongly on CPU. Digests are checked before any pause.
+One engine and its event loop run in this process, with eight requests generating throughout. Each round runs both, and
+the ratio is computed per round. Bare is pause, start, load, finish, resume; the expert kernels are dropped first,
+without which vLLM computes wrongly on CPU. Digests are checked before any pause.
 """
 
 from __future__ import annotations
@@ -78,32 +78,42 @@ class Traffic:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-async def measure_round(weights: EngineWeights, traffic: Traffic, version: int) -> dict[str, float]:
-    """Update to a version in both ways, and return the seconds of each."""
+async def bare(weights: EngineWeights, traffic: Traffic, version: int) -> dict[str, float]:
+    """Update to a version with nothing but vLLM's reload; return the seconds paused."""
     await weights.stage(version, "digest", 1, None)
     traffic.beside = "a swap"
     started = time.perf_counter()
     await weights.engine.pause_generation(mode="keep", clear_cache=False)
     await weights._load(version)
     await weights.engine.resume_generation()
-    seconds = {"bare": time.perf_counter() - started}
-    traffic.beside = "nothing"
-    await asyncio.sleep(0.2)
+    return {"bare": time.perf_counter() - started}
+
+
+async def ours(weights: EngineWeights, traffic: Traffic, version: int) -> dict[str, float]:
+    """Update to a version; return the seconds paused, and those of staging."""
     traffic.beside = "staging"
     report = await weights.stage(version, "digest", 1, None)
     traffic.beside = "a swap"
     swap = await weights.swap(version, "keep", False)
-    traffic.beside = "nothing"
     assert swap.error is None, swap.error
-    await asyncio.sleep(0.2)
-    return {**seconds, "ours": swap.paused_seconds, "staging": report.seconds}
+    return {"ours": swap.paused_seconds, "staging": report.seconds}
+
+
+async def measure_round(weights: EngineWeights, traffic: Traffic, version: int) -> dict[str, float]:
+    """Update to a version in both ways, and return the seconds of each; they take turns to be the first."""
+    seconds = {}
+    for way in (bare, ours) if version % 2 else (ours, bare):
+        seconds |= await way(weights, traffic, version)
+        traffic.beside = "nothing"
+        await asyncio.sleep(0.2)
+    return seconds
 
 
 async def measure(folder: Path, tensors: dict[str, Tensor]) -> tuple[list[dict[str, float]], dict[str, list[float]]]:
     """Return the seconds of each round, and the token gaps."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as store, contextlib.ExitStack() as stack:
         writer = WeightStoreWriter(store)
-        engine, _, _ = await _start_engine({"model": str(folder), **ENGINE})
+        engine, *_ = await _start_engine({"model": str(folder), **ENGINE})
         stack.callback(engine.shutdown)
         weights = EngineWeights(engine, lambda: checkpoint_metadata(folder))
         await weights.init("memmap", {"folder": store})

@@ -64,7 +64,7 @@ async def measure(folder: Path, tensors: dict[str, Tensor]) -> tuple[list[float]
     """Return the seconds of swaps in the idle and in the full engine, and of a full step."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as store, contextlib.ExitStack() as stack:
         writer = WeightStoreWriter(store)
-        engine, _, load = await _start_engine({"model": str(folder), **ENGINE, "max_num_seqs": PLACES})
+        engine, _, load, _ = await _start_engine({"model": str(folder), **ENGINE, "max_num_seqs": PLACES})
         stack.callback(engine.shutdown)
         weights = EngineWeights(engine, lambda: checkpoint_metadata(folder))
         await weights.init("memmap", {"folder": store})
