@@ -17,19 +17,14 @@ import numpy as np
 
 __all__ = [
     "abort_answers",
-    "build_beside",
     "compute_with_one_thread",
     "delivered_tokens",
-    "drop_packed",
-    "exchange_packed",
     "forget_half_loads",
     "has_packed",
-    "hidden_weights",
     "import_engine",
     "inspect_models_here",
     "keep_cpu_experts_with_lora",
     "keep_prefix_cache_with_latents",
-    "load_beside",
     "make_async_llm",
     "pack_tied",
     "plain_tokenizer",
@@ -276,42 +271,6 @@ def forget_half_loads(model: Any) -> None:
 
 
 PACKED_HANDLE = "cpu_linear"  # a linear layer's kernel on CPU: a function that owns the packed weight
-# a module's attributes that hold its listed tensors, or tensors that no checkpoint tensor goes into
-CONSTANTS = {"_parameters", "_buffers", "kv_cache", "_k_scale_cpu", "_v_scale_cpu"}
-
-
-def build_beside(vllm_config: Any, device: Any) -> tuple[Any, Any]:
-    """Build a second model of a configuration in a worker that runs the first, and return it with its own copy (0.32).
-
-    Attention and expert layers register their names in the configuration, where those of the first model must stay. So
-    the second model gets a copy with its own registry. Rotary embeddings are constants that vLLM shares anyway.
-    """
-    import copy
-
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
-    config = copy.copy(vllm_config)
-    config.compilation_config = copy.copy(vllm_config.compilation_config)
-    config.compilation_config.static_forward_context = {}
-    config.compilation_config.static_all_moe_layers = []
-    with set_default_torch_dtype(vllm_config.model_config.dtype), device:
-        return initialize_model(vllm_config=config).eval(), config
-
-
-def load_beside(model: Any, config: Any, device: Any, tensors: Any) -> None:
-    """Load checkpoint tensors into a second model and pack them, as vLLM does at start-up.
-
-    vLLM's current configuration is global to the process, but on CPU only constructors and loaders read it, no step
-    does.
-    """
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.utils import process_weights_after_loading
-
-    take_moe_kernels(model)
-    with set_current_vllm_config(config):
-        model.load_weights(tensors)
-        process_weights_after_loading(model, config.model_config, device)
 
 
 def pack_tied(model: Any) -> None:
@@ -339,48 +298,6 @@ def compute_with_one_thread() -> None:
 def has_packed(module: Any) -> bool:
     """Whether a module is a linear layer that holds its weight packed."""
     return PACKED_HANDLE in vars(module)
-
-
-def exchange_packed(one: Any, other: Any) -> None:
-    """Let two linear layers exchange their packed weights. A handle's bias is an argument, so it need not move."""
-    one.cpu_linear, other.cpu_linear = other.cpu_linear, one.cpu_linear
-
-
-def drop_packed(module: Any) -> None:
-    """Drop a linear layer's packed weight."""
-    vars(module).pop(PACKED_HANDLE, None)
-
-
-def hidden_weights(model: Any) -> str:
-    """Describe where a model keeps weights that are neither parameters, buffers nor packed handles; or return "".
-
-    A kernel may pack weights into attributes of its own, which vLLM does not list.
-    """
-    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    for name, module in model.named_modules():
-        implementation = getattr(module, "impl", None)
-        if implementation is not None and _packs_weights(implementation):
-            return f"{name} packs weights of its own ({type(implementation).__name__})"
-        for key, value in vars(module).items():
-            if key not in CONSTANTS and any(id(tensor) not in known for tensor in _tensors_in(value)):
-                return f"{name} keeps a tensor of its own ({key})"
-    return ""
-
-
-def _tensors_in(value: Any) -> list[Any]:
-    import torch
-
-    if isinstance(value, dict):
-        value = list(value.values())
-    parts = value if isinstance(value, list | tuple) else [value]
-    return [part for part in parts if isinstance(part, torch.Tensor)]
-
-
-def _packs_weights(implementation: Any) -> bool:
-    from vllm.v1.attention.backend import AttentionImplBase
-
-    own = type(implementation).process_weights_after_loading
-    return own is not AttentionImplBase.process_weights_after_loading
 
 
 def delivered_tokens(engine: Any) -> dict[str, dict[int, int]]:

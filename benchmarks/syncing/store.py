@@ -323,11 +323,11 @@ class NoWorkers:
         """Do nothing."""
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        """Answer like workers without a shadow."""
+        """Answer like workers that have fetched the version."""
         del args
         if method == "torchrl_moe_stage":
             return next(self._answers)
-        return [{"running": False, "stage": "plain", "reason": "", "fetched": 0.0, "loaded": 0.0, "error": None}]
+        return [{"running": False, "reason": "", "fetched": 0.0, "error": None}]
 
 
 async def longest_wait(work: Any) -> float:
@@ -355,7 +355,7 @@ def manifests() -> list[Row]:
             async def stage(number: int) -> None:
                 weights = EngineWeights(NoWorkers(), lambda: kinds)
                 await weights.init("memmap", {"folder": folder})
-                waits.append(await longest_wait(weights.stage(number, "auto", "digest", 1, None)))
+                waits.append(await longest_wait(weights.stage(number, "digest", 1, None)))
                 idle.append(await longest_wait(asyncio.sleep(0.3)))
 
             writer.publish(tensors.items(), 2 * version + 1)

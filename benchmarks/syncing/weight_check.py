@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.report import Row, median_range
-from benchmarks.syncing.pause import ENGINE, MODEL, stage
+from benchmarks.syncing.pause import ENGINE, MODEL
 from torchrl_moe.modules.backends.checkpoint import checkpoint_metadata
 from torchrl_moe.modules.backends.vllm.engine_process import _start_engine
 from torchrl_moe.modules.backends.vllm.weights.engine import EngineWeights
@@ -48,7 +48,7 @@ async def _swaps(weights: EngineWeights, writer: WeightStoreWriter, tensors: dic
     for _ in range(ROUNDS):
         version = weights.version + 1
         await asyncio.to_thread(writer.publish, tensors.items(), version)
-        await stage(weights, version, "shadow")
+        await weights.stage(version, "digest", 1, None)
         started = time.perf_counter()
         swapping = asyncio.create_task(weights.swap(version, "keep", False))
         while weights._proved.is_set() and not swapping.done():
@@ -64,7 +64,7 @@ async def measure(folder: Path, tensors: dict[str, Tensor]) -> tuple[list[float]
     """Return the seconds of swaps in the idle and in the full engine, and of a full step."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as store, contextlib.ExitStack() as stack:
         writer = WeightStoreWriter(store)
-        engine, _, load = await _start_engine({"model": str(folder), **ENGINE, "max_num_seqs": PLACES})
+        engine, _, load, _ = await _start_engine({"model": str(folder), **ENGINE, "max_num_seqs": PLACES})
         stack.callback(engine.shutdown)
         weights = EngineWeights(engine, lambda: checkpoint_metadata(folder))
         await weights.init("memmap", {"folder": store})
@@ -79,7 +79,7 @@ async def measure(folder: Path, tensors: dict[str, Tensor]) -> tuple[list[float]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        return idle[1:], full[1:], step  # the first one builds the second model
+        return idle[1:], full[1:], step  # the first one warms up
 
 
 def behind_a_queue() -> list[Row]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 
 def report(**changes: Any) -> dict[str, Any]:
     """What a worker says that has staged a version."""
-    done = {"running": False, "stage": "shadow", "reason": "", "fetched": 0.0, "loaded": 0.5, "error": None}
+    done = {"running": False, "reason": "", "fetched": 0.0, "error": None}
     return {**done, **changes}
 
 
@@ -31,7 +30,6 @@ class FakeLLM:
         self.begins: list[list[bool]] = []  # what workers answer when they are to stage, if not yes
         self.reports: list[list[dict[str, Any]]] = [[report()]]  # of staging, one per look; the last stays
         self.whole: Any = [True]
-        self.on_resume: Callable[[], None] = lambda: None
         self.model_config = SimpleNamespace(enable_sleep_mode=True)
         self.vllm_config = SimpleNamespace(lora_config=SimpleNamespace() if lora else None)
         self.adapters: dict[int, str] = {}  # number -> the file, of those that are loaded
@@ -66,7 +64,6 @@ class FakeLLM:
 
     async def resume_generation(self) -> None:
         await self._step("resume")
-        self.on_resume()
 
     async def sleep(self, level: int, mode: str) -> None:
         await self._step("sleep", level, mode)
@@ -77,9 +74,6 @@ class FakeLLM:
     async def abort(self, request_ids: list[str]) -> None:
         await self._step("abort", sorted(request_ids))
         self.counts = {}
-
-    async def update_weight_version(self, version: str) -> None:
-        await self._step("version", version)
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> Any:
         name = method.removeprefix("torchrl_moe_")

@@ -131,10 +131,9 @@ class GpuReplica(FakeWeightReplica):
         return end
 
     def command_stage_weights(
-        self, epoch: int, version: int, stage: str, verify: str, threads: int, manifest: str | None
+        self, epoch: int, version: int, verify: str, threads: int, manifest: str | None
     ) -> StageReport:
         """Note what comes."""
-        del stage
         for end in self.ends:
             end.fetch(Manifest.from_json(manifest or ""), verify=verify == "digest", threads=threads)
         return StageReport(seconds=0.0, nbytes=0, digest=f"of {version}")

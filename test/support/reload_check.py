@@ -1,9 +1,8 @@
-"""vLLM's own models without an engine: after each way of loading they must be bitwise what a start would have made.
+"""vLLM's own models without an engine: after a reload they must be bitwise what a start would have made.
 
 Run as ``python -m support.reload_check FAMILY[:tied][:bf16] ...`` in a process of its own, since vLLM
 sets process-wide state; it prints one JSON object: case -> what differed. Packed linear layers are compared by what
-they compute, all else by its bytes. Every case loads three versions, by a shadow
-in a thread and by a plain reload.
+they compute, all else by its bytes. Every case loads three versions.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -83,31 +81,7 @@ def differences(model: nn.Module, fresh: nn.Module) -> Iterator[str]:
                 yield f"{name} computes otherwise"
 
 
-def by_shadow(model: nn.Module, config: Any) -> Callable[[dict[str, Tensor]], None]:
-    from torchrl_moe.modules.backends.vllm.weights.shadow import ShadowModel, reason_against
-
-    assert reason_against(model, config, CPU) == ""
-    registry = dict(config.compilation_config.static_forward_context)
-    shadow = ShadowModel(model, config, CPU)
-
-    def load(tensors: dict[str, Tensor]) -> None:
-        before, said = {name: tensor.clone() for name, tensor in all_tensors(model).items()}, []
-        thread = threading.Thread(target=lambda: said.append(shadow.load(tensors.items())))
-        thread.start()
-        thread.join()
-        assert said == [""]
-        assert all(torch.equal(tensor, before[name]) for name, tensor in all_tensors(model).items())
-        for _ in range(3):  # there, back, and there
-            shadow.swap()
-        shadow.release()
-        now = config.compilation_config.static_forward_context
-        assert now.keys() == registry.keys()
-        assert all(now[name] is module for name, module in registry.items())
-
-    return load
-
-
-def by_reload(model: nn.Module, config: Any) -> Callable[[dict[str, Tensor]], None]:
+def reloader(model: nn.Module, config: Any) -> Callable[[dict[str, Tensor]], None]:
     import vllm.v1.worker.cpu.shm  # noqa: F401 - as in a worker: what has no accelerator does nothing
     from vllm.config import set_current_vllm_config
 
@@ -137,13 +111,12 @@ def check(case: str) -> list[str]:
             start_vllm(configs[0])
         fresh = [started(config) for config in configs]
         wrong = []
-        for way in (by_shadow, by_reload):
-            config = configuration(folders[0], family, "bfloat16" if "bf16" in options else "float32")
-            model = started(config)
-            load = way(model, config)
-            for version in VERSIONS:
-                load(tensors_of(folders[version]))
-                wrong += [f"{way.__name__} {version}: {name}" for name in differences(model, fresh[version])]
+        config = configuration(folders[0], family, "bfloat16" if "bf16" in options else "float32")
+        model = started(config)
+        load = reloader(model, config)
+        for version in VERSIONS:
+            load(tensors_of(folders[version]))
+            wrong += [f"{version}: {name}" for name in differences(model, fresh[version])]
         return wrong
 
 

@@ -17,7 +17,7 @@ from torchrl_moe.weight_update.store import WeightStoreWriter
 from torchrl_moe.weight_update.transports.base import StageOptions
 from torchrl_moe.weight_update.transports.gloo import GlooTransport
 
-STAGE: dict[str, Any] = {"stage": "auto", "verify": "digest", "threads": 1, "manifest": None}
+STAGE: dict[str, Any] = {"verify": "digest", "threads": 1, "manifest": None}
 SWAP: dict[str, Any] = {"pause": "keep", "clear_cache": False, "canary": None}
 TENSORS = {"a": torch.ones(2, 2), "b": torch.ones(3, dtype=torch.int64)}
 

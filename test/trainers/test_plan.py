@@ -187,7 +187,6 @@ def test_an_adapter_alone_is_a_small_update_and_kept_words_are_counted() -> None
     [
         (["loss.reference=model", "+loss.arguments.kl_to_ref_coeff=0.1"], "reference model", True),
         (["+loss.arguments.kl_to_ref_coeff=0.1"], "reference model", False),  # the adapter is switched off
-        (["+engine.sync.stage=shadow"], "the next weights, staged", True),
         (["loss.replay=none"], "recorded experts", False),
     ],
 )

@@ -53,13 +53,11 @@ def test_the_timeline_has_a_row_for_each_phase_that_took_time() -> None:
 def test_printed_it_has_a_line_for_each_replica() -> None:
     lines = str(report(GOOD, BAD)).splitlines()
     assert lines[0] == repr(report(GOOD, BAD))
-    assert lines[1].split() == [
-        *("replica", "fetched", "staged", "waited", "paused", "loaded", "stage", "tries", "outcome")
-    ]
-    assert lines[2].split() == ["0", "0.250", "0.000", "1.000", "0.500", "0.125", "plain", "1", "ok"]
+    assert lines[1].split() == [*("replica", "fetched", "staged", "waited", "paused", "loaded", "tries", "outcome")]
+    assert lines[2].split() == ["0", "0.250", "0.000", "1.000", "0.500", "0.125", "1", "ok"]
     assert lines[3].endswith("the replica is DEAD")
-    unproved = replace(GOOD, unproved="no turn", reason="plain was asked for")
-    assert str(report(unproved)).endswith("unproved: no turn; plain was asked for")
+    unproved = replace(GOOD, unproved="no turn", reason="no room for a copy")
+    assert str(report(unproved)).endswith("unproved: no turn; no room for a copy")
 
 
 def test_a_table_has_a_row_for_each_replica() -> None:
@@ -86,7 +84,7 @@ def test_in_a_notebook_it_is_a_table_of_some_replicas_failures_first() -> None:
     rows = read.rows["tbody"]
     assert len(rows) == 16
     assert rows[0][0] == "40" and rows[0][-1].startswith("<script>") and len(rows[0][-1]) == 200
-    assert rows[1] == ["0", "0.250", "0.000", "1.000", "0.500", "0.125", "plain", "1", "ok"]
+    assert rows[1] == ["0", "0.250", "0.000", "1.000", "0.500", "0.125", "1", "ok"]
     assert read.other[0].startswith("SyncReport(version=3, replicas=40/41")
     assert read.other[1] == "and 25 more replicas; times are in seconds"
 

@@ -359,12 +359,12 @@ def test_a_swap_whose_old_weights_survive_changes_nothing(connect: Connect, late
     assert engine.versions == [0, 0]
 
 
-def test_the_mode_says_how_requests_are_paused_and_the_stage_is_passed_on(connect: Connect) -> None:
+def test_the_mode_says_how_requests_are_paused_and_how_to_stage_is_passed_on(connect: Connect) -> None:
     engine = FakeFleet(1)
-    connect(engine, mode="abort_resume", stage="shadow", prefetch=3, verify="off").update_weights(weights())
+    connect(engine, mode="abort_resume", prefetch=3, verify="off").update_weights(weights())
     (fake,) = engine.fakes
     assert fake.told("swap_weights")["pause"] == "abort"
-    staging = {"version": 1, "stage": "shadow", "verify": "off", "threads": 3, "manifest": None}
+    staging = {"version": 1, "verify": "off", "threads": 3, "manifest": None}
     assert fake.told("stage_weights") == staging
 
 

@@ -30,7 +30,8 @@ from torchrl_moe.weight_update.store.writing import WriterLock
     [
         ({"transport": "mpi"}, "transport must be one of 'memmap', 'gloo', 'nccl', got 'mpi'"),
         ({"mode": "abort"}, "mode must be one of 'hot_swap', 'drain', 'abort_resume', got 'abort'"),
-        ({"stage": "fast"}, "stage must be one of 'auto', 'shadow', 'plain', got 'fast'"),
+        ({"stage": "fast"}, "stage must be one of 'auto', 'plain', got 'fast'"),
+        ({"stage": "shadow"}, "stage='shadow' is gone: only an engine on a CPU, without compilation, could"),
         ({"verify": True}, "verify must be one of 'digest', 'canary', 'off', got True"),
         ({"prefetch": 0}, "prefetch must be at least 1 thread, got 0"),
         ({"layout": "versions"}, "layout='versions' needs transport='memmap' and folder="),
@@ -57,7 +58,6 @@ def test_a_bad_choice_is_refused_with_the_good_ones(kwargs: dict[str, Any], word
         {"transport": "gloo"},
         {"mode": "drain"},
         {"kv": "recompute"},
-        {"stage": "shadow"},
         {"verify": "canary"},
         {"dtype": torch.bfloat16},
         {"delta": True, "layout": "versions", "folder": "x"},
@@ -144,8 +144,7 @@ def test_it_makes_a_sender_and_shows_its_choices() -> None:
     assert type(scheme.create_receiver(FakeFleet(1))) is VLLMWeightReceiver
     assert type(scheme.create_transport()) is SenderTransport
     assert repr(scheme) == (
-        "VLLMWeightSyncScheme(transport='memmap', mode='drain', kv='recompute', stage='auto', verify='digest', "
-        "layout='slots')"
+        "VLLMWeightSyncScheme(transport='memmap', mode='drain', kv='recompute', verify='digest', layout='slots')"
     )
     scheme.shutdown()
 
@@ -227,7 +226,6 @@ def test_choices_are_kept_in_groups(tmp_path: Path) -> None:
         keep_versions=4,
         rolling=2,
         prefetch=3,
-        stage="plain",
     )
     assert (
         scheme.options.store.seen_as,
@@ -238,8 +236,4 @@ def test_choices_are_kept_in_groups(tmp_path: Path) -> None:
         *(tmp_path, True, True),
         4,
     )
-    assert (scheme.options.staging.threads, scheme.options.staging.stage, scheme.options.swapping.rolling) == (
-        3,
-        "plain",
-        2,
-    )
+    assert (scheme.options.staging.threads, scheme.options.swapping.rolling) == (3, 2)

@@ -856,8 +856,8 @@ def test_torchrls_hook_calls_it_as_its_own(connect: Connect) -> None:
 
 PROMPTS = [[72, 101, 108], list(range(40, 90)), [200, 3, 3, 199] * 6]
 WAYS: dict[str, dict[str, Any]] = {
-    "shadow, canary": {"stage": "shadow", "verify": "canary", "kv": "recompute"},
-    "plain, delta of a directory, drain": {"stage": "plain", "layout": "versions", "delta": True, "mode": "drain"},
+    "canary": {"verify": "canary", "kv": "recompute"},
+    "delta of a directory, drain": {"layout": "versions", "delta": True, "mode": "drain"},
     "gloo, abort": {"transport": "gloo", "mode": "abort_resume", "prefetch": 2},
     "nothing verified": {"verify": "off"},
 }

@@ -179,7 +179,7 @@ class FakeWeightReplica(FakeReplica):
             receiver.pass_on(order)
 
     def command_stage_weights(
-        self, epoch: int, version: int, stage: str, verify: str, threads: int, manifest: str | None
+        self, epoch: int, version: int, verify: str, threads: int, manifest: str | None
     ) -> StageReport:
         """Check a version as an engine does."""
         self.owner.check(epoch)
@@ -193,16 +193,8 @@ class FakeWeightReplica(FakeReplica):
                 list(pool.map(lambda one: one.fetch(found, verify=verify == "digest", threads=threads), self.receivers))
         elif verify == "digest":
             self._store.verify(found, threads)
-        shadow, self._staged_digest = stage == "shadow", found.digest
-        return StageReport(
-            seconds=0.75 if shadow else 0.25,
-            nbytes=found.nbytes,
-            digest=found.digest,
-            fetched=0.25,
-            loaded=0.5 if shadow else 0.0,
-            stage="shadow" if shadow else "plain",
-            reason="" if shadow else "a fake has no shadow unless it is asked for one",
-        )
+        self._staged_digest = found.digest
+        return StageReport(seconds=0.25, nbytes=found.nbytes, digest=found.digest, fetched=0.25)
 
     def command_swap_weights(
         self,
@@ -234,9 +226,7 @@ class FakeWeightReplica(FakeReplica):
             found = copy_adapter(store, version, Path(folder))
             self._staged_digest = found.digest
             self._adapter = safetensors.torch.load((Path(folder) / ADAPTER_FILES[1]).read_bytes())
-        return StageReport(
-            seconds=0.5, nbytes=found.nbytes, digest=found.digest, fetched=0.25, loaded=0.25, stage="adapter"
-        )
+        return StageReport(seconds=0.5, nbytes=found.nbytes, digest=found.digest, fetched=0.25, loaded=0.25)
 
     @property
     def _store(self) -> WeightStoreReader:

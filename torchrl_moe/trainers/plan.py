@@ -141,8 +141,6 @@ def _engine(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> Iterator[P
     weights = share_of(base, share, width)
     over = f" / {share} GPUs" if share > 1 else ""
     yield PlanRow(ENGINE, "weights", weights, f"{base:,} x {width} B{over}")
-    if config.engine.sync.get("stage") == "shadow" and config.engine.kind == "vllm":  # "auto" is plain on a GPU
-        yield PlanRow(ENGINE, "the next weights, staged", weights, "engine.sync.stage=shadow: a second model")
     budget, plain = arguments.get("kv_cache_memory_bytes"), config.engine.kind == "transformers"
     if plain:
         yield PlanRow(

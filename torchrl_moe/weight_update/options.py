@@ -19,7 +19,6 @@ WITH_ADAPTERS: Mapping[str, Any] = {
     "transport": "memmap",
     "mode": "hot_swap",
     "kv": "salt",
-    "stage": "auto",
     "verify": "digest",
     "fsync": False,
     "delta": False,

@@ -11,7 +11,7 @@ from torchrl_moe.render.text_tables import one_line, plain_table
 
 __all__ = ["ReplicaSync", "SyncReport"]
 
-HEADER = ("replica", "fetched", "staged", "waited", "paused", "loaded", "stage", "tries", "outcome")
+HEADER = ("replica", "fetched", "staged", "waited", "paused", "loaded", "tries", "outcome")
 SHOWN_REPLICAS = 16
 ERROR_CHARACTERS = 200
 
@@ -24,14 +24,12 @@ class ReplicaSync:
         replica: its index.
         asked_at: when it was asked to fetch the version, in seconds after the start of publishing.
         fetched: seconds until its bytes had arrived and were checked.
-        staged: seconds to load them into a shadow model, while it served.
+        staged: seconds to load an adapter, while it served; weights are loaded during the pause.
         swap_at: when its turn came, in seconds after the start of publishing.
         waited: seconds until it could be taken out of service.
         paused: seconds in which it generated no token.
         loaded: seconds of the pause that loading took.
-        stage: ``"shadow"`` if it had loaded the version before the pause, ``"adapter"`` for an adapter, else
-            ``"plain"``.
-        reason: why there was no shadow, or no copy on the replica's node.
+        reason: why nothing was fetched, or was not copied to the replica's node.
         attempts: how often it was swapped.
         rejected: whether the replica itself refused the new weights; False if it died or did not answer.
         unproved: why its new weights were not checked: no check was sent, or its result was late.
@@ -46,7 +44,6 @@ class ReplicaSync:
     waited: float = 0.0
     paused: float = 0.0
     loaded: float = 0.0
-    stage: str = "plain"
     reason: str = ""
     attempts: int = 0
     rejected: bool = False
@@ -146,7 +143,7 @@ def _cells(entry: ReplicaSync, characters: int | None = None) -> tuple[str, ...]
     outcome = entry.error or _remarks(entry) or "ok"
     if characters is not None:
         outcome = one_line(outcome, characters)
-    return (str(entry.replica), *(f"{value:.3f}" for value in times), entry.stage, str(entry.attempts), outcome)
+    return (str(entry.replica), *(f"{value:.3f}" for value in times), str(entry.attempts), outcome)
 
 
 def _remarks(entry: ReplicaSync) -> str:

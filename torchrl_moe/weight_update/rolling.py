@@ -213,7 +213,6 @@ class RollingSwap:
             replica=index,
             fetched=staged.fetched,
             staged=staged.loaded,
-            stage=staged.stage,
             reason=staged.reason,
             swap_at=began - published.began,
         )

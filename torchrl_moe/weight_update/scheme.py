@@ -61,14 +61,13 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
             them itself.
         kv: what happens to cached prefixes: ``"salt"`` keeps them for the requests that made them, and each version
             starts an empty prefix cache; ``"recompute"`` drops the KV cache, and frozen requests are computed again.
-        stage: ``"shadow"`` loads a version into a second model while the first serves, which makes the pause short but
-            needs memory for both; ``"plain"`` loads during the pause; ``"auto"`` is shadow where that works. Where it
-            does not, ``"shadow"`` falls back to plain too, and the report says why.
+        stage: of earlier releases; ``"auto"`` and ``"plain"`` mean the same now: a version is fetched and checked while
+            the engine serves, and loaded during the pause. ``"shadow"`` is gone.
         rolling: how many replicas, or which share of them, are swapped at the same time; at least one.
         min_serving: how many replicas, or which share of them, must hold the new version for an update to succeed
             (default: nine of ten, and at least one), and must serve meanwhile (default: all but ``rolling``; one may
             always be swapped).
-        prefetch: how many threads of a replica read and hash a version; one while a shadow is loaded.
+        prefetch: how many threads of a replica read and hash a version.
         verify: ``"digest"``: every byte is hashed where it arrives (with nccl during the pause, on the worker's host);
             ``"canary"``: the engine's log-probs of a fixed prompt are compared with those of the model that is sent
             (not if tensors are sent instead of a model); ``"off"``: neither. In every case the engine must generate a
@@ -113,7 +112,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         transport: Literal["memmap", "gloo", "nccl"] = "memmap",
         mode: Literal["hot_swap", "drain", "abort_resume"] = "hot_swap",
         kv: Literal["salt", "recompute"] = "salt",
-        stage: Literal["auto", "shadow", "plain"] = "auto",
+        stage: Literal["auto", "plain"] = "auto",
         rolling: int | float = ROLLING_SHARE,
         min_serving: int | float | None = None,
         prefetch: int = 1,
@@ -135,7 +134,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
             mode=mode, kv=kv, rolling=rolling, min_serving=min_serving, timeout_seconds=timeout_seconds
         )
         source = SourceOptions(dtype=dtype, lora=lora)
-        source.check(transport=transport, mode=mode, kv=kv, stage=stage, verify=verify, fsync=fsync, delta=delta)
+        source.check(transport=transport, mode=mode, kv=kv, verify=verify, fsync=fsync, delta=delta)
         collective = CollectiveOptions(
             master_address=master_address,
             master_port=master_port,
@@ -155,7 +154,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
             transport=transport,
             store=StoreOptions(folder=self.folder, seen_as=self.folder, **choices),
             source=source,
-            staging=StageOptions(stage=stage, verify=verify, threads=prefetch),
+            staging=StageOptions(verify=verify, threads=prefetch),
             swapping=swapping,
             collective=collective,
             num_replicas=num_replicas,
@@ -231,7 +230,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         swapping, staging, options = self.options.swapping, self.options.staging, self.options
         return (
             f"{type(self).__name__}(transport={options.transport!r}, mode={swapping.mode!r}, kv={swapping.kv!r}, "
-            f"stage={staging.stage!r}, verify={staging.verify!r}, layout={options.store.layout!r})"
+            f"verify={staging.verify!r}, layout={options.store.layout!r})"
         )
 
 
@@ -253,7 +252,13 @@ def _check_choices(
         )
     one_of("strategy", strategy, ("tensordict", "state_dict"))
     one_of("transport", transport, TRANSPORTS)
-    one_of("stage", stage, ("auto", "shadow", "plain"))
+    if stage == "shadow":
+        raise ValueError(
+            "stage='shadow' is gone: only an engine on a CPU, without compilation, could load a version into a second "
+            "model. Leave stage= out: a version is fetched and checked while the engine serves, and loaded during the "
+            "pause"
+        )
+    one_of("stage", stage, ("auto", "plain"))
     one_of("verify", verify, ("digest", "canary", "off"))
     if prefetch < 1:
         raise ValueError(f"prefetch must be at least 1 thread, got {prefetch}")

@@ -32,7 +32,7 @@ class Sending(Commands):
         return self.answer
 
 
-STAGE = {"stage": "auto", "verify": "off", "threads": 2, "manifest": None}
+STAGE = {"verify": "off", "threads": 2, "manifest": None}
 SWAP = {"pause": "wait", "clear_cache": True, "canary": {"token_ids": [1]}}
 COMMANDS: dict[str, tuple[Callable[[Commands], Any], Any, Any, dict[str, Any]]] = {
     # name: how it is called with a limit of 3 s, what comes, what that becomes, what is sent

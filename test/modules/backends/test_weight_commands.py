@@ -12,7 +12,7 @@ from torchrl_moe.modules.backends.reports import SwapReport
 from torchrl_moe.modules.backends.weight_commands import WeightCommands
 from torchrl_moe.weight_update.transports.base import StageReport
 
-HOW: dict[str, Any] = {"stage": "auto", "verify": "digest", "threads": 1, "manifest": None}
+HOW: dict[str, Any] = {"verify": "digest", "threads": 1, "manifest": None}
 SWAP: dict[str, Any] = {"pause": "keep", "clear_cache": False, "canary": None}
 
 

@@ -12,8 +12,8 @@ from torchrl_moe.weight_update.store import Manifest
 from torchrl_moe.weight_update.transports.base import StageOptions, asked, rank_of, workers_of
 
 
-def test_a_version_is_verified_and_staged_as_the_machine_allows_by_default() -> None:
-    assert StageOptions() == StageOptions(stage="auto", verify="digest", threads=1)
+def test_a_version_is_verified_in_one_thread_by_default() -> None:
+    assert StageOptions() == StageOptions(verify="digest", threads=1)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_a_replica_is_asked_in_a_thread_with_all_that_it_must_know() -> None:
         return "prepared"
 
     replica: Any = SimpleNamespace(stage_weights=stage_weights)
-    with asked(replica, manifest, StageOptions(stage="plain", threads=2), 9.0) as answer:
+    with asked(replica, manifest, StageOptions(threads=2), 9.0) as answer:
         assert answer.result(20.0) == "prepared"
-    how = {"stage": "plain", "verify": "digest", "threads": 2, "manifest": manifest.to_json(), "timeout": 9.0}
+    how = {"verify": "digest", "threads": 2, "manifest": manifest.to_json(), "timeout": 9.0}
     assert told == [(3, how, "weight-stage_0")]

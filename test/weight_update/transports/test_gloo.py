@@ -93,7 +93,7 @@ def test_every_worker_has_the_published_tensors_version_after_version(
     assert replica.asked["init_weights"] == 1
     options = replica.told("init_weights")["options"]
     assert (options["world_size"], options["rank_offset"]) == (workers + 1, 1)
-    staging = {"version": 3, "stage": "auto", "verify": "digest", "threads": 2, "manifest": manifest.to_json()}
+    staging = {"version": 3, "verify": "digest", "threads": 2, "manifest": manifest.to_json()}
     assert replica.told("stage_weights") == staging
 
 

@@ -23,13 +23,13 @@ def test_a_replica_is_told_where_the_store_is_and_how_to_read_a_version(tmp_path
     replica, transport = FakeWeightReplica(), MemmapTransport(tmp_path)
     tensors = {"a": torch.ones(2, 2), "b": torch.ones(3, dtype=torch.int64)}
     manifest = WeightStoreWriter(tmp_path).publish(tensors.items(), 4)
-    options = StageOptions(stage="shadow", verify="off", threads=3)
+    options = StageOptions(verify="off", threads=3)
     with pytest.raises(EngineError, match="the weight transport is not initialised"):
         transport.stage(replica, manifest, options, 5.0)
     transport.open(replica, 5.0)
     report = transport.stage(replica, manifest, options, 5.0)
-    assert (report.digest, report.stage) == (manifest.digest, "shadow")
-    staging = {"version": 4, "stage": "shadow", "verify": "off", "threads": 3, "manifest": None}
+    assert report.digest == manifest.digest
+    staging = {"version": 4, "verify": "off", "threads": 3, "manifest": None}
     assert replica.told("stage_weights") == staging
     transport.close()
 
@@ -62,7 +62,7 @@ def test_a_version_on_a_shared_file_system_is_copied_to_this_node_until_the_rece
     receiver = MemmapReceiver(str(tmp_path / "far"))
     assert receiver.fetch(manifest, verify=True, threads=2) == ""
     assert len(list(near.glob("*/*.safetensors"))) == 1
-    with receiver.reading(manifest, verify=True) as tensors:
+    with receiver.reading(manifest) as tensors:
         assert tensors["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
     receiver.close()
     assert not list(near.glob("*/*.safetensors"))

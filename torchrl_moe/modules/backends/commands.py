@@ -104,10 +104,10 @@ class Commands(abc.ABC):
         self._command("init_weights", timeout, epoch=self._epoch, transport=transport, options=dict(options))
 
     def stage_weights(
-        self, version: int, *, stage: str, verify: str, threads: int, manifest: str | None, timeout: float
+        self, version: int, *, verify: str, threads: int, manifest: str | None, timeout: float
     ) -> StageReport:
         """Fetch and check a version, while requests run; see the protocol."""
-        how = {"stage": stage, "verify": verify, "threads": threads, "manifest": manifest}
+        how = {"verify": verify, "threads": threads, "manifest": manifest}
         report: StageReport = self._command("stage_weights", timeout, epoch=self._epoch, version=version, **how)
         self._digest = report.digest
         return report

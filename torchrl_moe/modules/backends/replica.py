@@ -308,13 +308,12 @@ class Replica(Protocol):
         """Open the engine's end of a weight transport."""
 
     def stage_weights(
-        self, version: int, *, stage: str, verify: str, threads: int, manifest: str | None, timeout: float
+        self, version: int, *, verify: str, threads: int, manifest: str | None, timeout: float
     ) -> StageReport:
         """Fetch a version and check it, while requests run; ``threads`` read and hash.
 
-        ``stage``: ``"shadow"`` loads it beside the weights that serve, ``"plain"`` under the pause; ``"auto"``: shadow
-        where that works. ``verify``: ``"digest"``, ``"canary"`` or ``"off"``. ``manifest``: the version's, for a
-        transport that cannot look it up.
+        ``verify``: ``"digest"``, ``"canary"`` or ``"off"``. ``manifest``: the version's, for a transport that cannot
+        look it up.
         """
 
     def pass_weights_on(self, order: Mapping[str, Any], timeout: float) -> None:

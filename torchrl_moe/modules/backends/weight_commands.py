@@ -28,7 +28,7 @@ class WeightCommands(abc.ABC):
         self.owner = WeightOwner()
         self._staged = ""  # the digest of what was staged last, if it is there still
         self._stagings = 0
-        self._swapping = asyncio.Lock()  # staging overwrites what a swap may have to take back
+        self._swapping = asyncio.Lock()  # staging overwrites what a swap reads
 
     # -- what an engine does ----------------------------------------------------------------------------------------
 
@@ -41,7 +41,7 @@ class WeightCommands(abc.ABC):
         """Open the engine's end of a transport."""
 
     @abc.abstractmethod
-    async def _stage(self, version: int, stage: str, verify: str, threads: int, manifest: str | None) -> StageReport:
+    async def _stage(self, version: int, verify: str, threads: int, manifest: str | None) -> StageReport:
         """Fetch a version and check it."""
 
     @abc.abstractmethod
@@ -71,13 +71,13 @@ class WeightCommands(abc.ABC):
         await self._open_transport(transport, options)
 
     async def command_stage_weights(
-        self, epoch: int, version: int, stage: str, verify: str, threads: int, manifest: str | None
+        self, epoch: int, version: int, verify: str, threads: int, manifest: str | None
     ) -> StageReport:
         async with self._swapping:
             self.owner.check(epoch)
             self._staged = ""
             self._stagings = mine = self._stagings + 1
-        report = await self._stage(version, stage, verify, threads, manifest)
+        report = await self._stage(version, verify, threads, manifest)
         if mine != self._stagings:
             raise WeightSyncError("another version was staged meanwhile")
         self._staged = report.digest

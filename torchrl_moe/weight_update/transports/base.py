@@ -25,13 +25,10 @@ class StageOptions:
     """How a replica prepares a version while it serves.
 
     Attributes:
-        stage: ``"shadow"`` loads it into a second model, ``"plain"`` leaves the loading to the pause, ``"auto"`` is
-            shadow where that works.
         verify: ``"digest"`` hashes every byte that arrived; ``"canary"`` and ``"off"`` do not.
         threads: number of threads that read and hash.
     """
 
-    stage: Literal["auto", "shadow", "plain"] = "auto"
     verify: Literal["digest", "canary", "off"] = "digest"
     threads: int = 1
 
@@ -45,9 +42,8 @@ class StageReport:
         nbytes: of its tensors.
         digest: of names, dtypes, shapes, and bytes.
         fetched: seconds until the bytes had arrived and were checked.
-        loaded: seconds to load them into the shadow, or beside other adapters.
-        stage: ``"shadow"``: loaded already; ``"plain"``: in the pause; ``"adapter"``: loaded, and needs no pause.
-        reason: why there is no shadow, or no copy on the replica's node; empty if nothing is missing.
+        loaded: seconds to load an adapter beside others; weights are loaded during the pause.
+        reason: why nothing was fetched, or is not copied to the replica's node; empty if nothing is missing.
     """
 
     seconds: float
@@ -55,7 +51,6 @@ class StageReport:
     digest: str
     fetched: float = 0.0
     loaded: float = 0.0
-    stage: Literal["shadow", "plain", "adapter"] = "plain"
     reason: str = ""
 
 
@@ -72,7 +67,7 @@ class Peer(Protocol):
         """Open the engine's end of a transport."""
 
     def stage_weights(
-        self, version: int, *, stage: str, verify: str, threads: int, manifest: str | None, timeout: float
+        self, version: int, *, verify: str, threads: int, manifest: str | None, timeout: float
     ) -> StageReport:
         """Fetch a version and check it, while requests run."""
 
@@ -88,7 +83,6 @@ def asked(replica: Peer, manifest: Manifest, options: StageOptions, timeout: flo
         yield caller.submit(
             replica.stage_weights,
             manifest.version,
-            stage=options.stage,
             verify=options.verify,
             threads=options.threads,
             manifest=manifest.to_json(),
@@ -135,14 +129,8 @@ class Receiver(Protocol):
             DigestMismatch: other bytes arrived than were published.
         """
 
-    def reading(self, manifest: Manifest, *, verify: bool = False) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Yield a version's tensors by checkpoint name; they are valid inside the context only.
-
-        Args:
-            manifest: the version.
-            verify: compare the digest of a tensor when it is taken, where :meth:`fetch` did not: taking it may then
-                raise ``DigestMismatch``.
-        """
+    def reading(self, manifest: Manifest) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """Yield a version's tensors by checkpoint name; they are valid inside the context only."""
 
     def load(self, manifest: Manifest) -> int:
         """Receive a version straight into the model, during the pause; return how many tensors it took."""

@@ -372,9 +372,8 @@ class GlooReceiver:
         return held
 
     @contextmanager
-    def reading(self, manifest: Manifest, *, verify: bool = False) -> Iterator[Mapping[str, Tensor]]:
+    def reading(self, manifest: Manifest) -> Iterator[Mapping[str, Tensor]]:
         """Keep the next version out of the buffer, and yield the tensors in it; do not keep them afterwards."""
-        del verify  # done as they arrived
         with self._lock:
             if self.manifest(manifest.version) != manifest:
                 raise ManifestMismatch(f"version {manifest.version} was received again since its manifest was read")

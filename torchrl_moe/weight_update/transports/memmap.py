@@ -35,7 +35,6 @@ class MemmapTransport:
         """Let a replica read a version."""
         return replica.stage_weights(
             manifest.version,
-            stage=options.stage,
             verify=options.verify,
             threads=options.threads,
             manifest=None,
@@ -65,14 +64,14 @@ class MemmapReceiver:
     def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> str:
         """Copy the version to this node, once for all its replicas; slots are there already.
 
-        What is copied is compared. Everything is compared again as it is read, or else by the engine process.
+        What is copied is compared. The engine process compares everything again.
         """
         del verify
         return self._reader.bring(manifest, threads)
 
-    def reading(self, manifest: Manifest, *, verify: bool = False) -> AbstractContextManager[Mapping[str, Tensor]]:
+    def reading(self, manifest: Manifest) -> AbstractContextManager[Mapping[str, Tensor]]:
         """Yield the tensors as they are in the store."""
-        return self._reader.reading(manifest, verify)
+        return self._reader.reading(manifest)
 
     def load(self, manifest: Manifest) -> NoReturn:
         """Refuse: a version is read."""

@@ -166,7 +166,6 @@ class NcclTransport:
             self.open(replica, timeout)
         report = replica.stage_weights(
             manifest.version,
-            stage=options.stage,
             verify=options.verify,
             threads=options.threads,
             manifest=manifest.to_json(),
@@ -324,14 +323,14 @@ class NcclReceiver:
         """Refuse: only what was staged has a manifest here."""
         raise ManifestMismatch(f"version {version} was not staged")
 
-    def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> None:
+    def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> str:
         """Note whether to compare digests; the bytes come when :meth:`load` asks for them."""
         del manifest, threads
         self._verify = verify
+        return self.loads_during_pause
 
-    def reading(self, manifest: Manifest, *, verify: bool = False) -> AbstractContextManager[Mapping[str, Tensor]]:
+    def reading(self, manifest: Manifest) -> AbstractContextManager[Mapping[str, Tensor]]:
         """Refuse: nothing is held."""
-        del verify
         raise WeightSyncError(f"version {manifest.version} is not held here: {self.loads_during_pause}")
 
     def load(self, manifest: Manifest) -> int:

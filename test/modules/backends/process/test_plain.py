@@ -57,7 +57,7 @@ LAYOUT = RoutingLayout(num_layers=4, moe_layers=(1, 2, 3), top_k=2, num_experts=
     [
         ReplicaInfo(model="m", layout=LAYOUT, max_model_len=8, dtype="bfloat16"),
         ReplicaStats(running=3, cache_usage=0.5, step_at=1.5),
-        StageReport(seconds=1.0, nbytes=7, digest="d", stage="shadow"),
+        StageReport(seconds=1.0, nbytes=7, digest="d", loaded=0.5),
         SwapReport(started=False, error="no"),
         ProbeReport(core_answered=True, cpu_seconds=2.0),
     ],

@@ -209,15 +209,6 @@ class Weights(EngineWeights):
     async def _whole(self) -> bool:
         return True
 
-    async def _take_back(self, before: int) -> bool:
-        """What is done where a canary fails, over a shadow."""
-        self.engine.paused = True
-        self._spoiled |= set(await self._delivered()) | self._held
-        self._marks.clear()
-        await self.engine.abort(list(self._spoiled))
-        self.version = self.engine.version = before
-        return True
-
 
 class Bench:
     def __init__(self) -> None:
@@ -506,17 +497,20 @@ def test_what_the_users_own_pause_cuts_stays_cut(run: Run) -> None:
     assert output.finish_reason == "abort"
 
 
-@pytest.mark.parametrize("mode", ["keep", "abort"])
-def test_weights_that_fail_their_canary_leave_no_token(run: Run, mode: str) -> None:
+@pytest.mark.parametrize(("mode", "versions"), [("keep", [2] * 6), ("abort", [0, 0, 2, 2, 2, 2])])
+def test_weights_that_fail_their_canary_leave_no_token(run: Run, mode: str, versions: list[int]) -> None:
     async def script(bench: Bench) -> None:
         await bench.start("running", n=2)
         await bench.engine.step(2)
         bench.engine.canary = ValueError("no good")
         await bench.swap(1, mode)
+        assert (bench.engine.paused, bench.done) == (True, {})
+        bench.engine.canary = None
+        await bench.swap(2, mode)
         await bench.finish()
 
     for output in run(script).done["running"].outputs:
-        check(output, *[0] * 6)
+        check(output, *versions)
 
 
 def test_an_error_while_it_continues_refuses_the_request(run: Run) -> None:

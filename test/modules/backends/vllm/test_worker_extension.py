@@ -52,16 +52,12 @@ def test_the_weight_engine_is_asked_by_name(tmp_path: Path) -> None:
     manifest = WeightStoreWriter(tmp_path).publish([("w", torch.ones(1))], 4)
     worker = WorkerExtension()
     worker.weight_transfer_engine = Engine()
-    assert worker.torchrl_moe_stage(manifest.to_json(), True, False, 2) == "stage"
+    assert worker.torchrl_moe_stage(manifest.to_json(), False, 2) == "stage"
     assert worker.torchrl_moe_staged() == "staged"
-    worker.torchrl_moe_change_places(4)
-    worker.torchrl_moe_drop_staged()
     assert worker.torchrl_moe_whole() is False
     assert asked == [
-        ("stage", (manifest.to_json(),), {"shadow": True, "verify": False, "threads": 2}),
+        ("stage", (manifest.to_json(),), {"verify": False, "threads": 2}),
         ("staged", (), {}),
-        ("change_places", (4,), {}),
-        ("drop", (), {}),
     ]
 
 

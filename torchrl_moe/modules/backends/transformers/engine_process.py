@@ -146,8 +146,8 @@ class EngineProcess(EngineProgram, WeightCommands):
     async def _open_transport(self, transport: str, options: Mapping[str, Any]) -> None:
         await self.weights.init(transport, options)
 
-    async def _stage(self, version: int, stage: str, verify: str, threads: int, manifest: str | None) -> StageReport:
-        return await self.weights.stage(version, stage, verify, threads, manifest)
+    async def _stage(self, version: int, verify: str, threads: int, manifest: str | None) -> StageReport:
+        return await self.weights.stage(version, verify, threads, manifest)
 
     async def _pass_on(self, order: Mapping[str, Any]) -> None:
         await self.weights.pass_on(order)

@@ -33,7 +33,6 @@ __all__ = ["EngineWeights", "exchange"]
 TRANSPORTS = ("memmap", "gloo")
 PROBE_IDS = (0, 0)
 REPORTED = ("missing_keys", "unexpected_keys", "mismatched_keys")  # of transformers' loader
-NO_SHADOW = "engine='transformers' loads in the pause: its loader changes settings of the whole process"
 
 
 class OnlyWorker:
@@ -83,8 +82,8 @@ class EngineWeights:
             raise WeightSyncError("the weight transport is not initialised: call init_all_workers_group() first")
         return self._receiver
 
-    async def stage(self, version: int, stage: str, verify: str, threads: int, manifest: str | None) -> StageReport:
-        """Fetch a version and check it, while requests run; ``stage`` is ``"plain"`` whatever is asked for.
+    async def stage(self, version: int, verify: str, threads: int, manifest: str | None) -> StageReport:
+        """Fetch a version and check it, while requests run.
 
         Raises:
             WeightSyncError: the transport was not opened, or the version is not what the engine expects.
@@ -92,14 +91,7 @@ class EngineWeights:
         receiver, started = self._open(), time.perf_counter()
         found, remark = await asyncio.to_thread(self._fetch, receiver, version, verify == "digest", threads, manifest)
         self._staged, seconds = found, time.perf_counter() - started
-        why = NO_SHADOW if stage == "shadow" else ""
-        return StageReport(
-            seconds=seconds,
-            nbytes=found.nbytes,
-            digest=found.digest,
-            fetched=seconds,
-            reason="; ".join(filter(None, (why, remark))),
-        )
+        return StageReport(seconds=seconds, nbytes=found.nbytes, digest=found.digest, fetched=seconds, reason=remark)
 
     def _fetch(
         self, receiver: Receiver, version: int, verify: bool, threads: int, manifest: str | None

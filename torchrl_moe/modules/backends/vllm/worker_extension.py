@@ -72,9 +72,9 @@ class WorkerExtension:
         """Follow, or route live, to measure the cost; do not leave an engine that reports that it follows at live."""
         self.model_runner.torchrl_moe_forced.drive(on)
 
-    def torchrl_moe_stage(self, manifest: str, shadow: bool, verify: bool, threads: int) -> bool:
+    def torchrl_moe_stage(self, manifest: str, verify: bool, threads: int) -> bool:
         """Begin to stage a version; see ``WeightEngine.stage``."""
-        began: bool = self.weight_transfer_engine.stage(manifest, shadow=shadow, verify=verify, threads=threads)
+        began: bool = self.weight_transfer_engine.stage(manifest, verify=verify, threads=threads)
         return began
 
     def torchrl_moe_pass_on(self, order: dict[str, Any]) -> None:
@@ -85,14 +85,6 @@ class WorkerExtension:
         """Return how far staging is; see ``Staging.report``."""
         report: dict[str, Any] = self.weight_transfer_engine.staged()
         return report
-
-    def torchrl_moe_change_places(self, version: int) -> None:
-        """Swap the model and its shadow."""
-        self.weight_transfer_engine.change_places(version)
-
-    def torchrl_moe_drop_staged(self) -> None:
-        """Drop what was staged, or after a swap the old weights."""
-        self.weight_transfer_engine.drop()
 
     def torchrl_moe_whole(self) -> bool:
         """Whether the model can run: no layer of it is taken apart."""

@@ -12,7 +12,7 @@ from torchrl_moe.modules.backends.reports import SwapReport
 from torchrl_moe.modules.backends.vllm.weights.commands import EngineWeightCommands
 from torchrl_moe.weight_update.transports.base import StageReport
 
-HOW: dict[str, Any] = {"stage": "auto", "verify": "digest", "threads": 1, "manifest": None}
+HOW: dict[str, Any] = {"verify": "digest", "threads": 1, "manifest": None}
 SWAP: dict[str, Any] = {"pause": "keep", "clear_cache": False, "canary": None}
 
 
@@ -51,7 +51,7 @@ class Adapters:
         self.log.append(f"in {options['folder']}, {replaced=}")
 
     async def stage(self, version: int) -> StageReport:
-        return StageReport(seconds=0.0, nbytes=0, digest=f"adapter {version}", stage="adapter")
+        return StageReport(seconds=0.0, nbytes=0, digest=f"adapter {version}")
 
     def swap(self, version: int) -> SwapReport:
         self.log.append(f"swapped {version}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from support.processes import toy_environment
 from support.waiting import until
-from torchrl_moe import _compat
-from torchrl_moe._errors import ManifestMismatch, SyncTimeout, WeightSyncError
+from torchrl_moe._errors import DigestMismatch, ManifestMismatch, SyncTimeout, WeightSyncError
 from torchrl_moe.weight_update.store import Manifest, WeightStoreWriter
 from torchrl_moe.weight_update.transports.memmap import MemmapReceiver
 from torchrl_moe.weight_update.transports.nccl import NcclReceiver
@@ -206,9 +209,9 @@ class Pushing(NcclReceiver):
 def test_a_receiver_that_loads_by_itself_is_let_do_so(worker: Any, model: Model, store: WeightStoreWriter) -> None:
     manifest = store.publish(values(1.0).items(), 1)
     worker._receiver = Pushing(model, values(1.0))
-    assert worker.stage(manifest.to_json(), shadow=True, verify=False, threads=1)
+    assert begin(worker, manifest)
     report = finished(worker)
-    assert (report["stage"], report["reason"]) == ("plain", "nccl sends during the pause")
+    assert (report["reason"], report["error"]) == ("nccl sends during the pause", None)
     load(worker, 1)
     assert same(weights_of(model), values(1.0))
     worker._receiver.tensors.pop("first.a")
@@ -256,26 +259,21 @@ def test_kernels_survive_an_update_that_broke_off(worker: Any, model: Model) -> 
     assert method.moe_kernel == "old"
 
 
-# -- shadows ----------------------------------------------------------------------------------------------------------
+def test_vllms_models_are_bitwise_what_a_start_would_have_made() -> None:
+    """Tied heads, packed and absorbed weights, correction biases; the same model many times."""
+    cases = ["qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "qwen3:tied", "qwen3_moe:tied", "deepseek_v3:bf16"]
+    command = [sys.executable, "-m", "support.reload_check", *cases]
+    done = subprocess.run(command, env=toy_environment(), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {case: [] for case in cases}
 
 
-@pytest.fixture
-def shadowed(worker: Any, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A worker whose model, which holds 0, can have a shadow."""
-    monkeypatch.setattr("torchrl_moe.modules.backends.vllm.weights.worker.reason_against", lambda *_: "")
-    monkeypatch.setattr(_compat, "build_beside", lambda config, device: (Model(), config))
-    monkeypatch.setattr(_compat, "load_beside", lambda model, config, device, tensors: model.load_weights(tensors))
-    return worker
+# -- staging ----------------------------------------------------------------------------------------------------------
 
 
-def stage(worker: Any, store: WeightStoreWriter, version: int, shadow: bool = True) -> dict[str, Any]:
-    manifest = store.publish(values(10.0 * version).items(), version)
-    begin(worker, manifest, shadow)
-    return finished(worker)
-
-
-def begin(worker: Any, manifest: Manifest, shadow: bool = True) -> None:
-    until(lambda: worker.stage(manifest.to_json(), shadow=shadow, verify=False, threads=1))
+def begin(worker: Any, manifest: Manifest) -> bool:
+    began: bool = worker.stage(manifest.to_json(), verify=False, threads=1)
+    return began
 
 
 def finished(worker: Any) -> dict[str, Any]:
@@ -283,151 +281,72 @@ def finished(worker: Any) -> dict[str, Any]:
     return dict(worker.staged())
 
 
-def test_a_staged_version_changes_places_with_the_old_one_and_back(
-    shadowed: Any, model: Model, store: WeightStoreWriter
-) -> None:
+def test_staging_fetches_and_only_a_load_changes_the_model(worker: Any, model: Model, store: WeightStoreWriter) -> None:
+    with pytest.raises(RuntimeError, match="nothing was staged"):
+        worker.staged()
     for version in (1, 2, 3):
         before = weights_of(model)
-        report = stage(shadowed, store, version)
-        assert (report["stage"], report["reason"], report["error"]) == ("shadow", "", None)
+        assert begin(worker, store.publish(values(10.0 * version).items(), version))
+        report = finished(worker)
+        assert (report["reason"], report["error"], worker.whole) == ("", None, True)
         assert same(weights_of(model), before)
-        shadowed.change_places(version)
-        assert same(weights_of(model), values(10.0 * version))
-        shadowed.change_places(version)
-        assert same(weights_of(model), before)
-        shadowed.change_places(version)
-        shadowed.drop()
+    load(worker, 3)
     assert same(weights_of(model), values(30.0))
-    assert shadowed.whole
 
 
-def test_a_version_that_was_staged_and_not_used_is_dropped_by_the_next(
-    shadowed: Any, model: Model, store: WeightStoreWriter
+def test_the_manifest_that_was_staged_is_the_one_that_is_loaded(
+    worker: Any, model: Model, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage(shadowed, store, 1)
-    stage(shadowed, store, 2)
-    with pytest.raises(RuntimeError, match="version 2 is in the shadow, and not 1"):
-        shadowed.change_places(1)
-    shadowed.change_places(2)
-    assert same(weights_of(model), values(20.0))
-
-
-def test_memory_is_given_back_beside_the_loop_and_before_the_next_version(
-    shadowed: Any, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torchrl_moe.modules.backends.vllm.weights.shadow import ShadowModel
-
-    release, gone = threading.Event(), ShadowModel.release
-    stage(shadowed, store, 1)
-    shadowed.change_places(1)
-
-    def slow(self: Any) -> None:
-        assert release.wait(60.0)
-        gone(self)
-
-    monkeypatch.setattr(ShadowModel, "release", slow)
-    shadowed.drop()  # returns at once
-    manifest = store.publish(values(20.0).items(), 2)
-    assert not shadowed.stage(manifest.to_json(), shadow=True, verify=False, threads=1)
-    release.set()
-    begin(shadowed, manifest)
-    assert finished(shadowed)["stage"] == "shadow"
-
-
-def test_what_goes_wrong_as_memory_is_given_back_is_reported_by_the_next_staging(
-    shadowed: Any, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torchrl_moe.modules.backends.vllm.weights.shadow import ShadowModel
-
-    stage(shadowed, store, 1)
-    shadowed.change_places(1)
-    with monkeypatch.context() as patched:
-        patched.setattr(ShadowModel, "release", broken)
-        shadowed.drop()
-        with pytest.raises(ZeroDivisionError, match="no release"):
-            stage(shadowed, store, 2)
-    assert stage(shadowed, store, 4)["stage"] == "shadow"
-
-
-def broken(shadow: Any) -> None:
-    raise ZeroDivisionError("no release")
-
-
-def test_a_plain_version_after_one_that_was_not_used_gives_its_memory_back(
-    shadowed: Any, store: WeightStoreWriter
-) -> None:
-    stage(shadowed, store, 1)
-    parameters = list(shadowed._shadow.model.parameters())
-    assert sum(parameter.numel() for parameter in parameters) == 16
-    assert stage(shadowed, store, 2, shadow=False)["reason"] == "plain was asked for"
-    assert sum(parameter.numel() for parameter in parameters) == 0
-
-
-def test_what_is_not_in_the_shadow_cannot_be_swapped_in(shadowed: Any, model: Model, store: WeightStoreWriter) -> None:
-    with pytest.raises(RuntimeError, match="version 1 is not in the shadow"):
-        shadowed.change_places(1)
-    with pytest.raises(RuntimeError, match="nothing was staged"):
-        shadowed.staged()
-    report = stage(shadowed, store, 1, shadow=False)
-    assert (report["stage"], report["reason"]) == ("plain", "plain was asked for")
-    with pytest.raises(RuntimeError, match="version 1 is not in the shadow"):
-        shadowed.change_places(1)
-    stage(shadowed, store, 2)
-    shadowed.drop()
-    with pytest.raises(RuntimeError, match="version 2 is not in the shadow"):
-        shadowed.change_places(2)
-    assert same(weights_of(model), {name: torch.zeros(4) for name in values(0.0)})
-
-
-def test_a_plain_update_after_shadows_and_a_shadow_after_a_plain_one(
-    shadowed: Any, model: Model, store: WeightStoreWriter
-) -> None:
-    places = {name: id(parameter) for name, parameter in model.named_parameters()}
-    stage(shadowed, store, 1)
-    shadowed.change_places(1)
-    stage(shadowed, store, 2, shadow=False)
-    load(shadowed, 2)
-    assert same(weights_of(model), values(20.0))
-    stage(shadowed, store, 3)
-    shadowed.change_places(3)
-    assert same(weights_of(model), values(30.0))
-    assert {name: id(parameter) for name, parameter in model.named_parameters()} == places
+    """Not every receiver can look one up."""
+    monkeypatch.setattr(MemmapReceiver, "manifest", lambda *_: pytest.fail("it was staged"))
+    assert begin(worker, store.publish(values(10.0).items(), 1))
+    finished(worker)
+    load(worker, 1)
+    assert same(weights_of(model), values(10.0))
 
 
 def test_a_staging_that_failed_leaves_the_old_weights_and_the_next_is_good(
-    shadowed: Any, model: Model, store: WeightStoreWriter
+    worker: Any, model: Model, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bad = {**values(10.0), "second.a": torch.ones(7)}
-    begin(shadowed, store.publish(bad.items(), 1))
-    assert "size of tensor" in finished(shadowed)["error"]
-    assert same(weights_of(model), {name: torch.zeros(4) for name in bad})
-    assert stage(shadowed, store, 2)["error"] is None
-    shadowed.change_places(2)
+    def fetch(*_: Any, **__: Any) -> str:
+        raise DigestMismatch("bytes of first.a")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MemmapReceiver, "fetch", fetch)
+        assert begin(worker, store.publish(values(10.0).items(), 1))
+        assert finished(worker)["error"] == "DigestMismatch: bytes of first.a"
+    assert same(weights_of(model), {name: torch.zeros(4) for name in values(0.0)})
+    assert begin(worker, store.publish(values(20.0).items(), 2))
+    assert finished(worker)["error"] is None
+    load(worker, 2)
     assert same(weights_of(model), values(20.0))
 
 
-def test_an_earlier_staging_that_still_runs_is_stopped_first(
-    shadowed: Any, model: Model, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
+def test_an_earlier_staging_that_still_runs_is_waited_for(
+    worker: Any, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started, release = threading.Event(), threading.Event()
+    fetched: list[int] = []
 
-    def fetch(self: Any, *_: Any, **__: Any) -> None:
+    def fetch(self: Any, manifest: Any, **_: Any) -> None:
+        fetched.append(manifest.version)
         started.set()
         assert release.wait(60.0)
 
     monkeypatch.setattr(MemmapReceiver, "fetch", fetch)
     one, two = (store.publish(values(10.0 * version).items(), version) for version in (1, 2))
-    assert shadowed.stage(one.to_json(), shadow=True, verify=False, threads=1)
+    assert begin(worker, one)
     assert started.wait(60.0)
-    assert not shadowed.stage(two.to_json(), shadow=True, verify=False, threads=1)
+    assert not begin(worker, two)
     release.set()
-    assert finished(shadowed)["error"] == "WeightSyncError: another version was staged meanwhile"
-    assert shadowed.stage(two.to_json(), shadow=True, verify=False, threads=1)
-    assert finished(shadowed)["stage"] == "shadow"
+    assert finished(worker)["error"] is None
+    assert begin(worker, two)
+    finished(worker)
+    assert fetched == [1, 2]
 
 
 def test_a_version_that_is_being_staged_continues_however_often_it_is_asked_for(
-    shadowed: Any, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
+    worker: Any, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As often as another worker of the engine answers that it has to be asked again."""
     started, release = threading.Event(), threading.Event()
@@ -442,63 +361,33 @@ def test_a_version_that_is_being_staged_continues_however_often_it_is_asked_for(
     one, again = (store.publish(values(1.0).items(), version) for version in (1, 2))
     assert one.digest == again.digest
     for _ in range(3):
-        assert shadowed.stage(one.to_json(), shadow=True, verify=False, threads=1)
+        assert begin(worker, one)
     assert started.wait(60.0)
     release.set()
-    report = finished(shadowed)
-    assert (report["error"], report["stage"], fetches) == (None, "shadow", [1])
+    report = finished(worker)
+    assert (report["error"], fetches) == (None, [1])
     release.clear()
-    assert shadowed.stage(one.to_json(), shadow=True, verify=False, threads=1)
-    for wanted, shadow in ((one, False), (again, True), (one, True)):  # another way, another number, one given up
-        assert not shadowed.stage(wanted.to_json(), shadow=shadow, verify=False, threads=1)
+    assert begin(worker, one)
+    for wanted in (again, one):  # another number, and one that was given up
+        assert not begin(worker, wanted)
     release.set()
-    assert finished(shadowed)["error"] == "WeightSyncError: another version was staged meanwhile"
+    finished(worker)
+    assert fetches == [1, 1]
+    assert begin(worker, again)
+    finished(worker)
+    assert fetches == [1, 1, 2]
 
 
 def test_a_version_is_not_left_to_a_transport_that_was_given_up(
-    shadowed: Any, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
+    worker: Any, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torchrl_moe.modules.backends.vllm.weights.worker import InitInfo
 
     release = threading.Event()
     monkeypatch.setattr(MemmapReceiver, "fetch", lambda *_, **__: "" if release.wait(60.0) else "late")
     version = store.publish(values(1.0).items(), 1)
-    assert shadowed.stage(version.to_json(), shadow=True, verify=False, threads=1)
-    shadowed.init_transfer_engine(InitInfo(transport="memmap", options={"folder": str(store.folder)}))
-    assert not shadowed.stage(version.to_json(), shadow=True, verify=False, threads=1)
+    assert begin(worker, version)
+    worker.init_transfer_engine(InitInfo(transport="memmap", options={"folder": str(store.folder)}))
+    assert not begin(worker, version)
     release.set()
-    finished(shadowed)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (("worker.reason_against", lambda *_: "it is quantised"), "it is quantised"),
-        (("shadow.ShadowModel.reserve_memory", lambda _: "9.0 GB are needed"), "9.0 GB are needed"),
-    ],
-)
-def test_where_there_can_be_no_shadow_the_reason_is_reported(
-    shadowed: Any, model: Model, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch, change: Any, reason: str
-) -> None:
-    monkeypatch.setattr(f"torchrl_moe.modules.backends.vllm.weights.{change[0]}", change[1])
-    for version in (1, 2):
-        report = stage(shadowed, store, version)
-        assert (report["stage"], report["reason"]) == ("plain", reason)
-        load(shadowed, version)
-        assert same(weights_of(model), values(10.0 * version))
-
-
-def test_a_model_that_cannot_be_built_twice_is_asked_once(
-    shadowed: Any, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    def build(*_: Any) -> Any:
-        asked.append(1)
-        raise ValueError("Duplicate layer name: x")
-
-    monkeypatch.setattr(_compat, "build_beside", build)
-    for version in (1, 2):
-        report = stage(shadowed, store, version)
-        assert report["reason"] == "no second model can be built: Duplicate layer name: x"
-    assert asked == [1]
+    finished(worker)

@@ -163,5 +163,4 @@ def _report(manifest: Manifest, started: float, fetched: float) -> StageReport:
         digest=manifest.digest,
         fetched=fetched - started,
         loaded=now - fetched,
-        stage="adapter",
     )

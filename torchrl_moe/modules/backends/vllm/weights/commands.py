@@ -48,10 +48,10 @@ class EngineWeightCommands(WeightCommands):
             await self.weights.init(transport, options)
         self._sends_adapters = transport == "adapter"
 
-    async def _stage(self, version: int, stage: str, verify: str, threads: int, manifest: str | None) -> StageReport:
+    async def _stage(self, version: int, verify: str, threads: int, manifest: str | None) -> StageReport:
         if self._sends_adapters:
             return await self.adapters.stage(version)
-        return await self.weights.stage(version, stage, verify, threads, manifest)
+        return await self.weights.stage(version, verify, threads, manifest)
 
     async def _pass_on(self, order: Mapping[str, Any]) -> None:
         await self.weights.engine.collective_rpc("torchrl_moe_pass_on", args=(order,))

@@ -1,14 +1,14 @@
 """The engine process's side of a weight update: stage a version while the engine serves, then swap it in.
 
-One transaction. Staging checks names, shapes and digests, and loads the version into the workers' shadow where they can
-have one. Swapping pauses, loads or swaps, resumes and sends the weight check, which holds output back:
+One transaction. Staging checks names, shapes and digests, and has the workers fetch the version. Swapping pauses,
+loads, resumes and sends the weight check, which holds output back:
 
 .. code-block:: text
 
-    stage (serving) --> pause --> load or swap --> resume + weight check --> release held output
-                                       +-- failed --------+--> drop it; back to old weights if intact, else stay paused
+    stage (serving) --> pause --> load --> resume + weight check --> release held output
+                                   +-- failed ---+--> drop it; back to the old weights if intact, else stay paused
 
-Old weights are intact before the first tensor is loaded and, with a shadow, at any time.
+Old weights are intact before the first tensor is loaded.
 """
 
 from __future__ import annotations
@@ -82,7 +82,6 @@ class EngineWeights:
         self._spoiled: set[str] = set()  # requests that may have tokens of failed weights
         self.reader: WeightStoreReader | None = None
         self._stagings = 0
-        self._in_shadow: int | None = None  # the version that waits in the workers' shadows
         self._marks: dict[str, list[tuple[int, dict[int, int]]]] = {}  # request -> version, tokens of each answer
 
     async def init(self, transport: str, options: Mapping[str, Any]) -> None:
@@ -166,12 +165,11 @@ class EngineWeights:
 
     # -- staging ----------------------------------------------------------------------------------------------------
 
-    async def stage(self, version: int, stage: str, verify: str, threads: int, manifest: str | None) -> StageReport:
-        """Check a version while the engine serves, and load it into the shadow if requested and possible.
+    async def stage(self, version: int, verify: str, threads: int, manifest: str | None) -> StageReport:
+        """Check a version, and have the workers fetch it, while the engine serves.
 
         Args:
             version: its number.
-            stage: ``"shadow"``, ``"plain"``, or ``"auto"``: shadow where that works.
             verify: ``"digest"`` compares the digests of all bytes.
             threads: that read and hash.
             manifest: as JSON, for a transport that cannot look versions up.
@@ -182,22 +180,18 @@ class EngineWeights:
         """
         if self._expected is None:
             raise WeightSyncError("the weight transport is not initialised: call init_all_workers_group() first")
-        started, self._in_shadow = time.perf_counter(), None
+        started = time.perf_counter()
         found, nbytes, digest = await asyncio.to_thread(self._find, version, manifest, self._expected)
-        reports = await self._stage_in_workers(found, stage != "plain", verify == "digest", threads)
-        shadow = all(report["stage"] == "shadow" for report in reports)
+        reports = await self._stage_in_workers(found, verify == "digest", threads)
         verifying = time.perf_counter()
-        if self.reader is not None and verify == "digest" and not shadow:  # a shadow is compared as it is loaded
+        if self.reader is not None and verify == "digest":  # the workers only map the store
             await asyncio.to_thread(self.reader.verify, found, threads)
-        verified = time.perf_counter()
-        self._in_shadow = version if shadow else None
+        ended = time.perf_counter()
         return StageReport(
-            seconds=time.perf_counter() - started,
+            seconds=ended - started,
             nbytes=nbytes,
             digest=digest,
-            fetched=verified - verifying + max(report["fetched"] for report in reports),
-            loaded=max(report["loaded"] for report in reports),
-            stage="shadow" if shadow else "plain",
+            fetched=ended - verifying + max(report["fetched"] for report in reports),
             reason=next((report["reason"] for report in reports if report["reason"]), ""),
         )
 
@@ -217,7 +211,7 @@ class EngineWeights:
         waiting, longest = POLL_SECONDS
         self._stagings = mine = self._stagings + 1
         while not all(await self.engine.collective_rpc("torchrl_moe_stage", args=(found.to_json(), *options))):
-            await asyncio.sleep(longest)  # the previous version was asked to stop
+            await asyncio.sleep(longest)  # an earlier version is still being fetched
             self._check_newest(mine)
         while True:
             reports: list[dict[str, Any]] = await self.engine.collective_rpc("torchrl_moe_staged")
@@ -285,13 +279,14 @@ class EngineWeights:
         restored = error is not None and not self._left_paused and await self._whole()
         unproved = "the engine is paused" if error is None and was_paused else ""
         if error is None:
-            before, self.version = self.version, version
+            self.version = version
             if not was_paused:
                 self._proved.clear()
                 proving = self._prove(canary, before=pause == "keep", deadline=started + patience)
                 (said,) = await asyncio.gather(proving, return_exceptions=True)
                 if isinstance(said, BaseException):
-                    error, restored = said, await self._take_back(before)
+                    error = said
+                    await self._withdraw()
                 else:
                     resumed, unproved = said
         await self._settle(error, restored, resume=restored and not was_paused)
@@ -327,9 +322,6 @@ class EngineWeights:
         return counts
 
     async def _load(self, version: int) -> None:
-        if self._in_shadow == version:
-            await self.engine.collective_rpc("torchrl_moe_change_places", args=(version,))
-            return
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self.engine.start_weight_update()
@@ -359,8 +351,8 @@ class EngineWeights:
         resumed = time.perf_counter()
         return resumed, await question.ask(max(deadline - resumed, 0.0) / 2)
 
-    async def _take_back(self, before: int) -> bool:
-        """Pause failed weights, drop what they generated, and restore the old ones if they still exist.
+    async def _withdraw(self) -> None:
+        """Pause weights that failed their check, and drop what they generated. The old ones are gone.
 
         Requests that ran meanwhile start again: even their cached prefixes may come from the failed weights.
         """
@@ -369,17 +361,9 @@ class EngineWeights:
         self._spoiled |= running | self._held
         self._marks.clear()
         await self.engine.abort(list(running))
-        if self._in_shadow != self.version:
-            return False
-        undo = self.engine.collective_rpc("torchrl_moe_change_places", args=(self.version,))
-        undone: Any
-        (undone,) = await asyncio.gather(undo, return_exceptions=True)
-        self.version = before
-        return not isinstance(undone, BaseException)
 
     async def _settle(self, error: BaseException | None, restored: bool, resume: bool) -> None:
         """Resume the engine, or leave it paused if it has neither its old weights nor good new ones."""
-        was_in_shadow, self._in_shadow = self._in_shadow, None
         self._left_paused = error is not None and not restored
         if resume:
             await self.engine.resume_generation()
@@ -390,11 +374,6 @@ class EngineWeights:
                 self.accepting.set()
             self.proved_version = self.version
             self._proved.set()
-        if was_in_shadow is not None:
-            if error is None and was_in_shadow == self.version:
-                await self.engine.update_weight_version(str(self.version))
-            # the old weights, or new ones that will not be used
-            await asyncio.gather(self.engine.collective_rpc("torchrl_moe_drop_staged"), return_exceptions=True)
 
 
 def _words(error: BaseException | None) -> str | None:

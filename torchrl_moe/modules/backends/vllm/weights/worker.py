@@ -1,23 +1,20 @@
 """The worker's side of a weight update: vLLM's own weight-transfer interface, over a transport of ours.
 
 vLLM asks for its weight-transfer backend at start-up, before a transport is chosen. So every engine starts with this
-backend, and ``init_transfer_engine`` names the transport. A version gets into the model in one of two ways:
+backend, and ``init_transfer_engine`` names the transport. A version is fetched and checked while the model generates.
+It gets into the model during a pause, by vLLM's layerwise reload:
 
 .. code-block:: text
 
-             while the model generates       during the pause
-    shadow   fetch -> load a second model    swap the two models
-    plain    fetch                           start: take layers apart -> load -> finish: reassemble the rest
+    start: take layers apart --> load: reassemble each when its last tensor arrives --> finish: reassemble the rest
 
-A plain load is vLLM's layerwise reload: each layer is reassembled when its last tensor arrives. Until then the model
-cannot run (``whole`` is False), so a plain load that fails midway costs the replica its weights; a shadow never does.
+Until the end the model cannot run (``whole`` is False), so a load that fails midway costs the replica its weights.
 
 Imported in vLLM's worker processes only.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -31,16 +28,12 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from torchrl_moe import _compat
 from torchrl_moe._errors import WeightSyncError
-from torchrl_moe.modules.backends.vllm.weights.shadow import ShadowModel, reason_against
-from torchrl_moe.modules.backends.vllm.weights.staging import Staging, TensorStream, run_politely
+from torchrl_moe.modules.backends.vllm.weights.staging import Staging, TensorStream
 from torchrl_moe.weight_update.store import Manifest
 from torchrl_moe.weight_update.transports.base import PassesOn, Receiver
 from torchrl_moe.weight_update.transports.registry import open_receiver
 
 __all__ = ["InitInfo", "UpdateInfo", "WeightEngine"]
-
-# errors of a model class that cannot be built a second time
-BUILD_ERRORS = (WeightSyncError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
 
 @dataclass
@@ -74,11 +67,8 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._receiver: Receiver | None = None
         self._kernels: list[tuple[Any, Any]] = []
         self._reading = ExitStack()  # of the version that is being loaded
-        self._shadow: ShadowModel | None = None
-        self._reason_against = ""  # a shadow, found when one was built or filled
         self._staging: Staging | None = None
-        self._asked: tuple[Any, ...] | None = None  # the arguments of ``_staging``; None once it was asked to stop
-        self._dropping: Future[None] | None = None
+        self._asked: tuple[Any, ...] | None = None  # the arguments of ``_staging``; None once another was asked for
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Open the transport, and close the previous one."""
@@ -93,26 +83,24 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     # -- while the model generates ----------------------------------------------------------------------------------
 
-    def stage(self, manifest: str, *, shadow: bool, verify: bool, threads: int) -> bool:
-        """Start to fetch a version, and to load it into the shadow if requested and possible. Returns at once.
+    def stage(self, manifest: str, *, verify: bool, threads: int) -> bool:
+        """Start to fetch a version. Returns at once.
 
-        The manifest is JSON, parsed in the thread. An unused staged version is dropped. If this version is being staged
-        already, that continues: some workers may have started while another has to be asked again.
+        The manifest is JSON, parsed in the thread. If this version is being staged already, that continues: some
+        workers may have started while another has to be asked again.
 
         Returns:
             False if an earlier version is still in the way: ask again.
         """
         receiver = self._open()
-        asked = (manifest, receiver, shadow, verify)
-        if self._staging is not None and self._staging.running and self._asked == asked:
-            return True
-        if self._is_busy():
+        asked = (manifest, receiver, verify)
+        if self._staging is not None and self._staging.running:
+            if self._asked == asked:
+                return True
+            self._asked = None  # given up: what comes of it is not used
             return False
         self._asked = asked
-        reason = receiver.loads_during_pause
-        if not reason:
-            reason = self._find_reason() if shadow else "plain was asked for"
-        self._staging = Staging(manifest, receiver, self._shadow, reason, verify=verify, threads=threads)
+        self._staging = Staging(manifest, receiver, verify=verify, threads=threads)
         return True
 
     def pass_on(self, order: dict[str, Any]) -> None:
@@ -122,54 +110,13 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise WeightSyncError("what came by this transport cannot be passed on")
         receiver.pass_on(order)
 
-    def _is_busy(self) -> bool:
-        """Whether a thread is still at the shadow; it is asked to stop."""
-        if self._staging is not None and self._staging.running:
-            self._staging.cancel()
-            self._asked = None
-            return True
-        if self._dropping is not None and not self._dropping.done():
-            return True
-        dropping, self._dropping = self._dropping, None
-        if dropping is not None:
-            dropping.result()  # raises what went wrong then
-        return False
-
-    def _find_reason(self) -> str:
-        """Return why no version can be loaded into the shadow; build it if it is not there yet."""
-        if self._shadow is None and not self._reason_against:
-            self._reason_against = reason_against(self.model, self.vllm_config, self.device)
-            if not self._reason_against:
-                try:
-                    self._shadow = ShadowModel(self.model, self.vllm_config, self.device)
-                except BUILD_ERRORS as error:
-                    self._reason_against = f"no second model can be built: {error}"
-        return self._reason_against or (self._shadow.reserve_memory() if self._shadow is not None else "")
-
     def staged(self) -> dict[str, Any]:
         """Return the progress of staging, as :meth:`Staging.report` does."""
         if self._staging is None:
             raise RuntimeError("nothing was staged")
         return self._staging.report()
 
-    def drop(self) -> None:
-        """Drop what was staged, or after a swap the old weights; in a thread, because freeing memory takes time."""
-        self._staging = None
-        if self._shadow is not None:
-            self._dropping = run_politely(self._shadow.release)
-
-    # -- under the pause: shadow ------------------------------------------------------------------------------------
-
-    def change_places(self, version: int) -> None:
-        """Swap the model and its shadow; a second call undoes it."""
-        staging = self._staging
-        if staging is None or self._shadow is None or staging.running or staging.stage != "shadow":
-            raise RuntimeError(f"version {version} is not in the shadow")
-        if (held := staging.manifest and staging.manifest.version) != version:
-            raise RuntimeError(f"version {held} is in the shadow, and not {version}")
-        self._shadow.swap()
-
-    # -- under the pause: plain -------------------------------------------------------------------------------------
+    # -- under the pause --------------------------------------------------------------------------------------------
 
     def start_weight_update(self) -> None:
         """Take the layers apart.
