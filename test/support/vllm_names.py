@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 FACING = ("_compat", "modules/backends/vllm/")
-ABOUT_OTHERS = ("_compat_memory.py", "_compat_generation.py")  # torch and transformers
+ABOUT_OTHERS = ("_compat_memory.py", "_compat_generation.py", "_compat_transformers.py")  # torch and transformers
 """Where names mean objects of vLLM, but for the latter."""
 
 OBJECTS = {
     # configuration
     "config": "vllm.config.VllmConfig",
-    "vllm_config": "vllm.config.VllmConfig",
     "model_config": "vllm.config.ModelConfig",
+    "scheduling": "vllm.config.scheduler.SchedulerConfig",
     "engine_args": "vllm.engine.arg_utils.AsyncEngineArgs",
     # the engine's process
     "engine": "vllm.v1.engine.async_llm.AsyncLLM",
@@ -35,7 +35,6 @@ OBJECTS = {
     "modules/backends/vllm/forced_routing.py:self": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
     "runner": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
     "model_runner": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
-    "implementation": "vllm.v1.attention.backend.AttentionImplBase",
     "method": "vllm.model_executor.layers.fused_moe.fused_moe_method_base.FusedMoEMethodBase",
     "router": "vllm.model_executor.layers.fused_moe.router.base_router.BaseRouter",
     "modules/backends/vllm/worker_extension.py:weight_transfer_engine": (
@@ -65,11 +64,11 @@ UNRESOLVED = {
     "modules/backends/vllm/cpu_kernels.py:*": "tensors; the parameters of the kernels that it replaces are looked up",
     "modules/backends/vllm/schedulers.py:getattr(self, name)": "a queue of waiting requests, found by its class",
     "_compat.py:one": "the handle that vLLM's CPU kernel sets on a layer: the tests of weight updates need it",
-    "_compat.py:other": "the same",
     "modules/backends/vllm/engine_args.py:getattr(engine_args, field.name)": "all fields that vLLM's own class lists",
     "modules/backends/vllm/sampling.py:getattr(params, name)": "the names of KEEPS_ALL",
     "modules/backends/vllm/sampling.py:getattr(SamplingParams(), name)": "a name that the user gives",
     "modules/backends/vllm/sync_llm.py:getattr(params, name)": "the names of KEEPS_ALL",
+    "modules/backends/vllm/kind.py:record": "of Python's logging",
     "modules/backends/vllm/request_outputs.py:prompt_log_probs": "an array",
     "modules/backends/vllm/sync_llm.py:prompt": "a mapping",
     "weight_update/transports/nccl_group.py:board": "of our transports",

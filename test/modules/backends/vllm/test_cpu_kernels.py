@@ -687,4 +687,4 @@ def test_the_kernels_are_installed_once(installed: dict[str, Any]) -> None:
 def test_another_kernel_fails_with_its_name(installed: dict[str, Any], when: str, kernel: str) -> None:
     """In a module that was imported before the kernels were installed, and in one that is imported later."""
     assert f"vLLM's Triton kernel vllm.v1.worker.gpu.{kernel} has no CPU version in torchrl_moe" in installed[when]
-    assert "VLLM_USE_V2_MODEL_RUNNER=0" in installed[when]
+    assert "run on a GPU" in installed[when]
