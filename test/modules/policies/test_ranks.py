@@ -31,8 +31,21 @@ BOUNDS = {
 are compared with those of a bf16 model, and gradients with the exact ones."""
 
 
+OLDER = "All-reduce expert parallelism requires `ep_size=tp_size`"
+"""How transformers refuses experts that are spread over the ranks of FSDP, before it had this (5.19)."""
+
+
 def run_ways(folder: Path, td: TensorDictBase, ways: dict[str, Way]) -> dict[str, Any]:
-    return {name: run_way(folder, td, way) for name, way in ways.items()}
+    """What each way gives; nothing for one that this transformers does not have."""
+    found = {}
+    for name, way in ways.items():
+        try:
+            found[name] = run_way(folder, td, way)
+        except ValueError as error:
+            if "EP" not in name or OLDER not in str(error):
+                raise
+            found[name] = {}
+    return found
 
 
 def run_all(folder: Path, td: TensorDictBase) -> dict[str, Any]:
@@ -79,6 +92,8 @@ def check(name: str, way: Way, got: list[dict[str, Any]], td: TensorDictBase) ->
 
 @pytest.mark.parametrize("name", WAYS)
 def test_two_ranks_train_as_one_process(name: str, answers: list[Any], td: TensorDictBase) -> None:
+    if not answers[0][name]:
+        pytest.skip(f"this transformers has no such way: {OLDER}")
     check(name, WAYS[name], [rank[name] for rank in answers], td)
 
 
@@ -99,7 +114,8 @@ def test_transformers_sums_gradients_of_norms_twice_and_one_is_warned(answers: l
 def test_four_ranks_train_as_one_process(folder: Path, td: TensorDictBase) -> None:
     answers = run_as_ranks(run_ways, folder, td, dict(WIDE), world_size=4)
     for name, way in WIDE.items():
-        check(name, way, [rank[name] for rank in answers], td)
+        if answers[0][name]:
+            check(name, way, [rank[name] for rank in answers], td)
 
 
 def test_the_page_lists_what_is_tested_here() -> None:
