@@ -21,7 +21,10 @@ from torchrl_moe.objectives import GRPOLoss, sum_over_ranks
 from torchrl_moe.testing import make_tiny_moe
 
 SCORES = "log-probs"
-CONFIG: Mapping[str, Any] = {"num_hidden_layers": 3, "vocab_size": 260}  # transformers 5.19 splits a head over TP evenly
+CONFIG: Mapping[str, Any] = {
+    "num_hidden_layers": 3,
+    "vocab_size": 260,
+}  # transformers 5.19 splits a head over TP evenly
 SHAPES = ((4, 5), (2, 4), (6, 6), (3, 2))
 """Tokens of each sample's prompt and of its answer."""
 

@@ -62,6 +62,7 @@ FIELDS = {
 
 UNRESOLVED = {
     "modules/backends/vllm/cpu_kernels.py:*": "tensors; the parameters of the kernels that it replaces are looked up",
+    "modules/backends/vllm/formula_kernel.py:*": "values inside a Triton kernel",
     "modules/backends/vllm/schedulers.py:getattr(self, name)": "a queue of waiting requests, found by its class",
     "_compat.py:one": "the handle that vLLM's CPU kernel sets on a layer: the tests of weight updates need it",
     "modules/backends/vllm/engine_args.py:getattr(engine_args, field.name)": "all fields that vLLM's own class lists",

@@ -22,7 +22,14 @@ from torchrl_moe._errors import ReplayError, RequestRefusedError
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.replica import Completion
-from torchrl_moe.modules.backends.vllm.forced_routing import ForcedRouting, prove, routers_of, through_topk, why_live
+from torchrl_moe.modules.backends.vllm.forced_routing import (
+    FORMULAS,
+    ForcedRouting,
+    prove,
+    routers_of,
+    through_topk,
+    why_live,
+)
 from torchrl_moe.modules.backends.vllm.forced_rows import Forced, attach
 
 # -- one worker's steps -----------------------------------------------------------------------------------------------
@@ -285,6 +292,9 @@ ROUTERS: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]] = 
         {"custom_routing_function": sigmoid_top_1, "top_k": 1},
         lambda x, ids: x.gather(1, ids).sigmoid(),
     ),
+    # an expert's weight alone does not tell how it was normalised: with one expert there is no order to change
+    "one expert": ({"top_k": 1, "renormalize": False}, lambda x, ids: x.softmax(-1).gather(1, ids)),
+    "one expert, renormalised": ({"top_k": 1}, lambda x, ids: torch.ones(ids.shape)),
 }
 
 
@@ -317,7 +327,7 @@ def test_a_router_weighs_the_experts_that_it_follows_by_its_own_formula(name: st
     assert not torch.equal(own, ids)
 
 
-@pytest.mark.parametrize("name", [name for name in ROUTERS if name != "of the model's own"])
+@pytest.mark.parametrize("name", ROUTERS)
 def test_a_router_whose_choice_is_a_fused_kernel_is_weighed_by_a_formula(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,6 +352,27 @@ def test_a_router_whose_choice_is_a_fused_kernel_is_weighed_by_a_formula(
     torch.testing.assert_close(weights[~live], formula(logits, rows.clamp(min=0).long())[~live])
     again, _ = followed(way, one, logits, own)
     assert torch.equal(again, own_weights)  # its own choice, bit by bit
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and its Triton")
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 1), (60, 4), (128, 8)])
+def test_the_kernel_of_a_formula_is_the_formula(name: str, experts: int, top_k: int) -> None:
+    from torchrl_moe.modules.backends.vllm.formula_kernel import follow_rows
+
+    way, one = FORMULAS[name], SimpleNamespace(routed_scaling_factor=2.5)
+    random = torch.Generator().manual_seed(experts)
+    logits = torch.randn(33, experts, generator=random).cuda()
+    draw = torch.stack([torch.randperm(experts, generator=random)[: 2 * top_k] for _ in range(33)]).cuda()
+    ids, rows = draw[:, :top_k].int(), draw[:, top_k : 2 * top_k].int()
+    rows[::3], rows[1] = -1, ids[1]
+    own = torch.rand(33, top_k, generator=random).cuda()
+    weights, chosen = follow_rows(own, ids, rows, logits, way.score, way.normalise, 2.5)
+    on = rows[:, :1] >= 0
+    on[1] = False  # its own choice keeps its own weights
+    assert torch.equal(chosen, torch.where(rows[:, :1] >= 0, rows, ids))
+    torch.testing.assert_close(weights, torch.where(on, way.weights(one, logits, rows.clamp(min=0)), own))
 
 
 def argmax_one_by_one(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> Any:

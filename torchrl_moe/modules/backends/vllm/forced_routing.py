@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -41,7 +42,7 @@ from torchrl_moe.data import UNSET_EXPERT
 from torchrl_moe.modules.backends.vllm.forced_rows import forced_in
 from torchrl_moe.modules.replay.interception import OwnChoice, TopKInterception
 
-__all__ = ["ForcedRouting", "follow_in_workers", "prove", "routers_of", "through_topk", "why_live"]
+__all__ = ["FORMULAS", "ForcedRouting", "follow_in_workers", "prove", "routers_of", "through_topk", "why_live"]
 
 PROOF_ROWS = 4
 WEIGHT_TOLERANCE = 1e-5
@@ -322,30 +323,43 @@ def _widened(choice: Tensor, width: int) -> Tensor:
     return choice[:, torch.arange(width, device=choice.device) % choice.shape[1]]
 
 
-def by_formula(score: str, normalise: bool) -> Way:
-    """Return a way that weighs by scores of the logits, normalised over a token's experts or not, times the scale."""
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """A way that weighs by scores of the logits, normalised over a token's experts or not, times the scale."""
 
-    def way(router: Any, own: Compute, rows_of: Callable[[int], Tensor]) -> Compute:
-        scale = float(getattr(router, "routed_scaling_factor", 1.0))  # the simplest kind of router has none
+    score: str
+    normalise: bool
 
+    def weights(self, router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+        """Return the weights ``[N, K]`` of experts by the formula, whoever chose them."""
+        given = SCORES[self.score](logits.float()).gather(1, experts.long().clamp(min=0))
+        if self.normalise:
+            given = given / given.sum(-1, keepdim=True)
+        return given * _scale_of(router)
+
+    def __call__(self, router: Any, own: Compute, rows_of: Callable[[int], Tensor]) -> Compute:
         def compute_routing(hidden_states: Tensor, router_logits: Tensor, *args: Any, **kwargs: Any) -> Routing:
             weights, ids = own(hidden_states, router_logits, *args, **kwargs)
             rows = rows_of(len(ids))
+            if ids.is_cuda:  # one kernel; the lines below are fifteen, in each layer of each graph
+                from torchrl_moe.modules.backends.vllm.formula_kernel import follow_rows
+
+                return follow_rows(weights, ids, rows, router_logits, self.score, self.normalise, _scale_of(router))
             on = rows[:, :1] >= 0
             chosen = torch.where(on, rows.to(ids.dtype), ids)
-            given = SCORES[score](router_logits.float()).gather(1, chosen.long().clamp(min=0))
-            if normalise:
-                given = given / given.sum(-1, keepdim=True)
+            given = self.weights(router, router_logits, chosen)
             same = ~on | (chosen == ids).all(-1, keepdim=True)  # a token's own choice keeps its own weights, bit by bit
-            return torch.where(same, weights, (given * scale).to(weights.dtype)), chosen
+            return torch.where(same, weights, given.to(weights.dtype)), chosen
 
         return compute_routing
 
-    return way
+
+def _scale_of(router: Any) -> float:
+    return float(getattr(router, "routed_scaling_factor", 1.0))  # the simplest kind of router has none
 
 
-FORMULAS: Mapping[str, Way] = {
-    f"{score}{', normalised' if normalise else ''}": by_formula(score, normalise)
+FORMULAS: Mapping[str, Formula] = {
+    f"{score}{', normalised' if normalise else ''}": Formula(score, normalise)
     for score in SCORES
     for normalise in (True, False)
 }
@@ -374,14 +388,14 @@ def prove(layer: int, router: Any, hidden_size: int, dtype: torch.dtype, device:
         ways = {**FORMULAS, "its own code": through_topk}
     failures = []
     for name, way in ways.items():
-        reason = _why_not(way, router, hidden, logits, other, exact=name in FORMULAS)
+        reason = _why_not(way, router, hidden, logits, other)
         if not reason:
             return way
         failures.append(f"{name}: {reason}")
     raise ValueError(f"layer {layer}: {type(router).__name__} cannot follow ({'; '.join(failures)})")
 
 
-def _why_not(way: Way, router: Any, hidden: Tensor, logits: Tensor, other: Tensor, exact: bool) -> str:
+def _why_not(way: Way, router: Any, hidden: Tensor, logits: Tensor, other: Tensor) -> str:
     """Return why a router does not follow in a way, or "".
 
     Args:
@@ -390,7 +404,6 @@ def _why_not(way: Way, router: Any, hidden: Tensor, logits: Tensor, other: Tenso
         hidden: ``[N, H]``.
         logits: ``[N, E]``.
         other: experts ``[N, K]`` other than its own.
-        exact: whether the weights of its own experts, in another order, must be those that it gives them.
     """
     own = router._compute_routing
 
@@ -400,7 +413,6 @@ def _why_not(way: Way, router: Any, hidden: Tensor, logits: Tensor, other: Tenso
     try:
         weights, ids = own(hidden, logits.clone(), torch.int32)
         same_weights, same = following(ids.long())
-        turned_own, _ = following(ids.long().flip(1))
         other_weights, others = following(other)
         turned_weights, _ = following(other.flip(1))
         left_alone, live = following(torch.full_like(other, UNSET_EXPERT))
@@ -412,8 +424,10 @@ def _why_not(way: Way, router: Any, hidden: Tensor, logits: Tensor, other: Tenso
         return "it does not choose by itself where it has no row"
     if not torch.equal(others.long(), other):
         return "it does not follow other experts than its own"
-    if exact and not torch.allclose(turned_own.flip(1), weights, rtol=WEIGHT_TOLERANCE, atol=0):
-        return "it weighs by another formula"
+    if isinstance(way, Formula):  # asked for its own choice, the way would answer with the router's own weights
+        by_formula = way.weights(router, logits, ids).to(weights.dtype)
+        if not torch.allclose(by_formula, weights, rtol=WEIGHT_TOLERANCE, atol=0):
+            return "it weighs by another formula"
     belongs = torch.allclose(turned_weights.flip(1), other_weights, rtol=1e-2)  # in any dtype and order of addition
     if not belongs or not bool((other_weights.isfinite() & (other_weights != 0)).all()):
         return "it does not weigh the experts that it follows"
