@@ -331,7 +331,7 @@ class Formula:
     normalise: bool
 
     def weights(self, router: Any, logits: Tensor, experts: Tensor) -> Tensor:
-        """Return the weights ``[N, K]`` of experts by the formula, whoever chose them."""
+        """Return the weights ``[N, K]`` of experts by the formula."""
         given = SCORES[self.score](logits.float()).gather(1, experts.long().clamp(min=0))
         if self.normalise:
             given = given / given.sum(-1, keepdim=True)
