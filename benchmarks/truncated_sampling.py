@@ -153,9 +153,9 @@ def cost() -> list[Row]:
             for _ in range(PAIRS):
                 on, outputs = speed(engine, params)
                 sizes += [output.kept.nbytes / TOKENS for output in outputs]
-                engine.collective_rpc("torchrl_moe_name_kept_words", args=(False,))
+                engine.collective_rpc("torchrl_moe_masks", args=(False,))
                 off, _ = speed(engine, params)
-                engine.collective_rpc("torchrl_moe_name_kept_words")
+                engine.collective_rpc("torchrl_moe_masks", args=(True,))
                 ratios.append(on / off)
             fast = statistics.median(ratios)
             claim = f"{words}, {WORDS} words: tokens/s with kept words / without"

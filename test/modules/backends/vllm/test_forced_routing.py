@@ -183,7 +183,7 @@ def test_rows_are_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
     worker, params = Worker(monkeypatch), params_of(rows_of(*range(6)))
     worker.begin(a=params)
     packed = params.extra_args["torchrl_moe"]["rows"]
-    assert np.shares_memory(worker.forced._rows["a"], np.frombuffer(packed, np.int8))
+    assert np.shares_memory(worker.forced.rows["a"], np.frombuffer(packed, np.int8))
 
 
 @pytest.mark.parametrize("delivers", [True, False])

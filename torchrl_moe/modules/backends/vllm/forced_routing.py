@@ -122,7 +122,7 @@ class ForcedRouting:
         config = runner.vllm_config
         capturer = runner.aux_output_connector._capturer
         self._captured: Tensor = capturer.device_buffer
-        self._rows: dict[str, NDArray[Any]] = {}  # [rows, L, K] of each request that follows some
+        self._rows: dict[str, NDArray[Any]] = {}
         self._buffer = torch.full_like(self._captured, UNSET_EXPERT)
         self._filled = 0  # rows of the buffer that may hold an expert
         self._step: NDArray[np.int32] | None = None  # what the step's tokens follow [N, L, K]; None: nothing
@@ -145,6 +145,11 @@ class ForcedRouting:
 
     def _slice_of(self, layer: int, top_k: int) -> Callable[[int], Tensor]:
         return lambda tokens: self._buffer[:tokens, layer, :top_k]
+
+    @property
+    def rows(self) -> Mapping[str, NDArray[Any]]:
+        """The rows ``[rows, L, K]`` of each request that follows some."""
+        return self._rows
 
     def drive(self, on: bool) -> None:
         """Follow, or let the routers choose, to measure the cost."""

@@ -59,6 +59,7 @@ def report_kept(runner: Any) -> None:
     if "torchrl_moe_cuts" in vars(sampler):
         return
     sampler.torchrl_moe_cuts = cuts = np.zeros(runner.max_num_reqs, bool)  # by slot: whether its masks are wanted
+    sampler.torchrl_moe_on = True  # false while the cost is measured
     add_request, sample = sampler.add_request, runner.sample
 
     def add_and_note(req_idx: int, params: Any) -> None:
@@ -66,7 +67,7 @@ def report_kept(runner: Any) -> None:
         cuts[req_idx] = params.logprobs is not None and leaves_words_out(partial(getattr, params)) is not None
 
     def sample_and_report(hidden_states: Any, batch: Any, grammar_output: Any) -> Any:
-        wanted = cuts[batch.idx_mapping_np]
+        wanted = cuts[batch.idx_mapping_np] & sampler.torchrl_moe_on
         sampler.return_sampling_mask = bool(wanted.any())
         output, *rest = sample(hidden_states, batch, grammar_output)
         masks = output.sampling_mask_tensors

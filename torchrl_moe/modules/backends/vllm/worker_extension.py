@@ -63,6 +63,10 @@ class WorkerExtension:
             adjust_scores(runner)
         return runner.torchrl_moe_forced.why_live if hasattr(runner, "torchrl_moe_forced") else ""
 
+    def torchrl_moe_masks(self, on: bool) -> None:
+        """Report kept words, or not, to measure the cost."""
+        self.model_runner.sampler.torchrl_moe_on = on
+
     def torchrl_moe_runner(self) -> str:
         """Return the class of the model runner."""
         kind = type(self.model_runner)
