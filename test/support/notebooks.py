@@ -65,9 +65,11 @@ class Settings:
 
 INSTALL_CELL = """\
 import importlib.util
+import logging
 import os
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+logging.getLogger("vllm.triton_utils.importing").setLevel("ERROR")  # it speaks before vLLM reads the level
 
 
 def missing():
