@@ -866,3 +866,19 @@ def test_a_request_that_was_refused_in_a_pause_can_be_aborted(run: Run, answers:
 
     bench = run(script)
     assert [(one.finish_reason, len(one.token_ids)) for one in bench.done["r"].outputs] == [("abort", 0)] * answers
+
+
+def test_a_swap_that_aborts_in_an_engine_that_the_user_paused_leaves_one_that_takes_no_requests(run: Run) -> None:
+    """What comes then is refused once, and waits."""
+
+    async def script(bench: Bench) -> None:
+        await bench.weights.pause("keep", False)
+        await bench.swap(1)
+        bench.engine.refuses = True
+        await bench.start(max_tokens=2)
+        await asyncio.sleep(0.05)
+        assert bench.engine.refused == 1
+        await bench.weights.resume()
+        await bench.finish()
+
+    check(run(script).done["r"].outputs[0], 1, 1)

@@ -90,9 +90,18 @@ def test_logprobs_come_in_the_flat_container(logprobs: int | None, is_flat: bool
 
 
 @pytest.mark.parametrize("wrap", [dict, vllm_object])
-@pytest.mark.parametrize(("name", "value"), [("logprobs", 5), ("logprobs", -1), ("prompt_logprobs", 0)])
-def test_what_no_completion_carries_is_refused(wrap: Callable[..., Any], name: str, value: int) -> None:
-    with pytest.raises(ValueError, match=f"SamplingParams\\({name}={value}\\): a completion has the log-probs of its"):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logprobs", 5),
+        ("logprobs", -1),
+        ("prompt_logprobs", 0),
+        ("prompt_logprob_token_ids", [[1], [2]]),
+        ("routed_experts_prompt_start", 3),
+    ],
+)
+def test_what_no_completion_carries_is_refused(wrap: Callable[..., Any], name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"SamplingParams\\({name}={re.escape(repr(value))}\\): a completion has the"):
         build(wrap(**{name: value}))
 
 

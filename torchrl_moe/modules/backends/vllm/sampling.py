@@ -87,19 +87,20 @@ def default_of(name: str) -> Any:
 
 
 def _refuse_dropped(params: Any) -> None:
-    """Refuse what vLLM would compute, and a completion does not carry."""
-    if params.logprobs:
-        dropped = {"logprobs": params.logprobs}
-    else:
-        dropped = {
-            name: getattr(params, name) for name in ("prompt_logprobs", "logprob_token_ids", "prompt_logprob_token_ids")
-        }
-    for name, value in dropped.items():
-        if value is not None:
-            raise ValueError(
-                f"SamplingParams({name}={value!r}): a completion has the log-probs of its sampled tokens only, "
-                "logprobs=0: leave it out"
-            )
+    """Refuse what vLLM would compute and a completion does not carry, and what it would leave out."""
+    log_probs = "a completion has the log-probs of its sampled tokens only, logprobs=0"
+    dropped = {
+        "logprobs": log_probs,
+        "prompt_logprobs": log_probs,
+        "logprob_token_ids": log_probs,
+        "prompt_logprob_token_ids": log_probs,
+        "routed_experts_prompt_start": "a completion has the experts of all its tokens",
+    }
+    for name, instead in dropped.items():
+        value = getattr(params, name)
+        if value is None or (name in ("logprobs", "routed_experts_prompt_start") and value == 0):
+            continue
+        raise ValueError(f"SamplingParams({name}={value!r}): {instead}: leave it out")
 
 
 def _build(spec: Any, guided_options: Any) -> Any:

@@ -302,6 +302,8 @@ class EngineWeights:
     async def _hold(self, pause: PauseMode, clear_cache: bool) -> None:
         if self.in_flight is not None:
             self.in_flight.pausing(pause)
+        if pause != "keep":  # an engine that the user has paused stays so afterwards, and takes no requests any more
+            self.accepting.clear()
         await self.engine.pause_generation(mode=pause, clear_cache=clear_cache)
         counts = await self._delivered()
         made_by = {} if self.in_flight is None else self.in_flight.take_versions(counts)
