@@ -109,7 +109,7 @@ def unserved(why: str, arguments: Mapping[str, Any] | None = None, **config: Any
 
 
 SERVED: Mapping[str, Served] = {
-    "afmoe": exact(**FULL),
+    "afmoe": exact(score_func="sigmoid", route_norm=True, n_group=1, topk_group=1, **FULL),
     "aria": unserved("size of tensor a .32. must match the size of tensor b .64."),
     "axk1": unserved("weights were not initialized from checkpoint"),
     "axk2": unserved(MLA, index_head_dim=96),
@@ -142,22 +142,18 @@ SERVED: Mapping[str, Served] = {
     "granitemoehybrid": rounded(mamba_n_heads=8, mamba_d_head=32, mamba_d_state=16),
     "granitemoeshared": exact(),
     "hunyuan_v1_moe": refused(EXTERNAL),
-    "hy_v3": exact(expert_hidden_dim=32),
-    "hy_v4": unserved("weights were not initialized from checkpoint"),
+    "hy_v3": exact(expert_hidden_dim=32, first_k_dense_replace=1, route_norm=True, qk_norm=True),
+    "hy_v4": unserved(SPARSE),
     "inkling": unserved("tokenizer is missing special tokens"),
     "inkling2": unserved("w13_weight_weight"),
     "jamba": unserved(PACKED, HALF),
     "jetmoe": unserved("No supported MoE router found"),
-    "kimi_linear": unserved("is NoPE-only", {**HALF, "enable_prefix_caching": False}),
+    "kimi_linear": unserved("_lib_fn_wrapper. object has no attribute", HALF),
     "kolibri1": refused(EXTERNAL, **FULL),
     "laguna": unserved(NO_SIGMOID),
     "lfm2_moe": unserved(PACKED, HALF, conv_L_cache=4),
-    "llama4": refused(
-        "CPURouter does not follow other experts than its own",  # it takes the one expert by max, not by topk
-        num_experts_per_tok=1,
-        no_rope_layers=[1, 0, 1],
-    ),
-    "longcat_flash": unserved("AssertionError"),
+    "llama4": exact(num_experts_per_tok=1, no_rope_layers=[1, 0, 1]),
+    "longcat_flash": unserved("LongcatFlashConfig' object has no attribute"),
     "mellum": exact(),
     "mimo_v2_flash": unserved("MiMoV2FlashConfig' object has no attribute"),
     "minimax": unserved(LINEAR),

@@ -308,6 +308,131 @@ def compute_slot_mappings(
             out[group, :total][of_token < 0] = PAD_ID
 
 
+def zero_kv_blocks(
+    seg_addrs: torch.Tensor, seg_block_strides: torch.Tensor, seg_page_sizes: torch.Tensor, block_ids: torch.Tensor
+) -> None:
+    """Zero new blocks [N] in each segment of the cache, given its address, and stride and size of a block in int32."""
+    blocks = block_ids.tolist()
+    segments = zip(seg_addrs.tolist(), seg_block_strides.tolist(), seg_page_sizes.tolist(), strict=True)
+    for address, stride, size in segments:
+        for block in blocks:
+            ctypes.memset(address + 4 * block * stride, 0, 4 * size)
+
+
+# --- mamba: a hybrid model's states lie in blocks of the cache, too ----------------------------------------------------
+def preprocess_mamba_align(
+    idx_mapping: torch.Tensor,
+    state_idx: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_accepted_tokens: torch.Tensor,
+    src_col: torch.Tensor,
+    src_off: torch.Tensor,
+    num_reqs: int,
+    MAMBA_BLOCK_SIZE: int,
+) -> None:
+    """Write each request's block before the step, and advance ``state_idx`` [S] to the block that the step ends in."""
+    slots = idx_mapping.numpy()[:num_reqs]
+    now, accepted = state_idx.numpy(), num_accepted_tokens.numpy()
+    before = now[slots]
+    src_col.numpy()[slots] = before
+    src_off.numpy()[slots] = np.maximum(accepted[slots] - 1, 0)
+    starts = query_start_loc.numpy()[: num_reqs + 1]
+    ends = num_computed_tokens.numpy()[slots] + starts[1:] - starts[:-1]
+    now[slots] = after = (ends + MAMBA_BLOCK_SIZE - 1) // MAMBA_BLOCK_SIZE - 1
+    accepted[slots[(before >= 0) & (before != after)]] = 1
+
+
+def precopy_mamba_align(
+    mamba_state_idx: torch.Tensor,
+    src_col: torch.Tensor,
+    token_bias: torch.Tensor,
+    block_table_ptrs: torch.Tensor,
+    block_table_stride_req: int,
+    state_base_addrs: torch.Tensor,
+    state_block_strides: torch.Tensor,
+    state_elem_sizes: torch.Tensor,
+    state_inner_sizes: torch.Tensor,
+    state_conv_widths: torch.Tensor,
+    state_group_indices: torch.Tensor,
+    state_dim_row_count: torch.Tensor,
+    state_dim_row_stride: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    num_reqs: int,
+    CONV_STATE_DIM_FIRST: bool,
+) -> None:
+    """Copy the states of requests that enter another block to it; one column of a state is a block of its layer."""
+    slots = idx_mapping.numpy()[:num_reqs]
+    slots = slots[slots >= 0]
+    sources, targets = src_col.numpy()[slots], mamba_state_idx.numpy()[slots]
+    moved = (sources >= 0) & (sources != targets)
+    if not moved.any():
+        return  # the usual step
+    if token_bias.numpy()[slots[moved]].any():
+        raise MissingKernelError("states of accepted drafts have no CPU version: speculative decoding")
+    states = zip(
+        *(
+            one.tolist()
+            for one in (
+                state_base_addrs,
+                state_block_strides,
+                state_elem_sizes,
+                state_inner_sizes,
+                state_conv_widths,
+                state_group_indices,
+                state_dim_row_count,
+                state_dim_row_stride,
+            )
+        ),
+        strict=True,
+    )
+    tables = block_table_ptrs.tolist()
+    moves = list(zip(*(one[moved].tolist() for one in (slots, sources, targets)), strict=True))
+    for base, stride, element, inner, width, group, rows, row_stride in states:
+        for slot, source, target in moves:
+            table = _int32_at(tables[group] + 4 * slot * block_table_stride_req, 1, block_table_stride_req)[0]
+            there, here = base + int(table[source]) * stride, base + int(table[target]) * stride
+            if CONV_STATE_DIM_FIRST and width:
+                for row in range(rows):
+                    ctypes.memmove(here + row * row_stride, there + row * row_stride, width * element)
+            else:
+                ctypes.memmove(here, there, inner * element * (width or 1))
+
+
+def postprocess_mamba(
+    num_accepted_tokens: torch.Tensor,
+    mamba_state_idx: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
+    num_accepted_tokens_out: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    num_reqs: int,
+    block_size: int,
+    PRECOMPUTED_NEW_COMPUTED: bool,
+) -> None:
+    """Keep the states of accepted drafts that end inside a step; without drafts a step's last state is where it belongs."""
+    slots = idx_mapping.numpy()[:num_reqs]
+    slots = slots[slots >= 0]
+    computed, accepted = num_computed_tokens.numpy()[slots], num_accepted_tokens.numpy()[slots]
+    aligned = computed // block_size * block_size
+    full = aligned >= computed - accepted + 1  # a block ended among the accepted tokens
+    if not PRECOMPUTED_NEW_COMPUTED or (accepted[full] != 1).any():
+        raise MissingKernelError("states of accepted drafts have no CPU version: speculative decoding")
+    num_accepted_tokens_out.numpy()[slots[full]] = 1
+
+
+def scatter_num_accepted(idx_mapping: torch.Tensor, num_sampled: torch.Tensor, num_accepted: torch.Tensor) -> None:
+    """Write the number of tokens that each request got [S], at least 1."""
+    slots = idx_mapping.numpy()
+    on = slots >= 0
+    num_accepted.numpy()[slots[on]] = np.maximum(num_sampled.numpy()[: len(slots)][on], 1)
+
+
+def fill_num_accepted(idx_mapping: torch.Tensor, num_accepted: torch.Tensor, num_sampled: int) -> None:
+    """Write the same number of tokens for each request [S]."""
+    slots = idx_mapping.numpy()
+    num_accepted.numpy()[slots[slots >= 0]] = num_sampled
+
+
 # --- sample: logits are float32 where vLLM changes them; elsewhere they may be of the model's dtype -------------------
 def temperature(logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, temperature: torch.Tensor) -> None:
     """Divide each row of the logits [R, V] by its request's temperature [S]; 0 is greedy, and changes nothing."""
@@ -682,6 +807,12 @@ KERNELS: Mapping[str, Callable[..., None]] = MappingProxyType(
         f"{_V2}.buffer_utils._apply_write_kernel": apply_write,
         f"{_V2}.block_table._gather_block_tables_kernel": gather_block_tables,
         f"{_V2}.block_table._compute_slot_mappings_kernel": compute_slot_mappings,
+        "vllm.v1.worker.utils._zero_kv_blocks_kernel": zero_kv_blocks,
+        "vllm.v1.worker.mamba_utils.preprocess_mamba_align_fused_kernel": preprocess_mamba_align,
+        "vllm.v1.worker.mamba_utils.precopy_mamba_align_fused_kernel": precopy_mamba_align,
+        "vllm.v1.worker.mamba_utils.postprocess_mamba_fused_kernel": postprocess_mamba,
+        f"{_V2}.model_states.mamba_hybrid._scatter_num_accepted_kernel": scatter_num_accepted,
+        f"{_V2}.model_states.mamba_hybrid._fill_num_accepted_kernel": fill_num_accepted,
         f"{_V2}.sample.gumbel._temperature_kernel": temperature,
         f"{_V2}.sample.gumbel._gumbel_sample_kernel": gumbel_sample,
         f"{_V2}.sample.logprob._topk_log_softmax_kernel": topk_log_softmax,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from vllm.v1.request import RequestStatus
 
 from torchrl_moe.data import UNSET_EXPERT
 from torchrl_moe.modules.backends.vllm.forced_routing import why_live
-from torchrl_moe.modules.backends.vllm.forced_rows import Forced, attach, forced_of
+from torchrl_moe.modules.backends.vllm.forced_rows import Forced, attach, forced_in, forced_of
 from torchrl_moe.modules.backends.vllm.weights.weight_check import is_weight_check
 
 __all__ = ["AsyncMoEScheduler", "MoEScheduler"]
@@ -59,7 +60,7 @@ class MoEScheduler(Scheduler):
         if rows is not None and len(rows) and not forced_of(request).is_live:
             if not hasattr(request, "torchrl_moe_rows"):
                 request.torchrl_moe_rows = request.num_tokens - 1 - len(rows), []  # the first one's position
-            request.torchrl_moe_rows[1].append(rows)
+            request.torchrl_moe_rows[1].append(rows.copy())  # it may be a view of the whole step's
             if request.status == RequestStatus.PREEMPTED:  # tokens of a step that had begun before
                 self._send_rows(request)
         return rows
@@ -80,8 +81,8 @@ class MoEScheduler(Scheduler):
         if given is not None:  # of what was read before its own rows begin
             followed[: len(given)] = given[: len(followed)]
         followed[first:] = recorded
-        request.torchrl_moe_forced = forced = Forced(rows=followed, is_recorded=True)
-        request.sampling_params = attach(request.sampling_params, forced)
+        request.sampling_params = attach(request.sampling_params, Forced(rows=followed))
+        request.torchrl_moe_forced = replace(forced_in(request.sampling_params), is_recorded=True)  # of the same memory
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         done = super().reset_prefix_cache(reset_running_requests, reset_connector)
