@@ -587,6 +587,134 @@ def test_grammar(seed: int, dtype: torch.dtype) -> None:
     assert logits.tolist() == expected
 
 
+@pytest.mark.parametrize("segments", [1, 3])
+@pytest.mark.parametrize("blocks", [[], [0], [4, 1]])
+def test_new_blocks_of_the_cache_are_zeroed(v2: SimpleNamespace, segments: int, blocks: list[int]) -> None:
+    """Only the page of a block: what lies between a page's end and the next block stays."""
+    caches = [torch.full((5, 6), 7 + s, dtype=torch.int32) for s in range(segments)]
+    pages = [6, 4, 1][:segments]
+    expected = [[[7 + s] * 6 for _ in range(5)] for s in range(segments)]
+    for s, page in enumerate(pages):
+        for block in blocks:
+            expected[s][block][:page] = [0] * page
+    addresses = torch.tensor([cache.data_ptr() for cache in caches])
+    strides, sizes = torch.full((segments,), 6), torch.tensor(pages)
+    v2.utils._zero_kv_blocks_kernel[(1,)](addresses, strides, sizes, torch.tensor(blocks).long(), BLOCK_SIZE=8)
+    assert [cache.tolist() for cache in caches] == expected
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_step_takes_a_state_to_its_last_block(v2: SimpleNamespace, seed: int) -> None:
+    step, block = Step(seed), 4
+    state, accepted = ints(step.rng, -1, 5, S), ints(step.rng, 0, 3, S)
+    columns, offsets = torch.full((S,), -7, dtype=torch.int32), torch.full((S,), -7, dtype=torch.int32)
+    expected = {"state": state.tolist(), "accepted": accepted.tolist(), "columns": [-7] * S, "offsets": [-7] * S}
+    for i, slot in enumerate(step.slots.tolist()):
+        before, last = int(state[slot]), int(step.computed[slot]) + int(step.lens[i]) - 1
+        expected["columns"][slot], expected["offsets"][slot] = before, max(int(accepted[slot]) - 1, 0)
+        expected["state"][slot] = last // block
+        if before not in (-1, last // block):
+            expected["accepted"][slot] = 1
+    v2.mamba_utils.preprocess_mamba_align_fused_kernel[(1,)](
+        step.slots, state, step.computed, step.starts, accepted, columns, offsets, step.n,
+        BLOCK_SIZE=8, MAMBA_BLOCK_SIZE=block,
+    )  # fmt: skip
+    got = {"state": state, "accepted": accepted, "columns": columns, "offsets": offsets}
+    assert {name: values.tolist() for name, values in got.items()} == expected
+
+
+class States:
+    """A convolution's state [blocks, 3 tokens, 2] and a recurrent one [blocks, 5] in pages that are longer, two groups.
+
+    Where a convolution's channels come first, its state is [blocks, 2 channels, 3 tokens], of rows that are longer.
+    """
+
+    def __init__(self, rng: np.random.Generator, channels_first: bool) -> None:
+        self.first = channels_first
+        self.conv = torch.from_numpy(rng.normal(size=(40, 2, 4) if channels_first else (40, 8))).float()
+        self.recurrent = torch.from_numpy(rng.normal(size=(40, 6))).double()
+        self.tables = [torch.from_numpy(rng.permutation(36).reshape(S, 4)).int() for _ in range(2)]
+
+    def copy(self, slot: int, source: int, target: int) -> None:
+        (a, b), (c, d) = (table[slot, [source, target]].tolist() for table in self.tables)
+        if self.first:
+            self.conv[b, :, :3] = self.conv[a, :, :3]
+        else:
+            self.conv[b, :6] = self.conv[a, :6]
+        self.recurrent[d, :5] = self.recurrent[c, :5]
+
+    def layout(self) -> list[Any]:
+        states = (self.conv, self.recurrent)
+        return [
+            torch.tensor([table.data_ptr() for table in self.tables]),
+            4,
+            torch.tensor([state.data_ptr() for state in states]),
+            torch.tensor([state.stride(0) * state.element_size() for state in states]),
+            torch.tensor([4, 8]),  # bytes of an element
+            torch.tensor([2, 5]),  # elements of a token; of a state
+            torch.tensor([3, 0]),  # tokens of a convolution
+            torch.tensor([0, 1]),  # group
+            torch.tensor([2, 0]) if self.first else torch.zeros(2, dtype=torch.int64),  # channels
+            torch.tensor([16, 0]) if self.first else torch.zeros(2, dtype=torch.int64),  # bytes of a row
+        ]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("channels_first", [False, True])
+def test_states_are_copied_to_the_block_that_a_step_writes(
+    v2: SimpleNamespace, seed: int, channels_first: bool
+) -> None:
+    step = Step(seed)
+    states, expected = (States(np.random.default_rng(seed), channels_first) for _ in range(2))
+    sources, targets = ints(step.rng, -1, 4, S), ints(step.rng, 0, 4, S)
+    for slot in step.slots.tolist():
+        if int(sources[slot]) not in (-1, int(targets[slot])):
+            expected.copy(slot, int(sources[slot]), int(targets[slot]))
+    slots = torch.cat([step.slots, step.slots.new_tensor([-1])])  # one that this worker doesn't have
+    bias = torch.zeros(S, dtype=torch.int32)
+    v2.mamba_utils.precopy_mamba_align_fused_kernel[(1,)](
+        targets, sources, bias, *states.layout(), slots, step.n + 1,
+        COPY_BLOCK_SIZE=1024, CONV_STATE_DIM_FIRST=channels_first, HAS_IDX_MAPPING=True, TEMPORAL_TILES=1,
+    )  # fmt: skip
+    assert torch.equal(states.conv, expected.conv)
+    assert torch.equal(states.recurrent, expected.recurrent)
+
+
+def test_states_of_drafts_are_refused(v2: SimpleNamespace) -> None:
+    states, one = States(np.random.default_rng(0), False), torch.ones(S, dtype=torch.int32)
+    with pytest.raises(MissingKernelError, match="speculative decoding"):
+        v2.mamba_utils.precopy_mamba_align_fused_kernel[(1,)](
+            one, 0 * one, one, *states.layout(), torch.tensor([2]), 1,
+            COPY_BLOCK_SIZE=1024, CONV_STATE_DIM_FIRST=False, HAS_IDX_MAPPING=True, TEMPORAL_TILES=1,
+        )  # fmt: skip
+    with pytest.raises(MissingKernelError, match="speculative decoding"):
+        after_step(v2, 2 * one, 8 * one, one, torch.tensor([2]))
+
+
+def after_step(v2: SimpleNamespace, accepted: Any, computed: Any, out: Any, slots: torch.Tensor) -> None:
+    v2.mamba_utils.postprocess_mamba_fused_kernel[(1,)](
+        accepted, None, None, computed, None, *States(np.random.default_rng(0), False).layout(), out, slots, len(slots),
+        block_size=4, COPY_BLOCK_SIZE=1024, CONV_STATE_DIM_FIRST=False, HAS_IDX_MAPPING=True,
+        PRECOMPUTED_NEW_COMPUTED=True, TEMPORAL_TILES=1,
+    )  # fmt: skip
+
+
+def test_a_state_that_ends_its_block_stays_there(v2: SimpleNamespace) -> None:
+    """Slots 0 to 2 have 8, 9 and 8 tokens, of blocks of 4; 2 isn't this worker's."""
+    accepted, computed = torch.ones(3, dtype=torch.int32), torch.tensor([8, 9, 8])
+    out = torch.full((3,), -7, dtype=torch.int32)
+    after_step(v2, accepted, computed, out, torch.tensor([1, -1, 0]))
+    assert out.tolist() == [1, -7, -7]
+
+
+def test_the_number_of_tokens_that_a_step_accepted(v2: SimpleNamespace) -> None:
+    slots, out = torch.tensor([3, -1, 0]), torch.full((4,), -7, dtype=torch.int32)
+    v2.mamba_hybrid._scatter_num_accepted_kernel[(3,)](slots, torch.tensor([0, 5, 2]), out)
+    assert out.tolist() == [2, -7, -7, 1]
+    v2.mamba_hybrid._fill_num_accepted_kernel[(3,)](slots, out, 4)
+    assert out.tolist() == [4, -7, -7, 4]
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_vllm_has_the_kernel_and_its_parameters(v2: SimpleNamespace, name: str) -> None:
     override = getattr(importlib.import_module(name.rpartition(".")[0]), name.rpartition(".")[2])

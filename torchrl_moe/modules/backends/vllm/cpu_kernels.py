@@ -319,7 +319,7 @@ def zero_kv_blocks(
             ctypes.memset(address + 4 * block * stride, 0, 4 * size)
 
 
-# --- mamba: a hybrid model's states lie in blocks of the cache, too ----------------------------------------------------
+# --- mamba: a hybrid model's states lie in blocks of the cache, too ---------------------------------------------------
 def preprocess_mamba_align(
     idx_mapping: torch.Tensor,
     state_idx: torch.Tensor,
@@ -401,7 +401,6 @@ def precopy_mamba_align(
 
 def postprocess_mamba(
     num_accepted_tokens: torch.Tensor,
-    mamba_state_idx: torch.Tensor,
     num_computed_tokens: torch.Tensor,
     num_accepted_tokens_out: torch.Tensor,
     idx_mapping: torch.Tensor,
@@ -409,7 +408,7 @@ def postprocess_mamba(
     block_size: int,
     PRECOMPUTED_NEW_COMPUTED: bool,
 ) -> None:
-    """Keep the states of accepted drafts that end inside a step; without drafts a step's last state is where it belongs."""
+    """Refuse accepted drafts, whose states it would copy; without drafts a step's last state is where it belongs."""
     slots = idx_mapping.numpy()[:num_reqs]
     slots = slots[slots >= 0]
     computed, accepted = num_computed_tokens.numpy()[slots], num_accepted_tokens.numpy()[slots]
