@@ -103,8 +103,11 @@ def torchrl_pair(path: str) -> tuple[Contender, Contender, Callable[[], None]]:
     from torchrl.modules.llm import vLLMWrapper
     from torchrl.modules.llm.backends.vllm import AsyncVLLM
 
+    # TorchRL's actors get arguments from here, so that none loads vLLM's plugins, among them the CPU's kernels
+    kernels = "torchrl_moe.modules.backends.vllm.cpu_kernels.register"
+    environment = {"env_vars": SETTINGS, "worker_process_setup_hook": kernels}
     # its placement groups request a GPU, which the CPU engine never uses
-    ray.init(num_cpus=2, num_gpus=1, include_dashboard=False, runtime_env={"env_vars": SETTINGS}, log_to_driver=False)
+    ray.init(num_cpus=2, num_gpus=1, include_dashboard=False, runtime_env=environment, log_to_driver=False)
     engine = AsyncVLLM.from_pretrained(
         path, compile=False, verbose=False, distributed_executor_backend="uni", disable_log_stats=True, **ENGINE
     )
@@ -187,7 +190,7 @@ def main() -> None:
         raw.shutdown()
     rows = [Row(claim=f"{name}: tokens/s", value=median_range(values, 0)) for name, values in speeds.items()]
     for name, peer, target in (
-        ("ours, tokens", "raw", 0.9),
+        ("ours, tokens", "raw", 0.95),
         ("ours, history", "raw", None),
         ("ours, tokens", "TorchRL, tokens", 2.0),
         ("ours, tokens", "TorchRL, tokens, its own sampling defaults", 2.0),

@@ -88,7 +88,10 @@ class TorchRLRecipe:
 
         # its placement groups request a GPU, which the CPU engine never uses
         options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
-        ray.init(num_cpus=2, num_gpus=1, runtime_env={"env_vars": SETTINGS}, **options)
+        # its actors do not load vLLM's plugins, among them the CPU's kernels
+        kernels = "torchrl_moe.modules.backends.vllm.cpu_kernels.register"
+        environment = {"env_vars": SETTINGS, "worker_process_setup_hook": kernels}
+        ray.init(num_cpus=2, num_gpus=1, runtime_env=environment, **options)
         arguments = {**ENGINE, "distributed_executor_backend": "uni", "disable_log_stats": True}
         self.engine = AsyncVLLM.from_pretrained(path, compile=False, verbose=False, **arguments)
         self.path, self.tokenizer = path, AutoTokenizer.from_pretrained(path)
