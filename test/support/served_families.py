@@ -148,7 +148,7 @@ SERVED: Mapping[str, Served] = {
     "inkling2": unserved("w13_weight_weight"),
     "jamba": unserved(PACKED, HALF),
     "jetmoe": unserved("No supported MoE router found"),
-    "kimi_linear": unserved("_lib_fn_wrapper. object has no attribute", HALF),
+    "kimi_linear": unserved("No module named 'cutlass'|_lib_fn_wrapper. object has no attribute", HALF),
     "kolibri1": refused(EXTERNAL, **FULL),
     "laguna": unserved(NO_SIGMOID),
     "lfm2_moe": unserved(PACKED, HALF, conv_L_cache=4),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
+from transformers.distributed import DistributedConfig
 
 from support.rollouts import byte_row
 from support.routes import random_routes
@@ -27,6 +29,15 @@ MODEL: Mapping[str, Any] = {"num_hidden_layers": 3, "vocab_size": 260}  # transf
 SHAPES = ((3, 4), (3, 9), (2, 7), (2, 2), (5, 1), (5, 3), (1, 3), (1, 12))
 """Tokens of prompt and answer; two answers to each prompt."""
 VERSION = 2
+SHARES_IN_ALL_WAYS = "ep_implementation" in inspect.signature(DistributedConfig).parameters
+"""Whether transformers splits experts by themselves, and makes copies of a sharded model."""
+
+
+def possible(ways: Mapping[str, Any]) -> dict[str, Any]:
+    """Those in which the installed transformers can share a model."""
+    return {
+        name: way for name, way in ways.items() if SHARES_IN_ALL_WAYS or name not in ("EP", "HSDP", "FSDP2, TP, EP")
+    }
 
 
 def grouped_batch() -> TensorDictBase:

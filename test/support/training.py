@@ -57,7 +57,8 @@ LAYOUT = RoutingLayout(num_layers=2, moe_layers=(1,), top_k=2, num_experts=8)
 
 
 def fake_model() -> Any:
-    return make_tiny_moe("qwen3_moe", num_hidden_layers=2, num_experts=8, num_experts_per_tok=2)
+    # transformers 5.19 splits a head over ranks evenly
+    return make_tiny_moe("qwen3_moe", num_hidden_layers=2, num_experts=8, num_experts_per_tok=2, vocab_size=260)
 
 
 def fake_fleet(count: int = 2) -> FakeFleet:

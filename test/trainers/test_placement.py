@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,10 +14,9 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDictBase
 from transformers import AutoModelForCausalLM
-from transformers.distributed import DistributedConfig
 
 from support.ranks import run_as_ranks
-from support.shared_training import MODEL, grouped_batch, one_step, settings, steps
+from support.shared_training import MODEL, SHARES_IN_ALL_WAYS, grouped_batch, one_step, possible, settings, steps
 from torchrl_moe.modules.policies.adapters import whole
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
@@ -146,23 +144,27 @@ def test_two_ranks_step_as_one_process(folder: Path, batch: TensorDictBase) -> N
 
 @pytest.mark.parity
 def test_ranks_that_split_layers_or_experts_step_as_one_process(folder: Path, batch: TensorDictBase) -> None:
-    compare(folder, batch, PARALLEL)
+    compare(folder, batch, possible(PARALLEL))
 
 
 @pytest.mark.parity
 def test_four_ranks_step_as_one_process(folder: Path, batch: TensorDictBase) -> None:
-    compare(folder, batch, {name: change for name, change in WIDE.items() if COPIES or name != "HSDP"}, world_size=4)
+    compare(folder, batch, possible(WIDE), world_size=4)
 
 
-COPIES = "dp_replicate_size" in inspect.signature(DistributedConfig).parameters
-
-
-@pytest.mark.skipif(COPIES, reason="this transformers shards over groups of ranks, as HSDP does")
-def test_copies_of_a_sharded_model_are_refused_where_transformers_makes_none(folder: Path) -> None:
-    config = settings(folder, replicated)
+@pytest.mark.skipif(SHARES_IN_ALL_WAYS, reason="this transformers shares a model in all of these ways")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (replicated, r"placement\.replicate=2: the installed transformers .* Set it to 1, or use a newer"),
+        (expert_parallel, r"placement\.expert_parallel=2: the installed transformers .* Set it to 1, or use a newer"),
+        (all_three, r"placement\.expert_parallel=4: .* Set it to 1 or tensor_parallel=2, or use a newer"),
+    ],
+)
+def test_what_the_installed_transformers_cannot_share_is_refused(folder: Path, change: Change, message: str) -> None:
     ranks: Any = SimpleNamespace(size=4, rank=0)
-    placement = Placement(ranks=ranks, config=config.placement)
-    with pytest.raises(ConfigError, match=r"placement\.replicate=2: the installed transformers .* Set it to 1"):
+    placement = Placement(ranks=ranks, config=settings(folder, change).placement)
+    with pytest.raises(ConfigError, match=message):
         placement.load(lambda **how: pytest.fail("loaded"), torch.float32)
 
 
@@ -227,8 +229,8 @@ def _cast(weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parity
 def test_a_part_that_is_cast_and_gathered_is_the_whole_that_is_cast(folder: Path) -> None:
     """Under tensor parallelism a rank's part of gate and up is two pieces."""
-    (found, other) = run_as_ranks(cast_before_and_after, folder, PARALLEL)
-    assert found == other == {way: [] for way in PARALLEL}
+    (found, other) = run_as_ranks(cast_before_and_after, folder, possible(PARALLEL))
+    assert found == other == {way: [] for way in possible(PARALLEL)}
 
 
 def in_one_process(folder: Path) -> PolicyModel:

@@ -89,12 +89,20 @@ class Placement:
         from transformers.distributed import DistributedConfig
 
         config = self.config
-        copies: dict[str, Any] = {"dp_replicate_size": config.replicate} if config.replicate > 1 else {}
-        if copies and "dp_replicate_size" not in inspect.signature(DistributedConfig).parameters:
+        known = inspect.signature(DistributedConfig).parameters
+        newer = "or use a newer transformers (5.24 has it), which vLLM 0.33 does not take beside it"
+        if config.replicate > 1 and "dp_replicate_size" not in known:
             raise ConfigError(
                 f"placement.replicate={config.replicate}: the installed transformers shards a model over all ranks "
-                "only. Set it to 1, or use a newer transformers (5.24 has it), which vLLM 0.33 does not take beside it"
+                f"only. Set it to 1, {newer}"
             )
+        if config.expert_parallel not in (1, config.tensor_parallel) and "ep_implementation" not in known:
+            allowed = " or ".join(sorted({"1", f"tensor_parallel={config.tensor_parallel}"} - {"tensor_parallel=1"}))
+            raise ConfigError(
+                f"placement.expert_parallel={config.expert_parallel}: the installed transformers splits experts only "
+                f"among the ranks that split layers. Set it to {allowed}, {newer}"
+            )
+        copies = {"dp_replicate_size": config.replicate} if config.replicate > 1 else {}
         distributed_config = DistributedConfig(
             tp_size=config.tensor_parallel,
             ep_size=config.expert_parallel,
