@@ -92,7 +92,10 @@ def test_an_error_of_what_makes_an_adapter_is_its_own() -> None:
 
 def test_checks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["conformance", "--list"]) == 0
-    assert capsys.readouterr().out.split() == [one.name for one in CHECKS]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(maxsplit=1) for line in lines] == [[one.name, one.meaning] for one in CHECKS]
+    assert main(["conformance", "--list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {one.name: one.meaning for one in CHECKS}
 
 
 def test_an_adapter_that_is_right_and_one_that_is_late(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,6 +139,7 @@ BAD = [
     [],
     ["./none"],
     ["tiny", "--only", ","],
+    ["tiny", "--only", "speed"],
     ["tiny", "--tolerance", "-1"],
     ["tiny", "--tie", "nan"],
     ["tiny", "--engine-arg", "x"],

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchrl_moe.cli.command import FINE, PROBLEM, BadUse, Command, Output, note
+from torchrl_moe.cli.command import FINE, PROBLEM, BadUse, Command, Output, listing, note
 from torchrl_moe.cli.engines import ENGINES, add_engine_arguments, check_installed, engine_arguments, started
 from torchrl_moe.cli.models import MODEL_HELP, TINY, check_source, config_of, load, model_folder
 
@@ -29,7 +29,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--adapter", metavar="MODULE:NAME", help="an adapter, or a class or function that makes one")
     engine.add_argument("--sglang", metavar="URL", help="an SGLang server, such as http://localhost:30000")
     parser.add_argument("--only", metavar="CHECKS", help="names of checks, separated by commas")
-    parser.add_argument("--list", action="store_true", help="list the checks")
+    parser.add_argument("--list", action="store_true", help="list the checks, with what each says")
     parser.add_argument("--tolerance", type=float, help="allowed error of log-probs (default: 1e-4, for float32)")
     parser.add_argument("--tie", type=float, help="router scores this close count as equal (default: 1e-5)")
     add_engine_arguments(parser, "float32")
@@ -87,8 +87,8 @@ def _check_call(name: str, maker: Callable[[], Any]) -> None:
 
 def _run(options: argparse.Namespace, output: Output) -> int:
     if options.list:
-        names = [one.name for one in _checks()]
-        output.show("\n".join(names), names)
+        listed = {one.name: one.meaning for one in _checks()}
+        output.show(listing(listed), listed)
         return FINE
     only = None if options.only is None else [name.strip() for name in options.only.split(",") if name.strip()]
     settings = _check_arguments(options, only)
