@@ -69,7 +69,7 @@ def test_an_adapter_is_an_object_or_what_makes_one() -> None:
     ("name", "said"),
     [
         ("my_engine", "write it as module:name"),
-        ("no_such_module:Adapter", "cannot import 'no_such_module'"),
+        ("no_such_module:Adapter", "cannot import 'no_such_module': there is no no_such_module.py"),
         (f"{__name__}:Missing", "has no 'Missing'"),
         (f"{__name__}:NOTHING", r"a int has no generate\(prompts, sampling, request_ids\)"),
         (f"{__name__}:nobody", r"a SimpleNamespace has no generate"),

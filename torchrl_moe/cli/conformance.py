@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchrl_moe.cli.command import FINE, PROBLEM, BadUse, Command, Output, listing, note
@@ -55,10 +54,12 @@ def _named(name: str) -> Any:
     module_name, colon, path = name.partition(":")
     if not (module_name and colon and path):
         raise BadUse(f"--adapter {name}: write it as module:name, such as my_engine:MyAdapter")
+    from torchrl_moe.trainers.function_names import import_users_module
+
     try:
-        found: Any = import_module(module_name)
-    except ImportError as error:
-        raise BadUse(f"--adapter {name}: cannot import {module_name!r} ({error}): PYTHONPATH=. finds it here") from None
+        found: Any = import_users_module(module_name)
+    except ValueError as error:
+        raise BadUse(f"--adapter {name}: {error}") from error
     for part in path.split("."):
         try:
             found = getattr(found, part)
