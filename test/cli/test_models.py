@@ -53,9 +53,27 @@ def test_a_wrong_path_says_what_to_do(tmp_path: Path) -> None:
         assert said in str(caught.value)
 
 
-def test_a_hub_name_may_be_one() -> None:
+def test_a_hub_name_may_be_one(capsys: pytest.CaptureFixture[str]) -> None:
     with model_folder("org/model") as folder:
         assert folder == "org/model"
+    assert capsys.readouterr().err == "there is no folder org/model: asking the Hugging Face hub for it ...\n"
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def ask(url: str, **_: Any) -> None:
+        asked.append(url)
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", ask)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda source: pytest.fail("it would try again and again"))
+    with pytest.raises(
+        BadUse, match=r"there is no folder 'no/such', nothing .* does not answer \(no route\)\)\. Check"
+    ):
+        config_of("no/such")
+    assert len(asked) == 1
 
 
 def test_a_configuration_that_cannot_be_had_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +81,7 @@ def test_a_configuration_that_cannot_be_had_is_one_line(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(
-        BadUse, match=r"the hub gave no configuration of that name \(.*without a network, name a folder"
+        BadUse, match=r"the hub gave no configuration of 'no/such-model' \(.*without a network, name a folder"
     ):
         config_of("no/such-model")
     (tmp_path / "config.json").write_text("{")

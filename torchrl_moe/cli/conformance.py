@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchrl_moe.cli.command import FINE, PROBLEM, BadUse, Command, Output, listing, note
-from torchrl_moe.cli.engines import ENGINES, add_engine_arguments, check_installed, engine_arguments, started
+from torchrl_moe.cli.engines import ENGINES, add_engine_arguments, check_engine, engine_arguments, started
 from torchrl_moe.cli.models import MODEL_HELP, TINY, check_source, config_of, load, model_folder
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _check_arguments(options: argparse.Namespace, only: Sequence[str] | None) ->
     if options.adapter is not None:
         _named(options.adapter)
     elif options.sglang is None:
-        check_installed(options.engine or ENGINES[0], "--engine transformers")
+        check_engine(options.engine or ENGINES[0], options.engine_args)
     return settings
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrl_moe.cli.command import BadUse
+from torchrl_moe.cli.command import BadUse, note
 
 __all__ = [
     "MODEL_HELP",
@@ -55,6 +55,8 @@ def model_folder(source: str) -> Iterator[str]:
     """
     if source != TINY or Path(source).is_dir():
         check_source(source)
+        if not Path(source).is_dir():
+            note(f"there is no folder {source}: asking the Hugging Face hub for it ...")
         yield source
         return
     from torchrl_moe.testing.tiny_moe import save_tiny_moe
@@ -96,8 +98,8 @@ def config_of(source: str) -> Any:
         if Path(source).is_dir():
             raise BadUse(f"{source}: transformers cannot read its config.json: {said}") from error
         raise BadUse(
-            f"there is no folder {source!r}, and the hub gave no configuration of that name ({said.rstrip('.:')}). "
-            "Check the name; without a network, name a folder that holds the model"
+            f"the hub gave no configuration of {source!r} ({said.rstrip('.:')}). Check the name; without a network, "
+            "name a folder that holds the model"
         ) from error
 
 

@@ -12,7 +12,7 @@ import torch
 
 from torchrl_moe._errors import EngineError
 
-__all__ = ["check_weights", "checkpoint_folder", "checkpoint_metadata"]
+__all__ = ["check_reachable", "check_weights", "checkpoint_folder", "checkpoint_metadata"]
 
 # The names of the safetensors format.
 DTYPES = {
@@ -49,6 +49,33 @@ def checkpoint_folder(model: str) -> str:
     from huggingface_hub import snapshot_download
 
     return str(snapshot_download(model, local_files_only=True))
+
+
+def check_reachable(model: str, timeout: float = 10.0) -> None:
+    """Refuse a hub name at once if the hub cannot be asked: transformers would try again for half a minute.
+
+    Args:
+        model: a folder or a hub name. Folders, and names in the local cache, are not looked at.
+        timeout: seconds to wait for the hub.
+
+    Raises:
+        ValueError: no such folder, nothing of that name in the cache, and no answer from the hub.
+    """
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    if os.path.isdir(model) or constants.HF_HUB_OFFLINE:  # offline, transformers looks in the cache only
+        return
+    try:
+        if try_to_load_from_cache(model, "config.json") is None:
+            get_hf_file_metadata(hf_hub_url(model, "config.json"), timeout=timeout)
+    except (HfHubHTTPError, HFValidationError):
+        return  # what it answers, or a name that is none, transformers reports as quickly
+    except Exception as error:  # an error of its HTTP library, whichever that is
+        raise ValueError(
+            f"there is no folder {model!r}, nothing of that name in the hub's cache, and {constants.ENDPOINT} does not "
+            f"answer ({error})"
+        ) from error
 
 
 def check_weights(model: str | os.PathLike[str]) -> None:
