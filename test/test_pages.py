@@ -22,7 +22,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)\s#]*)(?:#([^)\s]+))?(?=\))")
 DIAGRAMS = sorted((ROOT / "docs" / "figures").glob("*.svg"))
-COLOURS = re.compile(r"(?:fill|stroke):([^;\"]+)")
+COLORS = re.compile(r"(?:fill|stroke):([^;\"]+)")
 
 
 def blocks(page: Path) -> list[str]:
@@ -128,6 +128,6 @@ def test_a_diagram_scales_and_loads_nothing(diagram: Path) -> None:
     assert root.attrib["aria-label"]
     assert not re.search(r"href|url\(|<script|@import", text)
     if not diagram.stem.endswith(("_dark", "_light")):  # those are for the README, which has no theme of ours
-        fixed = [colour for colour in COLOURS.findall(text) if not re.match(r"currentColor|none|var\(--", colour)]
+        fixed = [color for color in COLORS.findall(text) if not re.match(r"currentColor|none|var\(--", color)]
         assert fixed == []
         assert "width:100%" in text

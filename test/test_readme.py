@@ -42,7 +42,7 @@ def _row(text: str, token: int) -> list[set[int]]:
     return [{int(expert) for expert in cell.split(",")} for cell in cells]
 
 
-def test_the_picture_differs_between_the_themes_in_colours_only() -> None:
+def test_the_picture_differs_between_the_themes_in_colors_only() -> None:
     text = (ROOT / "README.md").read_text()
     dark, light = (re.search(rf'(?:srcset|src)="(docs/figures/\w+_{theme}\.svg)"', text) for theme in ("dark", "light"))
     assert dark is not None

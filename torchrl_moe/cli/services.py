@@ -129,8 +129,8 @@ def _where_else() -> str:
         for one in local_drivers()
     )
     return (
-        f"{seen}A service with backend='local' is in no cluster: give --url, the address of the metrics that its driver "
-        "exports (engine.register_prometheus); in the driver itself print(engine) shows the table."
+        f"{seen}A service with backend='local' is in no cluster: give --url, the address of the metrics that its "
+        "driver exports (engine.register_prometheus); in the driver itself print(engine) shows the table."
     )
 
 
