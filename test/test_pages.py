@@ -103,6 +103,8 @@ def test_every_quoted_message_is_in_the_source() -> None:
     texts = literals()
     messages = list(quoted((ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")))
     assert len(messages) > 30
+    # searched for, a message is found by its words
+    assert [parts[0] for parts in messages if not re.match(r"\w", parts[0])] == []
     assert [parts for parts in messages if not any(all(part in text for part in parts) for text in texts)] == []
 
 
