@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import builtins
 import importlib
 import re
 from collections import Counter
@@ -21,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)\s#]*)(?:#([^)\s]+))?(?=\))")
+LOOP = ROOT / "docs" / "loop.md"
 DIAGRAMS = sorted((ROOT / "docs" / "figures").glob("*.svg"))
 COLORS = re.compile(r"(?:fill|stroke):([^;\"]+)")
 
@@ -47,6 +49,32 @@ def test_code_parses_and_imports_names_that_exist(page: Path) -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchrl_moe"):
                 module = importlib.import_module(str(node.module))
                 assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+
+
+def names(block: str) -> tuple[set[str], set[str]]:
+    """The names that a block binds, and those that it reads."""
+    bound, read = set(), set()
+    for node in ast.walk(ast.parse(block)):
+        if isinstance(node, ast.Name):
+            (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            bound |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            bound.add(node.name)
+    return bound, read
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_code_uses_names_that_its_page_or_the_page_on_loops_defines(page: Path) -> None:
+    (loop,) = blocks(LOOP)
+    known = set(dir(builtins)).union(*(names(block)[0] for block in blocks(page)))
+    if LOOP.name in [Path(path).name for path, _ in LINK.findall(prose(page))]:
+        known |= names(loop)[0]
+    assert [missing for block in blocks(page) if (missing := sorted(names(block)[1] - known))] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
