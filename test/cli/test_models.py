@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from torchrl_moe.cli.command import BadUse
+from torchrl_moe.cli.main import main
 from torchrl_moe.cli.models import config_of, load, model_folder, narrow, try_replay
 from torchrl_moe.testing import make_tiny_moe
 
@@ -53,13 +55,14 @@ def test_a_wrong_path_says_what_to_do(tmp_path: Path) -> None:
         assert said in str(caught.value)
 
 
-def test_a_hub_name_may_be_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hub_name_may_be_one() -> None:
     with model_folder("org/model") as folder:
         assert folder == "org/model"
-    assert capsys.readouterr().err == "there is no folder org/model: asking the Hugging Face hub for it ...\n"
 
 
-def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_does_not_answer_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked: list[str] = []
 
     def ask(url: str, **_: Any) -> None:
@@ -74,6 +77,12 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatc
     ):
         config_of("no/such")
     assert len(asked) == 1
+    monkeypatch.setitem(sys.modules, "transformers", None)  # nothing heavy is loaded first
+    assert main(["probe", "no/such", "--engine", "transformers"]) == 2
+    said, refused = capsys.readouterr().err.splitlines()
+    assert said == "there is no folder no/such: asking the Hugging Face hub for it ..."
+    assert refused.startswith("torchrl-moe probe: there is no folder 'no/such', nothing of that name")
+    assert len(asked) == 2
 
 
 def test_a_configuration_that_cannot_be_had_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

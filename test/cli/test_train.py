@@ -104,6 +104,9 @@ def test_a_reward_that_is_not_there_is_refused_before_the_model_is_made(
     (tmp_path / "lies_here.py").write_text("def letters(completion): return len(completion)")
     assert main([*arguments, "data.rewards=[lies_here:letters]"]) == 2
     assert "model.source=./no/such/model" in capsys.readouterr().err
+    of_engine = ["engine.kind=transformers", "engine.arguments.foo=1", "data.rewards=[lies_here:letters]"]
+    assert main([*arguments, *of_engine]) == 2
+    assert "engine.arguments: engine='transformers' has no foo=1" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

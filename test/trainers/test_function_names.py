@@ -53,6 +53,7 @@ def test_a_module_that_fails_to_import_says_why(tmp_path: Path, monkeypatch: pyt
         ("half_of_a_module", "from math import nothing_there", "ImportError: cannot import name 'nothing_there'"),
         ("lacks_a_module", "import no_such_package", "No module named 'no_such_package'"),
         ("not_a_module", "def", "SyntaxError: "),
+        ("ends_it_all", "raise SystemExit(3)", "SystemExit: 3"),
         ("fails_midway", "1 / 0", "ZeroDivisionError: division by zero"),
     ):
         (tmp_path / f"{name}.py").write_text(line)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl_moe.cli.command import FINE, PROBLEM, BadUse, Command, Output, listing, note
 from torchrl_moe.cli.engines import ENGINES, add_engine_arguments, check_engine, engine_arguments, started
-from torchrl_moe.cli.models import MODEL_HELP, TINY, check_source, config_of, load, model_folder
+from torchrl_moe.cli.models import MODEL_HELP, check_weights_of, config_of, load, model_folder
 
 if TYPE_CHECKING:
     from torchrl_moe.testing.conformance import Settings
@@ -126,12 +126,12 @@ def _check_arguments(options: argparse.Namespace, only: Sequence[str] | None) ->
     engine_arguments(options.engine_args)
     if options.sglang is not None and not options.sglang.startswith(("http://", "https://")):
         raise BadUse(f"--sglang {options.sglang}: it begins with http:// or https://, such as http://localhost:30000")
-    if options.model not in (None, TINY):
-        check_source(options.model)
     if options.adapter is not None:
         _named(options.adapter)
     elif options.sglang is None:
         check_engine(options.engine or ENGINES[0], options.engine_args)
+    if options.model is not None:
+        check_weights_of(options.model)
     return settings
 
 
@@ -140,10 +140,7 @@ def _model_and_adapter(options: argparse.Namespace, stack: contextlib.ExitStack)
     adapter = None if options.adapter is None else adapter_by_name(options.adapter)
     if options.model is None:
         return None, adapter
-    from torchrl_moe.modules.backends.checkpoint import check_weights
-
     folder = stack.enter_context(model_folder(options.model))
-    check_weights(folder)
     config = config_of(folder)
     model = load(folder, "float32")
     if adapter is not None:

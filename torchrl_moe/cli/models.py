@@ -22,6 +22,7 @@ __all__ = [
     "TINY",
     "Replayable",
     "check_source",
+    "check_weights_of",
     "config_of",
     "load",
     "model_folder",
@@ -55,8 +56,6 @@ def model_folder(source: str) -> Iterator[str]:
     """
     if source != TINY or Path(source).is_dir():
         check_source(source)
-        if not Path(source).is_dir():
-            note(f"there is no folder {source}: asking the Hugging Face hub for it ...")
         yield source
         return
     from torchrl_moe.testing.tiny_moe import save_tiny_moe
@@ -64,6 +63,24 @@ def model_folder(source: str) -> Iterator[str]:
     _hide_bars()
     with tempfile.TemporaryDirectory(prefix="torchrl_moe-tiny-") as folder:
         yield str(save_tiny_moe(folder, "qwen3_moe", **TINY_SIZES))
+
+
+def check_weights_of(source: str) -> None:
+    """Refuse a model whose weights cannot be had, before torch is loaded: that takes seconds.
+
+    Raises:
+        BadUse: see :func:`check_source`.
+        ValueError: a folder without weights, or a hub name, and the hub does not answer.
+    """
+    if source == TINY and not Path(source).is_dir():
+        return
+    check_source(source)
+    from torchrl_moe.modules.backends.checkpoint import check_reachable, check_weights
+
+    if not Path(source).is_dir():
+        note(f"there is no folder {source}: asking the Hugging Face hub for it ...")
+    check_reachable(source)
+    check_weights(source)
 
 
 def check_source(source: str) -> None:

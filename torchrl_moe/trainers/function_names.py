@@ -50,7 +50,7 @@ def import_users_module(module: str) -> ModuleType:
             f"cannot import {module!r}: there is no {error.name}.py, and no package {error.name}, in {', '.join(own)}, "
             "nor is one installed. Start in its folder, put it beside the YAML file, or add its folder to PYTHONPATH"
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise ValueError(f"cannot import {module!r}: {type(error).__name__}: {error}") from error
 
 

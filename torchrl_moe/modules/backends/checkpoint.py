@@ -6,32 +6,33 @@ import json
 import os
 import struct
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from torchrl_moe._errors import EngineError
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = ["check_reachable", "check_weights", "checkpoint_folder", "checkpoint_metadata"]
 
-# The names of the safetensors format.
+# The names of the safetensors format, and torch's.
 DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
 }
 INDEX = "model.safetensors.index.json"
 INDICES = (INDEX, "pytorch_model.bin.index.json")
@@ -115,6 +116,8 @@ def checkpoint_metadata(folder: str | Path) -> dict[str, tuple[torch.dtype, torc
     Raises:
         EngineError: the folder holds no such file, or one that cannot be read.
     """
+    import torch
+
     metadata = {}
     for file in _files(Path(folder)):
         for name, entry in _header(file).items():
@@ -124,7 +127,7 @@ def checkpoint_metadata(folder: str | Path) -> dict[str, tuple[torch.dtype, torc
                 raise EngineError(
                     f"tensor {name!r} in {str(file)!r} has dtype {entry['dtype']!r}; known: {', '.join(DTYPES)}."
                 )
-            metadata[name] = (DTYPES[entry["dtype"]], torch.Size(entry["shape"]))
+            metadata[name] = (getattr(torch, DTYPES[entry["dtype"]]), torch.Size(entry["shape"]))
     return metadata
 
 
