@@ -696,3 +696,23 @@ def test_a_policy_of_several_samples_is_refused(engine: FakeAsyncVLLM) -> None:
 def test_what_is_no_environment_is_refused(engine: FakeAsyncVLLM) -> None:
     with pytest.raises(TypeError, match="env must be an environment, a callable that makes one, or an async"):
         AsyncLLMCollector(3, policy=policy_of(engine), dataloader=Questions())  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_counts_ages_from_the_newest_weights(
+    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
+) -> None:
+    """Those of groups that a restored collector has not put in line yet, too; what is too old is dropped by them."""
+
+    def ages(collector: AsyncLLMCollector) -> list[int]:
+        return [entry["age"] for entry in collector.state_dict()["ready"]]
+
+    first = collect(groups_per_batch=1, max_staleness=3, order="fifo")
+    next(iter(first))
+    until(lambda: first._schedule.ready_groups == 3)
+    new_weights(engine, 2)
+    assert ages(first) == [2, 2, 2]
+    second = collect(groups_per_batch=1, max_staleness=0, order="fifo")  # has one group in line at a time
+    second.load_state_dict(first.state_dict())
+    next(iter(second))
+    new_weights(engine, 3)
+    assert ages(second) == [3, 3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import json
 import multiprocessing
 import threading
@@ -142,7 +143,10 @@ def test_advantages_of_other_answers_teach_nothing(first_run: MoEGRPOTrainer, tm
 
 @pytest.mark.engine
 def test_the_engine_may_be_renewed_every_few_steps(run: Make) -> None:
-    trainer = run("engine.sync_every=2", "steps=4")
+    # answers that differ and rewards that differ: every step has a gradient
+    count = itertools.count()
+    settings = ("engine.sync_every=2", "steps=4", "rollout.temperature=2.0")
+    trainer = run(*settings, rewards=lambda completion: float(next(count)))
     trainer.train()
     rows = rows_of(trainer.record.folder)
     assert versions(rows) == [1, 2, 2, 3]

@@ -60,7 +60,7 @@ def launched(rank: int, port: int, restarts: int, answers: Any) -> None:
     """As torchrun starts a rank; its store is the agent's."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restarts)}
-    ranks = join_ranks(10.0, 33.0)
+    ranks = join_ranks(60.0, 33.0)
     default = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     assert default.options._timeout.total_seconds() == 33.0
     answers.put((rank, ranks.gather(rank)))
@@ -81,7 +81,7 @@ def test_ranks_of_hosts_that_have_counted_other_restarts_meet() -> None:
         for rank in ranks:
             rank.start()
         try:
-            assert sorted(answers.get(timeout=60) for _ in ranks) == [(0, [0, 1]), (1, [0, 1])]
+            assert sorted(answers.get(timeout=120) for _ in ranks) == [(0, [0, 1]), (1, [0, 1])]
         finally:
             for rank in ranks:
                 rank.join(10)

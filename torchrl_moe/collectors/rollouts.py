@@ -295,10 +295,13 @@ class Rollouts:
             awaited: the trainer's future; if it is fulfilled, its batch still belongs to this collection.
             cut: partial answers, by request id.
         """
+        self._see_version()  # an update may have come since the last turn, and the ages count from here
         untaken = self._given[1] if self._given is not None and self._given[0] is awaited else []
         under_way = [group.prompt for group in self.groups.values() if not group.is_ready]
         complete = [group for group in (*untaken, *self.groups.values()) if group.is_ready]
-        ready = [*(group.state_dict(self.version) for group in complete), *self._restored]
+        aged = self.version - self._restored_at if self._has_begun else 0
+        waiting = ({**entry, "age": entry["age"] + aged} for entry in self._restored)
+        ready = [*(group.state_dict(self.version) for group in complete), *waiting]
         return {
             "prompts": self._prompts.state_dict(under_way),
             "answers": self._answers.state_dict(cut or {}),

@@ -967,9 +967,18 @@ def _extend(platform: Any) -> None:
     config.HAS_TRITON = True  # only the choice of the model runner reads it in this module
     native = platform.register_triton_kernel_overrides
 
-    def register_triton_kernel_overrides(cls: Any) -> None:
-        del cls
+    @functools.cache  # two seconds; a worker that is forked from a process which has done it has nothing left to do
+    def install_all() -> None:
         native()
         install()
 
-    platform.register_triton_kernel_overrides = classmethod(register_triton_kernel_overrides)
+    platform.register_triton_kernel_overrides = staticmethod(install_all)
+
+
+def preload() -> None:
+    """Install the kernels now, for the workers that are forked from this process."""
+    from vllm.platforms import current_platform
+
+    register()
+    if current_platform.is_cpu():
+        current_platform.register_triton_kernel_overrides()

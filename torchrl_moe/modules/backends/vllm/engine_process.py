@@ -23,6 +23,7 @@ from torchrl_moe.modules.backends.replica import PauseMode, Request
 from torchrl_moe.modules.backends.reports import ProbeReport, ReplicaInfo, ReplicaStats
 from torchrl_moe.modules.backends.request_routes import RequestRoutes
 from torchrl_moe.modules.backends.tokenizer_files import tokenizer_files
+from torchrl_moe.modules.backends.vllm import cpu_kernels
 from torchrl_moe.modules.backends.vllm.engine_args import build_engine_args, check_vllm
 from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
 from torchrl_moe.modules.backends.vllm.probe import EngineProbe
@@ -171,10 +172,9 @@ class EngineProcess(EngineProgram, EngineWeightCommands):
 async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Load, SamplingParamsBuilder]:
     check_vllm(os.environ)
     with without_collections():
-        preload()
+        _compat.import_engine()
     import vllm
 
-    from torchrl_moe.modules.backends.vllm import cpu_kernels
     from torchrl_moe.modules.backends.vllm.forced_routing import why_live
     from torchrl_moe.modules.backends.vllm.load_logger import LoadLogger
 
@@ -228,7 +228,9 @@ def run(connection: Connection, driver_is_gone: Callable[[], bool]) -> None:
 
 def preload() -> str:
     """Import what an engine's processes import; return why they may not be forked after that, or ""."""
-    return _compat.import_engine()
+    unsafe = _compat.import_engine()
+    cpu_kernels.preload()
+    return unsafe
 
 
 def main() -> None:
