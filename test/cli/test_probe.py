@@ -62,6 +62,9 @@ def test_prompts_that_cannot_be_read_are_named(tmp_path: Path, name: str, text: 
         (["tiny", "--prompts", "./none.txt"], "--prompts ./none.txt cannot be read"),
         (["tiny", "--engine-arg", "x"], "write it as KEY=VALUE"),
         (["tiny", "--engine", "transformers", "--engine-arg", "foo=1"], "engine='transformers' has no foo=1"),
+        (["tiny", "--engine", "transformers", "--engine-arg", "max_num_seqs=1.5"], "max_num_seqs must be an integer"),
+        (["tiny", "--engine", "transformers", "--engine-arg", "max_model_len=abc"], "max_model_len must be an integer"),
+        (["tiny", "--engine-arg", "model=x"], "the model is the first argument, MODEL"),
         pytest.param(
             ["tiny", "--engine-arg", "foo=1"], "vLLM has no engine argument foo=1", marks=pytest.mark.needs_vllm
         ),

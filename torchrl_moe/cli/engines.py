@@ -72,6 +72,8 @@ def check_engine(kind: str, given: Sequence[str]) -> None:
         ValueError: the engine has no such argument.
     """
     arguments = engine_arguments(given)
+    if "model" in arguments:
+        raise BadUse(f"--engine-arg model={arguments['model']}: the model is the first argument, MODEL")
     check_installed(kind, "--engine transformers")
     from torchrl_moe.modules.backends.engine_kind import find_kind
 
