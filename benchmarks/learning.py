@@ -83,14 +83,14 @@ def draw(runs: dict[str, Rows]) -> None:
 
     figure = Figure(figsize=(13, 4), layout="constrained")
     seeds, mismatch, controls = figure.subplots(1, 3)
-    colours = iter(f"C{number}" for number in range(10))
+    colors = iter(f"C{number}" for number in range(10))
     for name, rows in runs.items():
         if name in FAULTS:
             controls.plot(column(rows, "step"), column(rows, "reward"), label=name)
             continue
         if not name.startswith("in turns"):
             continue
-        style = {"color": next(colours), "alpha": 0.8}
+        style = {"color": next(colors), "alpha": 0.8}
         tested = [row for row in rows if row["held_out_reward"]]
         seeds.plot(column(rows, "step"), column(rows, "reward"), **style)
         seeds.plot(column(tested, "step"), column(tested, "held_out_reward"), ":", **style)
@@ -100,7 +100,7 @@ def draw(runs: dict[str, Rows]) -> None:
         lines = [Line2D([], [], color="grey", linestyle=style) for style in ("-", ":")]
         axes.legend(lines, [solid, dotted], frameon=False, fontsize="small", ncols=2, **ABOVE)
     controls.legend(frameon=False, fontsize="small", ncols=2, **ABOVE)
-    seeds.set(ylabel="reward, a colour per seed", ylim=(-0.02, 1.02))
+    seeds.set(ylabel="reward, a color per seed", ylim=(-0.02, 1.02))
     mismatch.set(ylabel="mean |log-prob, trainer - engine|", yscale="log")
     controls.set(ylabel="rollout reward, faults on purpose", ylim=(-0.02, 1.02))
     for axes in (seeds, mismatch, controls):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import builtins
 import importlib
 import re
 from collections import Counter
@@ -21,8 +22,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)\s#]*)(?:#([^)\s]+))?(?=\))")
+LOOP = ROOT / "docs" / "loop.md"
 DIAGRAMS = sorted((ROOT / "docs" / "figures").glob("*.svg"))
-COLOURS = re.compile(r"(?:fill|stroke):([^;\"]+)")
+COLORS = re.compile(r"(?:fill|stroke):([^;\"]+)")
 
 
 def blocks(page: Path) -> list[str]:
@@ -47,6 +49,32 @@ def test_code_parses_and_imports_names_that_exist(page: Path) -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchrl_moe"):
                 module = importlib.import_module(str(node.module))
                 assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+
+
+def names(block: str) -> tuple[set[str], set[str]]:
+    """The names that a block binds, and those that it reads."""
+    bound, read = set(), set()
+    for node in ast.walk(ast.parse(block)):
+        if isinstance(node, ast.Name):
+            (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            bound |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            bound.add(node.name)
+    return bound, read
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_code_uses_names_that_its_page_or_the_page_on_loops_defines(page: Path) -> None:
+    (loop,) = blocks(LOOP)
+    known = set(dir(builtins)).union(*(names(block)[0] for block in blocks(page)))
+    if LOOP.name in [Path(path).name for path, _ in LINK.findall(prose(page))]:
+        known |= names(loop)[0]
+    assert [missing for block in blocks(page) if (missing := sorted(names(block)[1] - known))] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -103,6 +131,8 @@ def test_every_quoted_message_is_in_the_source() -> None:
     texts = literals()
     messages = list(quoted((ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")))
     assert len(messages) > 30
+    # searched for, a message is found by its words
+    assert [parts[0] for parts in messages if not re.match(r"\w", parts[0])] == []
     assert [parts for parts in messages if not any(all(part in text for part in parts) for text in texts)] == []
 
 
@@ -128,6 +158,6 @@ def test_a_diagram_scales_and_loads_nothing(diagram: Path) -> None:
     assert root.attrib["aria-label"]
     assert not re.search(r"href|url\(|<script|@import", text)
     if not diagram.stem.endswith(("_dark", "_light")):  # those are for the README, which has no theme of ours
-        fixed = [colour for colour in COLOURS.findall(text) if not re.match(r"currentColor|none|var\(--", colour)]
+        fixed = [color for color in COLORS.findall(text) if not re.match(r"currentColor|none|var\(--", color)]
         assert fixed == []
         assert "width:100%" in text

@@ -36,13 +36,29 @@ def test_the_first_example_runs_as_it_stands(
     assert 0 < float(gap[2]) < 0.1  # bfloat16 on one side, the same experts on both
 
 
+@pytest.mark.engine
+def test_the_loop_runs_as_it_stands(
+    no_engine: EngineShelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "loop.md").read_text(), re.DOTALL)
+    assert len(block.splitlines()) <= 60
+    block = block.replace('steps = "runs/tiny-moe", 20', 'steps = "runs/tiny-moe", 2')  # enough to see all parts move
+    exec(compile(block, "loop.md", "exec"), {"__name__": "__main__"})
+    lines = capsys.readouterr().out.splitlines()[-2:]
+    for step, line in enumerate(lines):
+        found = re.fullmatch(rf"step {step}: reward (0\.\d\d), KL to the engine (\S+), weights {step + 1}", line)
+        assert found is not None, lines
+        assert 0 < float(found[1]) < 1 and abs(float(found[2])) < 1
+
+
 def _row(text: str, token: int) -> list[set[int]]:
     """Return the experts of a token by layer."""
     cells = next(line.split()[1:] for line in text.splitlines() if line.split()[:1] == [str(token)])
     return [{int(expert) for expert in cell.split(",")} for cell in cells]
 
 
-def test_the_picture_differs_between_the_themes_in_colours_only() -> None:
+def test_the_picture_differs_between_the_themes_in_colors_only() -> None:
     text = (ROOT / "README.md").read_text()
     dark, light = (re.search(rf'(?:srcset|src)="(docs/figures/\w+_{theme}\.svg)"', text) for theme in ("dark", "light"))
     assert dark is not None

@@ -75,7 +75,7 @@ class Ours:
 class New(Theirs):
     """What a later release of theirs may look like."""
 
-    def __init__(self, model: Any, size: int = 1, *, mode: str = "a", colour: str = "red") -> None: ...
+    def __init__(self, model: Any, size: int = 1, *, mode: str = "a", color: str = "red") -> None: ...
     def run(self, fast: bool = True, deep: bool = False) -> None: ...
     def fresh(self) -> None: ...
 
@@ -106,21 +106,21 @@ def test_nothing_to_say_of_a_class_that_only_takes_more(made_up: None) -> None:
 
 def test_what_a_new_release_adds_is_named(made_up: None) -> None:
     assert problems(New, Ours) == [
-        "Thing: 'colour' is TorchRL's, and ours lacks it: take it, or refuse it and add a reason 'refused'",
+        "Thing: 'color' is TorchRL's, and ours lacks it: take it, or refuse it and add a reason 'refused'",
         "Thing: 'run.deep' is TorchRL's, and ours lacks it: take it, or refuse it and add a reason 'refused'",
         "Thing: TorchRL's has 'fresh', and ours has not: add it, or a reason under members",
     ]
-    reasons = {"colour": {"refused": "why"}, "run.deep": {"refused": "why"}}
+    reasons = {"color": {"refused": "why"}, "run.deep": {"refused": "why"}}
     assert problems(New, Ours, parameters=reasons, members={"fresh": "why"}) == []
 
 
 def test_reasons_without_a_difference_are_stale(made_up: None) -> None:
-    stale = {"size": {"default": "why"}, "mode": {"keyword": "why", "same": "why"}, "colour": {"refused": "why"}}
+    stale = {"size": {"default": "why"}, "mode": {"keyword": "why", "same": "why"}, "color": {"refused": "why"}}
     assert problems(Theirs, Ours, parameters=stale, members={"gone": "why"}) == [
         "Thing: 'size' has a stale reason 'default': both are 1",
         "Thing: 'mode' has a stale reason 'keyword': both are 'a'",
         "Thing: 'mode' has a stale reason 'same': it is named here",
-        "Thing: TorchRL's has no parameter 'colour': take its reason out",
+        "Thing: TorchRL's has no parameter 'color': take its reason out",
         "Thing: 'gone' is no longer missing: take its reason out",
     ]
 
@@ -164,7 +164,7 @@ def test_names_of_a_package() -> None:
 
 
 def test_the_page_shows_what_it_is_given(made_up: None) -> None:
-    parameters = {"colour": {"refused": "No paint."}, "run.deep": {"refused": "Shallow only."}}
+    parameters = {"color": {"refused": "No paint."}, "run.deep": {"refused": "Shallow only."}}
     base = pair(New, Ours, parameters=parameters, members={"fresh": "Stale is fine."})
     child = pair(New, Ours, "Child", like=["Thing"], parameters={"size": {"wider": "Any size."}})
     book = Book([base, child], [], [{"name": "a::b", "kind": "fault", "why": "It pins it."}])
@@ -176,7 +176,7 @@ def test_the_page_shows_what_it_is_given(made_up: None) -> None:
 
         | parameter | TorchRL | here | | |
         |---|---|---|---|---|
-        | `colour` | `'red'` |  | refused | No paint. |
+        | `color` | `'red'` |  | refused | No paint. |
         | `run(deep)` | `False` |  | refused | Shallow only. |
         | `.fresh` | | | not here | Stale is fine. |
 
@@ -192,7 +192,7 @@ def test_the_page_shows_what_it_is_given(made_up: None) -> None:
         |---|---|---|---|---|
         | `size` | `1` | `1` | wider | Any size. |
 
-        As Thing: `colour`, `run(deep)`, `.fresh`.
+        As Thing: `color`, `run(deep)`, `.fresh`.
 
         Same name, place and default: `model`, `mode`.
 

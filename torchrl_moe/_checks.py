@@ -1,4 +1,4 @@
-"""Rank, shape, dtype and routes checks: the only place that words such messages.
+"""Rank, shape, dtype and routes checks: the only place that words such messages; arguments' former names.
 
 Every public function calls these on its arguments first. A message says what is wrong, what was given, what is allowed
 and what to do. The structural checks read no values, so they cost nothing on a device and are static under
@@ -11,11 +11,13 @@ Letters: N rows (tokens of all samples), L decoder layers, K experts per token, 
 
 from __future__ import annotations
 
+import functools
+import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from types import EllipsisType
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +27,9 @@ from torchrl_moe._errors import RouteShapeError, RouteValueError
 Array: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
 Dim: TypeAlias = "int | str | EllipsisType"
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _UNSET = -1  # UNSET_EXPERT of torchrl_moe.data, which imports this file
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 _CHUNK_ELEMENTS = 1 << 22  # check_routes looks at this many ids at a time, which bounds its temporaries
@@ -33,6 +38,35 @@ _ROWS = (
     "Each of the {} tokens has a row except the last, which the engine never forwarded: check that prompt and response"
     " tokens are both counted."
 )
+
+
+def renamed(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Accept arguments under their former names too, with a DeprecationWarning, until the next release.
+
+    Args:
+        **names: former name -> name.
+
+    >>> @renamed(colour="color")
+    ... def paint(color="red"):
+    ...     return color
+    >>> paint(colour="blue")
+    'blue'
+    """
+
+    def decorated(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> T:
+            for former in names.keys() & kwargs.keys():
+                name = names[former]
+                warnings.warn(f"{former}= is now {name}=", DeprecationWarning, stacklevel=2)
+                if name in kwargs:
+                    raise TypeError(f"{name}= and {former}=, its former name: give one of them")
+                kwargs[name] = kwargs.pop(former)
+            return function(*args, **kwargs)
+
+        return called
+
+    return decorated
 
 
 def _end(hint: str) -> str:

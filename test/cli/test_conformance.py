@@ -69,7 +69,7 @@ def test_an_adapter_is_an_object_or_what_makes_one() -> None:
     ("name", "said"),
     [
         ("my_engine", "write it as module:name"),
-        ("no_such_module:Adapter", "cannot import 'no_such_module'"),
+        ("no_such_module:Adapter", "cannot import 'no_such_module': there is no no_such_module.py"),
         (f"{__name__}:Missing", "has no 'Missing'"),
         (f"{__name__}:NOTHING", r"a int has no generate\(prompts, sampling, request_ids\)"),
         (f"{__name__}:nobody", r"a SimpleNamespace has no generate"),
@@ -92,7 +92,10 @@ def test_an_error_of_what_makes_an_adapter_is_its_own() -> None:
 
 def test_checks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["conformance", "--list"]) == 0
-    assert capsys.readouterr().out.split() == [one.name for one in CHECKS]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(maxsplit=1) for line in lines] == [[one.name, one.meaning] for one in CHECKS]
+    assert main(["conformance", "--list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {one.name: one.meaning for one in CHECKS}
 
 
 def test_an_adapter_that_is_right_and_one_that_is_late(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,6 +139,7 @@ BAD = [
     [],
     ["./none"],
     ["tiny", "--only", ","],
+    ["tiny", "--only", "speed"],
     ["tiny", "--tolerance", "-1"],
     ["tiny", "--tie", "nan"],
     ["tiny", "--engine-arg", "x"],

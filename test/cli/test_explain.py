@@ -9,7 +9,7 @@ import pytest
 
 from torchrl_moe._errors import ReplicaDiedError, RequestRefusedError, UnsupportedRouterError
 from torchrl_moe.cli.command import BadUse
-from torchrl_moe.cli.explain import explain, missing_extra
+from torchrl_moe.cli.explain import explain
 
 
 def raised_from(error: Exception, cause: Exception) -> Exception:
@@ -77,6 +77,16 @@ BUSY = OSError(errno.EADDRINUSE, "Address already in use")
             2,
         ),
         (MemoryError(), "out of memory (MemoryError): use a narrower dtype, or a smaller model", 1),
+        (
+            raised_from(ValueError("cannot import 'mine'"), ModuleNotFoundError("No module named 'mine'", name="mine")),
+            "cannot import 'mine'",
+            2,
+        ),
+        (
+            ModuleNotFoundError("No module named 'torchvision'", name="torchvision"),
+            "No module named 'torchvision' (--traceback shows where it comes from)",
+            2,
+        ),
         (KeyError("a"), "KeyError: 'a' (--traceback shows where it comes from)", 1),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
@@ -89,7 +99,3 @@ def test_a_full_disk_without_a_name_names_both_places(monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     line, _ = explain(OSError(errno.ENOSPC, "No space left on device"))
     assert str(tmp_path) in line and "TMPDIR" in line
-
-
-def test_a_module_of_no_extra_is_named_itself() -> None:
-    assert missing_extra("torchvision.ops") == "needs torchvision, which is not installed: pip install torchvision"

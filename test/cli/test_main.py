@@ -36,12 +36,15 @@ from torchrl_moe.cli.main import main
 for arguments in (["--help"], ["doctor", "--help"], ["train", "--help"], ["train", "--list"], ["--version"]):
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         main(arguments)
-print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))
+loaded = [name for name in {HEAVY!r} if name in sys.modules]
+with contextlib.redirect_stdout(io.StringIO()):
+    main(["conformance", "--list"])
+print(json.dumps([loaded, [name for name in {HEAVY!r} if name in sys.modules]]))
 """
     done = run_python(code)
     assert (done.returncode, done.stderr) == (0, "")
     # "train --list" finds the folder of configurations by their room, whose face is lazy
-    assert json.loads(done.stdout) == []
+    assert json.loads(done.stdout) == [[], ["numpy"]]
 
 
 def test_python_m_is_the_same_command() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from torchrl_moe.cli.command import BadUse
+from torchrl_moe.cli.main import main
 from torchrl_moe.cli.models import config_of, load, model_folder, narrow, try_replay
 from torchrl_moe.testing import make_tiny_moe
 
@@ -58,12 +60,37 @@ def test_a_hub_name_may_be_one() -> None:
         assert folder == "org/model"
 
 
+def test_a_hub_that_does_not_answer_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def ask(url: str, **_: Any) -> None:
+        asked.append(url)
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", ask)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda source: pytest.fail("it would try again and again"))
+    with pytest.raises(
+        BadUse, match=r"there is no folder 'no/such', nothing .* does not answer \(no route\)\)\. Check"
+    ):
+        config_of("no/such")
+    assert len(asked) == 1
+    monkeypatch.setitem(sys.modules, "transformers", None)  # nothing heavy is loaded first
+    assert main(["probe", "no/such", "--engine", "transformers"]) == 2
+    said, refused = capsys.readouterr().err.splitlines()
+    assert said == "there is no folder no/such: asking the Hugging Face hub for it ..."
+    assert refused.startswith("torchrl-moe probe: there is no folder 'no/such', nothing of that name")
+    assert len(asked) == 2
+
+
 def test_a_configuration_that_cannot_be_had_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(
-        BadUse, match=r"the hub gave no configuration of that name \(.*without a network, name a folder"
+        BadUse, match=r"the hub gave no configuration of 'no/such-model' \(.*without a network, name a folder"
     ):
         config_of("no/such-model")
     (tmp_path / "config.json").write_text("{")

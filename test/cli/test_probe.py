@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoConfig
 
 from support.engines import EngineShelf
+from torchrl_moe.cli import probe
 from torchrl_moe.cli.command import BadUse
 from torchrl_moe.cli.main import main
 from torchrl_moe.cli.probe import read_prompts
@@ -60,14 +61,23 @@ def test_prompts_that_cannot_be_read_are_named(tmp_path: Path, name: str, text: 
         (["tiny", "--temperature", "0"], "greedy answers say nothing"),
         (["tiny", "--prompts", "./none.txt"], "--prompts ./none.txt cannot be read"),
         (["tiny", "--engine-arg", "x"], "write it as KEY=VALUE"),
+        (["tiny", "--engine", "transformers", "--engine-arg", "foo=1"], "engine='transformers' has no foo=1"),
+        (["tiny", "--engine", "transformers", "--engine-arg", "max_num_seqs=1.5"], "max_num_seqs must be an integer"),
+        (["tiny", "--engine", "transformers", "--engine-arg", "max_model_len=abc"], "max_model_len must be an integer"),
+        (["tiny", "--engine-arg", "model=x"], "the model is the first argument, MODEL"),
+        pytest.param(
+            ["tiny", "--engine-arg", "foo=1"], "vLLM has no engine argument foo=1", marks=pytest.mark.needs_vllm
+        ),
     ],
 )
 def test_bad_use_starts_no_engine(
     arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delattr(AsyncVLLM, "from_pretrained")
+    monkeypatch.setattr(probe, "model_folder", lambda source: pytest.fail("a model is made first"))
     assert main(["probe", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
 
 
 def test_a_model_without_weights_starts_no_engine(

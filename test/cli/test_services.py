@@ -122,11 +122,22 @@ def test_a_process_with_another_command_has_no_driver() -> None:
     assert services._driver_of(forked) == os.getppid()
 
 
-def test_without_ray_what_there_is_else_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "find_spec", lambda name: None)
-    monkeypatch.setattr(services, "local_drivers", lambda: [LocalDriver(12, "python train.py", 3)])
+def refuse(*args: Any, **kwargs: Any) -> None:
+    raise ConnectionError("none runs here")
+
+
+@pytest.mark.parametrize("drivers", [[], [LocalDriver(12, "python train.py", 3)]])
+@pytest.mark.parametrize("has_ray", [True, False])
+def test_without_a_cluster_the_option_for_other_services_is_named(
+    drivers: list[LocalDriver], has_ray: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(services, "find_spec", lambda name: has_ray or None)
+    monkeypatch.setattr(services, "local_drivers", lambda: drivers)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.init", refuse)
     with pytest.raises(BadUse) as caught, connected(None, None):
         pass
     said = str(caught.value)
-    assert "process 12 (python train.py) has 3 replica(s)" in said and "give --url" in said
-    assert "pip install 'torchrl_moe[ray]'" in said
+    assert ("process 12 (python train.py) has 3 replica(s)" in said) == bool(drivers)
+    assert "give --url, the address of the metrics" in said and "ray.init" not in said
+    assert ("RAY_ADDRESS" if has_ray else "pip install 'torchrl_moe[ray]'") in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,30 @@ def test_after_an_interrupt_a_run_can_continue(
     monkeypatch.setattr(script, "run", run)
     assert main(["train"]) == 130
     assert capsys.readouterr().err == "torchrl-moe train: interrupted; resume=true continues from the last checkpoint\n"
+
+
+def test_a_reward_that_is_not_there_is_refused_before_the_model_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "lacks_one.py").write_text("import no_such_thing")
+    arguments = ["train", "out=run", "model.source=./no/such/model"]
+    for name, said in (
+        ("no_such_rewards", f"there is no no_such_rewards.py, and no package no_such_rewards, in {tmp_path}, "),
+        ("lacks_one", "No module named 'no_such_thing'"),
+    ):
+        assert main([*arguments, f"data.rewards=[{name}:letters]"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"torchrl-moe train: data.rewards: cannot import '{name}': {said}"), line
+        assert "pip install" not in line
+    (tmp_path / "lies_here.py").write_text("def letters(completion): return len(completion)")
+    assert main([*arguments, "data.rewards=[lies_here:letters]"]) == 2
+    assert "model.source=./no/such/model" in capsys.readouterr().err
+    of_engine = ["engine.kind=transformers", "engine.arguments.foo=1", "data.rewards=[lies_here:letters]"]
+    assert main([*arguments, *of_engine]) == 2
+    assert "engine.arguments: engine='transformers' has no foo=1" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_without_vllm_it_ends_before_anything_is_written(

@@ -79,19 +79,19 @@ def test_samples_are_shown_token_by_token(
 ) -> None:
     collector = collect(groups_per_batch=3)
     capsys.readouterr()
-    collector.show_samples(colour="versions")
+    collector.show_samples(color="versions")
     assert capsys.readouterr().out == "version of the weights that sampled a token: not known\n"
     next(iter(collector))
-    collector.show_samples(1, colour="versions")
+    collector.show_samples(1, color="versions")
     legend, title, prompt, answer = capsys.readouterr().out.splitlines()
     assert legend.endswith(": version 0")
     assert title.startswith("sample 5: ") and title.endswith("6 response tokens, reward 0")
     assert prompt.split(maxsplit=1)[0] == "prompt" and "<|im_start|>user↵q2<|im_end|>↵" in prompt
     assert answer.startswith("  response, version 0  ")
-    collector.show_samples(2, colour="experts", layer=3, tokens=4)
+    collector.show_samples(2, color="experts", layer=3, tokens=4)
     assert "expert that stands first in layer 3" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="colour must be one of"):
-        collector.show_samples(colour="red")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="color must be one of"):
+        collector.show_samples(color="red")  # type: ignore[arg-type]
 
 
 def test_texts_of_any_kind_are_shown_as_they_are(

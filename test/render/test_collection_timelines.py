@@ -12,15 +12,15 @@ PHASES = [
 FLIGHTS = {"replica 0": [(0.0, 4), (3.0, 1)], "others": [(1.0, 9)]}
 
 
-def test_each_phase_is_a_bar_of_its_colour() -> None:
+def test_each_phase_is_a_bar_of_its_color() -> None:
     bar = collection_figure("trainer", PHASES, FLIGHTS).axes[0]
     drawn = {
         part.get_label(): [(path.get_extents().x0, path.get_extents().x1) for path in part.get_paths()]
         for part in bar.collections
     }
     assert drawn == {"training": [(2.0, 5.0)], "waiting": [(0.0, 2.0), (5.0, 6.0)]}
-    colours = {tuple(part.get_facecolor()[0]) for part in bar.collections}
-    assert len(colours) == 2
+    colors = {tuple(part.get_facecolor()[0]) for part in bar.collections}
+    assert len(colors) == 2
     assert bar.get_ylabel() == "trainer"
 
 

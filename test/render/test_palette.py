@@ -1,4 +1,4 @@
-"""Text is legible on every colour, on a light page and on a dark one, and colours are told apart without hue, too."""
+"""Text is legible on every color, on a light page and on a dark one, and colors are told apart without hue, too."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_text_is_legible_on_it(fill: Fill, page: tuple[int, int, int]) -> None:
     assert contrast(over(fill, page), TEXT[page]) >= LEGIBLE
 
 
-def test_black_is_legible_on_the_solid_colours_of_a_terminal() -> None:
+def test_black_is_legible_on_the_solid_colors_of_a_terminal() -> None:
     for fill in (*HUES, OTHERS, *shades(7)):
         solid = tuple(int(fill.on_white[at : at + 2], 16) for at in (1, 3, 5))
         assert contrast(solid, (0, 0, 0)) >= LEGIBLE
@@ -48,7 +48,7 @@ def deuteranope(rgb: tuple[float, ...]) -> tuple[float, ...]:
 
 
 @pytest.mark.parametrize("page", [LIGHT, DARK])
-def test_two_colours_are_distinguished_without_green(page: tuple[int, int, int]) -> None:
+def test_two_colors_are_distinguished_without_green(page: tuple[int, int, int]) -> None:
     for one, other in combinations(HUES, 2):
         seen = [deuteranope(over(fill, page)) for fill in (one, other)]
         assert max(abs(a - b) for a, b in zip(*seen, strict=True)) > 12

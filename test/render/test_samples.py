@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, get_args
 
 import pytest
 from tensordict import TensorDict, lazy_stack
 
 from support.token_rollouts import TOKENIZER, rollout
+from torchrl_moe.collectors import AsyncLLMCollector, LLMCollector, RayLLMCollector
 from torchrl_moe.render import samples, show_samples
-from torchrl_moe.render.token_scale import Colour
+from torchrl_moe.render.token_scale import Color
+from torchrl_moe.trainers import MoEGRPOTrainer
 
 TD = lazy_stack([rollout("q", "ab", versions=[0, 1]), rollout("q", "c")])
 
@@ -23,14 +26,28 @@ def test_a_terminal_shows_text(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-@pytest.mark.parametrize("colour", get_args(Colour))
+def test_the_former_name_of_an_argument_is_taken_until_the_next_release(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.warns(DeprecationWarning, match="colour= is now color="):
+        show_samples(TD, colour="kept", tokenizer=TOKENIZER)  # type: ignore[call-arg]
+    show_samples(TD, color="kept", tokenizer=TOKENIZER)
+    shown = capsys.readouterr().out
+    assert shown[: len(shown) // 2] == shown[len(shown) // 2 :]
+    with pytest.raises(TypeError, match="give one of them"), pytest.warns(DeprecationWarning):
+        show_samples(TD, color="kept", colour="kept")  # type: ignore[call-arg]
+    for shows in (AsyncLLMCollector, LLMCollector, RayLLMCollector, MoEGRPOTrainer):
+        assert "color" in inspect.signature(shows.show_samples).parameters
+        with pytest.warns(DeprecationWarning), pytest.raises(AttributeError):  # it is looked at before anything else
+            shows.show_samples(object(), colour="kept")  # type: ignore[arg-type,call-arg]
+
+
+@pytest.mark.parametrize("color", get_args(Color))
 def test_a_notebook_shows_html(
-    colour: Colour, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    color: Color, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[Any] = []
     monkeypatch.setattr(samples, "in_notebook", lambda: True)
     monkeypatch.setattr(samples, "show_html", lambda html, text: shown.append((html, text)))
-    show_samples(TD, colour=colour, layer=2, tokenizer=TOKENIZER)
+    show_samples(TD, color=color, layer=2, tokenizer=TOKENIZER)
     ((html, text),) = shown
     assert html.startswith("<div") and "sample 0" in html and "sample 1" in html
     assert "layer 2: experts" in html and "layer 1" not in html
@@ -40,7 +57,7 @@ def test_a_notebook_shows_html(
 
 def test_the_rollouts_are_not_changed() -> None:
     before = TD.clone()
-    show_samples(TD, colour="experts")
+    show_samples(TD, color="experts")
     assert bool((before.exclude(("log_probs", "full")) == TD.exclude(("log_probs", "full"))).all())
 
 

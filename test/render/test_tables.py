@@ -30,7 +30,7 @@ def test_every_text_is_escaped() -> None:
     assert "<script" not in html
 
 
-def test_no_colour_is_set_but_that_of_the_rules() -> None:
+def test_no_color_is_set_but_that_of_the_rules() -> None:
     html = html_table("t", ["a"], [["b"]], ["c"])
     assert "color: inherit" in html
     assert "#" not in html

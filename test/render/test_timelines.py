@@ -20,7 +20,7 @@ def test_each_row_is_a_bar_on_its_replicas_line() -> None:
     assert axes.get_title() == "a title"
 
 
-def test_phases_have_colours_of_their_own() -> None:
+def test_phases_have_colors_of_their_own() -> None:
     (axes,) = timeline_figure(ROWS).axes
     publish, one, other = (patch.get_facecolor() for patch in axes.patches)
     assert one == other != publish

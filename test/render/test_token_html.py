@@ -70,7 +70,7 @@ def test_the_legend_counts_and_parts_are_named() -> None:
     assert "not known" in Reader(samples_html([], make_scale([]))).text
 
 
-def test_colours_let_the_pages_own_text_be_seen() -> None:
+def test_colors_let_the_pages_own_text_be_seen() -> None:
     shown = [sample(token(version=1, special=True))]
     for style in Reader(samples_html(shown, make_scale(shown))).styles:
         for rule in filter(None, style.split(";")):

@@ -1,4 +1,4 @@
-"""Tokens in a terminal: in colours, and as lines of text where there are none."""
+"""Tokens in a terminal: in colors, and as lines of text where there are none."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_without_rich_it_is_the_same(capsys: pytest.CaptureFixture[str], monkeyp
     assert capsys.readouterr().out == TEXT
 
 
-def test_a_terminal_gets_colours(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_colors(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NO_COLOR", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLORTERM": "truecolor"}.items():

@@ -1,4 +1,4 @@
-"""Which label, and which colour, a token has."""
+"""Which label, and which color, a token has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchrl_moe.render.palette import HUES, OTHERS
 from torchrl_moe.render.token_scale import make_scale
 
 
-def test_versions_keep_their_colours_from_batch_to_batch() -> None:
+def test_versions_keep_their_colors_from_batch_to_batch() -> None:
     one = make_scale([sample(token(version=3), token(version=4))])
     two = make_scale([sample(token(version=4), token(version=5), token())])
     assert list(one.fills) == ["version 3", "version 4"]
@@ -82,6 +82,6 @@ def test_the_rarer_the_stronger() -> None:
     assert fills["all words"].alpha == 0 and fills["1 word"].alpha == 0.5
 
 
-def test_another_colour_is_refused() -> None:
-    with pytest.raises(ValueError, match="colour must be one of 'versions', 'experts', 'kept', 'log_probs', got 'red'"):
+def test_another_color_is_refused() -> None:
+    with pytest.raises(ValueError, match="color must be one of 'versions', 'experts', 'kept', 'log_probs', got 'red'"):
         make_scale([], "red")  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ import yaml
 
 from torchrl_moe.trainers.compose import CONFIGS, load_config
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, LoRAConfig, as_dict
+from torchrl_moe.trainers.function_names import import_function
 
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
@@ -56,6 +57,16 @@ def test_a_file_of_ones_own_builds_on_those_of_the_package(tmp_path: Path) -> No
     (tmp_path / "mine.yaml").write_text("defaults: [tiny_cpu, _self_]\nsteps: 7\n")
     config = load_config(tmp_path / "mine.yaml", ["seed=1"])
     assert (config.steps, config.seed, config.rollout.group_size) == (7, 1, 8)
+
+
+def test_functions_may_lie_beside_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [tiny_cpu, _self_]\ndata: {rewards: ['rewards_beside_it:letters']}\n"
+    )
+    (tmp_path / "rewards_beside_it.py").write_text("def letters(completion): return len(completion)")
+    (name,) = load_config(tmp_path / "mine.yaml").data.rewards
+    assert import_function(name)("four") == 4
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,17 @@ def test_an_engine_that_is_split_in_a_way_that_is_not_counted_is_refused(name: s
     RunPlan.of(load_config("olmoe_1b_7b", [f"+engine.arguments.{name}=1"]))
 
 
+def test_the_gpus_that_a_configuration_needs() -> None:
+    assert (
+        "1 GPU in all: engine and trainer take turns (engine.sleep=true)"
+        in RunPlan.of(load_config("olmoe_1b_7b")).notes
+    )
+    apart = RunPlan.of(load_config("olmoe_1b_7b", ["engine.sleep=false"])).notes
+    assert "2 GPUs in all: 1 for the trainer, 1 for the engine" in apart
+    notes = RunPlan.of(load_config("qwen3_30b_a3b")).notes
+    assert "8 GPUs in all: 4 for the trainer, 4 for the engine" in notes
+
+
 def test_more_gpus_than_rank_0s_host_has_are_noted() -> None:
     notes = " ".join(RunPlan.of(load_config("qwen3_30b_a3b", ["engine.num_replicas=3"])).notes)
     assert "rank 0's host needs 10 GPUs" in notes and "gloo" in notes

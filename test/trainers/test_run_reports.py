@@ -40,5 +40,5 @@ def test_in_a_notebook_the_last_step_is_a_table() -> None:
 
 def test_samples_are_the_collectors() -> None:
     run = Run()
-    run.show_samples(2, colour="experts", layer=1)
-    assert run.shown == [((2, 160), {"colour": "experts", "layer": 1})]
+    run.show_samples(2, color="experts", layer=1)
+    assert run.shown == [((2, 160), {"color": "experts", "layer": 1})]

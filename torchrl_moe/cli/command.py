@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-__all__ = ["BAD_USE", "FINE", "INTERRUPTED", "PROBLEM", "BadUse", "Command", "NamedStream", "Output", "note"]
+__all__ = ["BAD_USE", "FINE", "INTERRUPTED", "PROBLEM", "BadUse", "Command", "NamedStream", "Output", "listing", "note"]
 
 FINE, PROBLEM, BAD_USE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: all is well; a problem was found, or the command failed midway; invalid use; Ctrl-C."""
@@ -106,9 +106,19 @@ class Command:
     @property
     def epilog(self) -> str:
         """The examples, as its help shows them."""
-        width = max(len(line) for line, _ in self.examples)
-        lines = [f"  {line:<{width}}  {what}" for line, what in self.examples]
-        return "\n".join(["examples:", *lines, "", "exit codes: 0 fine, 1 a problem was found, 2 bad use"])
+        return f"examples:\n{listing(self.examples, '  ')}\n\nexit codes: 0 fine, 1 a problem was found, 2 bad use"
+
+
+def listing(lines: Mapping[str, str] | Sequence[tuple[str, str]], indent: str = "") -> str:
+    """Return names beside what each says, a line for each.
+
+    >>> print(listing({"rows": "one for each token", "abort": "says so"}))
+    rows   one for each token
+    abort  says so
+    """
+    pairs = list(lines.items()) if isinstance(lines, Mapping) else list(lines)
+    width = max(len(name) for name, _ in pairs)
+    return "\n".join(f"{indent}{name:<{width}}  {what}" for name, what in pairs)
 
 
 def note(text: str) -> None:

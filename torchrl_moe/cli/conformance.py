@@ -6,12 +6,11 @@ import argparse
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchrl_moe.cli.command import FINE, PROBLEM, BadUse, Command, Output, note
-from torchrl_moe.cli.engines import ENGINES, add_engine_arguments, check_installed, engine_arguments, started
-from torchrl_moe.cli.models import MODEL_HELP, TINY, check_source, config_of, load, model_folder
+from torchrl_moe.cli.command import FINE, PROBLEM, BadUse, Command, Output, listing, note
+from torchrl_moe.cli.engines import ENGINES, add_engine_arguments, check_engine, engine_arguments, started
+from torchrl_moe.cli.models import MODEL_HELP, check_weights_of, config_of, load, model_folder
 
 if TYPE_CHECKING:
     from torchrl_moe.testing.conformance import Settings
@@ -29,7 +28,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--adapter", metavar="MODULE:NAME", help="an adapter, or a class or function that makes one")
     engine.add_argument("--sglang", metavar="URL", help="an SGLang server, such as http://localhost:30000")
     parser.add_argument("--only", metavar="CHECKS", help="names of checks, separated by commas")
-    parser.add_argument("--list", action="store_true", help="list the checks")
+    parser.add_argument("--list", action="store_true", help="list the checks, with what each says")
     parser.add_argument("--tolerance", type=float, help="allowed error of log-probs (default: 1e-4, for float32)")
     parser.add_argument("--tie", type=float, help="router scores this close count as equal (default: 1e-5)")
     add_engine_arguments(parser, "float32")
@@ -55,10 +54,12 @@ def _named(name: str) -> Any:
     module_name, colon, path = name.partition(":")
     if not (module_name and colon and path):
         raise BadUse(f"--adapter {name}: write it as module:name, such as my_engine:MyAdapter")
+    from torchrl_moe.trainers.function_names import import_users_module
+
     try:
-        found: Any = import_module(module_name)
-    except ImportError as error:
-        raise BadUse(f"--adapter {name}: cannot import {module_name!r} ({error}): PYTHONPATH=. finds it here") from None
+        found: Any = import_users_module(module_name)
+    except ValueError as error:
+        raise BadUse(f"--adapter {name}: {error}") from error
     for part in path.split("."):
         try:
             found = getattr(found, part)
@@ -87,8 +88,8 @@ def _check_call(name: str, maker: Callable[[], Any]) -> None:
 
 def _run(options: argparse.Namespace, output: Output) -> int:
     if options.list:
-        names = [one.name for one in _checks()]
-        output.show("\n".join(names), names)
+        listed = {one.name: one.meaning for one in _checks()}
+        output.show(listing(listed), listed)
         return FINE
     only = None if options.only is None else [name.strip() for name in options.only.split(",") if name.strip()]
     settings = _check_arguments(options, only)
@@ -125,12 +126,12 @@ def _check_arguments(options: argparse.Namespace, only: Sequence[str] | None) ->
     engine_arguments(options.engine_args)
     if options.sglang is not None and not options.sglang.startswith(("http://", "https://")):
         raise BadUse(f"--sglang {options.sglang}: it begins with http:// or https://, such as http://localhost:30000")
-    if options.model not in (None, TINY):
-        check_source(options.model)
     if options.adapter is not None:
         _named(options.adapter)
     elif options.sglang is None:
-        check_installed(options.engine or ENGINES[0], "--engine transformers")
+        check_engine(options.engine or ENGINES[0], options.engine_args)
+    if options.model is not None:
+        check_weights_of(options.model)
     return settings
 
 
@@ -139,10 +140,7 @@ def _model_and_adapter(options: argparse.Namespace, stack: contextlib.ExitStack)
     adapter = None if options.adapter is None else adapter_by_name(options.adapter)
     if options.model is None:
         return None, adapter
-    from torchrl_moe.modules.backends.checkpoint import check_weights
-
     folder = stack.enter_context(model_folder(options.model))
-    check_weights(folder)
     config = config_of(folder)
     model = load(folder, "float32")
     if adapter is not None:

@@ -14,7 +14,15 @@ from torchrl_moe.cli.command import BadUse, note
 if TYPE_CHECKING:
     from torchrl_moe.modules import AsyncVLLM
 
-__all__ = ["DTYPES", "ENGINES", "add_engine_arguments", "check_installed", "engine_arguments", "started"]
+__all__ = [
+    "DTYPES",
+    "ENGINES",
+    "add_engine_arguments",
+    "check_engine",
+    "check_installed",
+    "engine_arguments",
+    "started",
+]
 
 ENGINES = ("vllm", "transformers")
 DTYPES = ("bfloat16", "float32", "float16")
@@ -54,6 +62,22 @@ def engine_arguments(pairs: Sequence[str]) -> dict[str, Any]:
         except ValueError:
             found[key] = value
     return found
+
+
+def check_engine(kind: str, given: Sequence[str]) -> None:
+    """Refuse an engine that is not installed, or arguments that it does not have, before anything is loaded.
+
+    Raises:
+        BadUse: vLLM is asked for and not installed, or an argument is none.
+        ValueError: the engine has no such argument.
+    """
+    arguments = engine_arguments(given)
+    if "model" in arguments:
+        raise BadUse(f"--engine-arg model={arguments['model']}: the model is the first argument, MODEL")
+    check_installed(kind, "--engine transformers")
+    from torchrl_moe.modules.backends.engine_kind import find_kind
+
+    find_kind(f"torchrl_moe.modules.backends.{kind}.kind").arguments_of({"model": "?", **arguments})
 
 
 def check_installed(kind: str, instead: str) -> None:

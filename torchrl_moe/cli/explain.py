@@ -42,8 +42,11 @@ def explain(error: Exception) -> tuple[str, int]:
     ("needs ray, which is not installed: pip install 'torchrl_moe[ray]'", 2)
     """
     root = _root(error)
-    if isinstance(root, ModuleNotFoundError) and root.name:
-        return missing_extra(root.name), BAD_USE
+    if isinstance(root, ModuleNotFoundError):
+        if _top(root.name) in EXTRAS:
+            return missing_extra(_top(root.name)), BAD_USE
+        if root is error:  # what else installs, only its name says, and that may be the user's own
+            return f"{_first_line(root)} ({WHERE})", BAD_USE
     if isinstance(root, OSError) and root.filename == STDOUT:
         return f"{STDOUT} cannot be written to ({root.strerror}): redirect it to a place with room", PROBLEM
     if isinstance(root, OSError) and root.errno in FULL:
@@ -62,11 +65,12 @@ def explain(error: Exception) -> tuple[str, int]:
 
 
 def missing_extra(module: str) -> str:
-    """Return what to do about a module that is not installed."""
-    top = module.partition(".")[0]
-    extra = EXTRAS.get(top)
-    mend = f"pip install 'torchrl_moe[{extra}]'" if extra else f"pip install {top}"
-    return f"needs {top}, which is not installed: {mend}"
+    """Return what to do about a module of ``EXTRAS`` that is not installed."""
+    return f"needs {module}, which is not installed: pip install 'torchrl_moe[{EXTRAS[module]}]'"
+
+
+def _top(module: str | None) -> str:
+    return (module or "").partition(".")[0]
 
 
 def _of_engine(error: TorchRLMoEError) -> str:

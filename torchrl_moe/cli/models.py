@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrl_moe.cli.command import BadUse
+from torchrl_moe.cli.command import BadUse, note
 
 __all__ = [
     "MODEL_HELP",
     "TINY",
     "Replayable",
     "check_source",
+    "check_weights_of",
     "config_of",
     "load",
     "model_folder",
@@ -64,6 +65,24 @@ def model_folder(source: str) -> Iterator[str]:
         yield str(save_tiny_moe(folder, "qwen3_moe", **TINY_SIZES))
 
 
+def check_weights_of(source: str) -> None:
+    """Refuse a model whose weights cannot be had, before torch is loaded: that takes seconds.
+
+    Raises:
+        BadUse: see :func:`check_source`.
+        ValueError: a folder without weights, or a hub name, and the hub does not answer.
+    """
+    if source == TINY and not Path(source).is_dir():
+        return
+    check_source(source)
+    from torchrl_moe.modules.backends.checkpoint import check_reachable, check_weights
+
+    if not Path(source).is_dir():
+        note(f"there is no folder {source}: asking the Hugging Face hub for it ...")
+    check_reachable(source)
+    check_weights(source)
+
+
 def check_source(source: str) -> None:
     """Refuse what can be neither a model's folder nor a hub name, without asking the hub.
 
@@ -96,8 +115,8 @@ def config_of(source: str) -> Any:
         if Path(source).is_dir():
             raise BadUse(f"{source}: transformers cannot read its config.json: {said}") from error
         raise BadUse(
-            f"there is no folder {source!r}, and the hub gave no configuration of that name ({said.rstrip('.:')}). "
-            "Check the name; without a network, name a folder that holds the model"
+            f"the hub gave no configuration of {source!r} ({said.rstrip('.:')}). Check the name; without a network, "
+            "name a folder that holds the model"
         ) from error
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_moe.cli.command import FINE, PROBLEM, BadUse, Command, Output, note
-from torchrl_moe.cli.engines import ENGINES, add_engine_arguments, started
-from torchrl_moe.cli.models import MODEL_HELP, config_of, load, model_folder
+from torchrl_moe.cli.engines import ENGINES, add_engine_arguments, check_engine, started
+from torchrl_moe.cli.models import MODEL_HELP, check_weights_of, config_of, load, model_folder
 
 __all__ = ["COMMAND", "PROMPTS", "read_prompts"]
 
@@ -86,10 +86,9 @@ def _run(options: argparse.Namespace, output: Output) -> int:
         raise BadUse(f"--max-new-tokens {options.max_new_tokens}: at least 1")
     if not options.temperature > 0:
         raise BadUse(f"--temperature {options.temperature:g}: greedy answers say nothing; it must be above 0")
-    from torchrl_moe.modules.backends.checkpoint import check_weights
-
+    check_engine(options.engine, options.engine_args)
+    check_weights_of(options.model)
     with model_folder(options.model) as folder:
-        check_weights(folder)
         config = config_of(folder)
         _check_experts(options.model, config)
         with started(folder, config, options.engine, options.dtype, options.engine_args) as engine:

@@ -48,7 +48,7 @@ def connected(name: str | None, namespace: str | None) -> Iterator[tuple[str, Se
         BadUse: Ray is not installed, no cluster is found, or no such service runs; the message names what does.
     """
     if find_spec("ray") is None:
-        raise BadUse(f"{_where_else()}Services with a name run in Ray: top {missing_extra('ray')}")
+        raise BadUse(f"services with a name run in Ray: top {missing_extra('ray')}. {_where_else()}")
     from torchrl_moe._errors import EngineError
     from torchrl_moe.modules import AsyncVLLM
 
@@ -56,7 +56,7 @@ def connected(name: str | None, namespace: str | None) -> Iterator[tuple[str, Se
         name = name or _only(namespace)
         engine = AsyncVLLM.connect(name, namespace=namespace)
     except EngineError as error:
-        raise BadUse(f"{str(error).splitlines()[0]} {_where_else()}".strip()) from error
+        raise BadUse(f"{str(error).splitlines()[0]} {_where_else()}") from error
     with engine:
         yield name, engine
 
@@ -70,7 +70,7 @@ def _only(namespace: str | None) -> str:
     if len(names) != 1:
         listed = f"several services run: {', '.join(names)}" if names else "no service runs in the Ray cluster"
         mend = "name one" if names else "AsyncVLLM.launch(..., backend='ray', name='...') starts one"
-        raise BadUse(f"{listed}; {mend}. {_where_else()}".strip())
+        raise BadUse(f"{listed}; {mend}. {_where_else()}")
     return names[0]
 
 
@@ -123,14 +123,14 @@ def _driver_of(info: Mapping[str, Any]) -> int | None:
 
 
 def _where_else() -> str:
-    """Return what to do about services of this machine that cannot be reached; ``""`` if there are none."""
-    drivers = local_drivers()
-    if not drivers:
-        return ""
-    listed = "; ".join(f"process {one.pid} ({one.command[:60]}) has {one.replicas} replica(s)" for one in drivers)
+    """Return how to see services that are in no Ray cluster, with those of this machine."""
+    seen = "".join(
+        f"On this machine process {one.pid} ({one.command[:60]}) has {one.replicas} replica(s). "
+        for one in local_drivers()
+    )
     return (
-        f"On this machine {listed}: with backend='local' only that process can ask them. There, print(engine) "
-        "shows the table; or have it export metrics (engine.register_prometheus) and give --url. "
+        f"{seen}A service with backend='local' is in no cluster: give --url, the address of the metrics that its "
+        "driver exports (engine.register_prometheus); in the driver itself print(engine) shows the table."
     )
 
 

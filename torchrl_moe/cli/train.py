@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_moe.cli.command import FINE, BadUse, Command, Output
+from torchrl_moe.cli.command import FINE, BadUse, Command, Output, listing
 from torchrl_moe.cli.engines import check_installed
 
 if TYPE_CHECKING:
@@ -49,8 +49,7 @@ def _about(text: str) -> str:
 def _run(options: argparse.Namespace, output: Output) -> int:
     if options.list:
         listed = configurations()
-        width = max(map(len, listed))
-        output.show("\n".join(f"{name:<{width}}  {about}" for name, about in listed.items()), listed)
+        output.show(listing(listed), listed)
         return FINE
     for word in options.overrides:
         if "=" not in word:

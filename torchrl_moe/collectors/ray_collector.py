@@ -13,6 +13,7 @@ from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
 from torchrl.data import RayReplayBuffer, ReplayBuffer
 
+from torchrl_moe._checks import renamed
 from torchrl_moe._errors import CollectionError
 from torchrl_moe.collectors.arguments import EnvLike
 from torchrl_moe.collectors.packed import unpack
@@ -21,7 +22,7 @@ from torchrl_moe.collectors.sample_reader import SampleReader
 from torchrl_moe.render.samples import MOST_TOKENS, show_token_samples
 from torchrl_moe.render.tables import html_table
 from torchrl_moe.render.text_tables import print_table
-from torchrl_moe.render.token_scale import Colour
+from torchrl_moe.render.token_scale import Color
 
 __all__ = ["RayCollector"]
 
@@ -290,18 +291,19 @@ class RayCollector(BaseCollector):
         found: dict[str, int | float | bool] = self._ask("call", "stats")
         return found
 
+    @renamed(colour="color")
     def show_samples(
         self,
         n: int = 4,
         characters: int = 160,
         *,
-        colour: Colour | None = None,
+        color: Color | None = None,
         layer: int | None = None,
         tokens: int = MOST_TOKENS,
     ) -> None:
         """Show the newest samples of the last batch; see :meth:`LLMCollector.show_samples`."""
-        if colour is not None:
-            show_token_samples(self._ask("call", "token_samples", n, tokens), colour, layer)
+        if color is not None:
+            show_token_samples(self._ask("call", "token_samples", n, tokens), color, layer)
             return
         title, cells = self._ask("call", "sample_cells", n, characters)
         print_table(title, SampleReader.COLUMNS, cells, wide=SampleReader.WIDE)

@@ -8,6 +8,7 @@ from typing import Any
 from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
 
+from torchrl_moe._checks import renamed
 from torchrl_moe.collectors.collection_progress import CollectionProgress
 from torchrl_moe.collectors.collection_record import OTHERS, CollectionRecord
 from torchrl_moe.collectors.sample_reader import SampleReader
@@ -17,7 +18,7 @@ from torchrl_moe.render.samples import MOST_TOKENS, show_token_samples
 from torchrl_moe.render.tables import html_table
 from torchrl_moe.render.text_tables import one_line, print_table
 from torchrl_moe.render.token_sample import TokenSample, read_samples, rows_of
-from torchrl_moe.render.token_scale import Colour
+from torchrl_moe.render.token_scale import Color
 
 __all__ = ["Reports"]
 
@@ -74,12 +75,13 @@ class Reports(BaseCollector):
         """Return metrics by name, plain numbers for a logger: ``logger.log_metrics(collector.stats(), step)``."""
         return {**super().stats(), "batches": self.record.batches, **self.record.scalars()}
 
+    @renamed(colour="color")
     def show_samples(
         self,
         n: int = 4,
         characters: int = 160,
         *,
-        colour: Colour | None = None,
+        color: Color | None = None,
         layer: int | None = None,
         tokens: int = MOST_TOKENS,
     ) -> None:
@@ -88,17 +90,17 @@ class Reports(BaseCollector):
         Args:
             n: how many.
             characters: shown of a prompt and of an answer in the table; longer texts are cut in the middle.
-            colour: ``None``: a table, with reward, versions and texts of each sample. Else samples token by token, as
+            color: ``None``: a table, with reward, versions and texts of each sample. Else samples token by token, as
                 :func:`torchrl_moe.render.show_samples` has them: ``"versions"``, ``"experts"``, ``"kept"`` or
                 ``"log_probs"``.
             layer: of the experts.
             tokens: of each sample that are shown token by token.
 
         Raises:
-            ValueError: a number is below 1, another colour, or a layer without routes.
+            ValueError: a number is below 1, another color, or a layer without routes.
         """
-        if colour is not None:
-            show_token_samples(self.token_samples(n, tokens), colour, layer)
+        if color is not None:
+            show_token_samples(self.token_samples(n, tokens), color, layer)
             return
         title, cells = self.sample_cells(n, characters)
         print_table(title, SampleReader.COLUMNS, cells, wide=SampleReader.WIDE)

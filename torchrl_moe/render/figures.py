@@ -17,7 +17,7 @@ __all__ = ["NotebookFigure", "whole_ticks"]
 class NotebookFigure(Figure):
     """A matplotlib figure that no pyplot keeps: it goes with its last reference, and needs no ``%matplotlib inline``.
 
-    Colours are those of the style in use (``matplotlib.style.use("dark_background")``), its background included, so a
+    Colors are those of the style in use (``matplotlib.style.use("dark_background")``), its background included, so a
     figure can be read on a light page and on a dark one.
     """
 

@@ -83,9 +83,9 @@ def expert_figure(load: Any, agreement: Any | None = None, title: str = "") -> A
     _checks.check_same_shape({name: values for name, (values, _, _) in panels.items()})
     figure = NotebookFigure(figsize=(6 * len(panels), 4), layout="constrained")
     row = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (name, (values, top, colours)) in zip(row, panels.items(), strict=True):
+    for axes, (name, (values, top, colors)) in zip(row, panels.items(), strict=True):
         axes.set_facecolor("lightgrey")
-        image = axes.imshow(values, aspect="auto", interpolation="nearest", vmin=0.0, vmax=top, cmap=colours)
+        image = axes.imshow(values, aspect="auto", interpolation="nearest", vmin=0.0, vmax=top, cmap=colors)
         axes.set(title=name, xlabel="expert", ylabel="layer")
         figure.colorbar(image, ax=axes)
     figure.suptitle(title)

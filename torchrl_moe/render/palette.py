@@ -1,6 +1,6 @@
-"""Colours behind text: told apart by people who are colour-blind, and legible on a light page and on a dark one.
+"""Colors behind text: told apart by people who are color-blind, and legible on a light page and on a dark one.
 
-They are Okabe and Ito's, mostly transparent: text keeps the page's own colour.
+They are Okabe and Ito's, mostly transparent: text keeps the page's own color.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ __all__ = ["HUES", "OTHERS", "Fill", "shades"]
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """A colour behind text: red, green and blue of 0 to 255, and how opaque it is, 0 to 1."""
+    """A color behind text: red, green and blue of 0 to 255, and how opaque it is, 0 to 1."""
 
     red: int
     green: int
@@ -26,7 +26,7 @@ class Fill:
 
     @property
     def on_white(self) -> str:
-        """The solid colour that it is on white, as ``#rrggbb``: for a terminal, under black text."""
+        """The solid color that it is on white, as ``#rrggbb``: for a terminal, under black text."""
         parts = (round(255 + (part - 255) * self.alpha) for part in (self.red, self.green, self.blue))
         return "#" + "".join(f"{part:02x}" for part in parts)
 

@@ -1,4 +1,4 @@
-"""Tables for notebooks: plain text in, HTML out; no scripts, and no colours of their own, light or dark."""
+"""Tables for notebooks: plain text in, HTML out; no scripts, and no colors of their own, light or dark."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ __all__ = ["timeline_figure"]
 
 
 def timeline_figure(rows: Sequence[Mapping[str, Any]], title: str = "") -> Any:
-    """Draw one line per replica, one colour per phase.
+    """Draw one line per replica, one color per phase.
 
     Args:
         rows: with ``replica`` (-1: the trainer), ``phase``, ``start`` and ``seconds``.

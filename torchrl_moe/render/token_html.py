@@ -1,4 +1,4 @@
-"""Rollouts token by token as HTML: no script, no colours of text, and a hover title on each token."""
+"""Rollouts token by token as HTML: no script, no colors of text, and a hover title on each token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def samples_html(samples: Sequence[TokenSample], scale: Scale, layer: int | None
 
     Args:
         samples: that are shown.
-        scale: what colours mean.
+        scale: what colors mean.
         layer: whose experts stand in the hover titles; by default the first eight that have routes.
     """
     body = "\n".join(_sample(sample, scale, layer) for sample in samples)

@@ -1,4 +1,4 @@
-"""Rollouts token by token in a terminal: in colours by rich, or as lines of text, one for each run of one label."""
+"""Rollouts token by token in a terminal: in colors by rich, or as lines of text, one for each run of one label."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["print_samples", "samples_text"]
 
 
 def print_samples(samples: Sequence[TokenSample], scale: Scale) -> None:
-    """Print rollouts: in colours on a terminal if rich is installed, otherwise as :func:`samples_text`."""
+    """Print rollouts: in colors on a terminal if rich is installed, otherwise as :func:`samples_text`."""
     try:
         from rich.console import Console
     except ImportError:
@@ -24,7 +24,7 @@ def print_samples(samples: Sequence[TokenSample], scale: Scale) -> None:
     if not console.is_terminal or console.no_color or not console.color_system:
         print(samples_text(samples, scale), file=sys.stdout)
         return
-    for line in _coloured(samples, scale):
+    for line in _colored(samples, scale):
         console.print(line, soft_wrap=True)
 
 
@@ -53,7 +53,7 @@ def _runs(sample: TokenSample, scale: Scale) -> Iterator[tuple[str, str]]:
         yield name, "".join(texts).replace("\n", "")  # a line break is seen: ↵
 
 
-def _coloured(samples: Sequence[TokenSample], scale: Scale) -> Iterator[Any]:
+def _colored(samples: Sequence[TokenSample], scale: Scale) -> Iterator[Any]:
     from rich.text import Text
 
     legend = Text(f"{scale.title}: ")

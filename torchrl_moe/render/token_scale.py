@@ -1,4 +1,4 @@
-"""What the colour of a token means: a label for each, and a colour for each label."""
+"""What the color of a token means: a label for each, and a color for each label."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torchrl_moe.render.kept_numbers import KEPT_LABELS, kept_label
 from torchrl_moe.render.palette import HUES, OTHERS, Fill, shades
 from torchrl_moe.render.token_sample import ShownToken, TokenSample
 
-__all__ = ["Colour", "Scale", "make_scale"]
+__all__ = ["Color", "Scale", "make_scale"]
 
-Colour = Literal["versions", "experts", "kept", "log_probs"]
+Color = Literal["versions", "experts", "kept", "log_probs"]
 LIKELY = (0.9, 0.5, 0.1, 0.01)
 LIKELY_LABELS = ("p ≥ 0.9", "p 0.5 to 0.9", "p 0.1 to 0.5", "p 0.01 to 0.1", "p < 0.01")
 
@@ -25,7 +25,7 @@ class Scale:
 
     Attributes:
         title: what the labels are.
-        fills: label -> its colour, in the order of a legend.
+        fills: label -> its color, in the order of a legend.
         label: of a token; ``None`` if it has none.
     """
 
@@ -34,33 +34,33 @@ class Scale:
     label: Callable[[ShownToken], str | None]
 
     def fill(self, token: ShownToken) -> Fill | None:
-        """Return the colour of a token; ``None`` if it has none."""
+        """Return the color of a token; ``None`` if it has none."""
         label = self.label(token)
         return None if label is None else self.fills[label]
 
 
-def make_scale(samples: Sequence[TokenSample], colour: Colour = "versions", layer: int | None = None) -> Scale:
-    """Return what colours mean in some samples; the same in all of them.
+def make_scale(samples: Sequence[TokenSample], color: Color = "versions", layer: int | None = None) -> Scale:
+    """Return what colors mean in some samples; the same in all of them.
 
     Args:
         samples: that are shown.
-        colour: ``"versions"`` of the weights that sampled a token; ``"experts"``: the one that stands first in a layer;
+        color: ``"versions"`` of the weights that sampled a token; ``"experts"``: the one that stands first in a layer;
             ``"kept"``: how many words a token was sampled from; ``"log_probs"``: of the policy that sampled it.
         layer: of the experts; by default the first that has routes.
 
     Raises:
-        ValueError: another colour, or a layer without routes.
+        ValueError: another color, or a layer without routes.
     """
-    if colour not in get_args(Colour):
-        raise ValueError(f"colour must be one of {', '.join(map(repr, get_args(Colour)))}, got {colour!r}")
+    if color not in get_args(Color):
+        raise ValueError(f"color must be one of {', '.join(map(repr, get_args(Color)))}, got {color!r}")
     tokens = [token for sample in samples for token in sample.shown]
-    if colour == "versions":
+    if color == "versions":
         return _of_versions(tokens)
-    if colour == "experts":
+    if color == "experts":
         return _of_experts(tokens, layer)
-    labels, label = (KEPT_LABELS, _kept) if colour == "kept" else (LIKELY_LABELS, _likely)
-    fills = dict(zip(labels, shades(len(labels))[:: -1 if colour == "kept" else 1], strict=True))
-    title = "words that a token was sampled from" if colour == "kept" else "probability of a sampled token"
+    labels, label = (KEPT_LABELS, _kept) if color == "kept" else (LIKELY_LABELS, _likely)
+    fills = dict(zip(labels, shades(len(labels))[:: -1 if color == "kept" else 1], strict=True))
+    title = "words that a token was sampled from" if color == "kept" else "probability of a sampled token"
     seen = {found for token in tokens if (found := label(token)) is not None}
     return Scale(title, {name: fill for name, fill in fills.items() if name in seen}, label)
 
@@ -70,7 +70,7 @@ def _of_versions(tokens: Sequence[ShownToken]) -> Scale:
     named = versions if len(versions) <= len(HUES) else versions[-len(HUES) :]
     fills = {"older": OTHERS} if len(named) < len(versions) else {}
     by_number = len({version % len(HUES) for version in named}) == len(named)
-    for place, version in enumerate(named):  # by its number, if it can be: the next batch then has the same colours
+    for place, version in enumerate(named):  # by its number, if it can be: the next batch then has the same colors
         fills[f"version {version}"] = HUES[version % len(HUES) if by_number else place]
 
     def label(token: ShownToken) -> str | None:

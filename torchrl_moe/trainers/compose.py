@@ -17,6 +17,7 @@ except ImportError as error:
     raise ImportError("configurations need Hydra: pip install 'torchrl_moe[train]'") from error
 
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, as_dict
+from torchrl_moe.trainers.function_names import look_in
 
 __all__ = ["CONFIGS", "load_config"]
 
@@ -36,7 +37,8 @@ def load_config(name: str | Path = "tiny_cpu", overrides: Sequence[str] = ()) ->
     """Return a configuration, checked; a resumed run keeps its own, and changes only what is overridden.
 
     Args:
-        name: of one in ``torchrl_moe/trainers/configs``, or a file of your own.
+        name: of one in ``torchrl_moe/trainers/configs``, or a file of your own; modules of functions that it names may
+            lie beside it.
         overrides: ``key=value``, with dotted keys.
 
     Raises:
@@ -46,6 +48,8 @@ def load_config(name: str | Path = "tiny_cpu", overrides: Sequence[str] = ()) ->
     4
     """
     path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        look_in(path.parent)  # functions that it names may lie beside it
     folder, stem = (path.parent, path.stem) if path.suffix in (".yaml", ".yml") else (CONFIGS, str(name))
     if not (folder / f"{stem}{path.suffix or '.yaml'}").is_file():
         known = ", ".join(sorted(item.stem for item in CONFIGS.glob("*.yaml")))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Callable
-from importlib import import_module
+from importlib import import_module, invalidate_caches
+from types import ModuleType
 from typing import Any
 
-__all__ = ["import_function", "is_function_name"]
+__all__ = ["import_function", "import_users_module", "is_function_name", "look_in"]
 
 NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -19,6 +22,36 @@ def is_function_name(text: str) -> bool:
     (True, False)
     """
     return NAME.fullmatch(text) is not None
+
+
+def look_in(folder: str | os.PathLike[str]) -> None:
+    """Look for users' modules in a folder first, from now on, as Python does in the folder of a script."""
+    path = os.path.abspath(folder)
+    if path not in map(os.path.abspath, sys.path):
+        sys.path.insert(0, path)
+
+
+def import_users_module(module: str) -> ModuleType:
+    """Import a module that a user names: the current folder is looked in first, see :func:`look_in`.
+
+    Raises:
+        ValueError: there is none, and the message says where it was looked for; or its import fails.
+    """
+    look_in(os.curdir)
+    invalidate_caches()  # it may have been written a moment ago
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise ValueError(f"cannot import {module!r}: {error}") from error
+        folders = (os.path.abspath(one) for one in sys.path)
+        own = [one for one in folders if os.path.isdir(one) and not one.startswith((sys.prefix, sys.base_prefix))]
+        raise ValueError(
+            f"cannot import {module!r}: there is no {error.name}.py, and no package {error.name}, in {', '.join(own)}, "
+            "nor is one installed. Start in its folder, put it beside the YAML file, or add its folder to PYTHONPATH"
+        ) from error
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        raise ValueError(f"cannot import {module!r}: {type(error).__name__}: {error}") from error
 
 
 def import_function(name: str) -> Callable[..., Any]:
@@ -37,10 +70,7 @@ def import_function(name: str) -> Callable[..., Any]:
     if not is_function_name(name):
         raise ValueError(f"{name!r} is not the name of a function: write it as 'package.module:function'")
     module_name, _, path = name.partition(":")
-    try:
-        found: Any = import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"cannot import {module_name!r} of {name!r}: {error}") from error
+    found: Any = import_users_module(module_name)
     for part in path.split("."):
         try:
             found = getattr(found, part)

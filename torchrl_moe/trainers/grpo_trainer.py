@@ -30,6 +30,8 @@ from torchrl_moe.trainers.minibatches import Minibatches
 from torchrl_moe.trainers.parcel import pack
 from torchrl_moe.trainers.placement import Placement
 from torchrl_moe.trainers.rank_group import join_ranks
+from torchrl_moe.trainers.rollout_engine import check_arguments
+from torchrl_moe.trainers.rollout_source import RolloutSource
 from torchrl_moe.trainers.run_record import Row
 from torchrl_moe.trainers.run_reports import RunReports
 from torchrl_moe.trainers.shares import shares
@@ -108,6 +110,9 @@ class MoEGRPOTrainer(RunReports, Trainer):
             made.callback(self.ranks.close)
             with self.ranks.guard():
                 if self.ranks.is_first:
+                    RolloutSource.check_names(config, **given)
+                    if engine is None and config.engine.connect is None:
+                        check_arguments(config)
                     torchrun.go_on_after_a_restart(config, torchrun.launch_of())
                 config.resume = self.ranks.from_first(config.resume, "whether to resume")
                 self._build(model, tokenizer, engine, given, made)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from torchrl_moe._compat_memory import peak_bytes, without_memory
+from torchrl_moe.modules.backends.checkpoint import check_reachable
 from torchrl_moe.modules.policies.adapters import LoraLayers, base_model, has_adapters
 from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection
 from torchrl_moe.trainers.config import ConfigError, ModelConfig
@@ -48,6 +49,8 @@ def model_config_of(source: str) -> Any:
 
     kept = KNOWN.get(source)
     try:
+        if not kept:
+            check_reachable(source)
         return AutoConfig.from_pretrained(MODELS / f"{kept}.json" if kept else source)
     except (OSError, ValueError) as error:
         raise ConfigError.of(f"model.source={source}", error) from error

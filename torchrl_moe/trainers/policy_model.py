@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchrl_moe._compat_transformers import checkpoint_activations, lowered
-from torchrl_moe.modules.backends.checkpoint import check_weights
+from torchrl_moe.modules.backends.checkpoint import check_reachable, check_weights
 from torchrl_moe.modules.policies.adapters import base_model, has_adapters
 from torchrl_moe.modules.policies.unstack import ModelWeights
 from torchrl_moe.trainers.config import ConfigError, ModelConfig
@@ -181,6 +181,7 @@ def _from_pretrained(
         raise ConfigError(f"model.source={source}: there is no model in that folder")
     frozen = config.lora.rank > 0  # weights that are not trained need not be float32
     try:
+        check_reachable(source)
         if not {"gguf_file", "subfolder"} & {*config.pretrained}:  # else they lie elsewhere
             check_weights(source)
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(source)

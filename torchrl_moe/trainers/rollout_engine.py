@@ -21,9 +21,21 @@ from torchrl_moe.trainers.starting_model import new_start
 from torchrl_moe.weight_update.report import SyncReport
 from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
 
-__all__ = ["RolloutEngine", "check_room"]
+__all__ = ["RolloutEngine", "check_arguments", "check_room"]
 
 LOG = logging.getLogger(__name__)
+
+
+def check_arguments(config: GRPOConfig) -> None:
+    """Refuse arguments that the run's engine does not have, which costs less than loading a model.
+
+    Raises:
+        ConfigError: names the argument.
+    """
+    try:
+        engine_kind(config.engine.kind).arguments_of({"model": "?", **config.engine.arguments})
+    except (TypeError, ValueError) as error:
+        raise ConfigError.of("engine.arguments", error) from error
 
 
 class RolloutEngine:

@@ -15,6 +15,7 @@ from torchrl_moe.collectors.workflow import is_episode_function
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 from torchrl_moe.trainers.episode import PromptEpisode
+from torchrl_moe.trainers.function_names import import_function, is_function_name
 from torchrl_moe.trainers.prompt_sources import is_path
 from torchrl_moe.trainers.prompts import PromptSet, load_prompts
 from torchrl_moe.trainers.rewards import Rewards
@@ -84,6 +85,36 @@ class RolloutSource:
             raise ConfigError.of(name, error) from error
 
     @classmethod
+    def check_names(
+        cls, config: GRPOConfig, *, dataset: Any = None, env: Any = None, rewards: Any = None, held_out: Any = None
+    ) -> None:
+        """Import the functions that are named, which costs less than loading a model; arguments as of :meth:`of`.
+
+        Raises:
+            ConfigError: one is not found, or a reward function cannot be called.
+        """
+        source = config.data.source if dataset is None else dataset
+        if env is None and not (isinstance(source, str) and source in TASKS):
+            _check_given(source)
+            cls._rewards(config, rewards)
+        for name, value in (("data.source" if dataset is None else "dataset", source), ("held_out", held_out)):
+            if isinstance(value, str) and is_function_name(value) and not is_path(value):
+                try:
+                    import_function(value)
+                except ValueError as error:
+                    raise ConfigError.of(f"{name}={value}", error) from error
+
+    @staticmethod
+    def _rewards(config: GRPOConfig, rewards: Any) -> Rewards:
+        functions = config.data.rewards if rewards is None else rewards
+        if isinstance(functions, list | tuple) and not functions:
+            raise ConfigError("data.rewards=[]: name a function, package.module:function, or give the trainer rewards")
+        try:
+            return Rewards(functions, config.data.weights)
+        except (TypeError, ValueError) as error:
+            raise ConfigError.of("data.rewards" if rewards is None else "rewards", error) from error
+
+    @classmethod
     def _of_env(cls, config: GRPOConfig, env: Any, dataset: Any, rewards: Any, held_out: Any) -> RolloutSource:
         if rewards is not None:
             raise ConfigError("rewards are for a dataset: an env gives its own")
@@ -130,20 +161,15 @@ class RolloutSource:
 
     @classmethod
     def _of_prompts(cls, config: GRPOConfig, source: Any, tokenizer: Any, rewards: Any, held_out: Any) -> RolloutSource:
-        functions = config.data.rewards if rewards is None else rewards
-        functions = [functions] if callable(functions) or isinstance(functions, str) else list(functions)
         prompts = cls._load(config, source, held_out)
-        if not functions:
-            raise ConfigError("data.rewards=[]: name a function, package.module:function, or give the trainer rewards")
-        found = Rewards(functions, config.data.weights)
+        found = cls._rewards(config, rewards)
         found.check(prompts.columns)
         return cls._with_prompts(config, PromptEpisode(prompts.prompt, found, tokenizer=tokenizer), prompts)
 
     @staticmethod
     def _load(config: GRPOConfig, source: Any, held_out: Any) -> PromptSet:
         data = config.data
-        if source is None:
-            raise ConfigError("data.source=None: name a dataset, or give the trainer a dataset or an env")
+        _check_given(source)
         # arguments belong to the source in the configuration; where it names none, to the dataset that was passed
         is_theirs = source is data.source or (data.source is None and isinstance(source, str))
         takes_none = isinstance(source, os.PathLike) or (isinstance(source, str) and is_path(source))
@@ -176,3 +202,8 @@ class RolloutSource:
         if any(reward is None for reward in rewards):
             raise ValueError("a held-out answer has no reward in one of its turns")
         return sum(float(reward.sum()) for reward in rewards) / len(rewards)
+
+
+def _check_given(source: Any) -> None:
+    if source is None:
+        raise ConfigError("data.source=None: name a dataset, or give the trainer a dataset or an env")

@@ -6,11 +6,12 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import Any
 
+from torchrl_moe._checks import renamed
 from torchrl_moe.render.curves import training_figure
 from torchrl_moe.render.data_frames import data_frame
 from torchrl_moe.render.numbers import number_text
 from torchrl_moe.render.tables import html_table
-from torchrl_moe.render.token_scale import Colour
+from torchrl_moe.render.token_scale import Color
 from torchrl_moe.trainers.config import GRPOConfig
 from torchrl_moe.trainers.policy_model import PolicyModel
 from torchrl_moe.trainers.rank_group import Ranks
@@ -45,11 +46,12 @@ class RunReports:
         """Return a figure of reward, mismatch, length and seconds per phase."""
         return training_figure(self.record.rows, f"GRPO, replay={self.config.loss.replay}")
 
+    @renamed(colour="color")
     def show_samples(
-        self, n: int = 4, characters: int = 160, *, colour: Colour | None = None, layer: int | None = None
+        self, n: int = 4, characters: int = 160, *, color: Color | None = None, layer: int | None = None
     ) -> None:
-        """Print the newest samples, as a table, or token by token in colour; see :meth:`LLMCollector.show_samples`."""
-        self.collector.show_samples(n, characters, colour=colour, layer=layer)
+        """Print the newest samples, as a table, or token by token in color; see :meth:`LLMCollector.show_samples`."""
+        self.collector.show_samples(n, characters, color=color, layer=layer)
 
     def to_pandas(self) -> Any:
         """Return a ``DataFrame`` with a row for each step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -11,7 +12,8 @@ from torchrl_moe.render.text_tables import one_line, plain_table
 
 __all__ = ["ReplicaSync", "SyncReport"]
 
-HEADER = ("replica", "fetched", "staged", "waited", "paused", "loaded", "tries", "outcome")
+TIMES = ("fetched", "staged", "waited", "paused", "loaded")
+HEADER = ("replica", *(f"{name} (s)" for name in TIMES), "tries", "outcome")
 SHOWN_REPLICAS = 16
 ERROR_CHARACTERS = 200
 
@@ -126,25 +128,31 @@ class SyncReport:
 
     def __str__(self) -> str:
         rows = [_cells(entry) for entry in self.replicas]
-        return plain_table(repr(self), HEADER, rows, wide=HEADER)
+        return "\n".join([plain_table(repr(self), HEADER, rows, wide=HEADER), *_remarks(self.replicas)])
 
     def _repr_html_(self) -> str:
         """Return a table of the first 16 replicas; those that do not hold the version come first."""
         shown = sorted(self.replicas, key=lambda entry: entry.error is None)
         hidden = len(shown) - SHOWN_REPLICAS
         rows = [_cells(entry, ERROR_CHARACTERS) for entry in shown[:SHOWN_REPLICAS]]
-        note = f"and {hidden} more replicas; times are in seconds" if hidden > 0 else "times are in seconds"
-        return html_table(repr(self), HEADER, rows, note=note)
+        notes = [*([f"and {hidden} more replicas"] if hidden > 0 else []), *_remarks(self.replicas)]
+        return html_table(repr(self), HEADER, rows, note="; ".join(notes))
 
 
 def _cells(entry: ReplicaSync, characters: int | None = None) -> tuple[str, ...]:
     """Return a text for each of :data:`HEADER`, the last of at most ``characters`` characters."""
-    times = (entry.fetched, entry.staged, entry.waited, entry.paused, entry.loaded)
-    outcome = entry.error or _remarks(entry) or "ok"
+    times = (getattr(entry, name) for name in TIMES)
+    outcome = entry.error or "ok"
     if characters is not None:
         outcome = one_line(outcome, characters)
     return (str(entry.replica), *(f"{value:.3f}" for value in times), str(entry.attempts), outcome)
 
 
-def _remarks(entry: ReplicaSync) -> str:
-    return "; ".join(filter(None, (entry.unproved and f"unproved: {entry.unproved}", entry.reason)))
+def _remarks(replicas: Iterable[ReplicaSync]) -> list[str]:
+    """Return what else there is to say of replicas that hold the version: each remark once, and of which it is said."""
+    said: dict[str, list[str]] = {}
+    for entry in replicas:
+        remarks = (entry.unproved and f"not checked, {entry.unproved}", entry.reason) if entry.error is None else ()
+        for remark in filter(None, remarks):
+            said.setdefault(remark, []).append(str(entry.replica))
+    return [f"replica {', '.join(of)}: {remark}" for remark, of in said.items()]

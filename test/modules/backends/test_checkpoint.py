@@ -88,9 +88,10 @@ def test_the_same_weights_in_another_format_beside_the_model_are_not_counted(tmp
 
 
 def test_every_dtype_that_torch_can_save_is_known(tmp_path: Path) -> None:
-    tensors = {name: torch.zeros(2, 3).to(dtype) for name, dtype in DTYPES.items()}
+    dtypes = {name: getattr(torch, dtype) for name, dtype in DTYPES.items()}
+    tensors = {name: torch.zeros(2, 3).to(dtype) for name, dtype in dtypes.items()}
     save_file(tensors, tmp_path / "model.safetensors")
-    assert checkpoint_metadata(tmp_path) == {name: (dtype, torch.Size([2, 3])) for name, dtype in DTYPES.items()}
+    assert checkpoint_metadata(tmp_path) == {name: (dtype, torch.Size([2, 3])) for name, dtype in dtypes.items()}
 
 
 def test_scalars_and_empty_tensors_keep_their_shape(tmp_path: Path) -> None:

@@ -45,6 +45,24 @@ def test_a_dead_replica_comes_back_as_another_one(fleet: Any) -> None:
     until_serving(service, [2, 0])
 
 
+def test_the_log_says_of_each_death_and_return_once(fleet: Any, caplog: pytest.LogCaptureFixture) -> None:
+    service = fleet()
+    service.kill(0, "out of memory\nits log")
+    until_serving(service, [1, 0])
+    service.replica_table.set_state(1, ReplicaState.SYNCING)
+    service.replica_table.set_state(1, ReplicaState.QUARANTINED)
+    until_serving(service, [1, 1])
+    assert caplog.messages == [
+        "replica 0 died: out of memory",
+        "replica 0 serves again, after restart 1",
+        "replica 1 is quarantined: an update left it with unknown weights",
+        "replica 1 serves again, after restart 1",
+    ]
+    caplog.clear()
+    service.shutdown()
+    assert caplog.messages == []
+
+
 def test_the_end_of_an_idle_replica_is_in_its_own_words(fleet: Any, serve: Any) -> None:
     service, unwatched = fleet(1), serve(2)
     service.kill(0, "out of memory")
@@ -107,7 +125,9 @@ def broken_after(number: int) -> Callable[[int, int], FakeReplica]:
     return lambda i, n: FakeReplica(i, fail_start="no memory" if i == 0 and n > number else "")
 
 
-def test_one_that_does_not_come_up_is_tried_again_so_often_and_then_stays_dead(fleet: Any) -> None:
+def test_one_that_does_not_come_up_is_tried_again_so_often_and_then_stays_dead(
+    fleet: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     service = fleet(2, broken_after(0), replace(QUICK, max_restarts=3))
     service.kill(0)
     until(lambda: service.replica_table[0].recovery is Recovery.NOBODY)
@@ -118,6 +138,7 @@ def test_one_that_does_not_come_up_is_tried_again_so_often_and_then_stays_dead(f
     with pytest.raises(ReplicaDiedError, match="which actor_index names, is dead: restarted 3 times within 300 s"):
         ask(service, actor_index=0)
     assert ask(service).metrics.replica == 1
+    assert caplog.messages[-1].startswith("replica 0 is not restarted any more: restarted 3 times within 300 s")
 
 
 def test_restarts_of_long_ago_do_not_count(fleet: Any) -> None:

@@ -6,32 +6,33 @@ import json
 import os
 import struct
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from torchrl_moe._errors import EngineError
 
-__all__ = ["check_weights", "checkpoint_folder", "checkpoint_metadata"]
+if TYPE_CHECKING:
+    import torch
 
-# The names of the safetensors format.
+__all__ = ["check_reachable", "check_weights", "checkpoint_folder", "checkpoint_metadata"]
+
+# The names of the safetensors format, and torch's.
 DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
 }
 INDEX = "model.safetensors.index.json"
 INDICES = (INDEX, "pytorch_model.bin.index.json")
@@ -49,6 +50,33 @@ def checkpoint_folder(model: str) -> str:
     from huggingface_hub import snapshot_download
 
     return str(snapshot_download(model, local_files_only=True))
+
+
+def check_reachable(model: str, timeout: float = 10.0) -> None:
+    """Refuse a hub name at once if the hub cannot be asked: transformers would try again for half a minute.
+
+    Args:
+        model: a folder or a hub name. Folders, and names in the local cache, are not looked at.
+        timeout: seconds to wait for the hub.
+
+    Raises:
+        ValueError: no such folder, nothing of that name in the cache, and no answer from the hub.
+    """
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    if os.path.isdir(model) or constants.HF_HUB_OFFLINE:  # offline, transformers looks in the cache only
+        return
+    try:
+        if try_to_load_from_cache(model, "config.json") is None:
+            get_hf_file_metadata(hf_hub_url(model, "config.json"), timeout=timeout)
+    except (HfHubHTTPError, HFValidationError):
+        return  # what it answers, or a name that is none, transformers reports as quickly
+    except Exception as error:  # an error of its HTTP library, whichever that is
+        raise ValueError(
+            f"there is no folder {model!r}, nothing of that name in the hub's cache, and {constants.ENDPOINT} does not "
+            f"answer ({error})"
+        ) from error
 
 
 def check_weights(model: str | os.PathLike[str]) -> None:
@@ -88,6 +116,8 @@ def checkpoint_metadata(folder: str | Path) -> dict[str, tuple[torch.dtype, torc
     Raises:
         EngineError: the folder holds no such file, or one that cannot be read.
     """
+    import torch
+
     metadata = {}
     for file in _files(Path(folder)):
         for name, entry in _header(file).items():
@@ -97,7 +127,7 @@ def checkpoint_metadata(folder: str | Path) -> dict[str, tuple[torch.dtype, torc
                 raise EngineError(
                     f"tensor {name!r} in {str(file)!r} has dtype {entry['dtype']!r}; known: {', '.join(DTYPES)}."
                 )
-            metadata[name] = (DTYPES[entry["dtype"]], torch.Size(entry["shape"]))
+            metadata[name] = (getattr(torch, DTYPES[entry["dtype"]]), torch.Size(entry["shape"]))
     return metadata
 
 

@@ -10,6 +10,7 @@ import os
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral
 from types import ModuleType
 from typing import Any, Literal, TypeAlias, cast, get_args
 
@@ -77,8 +78,10 @@ def pretrained_arguments(
     if num_devices is not None and size not in (None, num_devices):
         raise ValueError(f"num_devices={num_devices} and tensor_parallel_size={size} differ: pass one")
     size = num_devices if size is None else size
-    if size is not None and size < 1:
-        raise ValueError(f"num_devices, a replica's tensor_parallel_size, must be at least 1, got {size}")
+    if size is not None and (isinstance(size, bool) or not isinstance(size, Integral) or size < 1):
+        raise ValueError(f"num_devices, a replica's tensor_parallel_size, must be at least 1, got {size!r}")
+    if "model" in arguments:
+        raise ValueError(f"model={arguments['model']!r}: the model is the first argument, here {model!r}")
     config = arguments.get("compilation_config")
     if not compiles and isinstance(config, Mapping | None):  # a vLLM object has its own mode
         arguments["compilation_config"] = {"mode": 0, **(config or {})}

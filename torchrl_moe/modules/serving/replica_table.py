@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import threading
 from bisect import bisect_left, bisect_right
@@ -17,6 +18,8 @@ from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.states import ReplicaState, check_transition
 
 __all__ = ["ReplicaTable", "TableEntry"]
+
+LOG = logging.getLogger(__name__)
 
 SHOWN = 8
 """How many replicas a repr lists one by one."""
@@ -114,6 +117,10 @@ class ReplicaTable:
         with self.lock:
             entry = self[index]
             check_transition(entry.state, state)
+            if state is ReplicaState.QUARANTINED:
+                LOG.warning("replica %d is quarantined: an update left it with unknown weights", index)
+            elif state is ReplicaState.SERVING and entry.state is ReplicaState.STARTING and entry.restarts:
+                LOG.warning("replica %d serves again, after restart %d", index, entry.restarts)
             entry.state = state
             entry.joining &= state is not ReplicaState.SERVING
             if entry.recovery is Recovery.UPDATE and state is not ReplicaState.STARTING:
@@ -180,6 +187,9 @@ class ReplicaTable:
                 entry.last_error = error or entry.last_error
                 entry.breaker.failed()
                 self.set_state(index, ReplicaState.DEAD)
+                if error and not entry.leaving:  # it was not asked to end
+                    said = error.partition("\n")[0]
+                    LOG.warning("%s", said if f"replica {index}" in said else f"replica {index} is dead: {said}")
 
     def replace(self, index: int, replica: Any) -> bool:
         """Replace a replica that died or is quarantined by a new one, with the checkpoint's weights.

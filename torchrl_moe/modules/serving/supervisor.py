@@ -271,6 +271,7 @@ class Supervisor:
     def _give_up(self, entry: TableEntry, reason: str) -> None:
         self._table.mark_dead(entry.index)
         entry.last_error = reason
+        LOG.error("replica %d is not restarted any more: %s", entry.index, reason.partition("\n")[0])
         self._table.set_recovery(entry.index, Recovery.NOBODY)
 
     def _restart(self, entry: TableEntry) -> bool:

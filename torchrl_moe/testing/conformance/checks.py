@@ -1,4 +1,4 @@
-"""All checks by name, and how they are run."""
+"""All checks by name, and how they are run. Naming them loads neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
-
-from torchrl_moe.data import RoutingLayout
 from torchrl_moe.testing.conformance import (
     interruption_checks,
     log_prob_checks,
@@ -20,10 +18,14 @@ from torchrl_moe.testing.conformance import (
 )
 from torchrl_moe.testing.conformance.adapter import EngineAdapter, NotOffered
 from torchrl_moe.testing.conformance.findings import DoesNotHold, Finding
-from torchrl_moe.testing.conformance.reference import Reference
 from torchrl_moe.testing.conformance.report import CheckResult, ConformanceReport
 from torchrl_moe.testing.conformance.settings import Settings
-from torchrl_moe.testing.conformance.trial import Trial
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from torchrl_moe.data import RoutingLayout
+    from torchrl_moe.testing.conformance.trial import Trial
 
 __all__ = ["CHECKS", "Check", "check", "open_trial", "run_check"]
 
@@ -180,6 +182,11 @@ def open_trial(
     settings: Settings | None,
 ) -> Trial:
     """Return what :func:`run_check` needs, to be closed by the caller; arguments as of :func:`check`."""
+    from transformers import AutoModelForCausalLM
+
+    from torchrl_moe.testing.conformance.reference import Reference
+    from torchrl_moe.testing.conformance.trial import Trial
+
     if isinstance(model, str | Path):
         model = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
     reference = None if model is None else Reference(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,9 +11,11 @@ from torchrl_moe.testing.conformance.adapter import NotOffered, Resumes
 from torchrl_moe.testing.conformance.background import in_thread, result
 from torchrl_moe.testing.conformance.findings import DoesNotHold, Finding
 from torchrl_moe.testing.conformance.interruptions import cut_midway
-from torchrl_moe.testing.conformance.judge import Judge
-from torchrl_moe.testing.conformance.sampled import Sampled
-from torchrl_moe.testing.conformance.trial import Trial
+
+if TYPE_CHECKING:
+    from torchrl_moe.testing.conformance.judge import Judge
+    from torchrl_moe.testing.conformance.sampled import Sampled
+    from torchrl_moe.testing.conformance.trial import Trial
 
 __all__ = ["abort", "resume", "resumed_tail"]
 
@@ -40,6 +43,8 @@ def resumed(trial: Trial) -> Resumed:
         answer = result(going_on, trial.settings.patience)
     finally:
         trial.restore_weights()
+    from torchrl_moe.testing.conformance.sampled import Sampled
+
     whole = Sampled(part.prompt, part.sampling, answer)
     if len(whole.tokens) <= len(part.tokens):
         raise DoesNotHold(f"an answer cut after {len(part.tokens)} tokens has {len(whole.tokens)} after it continued")

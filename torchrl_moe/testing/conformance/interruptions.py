@@ -12,13 +12,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torchrl_moe.testing.conformance.adapter import Aborts, NotOffered, Sampling
 from torchrl_moe.testing.conformance.background import in_thread, result
 from torchrl_moe.testing.conformance.findings import DoesNotHold
-from torchrl_moe.testing.conformance.judge import Judge
-from torchrl_moe.testing.conformance.sampled import Sampled
-from torchrl_moe.testing.conformance.trial import Trial
+
+if TYPE_CHECKING:
+    from torchrl_moe.testing.conformance.judge import Judge
+    from torchrl_moe.testing.conformance.sampled import Sampled
+    from torchrl_moe.testing.conformance.trial import Trial
 
 __all__ = ["Crossed", "crossed_by_update", "cut_midway"]
 

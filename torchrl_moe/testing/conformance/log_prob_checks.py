@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from torchrl_moe.testing.conformance.adapter import NotOffered, Sampling
 from torchrl_moe.testing.conformance.findings import Finding
-from torchrl_moe.testing.conformance.trial import Trial
+
+if TYPE_CHECKING:
+    from torchrl_moe.testing.conformance.trial import Trial
 
 __all__ = ["MEANING", "SAMPLINGS", "log_probs"]
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from torchrl_moe.testing.conformance.adapter import NotOffered
 from torchrl_moe.testing.conformance.findings import Finding
-from torchrl_moe.testing.conformance.trial import Trial
+
+if TYPE_CHECKING:
+    from torchrl_moe.testing.conformance.trial import Trial
 
 __all__ = ["dense_layers", "dtype", "last_token", "rows", "values"]
 

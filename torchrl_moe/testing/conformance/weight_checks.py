@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torchrl_moe.testing.conformance.adapter import NotOffered, Sampling
 from torchrl_moe.testing.conformance.findings import Finding
 from torchrl_moe.testing.conformance.interruptions import crossed_by_update
-from torchrl_moe.testing.conformance.judge import Judge
-from torchrl_moe.testing.conformance.sampled import Sampled
-from torchrl_moe.testing.conformance.trial import Trial
+
+if TYPE_CHECKING:
+    from torchrl_moe.testing.conformance.judge import Judge
+    from torchrl_moe.testing.conformance.sampled import Sampled
+    from torchrl_moe.testing.conformance.trial import Trial
 
 __all__ = ["rows_over_update", "update", "versions", "versions_over_update"]
 

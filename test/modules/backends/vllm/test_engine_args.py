@@ -53,6 +53,25 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> str:
 # -- what users pass --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("max_model_length", 8, r"no engine argument max_model_length=8: do you mean max_model_len\?"),
+        ("foo", 1, "no engine argument foo=1; vllm serve --help=all lists them"),
+        ("max_model_len", "abc", "max_model_len='abc': this engine argument of vLLM's is int, not text"),
+        ("tensor_parallel_size", "two", "tensor_parallel_size, must be at least 1, got 'two'"),
+        ("model", "x", "model='x': the model is the first argument, here 'm'"),
+        ("enforce_eager", "maybe", "enforce_eager='maybe': .* is bool, not text"),
+        ("gpu_memory_utilization", "much", "gpu_memory_utilization='much': .* is float, not text"),
+    ],
+)
+def test_an_argument_that_vllm_does_not_have_is_refused_before_a_start(name: str, value: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        AsyncVLLM.from_pretrained("m", **{name: value})
+    taken = {"model": "m", "max_model_len": "8", "quantization": "fp8", "enable_log_requests": True, "seed": None}
+    assert arguments_of(taken) == taken
+
+
 def test_a_mapping_is_copied_as_it_is() -> None:
     given = {"model": "m", "max_model_len": 8, "enable_prefix_caching": None}
     arguments = arguments_of(given)

@@ -51,7 +51,7 @@ def join_cluster(start: bool = True) -> bool:
         if not start:
             raise EngineError(
                 "no Ray cluster was found: this process is in none, none runs on this machine, and RAY_ADDRESS names "
-                "none. Set RAY_ADDRESS, or call ray.init(address=...) first."
+                "none. Set RAY_ADDRESS to the address of one."
             ) from error
         ray.init(address="local", include_dashboard=False)
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from torchrl_moe.modules.backends.checkpoint import check_weights
@@ -78,8 +79,8 @@ class EngineArguments:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
 
 
 KNOWN = tuple(field.name for field in dataclasses.fields(EngineArguments))

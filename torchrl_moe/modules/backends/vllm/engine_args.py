@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import difflib
 import math
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -78,10 +83,11 @@ def arguments_of(engine_args: Any) -> dict[str, Any]:
 
     Raises:
         TypeError: neither of the two.
-        ValueError: no model is named.
+        ValueError: no model is named, vLLM has no such argument, or a text stands where it wants a number.
     """
     if isinstance(engine_args, Mapping):
         arguments = dict(engine_args)
+        _check_known(arguments)
     elif dataclasses.is_dataclass(engine_args) and not isinstance(engine_args, type):
         arguments = {
             field.name: value
@@ -96,6 +102,43 @@ def arguments_of(engine_args: Any) -> dict[str, Any]:
     if not arguments.get("model"):
         raise ValueError("engine_args names no model: set 'model' to a folder or a hub name.")
     return arguments
+
+
+@cache
+def _known() -> Mapping[str, str]:
+    """Return vLLM's engine arguments, name -> annotation, from its source: importing it takes 10 seconds."""
+    found = find_spec("vllm")
+    file = Path(((found and found.submodule_search_locations) or ["?"])[0]) / "engine" / "arg_utils.py"
+    if not file.is_file():  # vLLM is not here: where the engine is, it will say
+        return {}
+    return {
+        line.target.id: ast.unparse(line.annotation)
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+        for line in node.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    }
+
+
+def _check_known(arguments: Mapping[str, Any]) -> None:
+    known = _known()
+    for name, value in arguments.items():
+        if known and name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise ValueError(
+                f"vLLM has no engine argument {name}={value!r}"
+                + (f": do you mean {near[0]}?" if near else "; vllm serve --help=all lists them")
+            )
+        wanted = set(known.get(name, "").split(" | "))
+        if isinstance(value, str) and wanted and wanted <= {"int", "float", "bool", "None"} and not _is_number(value):
+            raise ValueError(f"{name}={value!r}: this engine argument of vLLM's is {known[name]}, not text")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))  # vLLM reads it
+    except ValueError:
+        return False
 
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:
