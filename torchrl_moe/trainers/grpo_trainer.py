@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
         rewards: a function or functions of an answer, with any of ``prompt``, ``completion``, ``completion_ids`` and
             the columns of the dataset as parameters.
         held_out: another dataset, or environment, to evaluate on; default: ``config.data.held_out`` rows of the data.
-        config: all other settings.
+        config: all other settings, or a dict of them, such as ``{"steps": 3, "optim": {"lr": 1e-5}}``.
         tokenizer: default: the one in the model's folder.
         engine: an :class:`~torchrl_moe.modules.AsyncVLLM` of a model of the same shape; default: it starts its own.
 
@@ -90,12 +90,11 @@ class MoEGRPOTrainer(RunReports, Trainer):
         env: Any = None,
         rewards: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
         held_out: Any = None,
-        config: GRPOConfig | None = None,
+        config: GRPOConfig | Mapping[str, Any] | None = None,
         tokenizer: Any = None,
         engine: Any = None,
     ) -> None:
-        self.config = config = copy.deepcopy(config) if config is not None else GRPOConfig()
-        config.check()
+        self.config = config = _read(config)
         self._hooks = _functions(config.hooks)
         self.clock, self.health = StepClock(), HealthMonitor()
         self.steps_done = self.trained_tokens = self._restored_version = self._unsynced = 0
@@ -387,6 +386,19 @@ class MoEGRPOTrainer(RunReports, Trainer):
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+
+def _read(given: Any) -> GRPOConfig:
+    """Return a configuration of its own, checked."""
+    config = GRPOConfig(**given) if isinstance(given, Mapping) else GRPOConfig() if given is None else given
+    if not isinstance(config, GRPOConfig):
+        raise ConfigError(
+            f"config must be a GRPOConfig or a dict of its settings, got {given!r:.60}: a file is read by "
+            "torchrl_moe.trainers.compose.load_config"
+        )
+    config = copy.deepcopy(config)
+    config.check()
+    return config
 
 
 def _functions(names: Sequence[str]) -> list[Callable[[MoEGRPOTrainer], object]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any
 
 from tensordict import TensorDictBase
 
@@ -29,44 +29,14 @@ def build_loss(actor: TransformersWrapper, config: GRPOConfig) -> GRPOLoss:
     Raises:
         ConfigError: there is no such loss, or it does not accept an argument.
     """
-    name = config.loss.name
-    kind = getattr(objectives, name, None)
-    if not _is_loss(kind):
-        known = [key for key in dir(objectives) if _is_loss(getattr(objectives, key))]
-        raise ConfigError(f"loss.name={name} must be one of {', '.join(known)}")
-    setting, where = "loss.arguments", _where(config, actor.model)
-    try:
-        arguments = _arguments(config.loss.arguments)
-        if _needs_reference(arguments) and where == "adapter":
-            arguments["reference"] = "adapter"
-        if config.loss.router:
-            setting = "loss.router"
-            arguments["router_loss"] = objectives.MoERouterLoss(actor, **_router_arguments(actor, config))
-            setting = "loss.arguments"
-        return kind(actor, **{"entropy_bonus": False, **arguments})
-    except (TypeError, ValueError) as error:
-        raise ConfigError.of(setting, error) from error
+    where = _where(config, actor.model)
+    by_adapter = _needs_reference(config.loss.arguments) and where == "adapter"
+    return config.loss.build(actor, _top_k(actor), **({"reference": "adapter"} if by_adapter else {}))
 
 
-def _is_loss(kind: Any) -> TypeGuard[type[GRPOLoss]]:
-    return isinstance(kind, type) and issubclass(kind, GRPOLoss)
-
-
-def _arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments as Python objects: YAML has neither tuples nor dataclasses."""
-    found = dict(given)
-    clip, thresholds = found.get("clip_epsilon"), found.get("thresholds")
-    if isinstance(clip, list):
-        found["clip_epsilon"] = tuple(clip)
-    if isinstance(thresholds, dict):
-        found["thresholds"] = objectives.Thresholds(**thresholds)
-    return found
-
-
-def _router_arguments(actor: TransformersWrapper, config: GRPOConfig) -> dict[str, Any]:
-    text_config = actor.model.config.get_text_config()  # type: ignore[union-attr, operator]
-    top_k = getattr(text_config, "num_experts_per_tok", None) or getattr(text_config, "moe_topk", None)
-    return {**({} if top_k is None else {"top_k": top_k}), **config.loss.router}
+def _top_k(actor: TransformersWrapper) -> int | None:
+    text_config: Any = actor.model.config.get_text_config()  # type: ignore[union-attr, operator]
+    return getattr(text_config, "num_experts_per_tok", None) or getattr(text_config, "moe_topk", None)
 
 
 def _needs_reference(arguments: dict[str, Any]) -> bool:
