@@ -72,12 +72,12 @@ class Outcome:
     def median_k3(self, stale: bool) -> float:
         """Return the median k3 over steps whose rollouts come from the newest weights, or from older ones."""
         steps = [row for row in self.rows if bool(row["step"] % self.sync_every) == stale]
-        return statistics.median([float(row["kl"]) for row in steps] or [nan])
+        return statistics.median([float(row["mismatch_kl"]) for row in steps] or [nan])
 
     @property
     def unstable(self) -> bool:
         """Whether the reward fell, or a metric was not finite."""
-        numbers = self.column("loss") + self.column("kl")
+        numbers = self.column("loss") + self.column("mismatch_kl")
         return self.broke or not all(map(isfinite, numbers)) or self.fall >= FALL
 
 
@@ -172,7 +172,7 @@ def draw(outcomes: Sequence[Outcome], levels: Sequence[int]) -> None:
                 continue
             style = {"color": "tab:blue" if one.arm == "R3" else "tab:orange", "alpha": 0.7, "linewidth": 1}
             style |= {"label": ARMS[one.arm]} if one.seed == 0 else {}
-            for axes, name in zip(column, ("reward", "kl"), strict=True):
+            for axes, name in zip(column, ("reward", "mismatch_kl"), strict=True):
                 axes.plot(one.column("step"), one.column(name), **style)
         column[0].set(ylabel="rollout reward", ylim=(-0.02, 1.02))
         column[1].set(xlabel="step", ylabel="k3, trainer and engine", yscale="log")

@@ -242,6 +242,7 @@ class OptimConfig(Settings, group="optim"):
         minibatches: optimizer steps per pass.
         max_tokens: of a micro-batch, padding included; ``None``: a minibatch is one micro-batch. Affects memory, not
             gradients.
+        max_bad_steps: optimizer steps in a row, skipped because their gradient is not finite, that end the run.
     """
 
     lr: float = setting(1e-6, above=0, most=1e3)
@@ -253,6 +254,7 @@ class OptimConfig(Settings, group="optim"):
     epochs: int = setting(1, least=1)
     minibatches: int = setting(1, least=1)
     max_tokens: int | None = setting(None, least=1)
+    max_bad_steps: int = setting(10, least=1)
 
 
 @dataclass(kw_only=True)
@@ -278,10 +280,13 @@ class CheckpointConfig(Settings, group="checkpoint"):
     Attributes:
         every: steps between checkpoints; 0 for none.
         keep: how many of the newest to keep, besides the one with the best held-out reward.
+        grace: seconds after a Ctrl-C or SIGTERM (a batch scheduler's) in which the running step is finished and saved;
+            0, or without checkpoints: the run ends at once.
     """
 
     every: int = setting(10, least=0)
     keep: int = setting(2, least=1)
+    grace: float = setting(60.0, least=0, most=LONGEST)
 
 
 @dataclass(kw_only=True)
@@ -292,13 +297,15 @@ class LogConfig(Settings, group="log"):
         loggers: TorchRL's: ``csv``, ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``.
         arguments: of each, by its name.
         samples: answers written to ``samples.jsonl`` at each step.
-        progress: whether to show a progress bar, on a terminal or in a notebook.
+        progress: whether to show progress: a bar on a terminal or in a notebook, lines elsewhere.
+        print_every: steps between those lines.
     """
 
     loggers: list[str] = setting(("tensorboard",), of=("csv", "tensorboard", "wandb", "trackio", "mlflow"))
     arguments: dict[str, Any] = field(default_factory=dict)
     samples: int = setting(4, least=0)
     progress: bool = True
+    print_every: int = setting(1, least=1)
 
 
 @dataclass(kw_only=True)
