@@ -37,6 +37,8 @@ from support.training import (
     versions,
 )
 from support.waiting import until
+from torchrl_moe._errors import UnsupportedRouterError
+from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.testing.faults import shift_routes, wrong_ids
 from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer
@@ -469,6 +471,22 @@ def test_where_there_is_no_terminal_each_step_is_a_line(
     assert [line.split(":")[0] for line in steps] == ["step 1 of 5", "step 3 of 5", "step 5 of 5"]
     assert all("reward " in line and " tokens/s" in line.replace("tokens/s ", "x tokens/s") for line in steps)
     assert "left" in steps[0] and str(tmp_path) in last
+
+
+def test_what_other_trainers_have_is_named_as_here(fleet: FakeFleet, tmp_path: Path) -> None:
+    config = fake_config(tmp_path, 1)
+    with pytest.raises(TypeError, match=r"has no train_dataset: here it is dataset=; settings are in config="):
+        fake_run(fleet, config, train_dataset=[])
+    with pytest.raises(TypeError, match=r"has no reward: did you mean rewards\?"):
+        fake_run(fleet, config, reward=len)
+    with pytest.raises(ConfigError, match=r"model\.source=no/such/folder: there is no model in that folder"):
+        MoEGRPOTrainer("no/such/folder", config=config, dataset=[{"prompt": "1"}], rewards=len, engine=fleet)
+    with pytest.raises(ConfigError, match=r"config must be a GRPOConfig or a dict .*compose\.load_config"):
+        MoEGRPOTrainer(config="mine.yaml", engine=fleet)  # type: ignore[arg-type]
+    dense = make_tiny_moe("qwen3", num_hidden_layers=1)
+    with pytest.raises(UnsupportedRouterError, match=r"it is a dense model, .* set loss\.replay=none"):
+        MoEGRPOTrainer(dense, config=config, tokenizer=ByteTokenizer(), engine=fleet)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_seed_is_pythons_and_numpys_too(fleet: FakeFleet, tmp_path: Path) -> None:

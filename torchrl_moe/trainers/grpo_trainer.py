@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import random
 import time
@@ -37,6 +38,7 @@ from torchrl_moe.trainers.placement import Placement
 from torchrl_moe.trainers.rank_group import join_ranks
 from torchrl_moe.trainers.run_record import Row
 from torchrl_moe.trainers.run_reports import RunReports
+from torchrl_moe.trainers.settings import nearest
 from torchrl_moe.trainers.shares import shares
 from torchrl_moe.trainers.starting_model import starting_model
 from torchrl_moe.trainers.step_clock import StepClock
@@ -62,6 +64,19 @@ PRINTED = {
     "tokens_per_second": ("tokens/s", ".0f"),
 }
 """Columns of a line where there is no bar, their words and formats."""
+TRL = {
+    "args": "config=",
+    "train_dataset": "dataset=",
+    "eval_dataset": "held_out=",
+    "reward_funcs": "rewards=",
+    "reward_weights": "config.data.weights",
+    "processing_class": "tokenizer=",
+    "peft_config": "config.model.lora, or a model with an adapter",
+    "callbacks": "config.hooks, or register_op",
+    "environment_factory": "env=",
+    "rollout_func": "env=",
+}
+"""TRL's names for what a trainer is given."""
 NEVER_EVALUATED = -1e300
 REWARDED = 5
 """Steps whose mean reward selects the best checkpoint when there is no held-out data."""
@@ -82,6 +97,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
         config: all other settings, or a dict of them, such as ``{"steps": 3, "optim": {"lr": 1e-5}}``.
         tokenizer: default: the one in the model's folder.
         engine: an :class:`~torchrl_moe.modules.AsyncVLLM` of a model of the same shape; default: it starts its own.
+        **others: refused, each with its name here.
 
     Each rank started by a launcher such as ``torchrun`` makes a trainer, with the same arguments. Rank 0 has data and
     engine, and sends the others their share of each batch; ``config.placement`` says how they share the model.
@@ -89,6 +105,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
     Raises:
         ConfigError: an invalid setting; raised before anything is started or written.
         RankError: another rank failed, or did not arrive in time.
+        TypeError: an argument that it does not have; the nearest that it has.
         UnsupportedRouterError: replay of a model without experts, or with routers that cannot be replayed.
 
     Hooks run at the same points as in TorchRL's trainer, for example ``trainer.register_op("batch_process", hook)``; by
@@ -112,7 +129,12 @@ class MoEGRPOTrainer(RunReports, Trainer):
         config: GRPOConfig | Mapping[str, Any] | None = None,
         tokenizer: Any = None,
         engine: Any = None,
+        **others: Any,
     ) -> None:
+        for name in others:
+            known = [one for one in inspect.signature(MoEGRPOTrainer).parameters if one != "others"]
+            hint = f"here it is {TRL[name]}" if name in TRL else nearest(name, known)
+            raise TypeError(f"MoEGRPOTrainer has no {name}: {hint}; settings are in config=GRPOConfig(...)")
         self.config = config = _read(config)
         self._hooks = _functions(config.hooks)
         self.clock, self.health = StepClock(), HealthMonitor()
