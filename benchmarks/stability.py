@@ -118,7 +118,13 @@ class Bench:
         """Train once; a run that fails because of its metrics is an outcome like any other."""
         name = f"{arm}-every-{sync_every}-seed-{seed}"
         sizes = (f"steps={self.steps}", f"checkpoint.every={self.steps}", f"eval.every={self.steps}")
-        arguments = (f"out={self.folder / name}", f"model.source={path}", f"seed={seed}", f"loss.replay={arm}")
+        arguments = (
+            f"out={self.folder / name}",
+            "overwrite=true",
+            f"model.source={path}",
+            f"seed={seed}",
+            f"loss.replay={arm}",
+        )
         config = load_config("tiny_sums", [*arguments, *sizes, *TRAINING, f"engine.sync_every={sync_every}"])
         trainer = MoEGRPOTrainer(config=config, engine=self.engine(path))
         broke = False
