@@ -12,6 +12,7 @@ import yaml  # type: ignore[import-untyped]
 from tensordict import set_list_to_stack
 
 from torchrl_moe._errors import RankError
+from torchrl_moe.cli.main import main as cli
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.policies.unstack import model_metadata
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
@@ -21,7 +22,7 @@ from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer, script
 from torchrl_moe.trainers.compose import CONFIGS, load_config
 from torchrl_moe.trainers.config import ModelConfig, RolloutConfig
 from torchrl_moe.trainers.policy_model import PolicyModel
-from torchrl_moe.trainers.script import main
+from torchrl_moe.trainers.script import export, main
 
 REWARD = f"{__name__}:exact"
 
@@ -238,6 +239,24 @@ def test_a_run_continues_where_it_was(tmp_path: Path) -> None:
             assert all(weights[name].equal(weight) for name, weight in again.policy_model.trained.items())
             again.train()
             assert [row["step"] for row in again.record.rows] == [0, 1, 2]
+
+
+def test_a_checkpoint_becomes_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = PolicyModel.load(*made(1), ModelConfig()).save(tmp_path / "mine")
+    with set_list_to_stack(True), trainer_of(tmp_path / "run", str(folder)) as trainer:
+        head = trainer.policy_model.model.lm_head.weight.data
+        trainer.register_op("post_steps", lambda: (head.add_(1), None)[1])
+        trainer.train()
+        weights = {name: weight.clone() for name, weight in trainer.policy_model.trained.items()}
+    assert cli(["train", "--export", str(tmp_path / "run")]) == 0
+    assert str(tmp_path / "run" / "model") in capsys.readouterr().out
+    exported = PolicyModel.load(str(tmp_path / "run" / "model"), None, ModelConfig()).trained
+    assert all(weights[name].equal(weight) for name, weight in exported.items())
+    assert export(tmp_path / "run" / "checkpoints" / "step-000000000001") == tmp_path / "run" / "model"
+    first = PolicyModel.load(str(tmp_path / "run" / "model"), None, ModelConfig()).trained
+    assert not all(weights[name].equal(weight) for name, weight in first.items())
+    assert cli(["train", "--export", str(tmp_path)]) == 2
+    assert "is no folder of a run with checkpoints" in capsys.readouterr().err
 
 
 def test_a_mistake_ends_the_engine_of_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

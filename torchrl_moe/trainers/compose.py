@@ -19,7 +19,7 @@ except ImportError as error:
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, as_dict
 from torchrl_moe.trainers.settings import Settings
 
-__all__ = ["CONFIGS", "load_config"]
+__all__ = ["CONFIGS", "load_config", "saved_config"]
 
 CONFIGS = Path(__file__).parent / "configs"
 FIXED = ("model", "data", "seed", "loss.replay")
@@ -29,7 +29,9 @@ ConfigStore.instance().store(name="grpo_config", node=as_dict(GRPOConfig()))
 
 
 def load_config(name: str | Path = "tiny_cpu", overrides: Sequence[str] = ()) -> GRPOConfig:
-    """Return a configuration, checked; a resumed run keeps its own, and changes only what is overridden.
+    """Return a configuration, checked but for what is passed on.
+
+    A resumed run keeps its own, and changes only what is overridden.
 
     Args:
         name: of one in ``torchrl_moe/trainers/configs``, or a file of your own.
@@ -55,7 +57,7 @@ def load_config(name: str | Path = "tiny_cpu", overrides: Sequence[str] = ()) ->
         raise ConfigError(_line(error)) from error
     if config.resume:
         config = _of_the_run(config, overrides)
-    config.check()
+    config.check(passed_on=False)  # a trainer checks that too, before it loads anything
     return config
 
 
@@ -94,17 +96,29 @@ def _search(folder: Path) -> list[str]:
     return [] if folder == CONFIGS else [f"hydra.searchpath=[file://{CONFIGS}]"]
 
 
+def saved_config(file: Path) -> GRPOConfig:
+    """Return the configuration that a run has saved.
+
+    Raises:
+        ConfigError: it was changed, and no longer is one.
+    """
+    try:
+        return _config(OmegaConf.merge(as_dict(GRPOConfig()), OmegaConf.load(file)))
+    except (OmegaConfBaseException, ConfigError) as error:
+        raise ConfigError(f"{file}: {_line(error)}") from error
+
+
 def _of_the_run(config: GRPOConfig, overrides: Sequence[str]) -> GRPOConfig:
     """Return the settings saved in the run's folder, with the requested overrides."""
     saved = Path(config.out) / "config.yaml"
     if not saved.exists():
         raise ConfigError(f"resume=true, but there is no run in {config.out}")
+    before = saved_config(saved)
     try:
-        stored = OmegaConf.merge(as_dict(GRPOConfig()), OmegaConf.load(saved))
         asked = OmegaConf.from_dotlist([item.lstrip("+") for item in overrides])
-        before, changed = _config(stored), _config(OmegaConf.merge(stored, asked))
-    except (OmegaConfBaseException, ConfigError) as error:
-        raise ConfigError(f"{saved}: {_line(error)}") from error
+        changed = _config(OmegaConf.merge(as_dict(before), asked))
+    except OmegaConfBaseException as error:
+        raise ConfigError(_line(error)) from error
     changed.read()
     for name in FIXED:
         was, now = as_dict(before.get(name)), as_dict(changed.get(name))

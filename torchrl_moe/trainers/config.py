@@ -346,8 +346,12 @@ class GRPOConfig(Settings):
     log: LogConfig = field(default_factory=LogConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
-    def check(self) -> None:
+    def check(self, passed_on: bool = True) -> None:
         """Refuse invalid values, and values that YAML cannot hold.
+
+        Args:
+            passed_on: also what is passed on to the loss, to sampling, to the weight sync and to loggers, which are
+                imported for it: seconds, the first time.
 
         Raises:
             ConfigError: names the first one, as ``group.name=value``.
@@ -355,6 +359,8 @@ class GRPOConfig(Settings):
         self.read()
         _check_step(self)
         _check_engine(self)
+        if not passed_on:
+            return
         _check_sync(self)
         _check_sampling(self)
         _check_loggers(self)
