@@ -53,6 +53,10 @@ def test_a_file_is_read_by_the_same_schema(tmp_path: Path) -> None:
         load_config(tmp_path / "mine.yaml")
 
 
+def test_a_number_may_be_a_name() -> None:
+    assert load_config("tiny_cpu", ["out=20261126"]).out == "20261126"
+
+
 def test_one_builds_on_another() -> None:
     base, small = load_config("tiny_cpu"), load_config("tiny_sums")
     assert small.model.arguments["num_experts"] == 8 and base.model.arguments["num_experts"] == 32

@@ -68,6 +68,7 @@ def test_arguments_as_yaml_has_them() -> None:
         ({"arguments": {"aggregation": "median"}}, "loss.arguments: aggregation must be one of"),
         ({"arguments": {"clip_epsilon": [0.2]}}, "loss.arguments: "),
         ({"arguments": {"thresholds": {"tsi": 3.0}}}, "loss.arguments.thresholds: Thresholds has no tsi: did you mean"),
+        ({"router": {"top_k": 99}}, r"loss\.router\.top_k=99 is more than the \d+ experts of the model"),
         ({"router": {"coefficient": 1.0}}, "loss.router: MoERouterLoss has no coefficient: there are top_k"),
     ],
 )

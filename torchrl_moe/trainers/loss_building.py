@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -11,6 +11,7 @@ from torchrl_moe import objectives
 from torchrl_moe.modules.policies.adapters import has_adapters
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
+from torchrl_moe.modules.replay.discovery import EXPERT_COUNTS
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
 from torchrl_moe.objectives.grpo import GRPOLoss
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
@@ -20,6 +21,7 @@ from torchrl_moe.trainers.rollout_scores import REFERENCE_KEY
 
 __all__ = ["Reference", "advantages", "build_loss", "build_reference"]
 
+TOP_K = ("num_experts_per_tok", "moe_topk")
 Reference = Callable[[TensorDictBase], TensorDictBase]
 
 
@@ -31,12 +33,17 @@ def build_loss(actor: TransformersWrapper, config: GRPOConfig) -> GRPOLoss:
     """
     where = _where(config, actor.model)
     by_adapter = _needs_reference(config.loss.arguments) and where == "adapter"
-    return config.loss.build(actor, _top_k(actor), **({"reference": "adapter"} if by_adapter else {}))
+    top_k, experts = config.loss.router.get("top_k"), _of_model(actor, EXPERT_COUNTS)
+    if top_k is not None and experts is not None and top_k > experts:
+        raise ConfigError(f"loss.router.top_k={top_k} is more than the {experts} experts of the model")
+    return config.loss.build(actor, _of_model(actor, TOP_K), **({"reference": "adapter"} if by_adapter else {}))
 
 
-def _top_k(actor: TransformersWrapper) -> int | None:
+def _of_model(actor: TransformersWrapper, names: Sequence[str]) -> int | None:
+    """Return the first number of a model's configuration that it has, by any of these names."""
     text_config: Any = actor.model.config.get_text_config()  # type: ignore[union-attr, operator]
-    return getattr(text_config, "num_experts_per_tok", None) or getattr(text_config, "moe_topk", None)
+    found = (getattr(text_config, name, None) for name in names)
+    return next((number for number in found if isinstance(number, int) and number), None)
 
 
 def _needs_reference(arguments: dict[str, Any]) -> bool:
