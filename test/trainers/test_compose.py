@@ -85,7 +85,7 @@ def test_a_file_of_ones_own_builds_on_those_of_the_package(tmp_path: Path) -> No
         (["model.path=x"], r"there is no setting model.path: there are source, arguments, .*; --cfg prints all"),
         (["steps=abc"], "steps=abc must be a whole number, at least 1"),
         (["steps=1.5"], "steps=1.5 must be a whole number, at least 1"),
-        (["model=null"], "model=None must be a ModelConfig, or a dict of its settings"),
+        (["model=null"], r"model=None must be ModelConfig\(\.\.\.\), or a dict of its settings"),
         (["optim.lr.fast=1"], "optim.lr={'fast': 1} must be a number above 0"),
         (["resume=true", "out=./no/such/run"], "there is no run in ./no/such/run"),
     ],

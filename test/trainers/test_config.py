@@ -106,7 +106,10 @@ def test_the_defaults_can_be_meant() -> None:
         ("group_size", 3, "there is no setting group_size"),
         ("rollout.group_sise", 4, r"there is no setting rollout.group_sise: did you mean group_size\?"),
         ("optim", {"lrr": 1}, r"there is no setting optim.lrr: did you mean lr\?"),
-        ("optim", 3, "optim=3 must be a OptimConfig, or a dict of its settings"),
+        ("optim", 3, r"optim=3 must be OptimConfig\(\.\.\.\), or a dict of its settings"),
+        pytest.param("steps", 2**20000, "steps=an integer of 20001 bits must be a whole number", id="huge"),
+        ("model.arguments", {"size": 2**20000}, "model.arguments=.* must be a dict of plain numbers"),
+        ("rollout.sampling", {"actor_index": 99}, "rollout.sampling=.*actor_index.* is no sampling parameter"),
         ("engine.kind", "sglang", "engine.kind=sglang must be one of vllm, transformers"),
     ],
 )

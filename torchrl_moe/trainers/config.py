@@ -431,7 +431,9 @@ def _check_sampling(config: GRPOConfig) -> None:
     from torchrl_moe.modules.policies.generate_kwargs import engine_arguments_of, sampling_params_of
     from torchrl_moe.modules.policies.sampling_entry import refuse_changed_values
 
-    _, given = engine_arguments_of(config.rollout.generate_kwargs())
+    engine, given = engine_arguments_of(config.rollout.generate_kwargs())
+    elsewhere = [name for name in engine if name != "on_resume"]
+    _check(not elsewhere, "rollout.sampling", elsewhere, "is no sampling parameter: leave it out")
     try:
         # before TorchRL compares numbers; it reads None as its default
         check_fields({name: value for name, value in given.items() if value is not None})

@@ -13,12 +13,15 @@ from functools import cache, partial
 from numbers import Integral, Real
 from typing import Any, ClassVar, cast
 
+from torchrl_moe._checks import shown
+
 __all__ = ["LONGEST", "ConfigError", "Number", "Settings", "UnknownSettingError", "nearest", "setting"]
 
 LONGEST = 1e8
 """Seconds, three years: threads cannot wait for much longer."""
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 """Texts that YAML, and so Hydra, reads as a switch."""
+MOST_BITS = 1000  # Python writes no integer of some thousand digits
 PLAIN = (bool, int, float, str, types.NoneType)
 
 
@@ -149,7 +152,7 @@ class Settings:
             name, kind, value = self._dotted(item.name), self.type_of(item.name), getattr(self, item.name)
             if isinstance(kind, type) and issubclass(kind, Settings):
                 if not isinstance(value, kind):
-                    raise ConfigError(f"{name}={value!r:.80} must be a {kind.__name__}, or a dict of its settings")
+                    raise ConfigError(f"{name}={_shown(value)} must be {kind.__name__}(...), or a dict of its settings")
                 value.read()
                 continue
             found, allowed = _read(value, kind, item)
@@ -165,7 +168,10 @@ def _types(cls: Any) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    return f"{value if isinstance(value, str) else repr(value)!s:.80}"
+    try:
+        return f"{value:.80}" if isinstance(value, str) else shown(value)
+    except ValueError:  # of repr: an integer in it has more digits than Python writes
+        return f"a {type(value).__name__} with a huge integer"
 
 
 def _read(value: Any, kind: Any, item: Field[Any]) -> tuple[Any, str]:
@@ -202,6 +208,8 @@ def _is_plain(value: Any) -> bool:
     """Whether YAML can hold a value; a subclass, such as numpy's floats, it cannot."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _is_plain(one) for key, one in value.items())
+    if type(value) is int and value.bit_length() > MOST_BITS:
+        return False
     return all(map(_is_plain, value)) if isinstance(value, list | tuple) else type(value) in PLAIN
 
 
