@@ -28,7 +28,7 @@ def finishing(ask: Callable[[], None], end: Callable[[], object], seconds: float
 
     Args:
         ask: called at the first signal: asks to finish soon.
-        end: called in the end, before the signal has its effect: it may end the process without any clean-up.
+        end: called in the end, before a signal that ends the process without any clean-up has its effect.
         seconds: that finishing may take; 0: signals end it at once.
     """
     is_main = threading.current_thread() is threading.main_thread()
@@ -64,5 +64,6 @@ def finishing(ask: Callable[[], None], end: Callable[[], object], seconds: float
         timer.cancel()
         give_back()
     if heard:
-        end()
+        if heard[0] != signal.SIGINT:  # a KeyboardInterrupt leaves clean-up to the contexts that it passes
+            end()
         signal.raise_signal(heard[0])
