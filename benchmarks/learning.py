@@ -40,7 +40,7 @@ Rows = list[dict[str, str]]
 def run(name: str, config: str, *overrides: str) -> tuple[Rows, float]:
     """Run the trainer script; return its metrics and the seconds it took."""
     folder = RESULTS / "learning" / name.replace(" ", "-").replace("'", "").replace(",", "")
-    command = [sys.executable, str(SCRIPT), "--config", config, f"out={folder}", *overrides]
+    command = [sys.executable, str(SCRIPT), "--config", config, f"out={folder}", "overwrite=true", *overrides]
     started = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True)
     seconds = time.perf_counter() - started

@@ -72,12 +72,12 @@ class Outcome:
     def median_k3(self, stale: bool) -> float:
         """Return the median k3 over steps whose rollouts come from the newest weights, or from older ones."""
         steps = [row for row in self.rows if bool(row["step"] % self.sync_every) == stale]
-        return statistics.median([float(row["kl"]) for row in steps] or [nan])
+        return statistics.median([float(row["mismatch_kl"]) for row in steps] or [nan])
 
     @property
     def unstable(self) -> bool:
         """Whether the reward fell, or a metric was not finite."""
-        numbers = self.column("loss") + self.column("kl")
+        numbers = self.column("loss") + self.column("mismatch_kl")
         return self.broke or not all(map(isfinite, numbers)) or self.fall >= FALL
 
 
@@ -118,7 +118,13 @@ class Bench:
         """Train once; a run that fails because of its metrics is an outcome like any other."""
         name = f"{arm}-every-{sync_every}-seed-{seed}"
         sizes = (f"steps={self.steps}", f"checkpoint.every={self.steps}", f"eval.every={self.steps}")
-        arguments = (f"out={self.folder / name}", f"model.source={path}", f"seed={seed}", f"loss.replay={arm}")
+        arguments = (
+            f"out={self.folder / name}",
+            "overwrite=true",
+            f"model.source={path}",
+            f"seed={seed}",
+            f"loss.replay={arm}",
+        )
         config = load_config("tiny_sums", [*arguments, *sizes, *TRAINING, f"engine.sync_every={sync_every}"])
         trainer = MoEGRPOTrainer(config=config, engine=self.engine(path))
         broke = False
@@ -172,7 +178,7 @@ def draw(outcomes: Sequence[Outcome], levels: Sequence[int]) -> None:
                 continue
             style = {"color": "tab:blue" if one.arm == "R3" else "tab:orange", "alpha": 0.7, "linewidth": 1}
             style |= {"label": ARMS[one.arm]} if one.seed == 0 else {}
-            for axes, name in zip(column, ("reward", "kl"), strict=True):
+            for axes, name in zip(column, ("reward", "mismatch_kl"), strict=True):
                 axes.plot(one.column("step"), one.column(name), **style)
         column[0].set(ylabel="rollout reward", ylim=(-0.02, 1.02))
         column[1].set(xlabel="step", ylabel="k3, trainer and engine", yscale="log")

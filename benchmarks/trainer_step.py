@@ -59,7 +59,7 @@ def ours(engine: Any, path: str, folder: Path) -> Steps:
     """Run our trainer."""
     from torchrl_moe.trainers import GRPOConfig, MoEGRPOTrainer
 
-    config = GRPOConfig(out=str(folder), steps=STEPS + 1)
+    config = GRPOConfig(out=str(folder), steps=STEPS + 1, overwrite=True)
     rollout = config.rollout
     rollout.prompts_per_step, rollout.group_size, rollout.max_new_tokens = GROUPS, GROUP, NEW_TOKENS
     rollout.sampling = {"ignore_eos": True}

@@ -17,6 +17,7 @@
     ├── CollectionError              a collector cannot continue
     │   └── CollectionStalledError   (TimeoutError) nothing has moved for too long
     ├── MissingEntryError            (KeyError, ValueError) a tensordict lacks a required entry
+    ├── DivergedError                a run's gradients or weights are no longer finite
     ├── RankError                    another rank of a run failed, or did not come in time
     └── WeightSyncError              a weight update did not take effect
         ├── ManifestMismatch         (ValueError) names, shapes or dtypes differ
@@ -36,6 +37,7 @@ __all__ = [
     "CollectionError",
     "CollectionStalledError",
     "DigestMismatch",
+    "DivergedError",
     "EngineError",
     "GenerationTimeout",
     "ManifestMismatch",
@@ -131,6 +133,10 @@ class MissingEntryError(TorchRLMoEError, KeyError, ValueError):
 
     def __str__(self) -> str:
         return Exception.__str__(self)  # a KeyError prints its message in quotes
+
+
+class DivergedError(TorchRLMoEError):
+    """A training run whose gradients, step after step, or whose weights are not finite: it cannot learn any more."""
 
 
 class RankError(TorchRLMoEError):

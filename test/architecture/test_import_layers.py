@@ -43,6 +43,7 @@ BELOW: dict[str, set[str]] = {
     "_compat_generation": set(),
     "_compat_memory": set(),
     "_compat_transformers": set(),
+    "errors": {"_errors"},  # its public face
     "_errors": set(),
     "_imports": set(),
     "_lazy": {"_imports"},

@@ -12,6 +12,10 @@ from support.sources import PACKAGE, Source, imports, package_sources, snippet
 
 PUBLIC: dict[str, str] = {
     "data": "KeptTokens RoutedExperts UNSET_EXPERT",
+    "errors": "CollectionError CollectionStalledError DigestMismatch DivergedError EngineError GenerationTimeout "
+    "ManifestMismatch MissingEntryError NoReplicaError RankError ReplayError ReplicaDiedError RequestRefusedError "
+    "RouteShapeError RouteValueError RoutingError StaleReplicaError SyncTimeout TorchRLMoEError UnsupportedRouterError "
+    "WeightSyncError WeightsOwnedError",
     "modules": "AsyncVLLM ChatHistory LLMWrapperBase Lease LoadBalancer LogProbs Masks RouterReplay Text Tokens "
     "TransformersWrapper UnsupportedRouterError make_async_vllm_engine probe_replay vLLMWrapper",
     "weight_update": "SyncReport VLLMDoubleBufferSyncScheme VLLMDoubleBufferTransport "
@@ -24,6 +28,8 @@ PUBLIC: dict[str, str] = {
     "render": "agreement_figure collection_figure expert_agreement expert_figure expert_load kept_counts kept_figure "
     "layer_agreement load_figure log_ratio_figure routes_figure show_samples staleness_figure timeline_figure "
     "training_figure",
+    "trainers": "CheckpointConfig ConfigError DataConfig EngineConfig EvalConfig GRPOConfig HardwareConfig LoRAConfig "
+    "LogConfig LossConfig MoEGRPOTrainer ModelConfig OptimConfig PlacementConfig RolloutConfig RunPlan load_config",
     "testing": "ByteTokenizer FakeAsyncVLLM conformance make_tiny_moe",
 }
 NOT_BUILT_YET: dict[str, str] = {}

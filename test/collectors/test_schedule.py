@@ -163,12 +163,12 @@ def test_the_newest_group_may_lag_by_what_its_place_in_line_leaves() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"groups_per_batch": 0}, "groups_per_batch must be at least 1, got 0"),
-        ({"max_staleness": -1}, "max_staleness must be at least 0, got -1"),
+        ({"groups_per_batch": 0}, "groups_per_batch must be an integer from 1 to"),
+        ({"max_staleness": -1}, "max_staleness must be an integer from 0 to"),
         ({"order": "lifo"}, "order must be one of"),
-        ({"window": 0.0}, "window must be above 0"),
-        ({"window": 1.5}, "window must be above 0"),
-        ({"over_sample": 0.5}, "over_sample must be at least 1"),
+        ({"window": 0.0}, "window must be a finite number above 0"),
+        ({"window": 1.5}, "window must be a finite number above 0"),
+        ({"over_sample": 0.5}, "over_sample must be a finite number from 1"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict, words: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
+from support.values import VALUES
+from torchrl_moe.collectors.schedule import Schedule
 from torchrl_moe.collectors.settings import Settings
 
 
@@ -37,3 +40,13 @@ def test_bad_values_are_refused(bad: dict[str, Any]) -> None:
 
 def test_no_timeouts_at_all_are_fine() -> None:
     assert Settings(reward_timeout=None, heartbeat_timeout=None, over_sample=2.0, on_stale="drop").over_sample == 2.0
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Settings)])
+def test_each_setting_takes_a_value_or_refuses_it_by_its_name(name: str) -> None:
+    for value in VALUES:
+        try:
+            settings = Settings(**{name: value})
+            Schedule(settings.groups_per_batch, settings.max_staleness, settings.order, settings.window)
+        except ValueError as error:
+            assert name in str(error), (value, str(error))

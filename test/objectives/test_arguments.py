@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from support.values import VALUES
+from torchrl_moe.objectives import (
+    DAPO,
+    CISPOLoss,
+    CollapseThresholds,
+    DPPOLoss,
+    DrGRPOAdvantage,
+    GroupAdvantage,
+    GRPOAdvantage,
+    GRPOLoss,
+    GSPOLoss,
+    MismatchMetrics,
+    MoERouterLoss,
+    ReinforcePlusPlusAdvantage,
+    RLOOAdvantage,
+    SAPOLoss,
+    Thresholds,
+)
 from torchrl_moe.objectives.arguments import (
     aggregation_of,
     check_choice,
@@ -30,13 +49,20 @@ def test_choice() -> None:
 def test_penalties() -> None:
     check_penalties(None, None, None, "k3", False)
     check_penalties(0.1, 0.0, 0.0, "k1", True, 10.0)
-    with pytest.raises(ValueError, match=r"^kl_clamp must be positive, got 0: None switches it off.$"):
+    with pytest.raises(ValueError, match=r"^kl_clamp must be a number above 0, or None, got 0. None switches it off.$"):
         check_penalties(None, None, None, "k3", False, 0)
-    with pytest.raises(ValueError, match=r"^kl_mask_threshold must be positive, got 0: None switches it off.$"):
+    with pytest.raises(
+        ValueError, match=r"^kl_mask_threshold must be a number above 0, or None, got 0. None switches it off.$"
+    ):
         check_penalties(0, None, None, "k3", False)
-    with pytest.raises(ValueError, match=r"^kl_to_ref_coeff must not be negative, got -1: None switches it off.$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^kl_to_ref_coeff must be a finite number of at least 0, or None, got -1. None switches it off.$",
+    ):
         check_penalties(None, -1, None, "k3", False)
-    with pytest.raises(ValueError, match=r"^kl_to_inference_coeff must not be negative, got nan"):
+    with pytest.raises(
+        ValueError, match=r"^kl_to_inference_coeff must be a finite number of at least 0, or None, got nan"
+    ):
         check_penalties(None, None, float("nan"), "k3", False)
     with pytest.raises(ValueError, match=r"^kl_estimator must be one of \['k1', 'k2', 'k3'\], got 'k4'.$"):
         check_penalties(None, None, None, "k4", False)
@@ -47,7 +73,7 @@ def test_penalties() -> None:
 def test_dual_clip() -> None:
     check_dual_clip(None)
     check_dual_clip(3.0)
-    with pytest.raises(ValueError, match=r"^dual_clip must be greater than 1, got 1.0: 3 is usual, None switches it"):
+    with pytest.raises(ValueError, match=r"^dual_clip must be a number above 1, or None, got 1.0. 3 is usual"):
         check_dual_clip(1.0)
     check_no_dual_clip(int, {"dual_clip": None})
     with pytest.raises(ValueError, match=r"^int has no dual_clip, got 3.0: it bounds the clipped surrogate"):
@@ -69,7 +95,7 @@ def test_fixed_length() -> None:
     for aggregation, length in (("fixed_length", None), ("token_mean", 128)):
         with pytest.raises(ValueError, match=f"go together, got fixed_length={length} and aggregation='{aggregation}'"):
             check_fixed_length(aggregation, length)
-    with pytest.raises(ValueError, match=r"^fixed_length must be at least 1, got 0.$"):
+    with pytest.raises(ValueError, match=r"^fixed_length must be an integer of at least 1, or None, got 0.$"):
         check_fixed_length("fixed_length", 0)
 
 
@@ -108,7 +134,7 @@ def test_arguments_without_a_use() -> None:
     for value in (True, 0.2):
         with pytest.raises(ValueError, match=rf"^clip_value must be None or False, got {value}: .* clip_epsilon is"):
             check_unused(None, value, 1)
-    with pytest.raises(ValueError, match=r"^samples_mc_entropy must be at least 1, got 0.$"):
+    with pytest.raises(ValueError, match=r"^samples_mc_entropy must be an integer of at least 1, got 0.$"):
         check_unused(None, None, 0)
 
 
@@ -127,5 +153,36 @@ def test_clip_range() -> None:
 
 @pytest.mark.parametrize("wrong", [1.1, -0.1, (1.1, 0.2), (0.2, -0.1), (0.2,), (0.1, 0.2, 0.3), float("nan")])
 def test_a_wrong_clip_range_is_refused(wrong: Any) -> None:
-    with pytest.raises(ValueError, match=r"^clip_epsilon must be a number in \[0, 1\], or \(low, high\)"):
+    with pytest.raises(ValueError, match=r"^clip_epsilon .*must be a .*number.*, got "):
         clip_range(wrong)
+
+
+# -- every argument, every kind of value ------------------------------------------------------------------------------
+
+BUILT: dict[type, dict[str, Any]] = {
+    **{
+        kind: {"actor_network": SimpleNamespace(score=None)}
+        for kind in (GRPOLoss, DAPO, GSPOLoss, CISPOLoss, SAPOLoss, DPPOLoss)
+    },
+    MoERouterLoss: {"actor_network": SimpleNamespace(score=None), "top_k": 2},
+    **{kind: {} for kind in (GRPOAdvantage, RLOOAdvantage, DrGRPOAdvantage, MismatchMetrics, Thresholds)},
+    ReinforcePlusPlusAdvantage: {"batch_size": 8},
+    CollapseThresholds: {},
+}
+
+
+def arguments_of(kind: type) -> list[str]:
+    """Names of a constructor's arguments, those that it passes to its base included."""
+    own = signature(kind).parameters.values()
+    bases = [GRPOLoss] if issubclass(kind, GRPOLoss) else [GroupAdvantage] if issubclass(kind, GroupAdvantage) else []
+    more = [name for base in bases if base is not kind for name in arguments_of(base)]
+    return list(dict.fromkeys([one.name for one in own if one.kind is not one.VAR_KEYWORD] + more))
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in BUILT for name in arguments_of(kind)])
+def test_each_argument_takes_a_value_or_refuses_it_by_its_name(kind: type, name: str) -> None:
+    for value in VALUES:
+        try:
+            kind(**{**BUILT[kind], name: value})
+        except (TypeError, ValueError) as error:
+            assert name in str(error), (value, str(error))

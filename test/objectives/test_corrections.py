@@ -165,10 +165,10 @@ def test_combinations_without_a_meaning_are_refused(names: Any, proximal: Any, t
 @pytest.mark.parametrize(
     ("cuts", "told"),
     [
-        ({"tis": -1.0}, "threshold tis must be a number, 0 or more, got -1.0"),
-        ({"k3": math.nan}, "threshold k3 must be a number, 0 or more, got nan"),
-        ({"mis": (0.5, 2.0)}, r"threshold mis must be a number, 0 or more, got \(0.5, 2.0\)"),
-        ({"icepop": 5.0}, r"threshold icepop must be \(low, high\) with 0 <= low < high, got 5.0"),
+        ({"tis": -1.0}, "threshold tis must be a number of at least 0, got -1.0"),
+        ({"k3": math.nan}, "threshold k3 must be a number of at least 0, got nan"),
+        ({"mis": (0.5, 2.0)}, r"threshold mis must be a number of at least 0, got \(0.5, 2.0\)"),
+        ({"icepop": 5.0}, r"threshold icepop must be \(low, high\), got 5.0"),
         ({"geo": (1.1, 0.9)}, r"threshold geo must be \(low, high\) with 0 <= low < high, got \(1.1, 0.9\)"),
     ],
 )

@@ -328,9 +328,9 @@ def test_a_dropped_token_is_worth_a_warning(caplog: pytest.LogCaptureFixture) ->
     ("arguments", "told"),
     [
         ({"masking_strategy": "all"}, "masking_strategy must be one of .* got 'all'"),
-        ({"tau": 1.0}, "tau must be greater than 1, got 1.0"),
-        ({"max_age": 0}, "max_age must be at least 1, got 0"),
-        ({"sample_size": 0}, "capacity must be at least 1, got 0"),
+        ({"tau": 1.0}, "tau must be a finite number above 1, got 1.0"),
+        ({"max_age": 0}, "max_age must be an integer of at least 1, got 0"),
+        ({"sample_size": 0}, "sample_size must be an integer of at least 1, got 0"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], told: str) -> None:

@@ -338,9 +338,9 @@ def test_totals_of_recorded_choices_are_those_of_the_router_that_made_them() -> 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"top_k": 0}, "top_k must be at least 1, got 0"),
-        ({"z_coeff": -1.0}, "z_coeff must not be negative, got -1.0"),
-        ({"load_balancing_coeff": NAN}, "load_balancing_coeff must not be negative, got nan"),
+        ({"top_k": 0}, "top_k must be an integer from 1 to 65536, got 0"),
+        ({"z_coeff": -1.0}, "z_coeff must be a finite number of at least 0, got -1.0"),
+        ({"load_balancing_coeff": NAN}, "load_balancing_coeff must be a finite number of at least 0, got nan"),
         ({"scoring": "linear"}, r"scoring must be one of \['softmax', 'sigmoid'\], got 'linear'"),
     ],
 )

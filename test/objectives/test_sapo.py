@@ -42,7 +42,7 @@ def test_values_and_gradients_of_plain_loops() -> None:
 
 @pytest.mark.parametrize("temperatures", [(1.0, 0.0), (1.0,), (-1.0, 1.0), (float("nan"), 1.0)])
 def test_wrong_temperatures_are_refused(temperatures: Any) -> None:
-    with pytest.raises(ValueError, match="temperatures must be two positive numbers, got"):
+    with pytest.raises(ValueError, match=r"temperatures must be .*, got"):
         SAPOLoss(by_hand()[1], temperatures=temperatures)
 
 

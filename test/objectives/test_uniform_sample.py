@@ -50,5 +50,5 @@ def test_its_randomness_is_its_own() -> None:
 
 
 def test_an_empty_capacity_is_refused() -> None:
-    with pytest.raises(ValueError, match="capacity must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="capacity must be an integer of at least 1, got 0"):
         UniformSample(0)

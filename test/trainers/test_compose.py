@@ -46,6 +46,18 @@ def test_values_are_changed_by_dotted_keys() -> None:
     assert config.data.arguments["seed"] == config.model.arguments["seed"] == 3
 
 
+def test_a_file_is_read_by_the_same_schema(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [tiny_cpu, _self_]\noptim: {lr: '2e-5'}\nsteps: '7'\n")
+    assert (load_config(tmp_path / "mine.yaml").optim.lr, load_config(tmp_path / "mine.yaml").steps) == (2e-5, 7)
+    (tmp_path / "mine.yaml").write_text("defaults: [tiny_cpu, _self_]\nrollout: {group_sise: 3}\n")
+    with pytest.raises(ConfigError, match=r"there is no setting rollout.group_sise: did you mean group_size\?"):
+        load_config(tmp_path / "mine.yaml")
+
+
+def test_a_number_may_be_a_name() -> None:
+    assert load_config("tiny_cpu", ["out=20261126"]).out == "20261126"
+
+
 def test_one_builds_on_another() -> None:
     base, small = load_config("tiny_cpu"), load_config("tiny_sums")
     assert small.model.arguments["num_experts"] == 8 and base.model.arguments["num_experts"] == 32
@@ -80,6 +92,12 @@ def test_functions_may_lie_beside_a_file(tmp_path: Path, monkeypatch: pytest.Mon
         (["optim.betas=0.9"], "optim.betas"),
         (["model.lora.rank=big"], "model.lora.rank"),
         (["optim.lr"], "optim.lr"),
+        (["stepps=3"], r"there is no setting stepps: did you mean steps\?; --cfg prints all settings"),
+        (["model.path=x"], r"there is no setting model.path: there are source, arguments, .*; --cfg prints all"),
+        (["steps=abc"], "steps=abc must be a whole number, at least 1"),
+        (["steps=1.5"], "steps=1.5 must be a whole number, at least 1"),
+        (["model=null"], r"model=None must be ModelConfig\(\.\.\.\), or a dict of its settings"),
+        (["optim.lr.fast=1"], "optim.lr={'fast': 1} must be a number above 0"),
         (["resume=true", "out=./no/such/run"], "there is no run in ./no/such/run"),
     ],
 )

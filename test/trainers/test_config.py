@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
+import numpy as np
 import pytest
 
-from torchrl_moe.trainers.config import ConfigError, GRPOConfig, LoRAConfig, as_dict
+from support.values import VALUES
+from torchrl_moe import objectives
+from torchrl_moe.modules.backends.sampling_fields import FIELDS
+from torchrl_moe.trainers import MoEGRPOTrainer
+from torchrl_moe.trainers.config import (
+    ConfigError,
+    GRPOConfig,
+    LoRAConfig,
+    OptimConfig,
+    as_dict,
+    as_yaml,
+)
+from torchrl_moe.trainers.settings import Settings
 
 
 def changed(name: str, value: Any) -> GRPOConfig:
@@ -27,19 +44,19 @@ def test_the_defaults_can_be_meant() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("steps", 0, "steps=0 must be positive"),
-        ("engine.num_replicas", 0, "engine.num_replicas=0 must be positive"),
-        ("rollout.temperature", 0.0, "rollout.temperature=0.0 must be positive"),
-        ("placement.timeout", float("inf"), "placement.timeout=inf must be positive and finite"),
-        ("placement.timeout", float("nan"), "placement.timeout=nan must be positive and finite"),
+        ("steps", 0, "steps=0 must be a whole number, at least 1"),
+        ("engine.num_replicas", 0, "engine.num_replicas=0 must be a whole number, at least 1"),
+        ("rollout.temperature", 0.0, "rollout.temperature=0.0 must be a number above 0"),
+        ("placement.timeout", float("inf"), "placement.timeout=inf must be a number above 0"),
+        ("placement.timeout", float("nan"), "placement.timeout=nan must be a number above 0"),
         (
             "rollout.reward_timeout",
             float("inf"),
-            "rollout.reward_timeout=inf must be positive and finite, or null for none",
+            "rollout.reward_timeout=inf must be a number .*, or null",
         ),
-        ("rollout.group_size", 1, "rollout.group_size=1 is too few"),
-        ("rollout.top_p", 1.5, "rollout.top_p=1.5 must be above 0 and at most 1"),
-        ("rollout.max_staleness", -1, "rollout.max_staleness=-1 must be 0 or more"),
+        ("rollout.group_size", 1, "rollout.group_size=1 must be a whole number, at least 2"),
+        ("rollout.top_p", 1.5, "rollout.top_p=1.5 must be a number above 0 and at most 1"),
+        ("rollout.max_staleness", -1, "rollout.max_staleness=-1 must be a whole number, at least 0"),
         ("optim.minibatches", 3, "optim.minibatches=3 does not divide the 128 answers"),
         ("optim.betas", [0.9], "optim.betas=.* must be two numbers"),
         ("optim.schedule", "step", "optim.schedule=step must be one of constant, linear, cosine"),
@@ -47,15 +64,52 @@ def test_the_defaults_can_be_meant() -> None:
         ("loss.advantage", "gae", "loss.advantage=gae must be one of"),
         ("loss.reference", "host", "loss.reference=host must be one of auto, adapter, model, engine"),
         ("model.dtype", "float16", "model.dtype=float16 must be one of auto, float32, bfloat16"),
-        ("model.lora", LoRAConfig(rank=-1), "model.lora.rank=-1 must be 0 or more"),
+        ("model.lora", LoRAConfig(rank=-1), "model.lora.rank=-1 must be a whole number, at least 0"),
         ("model.lora", LoRAConfig(target="mlp"), "model.lora.target=mlp must be one of attention, experts, all"),
-        ("optim.max_grad_norm", -1.0, "optim.max_grad_norm=-1.0 must be positive and finite, or null for none"),
-        ("optim.max_tokens", 0, "optim.max_tokens=0 must be positive and finite, or null for none"),
-        ("optim.betas", [2, 0.9], "optim.betas=.* must be two numbers, at least 0 and below 1"),
-        ("optim.weight_decay", -0.1, "optim.weight_decay=-0.1 must be 0 or more"),
-        ("loss.arguments", {"thresholds": object()}, "a value is not a plain number, text, list or dict"),
-        ("log.loggers", ["tensorboard", "stdout"], "log.loggers=stdout must be of csv, tensorboard"),
-        ("checkpoint.keep", 0, "checkpoint.keep=0 must be positive"),
+        ("optim.max_grad_norm", -1.0, "optim.max_grad_norm=-1.0 must be a number above 0, or null"),
+        ("optim.max_tokens", 0, "optim.max_tokens=0 must be a whole number, at least 1, or null"),
+        ("optim.betas", [2, 0.9], "optim.betas=.* must be a list, each a number, at least 0 and below 1"),
+        ("optim.weight_decay", -0.1, "optim.weight_decay=-0.1 must be a number, at least 0"),
+        ("loss.arguments", {"thresholds": object()}, "loss.arguments=.* must be a dict of plain numbers, texts"),
+        (
+            "log.loggers",
+            ["tensorboard", "stdout"],
+            "log.loggers=.*stdout.* must be a list, each one of csv, tensorboard",
+        ),
+        ("checkpoint.keep", 0, "checkpoint.keep=0 must be a whole number, at least 1"),
+        ("rollout.order", "lifo", "rollout.order=lifo must be one of fifo, window, ready"),
+        ("rollout.window", 2, "rollout.window=2 must be a number above 0 and at most 1"),
+        ("rollout.over_sample", 1.5, "rollout.over_sample=1.5 begins more groups than can be used in time"),
+        ("rollout.on_stale", "x", "rollout.on_stale=x must be one of wait, drop"),
+        ("rollout.max_staleness", 1.5, "rollout.max_staleness=1.5 must be a whole number"),
+        ("loss.arguments", {"aggregation": "none"}, "loss.arguments: a loss per token"),
+        ("loss.arguments", {"clip_eps": 0.1}, "loss.arguments: GRPOLoss has no clip_eps: did you mean clip_epsilon"),
+        (
+            "loss.arguments",
+            {"entropy_coeff": math.nan},
+            "loss.arguments: entropy_coeff must be a finite number, got nan",
+        ),
+        ("loss.arguments", {"kl_to_inference_coeff": math.inf}, "loss.arguments: kl_to_inference_coeff must be"),
+        ("rollout.sampling", {"repetition_penalty": 1.2}, "rollout.sampling: repetition_penalty=1.2 changes logits"),
+        ("rollout.sampling", {"nope": 1}, "rollout.sampling: there is no nope"),
+        ("rollout.sampling", {"n": 2}, "rollout.sampling.n=2 is for one prompt: set rollout.group_size"),
+        ("rollout.sampling", {"top_k": 2**40}, "rollout.sampling: sampling_params: top_k must be an integer from -1"),
+        ("rollout.sampling", {"temperature": 0}, "rollout.sampling=.* gives a group one answer"),
+        ("rollout.sampling", {"logprobs": None}, "rollout.sampling.logprobs=None must be 0"),
+        ("loss.router", {"top_k": 0}, "loss.router: top_k must be an integer from 1"),
+        ("engine.sync", {"mod": "drain"}, "engine.sync: VLLMWeightSyncScheme has no mod: did you mean mode"),
+        ("log.arguments", {"wandb": {}}, "log.arguments=wandb is no logger of log.loggers"),
+        ("log.arguments", {"tensorboard": {"x": 1}}, "log.arguments=tensorboard is a logger without arguments"),
+        ("optim.weight_decay", math.inf, "optim.weight_decay=inf must be a number, at least 0"),
+        ("optim.weight_decay", 2e6, "optim.weight_decay=2000000.0 times optim.lr must be below 1"),
+        ("seed", 2**70, "seed=1180591620717411303424 must be a whole number, at least 0 and at most 2147483647"),
+        ("group_size", 3, "there is no setting group_size"),
+        ("rollout.group_sise", 4, r"there is no setting rollout.group_sise: did you mean group_size\?"),
+        ("optim", {"lrr": 1}, r"there is no setting optim.lrr: did you mean lr\?"),
+        ("optim", 3, r"optim=3 must be OptimConfig\(\.\.\.\), or a dict of its settings"),
+        pytest.param("steps", 2**20000, "steps=an integer of 20001 bits must be a whole number", id="huge"),
+        ("model.arguments", {"size": 2**20000}, "model.arguments=.* must be a dict of plain numbers"),
+        ("rollout.sampling", {"actor_index": 99}, "rollout.sampling=.*actor_index.* is no sampling parameter"),
         ("engine.kind", "sglang", "engine.kind=sglang must be one of vllm, transformers"),
     ],
 )
@@ -79,3 +133,79 @@ def test_it_becomes_plain_data_and_names_lead_to_values() -> None:
     config = changed("model.lora", LoRAConfig(rank=3))
     assert as_dict(config)["model"]["lora"] == {"rank": 3, "alpha": 32.0, "target": "attention"}
     assert config.get("model.lora.rank") == 3
+
+
+# -- every setting, every kind of value -------------------------------------------------------------------------------
+
+
+def names_of(group: type[Settings] = GRPOConfig, before: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted name and type of each setting."""
+    for name, kind in get_type_hints(group).items():
+        if name in {item.name for item in fields(group)}:
+            is_group = isinstance(kind, type) and issubclass(kind, Settings)
+            yield from names_of(kind, f"{before}{name}.") if is_group else [(before + name, kind)]
+
+
+@pytest.mark.parametrize(("name", "kind"), [*names_of()])
+def test_each_setting_takes_a_value_of_its_type_or_refuses_it_by_its_name(name: str, kind: Any) -> None:
+    plain = tuple({int, float, bool, str, type(None)} & {*get_args(kind), kind})
+    for value in VALUES:
+        config = changed(name, value)
+        try:
+            config.check()
+        except ConfigError as error:
+            assert str(error).startswith(name) and "\n" not in str(error), (value, str(error))
+        else:
+            assert isinstance(config.get(name), (*plain, list, dict)) and as_yaml(config)
+            assert not isinstance(config.get(name), float) or math.isfinite(config.get(name))
+
+
+PASSED_ON = {
+    "loss.router": ["top_k", "load_balancing_coeff", "z_coeff", "scoring", "per_sequence"],
+    "rollout.sampling": sorted({*FIELDS, "do_sample", "num_beams"}),
+    "loss.arguments": [*objectives.GRPOLoss.__init__.__annotations__],
+}
+
+
+@pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in PASSED_ON.items() for key in keys])
+def test_what_is_passed_on_is_checked_by_what_it_is_passed_to(name: str, key: str) -> None:
+    if key in ("return", "actor_network"):
+        return
+    for value in VALUES:
+        config = changed(name, {key: value})
+        try:
+            config.check()
+        except ConfigError as error:
+            assert str(error).startswith(name) and key in str(error), (value, str(error))
+
+
+def test_a_trainer_reads_its_settings_before_anything_else(tmp_path: Path) -> None:
+    class Untouched:
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(f"{name} of the model was read")
+
+    for name, value in (("rollout.order", "lifo"), ("loss.router", {"top_k": None}), ("steps", True)):
+        config = changed(name, value)
+        config.out = str(tmp_path / "run")
+        with pytest.raises(ConfigError, match=name):
+            MoEGRPOTrainer(Untouched(), config=config, engine=Untouched(), tokenizer=Untouched())
+    with pytest.raises(ConfigError, match=r"there is no setting stepps: did you mean steps\?"):
+        MoEGRPOTrainer(Untouched(), config={"stepps": 3}, engine=Untouched())
+    assert not (tmp_path / "run").exists()
+
+
+def test_numbers_in_texts_are_read_as_hydra_reads_them() -> None:
+    config = GRPOConfig(steps="3", resume="yes", optim={"lr": "1e-4", "betas": ("0.5", 0)})  # type: ignore[arg-type]
+    config.rollout.temperature, config.rollout.group_size = "1.0", np.int64(4)  # type: ignore[assignment]
+    config.out = Path("runs") / "one"  # type: ignore[assignment]
+    config.check()
+    assert (config.steps, config.resume, config.out) == (3, True, "runs/one")
+    assert config.optim == OptimConfig(lr=1e-4, betas=[0.5, 0.0])
+    assert (config.rollout.temperature, config.rollout.group_size, type(config.rollout.group_size)) == (1.0, 4, int)
+
+
+def test_a_setting_that_is_none_names_the_nearest() -> None:
+    with pytest.raises(AttributeError, match=r"there is no setting stepps: did you mean steps\?"):
+        GRPOConfig(stepps=3)  # type: ignore[call-arg]
+    with pytest.raises(AttributeError, match=r"there is no setting model.lora.rnak: did you mean rank\?"):
+        GRPOConfig().model.lora.rnak = 2  # type: ignore[attr-defined]

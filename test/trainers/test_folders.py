@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torchrl_moe.trainers.folders import exchange
+from torchrl_moe.trainers.folders import exchange, recover
 
 
 def folder(path: Path, content: str) -> Path:
@@ -29,6 +29,27 @@ def test_a_draft_takes_the_place(tmp_path: Path, has_older: bool) -> None:
     exchange(folder(tmp_path / ".draft", "new"), tmp_path / "run")
     assert (tmp_path / "run" / "file").read_text() == "new"
     assert names(tmp_path) == ["run"]
+
+
+def test_what_a_kill_left_between_two_renamings_is_the_only_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder(tmp_path / ".run.older", "old")
+    recover(tmp_path / ".run.older")
+    recover(folder(tmp_path / ".run.older", "replaced"))
+    assert (tmp_path / "run" / "file").read_text() == "old"
+    os.rename(tmp_path / "run", tmp_path / "gone")
+
+    def fail(*_: Any) -> None:
+        raise OSError("no such luck")
+
+    (tmp_path / ".run.older" / "file").write_text("the only copy")
+    with pytest.raises(OSError, match="no such luck"), monkeypatch.context() as patch:
+        draft = folder(tmp_path / ".draft", "new")
+        replace = os.replace
+        patch.setattr(os, "replace", lambda a, b: fail() if Path(a) == draft else replace(a, b))
+        exchange(draft, tmp_path / "run")
+    assert (tmp_path / "run" / "file").read_text() == "the only copy"
 
 
 def test_what_fails_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,8 +58,7 @@ def test_it_reads_no_data_writes_nothing_and_evaluates_nothing(tmp_path: Path) -
     source = follower.source(None, {"dataset": "no/such/file.jsonl", "rewards": None})
     assert source.evaluate(None) is None  # type: ignore[arg-type]
     follower.lock()()
-    follower.forget_older_run(None)
-    record = follower.record(7)
+    record = follower.record(7, None)
     assert (record.rows, record.column("reward"), record.folder) == ([], [], tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

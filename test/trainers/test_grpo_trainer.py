@@ -7,6 +7,8 @@ import errno
 import itertools
 import json
 import multiprocessing
+import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import set_list_to_stack
@@ -35,6 +38,8 @@ from support.training import (
     versions,
 )
 from support.waiting import until
+from torchrl_moe._errors import UnsupportedRouterError
+from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.testing.faults import shift_routes, wrong_ids
 from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer
@@ -378,6 +383,7 @@ def test_a_mistake_costs_an_older_run_nothing(fleet: FakeFleet, tmp_path: Path) 
     config.checkpoint.every = 1
     with fake_run(fleet, config) as trainer:
         trainer.train()
+        config.overwrite = True
         with pytest.raises(ConfigError, match="is used by another run"):
             fake_run(fleet, config)
     config.rollout.order = "foo"
@@ -407,6 +413,103 @@ def test_after_a_ctrl_c_the_engine_serves_and_another_trainer_continues(fleet: F
         again.train()
         assert again.steps_done == 3
     assert [int(row["step"]) for row in rows_of(tmp_path)] == [0, 1, 2]
+
+
+def test_a_ctrl_c_leaves_a_checkpoint_of_the_running_step(fleet: FakeFleet, tmp_path: Path) -> None:
+    config = fake_config(tmp_path, 6)
+    config.checkpoint.every = 100
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with fake_run(fleet, config) as trainer:
+            trainer.register_op(
+                "batch_process", lambda batch: (trainer.steps_done == 1 and signal.raise_signal(2)) or batch
+            )
+            with pytest.raises(KeyboardInterrupt):
+                trainer.train()
+            assert trainer.steps_done == 2
+    finally:
+        signal.signal(signal.SIGINT, before)
+    config.resume = True
+    with fake_run(fleet, config) as again:
+        assert again.steps_done == 2
+
+
+def test_a_run_is_not_replaced_before_the_first_step_of_another(fleet: FakeFleet, tmp_path: Path) -> None:
+    config = fake_config(tmp_path, 2)
+    config.checkpoint.every = 1
+    with fake_run(fleet, config) as trainer:
+        trainer.train()
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    with pytest.raises(
+        ConfigError, match=r"holds a run \(2 step\(s\).*\): set resume=True .*overwrite=True .*another folder"
+    ):
+        fake_run(fleet, config)
+    config.overwrite = True
+    with fake_run(fleet, config) as second:
+        second.register_op("post_steps", lambda: before != contents(tmp_path) and pytest.fail("the older run is gone"))
+        assert contents(tmp_path) == before
+        with pytest.raises(ZeroDivisionError):
+            second.register_op("post_steps", lambda: 1 // 0)
+            second.train()
+    assert contents(tmp_path) == before
+    config.steps = 1
+    with fake_run(fleet, config) as third:
+        third.train()
+        assert len(rows_of(tmp_path)) == 1
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000000000001"]
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_where_there_is_no_terminal_each_step_is_a_line(
+    fleet: FakeFleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = fake_config(tmp_path, 5)
+    config.log.progress, config.log.print_every = True, 2
+    with fake_run(fleet, config) as trainer:
+        trainer.train()
+    first, *steps, last = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"GRPO in {tmp_path}: steps 0 to 5 of 2 prompts with 2 answers each")
+    assert [line.split(":")[0] for line in steps] == ["step 1 of 5", "step 3 of 5", "step 5 of 5"]
+    assert all("reward " in line and " tokens/s" in line.replace("tokens/s ", "x tokens/s") for line in steps)
+    assert "left" in steps[0] and str(tmp_path) in last
+
+
+def test_what_other_trainers_have_is_named_as_here(fleet: FakeFleet, tmp_path: Path) -> None:
+    config = fake_config(tmp_path, 1)
+    with pytest.raises(TypeError, match=r"has no train_dataset: here it is dataset=; settings are in config="):
+        fake_run(fleet, config, train_dataset=[])
+    with pytest.raises(TypeError, match=r"has no reward: did you mean rewards\?"):
+        fake_run(fleet, config, reward=len)
+    with pytest.raises(ConfigError, match=r"model\.source=no/such/folder: there is no model in that folder"):
+        MoEGRPOTrainer("no/such/folder", config=config, dataset=[{"prompt": "1"}], rewards=len, engine=fleet)
+    with pytest.raises(ConfigError, match=r"config must be a GRPOConfig or a dict .*compose\.load_config"):
+        MoEGRPOTrainer(config="mine.yaml", engine=fleet)  # type: ignore[arg-type]
+    dense = make_tiny_moe("qwen3", num_hidden_layers=1)
+    with pytest.raises(UnsupportedRouterError, match=r"it is a dense model, .* set loss\.replay=none"):
+        MoEGRPOTrainer(dense, config=config, tokenizer=ByteTokenizer(), engine=fleet)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_seed_is_pythons_and_numpys_too(fleet: FakeFleet, tmp_path: Path) -> None:
+    drawn = []
+    for folder in ("one", "two"):
+        config = fake_config(tmp_path / folder, 1)
+        config.seed = 5
+        with fake_run(fleet, config):
+            drawn.append((random.random(), np.random.random()))
+    assert drawn[0] == drawn[1]
+
+
+def test_both_divergences_have_a_column(fleet: FakeFleet, tmp_path: Path) -> None:
+    config = fake_config(tmp_path, 1)
+    config.eval.mismatch_every, config.loss.arguments = 1, {"kl_to_ref_coeff": 0.1}
+    with fake_run(fleet, config) as trainer:
+        trainer.train()
+    (row,) = rows_of(tmp_path)
+    assert row["kl_to_ref"] and row["mismatch_kl"] and row["skipped_steps"] == "0.0"
 
 
 def test_a_run_that_has_ended_says_how_to_continue(fleet: FakeFleet, tmp_path: Path) -> None:

@@ -84,16 +84,52 @@ def test_a_logger_that_is_not_installed_is_a_mistake(leader: Leader, monkeypatch
         leader.loggers()
 
 
-def test_an_older_run_is_forgotten(leader: Leader, tmp_path: Path) -> None:
+LEFT = ("checkpoints/step-000000000002/manifest.json", "model/config.json", "metrics.csv", "samples.jsonl")
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_a_folder_that_holds_a_run_is_refused_with_all_ways_out(leader: Leader, tmp_path: Path, name: str) -> None:
+    file = tmp_path / "run" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("step\n0\n")
+    ways = r"set resume=True to continue it, overwrite=True to replace it, or out to another folder"
+    for check in (leader.refuse_older_run, leader.lock):
+        with pytest.raises(ConfigError, match=rf"out=.* holds a run \(.*{name.split('/')[0][:5]}.*\): {ways}"):
+            check()
+    for way in ("resume", "overwrite"):
+        setattr(leader.config, way, True)
+        leader.lock()()
+        setattr(leader.config, way, False)
+    assert file.read_text() == "step\n0\n"
+
+
+def test_a_model_in_the_folder_is_not_to_be_removed(leader: Leader, tmp_path: Path) -> None:
+    (tmp_path / "run" / "start-1").mkdir(parents=True)
+    (tmp_path / "run" / "metrics.csv").write_text("step\n0\n")
+    leader.config.overwrite = True
+    with pytest.raises(ConfigError, match=r"overwrite=True would remove the model .*start-1, which is in out="):
+        leader.refuse_older_run(tmp_path / "run" / "start-1")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_older_run_is_forgotten_not_before_the_first_step(leader: Leader, tmp_path: Path, overwrite: bool) -> None:
     folder = tmp_path / "run"
     for name in ("checkpoints/step-000000000002", "start-old", "start-own", "model"):
         (folder / name).mkdir(parents=True)
-    leader.forget_older_run(folder / "start-own")
-    assert sorted(path.name for path in folder.iterdir()) == ["model", "start-own"]
+    (folder / "metrics.csv").write_text("step\n0\n")
+    leader.config.overwrite = overwrite
+    record = leader.record(0, folder / "start-own")
+    found = {path.name for path in folder.iterdir()}
+    assert ("start-old" in found) == ("checkpoints" in found) == ("config.yaml" not in found) == overwrite
+    record.add({"step": 0})
+    found = {path.name for path in folder.iterdir()}
+    assert found == {"model", "start-own", "config.yaml", "metrics.csv", "samples.jsonl", "versions.json"}
+    assert "overwrite: false" in (folder / "config.yaml").read_text()  # a later start resumes
 
 
 def test_a_record_continues_from_a_step(leader: Leader, tmp_path: Path) -> None:
+    leader.config.resume = True
     for step in range(3):
-        leader.record(step).add({"step": step})
-    assert [row["step"] for row in leader.record(2).rows] == [0, 1]
+        leader.record(step, None).add({"step": step})
+    assert [row["step"] for row in leader.record(2, None).rows] == [0, 1]
     assert (tmp_path / "run" / "config.yaml").exists()

@@ -79,7 +79,7 @@ def test_the_toy_task_is_such_a_source() -> None:
     [
         (ROWS, 20, "held_out=20 leaves none of 20 rows to train on"),
         (ROWS, 21, "held_out=21 leaves none of 20 rows to train on"),
-        (ROWS, -1, "held_out must be at least 0, got -1"),
+        (ROWS, -1, "held_out must be an integer of at least 0, got -1"),
         ([], 0, "there are no rows to train on"),
         (FakeDataset([]), 0, "there are no rows to train on"),
         (([], ROWS), 0, "there are no rows to train on"),

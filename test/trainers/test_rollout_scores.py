@@ -100,7 +100,7 @@ def test_the_mismatch_is_that_of_forward_passes_one_by_one(replay: str) -> None:
     gap = gaps(actor, batch)
     found = scores_of(actor)(batch, 2, True)
     assert len(gap) == sum(answer for _, answer in SHAPES)
-    assert found["kl"] == pytest.approx(float((gap.exp() - 1 - gap).mean()), abs=1e-6)
+    assert found["mismatch_kl"] == pytest.approx(float((gap.exp() - 1 - gap).mean()), abs=1e-6)
     assert found["dlogp_mean"] == pytest.approx(float(gap.abs().mean()), abs=1e-5)
     assert found["dlogp_max"] == pytest.approx(float(gap.abs().max()), abs=1e-5)
     assert found["extreme_fraction"] == 0.0

@@ -30,6 +30,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 
 def record_of(folder: Path, steps: int) -> RunRecord:
     record = RunRecord(folder, "seed: 0\n")
+    record.begin()
     for step in range(steps):
         record.add({"step": step, "reward": step / 4, "lr": 1e-5})
     return record
@@ -55,7 +56,7 @@ def test_a_row_goes_to_the_file_and_every_figure_to_the_loggers(tmp_path: Path) 
     assert tuple(row) == COLUMNS
     assert {name: value for name, value in row.items() if value} == {"step": "3", "reward": "0.5", "version": "4"}
     assert next(name for name in row if "reward" in name) == "reward"
-    assert record.column("reward") == [0.5] and record.column("kl") == []
+    assert record.column("reward") == [0.5] and record.column("mismatch_kl") == []
 
 
 def test_a_later_start_keeps_the_rows_before_its_step(tmp_path: Path) -> None:
@@ -72,7 +73,17 @@ def test_a_later_start_keeps_the_rows_before_its_step(tmp_path: Path) -> None:
 
 def test_a_new_run_in_an_old_folder_begins_again(tmp_path: Path) -> None:
     record_of(tmp_path, 2).add_samples(0, answers("2"), 1)
-    RunRecord(tmp_path, "")
+    record = RunRecord(tmp_path, "")
+    record.add_samples(0, answers("3"), 1)
+    assert len(rows_of(tmp_path)) == 2 and (tmp_path / "samples.jsonl").read_text() != ""
+    record.begin()
+    assert rows_of(tmp_path) == [] and (tmp_path / "samples.jsonl").read_text() == ""
+    record.add({"step": 0})
+    assert len(rows_of(tmp_path)) == len((tmp_path / "samples.jsonl").read_text().splitlines()) == 1
+
+
+def test_the_files_of_a_run_without_a_step_are_empty(tmp_path: Path) -> None:
+    RunRecord(tmp_path, "").begin()
     assert rows_of(tmp_path) == [] and (tmp_path / "samples.jsonl").read_text() == ""
 
 
@@ -82,6 +93,7 @@ def test_lines_that_a_kill_tore_are_dropped(tmp_path: Path) -> None:
         with (tmp_path / name).open("a") as stream:
             stream.write(torn)
     record = RunRecord(tmp_path, "", before=9)
+    record.begin()
     assert [row["step"] for row in record.rows] == [0, 1]
     assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 1
 

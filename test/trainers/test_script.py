@@ -12,6 +12,7 @@ import yaml  # type: ignore[import-untyped]
 from tensordict import set_list_to_stack
 
 from torchrl_moe._errors import RankError
+from torchrl_moe.cli.main import main as cli
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.policies.unstack import model_metadata
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
@@ -21,7 +22,7 @@ from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer, script
 from torchrl_moe.trainers.compose import CONFIGS, load_config
 from torchrl_moe.trainers.config import ModelConfig, RolloutConfig
 from torchrl_moe.trainers.policy_model import PolicyModel
-from torchrl_moe.trainers.script import main
+from torchrl_moe.trainers.script import export, main
 
 REWARD = f"{__name__}:exact"
 
@@ -78,10 +79,10 @@ BAD = [
     (["nonsense=1"], "nonsense"),
     (["optim.speed=1"], "speed"),
     (["optim.lr=fast"], "optim.lr"),
-    (["steps=0"], "steps=0 must be positive"),
-    (["engine.num_replicas=0"], "engine.num_replicas=0 must be positive"),
-    (["engine.sync_every=0"], "engine.sync_every=0 must be positive"),
-    (["rollout.group_size=1"], "rollout.group_size=1 is too few"),
+    (["steps=0"], "steps=0 must be a whole number, at least 1"),
+    (["engine.num_replicas=0"], "engine.num_replicas=0 must be a whole number, at least 1"),
+    (["engine.sync_every=0"], "engine.sync_every=0 must be a whole number, at least 1"),
+    (["rollout.group_size=1"], "rollout.group_size=1 must be a whole number, at least 2"),
     (
         ["rollout.prompts_per_step=3", "rollout.group_size=4", "optim.minibatches=5"],
         "optim.minibatches=5 does not divide",
@@ -91,7 +92,7 @@ BAD = [
     (["loss.replay=R4"], "loss.replay=R4 must be one of R3, R2, none"),
     (["loss.name=Loss"], "loss.name=Loss must be one of"),
     (["loss.arguments.clip=0.2"], "loss.arguments: "),
-    (["loss.arguments.thresholds={tsi: 3}"], "loss.arguments: "),
+    (["loss.arguments.thresholds={tsi: 3}"], "loss.arguments.thresholds: Thresholds has no tsi: did you mean tis?"),
     (["loss.arguments.clip_epsilon=[0.1]"], "loss.arguments: "),
     (["loss.reference=adapter"], "loss.reference=adapter needs an adapter"),
     (["model.dtype=float16"], "model.dtype=float16 must be one of"),
@@ -111,8 +112,8 @@ BAD = [
     (["hooks=[no_such_module:hook]"], "hooks: cannot import 'no_such_module'"),
     (["--config", "nonsense"], "there is no configuration nonsense; the package has multi_node, olmoe_1b_7b"),
     (["--config", "nonsense.yaml"], "there is no configuration nonsense.yaml"),
-    (["resume=true", "out=./no/such/run"], "resume=true, but there is no run in ./no/such/run"),
-    (["log.loggers=[paper]"], "log.loggers=paper"),
+    (["resume=true", "out=./no/such/run"], " there is no run in ./no/such/run"),
+    (["log.loggers=[paper]"], "log.loggers=['paper']"),
     (["rollout.top_p=0"], "rollout.top_p=0"),
     (["out=null"], "out"),
 ]
@@ -124,7 +125,7 @@ def test_bad_input_is_one_clear_line_and_nothing_is_written(
 ) -> None:
     before = older_run(tmp_path / "run")
     capsys.readouterr()
-    assert run(models, tmp_path / "run", *overrides) == 2
+    assert run(models, tmp_path / "run", "overwrite=true", *overrides) == 2
     lines = [
         line for line in capsys.readouterr().err.splitlines() if line and "it/s]" not in line
     ]  # transformers' bars
@@ -138,7 +139,7 @@ def test_replicas_that_memory_does_not_hold(
 ) -> None:
     before = older_run(tmp_path / "run")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
-    assert run(models, tmp_path / "run", "engine.num_replicas=1000") == 2
+    assert run(models, tmp_path / "run", "engine.num_replicas=1000", "overwrite=true") == 2
     assert "engine.num_replicas=1000 needs " in capsys.readouterr().err
     assert contents(tmp_path / "run") == before
 
@@ -240,10 +241,30 @@ def test_a_run_continues_where_it_was(tmp_path: Path) -> None:
             assert [row["step"] for row in again.record.rows] == [0, 1, 2]
 
 
+def test_a_checkpoint_becomes_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = PolicyModel.load(*made(1), ModelConfig()).save(tmp_path / "mine")
+    with set_list_to_stack(True), trainer_of(tmp_path / "run", str(folder)) as trainer:
+        head = trainer.policy_model.model.lm_head.weight.data
+        trainer.register_op("post_steps", lambda: (head.add_(1), None)[1])
+        trainer.train()
+        weights = {name: weight.clone() for name, weight in trainer.policy_model.trained.items()}
+    assert cli(["train", "--export", str(tmp_path / "run")]) == 0
+    assert str(tmp_path / "run" / "model") in capsys.readouterr().out
+    exported = PolicyModel.load(str(tmp_path / "run" / "model"), None, ModelConfig()).trained
+    assert all(weights[name].equal(weight) for name, weight in exported.items())
+    assert export(tmp_path / "run" / "checkpoints" / "step-000000000001") == tmp_path / "run" / "model"
+    first = PolicyModel.load(str(tmp_path / "run" / "model"), None, ModelConfig()).trained
+    assert not all(weights[name].equal(weight) for name, weight in first.items())
+    assert cli(["train", "--export", str(tmp_path)]) == 2
+    assert "is no folder of a run with checkpoints" in capsys.readouterr().err
+
+
 def test_a_mistake_ends_the_engine_of_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     references = []
 
     def start(*_: Any, **__: Any) -> FakeFleet:
+        if references:
+            raise ConfigError("the second engine does not start")
         references.append(FakeFleet(1))
         return references[-1]
 
@@ -251,8 +272,7 @@ def test_a_mistake_ends_the_engine_of_the_reference(tmp_path: Path, monkeypatch:
     folder = PolicyModel.load(*made(1), ModelConfig()).save(tmp_path / "mine")
     config = GRPOConfig(out=str(tmp_path / "run"), model=ModelConfig(source=str(folder)))
     config.loss.reference, config.loss.arguments = "engine", {"kl_to_ref_coeff": 0.1}
-    config.engine.sync = {"mode": "later"}
-    with pytest.raises(ConfigError, match=r"engine\.sync"):
+    with pytest.raises(ConfigError, match="the second engine does not start"):
         MoEGRPOTrainer(dataset=rows(), rewards=exact, config=config)
     (reference,) = references
     with pytest.raises(RuntimeError):

@@ -34,6 +34,12 @@ def test_the_numbers_are_those_of_the_rows() -> None:
     assert "replay removes" in text and "80% of the mismatch" in text  # 1 - 1 / 4.9
 
 
+def test_it_is_text_where_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    print(summary([row(0)], None))
+    shown = capsys.readouterr().out
+    assert "mean rollout reward, first and last 5 steps" in shown and "0.00 -> 0.00" in shown and "<rich" not in shown
+
+
 def test_replay_that_adds_to_the_mismatch_is_shown_as_such() -> None:
     text = text_of([row(0, dlogp_mean=0.006)])
     assert "replay adds" in text and "50% of the mismatch" in text

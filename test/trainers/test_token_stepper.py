@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,6 +12,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from support.rollouts import BigramActor, ragged, samples
+from torchrl_moe._errors import DivergedError
 from torchrl_moe.objectives import GRPOLoss
 from torchrl_moe.trainers.token_stepper import TokenStepper, lengths_of
 
@@ -94,6 +96,27 @@ def test_a_gradient_that_is_not_finite_is_skipped_logged_and_counted(caplog: pyt
     assert (stepper.skipped, stepper.lr) == (1, 0.5)
     assert "the step is skipped, 1 so far" in caplog.text
     assert loss.actor_network.logits.grad is None
+
+
+def test_too_many_bad_steps_in_a_row_end_the_run() -> None:
+    loss = GRPOLoss(BigramActor(), entropy_bonus=False)
+    stepper = stepper_of(loss, max_bad_steps=2)
+    factors = iter((math.nan, 1.0, math.inf, math.nan))
+    loss.actor_network.logits.register_hook(lambda grad: grad * next(factors))
+    for _ in range(3):
+        stepper.step(None, ragged(samples(SHAPES)))  # type: ignore[arg-type]
+    with pytest.raises(DivergedError, match=r"optim\.max_bad_steps=2 gradients in a row are not finite"):
+        stepper.step(None, ragged(samples(SHAPES)))  # type: ignore[arg-type]
+    assert stepper.skipped == 3
+
+
+def test_weights_that_are_not_finite_end_the_run() -> None:
+    loss = GRPOLoss(BigramActor(), entropy_bonus=False)
+    stepper = stepper_of(loss)
+    weight = loss.actor_network.logits.detach()
+    stepper.optimizer.register_step_post_hook(lambda *_: weight.__setitem__(0, math.inf))
+    with pytest.raises(DivergedError, match="the weights are not finite after this step"):
+        stepper.step(None, ragged(samples(SHAPES)))  # type: ignore[arg-type]
 
 
 def test_it_continues_from_its_state() -> None:

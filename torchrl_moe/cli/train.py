@@ -24,6 +24,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", default=DEFAULT, metavar="NAME", help=f"see --list, or a file (default: {DEFAULT})")
     parser.add_argument("--list", action="store_true", help="list the packaged configurations")
     parser.add_argument("--cfg", action="store_true", help="print the configuration, and do not train")
+    parser.add_argument("--export", metavar="RUN", help="write RUN/model, of a run's newest checkpoint or a given one")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as optim.lr=1e-5")
 
 
@@ -50,6 +51,12 @@ def _run(options: argparse.Namespace, output: Output) -> int:
     if options.list:
         listed = configurations()
         output.show(listing(listed), listed)
+        return FINE
+    if options.export:
+        from torchrl_moe.trainers.script import export
+
+        folder = export(Path(options.export))
+        output.show(f"the model is in {folder}", {"folder": str(folder)})
         return FINE
     for word in options.overrides:
         if "=" not in word:
@@ -113,6 +120,7 @@ COMMAND = Command(
         ("torchrl-moe train --list", "the packaged configurations"),
         ("torchrl-moe train --config olmoe_1b_7b plan=true", "the memory and network that it needs"),
         ("torchrl-moe train --config my.yaml optim.lr=1e-5", "your own configuration, with one change"),
+        ("torchrl-moe train --export runs/grpo", "the model of a run's newest checkpoint, in runs/grpo/model"),
         ("torchrl-moe train engine.kind=transformers steps=3", "without vLLM, three steps"),
         ("torchrun -m torchrl_moe.cli train --config tiny_ranks", "several ranks; options of torchrun go before -m"),
     ],

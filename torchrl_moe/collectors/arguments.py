@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torchrl.envs import EnvBase
 
+from torchrl_moe._checks import check_number
 from torchrl_moe.collectors.environments import EnvironmentPool, take_dataloader, with_batch_size
 from torchrl_moe.collectors.settings import Settings
 from torchrl_moe.collectors.workflow import EpisodeFunction, Workflow, is_episode_function
@@ -135,8 +136,7 @@ def source_of(env: EnvLike, dataloader: Iterable[Any] | None, group_size: int | 
         TypeError: ``env`` is neither an environment, a callable that makes one nor an async function.
         ValueError: there is no data, or the group size is below 1.
     """
-    if group_size is not None and group_size < 1:
-        raise ValueError(f"group_size must be at least 1, got {group_size}")
+    check_number("group_size", group_size, 1, 1 << 16, whole=True, none=True)
     if is_episode_function(env):
         return Source(env, None, _data(dataloader), group_size or 1)
     if not isinstance(env, EnvBase) and not callable(env):
@@ -163,6 +163,8 @@ def settings_of(arguments: Mapping[str, Any], group_size: int) -> Settings:
     """Return the settings."""
     names = {field.name for field in fields(Settings)} & arguments.keys() - {"group_size", "groups_per_batch"}
     turns = arguments["dialog_turns_per_batch"]
+    check_number("dialog_turns_per_batch", turns, 1, whole=True, none=True)
+    check_number("total_dialog_turns", arguments.get("total_dialog_turns", -1), -1, whole=True)
     return Settings(
         group_size=group_size,
         groups_per_batch=_groups_per_batch(arguments["groups_per_batch"], turns, group_size),

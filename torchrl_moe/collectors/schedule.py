@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
+from torchrl_moe._checks import check_number
+
 __all__ = ["Order", "Schedule"]
 
 Order = Literal["fifo", "window", "ready"]
@@ -63,16 +65,12 @@ class Schedule:
         window: float = 0.3,
         over_sample: float = 1.0,
     ) -> None:
-        if groups_per_batch < 1:
-            raise ValueError(f"groups_per_batch must be at least 1, got {groups_per_batch}")
-        if max_staleness < 0:
-            raise ValueError(f"max_staleness must be at least 0, got {max_staleness}")
+        check_number("groups_per_batch", groups_per_batch, 1, 1 << 20, whole=True)
+        check_number("max_staleness", max_staleness, 0, 1 << 16, whole=True)
         if order not in ORDERS:
             raise ValueError(f"order must be one of {ORDERS}, got {order!r}")
-        if not 0 < window <= 1:
-            raise ValueError(f"window must be above 0 and at most 1, got {window}")
-        if not over_sample >= 1:
-            raise ValueError(f"over_sample must be at least 1, got {over_sample}")
+        check_number("window", window, above=0, most=1)
+        check_number("over_sample", over_sample, 1, 100)
         self.groups_per_batch = groups_per_batch
         self.max_staleness = max_staleness
         self._over_sample = over_sample

@@ -8,10 +8,12 @@ from typing import Any, Literal
 
 from tensordict import TensorDictBase
 
+from torchrl_moe._checks import check_bool, check_number, shown
 from torchrl_moe.collectors.schedule import Order
 
 __all__ = ["Settings"]
 
+LONGEST = 1e8  # seconds, three years: threads cannot wait for much longer
 GroupFilter = Callable[[TensorDictBase], bool]
 """Whether to train on a group, ``[rows]``."""
 
@@ -37,23 +39,24 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Refuse invalid values; the schedule checks its own."""
-        for name in ("group_size", "groups_per_batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, most in {"group_size": 1 << 16, "groups_per_batch": 1 << 20}.items():
+            check_number(name, getattr(self, name), 1, most, whole=True)
+        for name in ("only_last_turns", "track_policy_version"):
+            check_bool(name, getattr(self, name))
         if self.on_stale not in ("wait", "drop"):
             raise ValueError(f"on_stale must be 'wait' or 'drop', got {self.on_stale!r}")
+        if not callable(self.group_filter) and self.group_filter is not None:
+            raise ValueError(f"group_filter must be a function of a group, or None, got {shown(self.group_filter)}.")
+        check_number("over_sample", self.over_sample, 1, 100)
         if self.over_sample > 1 and self.on_stale != "drop":
             raise ValueError(
                 f"over_sample={self.over_sample} begins more groups than can be used in time: it needs on_stale='drop'"
             )
-        if self.max_in_flight != "auto" and (isinstance(self.max_in_flight, str) or self.max_in_flight < 1):
-            raise ValueError(f"max_in_flight must be 'auto' or at least 1, got {self.max_in_flight!r}")
-        if self.max_failures < 0:
-            raise ValueError(f"max_failures must be at least 0, got {self.max_failures}")
+        if self.max_in_flight != "auto":
+            check_number("max_in_flight", self.max_in_flight, 1, whole=True, hint="'auto': as the engine admits.")
+        check_number("max_failures", self.max_failures, 0, whole=True)
         for name in ("reward_timeout", "heartbeat_timeout"):
-            seconds = getattr(self, name)
-            if seconds is not None and not seconds > 0:
-                raise ValueError(f"{name} must be above 0 seconds, or None, got {seconds}")
+            check_number(name, getattr(self, name), above=0, most=LONGEST, none=True, hint="It is in seconds.")
 
     def by_name(self) -> dict[str, Any]:
         """Return them as a mapping."""

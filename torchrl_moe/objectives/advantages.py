@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import NestedKey, TensorDictBase, lazy_stack
+from tensordict import NestedKey, TensorDictBase, lazy_stack, unravel_key
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 
@@ -59,8 +59,13 @@ class GroupAdvantage(Transform):
         advantage_key: NestedKey = "advantage",
         done_key: NestedKey = ("next", "done"),
     ) -> None:
-        if group_size is not None and group_size < 2:
-            raise ValueError(f"group_size must be at least 2, got {group_size}: an advantage is a comparison.")
+        _checks.check_number("group_size", group_size, 2, whole=True, none=True, hint="An advantage is a comparison.")
+        given = {"rewards_key": rewards_key, "advantage_key": advantage_key, "done_key": done_key}
+        for name, key in {**given, "prompt_key": PROMPT_KEY if prompt_key is None else prompt_key}.items():
+            if not (key and isinstance(key, str | tuple) and all(isinstance(part, str) for part in unravel_key(key))):
+                raise ValueError(
+                    f"{name} must be a key of a tensordict, text or a tuple of texts, got {_checks.shown(key)}."
+                )
         grouped_by = [GROUP_KEY, PROMPT_KEY] if prompt_key is None else [prompt_key]
         super().__init__(in_keys=[*grouped_by, rewards_key, done_key], out_keys=[advantage_key])
         self.group_size = group_size
@@ -234,10 +239,10 @@ class ReinforcePlusPlusAdvantage(GroupAdvantage):
 
     def __init__(self, batch_size: int, group_size: int | None = None, **keys: Any) -> None:
         super().__init__(group_size, **keys)
-        if batch_size < 2 or batch_size % (group_size or 1):
+        _checks.check_number("batch_size", batch_size, 2, whole=True)
+        if batch_size % (group_size or 1):
             raise ValueError(
-                f"batch_size must be at least 2 and a multiple of group_size, got batch_size={batch_size} and "
-                f"group_size={group_size}."
+                f"batch_size must be a multiple of group_size, got batch_size={batch_size} and group_size={group_size}."
             )
         self.batch_size = batch_size
         self._pool: list[Trajectory] = []

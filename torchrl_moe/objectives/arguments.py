@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast, get_args
 
+from torchrl_moe._checks import check_bool, check_number, shown
 from torchrl_moe.objectives import functional as F
 
 __all__ = [
@@ -21,6 +22,9 @@ __all__ = [
 ]
 
 
+OFF = "None switches it off."
+
+
 def check_choice(name: str, got: object, allowed: tuple[object, ...]) -> None:
     """Raise ValueError unless ``got`` is one of ``allowed``."""
     if got not in allowed:
@@ -29,8 +33,7 @@ def check_choice(name: str, got: object, allowed: tuple[object, ...]) -> None:
 
 def check_dual_clip(dual_clip: float | None) -> None:
     """Raise ValueError unless the bound is above 1, or ``None``."""
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip must be greater than 1, got {dual_clip}: 3 is usual, None switches it off.")
+    check_number("dual_clip", dual_clip, above=1, none=True, infinite=True, hint="3 is usual, None switches it off.")
 
 
 def check_no_dual_clip(loss: type, arguments: Mapping[str, object]) -> None:
@@ -52,11 +55,10 @@ def check_penalties(
 ) -> None:
     """Raise ValueError unless the KL arguments are valid: coefficients, bounds (``None`` passes) and estimator."""
     for name, bound in {"kl_mask_threshold": threshold, "kl_clamp": clamp}.items():
-        if bound is not None and not bound > 0:
-            raise ValueError(f"{name} must be positive, got {bound}: None switches it off.")
+        check_number(name, bound, above=0, none=True, infinite=True, hint=OFF)
     for name, coeff in {"kl_to_ref_coeff": to_ref, "kl_to_inference_coeff": to_inference}.items():
-        if coeff is not None and not coeff >= 0:
-            raise ValueError(f"{name} must not be negative, got {coeff}: None switches it off.")
+        check_number(name, coeff, 0, none=True, hint=OFF)
+    check_bool("kl_off_policy", off_policy)
     check_choice("kl_estimator", estimator, ("k1", "k2", "k3"))
     if estimator == "k1" and not off_policy:
         raise ValueError(
@@ -72,8 +74,7 @@ def check_fixed_length(aggregation: str, fixed_length: int | None) -> None:
             f"fixed_length and aggregation='fixed_length' go together, got fixed_length={fixed_length} and "
             f"aggregation={aggregation!r}: give the greatest number of tokens that a response may have."
         )
-    if fixed_length is not None and fixed_length < 1:
-        raise ValueError(f"fixed_length must be at least 1, got {fixed_length}.")
+    check_number("fixed_length", fixed_length, 1, whole=True, none=True)
 
 
 def aggregation_of(aggregation: str | None, reduction: str | None, fixed_length: int | None) -> F.Aggregation:
@@ -82,7 +83,7 @@ def aggregation_of(aggregation: str | None, reduction: str | None, fixed_length:
     >>> aggregation_of(None, None, None), aggregation_of("prompt_mean", "none", None)
     ('token_mean', 'none')
     """
-    chosen = cast(F.Aggregation, aggregation or "token_mean")
+    chosen = cast(F.Aggregation, "token_mean" if aggregation is None else aggregation)
     check_choice("aggregation", chosen, get_args(F.Aggregation))
     check_fixed_length(chosen, fixed_length)
     if reduction == "sum":
@@ -101,13 +102,12 @@ def check_unused(gamma: float | None, clip_value: bool | float | None, samples_m
             f"gamma must be None, got {gamma}: GRPO has no value function, and TorchRL's loss never reads it. Discount "
             "rewards before the advantage is computed."
         )
-    if clip_value:
+    if clip_value is not None and clip_value is not False:
         raise ValueError(
             f"clip_value must be None or False, got {clip_value}: GRPO has no value function to clip, and TorchRL's "
             "loss never reads it. clip_epsilon is the range of the ratio."
         )
-    if samples_mc_entropy < 1:
-        raise ValueError(f"samples_mc_entropy must be at least 1, got {samples_mc_entropy}.")
+    check_number("samples_mc_entropy", samples_mc_entropy, 1, whole=True)
 
 
 def check_hooks(loss: type) -> None:
@@ -137,9 +137,8 @@ def clip_range(clip_epsilon: float | tuple[float, float]) -> tuple[float, float]
     ((0.2, 0.2), (0.2, 0.28))
     """
     pair = tuple(clip_epsilon) if isinstance(clip_epsilon, tuple | list) else (clip_epsilon, clip_epsilon)
-    if len(pair) != 2 or not (0 <= pair[0] <= 1 and pair[1] >= 0):
-        raise ValueError(
-            f"clip_epsilon must be a number in [0, 1], or (low, high) with low in [0, 1] and high >= 0, got "
-            f"{clip_epsilon}."
-        )
+    if len(pair) != 2:
+        raise ValueError(f"clip_epsilon must be a number, or (low, high), got {shown(clip_epsilon)}.")
+    check_number("clip_epsilon (low)", pair[0], 0, 1)
+    check_number("clip_epsilon (high)", pair[1], 0, infinite=True)
     return float(pair[0]), float(pair[1])

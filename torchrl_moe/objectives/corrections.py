@@ -54,6 +54,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from torchrl_moe._checks import check_number, shown
 from torchrl_moe.objectives import functional as F
 from torchrl_moe.objectives.functional.tokens import select
 from torchrl_moe.objectives.ratios import PolicyRatios, Proximal
@@ -103,11 +104,13 @@ class Thresholds:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            pair = isinstance(field.default, tuple)
-            if pair and not (isinstance(value, Sequence) and len(value) == 2 and 0 <= value[0] < value[1]):
+            is_pair = isinstance(field.default, tuple)
+            if is_pair and not (isinstance(value, tuple | list) and len(value) == 2):
+                raise ValueError(f"threshold {field.name} must be (low, high), got {shown(value)}.")
+            for one in value if is_pair else (value,):
+                check_number(f"threshold {field.name}", one, 0, whole=field.name == "staleness_mask", infinite=True)
+            if is_pair and not value[0] < value[1]:
                 raise ValueError(f"threshold {field.name} must be (low, high) with 0 <= low < high, got {value!r}.")
-            if not pair and not (isinstance(value, int | float) and value >= 0):
-                raise ValueError(f"threshold {field.name} must be a number, 0 or more, got {value!r}.")
 
 
 class Corrections:
@@ -128,6 +131,12 @@ class Corrections:
         thresholds: Thresholds | None = None,
         proximal: Proximal | None = None,
     ) -> None:
+        if not isinstance(names, str | list | tuple | None):
+            raise ValueError(
+                f"correction must be of {list(get_args(Correction))}, or a list of them, got {shown(names)}."
+            )
+        if not isinstance(thresholds, Thresholds | None):
+            raise ValueError(f"thresholds must be Thresholds, or None, got {shown(thresholds)}.")
         self.names: tuple[str, ...] = (names,) if isinstance(names, str) else tuple(names or ())
         self.thresholds = thresholds or Thresholds()
         self.proximal = proximal

@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 from torch import Tensor
 
+from torchrl_moe._checks import check_number
 from torchrl_moe.objectives import functional as F
 from torchrl_moe.objectives.arguments import check_choice, check_no_dual_clip
 from torchrl_moe.objectives.grpo import GRPOLoss
@@ -46,8 +47,7 @@ class DPPOLoss(GRPOLoss):
         **arguments: Any,
     ) -> None:
         check_choice("divergence", divergence, get_args(F.Divergence))
-        if not max_ratio >= 1:
-            raise ValueError(f"max_ratio must be at least 1, the ratio on policy, got {max_ratio}.")
+        check_number("max_ratio", max_ratio, 1, infinite=True, hint="It is 1 on policy.")
         check_no_dual_clip(type(self), arguments)
         threshold = _THRESHOLDS[divergence] if clip_epsilon is None else clip_epsilon
         super().__init__(actor_network, clip_epsilon=threshold, entropy_bonus=entropy_bonus, **arguments)

@@ -159,6 +159,8 @@ class GRPOLoss(LossModule):
         coefficients = (kl_to_ref_coeff, kl_to_inference_coeff)
         check_penalties(kl_mask_threshold, *coefficients, kl_estimator, kl_off_policy, kl_clamp)
         check_dual_clip(dual_clip)
+        _checks.check_bool("entropy_bonus", entropy_bonus)
+        _checks.check_number("entropy_coeff", entropy_coeff)
         self.actor_network, self.reference = actor_network, reference
         self.aggregation = aggregation_of(aggregation, reduction, fixed_length)
         self.fixed_length, self.reduction, self.dual_clip = fixed_length, reduction or "mean", dual_clip
@@ -182,7 +184,10 @@ class GRPOLoss(LossModule):
         if device is None:
             device = next((parameter.device for parameter in self.parameters()), torch.get_default_device())
         for name, epsilon in zip(("low", "high"), clip, strict=True):
-            self.register_buffer(f"clip_epsilon_{name}", torch.tensor(epsilon, device=device))
+            try:
+                self.register_buffer(f"clip_epsilon_{name}", torch.tensor(epsilon, device=device))
+            except (RuntimeError, TypeError) as error:
+                raise ValueError(f"device={device!r}: {str(error).splitlines()[0]}") from error
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -51,6 +51,8 @@ class LossInputs:
     def __post_init__(self) -> None:
         check_choice("masking_strategy", self.masking, get_args(Masking))
         check_choice("ref_log_prob_padding_side", self.ref_side, ("left", "right"))
+        if not isinstance(self.ref_fill, int | float) or isinstance(self.ref_fill, bool):  # any, NaN and infinities too
+            raise ValueError(f"ref_log_prob_padding_value must be a number, got {self.ref_fill!r:.60}.")
 
     def keys(self, names: LossKeys) -> list[NestedKey]:
         """Return the required keys."""

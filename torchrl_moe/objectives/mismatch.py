@@ -49,6 +49,10 @@ class CollapseThresholds:
     dropped_fraction: float | None = 0.0
     """Greatest share of tokens with a log-prob that is NaN or infinite."""
 
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            _checks.check_number(name, value, 0, none=True)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchKeys:
@@ -124,10 +128,12 @@ class MismatchMetrics:
         keys: MismatchKeys = MismatchKeys(),
     ) -> None:
         check_choice("masking_strategy", masking_strategy, get_args(Masking))
-        if not tau > 1:
-            raise ValueError(f"tau must be greater than 1, got {tau}: it bounds a ratio that is 1 without mismatch.")
-        if max_age < 1:
-            raise ValueError(f"max_age must be at least 1, got {max_age}.")
+        _checks.check_number("tau", tau, above=1, hint="It bounds a ratio that is 1 without mismatch.")
+        for name, count in {"max_age": max_age, "sample_size": sample_size}.items():
+            _checks.check_number(name, count, 1, whole=True)
+        for name, given, kind in (("thresholds", thresholds, CollapseThresholds | None), ("keys", keys, MismatchKeys)):
+            if not isinstance(given, kind):
+                raise ValueError(f"{name} must be {kind}, got {_checks.shown(given)}.")
         self.masking_strategy, self.tau, self.max_age = masking_strategy, tau, max_age
         self.sample_size, self.thresholds, self.keys = sample_size, thresholds, keys
         self._warned = False

@@ -100,10 +100,9 @@ class MoERouterLoss(LossModule):
             )
         check_choice("scoring", scoring, get_args(balance.Scoring))
         for name, coeff in {"load_balancing_coeff": load_balancing_coeff, "z_coeff": z_coeff}.items():
-            if not coeff >= 0:
-                raise ValueError(f"{name} must not be negative, got {coeff}: 0 switches it off.")
-        if top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {top_k}: it is the number of experts per token.")
+            _checks.check_number(name, coeff, 0, hint="0 switches it off.")
+        _checks.check_number("top_k", top_k, 1, 1 << 16, whole=True, hint="It is the number of experts per token.")
+        _checks.check_bool("per_sequence", per_sequence)
         self.actor_network = actor_network
         self.top_k, self.scoring, self.per_sequence = top_k, scoring, per_sequence
         self.load_balancing_coeff, self.z_coeff = load_balancing_coeff, z_coeff

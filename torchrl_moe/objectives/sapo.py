@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torchrl_moe._checks import check_number, shown
 from torchrl_moe.objectives import functional as F
 from torchrl_moe.objectives.arguments import check_no_dual_clip
 from torchrl_moe.objectives.grpo import GRPOLoss
@@ -38,8 +39,10 @@ class SAPOLoss(GRPOLoss):
         entropy_bonus: bool = False,
         **arguments: Any,
     ) -> None:
-        if len(temperatures) != 2 or not all(temperature > 0 for temperature in temperatures):
-            raise ValueError(f"temperatures must be two positive numbers, got {temperatures!r}.")
+        if not isinstance(temperatures, tuple | list) or len(temperatures) != 2:
+            raise ValueError(f"temperatures must be two positive numbers, got {shown(temperatures)}.")
+        for temperature in temperatures:
+            check_number("temperatures", temperature, above=0)
         check_no_dual_clip(type(self), arguments)
         super().__init__(actor_network, aggregation=aggregation, entropy_bonus=entropy_bonus, **arguments)
         self.temperatures = tuple(temperatures)

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from torchrl_moe._checks import check_number
+
 __all__ = ["UniformSample"]
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
@@ -28,8 +30,7 @@ class UniformSample:
     """
 
     def __init__(self, capacity: int = 1 << 16, seed: int | None = None) -> None:
-        if capacity < 1:
-            raise ValueError(f"capacity must be at least 1, got {capacity}.")
+        check_number("capacity", capacity, 1, whole=True)
         self.capacity = capacity
         self._random = np.random.default_rng(seed)
         self._values: Values = np.empty(0)

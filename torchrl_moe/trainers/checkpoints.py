@@ -24,7 +24,7 @@ from torchrl.checkpoint import (
 )
 
 from torchrl_moe.trainers.config import ConfigError
-from torchrl_moe.trainers.folders import exchange
+from torchrl_moe.trainers.folders import exchange, recover
 from torchrl_moe.trainers.rank_group import Ranks
 from torchrl_moe.trainers.trained_state import TrainedState
 
@@ -90,6 +90,8 @@ class Checkpoints:
         self.rotation = CheckpointRotation(folder, keep_last=keep, keep_best=(SCORE, "max"), prefix="step")
         self._pending: Future[bool] | None = None
         for left in folder.glob(".*") if self._ranks.is_first else ():  # partly written when a process was killed
+            if left.name.endswith(".older"):
+                recover(left)
             shutil.rmtree(left, ignore_errors=True)
 
     def check_folder(self) -> None:

@@ -18,23 +18,21 @@ except ImportError as error:
 
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, as_dict
 from torchrl_moe.trainers.function_names import look_in
+from torchrl_moe.trainers.settings import Settings
 
-__all__ = ["CONFIGS", "load_config"]
+__all__ = ["CONFIGS", "load_config", "saved_config"]
 
 CONFIGS = Path(__file__).parent / "configs"
 FIXED = ("model", "data", "seed", "loss.replay")
 """Settings that a checkpoint's weights, or its position in the data, depend on."""
-OPEN = (
-    "model.arguments", "model.pretrained", "data.arguments", "engine.arguments", "engine.sync", "rollout.sampling",
-    "loss.arguments", "loss.router", "log.arguments", "hardware.links",
-)  # fmt: skip
-"""Groups whose keys are parameters of another library's functions."""
 
-ConfigStore.instance().store(name="grpo_config", node=GRPOConfig)
+ConfigStore.instance().store(name="grpo_config", node=as_dict(GRPOConfig()))
 
 
 def load_config(name: str | Path = "tiny_cpu", overrides: Sequence[str] = ()) -> GRPOConfig:
-    """Return a configuration, checked; a resumed run keeps its own, and changes only what is overridden.
+    """Return a configuration, checked but for what is passed on.
+
+    A resumed run keeps its own, and changes only what is overridden.
 
     Args:
         name: of one in ``torchrl_moe/trainers/configs``, or a file of your own; modules of functions that it names may
@@ -54,23 +52,47 @@ def load_config(name: str | Path = "tiny_cpu", overrides: Sequence[str] = ()) ->
     if not (folder / f"{stem}{path.suffix or '.yaml'}").is_file():
         known = ", ".join(sorted(item.stem for item in CONFIGS.glob("*.yaml")))
         raise ConfigError(f"there is no configuration {name}; the package has {known}; or name a file, such as my.yaml")
+    changes = [_known(item) for item in overrides]
     try:
         with initialize_config_dir(str(folder.resolve()), version_base=None):
-            composed = compose(stem, overrides=[*_search(folder), *map(_open, overrides)])
-        config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(GRPOConfig), composed))
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+            composed = compose(stem, overrides=[*_search(folder), *changes])
+        config = _config(composed)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(_line(error)) from error
-    assert isinstance(config, GRPOConfig)
     if config.resume:
         config = _of_the_run(config, overrides)
-    config.check()
+    config.check(passed_on=False)  # a trainer checks that too, before it loads anything
     return config
 
 
-def _open(override: str) -> str:
-    """Let an override add keys to a group that has no fixed ones."""
-    key = override.split("=")[0]
-    return f"++{override}" if any(key == name or key.startswith(f"{name}.") for name in OPEN) else override
+def _known(override: str) -> str:
+    """Return an override as Hydra needs it; it may add a key where any is allowed, and only there.
+
+    Raises:
+        ConfigError: it is none, or names no setting.
+    """
+    name, is_one, _ = override.lstrip("+").partition("=")
+    if name.startswith(("hydra", "~")):
+        return override
+    if not is_one:
+        raise ConfigError(f"{override!r} is no setting: write key=value, such as optim.lr=1e-5")
+    kind: Any = GRPOConfig
+    for part in name.split("."):
+        if not (isinstance(kind, type) and issubclass(kind, Settings)):
+            break  # the keys of a dict are another function's arguments
+        try:
+            kind = kind.type_of(part)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; --cfg prints all settings") from None
+    return f"++{override.lstrip('+')}"
+
+
+def _config(composed: Any) -> GRPOConfig:
+    """Return a configuration; all keys and values are those of the schema, or a ``ConfigError`` names the first."""
+    found = OmegaConf.to_container(composed, resolve=True)
+    if not isinstance(found, dict):
+        raise ConfigError(f"a configuration is a mapping of settings, got {found!r:.60}")
+    return GRPOConfig(**{str(name): value for name, value in found.items()})
 
 
 def _search(folder: Path) -> list[str]:
@@ -78,29 +100,36 @@ def _search(folder: Path) -> list[str]:
     return [] if folder == CONFIGS else [f"hydra.searchpath=[file://{CONFIGS}]"]
 
 
+def saved_config(file: Path) -> GRPOConfig:
+    """Return the configuration that a run has saved.
+
+    Raises:
+        ConfigError: it was changed, and no longer is one.
+    """
+    try:
+        return _config(OmegaConf.merge(as_dict(GRPOConfig()), OmegaConf.load(file)))
+    except (OmegaConfBaseException, ConfigError) as error:
+        raise ConfigError(f"{file}: {_line(error)}") from error
+
+
 def _of_the_run(config: GRPOConfig, overrides: Sequence[str]) -> GRPOConfig:
     """Return the settings saved in the run's folder, with the requested overrides."""
     saved = Path(config.out) / "config.yaml"
     if not saved.exists():
         raise ConfigError(f"resume=true, but there is no run in {config.out}")
+    before = saved_config(saved)
     try:
-        before = OmegaConf.merge(OmegaConf.structured(GRPOConfig), OmegaConf.load(saved))
         asked = OmegaConf.from_dotlist([item.lstrip("+") for item in overrides])
-        changed: Any = OmegaConf.to_object(OmegaConf.merge(before, asked))
+        changed = _config(OmegaConf.merge(as_dict(before), asked))
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{saved}: {_line(error)}") from error
+        raise ConfigError(_line(error)) from error
+    changed.read()
     for name in FIXED:
-        was, now = as_dict(_at(OmegaConf.to_object(before), name)), as_dict(_at(changed, name))
+        was, now = as_dict(before.get(name)), as_dict(changed.get(name))
         if was != now:
             raise ConfigError(f"resume=true continues with {name}={was}; it cannot be changed to {now}")
-    assert isinstance(changed, GRPOConfig)
     changed.resume, changed.out = True, config.out  # as requested, also in a user's own file
     return changed
-
-
-def _at(config: Any, name: str) -> Any:
-    assert isinstance(config, GRPOConfig)
-    return config.get(name)
 
 
 def _line(error: Exception) -> str:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import math
-import os
+import inspect
+import tempfile
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torchrl_moe.trainers.hardware_config import HardwareConfig
 from torchrl_moe.trainers.placement_config import PlacementConfig
+from torchrl_moe.trainers.settings import LONGEST, ConfigError, Settings, nearest, setting
 from torchrl_moe.trainers.yaml_text import yaml_text
+
+if TYPE_CHECKING:
+    from torchrl_moe.objectives import GRPOLoss
 
 __all__ = [
     "CheckpointConfig",
@@ -18,44 +23,24 @@ __all__ = [
     "EngineConfig",
     "EvalConfig",
     "GRPOConfig",
+    "HardwareConfig",
     "LoRAConfig",
     "LogConfig",
     "LossConfig",
     "ModelConfig",
     "OptimConfig",
+    "PlacementConfig",
     "RolloutConfig",
     "as_dict",
     "as_yaml",
 ]
 
-REPLAYS = ("R3", "R2", "none")
-DTYPES = ("auto", "float32", "bfloat16")
-ADVANTAGES = ("grpo", "rloo", "dr_grpo", "reinforce_plus_plus")
-REFERENCES = ("auto", "adapter", "model", "engine")
-SCHEDULES = ("constant", "linear", "cosine")
-LORA_TARGETS = ("attention", "experts", "all")
-LOGGERS = ("csv", "tensorboard", "wandb", "trackio", "mlflow")
-
-
-class ConfigError(ValueError):
-    """An invalid setting."""
-
-    @classmethod
-    def of(cls, name: str, error: Exception) -> ConfigError:
-        """Return another error about a setting, as one line.
-
-        >>> ConfigError.of("data", KeyError("answer")), ConfigError.of("data", ValueError("no rows\\nat all"))
-        (ConfigError("data: KeyError: 'answer'"), ConfigError('data: no rows'))
-        """
-        if isinstance(error, cls):
-            return error
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-        speaks_for_itself = first and isinstance(error, OSError | TypeError | ValueError | ImportError)
-        return cls(f"{name}: " + (first if speaks_for_itself else f"{type(error).__name__}: {first}".rstrip(": ")))
+LARGEST = 2**31 - 1
+"""What engines count in; vLLM's kernels take top_k as 32 bits."""
 
 
 @dataclass(kw_only=True)
-class LoRAConfig:
+class LoRAConfig(Settings, group="model.lora"):
     """An adapter (arXiv 2106.09685), trained instead of the whole model.
 
     Attributes:
@@ -64,13 +49,13 @@ class LoRAConfig:
         target: ``"attention"``, ``"experts"`` or ``"all"`` (both).
     """
 
-    rank: int = 0
-    alpha: float = 32.0
-    target: str = "attention"
+    rank: int = setting(0, least=0, most=1 << 16)
+    alpha: float = setting(32.0, above=0, most=1e6)
+    target: str = setting("attention", of=("attention", "experts", "all"))
 
 
 @dataclass(kw_only=True)
-class ModelConfig:
+class ModelConfig(Settings, group="model"):
     """The model that is trained.
 
     Attributes:
@@ -87,13 +72,13 @@ class ModelConfig:
     source: str | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     pretrained: dict[str, Any] = field(default_factory=dict)
-    dtype: str = "auto"
+    dtype: str = setting("auto", of=("auto", "float32", "bfloat16"))
     activation_checkpointing: bool = False
     lora: LoRAConfig = field(default_factory=LoRAConfig)
 
 
 @dataclass(kw_only=True)
-class DataConfig:
+class DataConfig(Settings, group="data"):
     """The prompts, and how answers are rewarded.
 
     Attributes:
@@ -109,13 +94,13 @@ class DataConfig:
     source: str | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     prompt: str = "prompt"
-    held_out: int = 0
+    held_out: int = setting(0, least=0)
     rewards: list[str] = field(default_factory=list)
     weights: list[float] | None = None
 
 
 @dataclass(kw_only=True)
-class EngineConfig:
+class EngineConfig(Settings, group="engine"):
     """The engine that generates.
 
     Attributes:
@@ -131,18 +116,18 @@ class EngineConfig:
             own.
     """
 
-    kind: str = "vllm"
-    num_replicas: int = 1
-    backend: str = "local"
+    kind: str = setting("vllm", of=("vllm", "transformers"))
+    num_replicas: int = setting(1, least=1, most=1 << 16)
+    backend: str = setting("local", of=("local", "ray"))
     arguments: dict[str, Any] = field(default_factory=dict)
     sync: dict[str, Any] = field(default_factory=dict)
-    sync_every: int = 1
+    sync_every: int = setting(1, least=1)
     sleep: bool = False
     connect: str | None = None
 
 
 @dataclass(kw_only=True)
-class RolloutConfig:
+class RolloutConfig(Settings, group="rollout"):
     """How answers are collected.
 
     Attributes:
@@ -159,25 +144,31 @@ class RolloutConfig:
             2503.14476).
     """
 
-    prompts_per_step: int = 16
-    group_size: int = 8
-    max_new_tokens: int = 256
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    prompts_per_step: int = setting(16, least=1, most=1 << 20)
+    group_size: int = setting(8, least=2, most=1 << 16)
+    max_new_tokens: int = setting(256, least=1, most=LARGEST)
+    temperature: float = setting(1.0, above=0)
+    top_p: float = setting(1.0, above=0, most=1)
+    top_k: int = setting(0, least=0, most=LARGEST)
     sampling: dict[str, Any] = field(default_factory=dict)
-    max_staleness: int = 0
-    order: str = "window"
-    window: float = 0.3
-    on_stale: str = "wait"
-    over_sample: float = 1.0
-    reward_timeout: float | None = 60.0
-    max_failures: int | None = None
+    max_staleness: int = setting(0, least=0, most=1 << 16)
+    order: str = setting("window", of=("fifo", "window", "ready"))
+    window: float = setting(0.3, above=0, most=1)
+    on_stale: str = setting("wait", of=("wait", "drop"))
+    over_sample: float = setting(1.0, least=1, most=100)
+    reward_timeout: float | None = setting(60.0, above=0, most=LONGEST)
+    max_failures: int | None = setting(None, least=0)
     drop_uniform_groups: bool = False
+
+    def generate_kwargs(self) -> dict[str, Any]:
+        """Return all that answers are sampled with, under TorchRL's names."""
+        named = ("max_new_tokens", "temperature", "top_p")
+        top_k = {"top_k": self.top_k} if self.top_k else {}  # 0 means all words; TorchRL has no value for that
+        return {**{name: getattr(self, name) for name in named}, **top_k, **self.sampling}
 
 
 @dataclass(kw_only=True)
-class LossConfig:
+class LossConfig(Settings, group="loss"):
     """The loss that is minimised.
 
     Attributes:
@@ -193,14 +184,53 @@ class LossConfig:
 
     name: str = "GRPOLoss"
     arguments: dict[str, Any] = field(default_factory=dict)
-    advantage: str = "grpo"
-    replay: str = "R3"
-    reference: str = "auto"
+    advantage: str = setting("grpo", of=("grpo", "rloo", "dr_grpo", "reinforce_plus_plus"))
+    replay: str = setting("R3", of=("R3", "R2", "none"))
+    reference: str = setting("auto", of=("auto", "adapter", "model", "engine"))
     router: dict[str, Any] = field(default_factory=dict)
+
+    def build(self, actor: Any, top_k: int | None = None, **more: Any) -> GRPOLoss:
+        """Return the loss of an actor.
+
+        Args:
+            actor: of the policy; the loss is the same for any that can score.
+            top_k: of the model's routers; ``None``: ``router`` has it.
+            **more: arguments that win over ``arguments``.
+
+        Raises:
+            ConfigError: there is no such loss, or it does not accept an argument.
+        """
+        from torchrl_moe import objectives
+
+        kind = getattr(objectives, self.name, None)
+        if not _is_loss(kind):
+            known = [key for key in dir(objectives) if _is_loss(getattr(objectives, key))]
+            raise ConfigError(f"loss.name={self.name} must be one of {', '.join(known)}")
+        arguments = {"entropy_bonus": False, **self.arguments, **more}
+        _check_names("loss.arguments", arguments, *(base for base in kind.__mro__ if _is_loss(base)))
+        _check_names("loss.router", self.router, objectives.MoERouterLoss)
+        part = "loss.router"
+        try:
+            if self.router:
+                given = {**({} if top_k is None else {"top_k": top_k}), **self.router}
+                arguments["router_loss"] = objectives.MoERouterLoss(actor, **given)
+            part = "loss.arguments"
+            # YAML has neither tuples nor dataclasses
+            if isinstance(arguments.get("clip_epsilon"), list):
+                arguments["clip_epsilon"] = tuple(arguments["clip_epsilon"])
+            if isinstance(arguments.get("thresholds"), dict):
+                _check_names("loss.arguments.thresholds", arguments["thresholds"], objectives.Thresholds)
+                arguments["thresholds"] = objectives.Thresholds(**arguments["thresholds"])
+            loss = kind(actor, **arguments)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ConfigError.of(part, error) from error
+        if loss.aggregation == "none":
+            raise ConfigError("loss.arguments: a loss per token (aggregation or reduction none) cannot be minimised")
+        return loss
 
 
 @dataclass(kw_only=True)
-class OptimConfig:
+class OptimConfig(Settings, group="optim"):
     """The optimizer.
 
     Attributes:
@@ -212,21 +242,23 @@ class OptimConfig:
         minibatches: optimizer steps per pass.
         max_tokens: of a micro-batch, padding included; ``None``: a minibatch is one micro-batch. Affects memory, not
             gradients.
+        max_bad_steps: optimizer steps in a row, skipped because their gradient is not finite, that end the run.
     """
 
-    lr: float = 1e-6
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    weight_decay: float = 0.0
-    schedule: str = "constant"
-    warmup_steps: int = 0
-    max_grad_norm: float | None = 1.0
-    epochs: int = 1
-    minibatches: int = 1
-    max_tokens: int | None = None
+    lr: float = setting(1e-6, above=0, most=1e3)
+    betas: list[float] = setting((0.9, 0.999), least=0, below=1)
+    weight_decay: float = setting(0.0, least=0)
+    schedule: str = setting("constant", of=("constant", "linear", "cosine"))
+    warmup_steps: int = setting(0, least=0)
+    max_grad_norm: float | None = setting(1.0, above=0)
+    epochs: int = setting(1, least=1)
+    minibatches: int = setting(1, least=1)
+    max_tokens: int | None = setting(None, least=1)
+    max_bad_steps: int = setting(10, least=1)
 
 
 @dataclass(kw_only=True)
-class EvalConfig:
+class EvalConfig(Settings, group="eval"):
     """Evaluation: greedy answers to held-out prompts, generated while the next step runs.
 
     Attributes:
@@ -236,50 +268,57 @@ class EvalConfig:
             without; 0: none.
     """
 
-    every: int = 10
-    prompts: int = 200
-    mismatch_every: int = 10
+    every: int = setting(10, least=0)
+    prompts: int = setting(200, least=1)
+    mismatch_every: int = setting(10, least=0)
 
 
 @dataclass(kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Settings, group="checkpoint"):
     """Checkpoints.
 
     Attributes:
         every: steps between checkpoints; 0 for none.
         keep: how many of the newest to keep, besides the one with the best held-out reward.
+        grace: seconds after a Ctrl-C or SIGTERM (a batch scheduler's) in which the running step is finished and saved;
+            0, or without checkpoints: the run ends at once.
     """
 
-    every: int = 10
-    keep: int = 2
+    every: int = setting(10, least=0)
+    keep: int = setting(2, least=1)
+    grace: float = setting(60.0, least=0, most=LONGEST)
 
 
 @dataclass(kw_only=True)
-class LogConfig:
+class LogConfig(Settings, group="log"):
     """Where metrics go, besides ``metrics.csv``.
 
     Attributes:
         loggers: TorchRL's: ``csv``, ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``.
         arguments: of each, by its name.
         samples: answers written to ``samples.jsonl`` at each step.
-        progress: whether to show a progress bar, on a terminal or in a notebook.
+        progress: whether to show progress: a bar on a terminal or in a notebook, lines elsewhere.
+        print_every: steps between those lines.
     """
 
-    loggers: list[str] = field(default_factory=lambda: ["tensorboard"])
+    loggers: list[str] = setting(("tensorboard",), of=("csv", "tensorboard", "wandb", "trackio", "mlflow"))
     arguments: dict[str, Any] = field(default_factory=dict)
-    samples: int = 4
+    samples: int = setting(4, least=0)
     progress: bool = True
+    print_every: int = setting(1, least=1)
 
 
 @dataclass(kw_only=True)
-class GRPOConfig:
+class GRPOConfig(Settings):
     """The configuration of a run.
 
     Attributes:
         out: the run's folder.
-        seed: of all random draws.
+        seed: of all random draws, those of the engine, Python, NumPy and torch: from 0 to 2^31 - 1.
         steps: number of training steps.
         resume: continue from the newest checkpoint in ``out``.
+        overwrite: replace the run that ``out`` holds, once the first step of this one is done; otherwise such a folder
+            is refused.
         hooks: functions, ``package.module:function``, called with the trainer before it starts, to register hooks.
         plan: print what the run would need, and do not start it.
         placement: how the ranks of a launcher share the model; no effect with a single process.
@@ -289,9 +328,10 @@ class GRPOConfig:
     """
 
     out: str = "runs/grpo"
-    seed: int = 0
-    steps: int = 100
+    seed: int = setting(0, least=0, most=LARGEST)
+    steps: int = setting(100, least=1)
     resume: bool = False
+    overwrite: bool = False
     hooks: list[str] = field(default_factory=list)
     plan: bool = False
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -306,45 +346,26 @@ class GRPOConfig:
     log: LogConfig = field(default_factory=LogConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
-    def check(self) -> None:
+    def check(self, passed_on: bool = True) -> None:
         """Refuse invalid values, and values that YAML cannot hold.
+
+        Args:
+            passed_on: also what is passed on to the loss, to sampling, to the weight sync and to loggers, which are
+                imported for it: seconds, the first time.
 
         Raises:
             ConfigError: names the first one, as ``group.name=value``.
         """
-        self.out = os.fspath(self.out)
-        try:
-            as_yaml(self)
-        except ValueError as error:
-            raise ConfigError(f"a value is not a plain number, text, list or dict: {error}") from error
-        for name in POSITIVE:
-            value = self.get(name)
-            _check(0 < value < math.inf, name, value, "must be positive and finite")
-        for name in POSITIVE_OR_NONE:
-            value = self.get(name)
-            _check(value is None or 0 < value < math.inf, name, value, "must be positive and finite, or null for none")
-        for name in COUNTS:
-            value = self.get(name)
-            _check(value is None or value >= 0, name, value, "must be 0 or more")
-        for name, allowed in CHOICES.items():
-            value = self.get(name)
-            _check(value in allowed, name, value, f"must be one of {', '.join(allowed)}")
-        for name in self.log.loggers:
-            _check(name in LOGGERS, "log.loggers", name, f"must be of {', '.join(LOGGERS)}")
-        rollout = self.rollout
-        _check(rollout.group_size > 1, "rollout.group_size", 1, "is too few: an advantage compares two answers")
-        _check(0 < rollout.top_p <= 1, "rollout.top_p", rollout.top_p, "must be above 0 and at most 1")
-        answers, parts = rollout.prompts_per_step * rollout.group_size, self.optim.minibatches
-        _check(answers % parts == 0, "optim.minibatches", parts, f"does not divide the {answers} answers of a step")
-        betas = self.optim.betas
-        proper = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
-        _check(proper, "optim.betas", betas, "must be two numbers, at least 0 and below 1")
-        asleep = self.engine.sleep and rollout.max_staleness > 0
-        _check(not self.engine.sleep or self.engine.kind == "vllm", "engine.sleep", True, "needs engine.kind=vllm")
-        _check(not asleep, "engine.sleep", True, "needs rollout.max_staleness=0: a sleeping engine generates nothing")
-        lent = self.engine.connect is not None and (self.engine.sleep or bool(self.engine.arguments))
-        _check(not lent, "engine.connect", self.engine.connect, "is started elsewhere: leave sleep and arguments out")
-        _check_lora(self)
+        self.read()
+        _check_step(self)
+        _check_engine(self)
+        if not passed_on:
+            return
+        _check_sync(self)
+        _check_sampling(self)
+        _check_loggers(self)
+        # an actor's model is not there yet; it has the top_k of its routers
+        self.loss.build(_AnyActor(), top_k=1)
 
     def get(self, name: str) -> Any:
         """Return a setting by its dotted name."""
@@ -354,38 +375,137 @@ class GRPOConfig:
         return value
 
 
-POSITIVE = (
-    "steps", "engine.num_replicas", "engine.sync_every", "rollout.prompts_per_step", "rollout.group_size",
-    "rollout.max_new_tokens", "rollout.temperature", "optim.lr", "optim.epochs", "optim.minibatches", "eval.prompts",
-    "checkpoint.keep", "hardware.gpu_gb", "hardware.host_gb", "hardware.gpus_per_host", "hardware.trainer_gpus",
-    "hardware.expert_imbalance", "placement.tensor_parallel", "placement.expert_parallel", "placement.replicate",
-    "placement.timeout", "placement.collective_timeout",
-)  # fmt: skip
-POSITIVE_OR_NONE = ("optim.max_grad_norm", "optim.max_tokens", "rollout.reward_timeout")
-COUNTS = (
-    "optim.weight_decay",
-    "data.held_out", "rollout.max_staleness", "rollout.max_failures", "rollout.top_k", "optim.warmup_steps",
-    "model.lora.rank", "eval.every", "eval.mismatch_every", "checkpoint.every", "log.samples",
-)  # fmt: skip
-CHOICES = {
-    "model.dtype": DTYPES,
-    "engine.kind": ("vllm", "transformers"),
-    "engine.backend": ("local", "ray"),
-    "loss.advantage": ADVANTAGES,
-    "loss.replay": REPLAYS,
-    "loss.reference": REFERENCES,
-    "optim.schedule": SCHEDULES,
-}
-
-
 def _check(holds: bool, name: str, value: Any, problem: str) -> None:
     if not holds:
         raise ConfigError(f"{name}={value} {problem}")
 
 
-def _check_lora(config: GRPOConfig) -> None:
-    lora = config.model.lora
-    _check(lora.target in LORA_TARGETS, "model.lora.target", lora.target, f"must be one of {', '.join(LORA_TARGETS)}")
+def _check_step(config: GRPOConfig) -> None:
+    """Refuse settings that are fine by themselves and not together."""
+    rollout, optim = config.rollout, config.optim
+    answers, parts = rollout.prompts_per_step * rollout.group_size, optim.minibatches
+    _check(answers % parts == 0, "optim.minibatches", parts, f"does not divide the {answers} answers of a step")
+    betas = optim.betas
+    _check(len(betas) == 2, "optim.betas", betas, "must be two numbers, at least 0 and below 1")
+    decay = "times optim.lr must be below 1: a step multiplies weights by 1 - lr * weight_decay"
+    _check(optim.lr * optim.weight_decay < 1, "optim.weight_decay", optim.weight_decay, decay)
+    surplus = "begins more groups than can be used in time: it needs rollout.on_stale=drop"
+    fits = rollout.over_sample == 1 or rollout.on_stale == "drop"
+    _check(fits, "rollout.over_sample", rollout.over_sample, surplus)
+    _check(not (config.resume and config.overwrite), "overwrite", True, "contradicts resume=True: set one of them")
+
+
+def _check_engine(config: GRPOConfig) -> None:
+    engine, rollout = config.engine, config.rollout
+    asleep = engine.sleep and rollout.max_staleness > 0
+    _check(not engine.sleep or engine.kind == "vllm", "engine.sleep", True, "needs engine.kind=vllm")
+    _check(not asleep, "engine.sleep", True, "needs rollout.max_staleness=0: a sleeping engine generates nothing")
+    lent = engine.connect is not None and (engine.sleep or bool(engine.arguments))
+    _check(not lent, "engine.connect", engine.connect, "is started elsewhere: leave sleep and arguments out")
+
+
+# -- what is passed on, checked by what it is passed to; nothing is loaded or written ---------------------------------
+
+
+class _AnyActor:
+    """Stands for the policy, which a loss does not look at before its first batch."""
+
+    score = None
+
+
+def _check_sync(config: GRPOConfig) -> None:
+    from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
+
+    given = config.engine.sync
+    _check_names("engine.sync", given, VLLMWeightSyncScheme)
+    folder = {} if given.get("layout", "slots") == "versions" else {"folder": tempfile.gettempdir()}
+    try:  # with a folder, a scheme makes none
+        VLLMWeightSyncScheme(**{**folder, **given})
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError.of("engine.sync", error) from error
+
+
+def _check_sampling(config: GRPOConfig) -> None:
+    from torchrl_moe.modules.backends.sampling_fields import FIELDS, check_fields
+    from torchrl_moe.modules.backends.transformers.sampling import read_sampling
+    from torchrl_moe.modules.policies.generate_kwargs import engine_arguments_of, sampling_params_of
+    from torchrl_moe.modules.policies.sampling_entry import refuse_changed_values
+
+    engine, given = engine_arguments_of(config.rollout.generate_kwargs())
+    elsewhere = [name for name in engine if name != "on_resume"]
+    _check(not elsewhere, "rollout.sampling", elsewhere, "is no sampling parameter: leave it out")
+    try:
+        # before TorchRL compares numbers; it reads None as its default
+        check_fields({name: value for name, value in given.items() if value is not None})
+        params = sampling_params_of(given)
+        for name in params:
+            if name not in FIELDS:
+                raise ConfigError(f"rollout.sampling: there is no {name}: {nearest(name, FIELDS)}")
+        refuse_changed_values(params)
+        check_fields(params)
+        if config.engine.kind == "transformers":
+            read_sampling(params)
+    except (TypeError, ValueError) as error:
+        raise ConfigError.of("rollout.sampling", error) from error
+    for name, (good, problem) in FIXED_SAMPLING.items():
+        _check(params.get(name, good[0]) in good, f"rollout.sampling.{name}", params.get(name), problem)
+    greedy = params.get("temperature") == 0 or not isinstance(given.get("do_sample", True), bool)
+    _check(
+        not greedy, "rollout.sampling", config.rollout.sampling, "gives a group one answer: sample, at a temperature"
+    )
+
+
+_DROPPED = "is what no completion carries: leave it out"
+FIXED_SAMPLING: dict[str, tuple[tuple[Any, ...], str]] = {
+    "n": ((1,), "is for one prompt: set rollout.group_size"),
+    "logprobs": ((0,), "must be 0, or left out: losses read the log-probs of sampled tokens"),
+    "prompt_logprobs": ((None,), _DROPPED),
+    "logprob_token_ids": ((None, []), _DROPPED),
+    "prompt_logprob_token_ids": ((None, []), _DROPPED),
+    "routed_experts_prompt_start": ((None, 0), _DROPPED),
+}
+"""Fields that a run depends on -> what they may be."""
+
+
+def _check_loggers(config: GRPOConfig) -> None:
+    from torchrl.record import loggers
+
+    for name, given in config.log.arguments.items():
+        _check(name in config.log.loggers, "log.arguments", name, f"is no logger of log.loggers={config.log.loggers}")
+        _check(isinstance(given, dict), f"log.arguments.{name}", given, "must be a dict of the logger's arguments")
+        _check(name in LOGGERS and LOGGERS[name] is not None, "log.arguments", name, "is a logger without arguments")
+    for name in config.log.loggers:
+        missing = "is not installed: pip install " + name
+        _check(name == "csv" or find_spec(name) is not None, "log.loggers", name, missing)
+        if kind := LOGGERS[name]:
+            _check_names(f"log.arguments.{name}", config.log.arguments.get(name, {}), getattr(loggers, kind))
+
+
+LOGGERS = {
+    "csv": None,
+    "tensorboard": None,
+    "wandb": "WandbLogger",
+    "trackio": "TrackioLogger",
+    "mlflow": "MLFlowLogger",
+}
+"""Name -> TorchRL's class that is given arguments; ``None``: it takes none."""
+
+
+def _check_names(setting: str, given: dict[str, Any], *kinds: type) -> None:
+    """Refuse arguments that no constructor of a class, or of its bases, names."""
+    found = [inspect.signature(vars(kind).get("__init__", kind)).parameters for kind in kinds]
+    if len(kinds) == 1 and any(parameter.kind is parameter.VAR_KEYWORD for parameter in found[0].values()):
+        return
+    known = [name for parameters in found for name in parameters if name not in ("self", "actor_network", "arguments")]
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{setting}: {kinds[0].__name__} has no {name}: {nearest(name, dict.fromkeys(known))}")
+
+
+def _is_loss(kind: Any) -> TypeGuard[type[GRPOLoss]]:
+    from torchrl_moe.objectives import GRPOLoss
+
+    return isinstance(kind, type) and issubclass(kind, GRPOLoss)
 
 
 def as_dict(config: Any) -> Any:

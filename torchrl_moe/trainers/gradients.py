@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchrl_moe.trainers.rank_group import Ranks
 
-__all__ = ["by_mesh", "clip_gradients"]
+__all__ = ["by_mesh", "clip_gradients", "total_norm"]
 
 
 def by_mesh(weights: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -22,6 +22,16 @@ def by_mesh(weights: Iterable[Tensor]) -> list[list[Tensor]]:
             weight
         )
     return list(groups.values())
+
+
+def total_norm(groups: Iterable[Sequence[Tensor]], ranks: Ranks) -> float:
+    """Return the 2-norm over groups of tensors, each of one mesh, of all ranks; NaN if that of any is not finite."""
+    squares = 0.0
+    for group in groups:
+        norm: Any = nn.utils.get_total_norm(group)
+        squares += float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm) ** 2
+    norms = ranks.gather(math.sqrt(squares) if math.isfinite(squares) else math.nan)
+    return max(norms) if all(map(math.isfinite, norms)) else math.nan
 
 
 def clip_gradients(weights: Iterable[Tensor], limit: float | None, ranks: Ranks) -> float:
@@ -36,12 +46,7 @@ def clip_gradients(weights: Iterable[Tensor], limit: float | None, ranks: Ranks)
         The 2-norm over all weights of all ranks; not finite if that of any rank is not.
     """
     groups = by_mesh(weight for weight in weights if weight.grad is not None)
-    squares = 0.0
-    for group in groups:
-        norm: Any = nn.utils.get_total_norm([weight.grad for weight in group if weight.grad is not None])
-        squares += float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm) ** 2
-    norms = ranks.gather(math.sqrt(squares) if math.isfinite(squares) else math.nan)
-    total = max(norms) if all(map(math.isfinite, norms)) else math.nan
+    total = total_norm([[weight.grad for weight in group if weight.grad is not None] for group in groups], ranks)
     if limit is not None and math.isfinite(total):
         for group in groups:
             nn.utils.clip_grads_with_norm_(group, limit, torch.tensor(total))

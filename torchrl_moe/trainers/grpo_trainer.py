@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
-from collections.abc import Callable, Sequence
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torchrl.trainers import Trainer
@@ -23,6 +28,7 @@ from torchrl_moe.trainers.evaluation import Evaluation
 from torchrl_moe.trainers.follower import Follower
 from torchrl_moe.trainers.function_names import import_function
 from torchrl_moe.trainers.health import HealthMonitor
+from torchrl_moe.trainers.interruption import finishing
 from torchrl_moe.trainers.leader import Leader
 from torchrl_moe.trainers.learner import Learner
 from torchrl_moe.trainers.loss_building import advantages
@@ -34,6 +40,7 @@ from torchrl_moe.trainers.rollout_engine import check_arguments
 from torchrl_moe.trainers.rollout_source import RolloutSource
 from torchrl_moe.trainers.run_record import Row
 from torchrl_moe.trainers.run_reports import RunReports
+from torchrl_moe.trainers.settings import nearest
 from torchrl_moe.trainers.shares import shares
 from torchrl_moe.trainers.starting_model import starting_model
 from torchrl_moe.trainers.step_clock import StepClock
@@ -43,8 +50,35 @@ __all__ = ["MoEGRPOTrainer"]
 
 LOG = logging.getLogger(__name__)
 
-SHOWN = {"reward": ".2f", "loss": ".3f", "kl": ".1e", "staleness": ".1f", "tokens_per_second": ".0f", "version": "d"}
+SHOWN = {
+    "reward": ".2f",
+    "loss": ".3f",
+    "mismatch_kl": ".1e",
+    "staleness": ".1f",
+    "tokens_per_second": ".0f",
+    "version": "d",
+}
 """Columns beside the progress bar, and their formats."""
+PRINTED = {
+    "reward": ("reward", ".2f"),
+    "held_out_reward": ("held out", ".2f"),
+    "dlogp_mean": ("mismatch", ".1e"),
+    "tokens_per_second": ("tokens/s", ".0f"),
+}
+"""Columns of a line where there is no bar, their words and formats."""
+TRL = {
+    "args": "config=",
+    "train_dataset": "dataset=",
+    "eval_dataset": "held_out=",
+    "reward_funcs": "rewards=",
+    "reward_weights": "config.data.weights",
+    "processing_class": "tokenizer=",
+    "peft_config": "config.model.lora, or a model with an adapter",
+    "callbacks": "config.hooks, or register_op",
+    "environment_factory": "env=",
+    "rollout_func": "env=",
+}
+"""TRL's names for what a trainer is given."""
 NEVER_EVALUATED = -1e300
 REWARDED = 5
 """Steps whose mean reward selects the best checkpoint when there is no held-out data."""
@@ -62,9 +96,10 @@ class MoEGRPOTrainer(RunReports, Trainer):
         rewards: a function or functions of an answer, with any of ``prompt``, ``completion``, ``completion_ids`` and
             the columns of the dataset as parameters.
         held_out: another dataset, or environment, to evaluate on; default: ``config.data.held_out`` rows of the data.
-        config: all other settings.
+        config: all other settings, or a dict of them, such as ``{"steps": 3, "optim": {"lr": 1e-5}}``.
         tokenizer: default: the one in the model's folder.
         engine: an :class:`~torchrl_moe.modules.AsyncVLLM` of a model of the same shape; default: it starts its own.
+        **others: refused, each with its name here.
 
     Each rank started by a launcher such as ``torchrun`` makes a trainer, with the same arguments. Rank 0 has data and
     engine, and sends the others their share of each batch; ``config.placement`` says how they share the model.
@@ -72,6 +107,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
     Raises:
         ConfigError: an invalid setting; raised before anything is started or written.
         RankError: another rank failed, or did not arrive in time.
+        TypeError: an argument that it does not have; the nearest that it has.
         UnsupportedRouterError: replay of a model without experts, or with routers that cannot be replayed.
 
     Hooks run at the same points as in TorchRL's trainer, for example ``trainer.register_op("batch_process", hook)``; by
@@ -92,16 +128,20 @@ class MoEGRPOTrainer(RunReports, Trainer):
         env: Any = None,
         rewards: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
         held_out: Any = None,
-        config: GRPOConfig | None = None,
+        config: GRPOConfig | Mapping[str, Any] | None = None,
         tokenizer: Any = None,
         engine: Any = None,
+        **others: Any,
     ) -> None:
-        self.config = config = copy.deepcopy(config) if config is not None else GRPOConfig()
-        config.check()
+        for name in others:
+            known = [one for one in inspect.signature(MoEGRPOTrainer).parameters if one != "others"]
+            hint = f"here it is {TRL[name]}" if name in TRL else nearest(name, known)
+            raise TypeError(f"MoEGRPOTrainer has no {name}: {hint}; settings are in config=GRPOConfig(...)")
+        self.config = config = _read(config)
         self._hooks = _functions(config.hooks)
         self.clock, self.health = StepClock(), HealthMonitor()
         self.steps_done = self.trained_tokens = self._restored_version = self._unsynced = 0
-        self._has_ended = self._is_asked_to_stop = False
+        self._has_ended = self._is_asked_to_stop = self._is_interrupted = False
         self._step_metrics: dict[str, Any] = {}
         self._bar: Any = None
         given = {"dataset": dataset, "env": env, "rewards": rewards, "held_out": held_out}
@@ -114,6 +154,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
                     if engine is None and config.engine.connect is None:
                         check_arguments(config)
                     torchrun.go_on_after_a_restart(config, torchrun.launch_of())
+                    Leader(config).refuse_older_run(model)
                 config.resume = self.ranks.from_first(config.resume, "whether to resume")
                 self._build(model, tokenizer, engine, given, made)
             self._made = made.pop_all()
@@ -123,7 +164,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
         config, ranks = self.config, self.ranks
         self.placement = Placement.of(ranks, config)
         self.role: Any = Leader(config) if ranks.is_first else Follower(config, ranks)
-        torch.manual_seed(config.seed)
+        _seed(config.seed)
         self.policy_model = starting_model(model, tokenizer, config, self.placement)
         start = self.policy_model.start
         try:
@@ -154,9 +195,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
         made.callback(collector.shutdown)
         loggers = role.loggers()
         self.ranks.meet("assembling the run", patient=True)
-        # any mistake, on any rank, was noticed before this point and left an older run untouched
-        if not config.resume:
-            role.forget_older_run(self.rollout_engine.start)
+        # any mistake, on any rank, was noticed before this point, and an older run is replaced by the first step's end
         nothing = {name: NothingKept() for name in ("policy", "optimizer", "loss_module", "logger")}
         self.checkpoints = Checkpoints(
             folder / "checkpoints",
@@ -185,7 +224,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
         if config.resume and not self.checkpoints.load():
             LOG.warning("there is no checkpoint in %s: starting from the beginning", folder)
         self.learner.apply(config.optim)
-        self.record = role.record(self.steps_done)
+        self.record = role.record(self.steps_done, self.rollout_engine.start)
         self.record.loggers = loggers
         self.logger = self.record.loggers[0] if self.record.loggers else None
         started_from_it = self.ranks.from_first(self.rollout_engine.has_the_models_weights, "the engine's weights")
@@ -219,19 +258,40 @@ class MoEGRPOTrainer(RunReports, Trainer):
                 "this run has ended, or was interrupted: continue with another trainer and config.resume=True"
             )
         # None: tqdm shows no bar in a log file either
+        self._began, self._began_at = time.monotonic(), self.steps_done
         total, is_silent = self.config.steps, None if self.config.log.progress else True
         self.register_op("post_steps_log", self._agree_to_stop)  # after all hooks
         with (
             self.ranks.guard(),
             tqdm(desc="GRPO", unit="step", disable=is_silent, initial=self.steps_done, total=total) as self._bar,
         ):
+            self._say(self._plan())
             self._begin_evaluation()
             self.clock.begin()
+            grace = self.config.checkpoint.grace if self.config.checkpoint.every else 0
             try:
-                super().train()
-                self._let_go()
+                with finishing(self._interrupt, self.shutdown, grace):
+                    super().train()
+                    self._let_go()
+                    self._say(f"{self.steps_done} steps are done; metrics, samples and checkpoints: {self.config.out}")
             finally:
                 self._has_ended = True  # in the middle of a step, weights and collector may be inconsistent
+
+    def _interrupt(self) -> None:
+        self._is_interrupted = True  # the ranks agree on it at the end of a step
+
+    def _say(self, line: str) -> None:
+        """Print a line where there is no bar, and no terminal to show one."""
+        if self.config.log.progress and self._bar.disable:
+            print(line, flush=True)
+
+    def _plan(self) -> str:
+        config, rollout = self.config, self.config.rollout
+        return (
+            f"GRPO in {config.out}: steps {self.steps_done} to {config.steps} of {rollout.prompts_per_step} prompts "
+            f"with {rollout.group_size} answers each; evaluation every {config.eval.every} steps, checkpoint every "
+            f"{config.checkpoint.every} (0: none)"
+        )
 
     def _let_go(self) -> None:
         """Tell the other ranks that there are no more rollouts, if there are none before the last step."""
@@ -334,6 +394,20 @@ class MoEGRPOTrainer(RunReports, Trainer):
         shown = [f"{name} {row[name]:{form}}" for name, form in SHOWN.items() if row.get(name, "") != ""]
         self._bar.set_postfix_str(", ".join(shown), refresh=False)
         self._bar.update()
+        if row["step"] % self.config.log.print_every == 0 or self.steps_done == self.config.steps:
+            self._say(self._line(row))
+
+    def _line(self, row: Row) -> str:
+        """Return a step in a line."""
+        left = (
+            (time.monotonic() - self._began)
+            / (self.steps_done - self._began_at)
+            * (self.config.steps - self.steps_done)
+        )
+        cells = [f"{word} {row[name]:{form}}" for name, (word, form) in PRINTED.items() if row.get(name, "") != ""]
+        return (
+            f"step {self.steps_done} of {self.config.steps}: {', '.join(cells)}, {timedelta(seconds=round(left))} left"
+        )
 
     def request_stop(self, reason: str | None = None) -> None:
         """Stop after this step, on all ranks."""
@@ -343,7 +417,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
     def _agree_to_stop(self, batch: TensorDictBase) -> None:
         del batch
         self.ranks.meet("the end of a step", patient=True)
-        if any(self.ranks.gather(self._is_asked_to_stop)):
+        if any(self.ranks.gather(self._is_asked_to_stop or self._is_interrupted)):
             self.request_stop("a rank was asked to stop")
 
     def save_trainer(self, force_save: bool = False) -> None:
@@ -392,6 +466,25 @@ class MoEGRPOTrainer(RunReports, Trainer):
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _read(given: Any) -> GRPOConfig:
+    """Return a configuration of its own, checked."""
+    config = GRPOConfig(**given) if isinstance(given, Mapping) else GRPOConfig() if given is None else given
+    if not isinstance(config, GRPOConfig):
+        raise ConfigError(
+            f"config must be a GRPOConfig or a dict of its settings, got {given!r:.60}: a file is read by "
+            "torchrl_moe.trainers.compose.load_config"
+        )
+    config = copy.deepcopy(config)
+    config.check()
+    return config
 
 
 def _functions(names: Sequence[str]) -> list[Callable[[MoEGRPOTrainer], object]]:

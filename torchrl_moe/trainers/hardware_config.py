@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from torchrl_moe.trainers.settings import Settings, setting
 
 __all__ = ["HardwareConfig"]
 
 
+LINKS = {
+    "NVLink (one direction)": 450.0,
+    "PCIe 5 x16": 63.0,
+    "InfiniBand 400 Gb/s": 50.0,
+    "Ethernet 100 Gb/s": 12.5,
+    "Ethernet 10 Gb/s": 1.25,
+    "NVMe disk": 5.0,
+}
+
+
 @dataclass(kw_only=True)
-class HardwareConfig:
+class HardwareConfig(Settings, group="hardware"):
     """What a plan is made for; a run does not read it.
 
     Attributes:
@@ -21,18 +33,9 @@ class HardwareConfig:
         links: name -> 10^9 bytes per second, of the links that weights may be sent over.
     """
 
-    gpu_gb: float = 80.0
-    host_gb: float = 1000.0
-    gpus_per_host: int = 8
-    trainer_gpus: int = 1
-    expert_imbalance: float = 2.0
-    links: dict[str, float] = field(
-        default_factory=lambda: {
-            "NVLink (one direction)": 450.0,
-            "PCIe 5 x16": 63.0,
-            "InfiniBand 400 Gb/s": 50.0,
-            "Ethernet 100 Gb/s": 12.5,
-            "Ethernet 10 Gb/s": 1.25,
-            "NVMe disk": 5.0,
-        }
-    )
+    gpu_gb: float = setting(80.0, above=0)
+    host_gb: float = setting(1000.0, above=0)
+    gpus_per_host: int = setting(8, least=1)
+    trainer_gpus: int = setting(1, least=1)
+    expert_imbalance: float = setting(2.0, above=0)
+    links: dict[str, float] = setting(LINKS, above=0)

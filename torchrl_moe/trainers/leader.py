@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from torchrl_moe.trainers.policy_model import PolicyModel
 from torchrl_moe.trainers.rollout_engine import RolloutEngine
 from torchrl_moe.trainers.rollout_source import RolloutSource
 from torchrl_moe.trainers.run_lock import RunLock
-from torchrl_moe.trainers.run_record import RunRecord
+from torchrl_moe.trainers.run_record import RunRecord, what_a_run_left
 from torchrl_moe.trainers.signal_filter import SignalFilter
 from torchrl_moe.trainers.torchrun import launch_of, note_launch
 
@@ -38,8 +40,43 @@ class Leader:
         return RolloutSource.of(self.config, tokenizer, **given)
 
     def lock(self) -> Callable[[], None]:
-        """Lock the run's folder; return the lock's release."""
-        return RunLock(self._folder).close
+        """Lock the run's folder; return the lock's release.
+
+        Raises:
+            ConfigError: see :meth:`refuse_older_run`; the lock keeps it true.
+        """
+        lock = RunLock(self._folder)
+        try:
+            self.refuse_older_run()
+        except ConfigError:
+            lock.close()
+            raise
+        return lock.close
+
+    def refuse_older_run(self, model: Any = None) -> None:
+        """Refuse a folder that holds a run, unless it is to be continued or replaced.
+
+        Args:
+            model: that the trainer is given.
+
+        Raises:
+            ConfigError: what is in the folder, and all ways out; or the model lies in what would be replaced.
+        """
+        found, out = what_a_run_left(self._folder), self.config.out
+        if self.config.resume or not found:
+            return
+        if not self.config.overwrite:
+            raise ConfigError(
+                f"out={out} holds a run ({found}): set resume=True to continue it, overwrite=True to replace it, or "
+                "out to another folder"
+            )
+        source = self.config.model.source if model is None else model
+        if not isinstance(source, str | os.PathLike):
+            return
+        if Path(source).exists() and self._folder.resolve() in Path(source).resolve().parents:
+            raise ConfigError(
+                f"overwrite=True would remove the model {source}, which is in out={out}: copy it elsewhere"
+            )
 
     def engine(self, policy_model: PolicyModel, engine: Any) -> RolloutEngine:
         """Return the engine that serves the policy's weights; start one if none is given."""
@@ -84,13 +121,21 @@ class Leader:
         arguments = self.config.log.arguments.get(name, {})
         return get_logger(name, str(self._folder), experiment, **({f"{name}_kwargs": arguments} if arguments else {}))
 
-    def forget_older_run(self, start: Path | None) -> None:
-        """Remove what another run has left in the folder; ``start`` belongs to this one."""
-        Checkpoints.forget(self._folder / "checkpoints")
-        for other in set(self._folder.glob("start-*")) - {start}:
-            Checkpoints.forget(other)
+    def record(self, steps_done: int, start: Path | None) -> RunRecord:
+        """Return the run's files, as they were after so many steps.
 
-    def record(self, steps_done: int) -> RunRecord:
-        """Return the run's files, as they were after so many steps."""
-        note_launch(self._folder, launch_of())
-        return RunRecord(self._folder, as_yaml(self.config), steps_done)
+        A run that is to be replaced stays until the first step is done; ``start`` belongs to this run.
+        """
+
+        def forget() -> None:
+            note_launch(self._folder, launch_of())
+            if not self.config.resume:
+                Checkpoints.forget(self._folder / "checkpoints")
+                for other in set(self._folder.glob("start-*")) - {start}:
+                    Checkpoints.forget(other)
+
+        config = replace(self.config, overwrite=False)  # what was done once is not to be done when it is read again
+        record = RunRecord(self._folder, as_yaml(config), steps_done, forget)
+        if not self.config.overwrite:
+            record.begin()
+        return record

@@ -57,6 +57,7 @@ class Learner:
             max_grad_norm=optim.max_grad_norm,
             precision=policy_model.precision,
             placement=placement,
+            max_bad_steps=optim.max_bad_steps,
         )
         # last, because it may start an engine
         reference, self._end_reference = build_reference(actor, policy_model, config, placement)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeGuard
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from tensordict import TensorDictBase
 
@@ -11,6 +11,7 @@ from torchrl_moe import objectives
 from torchrl_moe.modules.policies.adapters import has_adapters
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
+from torchrl_moe.modules.replay.discovery import EXPERT_COUNTS
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
 from torchrl_moe.objectives.grpo import GRPOLoss
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
@@ -20,6 +21,7 @@ from torchrl_moe.trainers.rollout_scores import REFERENCE_KEY
 
 __all__ = ["Reference", "advantages", "build_loss", "build_reference"]
 
+TOP_K = ("num_experts_per_tok", "moe_topk")
 Reference = Callable[[TensorDictBase], TensorDictBase]
 
 
@@ -29,44 +31,19 @@ def build_loss(actor: TransformersWrapper, config: GRPOConfig) -> GRPOLoss:
     Raises:
         ConfigError: there is no such loss, or it does not accept an argument.
     """
-    name = config.loss.name
-    kind = getattr(objectives, name, None)
-    if not _is_loss(kind):
-        known = [key for key in dir(objectives) if _is_loss(getattr(objectives, key))]
-        raise ConfigError(f"loss.name={name} must be one of {', '.join(known)}")
-    setting, where = "loss.arguments", _where(config, actor.model)
-    try:
-        arguments = _arguments(config.loss.arguments)
-        if _needs_reference(arguments) and where == "adapter":
-            arguments["reference"] = "adapter"
-        if config.loss.router:
-            setting = "loss.router"
-            arguments["router_loss"] = objectives.MoERouterLoss(actor, **_router_arguments(actor, config))
-            setting = "loss.arguments"
-        return kind(actor, **{"entropy_bonus": False, **arguments})
-    except (TypeError, ValueError) as error:
-        raise ConfigError.of(setting, error) from error
+    where = _where(config, actor.model)
+    by_adapter = _needs_reference(config.loss.arguments) and where == "adapter"
+    top_k, experts = config.loss.router.get("top_k"), _of_model(actor, EXPERT_COUNTS)
+    if top_k is not None and experts is not None and top_k > experts:
+        raise ConfigError(f"loss.router.top_k={top_k} is more than the {experts} experts of the model")
+    return config.loss.build(actor, _of_model(actor, TOP_K), **({"reference": "adapter"} if by_adapter else {}))
 
 
-def _is_loss(kind: Any) -> TypeGuard[type[GRPOLoss]]:
-    return isinstance(kind, type) and issubclass(kind, GRPOLoss)
-
-
-def _arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments as Python objects: YAML has neither tuples nor dataclasses."""
-    found = dict(given)
-    clip, thresholds = found.get("clip_epsilon"), found.get("thresholds")
-    if isinstance(clip, list):
-        found["clip_epsilon"] = tuple(clip)
-    if isinstance(thresholds, dict):
-        found["thresholds"] = objectives.Thresholds(**thresholds)
-    return found
-
-
-def _router_arguments(actor: TransformersWrapper, config: GRPOConfig) -> dict[str, Any]:
-    text_config = actor.model.config.get_text_config()  # type: ignore[union-attr, operator]
-    top_k = getattr(text_config, "num_experts_per_tok", None) or getattr(text_config, "moe_topk", None)
-    return {**({} if top_k is None else {"top_k": top_k}), **config.loss.router}
+def _of_model(actor: TransformersWrapper, names: Sequence[str]) -> int | None:
+    """Return the first number of a model's configuration that it has, by any of these names."""
+    text_config: Any = actor.model.config.get_text_config()  # type: ignore[union-attr, operator]
+    found = (getattr(text_config, name, None) for name in names)
+    return next((number for number in found if isinstance(number, int) and number), None)
 
 
 def _needs_reference(arguments: dict[str, Any]) -> bool:

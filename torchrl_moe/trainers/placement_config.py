@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torchrl_moe.trainers.settings import LONGEST, Settings, setting
+
 __all__ = ["PlacementConfig"]
 
 
 @dataclass(kw_only=True)
-class PlacementConfig:
+class PlacementConfig(Settings, group="placement"):
     """How the ranks that a launcher starts share the model. FSDP2 shards it over the remaining ranks.
 
     Attributes:
@@ -25,10 +27,10 @@ class PlacementConfig:
             ``engine.sync.timeout_seconds``.
     """
 
-    tensor_parallel: int = 1
-    expert_parallel: int = 1
-    replicate: int = 1
+    tensor_parallel: int = setting(1, least=1)
+    expert_parallel: int = setting(1, least=1)
+    replicate: int = setting(1, least=1)
     cpu_offload: bool = False
     reshard_after_forward: bool = True
-    timeout: float = 600.0
-    collective_timeout: float = 600.0
+    timeout: float = setting(600.0, above=0, most=LONGEST)
+    collective_timeout: float = setting(600.0, above=0, most=LONGEST)

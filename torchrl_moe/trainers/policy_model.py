@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -32,6 +33,7 @@ ATTENTION = [
     "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
 ]  # fmt: skip
 """Linear layers of attention, and of DeepSeek's latent attention."""
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 STACKED_EXPERTS = ("gate_up_proj", "down_proj")
 """Parameters of all experts of a layer at once, as transformers holds them."""
 
@@ -177,8 +179,10 @@ def _from_pretrained(
 ) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if source.startswith((".", "/")) and not (Path(source) / "config.json").is_file():
-        raise ConfigError(f"model.source={source}: there is no model in that folder")
+    if not HUB_NAME.fullmatch(source) and not (Path(source) / "config.json").is_file():
+        raise ConfigError(
+            f"model.source={source}: there is no model in that folder, and names on the hub are owner/name"
+        )
     frozen = config.lora.rank > 0  # weights that are not trained need not be float32
     try:
         check_reachable(source)

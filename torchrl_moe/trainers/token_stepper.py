@@ -15,8 +15,9 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.trainers import OptimizationStepper, Trainer
 
+from torchrl_moe._errors import DivergedError
 from torchrl_moe.objectives.grpo import GRPOLoss
-from torchrl_moe.trainers.gradients import clip_gradients
+from torchrl_moe.trainers.gradients import by_mesh, clip_gradients, total_norm
 from torchrl_moe.trainers.micro_batches import micro_batches_of_ranks
 from torchrl_moe.trainers.placement import Placement
 
@@ -45,6 +46,7 @@ class TokenStepper(OptimizationStepper):
         max_grad_norm: the gradient is clipped to this norm; ``None``: it is not.
         precision: makes the context of a forward pass.
         placement: the ranks that share the model, each with its own minibatch; default: one.
+        max_bad_steps: steps in a row that may be skipped.
     """
 
     def __init__(
@@ -57,28 +59,44 @@ class TokenStepper(OptimizationStepper):
         max_grad_norm: float | None,
         precision: Callable[[], AbstractContextManager[Any]],
         placement: Placement | None = None,
+        max_bad_steps: int = 10,
     ) -> None:
         self._placement = placement or Placement()
         self.ranks = self._placement.ranks
         self.loss, self.optimizer, self.schedule = loss, optimizer, schedule
         self.max_tokens, self.max_grad_norm, self.precision = max_tokens, max_grad_norm, precision
-        self.skipped = 0
+        self.skipped, self.max_bad_steps, self._bad = 0, max_bad_steps, 0
         self._metrics: list[dict[str, float]] = []
 
     def step(self, trainer: Trainer, sub_batch: TensorDictBase) -> TensorDictBase:
-        """Make one step; return the loss terms, summed over parts, and the means of metrics over their tokens."""
+        """Make one step; return the loss terms, summed over parts, and the means of metrics over their tokens.
+
+        Raises:
+            DivergedError: too many steps in a row were skipped, or a weight is not finite after the step.
+        """
         del trainer
         lr = self.lr
         self.ranks.meet("a step")
         metrics = self.accumulate(sub_batch)
-        weights = (weight for group in self.optimizer.param_groups for weight in group["params"])
+        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
         norm = clip_gradients(weights, self.max_grad_norm, self.ranks)
         if math.isfinite(norm):
+            self._bad = 0
             self.optimizer.step()
             self.schedule.step()
+            # they would go to the engine, and into a checkpoint
+            if not math.isfinite(total_norm(by_mesh(weight.detach() for weight in weights), self.ranks)):
+                raise DivergedError(
+                    "the weights are not finite after this step: resume from the last checkpoint with a lower optim.lr"
+                )
         else:
-            self.skipped += 1
+            self.skipped, self._bad = self.skipped + 1, self._bad + 1
             LOG.warning("a gradient of norm %s: the step is skipped, %d so far", norm, self.skipped)
+            if self._bad >= self.max_bad_steps:
+                raise DivergedError(
+                    f"optim.max_bad_steps={self.max_bad_steps} gradients in a row are not finite: the rewards, the "
+                    "coefficients of the loss or the weights are, resume from the last checkpoint with others"
+                )
         self.optimizer.zero_grad(set_to_none=True)
         metrics |= {"grad_norm": torch.tensor(norm), "lr": torch.tensor(lr)}
         self._metrics.append({name: float(value) for name, value in metrics.items()})

@@ -74,8 +74,10 @@ def go_on_after_a_restart(config: GRPOConfig, launch: str) -> None:
         return
     noted = folder / LAUNCH
     config.resume = launch != "" and noted.exists() and noted.read_text() == launch
-    if not config.resume:
+    if config.resume:
+        config.overwrite = False
+    elif not config.overwrite or launch == "":
         raise ConfigError(
             f"out={config.out} holds a run of another start already, and with --max-restarts a run resumes by itself: "
-            "name another folder, or set resume=true to continue with that one"
+            "name another folder, set resume=true to continue with that one, or overwrite=true to replace it"
         )
