@@ -12,8 +12,8 @@ Letters: N rows (tokens of all samples), L decoder layers, K experts per token, 
 from __future__ import annotations
 
 import functools
-import warnings
 import math
+import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
