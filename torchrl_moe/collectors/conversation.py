@@ -8,7 +8,7 @@ from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import NestedKey, NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.data.llm import History
 
@@ -54,7 +54,14 @@ class Conversation:
         """Answers that are being generated."""
         return len(self._under_way)
 
-    async def ask(self, prompt: PromptLike, **generate_kwargs: Any) -> TensorDictBase:
+    async def ask(
+        self,
+        prompt: PromptLike,
+        *,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **generate_kwargs: Any,
+    ) -> TensorDictBase:
         """Return the answer to a prompt, ``[]``, with the keys that the policy writes.
 
         A prompt that continues an earlier answer sends its token ids; its log-probs, routes and versions are in the new
@@ -62,6 +69,8 @@ class Conversation:
 
         Args:
             prompt: see :data:`PromptLike`.
+            tools: JSON schemas or functions, for the chat template; default: the sample's ``"tools"``.
+            chat_template_kwargs: further arguments of it; default: the sample's.
             **generate_kwargs: change the policy's for this answer.
 
         Raises:
@@ -71,7 +80,11 @@ class Conversation:
         """
         if self._is_over:
             raise RuntimeError("this episode has ended: it cannot ask for another answer")
-        request = self._request(self._read(prompt), {**self._generate_kwargs, **generate_kwargs})
+        given = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
+        entries = {name: NonTensorData(value) for name, value in given.items() if value is not None}
+        request = self._request(
+            {**entries, self._policy.input_key: self._read(prompt)}, {**self._generate_kwargs, **generate_kwargs}
+        )
         place = self._asked
         self._asked += 1
         completion = asyncio.ensure_future(self._generate(request, 0))
@@ -123,31 +136,38 @@ class Conversation:
             return prompt
         if not isinstance(prompt, str | History) and len(prompt):
             if mode == "history" and isinstance(prompt[0], Mapping):
-                return History.from_chats([list(prompt)])[0]
+                return NonTensorData(list(prompt))  # with all that the template reads
             if mode == "tokens" and not isinstance(prompt[0], Mapping):
                 return torch.as_tensor(prompt, dtype=torch.int64)
         kinds = {"history": "a History [turns], messages, or text", "text": "text", "tokens": "token ids"}
         raise TypeError(f"a policy of input_mode={mode!r} takes {kinds[mode]}, got {prompt!r:.200}")
 
-    def _request(self, prompt: Any, generate_kwargs: dict[str, Any]) -> SampleRequest:
-        """Return the request for a prompt, with the ids of the latest answer that it continues, if any."""
+    def _request(self, asked: dict[NestedKey, Any], generate_kwargs: dict[str, Any]) -> SampleRequest:
+        """Return the request for a prompt, with the ids of the latest answer that it continues, if any.
+
+        Args:
+            asked: the prompt, at the policy's ``input_key``, and how it is rendered.
+            generate_kwargs: of this answer.
+        """
         keys = self._policy.keys
         written = (keys.tokens, keys.masks, keys.log_probs, keys.routed_experts, "policy_versions", "resume", SAMPLING)
         known = [key for key in written if key is not None]
         for place in sorted(self._answers, reverse=True):
             earlier = self._answers[place].select(*known, strict=False)
-            (request,) = self._policy.requests(self._sample(prompt, earlier), **generate_kwargs)
+            (request,) = self._policy.requests(self._sample(asked, earlier), **generate_kwargs)
             had = self._answers[place].get((keys.tokens, "full")).tolist()
             if request.prompts.ids[0][: len(had)] == had:
                 return request
-        (request,) = self._policy.requests(self._sample(prompt, None), **generate_kwargs)
+        (request,) = self._policy.requests(self._sample(asked, None), **generate_kwargs)
         return request
 
-    def _sample(self, prompt: Any, earlier: TensorDictBase | None) -> TensorDictBase:
+    def _sample(self, asked: dict[NestedKey, Any], earlier: TensorDictBase | None) -> TensorDictBase:
         sample = self._data.copy()
         if earlier is not None:
             sample.update(earlier.copy())
-        return sample.set(self._policy.input_key, prompt)
+        for key, value in asked.items():
+            sample.set(key, value)
+        return sample
 
     def _row(self, answer: TensorDictBase, following: TensorDictBase | None, reward: float) -> TensorDictBase:
         policy = self._policy

@@ -305,7 +305,7 @@ def _check_cast(before: Any, after: Any, name: str, error: type[ValueError]) -> 
             continue  # not a cast, but a reduction or a comparison
         if cast.is_floating_point() or cast.is_complex() or torch.promote_types(cast.dtype, ids.dtype) != cast.dtype:
             raise error(
-                f"{name}.{key} holds ids, {ids.dtype}, and a cast to {cast.dtype} may change them: cast the other entries, "
+                f"{name}.{key} holds ids, {ids.dtype}, and a cast to {cast.dtype} may change them: cast other entries, "
                 "td.apply(lambda x: x.to(dtype) if x.is_floating_point() else x)"
             )
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from tensordict import NestedKey, TensorDictBase, lazy_stack
-from torchrl.data.llm import History
+from tensordict import NestedKey, NonTensorData, TensorDictBase, lazy_stack
 
+from torchrl_moe._compat_generation import chat_template_named
 from torchrl_moe.modules.policies import prompts as reading
-from torchrl_moe.modules.policies.prompts import Prompts
+from torchrl_moe.modules.policies.prompts import Chat, Prompts
 
-__all__ = ["Source", "require_history", "require_key"]
+__all__ = ["Source", "require_key", "template_options", "tool_list"]
+
+OPTIONS, RENDER = "chat_template_kwargs", "apply_chat_template"
+NOT_THE_TEMPLATES = (
+    *("conversation", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "padding"),
+    *("truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+)
+"""Arguments of ``apply_chat_template`` that are set here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,18 +38,54 @@ class Source:
     masks_key: NestedKey
     prefer_tokens: bool
     pad: int | None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def own_template(self) -> str | None:
-        """The template to render with; ``None`` for the one that ``chat_template_name`` names, or TorchRL's guess.
+    def template(self, tools: Any = None) -> str | None:
+        """Return the chat template to render with; ``None``: the tokenizer has its own way.
 
-        A tokenizer's own template takes precedence over the guess, which depends on the path that the tokenizer was
-        loaded from. If it has several, ``"default"`` is used for chats.
+        The given one comes first, then the named one, then the tokenizer's. If that has several, ``"default"`` is used,
+        or ``"tool_use"`` with tools. TorchRL's guess, by the path that the tokenizer was loaded from, is never used:
+        the model may never have seen its markers.
+
+        Raises:
+            ValueError: there is none.
         """
-        if self.chat_template is not None or self.chat_template_name is not None:
+        if self.chat_template is not None:
             return self.chat_template
+        if self.chat_template_name is not None:
+            return chat_template_named(self.chat_template_name)
         own = getattr(self.tokenizer, "chat_template", None)
-        return own.get("default") if isinstance(own, dict) else own
+        if isinstance(own, dict):
+            names = sorted(own)
+            own = own.get("tool_use" if tools and "tool_use" in own else "default")
+            if own is None:
+                raise ValueError(
+                    f"the tokenizer has the chat templates {', '.join(names)} and no 'default': pass chat_template= "
+                    "one of these names"
+                )
+        elif own is None and (hasattr(self.tokenizer, "chat_template") or not hasattr(self.tokenizer, RENDER)):
+            raise ValueError(
+                "the tokenizer has no chat template, so a chat cannot be rendered: pass chat_template= (or "
+                "chat_template_name=, one of TorchRL's), set tokenizer.chat_template, or use input_mode='text', which "
+                "sends text as it is"
+            )
+        return own
+
+    def options(self, sample: TensorDictBase) -> dict[str, Any]:
+        """Return the further arguments of the chat template for a sample: the wrapper's, changed by the sample's own.
+
+        Raises:
+            TypeError: see :func:`template_options` and :func:`tool_list`.
+            ValueError: see :func:`template_options`.
+        """
+        own, tools = (_plain(sample.get(key, None)) for key in (OPTIONS, "tools"))
+        options, tools = {**self.chat_template_kwargs, **template_options(own)}, tool_list(tools)
+        return {**options, "tools": tools} if tools else options
+
+    def text_of(self, chat: Chat, sample: TensorDictBase) -> str:
+        """Return the text that a sample's chat is rendered to, with a generation prompt."""
+        options = self.options(sample)
+        return chat.rendered(self.tokenizer, self.template(options.get("tools")), options)
 
     def prompts(self, samples: Sequence[TensorDictBase]) -> Prompts:
         """Read a prompt from each sample, batch size ``[]``.
@@ -60,8 +104,9 @@ class Source:
         if self.prefer_tokens:
             mask = (self.masks_key, "all_attention_mask")
             known = [reading.known_ids(one, self.tokens_key, one.get(mask, None), self.pad) for one in samples]
-        history = require_history(stack.get(self.input_key), self.input_key)
-        return reading.prompts_from_history(history, self.tokenizer, self.own_template, self.chat_template_name, known)
+        chats = [Chat.of(sample.get(self.input_key), self.input_key) for sample in samples]
+        texts = [self.text_of(chat, sample) for chat, sample in zip(chats, samples, strict=True)]
+        return reading.prompts_from_chats(chats, texts, self.tokenizer, known)
 
     def _mask_key(self, samples: Sequence[TensorDictBase]) -> NestedKey:
         """Return the key of the prompts' mask: after an earlier turn, ``"masks"`` cover more than the prompt."""
@@ -82,12 +127,39 @@ def require_key(samples: Sequence[TensorDictBase], key: NestedKey, input_mode: s
             )
 
 
-def require_history(history: Any, key: NestedKey) -> History:
-    """Return ``history``.
+def template_options(given: Any) -> dict[str, Any]:
+    """Return ``chat_template_kwargs``, checked; ``None`` is none.
 
     Raises:
-        TypeError: it is not one.
+        TypeError: they are no mapping.
+        ValueError: they name an argument that is not the template's.
     """
-    if not isinstance(history, History):
-        raise TypeError(f"Expected History object (torchrl.data.llm.History) at {key!r}, got {type(history).__name__}")
-    return history
+    if not isinstance(given, Mapping | None) or not all(isinstance(name, str) for name in given or ()):
+        raise TypeError(f"{OPTIONS} must be a mapping of names to values, got {given!r:.100}")
+    if taken := sorted(set(given or ()) & set(NOT_THE_TEMPLATES)):
+        raise ValueError(f"{OPTIONS} are a template's own arguments, such as enable_thinking; {taken[0]!r} is not one")
+    return dict(given or {})
+
+
+def tool_list(given: Any) -> list[Any] | None:
+    """Return a sample's ``tools``: JSON schemas or functions, or the same schemas as JSON text; ``None`` is none.
+
+    Raises:
+        TypeError: they are something else.
+    """
+    tools = given
+    if isinstance(given, str):
+        try:
+            tools = json.loads(given)
+        except json.JSONDecodeError:
+            tools = 0
+    if tools is not None and not (
+        isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) or callable(tool) for tool in tools)
+    ):
+        raise TypeError(f"tools must be a list of JSON schemas or functions, or its JSON text, got {given!r:.100}")
+    return None if tools is None else list(tools)
+
+
+def _plain(value: Any) -> Any:
+    """Return an entry of one sample as plain Python."""
+    return value.data if isinstance(value, NonTensorData) else value.tolist() if hasattr(value, "tolist") else value

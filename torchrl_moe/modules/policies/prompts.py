@@ -6,25 +6,32 @@ and routes belong to exactly one.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase, lazy_stack
+from tensordict import NestedKey, NonTensorData, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, Text
 
 __all__ = [
+    "Chat",
     "Prompts",
+    "goes_on_from",
     "history_entry",
     "known_ids",
-    "prompts_from_history",
+    "plain_message",
+    "prompts_from_chats",
     "prompts_from_text",
     "prompts_from_tokens",
     "text_entry",
 ]
+
+IN_HISTORY = ("role", "content", "tool_calls")
+"""Entries of a message that a ``History`` has fields for."""
 
 
 @dataclass(slots=True)
@@ -36,35 +43,119 @@ class Prompts:
     histories: list[History] = field(default_factory=list)
 
 
-def prompts_from_history(
-    history: Any,
-    tokenizer: Any,
-    template: str | None,
-    template_name: str | None,
-    known: Sequence[Mapping[str, list[int]]] | None = None,
-) -> Prompts:
-    """Render chats with their generation prompt.
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """The prompt of one sample: messages as chat templates read them, and as a ``History`` ``[turns]``."""
 
-    Args:
-        history: a ``History`` of batch size ``[B, turns]``.
-        tokenizer: renders and encodes.
-        template: a chat template, in place of the tokenizer's.
-        template_name: the name of one of TorchRL's.
-        known: :func:`known_ids` of each sample, used instead of encoding the text again.
+    messages: list[dict[str, Any]]
+    history: History
+
+    @classmethod
+    def of(cls, given: Any, key: NestedKey = ("history", "prompt")) -> Chat:
+        """Read a ``History`` ``[turns]``, or a list of messages, mappings as those of OpenAI's API.
+
+        Whatever a message has beside role and content (``name``, ``tool_call_id``, ``tool_calls``, ...) is for the
+        template; a ``History`` has no field for all of it. ``key`` is where it was found.
+
+        Raises:
+            TypeError: it is neither.
+            ValueError: a message without a role, or with content that is not text.
+        """
+        if isinstance(given, History):
+            spoken = [one for one in given.tolist(tolist_first=True) if one["role"] != "<none>"]
+            return cls([plain_message({**one, "is_complete": None}) for one in spoken], given)
+        given = given.data if isinstance(given, NonTensorData) else given
+        if not isinstance(given, list | tuple) or not all(isinstance(one, Mapping) for one in given):
+            raise TypeError(
+                f"Expected History object (torchrl.data.llm.History) [turns], or a list of messages, at {key!r}, got "
+                f"{type(given).__name__}"
+            )
+        messages = [plain_message(one) for one in given]
+        known = [{name: one[name] for name in IN_HISTORY if name in one} for one in messages]
+        return cls(messages, History.from_chats([known])[0])
+
+    def rendered(self, tokenizer: Any, template: str | None, options: Mapping[str, Any]) -> str:
+        """Return its text, with a generation prompt; a last message of the assistant is continued.
+
+        Args:
+            tokenizer: renders it.
+            template: a chat template; ``None``: the tokenizer knows its own.
+            options: further arguments of the template, such as ``tools`` or ``enable_thinking``.
+        """
+        goes_on = goes_on_from(self.messages[-1]) if self.messages else False
+        given = {} if template is None else {"chat_template": template}
+        text: str = tokenizer.apply_chat_template(
+            self.messages,
+            tokenize=False,
+            add_generation_prompt=not goes_on,
+            continue_final_message=goes_on,
+            **given,
+            **options,
+        )
+        return text
+
+
+def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as templates read it: without unset entries, its parts of text joined, calls' arguments decoded.
 
     Raises:
-        TypeError: not a ``History``.
+        ValueError: it has no role, or content that is not text.
+
+    >>> plain_message({"role": "user", "content": [{"type": "text", "text": "hi"}], "name": None})
+    {'role': 'user', 'content': 'hi'}
     """
-    if not isinstance(history, History):
-        raise TypeError(f"input_mode='history' needs a torchrl.data.llm.History, got {type(history).__name__}")
-    texts = history.apply_chat_template(
-        tokenizer=tokenizer, add_generation_prompt=True, chat_template=template, chat_template_name=template_name
-    )
-    texts = [texts] if isinstance(texts, str) else list(texts)
-    histories = list(history.unbind(0))
+    plain = {key: value for key, value in message.items() if value is not None}
+    content = plain.setdefault("content", "" if plain.get("tool_calls") else None)
+    parts = [content] if isinstance(content, Mapping) else content
+    if isinstance(parts, list | tuple):
+        texts = [one.get("text") if isinstance(one, Mapping) and one.get("type") == "text" else None for one in parts]
+        content = None if None in texts else "".join(map(str, texts))
+    if not isinstance(plain.get("role"), str) or not isinstance(content, str):
+        raise ValueError(
+            "a message is {'role': text, 'content': text, or parts of type 'text'}, and only tool calls need no "
+            f"content; got {message!r:.100}"
+        )
+    plain["content"] = content
+    if plain.get("tool_calls"):
+        plain["tool_calls"] = [_decoded(call) for call in plain["tool_calls"]]
+    return plain
+
+
+def _decoded(call: Any) -> Any:
+    """Return a tool call with its arguments as a mapping, as templates write them; OpenAI's API has them as JSON."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except json.JSONDecodeError:  # a model's own mistake is shown as it was made
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def goes_on_from(last: Mapping[str, Any]) -> bool:
+    """Whether an answer continues the last message of its prompt: the assistant's, and not one that calls tools."""
+    return last["role"] == "assistant" and isinstance(last["content"], str) and not last.get("tool_calls")
+
+
+def prompts_from_chats(
+    chats: Sequence[Chat],
+    texts: Sequence[str],
+    tokenizer: Any,
+    known: Sequence[Mapping[str, list[int]]] | None = None,
+) -> Prompts:
+    """Encode rendered chats.
+
+    Args:
+        chats: one for each sample.
+        texts: what they are rendered to.
+        tokenizer: encodes.
+        known: :func:`known_ids` of each sample, used instead of encoding the text again.
+    """
+    histories = [chat.history for chat in chats]
     if known is None:
         # the template has already written the special tokens
-        return Prompts(tokenizer(texts, add_special_tokens=False)["input_ids"], texts, histories)
+        return Prompts(tokenizer(list(texts), add_special_tokens=False)["input_ids"], list(texts), histories)
     pairs = [_continued(text, ids, tokenizer) for text, ids in zip(texts, known, strict=True)]
     return Prompts([ids for ids, _ in pairs], [text for _, text in pairs], histories)
 
@@ -147,7 +238,14 @@ def text_entry(prompt: str, response: str) -> Text:
 
 
 def history_entry(prompt: History, content: str) -> ChatHistory:
-    """Return the ``ChatHistory`` of one answer: prompt ``[turns]``, response ``[1]``, full ``[turns + 1]``."""
+    """Return the ``ChatHistory`` of one answer: prompt ``[turns]``, response ``[1]``, full ``[turns + 1]``.
+
+    An answer that continues the last message is a part of it: then ``full`` is ``[turns]``.
+    """
     response = History(role="assistant", content=content)
-    full = prompt.append(response, inplace=False, dim=-1)
+    before, last = list(prompt.unbind(0)), prompt[-1].tolist(tolist_first=True) if len(prompt) else {"role": None}
+    if goes_on_from({"content": None, **last}):
+        full = lazy_stack([*before[:-1], History(role="assistant", content=last["content"] + content)])
+    else:
+        full = prompt.append(response, inplace=False, dim=-1)
     return ChatHistory(prompt=prompt, response=lazy_stack([response]), full=full)
