@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, TypeAlias
@@ -18,7 +19,7 @@ from torchrl_moe.modules.policies.sample_request import SampleRequest
 from torchrl_moe.modules.policies.sampling_entry import SAMPLING
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 
-__all__ = ["Conversation", "PromptLike"]
+__all__ = ["Conversation", "PromptLike", "number_of"]
 
 PromptLike: TypeAlias = "History | Sequence[Mapping[str, Any]] | str | Sequence[int] | Tensor"
 """The whole prompt of an answer, in the form of the policy's ``input_mode``.
@@ -111,7 +112,7 @@ class Conversation:
             reward: a number for the last turn, or one number per turn.
 
         Raises:
-            ValueError: nothing was asked, or there are more or fewer rewards than turns.
+            ValueError: nothing was asked, there are more or fewer rewards than turns, or one is not finite.
             TypeError: the reward is neither a number nor a sequence of them.
         """
         answers = [self._answers[place] for place in sorted(self._answers)]
@@ -190,11 +191,31 @@ class Conversation:
 
 def _rewards(reward: Any, turns: int) -> list[float]:
     """Return a reward for each turn."""
-    plain = reward.tolist() if hasattr(reward, "tolist") else reward
-    if isinstance(plain, Real):
-        return [0.0] * (turns - 1) + [float(plain)]
-    if not isinstance(plain, list | tuple) or not all(isinstance(one, Real) for one in plain):
+    if (last := number_of(reward)) is not None:
+        found: list[float | None] = [0.0] * (turns - 1) + [last]
+    else:
+        plain = reward.tolist() if hasattr(reward, "tolist") else reward
+        found = [number_of(one) for one in plain] if isinstance(plain, list | tuple) else [None]
+    values = [value for value in found if value is not None]
+    if len(values) < len(found):
         raise TypeError(f"an episode must return its reward, a number or one number per turn, got {reward!r:.200}")
-    if len(plain) != turns:
-        raise ValueError(f"the episode returned {len(plain)} rewards for {turns} turns")
-    return [float(one) for one in plain]
+    if len(values) != turns:
+        raise ValueError(f"the episode returned {len(values)} rewards for {turns} turns")
+    if not all(map(math.isfinite, values)):
+        raise ValueError(f"the episode returned the reward {reward!r:.200}: a reward must be finite")
+    return values
+
+
+def number_of(value: Any) -> float | None:
+    """Return a number, a scalar tensor or a NumPy number as a float; ``None`` for anything else.
+
+    >>> number_of(torch.tensor(True)), number_of(10**400), number_of("1"), number_of([1.0])
+    (1.0, inf, None, None)
+    """
+    plain = value.item() if getattr(value, "shape", None) == () else value
+    if not isinstance(plain, Real):
+        return None
+    try:
+        return float(plain)
+    except OverflowError:  # of an int
+        return math.inf if plain > 0 else -math.inf

@@ -24,12 +24,14 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "RolloutConfig",
+    "SaveConfig",
     "as_dict",
     "as_yaml",
 ]
 
 REPLAYS = ("R3", "R2", "none")
 DTYPES = ("auto", "float32", "bfloat16")
+SAVED_DTYPES = (*DTYPES, "float16")
 ADVANTAGES = ("grpo", "rloo", "dr_grpo", "reinforce_plus_plus")
 REFERENCES = ("auto", "adapter", "model", "engine")
 SCHEDULES = ("constant", "linear", "cosine")
@@ -100,7 +102,8 @@ class DataConfig:
         source: a file or folder of JSON lines, a hub name, ``package.module:function``, or one of TorchRL's tasks:
             ``gsm8k``, ``math``, ``countdown``, ``ifeval``; unused if a dataset or an environment is given.
         arguments: of the function, of ``datasets.load_dataset``, or of the task.
-        prompt: the column of prompts: texts, or lists of messages.
+        prompt: the column of prompts: texts, or lists of messages; an async function as environment needs none. The
+            columns ``tools`` and ``chat_template_kwargs``, where there are any, go to the chat template.
         held_out: number of prompts held out for evaluation, if the source has no held-out split.
         rewards: functions, ``package.module:function``; unused if functions are given, or the task has its own.
         weights: of the rewards; ``None``: 1 each.
@@ -255,6 +258,17 @@ class CheckpointConfig:
 
 
 @dataclass(kw_only=True)
+class SaveConfig:
+    """The model that is written at the end, and by ``trainer.save_pretrained()``.
+
+    Attributes:
+        dtype: of its weights: ``"float32"``, ``"bfloat16"``, ``"float16"``, or ``"auto"``, that of the source.
+    """
+
+    dtype: str = "auto"
+
+
+@dataclass(kw_only=True)
 class LogConfig:
     """Where metrics go, besides ``metrics.csv``.
 
@@ -281,6 +295,8 @@ class GRPOConfig:
         steps: number of training steps.
         resume: continue from the newest checkpoint in ``out``.
         hooks: functions, ``package.module:function``, called with the trainer before it starts, to register hooks.
+        chat_template_kwargs: arguments of the chat template, such as ``enable_thinking``; a column of this name changes
+            them for a row.
         plan: print what the run would need, and do not start it.
         placement: how the ranks of a launcher share the model; no effect with a single process.
 
@@ -293,6 +309,7 @@ class GRPOConfig:
     steps: int = 100
     resume: bool = False
     hooks: list[str] = field(default_factory=list)
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     plan: bool = False
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -302,6 +319,7 @@ class GRPOConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    save: SaveConfig = field(default_factory=SaveConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     log: LogConfig = field(default_factory=LogConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
@@ -369,6 +387,7 @@ COUNTS = (
 )  # fmt: skip
 CHOICES = {
     "model.dtype": DTYPES,
+    "save.dtype": SAVED_DTYPES,
     "engine.kind": ("vllm", "transformers"),
     "engine.backend": ("local", "ray"),
     "loss.advantage": ADVANTAGES,

@@ -12,6 +12,8 @@ from torchrl.envs import EnvBase
 
 from torchrl_moe.collectors.evaluation import evaluate
 from torchrl_moe.collectors.workflow import is_episode_function
+from torchrl_moe.modules.policies.prompt_reading import options_of, reads_chats, template_of, template_options
+from torchrl_moe.modules.policies.prompts import Chat
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 from torchrl_moe.trainers.episode import PromptEpisode
@@ -25,6 +27,9 @@ TASKS = {"gsm8k": "GSM8KEnv", "math": "MATHEnv", "countdown": "CountdownEnv", "i
 """Name -> class of :mod:`torchrl.envs.llm`."""
 DRAWN = ("countdown",)
 """Tasks whose prompts are generated, so another seed gives held-out ones. The others have no split argument."""
+
+
+NO_TEMPLATE = "set tokenizer.chat_template, or use texts as prompts, which are then sent as they are"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,7 @@ class RolloutSource:
         source = config.data.source if dataset is None else dataset
         try:
             if env is not None:
-                return cls._of_env(config, env, dataset, rewards, held_out)
+                return cls._of_env(config, env, tokenizer, dataset, rewards, held_out)
             if isinstance(source, str) and source in TASKS:
                 return cls._of_task(source, config, tokenizer, rewards, held_out)
             return cls._of_prompts(config, source, tokenizer, rewards, held_out)
@@ -84,7 +89,9 @@ class RolloutSource:
             raise ConfigError.of(name, error) from error
 
     @classmethod
-    def _of_env(cls, config: GRPOConfig, env: Any, dataset: Any, rewards: Any, held_out: Any) -> RolloutSource:
+    def _of_env(
+        cls, config: GRPOConfig, env: Any, tokenizer: Any, dataset: Any, rewards: Any, held_out: Any
+    ) -> RolloutSource:
         if rewards is not None:
             raise ConfigError("rewards are for a dataset: an env gives its own")
         if dataset is not None and not is_episode_function(env):
@@ -97,8 +104,11 @@ class RolloutSource:
                 f"{type(env).__name__}"
             )
         if not is_episode_function(env):
+            if not reads_chats(tokenizer) and getattr(env, "input_mode", "text") != "text":
+                raise ConfigError(f"an environment of chats needs a chat template: {NO_TEMPLATE}")
             return cls._with_env(config, env, held_out)
-        prompts = cls._load(config, config.data.source if dataset is None else dataset, held_out)
+        # the function makes its own prompts, from any column
+        prompts = cls._load(config, config.data.source if dataset is None else dataset, held_out, None)
         return cls._with_prompts(config, env, prompts)
 
     @classmethod
@@ -132,15 +142,23 @@ class RolloutSource:
     def _of_prompts(cls, config: GRPOConfig, source: Any, tokenizer: Any, rewards: Any, held_out: Any) -> RolloutSource:
         functions = config.data.rewards if rewards is None else rewards
         functions = [functions] if callable(functions) or isinstance(functions, str) else list(functions)
-        prompts = cls._load(config, source, held_out)
+        prompts = cls._load(config, source, held_out, config.data.prompt)
         if not functions:
             raise ConfigError("data.rewards=[]: name a function, package.module:function, or give the trainer rewards")
         found = Rewards(functions, config.data.weights)
         found.check(prompts.columns)
-        return cls._with_prompts(config, PromptEpisode(prompts.prompt, found, tokenizer=tokenizer), prompts)
+        _check_rendering(config, tokenizer, prompts)
+        episode = PromptEpisode(
+            config.data.prompt,
+            found,
+            is_chat=reads_chats(tokenizer),
+            tokenizer=tokenizer,
+            skip_special_tokens=config.rollout.sampling.get("skip_special_tokens", True),
+        )
+        return cls._with_prompts(config, episode, prompts)
 
     @staticmethod
-    def _load(config: GRPOConfig, source: Any, held_out: Any) -> PromptSet:
+    def _load(config: GRPOConfig, source: Any, held_out: Any, prompt: str | None) -> PromptSet:
         data = config.data
         if source is None:
             raise ConfigError("data.source=None: name a dataset, or give the trainer a dataset or an env")
@@ -149,10 +167,10 @@ class RolloutSource:
         takes_none = isinstance(source, os.PathLike) or (isinstance(source, str) and is_path(source))
         arguments = data.arguments if is_theirs and not takes_none else None
         count = data.held_out if held_out is None else 0
-        found = load_prompts(source, prompt=data.prompt, held_out=count, seed=config.seed, arguments=arguments)
+        found = load_prompts(source, prompt=prompt, held_out=count, seed=config.seed, arguments=arguments)
         if held_out is None:
             return found
-        return PromptSet(found.train, load_prompts(held_out, prompt=data.prompt).train, found.prompt)
+        return PromptSet(found.train, load_prompts(held_out, prompt=prompt).train, found.prompt)
 
     @classmethod
     def _with_prompts(cls, config: GRPOConfig, env: Any, prompts: PromptSet) -> RolloutSource:
@@ -176,3 +194,25 @@ class RolloutSource:
         if any(reward is None for reward in rewards):
             raise ValueError("a held-out answer has no reward in one of its turns")
         return sum(float(reward.sum()) for reward in rewards) / len(rewards)
+
+
+def _check_rendering(config: GRPOConfig, tokenizer: Any, prompts: PromptSet) -> None:
+    """Check that prompts fit the tokenizer's chat template, by rendering the first of each part.
+
+    Raises:
+        ConfigError: there is no template, and a row needs one.
+        Exception: whatever the template raises.
+    """
+    column = config.data.prompt
+    if not reads_chats(tokenizer):
+        for row in (row for rows in (prompts.train, prompts.held_out) for row in rows):
+            if not isinstance(row[column], str) or row.get("tools") or row.get("chat_template_kwargs"):
+                raise ConfigError(f"data: a row has messages, tools or chat_template_kwargs: {NO_TEMPLATE}")
+        if config.chat_template_kwargs:
+            raise ConfigError(f"chat_template_kwargs: the tokenizer has no chat template: {NO_TEMPLATE}")
+        return
+    common = template_options(config.chat_template_kwargs)
+    for row in (rows[0] for rows in (prompts.train, prompts.held_out) if len(rows)):
+        prompt, options = row[column], options_of(common, row)
+        chat = Chat.of([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+        chat.rendered(tokenizer, template_of(tokenizer, tools=options.get("tools")), options)

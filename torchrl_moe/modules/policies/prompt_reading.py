@@ -13,9 +13,10 @@ from torchrl_moe._compat_generation import chat_template_named
 from torchrl_moe.modules.policies import prompts as reading
 from torchrl_moe.modules.policies.prompts import Chat, Prompts
 
-__all__ = ["Source", "require_key", "template_options", "tool_list"]
+__all__ = ["Source", "options_of", "reads_chats", "require_key", "template_of", "template_options"]
 
-OPTIONS, RENDER = "chat_template_kwargs", "apply_chat_template"
+OPTIONS, TOOLS = "chat_template_kwargs", "tools"
+"""Entries of a sample that are for its chat template."""
 NOT_THE_TEMPLATES = (
     *("conversation", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "padding"),
     *("truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
@@ -41,46 +42,12 @@ class Source:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def template(self, tools: Any = None) -> str | None:
-        """Return the chat template to render with; ``None``: the tokenizer has its own way.
-
-        The given one comes first, then the named one, then the tokenizer's. If that has several, ``"default"`` is used,
-        or ``"tool_use"`` with tools. TorchRL's guess, by the path that the tokenizer was loaded from, is never used:
-        the model may never have seen its markers.
-
-        Raises:
-            ValueError: there is none.
-        """
-        if self.chat_template is not None:
-            return self.chat_template
-        if self.chat_template_name is not None:
-            return chat_template_named(self.chat_template_name)
-        own = getattr(self.tokenizer, "chat_template", None)
-        if isinstance(own, dict):
-            names = sorted(own)
-            own = own.get("tool_use" if tools and "tool_use" in own else "default")
-            if own is None:
-                raise ValueError(
-                    f"the tokenizer has the chat templates {', '.join(names)} and no 'default': pass chat_template= "
-                    "one of these names"
-                )
-        elif own is None and (hasattr(self.tokenizer, "chat_template") or not hasattr(self.tokenizer, RENDER)):
-            raise ValueError(
-                "the tokenizer has no chat template, so a chat cannot be rendered: pass chat_template= (or "
-                "chat_template_name=, one of TorchRL's), set tokenizer.chat_template, or use input_mode='text', which "
-                "sends text as it is"
-            )
-        return own
+        """Return the chat template to render with, see :func:`template_of`."""
+        return template_of(self.tokenizer, self.chat_template, self.chat_template_name, tools)
 
     def options(self, sample: TensorDictBase) -> dict[str, Any]:
-        """Return the further arguments of the chat template for a sample: the wrapper's, changed by the sample's own.
-
-        Raises:
-            TypeError: see :func:`template_options` and :func:`tool_list`.
-            ValueError: see :func:`template_options`.
-        """
-        own, tools = (_plain(sample.get(key, None)) for key in (OPTIONS, "tools"))
-        options, tools = {**self.chat_template_kwargs, **template_options(own)}, tool_list(tools)
-        return {**options, "tools": tools} if tools else options
+        """Return the further arguments of the chat template for a sample, see :func:`options_of`."""
+        return options_of(self.chat_template_kwargs, {key: _plain(sample.get(key, None)) for key in (OPTIONS, TOOLS)})
 
     def text_of(self, chat: Chat, sample: TensorDictBase) -> str:
         """Return the text that a sample's chat is rendered to, with a generation prompt."""
@@ -125,6 +92,62 @@ def require_key(samples: Sequence[TensorDictBase], key: NestedKey, input_mode: s
                 f"Expected {key!r} key in sample {i}, where input_mode={input_mode!r} reads it; the sample has "
                 f"{sorted(map(str, sample.keys(True)))}"
             )
+
+
+def reads_chats(tokenizer: Any) -> bool:
+    """Whether a tokenizer has a chat template, or its own way to render a chat."""
+    if hasattr(tokenizer, "chat_template"):
+        return tokenizer.chat_template is not None
+    return hasattr(tokenizer, "apply_chat_template")
+
+
+def template_of(
+    tokenizer: Any, chat_template: str | None = None, chat_template_name: str | None = None, tools: Any = None
+) -> str | None:
+    """Return the chat template to render with; ``None``: the tokenizer has its own way.
+
+    The given one comes first, then the named one, then the tokenizer's. If that has several, ``"default"`` is used, or
+    ``"tool_use"`` with tools. TorchRL's guess, by the path that the tokenizer was loaded from, is never used: the model
+    may never have seen its markers.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if chat_template is not None:
+        return chat_template
+    if chat_template_name is not None:
+        return chat_template_named(chat_template_name)
+    if not reads_chats(tokenizer):
+        raise ValueError(
+            "the tokenizer has no chat template, so a chat cannot be rendered: pass chat_template= (or "
+            "chat_template_name=, one of TorchRL's), set tokenizer.chat_template, or use input_mode='text', which "
+            "sends text as it is"
+        )
+    own = getattr(tokenizer, "chat_template", None)
+    if not isinstance(own, dict):
+        return own
+    template: str | None = own.get("tool_use" if tools and "tool_use" in own else "default")
+    if template is None:
+        raise ValueError(
+            f"the tokenizer has the chat templates {', '.join(sorted(own))} and no 'default': pass chat_template= "
+            "one of these names"
+        )
+    return template
+
+
+def options_of(common: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the further arguments of the chat template for a row: the common ones, changed by those in the row.
+
+    Args:
+        common: of all rows.
+        row: may have ``"chat_template_kwargs"`` and ``"tools"``.
+
+    Raises:
+        TypeError: see :func:`template_options` and :func:`tool_list`.
+        ValueError: see :func:`template_options`.
+    """
+    options, tools = {**common, **template_options(row.get(OPTIONS))}, tool_list(row.get(TOOLS))
+    return {**options, TOOLS: tools} if tools else options
 
 
 def template_options(given: Any) -> dict[str, Any]:

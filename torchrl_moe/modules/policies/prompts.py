@@ -99,11 +99,14 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message as templates read it: without unset entries, its parts of text joined, calls' arguments decoded.
 
     Raises:
+        TypeError: it is no mapping.
         ValueError: it has no role, or content that is not text.
 
     >>> plain_message({"role": "user", "content": [{"type": "text", "text": "hi"}], "name": None})
     {'role': 'user', 'content': 'hi'}
     """
+    if not isinstance(message, Mapping):
+        raise TypeError(f"a chat is a list of messages, {{'role': text, 'content': text}}, got {message!r:.60}")
     plain = {key: value for key, value in message.items() if value is not None}
     content = plain.setdefault("content", "" if plain.get("tool_calls") else None)
     parts = [content] if isinstance(content, Mapping) else content

@@ -23,6 +23,7 @@ from torchrl_moe.modules.policies.scoring_model import ScoringModel
 from torchrl_moe.modules.policies.scoring_wrapper import ScoringWrapper
 from torchrl_moe.modules.policies.transformers_arguments import (
     OF_SCORING,
+    check_vocabulary,
     complete,
     model_of,
     pad_of,
@@ -156,6 +157,7 @@ class TransformersWrapper(ScoringWrapper):
         given = arguments["model"]
         self.model = model_of(given, arguments["device"], self.generate)
         self.tokenizer = tokenizer_of(arguments["tokenizer"], given, self.model, self.input_mode)
+        check_vocabulary(self.tokenizer, self.model)
         self.replay = replay_of(arguments, self.model)
         recorder = recorder_of(arguments, self.model)
         self.return_routed_experts = recorder is not None
