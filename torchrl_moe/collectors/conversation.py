@@ -192,7 +192,7 @@ class Conversation:
 def _rewards(reward: Any, turns: int) -> list[float]:
     """Return a reward for each turn."""
     if (last := number_of(reward)) is not None:
-        found: list[float | None] = [0.0] * (turns - 1) + [last]
+        found: list[float | None] = [*[0.0] * (turns - 1), last]
     else:
         plain = reward.tolist() if hasattr(reward, "tolist") else reward
         found = [number_of(one) for one in plain] if isinstance(plain, list | tuple) else [None]
@@ -212,10 +212,10 @@ def number_of(value: Any) -> float | None:
     >>> number_of(torch.tensor(True)), number_of(10**400), number_of("1"), number_of([1.0])
     (1.0, inf, None, None)
     """
-    plain = value.item() if getattr(value, "shape", None) == () else value
+    plain: Any = value.item() if getattr(value, "shape", None) == () else value
     if not isinstance(plain, Real):
         return None
     try:
         return float(plain)
     except OverflowError:  # of an int
-        return math.inf if plain > 0 else -math.inf
+        return math.inf if plain > 0 else -math.inf  # type: ignore[operator]

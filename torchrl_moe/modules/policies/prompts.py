@@ -138,7 +138,7 @@ def _decoded(call: Any) -> Any:
 
 def goes_on_from(last: Mapping[str, Any]) -> bool:
     """Whether an answer continues the last message of its prompt: the assistant's, and not one that calls tools."""
-    return last["role"] == "assistant" and isinstance(last["content"], str) and not last.get("tool_calls")
+    return last["role"] == "assistant" and isinstance(last.get("content"), str) and not last.get("tool_calls")
 
 
 def prompts_from_chats(
@@ -246,8 +246,9 @@ def history_entry(prompt: History, content: str) -> ChatHistory:
     An answer that continues the last message is a part of it: then ``full`` is ``[turns]``.
     """
     response = History(role="assistant", content=content)
-    before, last = list(prompt.unbind(0)), prompt[-1].tolist(tolist_first=True) if len(prompt) else {"role": None}
-    if goes_on_from({"content": None, **last}):
+    before = list(prompt.unbind(0))
+    last: dict[str, Any] = before[-1].tolist(tolist_first=True) if before else {"role": None}
+    if goes_on_from(last):
         full = lazy_stack([*before[:-1], History(role="assistant", content=last["content"] + content)])
     else:
         full = prompt.append(response, inplace=False, dim=-1)

@@ -55,9 +55,11 @@ def encode(td: TensorDictBase, source: Source) -> Encoded:
         found = prompts_from_text(td.get(source.input_key), source.tokenizer, source.tokenizer_kwargs)
         return Encoded([torch.tensor(ids, dtype=torch.long) for ids in found.ids], found.texts)
     key = source.input_key
-    found = [_rendered(Chat.of(one.get(key), key).history, source, source.options(one)) for one in td.unbind(0)]
-    ids, assistant, texts = map(list, zip(*found, strict=True))
-    return Encoded(ids, texts, None if any(mask is None for mask in assistant) else assistant)
+    chats = [_rendered(Chat.of(one.get(key), key).history, source, source.options(one)) for one in td.unbind(0)]
+    masks = [mask for _, mask, _ in chats if mask is not None]
+    return Encoded(
+        [ids for ids, _, _ in chats], [text for _, _, text in chats], masks if len(masks) == len(chats) else None
+    )
 
 
 def _rendered(history: History, source: Source, options: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, str]:
