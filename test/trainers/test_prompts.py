@@ -124,21 +124,18 @@ def test_another_kind_is_refused(prompt: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": ["1+1="]}, "a chat is a list of messages, {'role': text, 'content': text}, got '1+1='"),
-        ({"prompt": [1, 2, 3]}, "a chat is a list of messages, {'role': text, 'content': text}, got 1"),
-        ({"prompt": [{"role": "user"}]}, "a message is {'role': text, 'content': text, or parts of type 'text'}, and "),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "a message is {'role': text"),
-        ({"prompt": "a", "tools": "add"}, "tools must be a list of JSON schemas or functions, or its JSON text, got"),
-        (
-            {"prompt": "a", "chat_template_kwargs": 3},
-            "chat_template_kwargs must be a mapping of names to values",
-        ),
+        ({"prompt": ["1+1="]}, ", column 'prompt': a chat is a list of messages, {'role': text, "),
+        ({"prompt": [1, 2, 3]}, ", column 'prompt': a chat is a list of messages, {'role': text, "),
+        ({"prompt": [{"role": "user"}]}, ", column 'prompt': a message is {'role': text, "),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, ", column 'prompt': a message is "),
+        ({"prompt": "a", "tools": "add"}, ": tools must be a list of JSON schemas or functions, or its JSON text"),
+        ({"prompt": "a", "chat_template_kwargs": 3}, ": chat_template_kwargs must be a mapping of names to values"),
     ],
 )
 def test_what_a_template_could_not_read_is_refused(row: Any, message: str) -> None:
     with pytest.raises(ValueError) as error:
         load_prompts([*ROWS[:2], row])
-    assert str(error.value).startswith(f"train row 2, column 'prompt': {message}")
+    assert str(error.value).startswith(f"train row 2{message}")
 
 
 def test_rows_without_prompts_are_for_functions_that_make_their_own() -> None:

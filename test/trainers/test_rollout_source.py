@@ -228,8 +228,10 @@ def test_without_a_chat_template_prompts_are_texts(row: dict[str, Any], config: 
 def test_a_template_that_refuses_the_prompts_is_noticed_at_once() -> None:
     strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role here') }}{% endif %}x"
     system = [{"role": "system", "content": "Be brief."}, *CHAT]
-    with pytest.raises(ConfigError, match=r"^data: TemplateError: no system role here$"):
+    with pytest.raises(ConfigError, match=r"^the chat template, given the prompt .*: TemplateError: no system"):
         of_tokenizer(tokenizer_with(strict), [{"prompt": system, "answer": "2"}])
+    with pytest.raises(ConfigError, match="makes no text of"):
+        of_tokenizer(tokenizer_with(""), [{"prompt": "a", "answer": "2"}])
     with pytest.raises(ConfigError, match="'tokenize' is not one"):
         config = GRPOConfig(chat_template_kwargs={"tokenize": True})
         of_tokenizer(TOKENIZER, [{"prompt": "a", "answer": "2"}], config)

@@ -185,8 +185,9 @@ def _check_row(row: Row, column: str, where: str) -> None:
     if not prompt:
         raise ValueError(f"{where}: column {column!r} must be text or a list of messages, and not empty")
     try:
+        options_of({}, row)
+        where = f"{where}, column {column!r}"
         for message in () if isinstance(prompt, str) else prompt:
             plain_message(message)
-        options_of({}, row)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}, column {column!r}: {error}") from error
+        raise ValueError(f"{where}: {error}") from error

@@ -200,8 +200,7 @@ def _check_rendering(config: GRPOConfig, tokenizer: Any, prompts: PromptSet) -> 
     """Check that prompts fit the tokenizer's chat template, by rendering the first of each part.
 
     Raises:
-        ConfigError: there is no template, and a row needs one.
-        Exception: whatever the template raises.
+        ConfigError: there is no template, and a row needs one; or it raises.
     """
     column = config.data.prompt
     if not reads_chats(tokenizer):
@@ -214,5 +213,9 @@ def _check_rendering(config: GRPOConfig, tokenizer: Any, prompts: PromptSet) -> 
     common = template_options(config.chat_template_kwargs)
     for row in (rows[0] for rows in (prompts.train, prompts.held_out) if len(rows)):
         prompt, options = row[column], options_of(common, row)
+        template = template_of(tokenizer, tools=options.get("tools"))
         chat = Chat.of([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
-        chat.rendered(tokenizer, template_of(tokenizer, tools=options.get("tools")), options)
+        try:
+            chat.rendered(tokenizer, template, options)
+        except Exception as error:  # a template may raise anything
+            raise ConfigError.of(f"the chat template, given the prompt {prompt!r:.100}", error) from error

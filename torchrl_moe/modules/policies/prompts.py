@@ -81,6 +81,9 @@ class Chat:
             tokenizer: renders it.
             template: a chat template; ``None``: the tokenizer knows its own.
             options: further arguments of the template, such as ``tools`` or ``enable_thinking``.
+
+        Raises:
+            ValueError: the text is empty, or lacks the message that is to be continued.
         """
         goes_on = goes_on_from(self.messages[-1]) if self.messages else False
         given = {} if template is None else {"chat_template": template}
@@ -92,6 +95,8 @@ class Chat:
             **given,
             **options,
         )
+        if not text:
+            raise ValueError(f"the chat template makes no text of {self.messages!r:.100}: pass another chat_template=")
         return text
 
 
