@@ -311,7 +311,7 @@ def test_turns_stand_in_the_order_in_which_they_were_asked_for_and_those_that_fa
         last_came = asyncio.Event()
 
         async def generate(request: SampleRequest, _: int) -> Completion:
-            (text,) = request.prompts.histories[0].content
+            (text,) = request.prompts.chats[0].history.content
             if text == "bad":
                 raise RequestRefusedError("no")
             if text == "first":

@@ -52,7 +52,7 @@ def test_a_chat_is_rendered_with_its_generation_prompt() -> None:
     prompts = prompts_from_chats(chats, texts, TOKENIZER)
     assert prompts.ids == [HI, [START, *b"user\na", END, *b"\n", START, *b"assistant\n"]]
     assert prompts.texts[0] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert [history.content for history in prompts.histories] == [["hi"], ["a"]]
+    assert [chat.history.content for chat in prompts.chats] == [["hi"], ["a"]]
 
 
 def test_placeholders_of_a_ragged_stack_are_no_messages() -> None:
@@ -117,15 +117,26 @@ def test_a_last_message_of_the_assistant_is_continued(kind: Any, said: str, full
     """As transformers' pipeline and TRL do."""
     given = kind(chat("2+2", said)) if kind is list else kind(chat("2+2", said))[0]
     assert text_of(given) == f"<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n{said}"
-    entry = history_entry(Chat.of(given).history, " see")
+    entry = history_entry(Chat.of(given), " see")
     assert (entry.full.content, entry.response.content) == (full, [" see"])
     assert entry.full.role == ["user", "assistant"]
+
+
+@pytest.mark.parametrize(
+    ("said", "answered", "goes_on"),
+    [("yes", "yes", False), ("Let me", " me", False), ("", "", False), ("yes", "no", True), ("yes", "", True)],
+)
+def test_an_answer_of_the_policys_own_is_complete(said: str, answered: str, goes_on: bool) -> None:
+    """As in TorchRL's environments, whose next prompt ends with it."""
+    one = Chat.of(chat("q", said), answered=answered)
+    assert one.goes_on == goes_on
+    assert one.rendered(TOKENIZER, TOKENIZER.chat_template, {}).endswith(said if goes_on else "<|im_start|>assistant\n")
 
 
 def test_a_call_of_a_tool_is_not_continued() -> None:
     called = [*chat("2+2"), {"role": "assistant", "content": "", "tool_calls": [CALL]}]
     assert text_of(called).endswith("<|im_start|>assistant\n")
-    assert history_entry(Chat.of(called).history, "4").full.content == ["2+2", "", "4"]
+    assert history_entry(Chat.of(called), "4").full.content == ["2+2", "", "4"]
 
 
 # known ids
@@ -276,7 +287,7 @@ def test_a_text_entry_joins_prompt_and_response() -> None:
 
 def test_a_history_entry_appends_the_answer() -> None:
     prompt = histories(chat("hi", "x", "y"))[0]
-    entry = history_entry(prompt, "z")
+    entry = history_entry(Chat.of(prompt), "z")
     assert entry.prompt.batch_size == torch.Size([3])
     assert (entry.response.batch_size, entry.response.role, entry.response.content) == (
         torch.Size([1]),

@@ -13,7 +13,7 @@ from torchrl_moe._compat_generation import chat_template_named
 from torchrl_moe.modules.policies import prompts as reading
 from torchrl_moe.modules.policies.prompts import Chat, Prompts
 
-__all__ = ["Source", "options_of", "reads_chats", "require_key", "template_of", "template_options"]
+__all__ = ["Source", "check_templates", "options_of", "reads_chats", "require_key", "template_of", "template_options"]
 
 OPTIONS, TOOLS = "chat_template_kwargs", "tools"
 """Entries of a sample that are for its chat template."""
@@ -79,9 +79,18 @@ class Source:
         if self.prefer_tokens:
             mask = (self.masks_key, "all_attention_mask")
             known = [reading.known_ids(one, self.tokens_key, one.get(mask, None), self.pad) for one in samples]
-        chats = [Chat.of(sample.get(self.input_key), self.input_key) for sample in samples]
+        chats = [Chat.of(one.get(self.input_key), self.input_key, self._answered(one)) for one in samples]
         texts = [self.text_of(chat, sample) for chat, sample in zip(chats, samples, strict=True)]
         return reading.prompts_from_chats(chats, texts, self.tokenizer, known)
+
+    def _answered(self, sample: TensorDictBase) -> str | None:
+        """Return the text of a previous turn's answer, if the sample has its tokens: without the end of the turn."""
+        ids = reading.known_ids(sample, self.tokens_key, None, self.pad).get("response")
+        if ids is None:
+            return None
+        end = getattr(self.tokenizer, "eos_token_id", None)
+        text: str = self.tokenizer.decode(ids[:-1] if ids and ids[-1] == end else ids, skip_special_tokens=False)
+        return text
 
     def _mask_key(self, samples: Sequence[TensorDictBase]) -> NestedKey:
         """Return the key of the prompts' mask: after an earlier turn, ``"masks"`` cover more than the prompt."""
@@ -100,6 +109,18 @@ def require_key(samples: Sequence[TensorDictBase], key: NestedKey, input_mode: s
                 f"Expected {key!r} key in sample {i}, where input_mode={input_mode!r} reads it; the sample has "
                 f"{sorted(map(str, sample.keys(True)))}"
             )
+
+
+def check_templates(arguments: Mapping[str, Any]) -> None:
+    """Refuse a wrapper's ``chat_template_kwargs`` and ``chat_template_name``, before a model is loaded.
+
+    Raises:
+        TypeError: see :func:`template_options`.
+        ValueError: see there, or an unknown name.
+    """
+    template_options(arguments.get(OPTIONS))
+    if arguments.get("chat_template_name") is not None:
+        chat_template_named(arguments["chat_template_name"])
 
 
 def reads_chats(tokenizer: Any) -> bool:

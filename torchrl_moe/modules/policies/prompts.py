@@ -40,18 +40,30 @@ class Prompts:
 
     ids: list[list[int]]
     texts: list[str] = field(default_factory=list)
-    histories: list[History] = field(default_factory=list)
+    chats: list[Chat] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """The prompt of one sample: messages as chat templates read them, and as a ``History`` ``[turns]``."""
+    """The prompt of one sample: messages as chat templates read them, and as a ``History`` ``[turns]``.
+
+    ``answered`` is the text of the policy's own previous answer, which is complete if it ends the last message.
+    """
 
     messages: list[dict[str, Any]]
     history: History
+    answered: str | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether an answer continues the last message: the assistant's, given by the caller, without tool calls."""
+        if not goes_on_from(self.messages[-1]):
+            return False
+        said, own = self.messages[-1]["content"], self.answered
+        return own is None or (said != own if not own else not said.endswith(own))
 
     @classmethod
-    def of(cls, given: Any, key: NestedKey = ("history", "prompt")) -> Chat:
+    def of(cls, given: Any, key: NestedKey = ("history", "prompt"), answered: str | None = None) -> Chat:
         """Read a ``History`` ``[turns]``, or a list of messages, mappings as those of OpenAI's API.
 
         Whatever a message has beside role and content (``name``, ``tool_call_id``, ``tool_calls``, ...) is for the
@@ -63,7 +75,8 @@ class Chat:
         """
         if isinstance(given, History):
             spoken = [one for one in given.tolist(tolist_first=True) if one["role"] != "<none>"]
-            return cls([plain_message({**one, "is_complete": None}) for one in spoken], given)
+            plain = [{key: value for key, value in one.items() if key != "is_complete"} for one in spoken]
+            return cls([plain_message(one) for one in plain], given, answered)
         given = given.data if isinstance(given, NonTensorData) else given
         if not isinstance(given, list | tuple) or not all(isinstance(one, Mapping) for one in given):
             raise TypeError(
@@ -72,10 +85,10 @@ class Chat:
             )
         messages = [plain_message(one) for one in given]
         known = [{name: one[name] for name in IN_HISTORY if name in one} for one in messages]
-        return cls(messages, History.from_chats([known])[0])
+        return cls(messages, History.from_chats([known])[0], answered)
 
     def rendered(self, tokenizer: Any, template: str | None, options: Mapping[str, Any]) -> str:
-        """Return its text, with a generation prompt; a last message of the assistant is continued.
+        """Return its text, with a generation prompt, or with the last message open if that is to be continued.
 
         Args:
             tokenizer: renders it.
@@ -85,13 +98,12 @@ class Chat:
         Raises:
             ValueError: the text is empty, or lacks the message that is to be continued.
         """
-        goes_on = goes_on_from(self.messages[-1]) if self.messages else False
         given = {} if template is None else {"chat_template": template}
         text: str = tokenizer.apply_chat_template(
             self.messages,
             tokenize=False,
-            add_generation_prompt=not goes_on,
-            continue_final_message=goes_on,
+            add_generation_prompt=not self.goes_on,
+            continue_final_message=self.goes_on,
             **given,
             **options,
         )
@@ -142,7 +154,7 @@ def _decoded(call: Any) -> Any:
 
 
 def goes_on_from(last: Mapping[str, Any]) -> bool:
-    """Whether an answer continues the last message of its prompt: the assistant's, and not one that calls tools."""
+    """Whether a last message can be continued: the assistant's, and not one that calls tools."""
     return last["role"] == "assistant" and isinstance(last.get("content"), str) and not last.get("tool_calls")
 
 
@@ -160,12 +172,11 @@ def prompts_from_chats(
         tokenizer: encodes.
         known: :func:`known_ids` of each sample, used instead of encoding the text again.
     """
-    histories = [chat.history for chat in chats]
     if known is None:
         # the template has already written the special tokens
-        return Prompts(tokenizer(list(texts), add_special_tokens=False)["input_ids"], list(texts), histories)
+        return Prompts(tokenizer(list(texts), add_special_tokens=False)["input_ids"], list(texts), list(chats))
     pairs = [_continued(text, ids, tokenizer) for text, ids in zip(texts, known, strict=True)]
-    return Prompts([ids for ids, _ in pairs], [text for _, text in pairs], histories)
+    return Prompts([ids for ids, _ in pairs], [text for _, text in pairs], list(chats))
 
 
 def _continued(text: str, known: Mapping[str, list[int]], tokenizer: Any) -> tuple[list[int], str]:
@@ -245,16 +256,15 @@ def text_entry(prompt: str, response: str) -> Text:
     return Text(prompt=prompt, response=response, full=prompt + response)
 
 
-def history_entry(prompt: History, content: str) -> ChatHistory:
+def history_entry(chat: Chat, content: str) -> ChatHistory:
     """Return the ``ChatHistory`` of one answer: prompt ``[turns]``, response ``[1]``, full ``[turns + 1]``.
 
     An answer that continues the last message is a part of it: then ``full`` is ``[turns]``.
     """
-    response = History(role="assistant", content=content)
-    before = list(prompt.unbind(0))
-    last: dict[str, Any] = before[-1].tolist(tolist_first=True) if before else {"role": None}
-    if goes_on_from(last):
-        full = lazy_stack([*before[:-1], History(role="assistant", content=last["content"] + content)])
+    response, prompt = History(role="assistant", content=content), chat.history
+    if chat.goes_on:
+        joined = History(role="assistant", content=chat.messages[-1]["content"] + content)
+        full = lazy_stack([*list(prompt.unbind(0))[:-1], joined])
     else:
         full = prompt.append(response, inplace=False, dim=-1)
     return ChatHistory(prompt=prompt, response=lazy_stack([response]), full=full)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from torchrl_moe._errors import UnsupportedRouterError
+from torchrl_moe.modules.policies.prompt_reading import check_templates
 from torchrl_moe.modules.replay.discovery import has_experts
 from torchrl_moe.modules.replay.incoming import ON_BAD_ROUTES
 from torchrl_moe.modules.replay.parallelism import computing_device, refused_parallelism
@@ -62,6 +63,7 @@ def refuse(arguments: dict[str, Any]) -> None:
     Args:
         arguments: as :func:`complete` returns them.
     """
+    check_templates(arguments)
     allowed = {
         "input_mode": INPUT_MODES,
         "replay": REPLAYS,

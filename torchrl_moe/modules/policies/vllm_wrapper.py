@@ -332,4 +332,4 @@ class vLLMWrapper(EngineWrapper):
             # the template writes the end-of-turn token after the content; it is not part of it
             if ids and ids[-1] == self.tokenizer.eos_token_id:
                 response = self.tokenizer.decode(ids[:-1], skip_special_tokens=skips)
-            answer.set(self.history_key, reading.history_entry(prompts.histories[i], response))
+            answer.set(self.history_key, reading.history_entry(prompts.chats[i], response))
