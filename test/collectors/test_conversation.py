@@ -91,6 +91,11 @@ def test_a_question_has_its_own_tools_and_arguments_of_the_template(engine: Fake
         assert set(row.keys()) == {"query", *answer.keys(), "next", "done", "terminated", "truncated"}
 
 
+def test_tools_are_for_chats(engine: FakeAsyncVLLM) -> None:
+    with pytest.raises(TypeError, match="tools: for chats, and the policy has input_mode='text'"):
+        talk(policy_of(engine, input_mode="text"), lambda one: one.ask("one", tools=[{"name": "f"}]))
+
+
 def test_an_answer_that_continues_a_message_can_be_followed_up(engine: FakeAsyncVLLM) -> None:
     chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "It "}]
 

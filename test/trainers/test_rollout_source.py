@@ -219,7 +219,7 @@ def test_without_a_chat_template_prompts_are_texts(row: dict[str, Any], config: 
     tokenizer = tokenizer_with(None)
     source = of_tokenizer(tokenizer, [{"prompt": "Q: 1+1= A:", "answer": "2"}])
     assert not source.env.is_chat
-    with pytest.raises(ConfigError, match=r"set tokenizer\.chat_template, or use texts as prompts"):
+    with pytest.raises(ConfigError, match=r"set tokenizer\.chat_template"):
         of_tokenizer(tokenizer, [{"prompt": "a", "answer": "2"}, {**row, "answer": "2"}], config)
     with pytest.raises(ConfigError, match=r"an environment of chats needs a chat template: set tokenizer\.chat"):
         RolloutSource.of(GRPOConfig(), tokenizer, env=chat(8))

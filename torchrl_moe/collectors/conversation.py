@@ -75,7 +75,7 @@ class Conversation:
             **generate_kwargs: change the policy's for this answer.
 
         Raises:
-            TypeError: the policy reads another kind of prompt.
+            TypeError: the policy reads another kind of prompt, or one without a chat template.
             EngineError: there is no answer.
             RuntimeError: the sample's episode has ended.
         """
@@ -83,6 +83,9 @@ class Conversation:
             raise RuntimeError("this episode has ended: it cannot ask for another answer")
         given = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
         entries = {name: NonTensorData(value) for name, value in given.items() if value is not None}
+        if entries and self._policy.input_mode != "history":
+            mode = self._policy.input_mode
+            raise TypeError(f"{', '.join(entries)}: for chats, and the policy has input_mode={mode!r}")
         request = self._request(
             {**entries, self._policy.input_key: self._read(prompt)}, {**self._generate_kwargs, **generate_kwargs}
         )

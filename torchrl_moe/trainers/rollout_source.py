@@ -76,6 +76,8 @@ class RolloutSource:
             ConfigError: data or reward is missing, or they do not fit together.
         """
         source = config.data.source if dataset is None else dataset
+        if config.chat_template_kwargs and not reads_chats(tokenizer):
+            raise ConfigError("chat_template_kwargs: the tokenizer has no chat template: set tokenizer.chat_template")
         try:
             if env is not None:
                 return cls._of_env(config, env, tokenizer, dataset, rewards, held_out)
@@ -207,8 +209,6 @@ def _check_rendering(config: GRPOConfig, tokenizer: Any, prompts: PromptSet) -> 
         for row in (row for rows in (prompts.train, prompts.held_out) for row in rows):
             if not isinstance(row[column], str) or row.get("tools") or row.get("chat_template_kwargs"):
                 raise ConfigError(f"data: a row has messages, tools or chat_template_kwargs: {NO_TEMPLATE}")
-        if config.chat_template_kwargs:
-            raise ConfigError(f"chat_template_kwargs: the tokenizer has no chat template: {NO_TEMPLATE}")
         return
     common = template_options(config.chat_template_kwargs)
     for row in (rows[0] for rows in (prompts.train, prompts.held_out) if len(rows)):

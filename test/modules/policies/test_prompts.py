@@ -105,6 +105,12 @@ def test_a_message_without_role_or_text_is_refused(message: Any) -> None:
         Chat.of([message])
 
 
+@pytest.mark.parametrize("given", [[], histories([{"role": "<none>", "content": ""}])[0]])
+def test_a_chat_has_a_message(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"the chat at \('history', 'prompt'\) has no message"):
+        Chat.of(given)
+
+
 @pytest.mark.parametrize("given", [["hi"], "hi", 3, None, [1, 2]])
 def test_something_else_than_a_chat_is_refused(given: Any) -> None:
     with pytest.raises(TypeError, match=r"Expected History object .* list of messages, at \('history', 'prompt'\)"):

@@ -71,21 +71,24 @@ class Chat:
 
         Raises:
             TypeError: it is neither.
-            ValueError: a message without a role, or with content that is not text.
+            ValueError: no message, one without a role, or with content that is not text.
         """
+        given = given.data if isinstance(given, NonTensorData) else given
         if isinstance(given, History):
             spoken = [one for one in given.tolist(tolist_first=True) if one["role"] != "<none>"]
-            plain = [{key: value for key, value in one.items() if key != "is_complete"} for one in spoken]
-            return cls([plain_message(one) for one in plain], given, answered)
-        given = given.data if isinstance(given, NonTensorData) else given
-        if not isinstance(given, list | tuple) or not all(isinstance(one, Mapping) for one in given):
+            messages = [plain_message({**one, "is_complete": None}) for one in spoken]
+        elif isinstance(given, list | tuple) and all(isinstance(one, Mapping) for one in given):
+            messages = [plain_message(one) for one in given]
+        else:
             raise TypeError(
                 f"Expected History object (torchrl.data.llm.History) [turns], or a list of messages, at {key!r}, got "
                 f"{type(given).__name__}"
             )
-        messages = [plain_message(one) for one in given]
+        if not messages:
+            raise ValueError(f"the chat at {key!r} has no message")
         known = [{name: one[name] for name in IN_HISTORY if name in one} for one in messages]
-        return cls(messages, History.from_chats([known])[0], answered)
+        history = given if isinstance(given, History) else History.from_chats([known])[0]
+        return cls(messages, history, answered)
 
     def rendered(self, tokenizer: Any, template: str | None, options: Mapping[str, Any]) -> str:
         """Return its text, with a generation prompt, or with the last message open if that is to be continued.
