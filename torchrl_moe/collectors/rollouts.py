@@ -217,7 +217,7 @@ class Rollouts:
             if len(rewarded) < min(2, len(episodes)):  # an environment of a whole group is one episode
                 raise ValueError(
                     f"{len(episodes) - len(rewarded)} of {len(episodes)} answers have no reward (None was returned for "
-                    f"them), and a group needs {min(2, len(episodes))} with one"
+                    f"them): a group needs at least {min(2, len(episodes))} that have"
                 )
             group.complete(rewarded, self._settings.only_last_turns, self._settings.track_policy_version)
             self._progress_at = time.monotonic()
