@@ -221,6 +221,8 @@ def test_without_a_chat_template_prompts_are_texts(row: dict[str, Any], config: 
     assert not source.env.is_chat
     with pytest.raises(ConfigError, match=r"set tokenizer\.chat_template"):
         of_tokenizer(tokenizer, [{"prompt": "a", "answer": "2"}, {**row, "answer": "2"}], config)
+    with pytest.raises(ConfigError, match="an environment of chats needs a chat template"):
+        RolloutSource.of(GRPOConfig(data=DataConfig(source="countdown")), tokenizer)
     with pytest.raises(ConfigError, match=r"an environment of chats needs a chat template: set tokenizer\.chat"):
         RolloutSource.of(GRPOConfig(), tokenizer, env=chat(8))
 

@@ -47,9 +47,9 @@ class Rewards:
     assistant's, which the answer continues, it is a part of the completion, not of the prompt, as in TRL.
 
     It returns a number, or ``None`` to abstain, which adds nothing to the sum; a sample for which all functions abstain
-    is left out of its group. It may be async. A plain function runs
-    in a thread, several at a time, so it must be thread-safe; it must not change its arguments. A function that hangs
-    keeps its thread, and an event loop has few of them (``asyncio.to_thread``).
+    is left out of its group. It may be async. A plain function runs in a thread, several at a time, so it must be
+    thread-safe, and cannot set signals; it must not change its arguments. A function that hangs keeps its thread, and
+    an event loop has few of them (``asyncio.to_thread``).
 
     Args:
         functions: functions, or their names, ``"package.module:function"``.

@@ -27,8 +27,6 @@ TASKS = {"gsm8k": "GSM8KEnv", "math": "MATHEnv", "countdown": "CountdownEnv", "i
 """Name -> class of :mod:`torchrl.envs.llm`."""
 DRAWN = ("countdown",)
 """Tasks whose prompts are generated, so another seed gives held-out ones. The others have no split argument."""
-
-
 NO_TEMPLATE = "set tokenizer.chat_template, or use texts as prompts, which are then sent as they are"
 
 
@@ -106,15 +104,15 @@ class RolloutSource:
                 f"{type(env).__name__}"
             )
         if not is_episode_function(env):
-            if not reads_chats(tokenizer) and getattr(env, "input_mode", "text") != "text":
-                raise ConfigError(f"an environment of chats needs a chat template: {NO_TEMPLATE}")
-            return cls._with_env(config, env, held_out)
+            return cls._with_env(config, env, tokenizer, held_out)
         # the function makes its own prompts, from any column
         prompts = cls._load(config, config.data.source if dataset is None else dataset, held_out, None)
         return cls._with_prompts(config, env, prompts)
 
     @classmethod
-    def _with_env(cls, config: GRPOConfig, env: Any, held_out: Any) -> RolloutSource:
+    def _with_env(cls, config: GRPOConfig, env: Any, tokenizer: Any, held_out: Any) -> RolloutSource:
+        if not reads_chats(tokenizer) and getattr(env, "input_mode", "text") != "text":
+            raise ConfigError("an environment of chats needs a chat template: set tokenizer.chat_template")
         if held_out is not None and not (isinstance(held_out, EnvBase) or callable(held_out)):
             raise ConfigError(f"held_out must be an environment, as env is, got {type(held_out).__name__}")
         count = config.data.held_out
@@ -138,7 +136,7 @@ class RolloutSource:
         env: EnvBase = make(num_envs=config.rollout.group_size, **arguments)
         if held_out is None and name in DRAWN and config.eval.every:
             held_out = make(**{**arguments, "num_envs": 1, "seed": arguments["seed"] + 1})
-        return cls._with_env(config, env, held_out)
+        return cls._with_env(config, env, tokenizer, held_out)
 
     @classmethod
     def _of_prompts(cls, config: GRPOConfig, source: Any, tokenizer: Any, rewards: Any, held_out: Any) -> RolloutSource:
