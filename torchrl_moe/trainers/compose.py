@@ -24,6 +24,7 @@ CONFIGS = Path(__file__).parent / "configs"
 FIXED = ("model", "data", "seed", "loss.replay")
 """Settings that a checkpoint's weights, or its position in the data, depend on."""
 OPEN = (
+    "chat_template_kwargs",
     "model.arguments", "model.pretrained", "data.arguments", "engine.arguments", "engine.sync", "rollout.sampling",
     "loss.arguments", "loss.router", "log.arguments", "hardware.links",
 )  # fmt: skip

@@ -18,8 +18,8 @@ __all__ = ["Source", "check_templates", "options_of", "reads_chats", "require_ke
 OPTIONS, TOOLS = "chat_template_kwargs", "tools"
 """Entries of a sample that are for its chat template."""
 NOT_THE_TEMPLATES = (
-    "conversation", "chat_template", "chat_template_name", "add_generation_prompt", "continue_final_message", "tokenize",
-    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "conversation", "chat_template", "chat_template_name", "add_generation_prompt", "continue_final_message",
+    "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
 )  # fmt: skip
 """Arguments of ``apply_chat_template`` that are set here."""
 
