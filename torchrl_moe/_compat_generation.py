@@ -1,10 +1,10 @@
-"""Private names of TorchRL and transformers that a wrapper needs to generate with transformers; imports neither."""
+"""Private names of TorchRL and transformers that wrappers need; imports neither."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["sample_by", "standard_names"]
+__all__ = ["chat_template_named", "sample_by", "standard_names"]
 
 
 def standard_names(generate_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -19,6 +19,22 @@ def standard_names(generate_kwargs: dict[str, Any]) -> dict[str, Any]:
 
     standard: dict[str, Any] = LLMWrapperBase._standardize_generate_kwargs(generate_kwargs)
     return standard
+
+
+def chat_template_named(name: str) -> str:
+    """Return one of TorchRL's chat templates, or one that was added with its ``add_chat_template`` (0.14).
+
+    Its public names only render a ``History``, which has no field for all that a message may have.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    from torchrl.data.llm.history import _CHAT_TEMPLATES
+
+    if name not in _CHAT_TEMPLATES:
+        raise ValueError(f"chat_template_name={name!r} must be one of TorchRL's: {', '.join(sorted(_CHAT_TEMPLATES))}")
+    template: str = _CHAT_TEMPLATES[name]
+    return template
 
 
 def sample_by(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["cache_argument", "checkpoint_activations", "lowered"]
+__all__ = ["cache_argument", "checkpoint_activations", "lowered", "stays_float32"]
 
 
 def cache_argument(arguments: Collection[str]) -> str:
@@ -53,11 +53,15 @@ def lowered(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """
     if dtype not in (torch.bfloat16, torch.float16) or not hasattr(model, "_keep_in_fp32_modules_strict"):
         return model.to(dtype)
-    private: Any = model
-    kept = {*(private._keep_in_fp32_modules_strict or ())}
-    if dtype == torch.float16:
-        kept |= {*(private._keep_in_fp32_modules or ())}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point() and not any(f".{part}." in f".{name}." for part in kept):
+        if tensor.is_floating_point() and not stays_float32(model, name, dtype):
             tensor.data = tensor.data.to(dtype)
     return model
+
+
+def stays_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
+    """Whether transformers keeps a weight of a model in float32 where others are in ``dtype``."""
+    kept = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
+    if dtype == torch.float16:
+        kept |= {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
+    return dtype in (torch.bfloat16, torch.float16) and any(f".{part}." in f".{name}." for part in kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -63,6 +64,50 @@ def test_a_chat_is_text_messages_or_a_history(engine: FakeAsyncVLLM, prompt: Any
     assert answer["history"].full.content == ["one", answer["history"].response.content[0]]
     (row,) = conversation.rows(2.5)
     assert torch.equal(row["tokens", "full"], answer["tokens", "full"])
+
+
+def test_a_question_has_its_own_tools_and_arguments_of_the_template(engine: FakeAsyncVLLM) -> None:
+    """And whatever a message has, which a ``History`` has no field for."""
+    template = "{{ [messages[-1], tools, thinking] | tojson }}"
+    policy = policy_of(engine, chat_template=template, chat_template_kwargs={"thinking": True})
+    said = {"role": "tool", "content": "42", "name": "search", "tool_call_id": "c1"}
+    chat = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c1"}]},
+        said,
+    ]
+
+    async def script(conversation: Conversation) -> list[TensorDictBase]:
+        tools = [{"name": "search"}]
+        asked = [conversation.ask(chat), conversation.ask(chat, tools=tools, chat_template_kwargs={"thinking": False})]
+        return [await one for one in asked]
+
+    conversation, answers = talk(policy, script)
+    texts = [json.loads(answer["text"].prompt) for answer in answers]
+    assert texts == [[said, None, True], [said, [{"name": "search"}], False]]
+    for row, answer in zip(conversation.rows([1.0, 2.0]), answers, strict=True):
+        assert row["history"].prompt.content == ["q", "", "42"]
+        assert row["next", "history"].prompt.content[:3] == ["q", "", "42"]
+        assert set(row.keys()) == {"query", *answer.keys(), "next", "done", "terminated", "truncated"}
+
+
+def test_tools_are_for_chats(engine: FakeAsyncVLLM) -> None:
+    with pytest.raises(TypeError, match="tools: for chats, and the policy has input_mode='text'"):
+        talk(policy_of(engine, input_mode="text"), lambda one: one.ask("one", tools=[{"name": "f"}]))
+
+
+def test_an_answer_that_continues_a_message_can_be_followed_up(engine: FakeAsyncVLLM) -> None:
+    chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "It "}]
+
+    async def script(conversation: Conversation) -> list[TensorDictBase]:
+        first = await conversation.ask(chat)
+        return [first, await conversation.ask(followed(first))]
+
+    _, (first, second) = talk(history_policy(engine), script)
+    assert TOKENIZER.decode(first["tokens", "prompt"]) == as_chat("one") + "It "
+    said = first["history"].response.content[0]
+    assert first["history"].full.content == ["one", f"It {said}"]
+    assert torch.equal(second["tokens", "prompt"][: len(first["tokens", "full"])], first["tokens", "full"])
 
 
 def test_text_and_ids_are_sent_as_they_are(engine: FakeAsyncVLLM) -> None:
@@ -271,7 +316,7 @@ def test_turns_stand_in_the_order_in_which_they_were_asked_for_and_those_that_fa
         last_came = asyncio.Event()
 
         async def generate(request: SampleRequest, _: int) -> Completion:
-            (text,) = request.prompts.histories[0].content
+            (text,) = request.prompts.chats[0].history.content
             if text == "bad":
                 raise RequestRefusedError("no")
             if text == "first":

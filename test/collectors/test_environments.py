@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +16,9 @@ from torchrl.envs import EnvBase, StepCounter, Transform, TransformedEnv
 from torchrl.envs.llm import ChatEnv, DatasetChatEnv
 from torchrl.envs.llm.transforms import DataLoadingPrimer
 
-from support.collecting import TOKENIZER, Questions, chat
+from support.collecting import TOKENIZER, Questions, chat, policy_of
 from torchrl_moe._errors import CollectionError
+from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.collectors.environments import (
     MOST_THREADS,
     EnvironmentPool,
@@ -23,6 +26,7 @@ from torchrl_moe.collectors.environments import (
     take_dataloader,
     with_batch_size,
 )
+from torchrl_moe.testing import FakeAsyncVLLM
 
 
 def dataset_env() -> TransformedEnv:
@@ -84,6 +88,19 @@ def test_another_kind_of_environment_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"batch size \[6\]: make it with \(1,\), .* or with \(4,\)"):
         with_batch_size(Mine(batch_size=(6,), tokenizer=TOKENIZER), 4)
+
+
+def test_arguments_of_an_environments_template_are_used(collect: Callable[..., AsyncLLMCollector]) -> None:
+    """TorchRL renders with them in text mode only."""
+    template = "{{ [messages[0].content, thinking] | tojson }}"
+    with FakeAsyncVLLM() as engine:
+        for given, seen in ({"thinking": False, "chat_template_name": "qwen"}, False), ({}, True):
+            env = ChatEnv(batch_size=(1,), tokenizer=TOKENIZER, template_kwargs=given)
+            policy = policy_of(engine, chat_template=template, chat_template_kwargs={"thinking": True})
+            with_end = env.append_transform(StepCounter(max_steps=1))
+            row = next(iter(collect(with_end, policy=policy, dataloader=Questions(1))))[0]
+            assert json.loads(row["text"].prompt) == ["q0", seen]
+            assert "chat_template_kwargs" not in row.keys()  # noqa: SIM118
 
 
 def both_at_once(pool: EnvironmentPool, work: Any, count: int = 4) -> list[Any]:

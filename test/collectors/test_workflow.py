@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -200,6 +201,61 @@ def test_a_turn_in_newer_weights_keeps_the_versions_of_the_earlier(
     assert second["policy_versions", "full"][-6:].tolist() == [1] * 6
     assert (int(first["num_segments"]), int(second["num_segments"])) == (1, 2)
     assert torch.equal(second["log_probs", "full"][had - 6 : had], first["log_probs", "response"])
+
+
+@pytest.mark.parametrize("value", [[[1.0], [2.0]], {"reward": 1.0}, "1.0", [None], [1.0, "a"], torch.ones(1, 1)])
+def test_what_is_no_reward(engine: FakeAsyncVLLM, value: Any) -> None:
+    async def episode(data: TensorDictBase, ask: Ask) -> Any:
+        await ask(data["query"])
+        return value
+
+    with pytest.raises(TypeError, match="an episode must return its reward, a number or one number per turn, got"):
+        play(engine, episode)
+
+
+@pytest.mark.parametrize("value", [float("nan"), [float("inf")], np.float32("nan"), 10**400, torch.tensor([torch.nan])])
+def test_a_reward_is_finite(engine: FakeAsyncVLLM, value: Any) -> None:
+    async def episode(data: TensorDictBase, ask: Ask) -> Any:
+        await ask(data["query"])
+        return value
+
+    with pytest.raises(ValueError, match="a reward must be finite"):
+        play(engine, episode)
+
+
+@pytest.mark.parametrize("value", [True, np.bool_(True), [np.float32(1.0)], [torch.tensor(1)], torch.ones(1), (1,)])
+def test_a_reward_is_any_number(engine: FakeAsyncVLLM, value: Any) -> None:
+    async def episode(data: TensorDictBase, ask: Ask) -> Any:
+        await ask(data["query"])
+        return value
+
+    (row,) = play(engine, episode)
+    assert row["next", "reward"].tolist() == [[[1.0]]]
+
+
+def test_a_sample_without_a_reward_is_left_out(
+    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
+) -> None:
+    plays: Counter[str] = Counter()
+
+    async def episode(data: TensorDictBase, ask: Ask) -> float | None:
+        plays[data["query"]] += 1
+        number = plays[data["query"]]
+        await ask(data["query"])
+        return None if number == 2 else float(number)
+
+    batch = next(iter(collect(episode, group_size=3)))
+    assert batch["next", "reward"].flatten().tolist() == [1.0, 3.0]
+    assert set(batch["group_id"].tolist()) == {0}
+
+    async def odd(data: TensorDictBase, ask: Ask) -> float | None:
+        reward = await one_turn(data, ask)
+        return reward if reward % 2 else None
+
+    rows = evaluate(policy_of(engine), odd, 4, Questions(9))
+    assert queries(rows) == ["q1", "q3"]
+    with pytest.raises(ValueError, match="none of 1 answers has a reward"):
+        evaluate(policy_of(engine), odd, 1, Questions(9))
 
 
 def test_rows_of_several_turns_go_through_a_buffer_and_get_advantages(

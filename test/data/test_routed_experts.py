@@ -26,7 +26,7 @@ from tensordict import (
 
 from support.saved import SAVED
 from torchrl_moe._errors import RouteShapeError, RouteValueError
-from torchrl_moe.data import UNSET_EXPERT, RoutedExperts, RoutingLayout
+from torchrl_moe.data import UNSET_EXPERT, KeptTokens, RoutedExperts, RoutingLayout
 from torchrl_moe.data.routed_experts import routes_from_vllm
 
 U = UNSET_EXPERT
@@ -75,6 +75,47 @@ def batches(draw: st.DrawFn) -> tuple[RoutingLayout, list[RoutedExperts]]:
     layout = draw(layouts())
     lengths = draw(st.lists(st.integers(1, 7), min_size=1, max_size=4))
     return layout, [sample(length, layout, seed) for seed, length in enumerate(lengths)]
+
+
+CASTS: dict[str, Callable[[Any], Any]] = {
+    "to": lambda td: td.to(torch.bfloat16),
+    "to dtype=": lambda td: td.to(dtype=torch.float64),
+    "half": lambda td: td.half(),
+    "bfloat16": lambda td: td.bfloat16(),
+    "float": lambda td: td.float(),
+    "double": lambda td: td.double(),
+    "type": lambda td: td.type(torch.float16),
+    "apply": lambda td: td.apply(lambda x: x.half()),
+    "narrow": lambda td: td.to(torch.int8),
+    "unsigned": lambda td: td.to(torch.uint8),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS.keys())
+def test_a_cast_of_what_holds_ids_never_changes_them(cast: Callable[[Any], Any]) -> None:
+    """As floats of 16 bits, ids above 256 would be others."""
+    routes = RoutedExperts(full=torch.tensor([[[257, 301]]], dtype=torch.int16))
+    kept = KeptTokens(ids=torch.tensor([257], dtype=torch.int32), sizes=torch.tensor([1], dtype=torch.int32))
+    td = TensorDict(routed_experts=routes, log_probs=TensorDict(full=torch.zeros(1)))
+    for whole in (td, lazy_stack([td, td.clone()]), torch.stack([td, td.clone()])):
+        with pytest.raises(RouteValueError, match=r"routed_experts\.full holds ids, .* cast other entries"):
+            cast(whole)
+    with pytest.raises(ValueError, match=r"kept\.(ids|sizes) holds ids"):
+        cast(TensorDict(sampling=TensorDict(kept=kept)))
+
+
+def test_what_is_no_cast_of_ids_is_left_alone() -> None:
+    td = TensorDict(routed_experts=sample(), log_probs=TensorDict(full=torch.zeros(1, dtype=torch.float64)))
+    for whole in (td, lazy_stack([td, TensorDict(routed_experts=sample(5), log_probs=td["log_probs"])])):
+        cast = whole.apply(lambda x: x.half() if x.is_floating_point() else x)
+        one, other = (td, cast) if whole is td else (td, cast[0])
+        assert other["log_probs", "full"].dtype == torch.float16
+        assert_same(other["routed_experts"], one["routed_experts"])
+        assert_same(whole.to("cpu")[0 if whole is not td else ()]["routed_experts"], sample())
+    assert td.to(torch.int64)["routed_experts"].full.tolist() == sample().full.tolist()
+    assert bool((td == td.clone()).all())
+    assert td.isfinite()["routed_experts"].full.dtype == torch.bool
+    assert td.apply(lambda x: x.float().mean())["routed_experts"].full.ndim == 0
 
 
 # from_vllm
@@ -313,7 +354,7 @@ def test_shapes_and_dtypes_that_are_no_routes() -> None:
             "routed_experts must have dtype torch.int8 for 8 experts, got torch.int1",
         ),
         (
-            sample().to(torch.uint8),
+            RoutedExperts(full=sample().full.to(torch.uint8)),
             RouteValueError,
             "routed_experts must have dtype torch.int8 for 8 experts, got torch.uin",
         ),

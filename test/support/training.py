@@ -61,9 +61,9 @@ def fake_model() -> Any:
     return make_tiny_moe("qwen3_moe", num_hidden_layers=2, num_experts=8, num_experts_per_tok=2, vocab_size=260)
 
 
-def fake_fleet(count: int = 2) -> FakeFleet:
+def fake_fleet(count: int = 2, **kwargs: Any) -> FakeFleet:
     """Replicas that take such a model's weights."""
-    return FakeFleet(count, expected=model_metadata(fake_model()), layout=LAYOUT)
+    return FakeFleet(count, expected=model_metadata(fake_model()), layout=LAYOUT, **kwargs)
 
 
 def fake_config(out: Path, steps: int) -> GRPOConfig:
@@ -78,4 +78,5 @@ def fake_run(fleet: FakeFleet, config: GRPOConfig, **given: Any) -> MoEGRPOTrain
     """A run of a fake engine's answers, half a second long."""
     rows = [{"prompt": f"{i}+1="} for i in range(8)]
     given = {"dataset": rows, "rewards": lambda completion_ids: float(completion_ids[0] % 7), **given}
-    return MoEGRPOTrainer(fake_model(), config=config, tokenizer=ByteTokenizer(), engine=fleet, **given)
+    given = {"tokenizer": ByteTokenizer(), **given}
+    return MoEGRPOTrainer(fake_model(), config=config, engine=fleet, **given)

@@ -43,6 +43,8 @@ def test_values_are_changed_by_dotted_keys() -> None:
     config = load_config("tiny_cpu", ["optim.lr=2e-5", "rollout.sampling={min_p: 0.1}", "model.lora.rank=4", "seed=3"])
     assert (config.optim.lr, config.rollout.sampling, config.model.lora) == (2e-5, {"min_p": 0.1}, LoRAConfig(rank=4))
     assert load_config("tiny_cpu", ["loss.router={z_coeff: 0.1}"]).loss.router == {"z_coeff": 0.1}
+    for_template = load_config("tiny_cpu", ["chat_template_kwargs.enable_thinking=false", "save.dtype=bfloat16"])
+    assert (for_template.chat_template_kwargs, for_template.save.dtype) == ({"enable_thinking": False}, "bfloat16")
     assert config.data.arguments["seed"] == config.model.arguments["seed"] == 3
 
 

@@ -11,6 +11,7 @@ import random
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -38,7 +39,7 @@ from support.training import (
     versions,
 )
 from support.waiting import until
-from torchrl_moe._errors import UnsupportedRouterError
+from torchrl_moe._errors import CollectionError, UnsupportedRouterError
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.testing.faults import shift_routes, wrong_ids
@@ -613,3 +614,89 @@ def test_the_exported_model_loads_in_the_engine(first_run: MoEGRPOTrainer, no_en
     with start_engine(folder, max_model_len=64) as engine:
         completion = engine.generate(prompt_token_ids=[2, 7, 14, 8, 17, 3], use_tqdm=False)
     assert completion.outputs[0].routed_experts.shape[1:] == (2, 2)
+
+
+# -- what users bring -------------------------------------------------------------------------------------------------
+
+
+def prompts_of_a_run(tmp_path: Path, rows: list[dict[str, Any]], template: str | None, **options: Any) -> set[str]:
+    """The prompts that an engine gets in a run of one step, as text."""
+    seen: set[str] = set()
+    tokenizer, config = ByteTokenizer(), fake_config(tmp_path, 1)
+    tokenizer.chat_template, config.chat_template_kwargs = template, options
+    with (
+        fake_fleet(1, script=lambda prompt: seen.add(prompt)) as fleet,
+        fake_run(fleet, config, dataset=rows, tokenizer=tokenizer) as trainer,
+    ):
+        trainer.train()
+    return seen
+
+
+def test_without_a_chat_template_text_is_sent_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert prompts_of_a_run(tmp_path, [{"prompt": "Q: 1+1= A:"}], None) == {"Q: 1+1= A:"}
+    assert "the tokenizer has no chat template: prompts are sent as they are" in caplog.text
+
+
+def test_a_template_gets_what_the_run_and_the_row_have_for_it(tmp_path: Path) -> None:
+    template = "{{ [messages[-1], tools, thinking, add_generation_prompt] | tojson }}"
+    rows: list[dict[str, Any]] = [
+        {"prompt": [{"role": "user", "content": "a", "name": "Ada"}], "tools": [{"name": "f"}]},
+        {"prompt": "b", "chat_template_kwargs": {"thinking": True}},
+    ]
+    assert sorted(map(json.loads, prompts_of_a_run(tmp_path, rows, template, thinking=False)), key=str) == [
+        [{"role": "user", "content": "a", "name": "Ada"}, [{"name": "f"}], False, True],
+        [{"role": "user", "content": "b"}, None, True, True],
+    ]
+
+
+def test_the_assistants_last_message_is_continued(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "Let me"}]
+    seen = prompts_of_a_run(tmp_path, [{"prompt": chat}], ByteTokenizer().chat_template)
+    assert seen == {"<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\nLet me"}
+
+
+def test_answers_without_a_reward_are_left_out_and_their_groups_stay(tmp_path: Path) -> None:
+    counts: Counter[str] = Counter()
+
+    def judge(prompt: str) -> float | None:
+        """Of three answers to a prompt, the second gets no reward."""
+        counts[prompt] += 1
+        return None if counts[prompt] % 3 == 2 else float(counts[prompt] % 3)
+
+    config = fake_config(tmp_path, 3)
+    config.rollout.group_size, config.rollout.max_failures = 3, 0
+    with fake_fleet() as fleet, fake_run(fleet, config, rewards=judge) as trainer:
+        sizes: list[int] = []
+        trainer.register_op("batch_process", lambda batch: sizes.append(len(batch)) or batch)
+        trainer.train()
+    assert sizes == [4, 4, 4]  # two groups of two
+    assert [row["reward"] for row in trainer.record.rows] == [0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(("rewarded", "message"), [(1, "2 of 3 answers have no reward"), (0, "3 of 3 answers have no")])
+def test_a_group_of_fewer_than_two_rewards_fails(tmp_path: Path, rewarded: int, message: str) -> None:
+    counts: Counter[str] = Counter()
+
+    def judge(prompt: str) -> float | None:
+        counts[prompt] += 1
+        return 1.0 if counts[prompt] % 3 < rewarded else None
+
+    config = fake_config(tmp_path, 3)
+    config.rollout.group_size, config.rollout.max_failures = 3, 1
+    with (
+        fake_fleet() as fleet,
+        fake_run(fleet, config, rewards=judge) as trainer,
+        pytest.raises(ValueError, match=message),
+    ):
+        trainer.train()
+
+
+def test_a_reward_that_sets_signals_ends_the_run_with_what_to_do(tmp_path: Path) -> None:
+    def judge(completion: str) -> float:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        return 1.0
+
+    with fake_fleet() as fleet, fake_run(fleet, fake_config(tmp_path, 3), rewards=judge) as trainer:
+        with pytest.raises(CollectionError, match=r"switch that timeout off.*parsing_timeout=None.*in a process"):
+            trainer.train()
+        assert trainer.collector.stats()["collector/failures"] == 0

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from torchrl_moe._compat_transformers import lowered
+from torchrl_moe.modules import TransformersWrapper
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
 from torchrl_moe.trainers.config import ConfigError, LoRAConfig, ModelConfig
@@ -329,3 +332,57 @@ def test_a_folder_with_something_else_in_it_is_not_replaced(tmp_path: Path) -> N
     assert (tmp_path / "thesis.tex").exists()
     (tmp_path / "empty").mkdir()
     assert (given().save(tmp_path / "empty") / "config.json").exists()
+
+
+# -- what users bring -------------------------------------------------------------------------------------------------
+
+
+def kinds_of(folder: Path) -> dict[str, torch.dtype]:
+    tensors: dict[str, Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return {name: tensor.dtype for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("kind", ["model", "folder", "adapter"])
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32])
+def test_a_model_is_saved_in_the_dtype_of_its_source(tmp_path: Path, kind: str, source: torch.dtype) -> None:
+    model = tiny().to(source)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if kind == "folder":
+        model.save_pretrained(tmp_path / "source")
+    config = ModelConfig(lora=lora() if kind == "adapter" else LoRAConfig())
+    found = PolicyModel.load(tmp_path / "source" if kind == "folder" else model, ByteTokenizer(), config)
+    assert {weight.dtype for weight in found.trained.values()} == {torch.float32}
+    saved = found.save(tmp_path / "saved")
+    assert set(kinds_of(saved).values()) == {source}
+    again = AutoModelForCausalLM.from_pretrained(saved)  # by its config
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in before.items())
+    assert {tensor.dtype for tensor in again.state_dict().values()} == {source}
+    for dtype in ("float32", "bfloat16", "float16"):
+        assert set(kinds_of(found.save(tmp_path / "other", dtype)).values()) == {getattr(torch, dtype)}
+
+
+def test_what_transformers_keeps_in_float32_is_saved_so(tmp_path: Path) -> None:
+    model = lowered(make_tiny_moe("deepseek_v3", num_hidden_layers=2), torch.bfloat16)
+    saved = PolicyModel.load(model, ByteTokenizer(), ModelConfig()).save(tmp_path / "saved")
+    kinds = kinds_of(saved)
+    assert {kinds.pop(name) for name in list(kinds) if "e_score_correction_bias" in name} == {torch.float32}
+    assert set(kinds.values()) == {torch.bfloat16}
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_at_once(folder: Path) -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.add_tokens(["<extra>"])
+    message = (
+        r"the tokenizer has the token '<extra>' with id 259, and the model has rows for 0 to 258: call "
+        r"model\.resize_token_embeddings\(260\)"
+    )
+    for model in (tiny(), folder):
+        with pytest.raises(ConfigError, match=message):
+            loaded(model, tokenizer)
+    with pytest.raises(ValueError, match=message):
+        TransformersWrapper(tiny(), tokenizer=tokenizer)
+    grown = tiny()
+    grown.resize_token_embeddings(260)
+    assert loaded(grown, tokenizer).tokenizer is tokenizer

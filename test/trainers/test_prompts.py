@@ -94,7 +94,11 @@ def test_too_little_data_is_refused(source: Any, held_out: int, message: str) ->
 # -- what is a prompt -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prompt", ["1+1=", CHAT, tuple(CHAT), [{**CHAT[1], "name": None}]])
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "1+1="}]}]
+TOOL = [CHAT[1], {"role": "assistant", "tool_calls": [{"id": "c"}]}, {"role": "tool", "content": "2", "name": "add"}]
+
+
+@pytest.mark.parametrize("prompt", ["1+1=", CHAT, tuple(CHAT), [{**CHAT[1], "name": None}], PARTS, TOOL])
 def test_text_and_messages_are_prompts(prompt: Any) -> None:
     assert load_prompts([{"question": prompt}], prompt="question").train[0]["question"] == prompt
 
@@ -107,11 +111,6 @@ def test_text_and_messages_are_prompts(prompt: Any) -> None:
         ({"role": "user", "content": "a"}, "got {'role'"),
         ("", "and not empty"),
         ([], "and not empty"),
-        (["1+1="], "{'role': text, 'content': text}; got '1+1='"),
-        ([1, 2, 3], "{'role': text, 'content': text}; got 1"),
-        ([{"role": "user"}], "{'role': text, 'content': text}; got {'role': 'user'}"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "{'role': text, 'content': text}; got "),
-        ([{"role": "user", "content": "a", "name": "b"}], "which have a role and a content; got 'name' too"),
     ],
 )
 def test_another_kind_is_refused(prompt: Any, message: str) -> None:
@@ -122,8 +121,33 @@ def test_another_kind_is_refused(prompt: Any, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": ["1+1="]}, ", column 'prompt': a chat is a list of messages, {'role': text, "),
+        ({"prompt": [1, 2, 3]}, ", column 'prompt': a chat is a list of messages, {'role': text, "),
+        ({"prompt": [{"role": "user"}]}, ", column 'prompt': a message is {'role': text, "),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, ", column 'prompt': a message is "),
+        ({"prompt": "a", "tools": "add"}, ": tools must be a list of JSON schemas or functions, or its JSON text"),
+        ({"prompt": "a", "chat_template_kwargs": 3}, ": chat_template_kwargs must be a mapping of names to values"),
+    ],
+)
+def test_what_a_template_could_not_read_is_refused(row: Any, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        load_prompts([*ROWS[:2], row])
+    assert str(error.value).startswith(f"train row 2{message}")
+
+
+def test_rows_without_prompts_are_for_functions_that_make_their_own() -> None:
+    prompts = load_prompts([{"a": 1, "b": 2}], prompt=None)
+    assert (prompts.columns, prompts.prompt) == (("a", "b"), None)
+
+
 def test_a_missing_column_is_named_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match="train row 0 has no column 'question'; its columns are 'prompt', 'answer'"):
+    with pytest.raises(
+        ValueError,
+        match=r"train row 0 has no column 'question'; its columns are 'prompt', .* config\.data\.prompt",
+    ):
         load_prompts(ROWS, prompt="question")
     with pytest.raises(ValueError, match="held_out row 1 has no column 'prompt'; its columns are 'question'"):
         load_prompts((ROWS, [ROWS[0], {"question": "a"}]))

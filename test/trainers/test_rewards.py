@@ -167,8 +167,24 @@ def test_the_total_is_the_weighted_sum() -> None:
 def test_one_without_an_opinion_counts_for_nothing() -> None:
     assert reward([named("a", None), named("b", 0.5)], [10.0, 2.0]) == Reward(1.0, {"a": None, "b": 0.5})
     assert reward([lambda completions: [None], named("b", 1.0)]) == Reward(1.0, {"<lambda>": None, "b": 1.0})
-    with pytest.raises(ValueError, match="every reward function abstained: a, b returned None"):
-        reward([named("a", None), named("b", None)])
+    assert reward([named("a", None), named("b", None)]) == Reward(None, {"a": None, "b": None})
+
+
+def test_an_answer_that_continues_a_message_is_a_part_of_it_for_functions_of_lists() -> None:
+    """As TRL calls them; a function of one answer gets the prompt as it is, and what was generated."""
+    prompt, seen = [*CHAT, {"role": "assistant", "content": "It is "}], []
+
+    def listed(prompts: Any, completions: Any) -> list[float]:
+        seen.append((prompts, completions))
+        return [0.0]
+
+    def one(prompt: Any, completion: str) -> float:
+        seen.append((prompt, completion))
+        return 0.0
+
+    reward(listed, prompt=prompt)
+    reward(one, prompt=prompt)
+    assert seen == [([CHAT], [[{"role": "assistant", "content": "It is 2 "}]]), (prompt, "2 ")]
 
 
 @pytest.mark.parametrize(
@@ -186,6 +202,13 @@ def test_numbers(value: Any, total: float) -> None:
     found = reward(returning(value))
     assert found == Reward(total, {"returned": total})
     assert type(found.values["returned"]) is float
+
+
+def test_a_sum_that_is_not_finite() -> None:
+    with pytest.raises(ValueError, match="the reward function 'returned' returned inf: a reward must be finite"):
+        reward(returning(10**400))
+    with pytest.raises(ValueError, match="the weighted sum of the rewards is inf: a reward must be finite"):
+        reward([named("a", 1e308), named("b", 1e308)], [10.0, 1.0])
 
 
 @pytest.mark.parametrize("value", ["1.0", [1.0], {"reward": 1.0}, 1j, torch.tensor([1.0])])

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tensordict import TensorDictBase, set_list_to_stack
+import torch
+from tensordict import TensorDict, TensorDictBase, set_list_to_stack
 from torchrl.envs import EnvBase
 
 from support.collecting import TOKENIZER, chat, policy_of
 from support.data_sets import FakeDataset, FakeDatasetDict
 from torchrl_moe.collectors import AsyncLLMCollector
-from torchrl_moe.testing import FakeAsyncVLLM
+from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 from torchrl_moe.trainers.compose import CONFIGS, load_config
 from torchrl_moe.trainers.config import ConfigError, DataConfig, EvalConfig, GRPOConfig, RolloutConfig
 from torchrl_moe.trainers.episode import PromptEpisode
@@ -176,6 +179,89 @@ def test_an_async_function_that_plays_a_sample(engine: FakeAsyncVLLM) -> None:
     assert len(prompts(named)) == 4
 
 
+def test_a_function_makes_its_own_prompts_from_any_column() -> None:
+    async def sums(data: TensorDictBase, ask: Any) -> float:
+        answer = await ask(f"{data['a']}+{data['b']}=")
+        return float(answer["history"].response.content[0] == str(data["a"] + data["b"]))
+
+    source = of(DataConfig(held_out=1), env=sums, dataset=[{"a": 1, "b": 2}, {"a": 3, "b": 4}])
+    assert source.dataloader is not None
+    assert [sorted(row.keys()) for row in source.dataloader] == [["a", "b"]]
+
+
+# -- what the chat template gets --------------------------------------------------------------------------------------
+
+
+def tokenizer_with(template: str | None, **added: Any) -> Any:
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = template
+    if added:
+        tokenizer.add_special_tokens(added)
+    return tokenizer
+
+
+def of_tokenizer(tokenizer: Any, dataset: Any, config: GRPOConfig | None = None, **given: Any) -> RolloutSource:
+    return RolloutSource.of(config or GRPOConfig(), tokenizer, dataset=dataset, rewards=exact, **given)
+
+
+CHAT = [{"role": "user", "content": "1+1="}]
+
+
+@pytest.mark.parametrize(
+    ("row", "config"),
+    [
+        ({"prompt": CHAT}, GRPOConfig()),
+        ({"prompt": "a", "tools": [{"name": "f"}]}, GRPOConfig()),
+        ({"prompt": "a"}, GRPOConfig(chat_template_kwargs={"enable_thinking": False})),
+    ],
+)
+def test_without_a_chat_template_prompts_are_texts(row: dict[str, Any], config: GRPOConfig) -> None:
+    tokenizer = tokenizer_with(None)
+    source = of_tokenizer(tokenizer, [{"prompt": "Q: 1+1= A:", "answer": "2"}])
+    assert not source.env.is_chat
+    with pytest.raises(ConfigError, match=r"set tokenizer\.chat_template"):
+        of_tokenizer(tokenizer, [{"prompt": "a", "answer": "2"}, {**row, "answer": "2"}], config)
+    with pytest.raises(ConfigError, match="an environment of chats needs a chat template"):
+        RolloutSource.of(GRPOConfig(data=DataConfig(source="countdown")), tokenizer)
+    with pytest.raises(ConfigError, match=r"an environment of chats needs a chat template: set tokenizer\.chat"):
+        RolloutSource.of(GRPOConfig(), tokenizer, env=chat(8))
+
+
+def test_a_template_that_refuses_the_prompts_is_noticed_at_once() -> None:
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role here') }}{% endif %}x"
+    system = [{"role": "system", "content": "Be brief."}, *CHAT]
+    with pytest.raises(ConfigError, match=r"^the chat template, given the prompt .*: TemplateError: no system"):
+        of_tokenizer(tokenizer_with(strict), [{"prompt": system, "answer": "2"}])
+    with pytest.raises(ConfigError, match="makes no text of"):
+        of_tokenizer(tokenizer_with(""), [{"prompt": "a", "answer": "2"}])
+    with pytest.raises(ConfigError, match="'tokenize' is not one"):
+        config = GRPOConfig(chat_template_kwargs={"tokenize": True})
+        of_tokenizer(TOKENIZER, [{"prompt": "a", "answer": "2"}], config)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "seen"), [({}, "so 2"), ({"skip_special_tokens": False}, "<think>so</think> 2")], ids=["", "all"]
+)
+def test_special_tokens_reach_the_rewards_if_sampling_says_so(sampling: dict[str, Any], seen: str) -> None:
+    """Not the end of the turn, which is no part of an answer."""
+    tokenizer = tokenizer_with("x", additional_special_tokens=["<think>", "</think>"])
+    answered: list[str] = []
+
+    def judge(completion: str) -> float:
+        answered.append(completion)
+        return 1.0
+
+    config = GRPOConfig(rollout=RolloutConfig(sampling=sampling))
+    episode = RolloutSource.of(config, tokenizer, dataset=[{"prompt": "a"}], rewards=judge).env
+    ids = [*tokenizer("<think>so</think> 2")["input_ids"], tokenizer.eos_token_id]
+
+    async def ask(prompt: Any) -> Any:
+        return {"tokens": SimpleNamespace(response=torch.tensor(ids))}
+
+    assert asyncio.run(episode(TensorDict(prompt="a"), ask)) == 1.0
+    assert answered == [seen]
+
+
 def test_torchrls_countdown(engine: FakeAsyncVLLM) -> None:
     """The one of TorchRL's tasks that needs no hub."""
     source = of(DataConfig(source="countdown", arguments={"num_count": 3}), EvalConfig(prompts=4))
@@ -225,7 +311,6 @@ NO_COLUMN = "data: train row 0 has no column 'prompt'; its columns are 'question
     [
         ({}, {}, "data.source=None: name a dataset, or give the trainer a dataset or an env"),
         ({}, {"dataset": [{"question": "1+1=", "answer": "2"}], "rewards": exact}, NO_COLUMN),
-        ({}, {"dataset": [{"question": "1+1=", "answer": "2"}], "env": play}, NO_COLUMN),
         ({}, {"env": play}, "data.source=None: "),
         (
             {},

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import NestedKey, NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.data.llm import History
 
@@ -18,7 +19,7 @@ from torchrl_moe.modules.policies.sample_request import SampleRequest
 from torchrl_moe.modules.policies.sampling_entry import SAMPLING
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 
-__all__ = ["Conversation", "PromptLike"]
+__all__ = ["Conversation", "PromptLike", "number_of"]
 
 PromptLike: TypeAlias = "History | Sequence[Mapping[str, Any]] | str | Sequence[int] | Tensor"
 """The whole prompt of an answer, in the form of the policy's ``input_mode``.
@@ -54,7 +55,14 @@ class Conversation:
         """Answers that are being generated."""
         return len(self._under_way)
 
-    async def ask(self, prompt: PromptLike, **generate_kwargs: Any) -> TensorDictBase:
+    async def ask(
+        self,
+        prompt: PromptLike,
+        *,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **generate_kwargs: Any,
+    ) -> TensorDictBase:
         """Return the answer to a prompt, ``[]``, with the keys that the policy writes.
 
         A prompt that continues an earlier answer sends its token ids; its log-probs, routes and versions are in the new
@@ -62,16 +70,25 @@ class Conversation:
 
         Args:
             prompt: see :data:`PromptLike`.
+            tools: JSON schemas or functions, for the chat template; default: the sample's ``"tools"``.
+            chat_template_kwargs: further arguments of it; default: the sample's.
             **generate_kwargs: change the policy's for this answer.
 
         Raises:
-            TypeError: the policy reads another kind of prompt.
+            TypeError: the policy reads another kind of prompt, or one without a chat template.
             EngineError: there is no answer.
             RuntimeError: the sample's episode has ended.
         """
         if self._is_over:
             raise RuntimeError("this episode has ended: it cannot ask for another answer")
-        request = self._request(self._read(prompt), {**self._generate_kwargs, **generate_kwargs})
+        given = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
+        entries = {name: NonTensorData(value) for name, value in given.items() if value is not None}
+        if entries and self._policy.input_mode != "history":
+            mode = self._policy.input_mode
+            raise TypeError(f"{', '.join(entries)}: for chats, and the policy has input_mode={mode!r}")
+        request = self._request(
+            {**entries, self._policy.input_key: self._read(prompt)}, {**self._generate_kwargs, **generate_kwargs}
+        )
         place = self._asked
         self._asked += 1
         completion = asyncio.ensure_future(self._generate(request, 0))
@@ -98,7 +115,7 @@ class Conversation:
             reward: a number for the last turn, or one number per turn.
 
         Raises:
-            ValueError: nothing was asked, or there are more or fewer rewards than turns.
+            ValueError: nothing was asked, there are more or fewer rewards than turns, or one is not finite.
             TypeError: the reward is neither a number nor a sequence of them.
         """
         answers = [self._answers[place] for place in sorted(self._answers)]
@@ -123,31 +140,38 @@ class Conversation:
             return prompt
         if not isinstance(prompt, str | History) and len(prompt):
             if mode == "history" and isinstance(prompt[0], Mapping):
-                return History.from_chats([list(prompt)])[0]
+                return NonTensorData(list(prompt))  # with all that the template reads
             if mode == "tokens" and not isinstance(prompt[0], Mapping):
                 return torch.as_tensor(prompt, dtype=torch.int64)
         kinds = {"history": "a History [turns], messages, or text", "text": "text", "tokens": "token ids"}
         raise TypeError(f"a policy of input_mode={mode!r} takes {kinds[mode]}, got {prompt!r:.200}")
 
-    def _request(self, prompt: Any, generate_kwargs: dict[str, Any]) -> SampleRequest:
-        """Return the request for a prompt, with the ids of the latest answer that it continues, if any."""
+    def _request(self, asked: dict[NestedKey, Any], generate_kwargs: dict[str, Any]) -> SampleRequest:
+        """Return the request for a prompt, with the ids of the latest answer that it continues, if any.
+
+        Args:
+            asked: the prompt, at the policy's ``input_key``, and how it is rendered.
+            generate_kwargs: of this answer.
+        """
         keys = self._policy.keys
         written = (keys.tokens, keys.masks, keys.log_probs, keys.routed_experts, "policy_versions", "resume", SAMPLING)
         known = [key for key in written if key is not None]
         for place in sorted(self._answers, reverse=True):
             earlier = self._answers[place].select(*known, strict=False)
-            (request,) = self._policy.requests(self._sample(prompt, earlier), **generate_kwargs)
+            (request,) = self._policy.requests(self._sample(asked, earlier), **generate_kwargs)
             had = self._answers[place].get((keys.tokens, "full")).tolist()
             if request.prompts.ids[0][: len(had)] == had:
                 return request
-        (request,) = self._policy.requests(self._sample(prompt, None), **generate_kwargs)
+        (request,) = self._policy.requests(self._sample(asked, None), **generate_kwargs)
         return request
 
-    def _sample(self, prompt: Any, earlier: TensorDictBase | None) -> TensorDictBase:
+    def _sample(self, asked: dict[NestedKey, Any], earlier: TensorDictBase | None) -> TensorDictBase:
         sample = self._data.copy()
         if earlier is not None:
             sample.update(earlier.copy())
-        return sample.set(self._policy.input_key, prompt)
+        for key, value in asked.items():
+            sample.set(key, value)
+        return sample
 
     def _row(self, answer: TensorDictBase, following: TensorDictBase | None, reward: float) -> TensorDictBase:
         policy = self._policy
@@ -170,11 +194,31 @@ class Conversation:
 
 def _rewards(reward: Any, turns: int) -> list[float]:
     """Return a reward for each turn."""
-    plain = reward.tolist() if hasattr(reward, "tolist") else reward
-    if isinstance(plain, Real):
-        return [0.0] * (turns - 1) + [float(plain)]
-    if not isinstance(plain, list | tuple) or not all(isinstance(one, Real) for one in plain):
+    if (last := number_of(reward)) is not None:
+        found: list[float | None] = [*[0.0] * (turns - 1), last]
+    else:
+        plain = reward.tolist() if hasattr(reward, "tolist") else reward
+        found = [number_of(one) for one in plain] if isinstance(plain, list | tuple) else [None]
+    values = [value for value in found if value is not None]
+    if len(values) < len(found):
         raise TypeError(f"an episode must return its reward, a number or one number per turn, got {reward!r:.200}")
-    if len(plain) != turns:
-        raise ValueError(f"the episode returned {len(plain)} rewards for {turns} turns")
-    return [float(one) for one in plain]
+    if len(values) != turns:
+        raise ValueError(f"the episode returned {len(values)} rewards for {turns} turns")
+    if not all(map(math.isfinite, values)):
+        raise ValueError(f"the episode returned the reward {reward!r:.200}: a reward must be finite")
+    return values
+
+
+def number_of(value: Any) -> float | None:
+    """Return a number, a scalar tensor or a NumPy number as a float; ``None`` for anything else.
+
+    >>> number_of(torch.tensor(True)), number_of(10**400), number_of("1"), number_of([1.0])
+    (1.0, inf, None, None)
+    """
+    plain: Any = value.item() if getattr(value, "shape", None) == () else value
+    if not isinstance(plain, Real):
+        return None
+    try:
+        return float(plain)
+    except OverflowError:  # of an int
+        return math.inf if plain > 0 else -math.inf  # type: ignore[operator]

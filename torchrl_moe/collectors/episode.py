@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import NonTensorData, TensorDictBase, lazy_stack
 from torchrl.envs import EnvBase
 
 from torchrl_moe.modules.backends.replica import Completion
+from torchrl_moe.modules.policies.prompt_reading import NOT_THE_TEMPLATES, OPTIONS
 from torchrl_moe.modules.policies.sample_request import SampleRequest
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 
@@ -62,7 +63,15 @@ class Episode:
 
     def _reset(self, env: EnvBase, data: TensorDictBase) -> tuple[TensorDictBase, list[SampleRequest]]:
         root = env.reset(data)
-        return root, self._policy.requests(root, **self._generate_kwargs)
+        return root, self._requests(env, root)
+
+    def _requests(self, env: EnvBase, root: TensorDictBase) -> list[SampleRequest]:
+        """Return the requests for a turn's prompts; what a ``ChatEnv`` has for the chat template counts here too."""
+        given = getattr(env, "template_kwargs", None) or {}
+        options = {name: value for name, value in given.items() if name not in NOT_THE_TEMPLATES}
+        if options and root.get(OPTIONS, None) is None:
+            root = root.copy().set(OPTIONS, NonTensorData(options, batch_size=root.batch_size))
+        return self._policy.requests(root, **self._generate_kwargs)
 
     def _step(
         self, env: EnvBase, root: TensorDictBase, requests: list[SampleRequest], completions: Sequence[Completion]
@@ -84,7 +93,7 @@ class Episode:
             )
         # earlier turns' tokens, log-probs and routes go to the root, where the policy reads them
         root = env.step_mdp(turn)
-        return root, self._policy.requests(root, **self._generate_kwargs)
+        return root, self._requests(env, root)
 
 
 async def gather(asked: Sequence[Awaitable[T]]) -> list[T]:

@@ -39,6 +39,8 @@ def evaluate(
 ) -> TensorDictBase:
     """Answer prompts, and return the last turn of each, ``[count]``, in the order of the data; without routes.
 
+    A prompt for which an async function returned ``None`` is left out.
+
     ``("next", "episode_reward")`` is the sum of the rewards of all its turns, of the shape of the last one's reward;
     it is present if each turn has a reward.
 
@@ -52,7 +54,7 @@ def evaluate(
         generate_kwargs: change the policy's, such as ``temperature=0.0``.
 
     Raises:
-        ValueError: ``count`` is below 1, or there is no data.
+        ValueError: ``count`` is below 1, there is no data, or no prompt is left.
         EnvironmentTimeoutError: a call took longer.
     """
     if count < 1:
@@ -98,11 +100,13 @@ async def _play(
     async def generate(request: SampleRequest, _: int) -> Completion:
         return await policy.model.agenerate(**{**request.arguments, "priority": FIRST})
 
-    async def answer(prompt: Prompt) -> TensorDictBase:
+    async def answer(prompt: Prompt) -> TensorDictBase | None:
         turns = await environments.play(
             policy, generate, prompt.data, timeout, return_routed_experts=False, **generate_kwargs
         )
         bar.update()
+        if not turns:
+            return None
         last: TensorDictBase = turns[-1][0]
         rewards = [turn[0].get(("next", "reward"), None) for turn in turns]
         if any(reward is None for reward in rewards):
@@ -110,4 +114,7 @@ async def _play(
         total = sum(float(reward.sum()) for reward in rewards)
         return last.set(("next", "episode_reward"), torch.full_like(rewards[-1], total, dtype=torch.float32))
 
-    return await gather([answer(prompt) for prompt in prompts])
+    answers = [one for one in await gather([answer(prompt) for prompt in prompts]) if one is not None]
+    if not answers:
+        raise ValueError(f"none of {len(prompts)} answers has a reward: None was returned for each")
+    return answers

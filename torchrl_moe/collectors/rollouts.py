@@ -43,6 +43,12 @@ __all__ = ["Rollouts"]
 LOG = logging.getLogger(__name__)
 STOP_SECONDS = 5.0
 UPDATE_SECONDS = 30.0  # wait for a weight update before it is logged
+SIGNALS = (
+    "a reward or an environment sets a signal, such as signal.alarm, which Python allows in the main thread only, and "
+    "they run in others: switch that timeout off, since reward_timeout bounds their time (Math-Verify: "
+    "parse(..., parsing_timeout=None) and verify(..., timeout_seconds=None)), or run the verifier in a process"
+)
+NO_SIGNALS = ("signal only works in main thread", "signal.alarm")  # Python's words, and Math-Verify's
 GROUP_ERRORS = (RequestRefusedError, ReplicaDiedError)  # other engine errors affect all groups
 
 
@@ -207,7 +213,13 @@ class Rollouts:
             episodes = await gather(lives)
             if group.number not in self.groups:  # dropped meanwhile
                 return
-            group.complete(episodes, self._settings.only_last_turns, self._settings.track_policy_version)
+            rewarded = [turns for turns in episodes if turns]
+            if len(rewarded) < min(2, len(episodes)):  # an environment of a whole group is one episode
+                raise ValueError(
+                    f"{len(episodes) - len(rewarded)} of {len(episodes)} answers have no reward (None was returned for "
+                    f"them): a group needs at least {min(2, len(episodes))} that have"
+                )
+            group.complete(rewarded, self._settings.only_last_turns, self._settings.track_policy_version)
             self._progress_at = time.monotonic()
             keep = self._settings.group_filter
             is_kept = keep is None or await self._environments.call(keep, group.rows)
@@ -259,6 +271,11 @@ class Rollouts:
             return
         if isinstance(error, CollectionError):
             self.fail(error)
+            return
+        if _sets_signals(error):  # so does every group
+            end = CollectionError(f"{SIGNALS} ({error})")
+            end.__cause__ = error
+            self.fail(end)
             return
         self._stats.failures += 1
         LOG.warning("group %d failed at prompt %d (%s): %r", group.number, group.prompt.position, _words(group), error)
@@ -386,6 +403,15 @@ class Rollouts:
 def _rows(group: Group) -> list[TensorDictBase]:
     assert group.rows is not None
     return list(group.rows.unbind(0))
+
+
+def _sets_signals(error: BaseException | None) -> bool:
+    """Whether a signal handler was set outside the main thread; Math-Verify says it in its own words."""
+    while error is not None:
+        if isinstance(error, ValueError) and any(words in str(error) for words in NO_SIGNALS):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _words(group: Group) -> str:

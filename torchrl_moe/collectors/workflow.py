@@ -30,8 +30,10 @@ class Ask(Protocol):
         """Ask for one answer, ``[]``."""
 
 
-EpisodeFunction: TypeAlias = "Callable[[TensorDictBase, Ask], Awaitable[float | Sequence[float]]]"
+EpisodeFunction: TypeAlias = "Callable[[TensorDictBase, Ask], Awaitable[float | Sequence[float] | None]]"
 """Runs one sample: ``await episode(data, ask)`` returns the reward of its last turn, or one reward per turn.
+
+``None`` leaves the sample out; its group stays if two samples remain.
 
 It runs in the collector's event loop, beside hundreds of others, so run blocking code in ``asyncio.to_thread``. What it
 writes into ``data``, ``[]``, is copied to each of its rows."""
@@ -65,7 +67,7 @@ class Workflow:
         timeout: float | None,
         **generate_kwargs: Any,
     ) -> list[TensorDictBase]:
-        """Run a sample and return its turns, each ``[1]``.
+        """Run a sample and return its turns, each ``[1]``; none if the function returned ``None``.
 
         Args:
             policy: reads prompts and lays out answers.
@@ -95,7 +97,7 @@ class Workflow:
                 raise ValueError(f"the episode returned before {conversation.under_way} of its answers had come")
         finally:
             await conversation.close()
-        return [lazy_stack([row]) for row in conversation.rows(reward)]
+        return [] if reward is None else [lazy_stack([row]) for row in conversation.rows(reward)]
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function in a thread."""

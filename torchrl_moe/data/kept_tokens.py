@@ -15,6 +15,7 @@ import torch
 from tensordict import TensorClass, lazy_stack
 
 from torchrl_moe import _checks
+from torchrl_moe.data.routed_experts import refuse_casts
 from torchrl_moe.render.kept_numbers import kept_rows
 from torchrl_moe.render.tables import html_table
 
@@ -202,6 +203,7 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
 # TensorClass writes its own __doc__ and __repr__ into a class after the body has run.
 _CLASS: Any = KeptTokens
 _CLASS.__doc__, _CLASS.__repr__ = _CLASS._own_doc, _CLASS._summary
+refuse_casts(_CLASS, "kept", ValueError)
 
 
 def _validate(

@@ -9,7 +9,8 @@ Letters: T tokens of one sequence, L decoder layers, K experts per token, E expe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, Literal
 
 import numpy as np
@@ -17,11 +18,11 @@ import torch
 from tensordict import TensorClass, lazy_stack
 
 from torchrl_moe import _checks
-from torchrl_moe._errors import RouteShapeError
+from torchrl_moe._errors import RouteShapeError, RouteValueError
 from torchrl_moe.data.routing_layout import UNSET_EXPERT, RoutingLayout
 from torchrl_moe.render.route_strips import routes_html
 
-__all__ = ["UNSET_EXPERT", "RoutedExperts", "routes_from_vllm"]
+__all__ = ["UNSET_EXPERT", "RoutedExperts", "refuse_casts", "routes_from_vllm"]
 
 _MODEL = "Check that the RoutingLayout is that of the model that made these routes."
 _CUT = "A sample has a row per token, the last token included: check that routes and tokens were cut at the same place."
@@ -68,6 +69,9 @@ class RoutedExperts(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
     rows as sets). A row of -1 (``UNSET_EXPERT``) means that no route is known: the last sampled token, layers without a
     router, pads, tokens the engine never saw. Expert 0 is a real expert. Nothing is checked on construction:
     :meth:`validate` does it.
+
+    A cast that would change ids raises ``RouteValueError``, also one of a TensorDict that holds them, such as
+    ``td.to(torch.bfloat16)``.
 
     Samples of unequal T are a lazy stack, as everywhere in TorchRL: ``lazy_stack([a, b])``. Reading ``full`` of such a
     stack raises in tensordict: index it, :meth:`pad` it, or use ``td.get(("routed_experts", "full"), as_list=True)``.
@@ -267,9 +271,49 @@ class RoutedExperts(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
             return routes_html(self._summary(), [])
 
 
+def refuse_casts(kind: Any, name: str, error: type[ValueError]) -> None:
+    """Make a TensorClass of ids raise where a cast, of it or of a tensordict around it, would change them.
+
+    Args:
+        kind: the class, whose methods are wrapped. tensordict calls ``_apply_nest`` for what it finds inside.
+        name: of the entry in messages.
+        error: the class to raise.
+    """
+
+    def checked(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            after = method(self, *args, **kwargs)
+            _check_cast(self, after, name, error)
+            return after
+
+        return call
+
+    for method in ("_apply_nest", "to", "type", "half", "bfloat16", "float", "double", "int"):
+        setattr(kind, method, checked(getattr(kind, method)))
+
+
+def _check_cast(before: Any, after: Any, name: str, error: type[ValueError]) -> None:
+    if after is None or before.batch_size != after.batch_size or 0 in before.batch_size:
+        return
+    if before.batch_dims:  # samples of unequal length cannot be read at once
+        _check_cast(before[0], after[0], name, error)
+        return
+    for key, ids in before.items():
+        cast = after.get(key, None)
+        if cast is None or cast.shape != ids.shape or cast.dtype in (ids.dtype, torch.bool):
+            continue  # not a cast, but a reduction or a comparison
+        if cast.is_floating_point() or cast.is_complex() or torch.promote_types(cast.dtype, ids.dtype) != cast.dtype:
+            raise error(
+                f"{name}.{key} holds ids, {ids.dtype}, and a cast to {cast.dtype} may change them: cast other entries, "
+                "td.apply(lambda x: x.to(dtype) if x.is_floating_point() else x)"
+            )
+
+
 # TensorClass writes its own __doc__ and __repr__ into a class after the body has run.
 _CLASS: Any = RoutedExperts
 _CLASS.__doc__, _CLASS.__repr__ = _CLASS._own_doc, _CLASS._summary
+refuse_casts(_CLASS, "routed_experts", RouteValueError)
 
 
 def _split_mask(attention_mask: torch.Tensor | Sequence[Any], names: _checks.RowNames) -> list[torch.Tensor]:

@@ -31,6 +31,7 @@ __all__ = [
     "OptimConfig",
     "PlacementConfig",
     "RolloutConfig",
+    "SaveConfig",
     "as_dict",
     "as_yaml",
 ]
@@ -85,7 +86,8 @@ class DataConfig(Settings, group="data"):
         source: a file or folder of JSON lines, a hub name, ``package.module:function``, or one of TorchRL's tasks:
             ``gsm8k``, ``math``, ``countdown``, ``ifeval``; unused if a dataset or an environment is given.
         arguments: of the function, of ``datasets.load_dataset``, or of the task.
-        prompt: the column of prompts: texts, or lists of messages.
+        prompt: the column of prompts: texts, or lists of messages; an async function as environment needs none. The
+            columns ``tools`` and ``chat_template_kwargs``, where there are any, go to the chat template.
         held_out: number of prompts held out for evaluation, if the source has no held-out split.
         rewards: functions, ``package.module:function``; unused if functions are given, or the task has its own.
         weights: of the rewards; ``None``: 1 each.
@@ -290,6 +292,17 @@ class CheckpointConfig(Settings, group="checkpoint"):
 
 
 @dataclass(kw_only=True)
+class SaveConfig(Settings, group="save"):
+    """The model that is written at the end, and by ``trainer.save_pretrained()``.
+
+    Attributes:
+        dtype: of its weights: ``"float32"``, ``"bfloat16"``, ``"float16"``, or ``"auto"``, that of the source.
+    """
+
+    dtype: str = setting("auto", of=("auto", "float32", "bfloat16", "float16"))
+
+
+@dataclass(kw_only=True)
 class LogConfig(Settings, group="log"):
     """Where metrics go, besides ``metrics.csv``.
 
@@ -320,6 +333,8 @@ class GRPOConfig(Settings):
         overwrite: replace the run that ``out`` holds, once the first step of this one is done; otherwise such a folder
             is refused.
         hooks: functions, ``package.module:function``, called with the trainer before it starts, to register hooks.
+        chat_template_kwargs: arguments of the chat template, such as ``enable_thinking``; a column of this name changes
+            them for a row.
         plan: print what the run would need, and do not start it.
         placement: how the ranks of a launcher share the model; no effect with a single process.
 
@@ -333,6 +348,7 @@ class GRPOConfig(Settings):
     resume: bool = False
     overwrite: bool = False
     hooks: list[str] = field(default_factory=list)
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     plan: bool = False
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -342,6 +358,7 @@ class GRPOConfig(Settings):
     optim: OptimConfig = field(default_factory=OptimConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    save: SaveConfig = field(default_factory=SaveConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     log: LogConfig = field(default_factory=LogConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)

@@ -38,8 +38,10 @@ class PromptEpisode:
         rewards: of the answers.
         is_chat: whether the policy reads messages (``input_mode="history"``): then a text prompt becomes one user
             message. Otherwise the policy reads text, and prompts must be text.
-        tokenizer: decodes completions for the rewards, without special tokens. Default: the completion is the policy's
-            text; in a chat without the end-of-turn token, otherwise with it.
+        tokenizer: decodes completions for the rewards. Default: the completion is the policy's text; in a chat without
+            the end-of-turn token, otherwise with it.
+        skip_special_tokens: whether that leaves special tokens out, such as an added ``<think>``. The end-of-turn token
+            is left out in any case.
 
     >>> def polite(completion):
     ...     return float("please" in completion)
@@ -48,14 +50,23 @@ class PromptEpisode:
     >>> collector = AsyncLLMCollector(episode, policy=policy, dataloader=prompts.loader(0))  # doctest: +SKIP
     """
 
-    def __init__(self, prompt_column: str, rewards: Rewards, *, is_chat: bool = True, tokenizer: Any = None) -> None:
+    def __init__(
+        self,
+        prompt_column: str,
+        rewards: Rewards,
+        *,
+        is_chat: bool = True,
+        tokenizer: Any = None,
+        skip_special_tokens: bool = True,
+    ) -> None:
         self.prompt_column = prompt_column
         self.rewards = rewards
         self.is_chat = is_chat
         self.tokenizer = tokenizer
+        self.skip_special_tokens = skip_special_tokens
 
-    async def __call__(self, data: TensorDictBase, ask: Ask) -> float:
-        """Run a sample, and return its reward.
+    async def __call__(self, data: TensorDictBase, ask: Ask) -> float | None:
+        """Run a sample, and return its reward; ``None`` if all functions abstained.
 
         Args:
             data: ``[]``, from :meth:`~torchrl_moe.trainers.prompts.PromptSet.loader`.
@@ -70,7 +81,7 @@ class PromptEpisode:
         prompt = self._prompt(columns)
         for name in TAKEN & columns.keys():
             del data[name]
-        answer = await ask(prompt if isinstance(prompt, str) else _plain(prompt))
+        answer = await ask(prompt)
         ids = answer["tokens"].response.tolist()
         reward = await self.rewards(prompt, self._completion(answer, ids), ids, columns)
         for name, value in reward.values.items():
@@ -88,14 +99,11 @@ class PromptEpisode:
 
     def _completion(self, answer: TensorDictBase, ids: list[int]) -> str:
         if self.tokenizer is not None:
-            text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+            end = getattr(self.tokenizer, "eos_token_id", None)
+            spoken = ids[:-1] if ids and ids[-1] == end else ids
+            text: str = self.tokenizer.decode(spoken, skip_special_tokens=self.skip_special_tokens)
         elif self.is_chat:
             text = answer["history"].response.content[0]
         else:
             text = answer["text"].response
         return text
-
-
-def _plain(messages: Any) -> list[dict[str, str]]:
-    """Return messages without unset entries, which datasets on the hub contain."""
-    return [{"role": message["role"], "content": message["content"]} for message in messages]

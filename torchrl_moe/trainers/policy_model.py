@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from torchrl_moe._compat_transformers import checkpoint_activations, lowered
+from torchrl_moe._compat_transformers import checkpoint_activations, lowered, stays_float32
 from torchrl_moe.modules.backends.checkpoint import check_reachable, check_weights
 from torchrl_moe.modules.policies.adapters import base_model, has_adapters
+from torchrl_moe.modules.policies.transformers_arguments import check_vocabulary
 from torchrl_moe.modules.policies.unstack import ModelWeights
 from torchrl_moe.trainers.config import ConfigError, ModelConfig
 from torchrl_moe.trainers.folders import exchange
@@ -34,6 +36,8 @@ ATTENTION = [
 ]  # fmt: skip
 """Linear layers of attention, and of DeepSeek's latent attention."""
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+OF_CONFIG = ("revision", "subfolder", "gguf_file", "trust_remote_code", "token", "cache_dir", "local_files_only")
+"""Arguments of ``from_pretrained`` that say where a model's config is."""
 STACKED_EXPERTS = ("gate_up_proj", "down_proj")
 """Parameters of all experts of a layer at once, as transformers holds them."""
 
@@ -47,6 +51,7 @@ class PolicyModel:
         tokenizer: of the model.
         source: folder or hub name that the model comes from; ``None`` if it was made or changed here.
         dtype: of forward passes.
+        source_dtype: of the weights as they were given, or in the folder.
         start: the folder that the model starts from, if this run wrote one.
     """
 
@@ -54,6 +59,7 @@ class PolicyModel:
     tokenizer: Any
     source: str | None
     dtype: torch.dtype
+    source_dtype: torch.dtype = torch.float32
     start: Path | None = None
 
     @classmethod
@@ -67,7 +73,8 @@ class PolicyModel:
             placement: how several ranks share it; each of them loads it, from a folder or from the hub.
 
         Raises:
-            ConfigError: there is no such model, no tokenizer, no such layer for an adapter, or no plan to share it.
+            ConfigError: there is no such model, no tokenizer, or one with more tokens than the model has; no such layer
+                for an adapter, or no plan to share it.
         """
         is_shared = placement is not None and placement.is_shared
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -81,17 +88,22 @@ class PolicyModel:
         if source is not None and is_function_name(source):
             model, own_tokenizer = _made(source, config.arguments)
             tokenizer, source = tokenizer or own_tokenizer, None
-        elif source is not None:
-            model, tokenizer = _from_pretrained(source, tokenizer, config, dtype, placement)
+        source_dtype = _dtype_of(model) if source is None else torch.float32
+        if source is not None:
+            model, tokenizer, source_dtype = _from_pretrained(source, tokenizer, config, dtype, placement)
         if tokenizer is None:
             raise ConfigError("a model that is given needs its tokenizer: MoEGRPOTrainer(model, tokenizer=...)")
+        try:
+            check_vocabulary(tokenizer, model)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         model = prepared(model, config, dtype)
         if not is_shared:
             model = model.to(device)
         elif config.lora.rank:
             assert placement is not None
             placement.shard(model, dtype)
-        return cls(model, tokenizer, source, dtype)
+        return cls(model, tokenizer, source, dtype, source_dtype)
 
     @property
     def precision(self) -> Callable[[], AbstractContextManager[Any]]:
@@ -108,8 +120,12 @@ class PolicyModel:
                 module.reshard()  # after a forward pass without a backward pass, some are still gathered
         return {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
 
-    def save(self, folder: Path) -> Path:
+    def save(self, folder: Path, dtype: str = "auto") -> Path:
         """Write the model under its hub names, adapters merged, with tokenizer and generation config.
+
+        Args:
+            folder: where to.
+            dtype: of its weights; ``"auto"``: the source's. What transformers keeps in float32 stays so.
 
         vLLM and ``AutoModelForCausalLM.from_pretrained`` load it. It is written beside the folder, and replaces the
         folder once it is complete, so a failure or a kill never destroys an older model. If several ranks share the
@@ -122,7 +138,9 @@ class PolicyModel:
         if folder.exists() and not (folder / "config.json").is_file() and any(folder.iterdir()):
             raise FileExistsError(f"{folder} holds something other than a model, which would be removed: use another")
         is_sharded = any(hasattr(weight, "full_tensor") for weight in self.model.parameters())
-        tensors = self._gathered(is_first()) if is_sharded or has_adapters(self.model) else None
+        written = self.source_dtype if dtype == "auto" else getattr(torch, dtype)
+        as_it_is = not is_sharded and not has_adapters(self.model) and _dtype_of(self.model) == written
+        tensors = None if as_it_is else self._gathered(is_first(), written)
         if is_sharded and not is_first():
             return folder
         draft = folder.with_name(f".{folder.name}.draft")
@@ -131,18 +149,33 @@ class PolicyModel:
         if tensors is None:
             base.save_pretrained(draft)
         else:
-            _write(base, tensors, draft)
+            _write(base, tensors, draft, written)
         self.tokenizer.save_pretrained(draft)
         exchange(draft, folder)
         return folder
 
-    def _gathered(self, keep: bool) -> dict[str, Tensor]:
+    def _gathered(self, keep: bool, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return checkpoint name -> its own CPU tensor, adapters merged; without ``keep``, an empty dict."""
+        base = base_model(self.model)
+
+        def kept(name: str, tensor: Tensor) -> Tensor:
+            casts = tensor.is_floating_point() and not stays_float32(base, name, dtype)
+            return tensor.detach().to("cpu", dtype if casts else tensor.dtype, copy=True).contiguous()
+
         stream = ModelWeights(self.model).tensors()  # iterating is a collective, if ranks share the model
-        return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in stream if keep}
+        return {name: kept(name, tensor) for name, tensor in stream if keep}
 
 
-def _write(base: Any, tensors: dict[str, Tensor], folder: Path) -> None:
+def _dtype_of(model: Any) -> torch.dtype:
+    """Return the dtype that most of a model's weights have."""
+    sizes: Counter[torch.dtype] = Counter()
+    for weight in model.parameters():
+        if weight.is_floating_point():
+            sizes[weight.dtype] += weight.numel()
+    return sizes.most_common(1)[0][0] if sizes else torch.float32
+
+
+def _write(base: Any, tensors: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
     from huggingface_hub import save_torch_state_dict
 
     folder.mkdir(parents=True)
@@ -152,6 +185,7 @@ def _write(base: Any, tensors: dict[str, Tensor], folder: Path) -> None:
         base.generation_config.save_pretrained(folder)
     saved = json.loads((folder / "config.json").read_text())
     saved.setdefault("architectures", [type(base).__name__])
+    saved["dtype"] = str(dtype).removeprefix("torch.")  # a reader's dtype="auto" takes it
     (folder / "config.json").write_text(json.dumps(saved, indent=2))
 
 
@@ -176,8 +210,8 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 def _from_pretrained(
     source: str, tokenizer: Any, config: ModelConfig, dtype: torch.dtype, placement: Placement | None
-) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+) -> tuple[Any, Any, torch.dtype]:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     if not HUB_NAME.fullmatch(source) and not (Path(source) / "config.json").is_file():
         raise ConfigError(
@@ -189,6 +223,8 @@ def _from_pretrained(
         if not {"gguf_file", "subfolder"} & {*config.pretrained}:  # else they lie elsewhere
             check_weights(source)
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(source)
+        where = {name: config.pretrained[name] for name in OF_CONFIG if name in config.pretrained}
+        stored = AutoConfig.from_pretrained(source, **where).get_text_config().dtype or torch.float32
         weights = dtype if frozen else torch.float32
         pretrained = partial(AutoModelForCausalLM.from_pretrained, source, dtype=weights, **config.pretrained)
         # an adapter is added to the whole model, and the sum is sharded
@@ -198,7 +234,7 @@ def _from_pretrained(
         raise ConfigError.of(f"model.source={source}", error) from error
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # transformers returns an empty one where none is saved
         raise ConfigError(f"model.source={source}: there is no tokenizer with the model")
-    return model, tokenizer
+    return model, tokenizer, stored
 
 
 def prepared(model: Any, config: ModelConfig, dtype: torch.dtype) -> Any:

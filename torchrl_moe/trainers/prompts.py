@@ -12,17 +12,17 @@ from tensordict import NonTensorData, TensorDict
 from torch.utils.data import DataLoader, Dataset
 
 from torchrl_moe._checks import check_number, shown
+from torchrl_moe.modules.policies.prompt_reading import options_of
+from torchrl_moe.modules.policies.prompts import plain_message
 from torchrl_moe.trainers.prompt_sources import Row, Rows, read_source
 
 __all__ = ["PromptSet", "load_prompts"]
-
-MESSAGE_KEYS = {"role", "content"}
 
 
 def load_prompts(
     source: Any,
     *,
-    prompt: str = "prompt",
+    prompt: str | None = "prompt",
     held_out: int = 0,
     seed: int = 0,
     arguments: Mapping[str, Any] | None = None,
@@ -41,7 +41,8 @@ def load_prompts(
               except a path, or a pair: rows to train on, and held-out rows;
             - any other text: a name on the Hugging Face hub, for ``datasets.load_dataset(source, **arguments)``.
         prompt: column of the prompts. A prompt is text, sent as one user message, or a list of messages, ``{"role":
-            ..., "content": ...}``, both text.
+            ..., "content": ...}``, with whatever else the chat template reads, such as ``name`` or ``tool_calls``.
+            ``None``: rows need no such column. Columns ``tools`` and ``chat_template_kwargs`` are for the template.
         held_out: number of rows to keep out of training, drawn with ``seed``. If the source has a held-out part, that
             many rows are drawn from it; 0 keeps all of it.
         seed: of that draw.
@@ -83,7 +84,7 @@ class PromptSet:
     Args:
         train: rows with a prompt each, and whatever else rewards read.
         held_out: the same, never trained on.
-        prompt: column of the prompts: text, or a list of messages ``{"role": ..., "content": ...}``.
+        prompt: column of the prompts: text, or a list of messages; ``None``: rows need none.
 
     Attributes:
         columns: names of all columns that any row has, in order of first appearance.
@@ -98,7 +99,7 @@ class PromptSet:
 
     train: Rows = field(repr=False)
     held_out: Rows = field(repr=False)
-    prompt: str
+    prompt: str | None
     columns: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -108,7 +109,8 @@ class PromptSet:
         for part, rows in (("train", self.train), ("held_out", self.held_out)):
             for place, row in enumerate(rows):
                 columns.update(dict.fromkeys(row))
-                _check_row(row, self.prompt, f"{part} row {place}")
+                if self.prompt is not None:
+                    _check_row(row, self.prompt, f"{part} row {place}")
         if not all(isinstance(name, str) for name in columns):
             raise ValueError(f"columns must be named by text, got {', '.join(map(repr, columns))}")
         object.__setattr__(self, "columns", tuple(columns))
@@ -174,23 +176,20 @@ def _select(rows: Rows, places: Sequence[int]) -> Rows:
 
 def _check_row(row: Row, column: str, where: str) -> None:
     if column not in row:
-        raise ValueError(f"{where} has no column {column!r}; its columns are {', '.join(map(repr, row)) or 'none'}")
-    problem = _problem(row[column])
-    if problem:
-        raise ValueError(f"{where}: column {column!r} must be text or a list of messages, {problem}")
-
-
-def _problem(prompt: Any) -> str:
-    """Return what is wrong with a prompt; empty for a valid one."""
-    if isinstance(prompt, str):
-        return "" if prompt else "and not empty"
-    if not isinstance(prompt, list | tuple):
-        return f"got {prompt!r:.60}"
-    for message in prompt:
-        is_message = isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in MESSAGE_KEYS)
-        if not is_message:
-            return f"{{'role': text, 'content': text}}; got {message!r:.60}"
-        more = [key for key, value in message.items() if key not in MESSAGE_KEYS and value is not None]
-        if more:
-            return f"which have a role and a content; got {', '.join(map(repr, more))} too"
-    return "" if prompt else "and not empty"
+        there = ", ".join(map(repr, row)) or "none"
+        raise ValueError(
+            f"{where} has no column {column!r}; its columns are {there}: name the one with the prompts, "
+            "config.data.prompt (or load_prompts(prompt=...))"
+        )
+    prompt = row[column]
+    if not isinstance(prompt, str | list | tuple):
+        raise ValueError(f"{where}: column {column!r} must be text or a list of messages, got {prompt!r:.60}")
+    if not prompt:
+        raise ValueError(f"{where}: column {column!r} must be text or a list of messages, and not empty")
+    try:
+        options_of({}, row)
+        where = f"{where}, column {column!r}"
+        for message in () if isinstance(prompt, str) else prompt:
+            plain_message(message)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from error

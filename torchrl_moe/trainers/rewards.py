@@ -8,10 +8,11 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from numbers import Real
 from typing import Any, TypeAlias
 
+from torchrl_moe.collectors.conversation import number_of
 from torchrl_moe.collectors.episode import gather
+from torchrl_moe.modules.policies.prompts import goes_on_from, plain_message
 from torchrl_moe.trainers.function_names import import_function
 
 __all__ = ["Reward", "RewardFunction", "Rewards"]
@@ -27,11 +28,11 @@ class Reward:
     """The reward of one sample.
 
     Attributes:
-        total: the weighted sum.
+        total: the weighted sum; ``None`` if all functions abstained.
         values: of each function, by its name; ``None`` if it abstained.
     """
 
-    total: float
+    total: float | None
     values: Mapping[str, float | None]
 
 
@@ -42,11 +43,13 @@ class Rewards:
     the data), ``completion`` (text), ``completion_ids`` (a list of ints), or any column of the data; ``**kwargs`` gets
     all the rest. A function with a parameter ``completions`` gets lists of length one, and returns such a list, as
     TRL's functions do: ``prompts``, ``completions``, ``completion_ids`` and columns. If the prompt is a list of
-    messages, so is its completion: ``[{"role": "assistant", "content": text}]``.
+    messages, so is its completion: ``[{"role": "assistant", "content": text}]``; if the last of them is the
+    assistant's, which the answer continues, it is a part of the completion, not of the prompt, as in TRL.
 
-    It returns a number, or ``None`` to abstain, which adds nothing to the sum. It may be async. A plain function runs
-    in a thread, several at a time, so it must be thread-safe; it must not change its arguments. A function that hangs
-    keeps its thread, and an event loop has few of them (``asyncio.to_thread``).
+    It returns a number, or ``None`` to abstain, which adds nothing to the sum; a sample for which all functions abstain
+    is left out of its group. It may be async. A plain function runs in a thread, several at a time, so it must be
+    thread-safe, and cannot set signals; it must not change its arguments. A function that hangs keeps its thread, and
+    an event loop has few of them (``asyncio.to_thread``).
 
     Args:
         functions: functions, or their names, ``"package.module:function"``.
@@ -122,15 +125,16 @@ class Rewards:
             columns: the sample's row of the data, by name.
 
         Raises:
-            ValueError: a function returned NaN or an infinity, or all of them abstained.
+            ValueError: a function returned NaN or an infinity, or the sum is not finite.
             TypeError: a function returned something that is not a number.
         """
         ids = list(completion_ids)
         found = await gather([function(prompt, completion, ids, columns) for function in self._functions])
         weighted = [weight * value for weight, value in zip(self.weights, found, strict=True) if value is not None]
-        if not weighted:
-            raise ValueError(f"every reward function abstained: {', '.join(self.names)} returned None")
-        return Reward(sum(weighted), dict(zip(self.names, found, strict=True)))
+        total = sum(weighted) if weighted else None
+        if total is not None and not math.isfinite(total):
+            raise ValueError(f"the weighted sum of the rewards is {total}: a reward must be finite")
+        return Reward(total, dict(zip(self.names, found, strict=True)))
 
 
 class _Function:
@@ -192,8 +196,13 @@ class _Function:
     ) -> dict[str, Any]:
         if not self._takes_lists:
             return {**columns, "prompt": prompt, "completion": completion, "completion_ids": completion_ids}
-        is_text = isinstance(prompt, str)
-        answer = completion if is_text else [{"role": "assistant", "content": completion}]
+        answer: Any = completion
+        if not isinstance(prompt, str):
+            *before, last = prompt
+            goes_on = goes_on_from(plain_message(last))
+            prompt = before if goes_on else prompt
+            said = plain_message(last)["content"] if goes_on else ""
+            answer = [{"role": "assistant", "content": said + completion}]
         ours = {"prompts": [prompt], "completions": [answer], "completion_ids": [completion_ids]}
         return {**{name: [value] for name, value in columns.items()}, **ours}
 
@@ -206,12 +215,12 @@ class _Function:
     def _number(self, value: Any) -> float | None:
         if value is None:
             return None
-        plain = value.item() if getattr(value, "shape", None) == () else value  # a scalar tensor or NumPy number
-        if not isinstance(plain, Real):
+        number = number_of(value)
+        if number is None:
             raise TypeError(f"{self} must return a number or None, got {value!r:.60}")
-        if not math.isfinite(plain):
-            raise ValueError(f"{self} returned {float(plain)}: a reward must be finite")
-        return float(plain)
+        if not math.isfinite(number):
+            raise ValueError(f"{self} returned {number}: a reward must be finite")
+        return number
 
 
 def _called(call: Callable[[], Any]) -> Any:

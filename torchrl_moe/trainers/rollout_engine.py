@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from torchrl_moe.modules.policies.generate_kwargs import sampling_params_of
+from torchrl_moe.modules.policies.prompt_reading import reads_chats, template_options
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
 from torchrl_moe.modules.serving.devices import ranks_here
@@ -62,8 +63,13 @@ class RolloutEngine:
             scheme = VLLMWeightSyncScheme(**config.engine.sync)
             setting = "rollout.sampling"
             sampling_params_of(config.rollout.generate_kwargs())
+            setting = "chat_template_kwargs"
+            options = template_options(config.chat_template_kwargs)
         except (TypeError, ValueError) as error:
             raise ConfigError.of(setting, error) from error
+        is_chat = reads_chats(policy_model.tokenizer)
+        if not is_chat:
+            LOG.warning("the tokenizer has no chat template: prompts are sent as they are, without roles or markers")
         self.sender = scheme.create_sender()
         try:
             self.engine = self._start(folder) if engine is None else engine
@@ -77,6 +83,8 @@ class RolloutEngine:
             self.policy = vLLMWrapper(
                 self.engine,
                 tokenizer=policy_model.tokenizer,
+                input_mode="history" if is_chat else "text",
+                chat_template_kwargs=options,
                 generate_kwargs=config.rollout.generate_kwargs(),
                 return_routed_experts=None if config.loss.replay == "R3" else False,  # nothing else reads them
             )

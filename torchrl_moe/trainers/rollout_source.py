@@ -12,6 +12,8 @@ from torchrl.envs import EnvBase
 
 from torchrl_moe.collectors.evaluation import evaluate
 from torchrl_moe.collectors.workflow import is_episode_function
+from torchrl_moe.modules.policies.prompt_reading import options_of, reads_chats, template_of, template_options
+from torchrl_moe.modules.policies.prompts import Chat
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 from torchrl_moe.trainers.episode import PromptEpisode
@@ -26,6 +28,7 @@ TASKS = {"gsm8k": "GSM8KEnv", "math": "MATHEnv", "countdown": "CountdownEnv", "i
 """Name -> class of :mod:`torchrl.envs.llm`."""
 DRAWN = ("countdown",)
 """Tasks whose prompts are generated, so another seed gives held-out ones. The others have no split argument."""
+NO_TEMPLATE = "set tokenizer.chat_template, or use texts as prompts, which are then sent as they are"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +75,11 @@ class RolloutSource:
             ConfigError: data or reward is missing, or they do not fit together.
         """
         source = config.data.source if dataset is None else dataset
+        if config.chat_template_kwargs and not reads_chats(tokenizer):
+            raise ConfigError("chat_template_kwargs: the tokenizer has no chat template: set tokenizer.chat_template")
         try:
             if env is not None:
-                return cls._of_env(config, env, dataset, rewards, held_out)
+                return cls._of_env(config, env, tokenizer, dataset, rewards, held_out)
             if isinstance(source, str) and source in TASKS:
                 return cls._of_task(source, config, tokenizer, rewards, held_out)
             return cls._of_prompts(config, source, tokenizer, rewards, held_out)
@@ -115,7 +120,9 @@ class RolloutSource:
             raise ConfigError.of("data.rewards" if rewards is None else "rewards", error) from error
 
     @classmethod
-    def _of_env(cls, config: GRPOConfig, env: Any, dataset: Any, rewards: Any, held_out: Any) -> RolloutSource:
+    def _of_env(
+        cls, config: GRPOConfig, env: Any, tokenizer: Any, dataset: Any, rewards: Any, held_out: Any
+    ) -> RolloutSource:
         if rewards is not None:
             raise ConfigError("rewards are for a dataset: an env gives its own")
         if dataset is not None and not is_episode_function(env):
@@ -128,12 +135,15 @@ class RolloutSource:
                 f"{type(env).__name__}"
             )
         if not is_episode_function(env):
-            return cls._with_env(config, env, held_out)
-        prompts = cls._load(config, config.data.source if dataset is None else dataset, held_out)
+            return cls._with_env(config, env, tokenizer, held_out)
+        # the function makes its own prompts, from any column
+        prompts = cls._load(config, config.data.source if dataset is None else dataset, held_out, None)
         return cls._with_prompts(config, env, prompts)
 
     @classmethod
-    def _with_env(cls, config: GRPOConfig, env: Any, held_out: Any) -> RolloutSource:
+    def _with_env(cls, config: GRPOConfig, env: Any, tokenizer: Any, held_out: Any) -> RolloutSource:
+        if not reads_chats(tokenizer) and getattr(env, "input_mode", "text") != "text":
+            raise ConfigError("an environment of chats needs a chat template: set tokenizer.chat_template")
         if held_out is not None and not (isinstance(held_out, EnvBase) or callable(held_out)):
             raise ConfigError(f"held_out must be an environment, as env is, got {type(held_out).__name__}")
         count = config.data.held_out
@@ -157,17 +167,25 @@ class RolloutSource:
         env: EnvBase = make(num_envs=config.rollout.group_size, **arguments)
         if held_out is None and name in DRAWN and config.eval.every:
             held_out = make(**{**arguments, "num_envs": 1, "seed": arguments["seed"] + 1})
-        return cls._with_env(config, env, held_out)
+        return cls._with_env(config, env, tokenizer, held_out)
 
     @classmethod
     def _of_prompts(cls, config: GRPOConfig, source: Any, tokenizer: Any, rewards: Any, held_out: Any) -> RolloutSource:
-        prompts = cls._load(config, source, held_out)
+        prompts = cls._load(config, source, held_out, config.data.prompt)
         found = cls._rewards(config, rewards)
         found.check(prompts.columns)
-        return cls._with_prompts(config, PromptEpisode(prompts.prompt, found, tokenizer=tokenizer), prompts)
+        _check_rendering(config, tokenizer, prompts)
+        episode = PromptEpisode(
+            config.data.prompt,
+            found,
+            is_chat=reads_chats(tokenizer),
+            tokenizer=tokenizer,
+            skip_special_tokens=config.rollout.sampling.get("skip_special_tokens", True),
+        )
+        return cls._with_prompts(config, episode, prompts)
 
     @staticmethod
-    def _load(config: GRPOConfig, source: Any, held_out: Any) -> PromptSet:
+    def _load(config: GRPOConfig, source: Any, held_out: Any, prompt: str | None) -> PromptSet:
         data = config.data
         _check_given(source)
         # arguments belong to the source in the configuration; where it names none, to the dataset that was passed
@@ -175,10 +193,10 @@ class RolloutSource:
         takes_none = isinstance(source, os.PathLike) or (isinstance(source, str) and is_path(source))
         arguments = data.arguments if is_theirs and not takes_none else None
         count = data.held_out if held_out is None else 0
-        found = load_prompts(source, prompt=data.prompt, held_out=count, seed=config.seed, arguments=arguments)
+        found = load_prompts(source, prompt=prompt, held_out=count, seed=config.seed, arguments=arguments)
         if held_out is None:
             return found
-        return PromptSet(found.train, load_prompts(held_out, prompt=data.prompt).train, found.prompt)
+        return PromptSet(found.train, load_prompts(held_out, prompt=prompt).train, found.prompt)
 
     @classmethod
     def _with_prompts(cls, config: GRPOConfig, env: Any, prompts: PromptSet) -> RolloutSource:
@@ -207,3 +225,26 @@ class RolloutSource:
 def _check_given(source: Any) -> None:
     if source is None:
         raise ConfigError("data.source=None: name a dataset, or give the trainer a dataset or an env")
+
+
+def _check_rendering(config: GRPOConfig, tokenizer: Any, prompts: PromptSet) -> None:
+    """Check that prompts fit the tokenizer's chat template, by rendering the first of each part.
+
+    Raises:
+        ConfigError: there is no template, and a row needs one; or it raises.
+    """
+    column = config.data.prompt
+    if not reads_chats(tokenizer):
+        for row in (row for rows in (prompts.train, prompts.held_out) for row in rows):
+            if not isinstance(row[column], str) or row.get("tools") or row.get("chat_template_kwargs"):
+                raise ConfigError(f"data: a row has messages, tools or chat_template_kwargs: {NO_TEMPLATE}")
+        return
+    common = template_options(config.chat_template_kwargs)
+    for row in (rows[0] for rows in (prompts.train, prompts.held_out) if len(rows)):
+        prompt, options = row[column], options_of(common, row)
+        template = template_of(tokenizer, tools=options.get("tools"))
+        chat = Chat.of([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+        try:
+            chat.rendered(tokenizer, template, options)
+        except Exception as error:  # a template may raise anything
+            raise ConfigError.of(f"the chat template, given the prompt {prompt!r:.100}", error) from error

@@ -60,11 +60,14 @@ class RunReports:
     def save_pretrained(self, folder: str | Path | None = None) -> Path:
         """Write model, tokenizer and generation config as the hub has them; default: ``model`` in ``config.out``.
 
+        Weights are written in ``config.save.dtype``, by default that of the source.
+
         All ranks must call it; rank 0 writes.
         """
         with self.ranks.guard():
             self.ranks.meet("writing the model", patient=True)
-            return self.policy_model.save(Path(folder) if folder is not None else self.record.folder / "model")
+            where = Path(folder) if folder is not None else self.record.folder / "model"
+            return self.policy_model.save(where, self.config.save.dtype)
 
     def __repr__(self) -> str:
         model, config = type(self.policy_model.model).__name__, self.config

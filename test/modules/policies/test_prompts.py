@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from torchrl.data.llm import History
 from torchrl.modules.llm.policies import Tokens
 
 from torchrl_moe.modules.policies.prompts import (
+    Chat,
     history_entry,
     known_ids,
-    prompts_from_history,
+    plain_message,
+    prompts_from_chats,
     prompts_from_text,
     prompts_from_tokens,
     text_entry,
@@ -27,49 +30,119 @@ PAD, START, END = 256, 257, 258
 HI = [START, *b"user\nhi", END, *b"\n", START, *b"assistant\n"]
 
 
-def chat(*contents: str) -> list[dict[str, str]]:
+def chat(*contents: str) -> list[dict[str, Any]]:
     roles = ("user", "assistant")
     return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
-def histories(*chats: list[dict[str, str]]) -> History:
+def histories(*chats: list[dict[str, Any]]) -> History:
     return History.from_chats(list(chats))
 
 
-# history
+def text_of(given: Any, template: str = TOKENIZER.chat_template, **options: Any) -> str:
+    return Chat.of(given).rendered(TOKENIZER, template, options)
+
+
+# chats
 
 
 def test_a_chat_is_rendered_with_its_generation_prompt() -> None:
-    prompts = prompts_from_history(histories(chat("hi"), chat("a")), TOKENIZER, TOKENIZER.chat_template, None)
+    chats = [Chat.of(one) for one in (histories(chat("hi"))[0], chat("a"))]
+    texts = [one.rendered(TOKENIZER, TOKENIZER.chat_template, {}) for one in chats]
+    prompts = prompts_from_chats(chats, texts, TOKENIZER)
     assert prompts.ids == [HI, [START, *b"user\na", END, *b"\n", START, *b"assistant\n"]]
     assert prompts.texts[0] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert [history.content for history in prompts.histories] == [["hi"], ["a"]]
+    assert [chat.history.content for chat in prompts.chats] == [["hi"], ["a"]]
 
 
-def test_a_single_chat_is_a_batch_of_one() -> None:
-    assert prompts_from_history(histories(chat("hi")), TOKENIZER, TOKENIZER.chat_template, None).ids == [HI]
+def test_placeholders_of_a_ragged_stack_are_no_messages() -> None:
+    padded = histories([*chat("hi"), {"role": "<none>", "content": ""}])[0]
+    assert text_of(padded) == text_of(chat("hi"))
 
 
-def test_chats_may_differ_in_their_number_of_turns() -> None:
-    ragged = lazy_stack([histories(chat("hi"))[0], histories(chat("hi", "x", "y"))[0]])
-    prompts = prompts_from_history(ragged, TOKENIZER, TOKENIZER.chat_template, None)
-    assert prompts.ids[0] == HI
-    assert prompts.texts[1].count("<|im_start|>") == 4
+EVERYTHING = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}{{ [tools, thinking] | tojson }}"
+CALL = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": '{"x": 1}'}}
 
 
-def test_a_template_of_ones_own_is_used() -> None:
-    template = "{%- for message in messages %}[{{ message['content'] }}]{%- endfor %}{{ '>' if add_generation_prompt }}"
-    assert prompts_from_history(histories(chat("hi")), TOKENIZER, template, None).texts == ["[hi]>"]
+def test_a_template_sees_all_that_a_message_has() -> None:
+    """As transformers and vLLM pass it: unset entries left out, text in one piece, arguments of calls as a mapping."""
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1"}], "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "2", "name": "add", "tool_call_id": "c1"},
+    ]
+    lines = text_of(messages, EVERYTHING, tools=[{"name": "add"}], thinking=False).splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"role": "user", "content": "1+1"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{**CALL, "function": {"name": "add", "arguments": {"x": 1}}}],
+        },
+        {"role": "tool", "content": "2", "name": "add", "tool_call_id": "c1"},
+        [[{"name": "add"}], False],
+    ]
+    assert Chat.of(messages).history.content == ["1+1", "", "2"]
+    wrong = {**CALL, "function": {"name": "add", "arguments": "{x"}}  # as the model wrote it
+    assert plain_message({"role": "assistant", "tool_calls": [wrong]})["tool_calls"] == [wrong]
 
 
-def test_torchrls_templates_go_by_name() -> None:
-    named = prompts_from_history(histories(chat("hi")), TOKENIZER, None, "qwen").texts[0]
-    assert named.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "a"},
+        {"role": 3, "content": "a"},
+        {"role": "user"},
+        {"role": "user", "content": None},
+        {"role": "user", "content": 3},
+        {"role": "user", "content": [{"type": "image", "url": "a.png"}]},
+        {"role": "user", "content": ["a"]},
+        {"role": "user", "content": [{"type": "text"}]},
+    ],
+)
+def test_a_message_without_role_or_text_is_refused(message: Any) -> None:
+    with pytest.raises(ValueError, match=r"a message is {'role': text, 'content': text, or parts of type 'text'}"):
+        Chat.of([message])
 
 
-def test_something_else_than_a_history_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"needs a torchrl\.data\.llm\.History, got list"):
-        prompts_from_history(["hi"], TOKENIZER, None, None)
+@pytest.mark.parametrize("given", [[], histories([{"role": "<none>", "content": ""}])[0]])
+def test_a_chat_has_a_message(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"the chat at \('history', 'prompt'\) has no message"):
+        Chat.of(given)
+
+
+@pytest.mark.parametrize("given", [["hi"], "hi", 3, None, [1, 2]])
+def test_something_else_than_a_chat_is_refused(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"Expected History object .* list of messages, at \('history', 'prompt'\)"):
+        Chat.of(given)
+
+
+@pytest.mark.parametrize(("said", "full"), [("Let me", ["2+2", "Let me see"]), ("", ["2+2", " see"])])
+@pytest.mark.parametrize("kind", [list, histories])
+def test_a_last_message_of_the_assistant_is_continued(kind: Any, said: str, full: list[str]) -> None:
+    """As transformers' pipeline and TRL do."""
+    given = kind(chat("2+2", said)) if kind is list else kind(chat("2+2", said))[0]
+    assert text_of(given) == f"<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n{said}"
+    entry = history_entry(Chat.of(given), " see")
+    assert (entry.full.content, entry.response.content) == (full, [" see"])
+    assert entry.full.role == ["user", "assistant"]
+
+
+@pytest.mark.parametrize(
+    ("said", "answered", "goes_on"),
+    [("yes", "yes", False), ("Let me", " me", False), ("", "", False), ("yes", "no", True), ("yes", "", True)],
+)
+def test_an_answer_of_the_policys_own_is_complete(said: str, answered: str, goes_on: bool) -> None:
+    """As in TorchRL's environments, whose next prompt ends with it."""
+    one = Chat.of(chat("q", said), answered=answered)
+    assert one.goes_on == goes_on
+    assert one.rendered(TOKENIZER, TOKENIZER.chat_template, {}).endswith(said if goes_on else "<|im_start|>assistant\n")
+
+
+def test_a_call_of_a_tool_is_not_continued() -> None:
+    called = [*chat("2+2"), {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    assert text_of(called).endswith("<|im_start|>assistant\n")
+    assert history_entry(Chat.of(called), "4").full.content == ["2+2", "", "4"]
 
 
 # known ids
@@ -78,7 +151,8 @@ def test_something_else_than_a_history_is_refused() -> None:
 def known(rendered: str, **leaves: Any) -> tuple[list[int], str]:
     """Ids and text of a chat that renders to ``rendered``, given what is known of it."""
     template = "{{ messages[0]['content'] }}"
-    prompts = prompts_from_history(histories(chat(rendered)), TOKENIZER, template, None, [leaves])
+    one = Chat.of(chat(rendered))
+    prompts = prompts_from_chats([one], [one.rendered(TOKENIZER, template, {})], TOKENIZER, [leaves])
     return prompts.ids[0], prompts.texts[0]
 
 
@@ -219,7 +293,7 @@ def test_a_text_entry_joins_prompt_and_response() -> None:
 
 def test_a_history_entry_appends_the_answer() -> None:
     prompt = histories(chat("hi", "x", "y"))[0]
-    entry = history_entry(prompt, "z")
+    entry = history_entry(Chat.of(prompt), "z")
     assert entry.prompt.batch_size == torch.Size([3])
     assert (entry.response.batch_size, entry.response.role, entry.response.content) == (
         torch.Size([1]),

@@ -1017,6 +1017,10 @@ def test_nothing_is_started_for_a_bad_argument(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(vllm_wrapper, "model_of", lambda model: pytest.fail("an engine was started"))
     with pytest.raises(ValueError, match="text may be encoded to other tokens"):
         vLLMWrapper("org/model", generate=False, replay="R3")
+    with pytest.raises(TypeError, match="chat_template_kwargs must be a mapping of names to values, got 3"):
+        vLLMWrapper("org/model", chat_template_kwargs=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="chat_template_name='mine' must be one of TorchRL's"):
+        vLLMWrapper("org/model", chat_template_name="mine")
 
 
 # new versions
@@ -1035,6 +1039,7 @@ CHANGES: dict[str, Any] = {
     "layout": torch.strided,
     "chat_template_name": "qwen",
     "chat_template": "{{ messages }}",
+    "chat_template_kwargs": {"enable_thinking": False},
     "return_log_probs": False,
     "return_routed_experts": False,
     "history_key": "h",

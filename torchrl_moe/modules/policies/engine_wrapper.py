@@ -15,7 +15,7 @@ from torchrl.modules.llm.policies import vLLMWrapper as TorchRLWrapper
 
 from torchrl_moe.modules.policies.engine_scorer import EngineScorer
 from torchrl_moe.modules.policies.full_sequences import FullSequence, pad_scored, read_sequences
-from torchrl_moe.modules.policies.prompt_reading import Source
+from torchrl_moe.modules.policies.prompt_reading import Source, template_options
 from torchrl_moe.modules.policies.rollout import RolloutKeys, stack_answers
 from torchrl_moe.modules.policies.sampling_entry import SAMPLING
 
@@ -71,6 +71,7 @@ class EngineWrapper(LLMWrapperBase):
     attention_mask_key: NestedKey
     chat_template: str | None
     chat_template_name: str | None
+    chat_template_kwargs: dict[str, Any]
     prefer_tokens: bool
     timeout_seconds: float | None
     use_tqdm: bool
@@ -86,6 +87,7 @@ class EngineWrapper(LLMWrapperBase):
         for name in PLAIN:
             setattr(self, name, arguments[name])
         self.tokenizer_kwargs = dict(arguments["tokenizer_kwargs"] or {})
+        self.chat_template_kwargs = template_options(arguments["chat_template_kwargs"])
         self.return_log_probs = arguments["return_log_probs"] is not False
         self._device = None if arguments["device"] is None else torch.device(arguments["device"])
 
@@ -150,6 +152,7 @@ class EngineWrapper(LLMWrapperBase):
             tokens_key=self.tokens_key,
             masks_key=self.masks_key,
             pad=self.padding_value,
+            chat_template_kwargs=self.chat_template_kwargs,
         )
 
     # -- scores -----------------------------------------------------------------------------------------------------

@@ -131,4 +131,4 @@ class Generation:
             # the template writes the end-of-turn token after the content, which does not include it
             if ids and ids[-1] == tokenizer.eos_token_id:
                 response = tokenizer.decode(ids[:-1], skip_special_tokens=skip)
-            answer.set(self.history_key, history_entry(prompts.histories[i], response))
+            answer.set(self.history_key, history_entry(prompts.chats[i], response))

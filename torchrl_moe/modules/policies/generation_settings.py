@@ -56,7 +56,7 @@ OURS = ("output_scores", "output_logits", "return_dict_in_generate", "tokenizer"
 """Names that TorchRL's wrapper sets in its own ``generate_kwargs``; they are ignored here."""
 MODES = ("greedy_search", "sample")
 LEAST_TEMPERATURE = 0.01
-"""Lowest temperature that a rollout records, except for 0."""
+"""As in an engine, a lower temperature means this one, except for 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +153,8 @@ def _greedy_or_not(fields: dict[str, Any]) -> dict[str, Any]:
         if fields.get("do_sample"):
             raise ValueError("do_sample=True samples, and temperature=0 is greedy: pass one of them")
         return {**{name: value for name, value in fields.items() if name != "temperature"}, "do_sample": False}
-    if temperature is not None and temperature < LEAST_TEMPERATURE:
-        raise ValueError(f"temperature={temperature} is below {LEAST_TEMPERATURE}: pass 0 to be greedy")
+    if temperature is not None:
+        fields = {**fields, "temperature": max(temperature, LEAST_TEMPERATURE)}
     asks = any(name in fields for name in ("temperature", *KEEPS_ALL))
     return {**fields, "do_sample": True} if asks and "do_sample" not in fields else fields
 

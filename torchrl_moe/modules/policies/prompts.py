@@ -6,25 +6,32 @@ and routes belong to exactly one.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase, lazy_stack
+from tensordict import NestedKey, NonTensorData, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, Text
 
 __all__ = [
+    "Chat",
     "Prompts",
+    "goes_on_from",
     "history_entry",
     "known_ids",
-    "prompts_from_history",
+    "plain_message",
+    "prompts_from_chats",
     "prompts_from_text",
     "prompts_from_tokens",
     "text_entry",
 ]
+
+IN_HISTORY = ("role", "content", "tool_calls")
+"""Entries of a message that a ``History`` has fields for."""
 
 
 @dataclass(slots=True)
@@ -33,40 +40,146 @@ class Prompts:
 
     ids: list[list[int]]
     texts: list[str] = field(default_factory=list)
-    histories: list[History] = field(default_factory=list)
+    chats: list[Chat] = field(default_factory=list)
 
 
-def prompts_from_history(
-    history: Any,
-    tokenizer: Any,
-    template: str | None,
-    template_name: str | None,
-    known: Sequence[Mapping[str, list[int]]] | None = None,
-) -> Prompts:
-    """Render chats with their generation prompt.
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """The prompt of one sample: messages as chat templates read them, and as a ``History`` ``[turns]``.
 
-    Args:
-        history: a ``History`` of batch size ``[B, turns]``.
-        tokenizer: renders and encodes.
-        template: a chat template, in place of the tokenizer's.
-        template_name: the name of one of TorchRL's.
-        known: :func:`known_ids` of each sample, used instead of encoding the text again.
+    ``answered`` is the text of the policy's own previous answer, which is complete if it ends the last message.
+    """
+
+    messages: list[dict[str, Any]]
+    history: History
+    answered: str | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether an answer continues the last message: the assistant's, given by the caller, without tool calls."""
+        if not goes_on_from(self.messages[-1]):
+            return False
+        said, own = self.messages[-1]["content"], self.answered
+        return own is None or (said != own if not own else not said.endswith(own))
+
+    @classmethod
+    def of(cls, given: Any, key: NestedKey = ("history", "prompt"), answered: str | None = None) -> Chat:
+        """Read a ``History`` ``[turns]``, or a list of messages, mappings as those of OpenAI's API.
+
+        Whatever a message has beside role and content (``name``, ``tool_call_id``, ``tool_calls``, ...) is for the
+        template; a ``History`` has no field for all of it. ``key`` is where it was found.
+
+        Raises:
+            TypeError: it is neither.
+            ValueError: no message, one without a role, or with content that is not text.
+        """
+        given = given.data if isinstance(given, NonTensorData) else given
+        if isinstance(given, History):
+            spoken = [one for one in given.tolist(tolist_first=True) if one["role"] != "<none>"]
+            messages = [plain_message({**one, "is_complete": None}) for one in spoken]
+        elif isinstance(given, list | tuple) and all(isinstance(one, Mapping) for one in given):
+            messages = [plain_message(one) for one in given]
+        else:
+            raise TypeError(
+                f"Expected History object (torchrl.data.llm.History) [turns], or a list of messages, at {key!r}, got "
+                f"{type(given).__name__}"
+            )
+        if not messages:
+            raise ValueError(f"the chat at {key!r} has no message")
+        known = [{name: one[name] for name in IN_HISTORY if name in one} for one in messages]
+        history = given if isinstance(given, History) else History.from_chats([known])[0]
+        return cls(messages, history, answered)
+
+    def rendered(self, tokenizer: Any, template: str | None, options: Mapping[str, Any]) -> str:
+        """Return its text, with a generation prompt, or with the last message open if that is to be continued.
+
+        Args:
+            tokenizer: renders it.
+            template: a chat template; ``None``: the tokenizer knows its own.
+            options: further arguments of the template, such as ``tools`` or ``enable_thinking``.
+
+        Raises:
+            ValueError: the text is empty, or lacks the message that is to be continued.
+        """
+        given = {} if template is None else {"chat_template": template}
+        text: str = tokenizer.apply_chat_template(
+            self.messages,
+            tokenize=False,
+            add_generation_prompt=not self.goes_on,
+            continue_final_message=self.goes_on,
+            **given,
+            **options,
+        )
+        if not text:
+            raise ValueError(f"the chat template makes no text of {self.messages!r:.100}: pass another chat_template=")
+        return text
+
+
+def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as templates read it: without unset entries, its parts of text joined, calls' arguments decoded.
 
     Raises:
-        TypeError: not a ``History``.
+        TypeError: it is no mapping.
+        ValueError: it has no role, or content that is not text.
+
+    >>> plain_message({"role": "user", "content": [{"type": "text", "text": "hi"}], "name": None})
+    {'role': 'user', 'content': 'hi'}
     """
-    if not isinstance(history, History):
-        raise TypeError(f"input_mode='history' needs a torchrl.data.llm.History, got {type(history).__name__}")
-    texts = history.apply_chat_template(
-        tokenizer=tokenizer, add_generation_prompt=True, chat_template=template, chat_template_name=template_name
-    )
-    texts = [texts] if isinstance(texts, str) else list(texts)
-    histories = list(history.unbind(0))
+    if not isinstance(message, Mapping):
+        raise TypeError(f"a chat is a list of messages, {{'role': text, 'content': text}}, got {message!r:.60}")
+    plain = {key: value for key, value in message.items() if value is not None}
+    content = plain.setdefault("content", "" if plain.get("tool_calls") else None)
+    parts = [content] if isinstance(content, Mapping) else content
+    if isinstance(parts, list | tuple):
+        texts = [one.get("text") if isinstance(one, Mapping) and one.get("type") == "text" else None for one in parts]
+        content = None if None in texts else "".join(map(str, texts))
+    if not isinstance(plain.get("role"), str) or not isinstance(content, str):
+        raise ValueError(
+            "a message is {'role': text, 'content': text, or parts of type 'text'}, and only tool calls need no "
+            f"content; got {message!r:.100}"
+        )
+    plain["content"] = content
+    if plain.get("tool_calls"):
+        plain["tool_calls"] = [_decoded(call) for call in plain["tool_calls"]]
+    return plain
+
+
+def _decoded(call: Any) -> Any:
+    """Return a tool call with its arguments as a mapping, as templates write them; OpenAI's API has them as JSON."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except json.JSONDecodeError:  # a model's own mistake is shown as it was made
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def goes_on_from(last: Mapping[str, Any]) -> bool:
+    """Whether a last message can be continued: the assistant's, and not one that calls tools."""
+    return last["role"] == "assistant" and isinstance(last.get("content"), str) and not last.get("tool_calls")
+
+
+def prompts_from_chats(
+    chats: Sequence[Chat],
+    texts: Sequence[str],
+    tokenizer: Any,
+    known: Sequence[Mapping[str, list[int]]] | None = None,
+) -> Prompts:
+    """Encode rendered chats.
+
+    Args:
+        chats: one for each sample.
+        texts: what they are rendered to.
+        tokenizer: encodes.
+        known: :func:`known_ids` of each sample, used instead of encoding the text again.
+    """
     if known is None:
         # the template has already written the special tokens
-        return Prompts(tokenizer(texts, add_special_tokens=False)["input_ids"], texts, histories)
+        return Prompts(tokenizer(list(texts), add_special_tokens=False)["input_ids"], list(texts), list(chats))
     pairs = [_continued(text, ids, tokenizer) for text, ids in zip(texts, known, strict=True)]
-    return Prompts([ids for ids, _ in pairs], [text for _, text in pairs], histories)
+    return Prompts([ids for ids, _ in pairs], [text for _, text in pairs], list(chats))
 
 
 def _continued(text: str, known: Mapping[str, list[int]], tokenizer: Any) -> tuple[list[int], str]:
@@ -146,8 +259,15 @@ def text_entry(prompt: str, response: str) -> Text:
     return Text(prompt=prompt, response=response, full=prompt + response)
 
 
-def history_entry(prompt: History, content: str) -> ChatHistory:
-    """Return the ``ChatHistory`` of one answer: prompt ``[turns]``, response ``[1]``, full ``[turns + 1]``."""
-    response = History(role="assistant", content=content)
-    full = prompt.append(response, inplace=False, dim=-1)
+def history_entry(chat: Chat, content: str) -> ChatHistory:
+    """Return the ``ChatHistory`` of one answer: prompt ``[turns]``, response ``[1]``, full ``[turns + 1]``.
+
+    An answer that continues the last message is a part of it: then ``full`` is ``[turns]``.
+    """
+    response, prompt = History(role="assistant", content=content), chat.history
+    if chat.goes_on:
+        joined = History(role="assistant", content=chat.messages[-1]["content"] + content)
+        full = lazy_stack([*list(prompt.unbind(0))[:-1], joined])
+    else:
+        full = prompt.append(response, inplace=False, dim=-1)
     return ChatHistory(prompt=prompt, response=lazy_stack([response]), full=full)

@@ -13,8 +13,8 @@ from torch import Tensor
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import LogProbs, Masks, Text, Tokens
 
-from torchrl_moe.modules.policies.prompt_reading import Source, require_history, require_key
-from torchrl_moe.modules.policies.prompts import prompts_from_text
+from torchrl_moe.modules.policies.prompt_reading import Source, require_key
+from torchrl_moe.modules.policies.prompts import Chat, prompts_from_text
 from torchrl_moe.modules.policies.sampling_entry import SAMPLING
 from torchrl_moe.modules.policies.scoring import ScoringBatch, pad_left
 
@@ -44,7 +44,7 @@ def encode(td: TensorDictBase, source: Source) -> Encoded:
 
     Args:
         td: batch size ``[B]``.
-        source: where to read it. A chat is rendered without a generation prompt.
+        source: where to read it, and how to render it. A chat is rendered without a generation prompt.
 
     Raises:
         ValueError: a sample has none.
@@ -54,47 +54,49 @@ def encode(td: TensorDictBase, source: Source) -> Encoded:
     if source.input_mode == "text":
         found = prompts_from_text(td.get(source.input_key), source.tokenizer, source.tokenizer_kwargs)
         return Encoded([torch.tensor(ids, dtype=torch.long) for ids in found.ids], found.texts)
-    history = require_history(td.get(source.input_key), source.input_key)
-    ids, assistant, texts = _rendered(history, source, source.own_template)
-    if source.own_template is not None and source.chat_template is None:
+    key = source.input_key
+    chats = [_rendered(Chat.of(one.get(key), key).history, source, source.options(one)) for one in td.unbind(0)]
+    masks = [mask for _, mask, _ in chats if mask is not None]
+    return Encoded(
+        [ids for ids, _, _ in chats], [text for _, _, text in chats], masks if len(masks) == len(chats) else None
+    )
+
+
+def _rendered(history: History, source: Source, options: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, str]:
+    """Return the ids of one chat, the mask of the assistant's tokens, and the text."""
+    template = source.template(options.get("tools"))
+    ids, assistant, text = _rendered_by(template, history, source, options)
+    if template is not None and source.chat_template is None and source.chat_template_name is None:
         # TorchRL's losses use the assistant mask of the template that it guesses: use the same one, if possible
-        others, guessed, _ = _rendered(history, source, None)
-        same = all(torch.equal(one, other) for one, other in zip(ids, others, strict=True))
-        assistant = guessed if same else assistant
-    return Encoded(ids, texts, assistant)
+        others, guessed, _ = _rendered_by(None, history, source, options)
+        assistant = guessed if torch.equal(ids, others) else assistant
+    return ids, assistant, text
 
 
-def _rendered(
-    history: History, source: Source, template: str | None
-) -> tuple[list[Tensor], list[Tensor] | None, list[str]]:
-    """Return ids, masks of the assistant's tokens, and texts."""
-    how = {
-        "tokenizer": source.tokenizer,
-        "chat_template": template,
-        "chat_template_name": source.chat_template_name,
-        "add_generation_prompt": False,
-    }
-    texts = history.apply_chat_template(**how)
-    texts = [texts] if isinstance(texts, str) else list(texts)
+def _rendered_by(
+    template: str | None, history: History, source: Source, options: Mapping[str, Any]
+) -> tuple[Tensor, Tensor | None, str]:
+    how = {"tokenizer": source.tokenizer, "chat_template": template, "add_generation_prompt": False, **options}
+    text = history.apply_chat_template(**how)
     marked = template is None or MARKS.search(template) is not None
     # without markers TorchRL takes the first occurrence of the text, which may be in a question
     tokens = history.apply_chat_template(
         **how, tokenize=True, padding=False, return_dict=True, return_assistant_tokens_mask=marked
     )
-    ids = [row.long() for row in tokens.get("input_ids", as_list=True)]
+    ids = tokens.get("input_ids").long()
     if not marked:
-        spoken = [
-            _spoken(chat.tolist(tolist_first=True), source.tokenizer, template, *rest)
-            for chat, *rest in zip(history.unbind(0), texts, ids, strict=True)
-        ]
-        known = [mask for mask in spoken if mask is not None]
-        return ids, known if len(known) == len(ids) else None, texts
-    masks = tokens.get("assistant_masks", None, as_list=True)
-    return ids, None if masks is None else [row.bool() for row in masks], texts
+        return ids, _spoken(history.tolist(tolist_first=True), source.tokenizer, template, text, ids, options), text
+    mask = tokens.get("assistant_masks", None)
+    return ids, None if mask is None else mask.bool(), text
 
 
 def _spoken(
-    chat: Sequence[Mapping[str, Any]], tokenizer: Any, template: str | None, text: str, ids: Tensor
+    chat: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    template: str | None,
+    text: str,
+    ids: Tensor,
+    options: Mapping[str, Any],
 ) -> Tensor | None:
     """Return which tokens are the assistant's text, bool ``[T]``; ``None`` if the template changes that text.
 
@@ -106,7 +108,7 @@ def _spoken(
         return None
     blank = [{**turn, "content": STAND_IN} if turn["role"] == "assistant" else turn for turn in turns]
     parts = tokenizer.apply_chat_template(
-        blank, chat_template=template, tokenize=False, add_generation_prompt=False
+        blank, chat_template=template, tokenize=False, add_generation_prompt=False, **options
     ).split(STAND_IN)
     if len(parts) != len(said) + 1:
         return None

@@ -9,12 +9,23 @@ import torch
 from torch import nn
 
 from torchrl_moe._errors import UnsupportedRouterError
+from torchrl_moe.modules.policies.prompt_reading import check_templates
 from torchrl_moe.modules.replay.discovery import has_experts
 from torchrl_moe.modules.replay.incoming import ON_BAD_ROUTES
 from torchrl_moe.modules.replay.parallelism import computing_device, refused_parallelism
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 
-__all__ = ["OF_SCORING", "complete", "model_of", "pad_of", "recorder_of", "refuse", "replay_of", "tokenizer_of"]
+__all__ = [
+    "OF_SCORING",
+    "check_vocabulary",
+    "complete",
+    "model_of",
+    "pad_of",
+    "recorder_of",
+    "refuse",
+    "replay_of",
+    "tokenizer_of",
+]
 
 INPUT_MODES = ("history", "text", "tokens")
 REPLAYS = (None, "R3", "R2", "none")
@@ -52,6 +63,7 @@ def refuse(arguments: dict[str, Any]) -> None:
     Args:
         arguments: as :func:`complete` returns them.
     """
+    check_templates(arguments)
     allowed = {
         "input_mode": INPUT_MODES,
         "replay": REPLAYS,
@@ -151,6 +163,25 @@ def tokenizer_of(tokenizer: Any, model: Any, loaded: Any, input_mode: str) -> An
     if hasattr(loaded, "get_tokenizer"):
         return loaded.get_tokenizer()
     raise ValueError(f"input_mode={input_mode!r} makes tokens of text: pass tokenizer=, an object, a folder or a name")
+
+
+def check_vocabulary(tokenizer: Any, model: Any) -> None:
+    """Refuse a tokenizer with ids for which a model has no row of embeddings: a prompt with one would fail.
+
+    Raises:
+        ValueError: names the last of these ids.
+    """
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    rows = getattr(getattr(embedding, "weight", None), "shape", [None])[0]
+    if rows is None or not hasattr(tokenizer, "get_vocab"):
+        return
+    last = max(tokenizer.get_vocab().values(), default=-1)
+    if last >= rows:
+        raise ValueError(
+            f"the tokenizer has the token {tokenizer.convert_ids_to_tokens(last)!r} with id {last}, and the model has "
+            f"rows for 0 to {rows - 1}: call model.resize_token_embeddings({last + 1}) where tokens were added, or "
+            "pass the model's own tokenizer"
+        )
 
 
 def pad_of(tokenizer: Any) -> int | None:

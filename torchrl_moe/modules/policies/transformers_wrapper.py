@@ -15,7 +15,7 @@ from tensordict import NestedKey, TensorDictBase, lazy_stack, set_list_to_stack
 from torchrl_moe.modules.policies.batching import batched, set_batching
 from torchrl_moe.modules.policies.generated_answers import Generation
 from torchrl_moe.modules.policies.generation_settings import GenerationSettings, leaves_words_out, temperature_of
-from torchrl_moe.modules.policies.prompt_reading import Source
+from torchrl_moe.modules.policies.prompt_reading import Source, template_options
 from torchrl_moe.modules.policies.rollout import RolloutKeys, flat_samples, pad_answers, stack_answers
 from torchrl_moe.modules.policies.routes import RECORDED
 from torchrl_moe.modules.policies.sampling_entry import SAMPLING
@@ -23,6 +23,7 @@ from torchrl_moe.modules.policies.scoring_model import ScoringModel
 from torchrl_moe.modules.policies.scoring_wrapper import ScoringWrapper
 from torchrl_moe.modules.policies.transformers_arguments import (
     OF_SCORING,
+    check_vocabulary,
     complete,
     model_of,
     pad_of,
@@ -65,7 +66,8 @@ class TransformersWrapper(ScoringWrapper):
         layout: kept for TorchRL's transforms.
         num_samples: answers per prompt; the output then has batch size ``[B, n]``.
         chat_template_name: one of TorchRL's templates. Without one the tokenizer's own comes first.
-        chat_template: a template of your own.
+        chat_template: a template of your own. Without one, or a name, the tokenizer must have one.
+        chat_template_kwargs: arguments of the template, such as ``{"enable_thinking": False}``.
         return_log_probs: whether answers have log-probs (default: True).
         history_key, text_key, tokens_key, masks_key, log_probs_key, routed_experts_key: where to read and write.
         batching, min_batch_size, max_batch_size, batching_timeout: join calls of several threads in one forward pass,
@@ -119,6 +121,7 @@ class TransformersWrapper(ScoringWrapper):
         num_samples: int | None = None,
         chat_template_name: str | None = None,
         chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         return_log_probs: bool | None = None,
         history_key: str = "history",
         text_key: str = "text",
@@ -154,6 +157,7 @@ class TransformersWrapper(ScoringWrapper):
         given = arguments["model"]
         self.model = model_of(given, arguments["device"], self.generate)
         self.tokenizer = tokenizer_of(arguments["tokenizer"], given, self.model, self.input_mode)
+        check_vocabulary(self.tokenizer, self.model)
         self.replay = replay_of(arguments, self.model)
         recorder = recorder_of(arguments, self.model)
         self.return_routed_experts = recorder is not None
@@ -215,8 +219,11 @@ class TransformersWrapper(ScoringWrapper):
             tokenizer=self.tokenizer,
             tokenizer_kwargs=dict(given["tokenizer_kwargs"] or {}),
             pad=pad_of(self.tokenizer),
+            chat_template_kwargs=template_options(given["chat_template_kwargs"]),
             **{name: given[name] for name in names},
         )
+        if self.input_mode == "history":
+            self.source.template()  # raises if there is none
 
     @property
     def device(self) -> torch.device:

@@ -69,7 +69,8 @@ class vLLMWrapper(EngineWrapper):
         layout: accepted for compatibility with TorchRL; only ``torch.strided`` is written.
         num_samples: answers per prompt; the output then has batch size ``[B, n]``.
         chat_template_name: one of TorchRL's templates.
-        chat_template: a template of your own.
+        chat_template: a template of your own. Without one, or a name, the tokenizer must have one.
+        chat_template_kwargs: arguments of the template, such as ``{"enable_thinking": False}``.
         return_log_probs: whether to write log-probs; ``None`` means True.
         return_routed_experts: whether to write routes (default: if the engine captures them).
         history_key, text_key, tokens_key, masks_key, log_probs_key, routed_experts_key: where to write.
@@ -93,7 +94,9 @@ class vLLMWrapper(EngineWrapper):
     A batch may have more entries for its requests, for admission and balancing: ``"session_id"``, ``"group_id"``,
     ``"priority"``, ``"min_version"`` and ``"request_context"`` at its root, one value per sample, are read if present.
     Numbers are an int tensor ``[B]`` or ``[B, 1]``, anything else a list or a ``NonTensorStack``; ``None``, or -1
-    except for a priority, counts as absent. The ``n`` answers of a sample share its values.
+    except for a priority, counts as absent. The ``n`` answers of a sample share its values. Chats are rendered with a
+    sample's ``"tools"`` (JSON schemas) and ``"chat_template_kwargs"``, ``NonTensorData`` each; one whose last message
+    is the assistant's is continued.
 
     Example::
 
@@ -121,6 +124,7 @@ class vLLMWrapper(EngineWrapper):
         num_samples: int | None = None,
         chat_template_name: str | None = None,
         chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         return_log_probs: bool | None = None,
         return_routed_experts: bool | None = None,
         history_key: str = "history",
@@ -158,6 +162,8 @@ class vLLMWrapper(EngineWrapper):
         self.sampling_params = sampling_parameters_of(sampling, num_samples, self.return_log_probs)
         self._set_samples(num_samples, inplace)
         self._set_keys(arguments, has_versions=self.engine is model)
+        if input_mode == "history":
+            self._source.template()  # raises if there is none
 
     def _set_samples(self, num_samples: int | None, inplace: Literal["empty"] | bool | None) -> None:
         """Set the number of answers per prompt, and where they are written."""
@@ -267,7 +273,7 @@ class vLLMWrapper(EngineWrapper):
         params = request.arguments["sampling_params"]
         answer = answer_tensordict(completion, completion.outputs[0], layout, request.keys, params, request.sample)
         if self.input_mode != "tokens":
-            self._add_text(answer, request.prompts, request.index)
+            self._add_text(answer, request.prompts, request.index, params)
         return answer
 
     def _generate(
@@ -314,16 +320,16 @@ class vLLMWrapper(EngineWrapper):
             for output in completion.outputs:
                 answer = answer_tensordict(completion, output, layout, keys, params, samples[i])
                 if self.input_mode != "tokens":
-                    self._add_text(answer, prompts, i)
+                    self._add_text(answer, prompts, i, params)
                 answers.append(answer)
         return answers
 
-    def _add_text(self, answer: TensorDictBase, prompts: reading.Prompts, i: int) -> None:
-        ids = answer.get((self.tokens_key, "response")).tolist()
-        response = self.tokenizer.decode(ids, skip_special_tokens=False)
+    def _add_text(self, answer: TensorDictBase, prompts: reading.Prompts, i: int, params: dict[str, Any]) -> None:
+        ids, skips = answer.get((self.tokens_key, "response")).tolist(), bool(params.get("skip_special_tokens"))
+        response = self.tokenizer.decode(ids, skip_special_tokens=skips)
         answer.set(self.text_key, reading.text_entry(prompts.texts[i], response))
         if self.input_mode == "history":
             # the template writes the end-of-turn token after the content; it is not part of it
             if ids and ids[-1] == self.tokenizer.eos_token_id:
-                response = self.tokenizer.decode(ids[:-1], skip_special_tokens=False)
-            answer.set(self.history_key, reading.history_entry(prompts.histories[i], response))
+                response = self.tokenizer.decode(ids[:-1], skip_special_tokens=skips)
+            answer.set(self.history_key, reading.history_entry(prompts.chats[i], response))

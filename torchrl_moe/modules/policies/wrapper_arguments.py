@@ -10,6 +10,7 @@ import torch
 
 from torchrl_moe.modules.policies.engine_scorer import EngineScorer
 from torchrl_moe.modules.policies.generate_kwargs import engine_arguments_of, sampling_params_of
+from torchrl_moe.modules.policies.prompt_reading import check_templates
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
 from torchrl_moe.modules.serving.llm_service import Engine, LLMService, is_llm
 from torchrl_moe.modules.serving.sampling_parameters import SamplingParameters
@@ -33,6 +34,7 @@ OF_GENERATING = ("num_samples", "return_routed_experts")
 
 def refuse(arguments: dict[str, Any]) -> None:
     """Refuse invalid values, before an engine is started."""
+    check_templates(arguments)
     if not arguments["generate"]:
         _refuse_to_score(arguments)
     elif given := sorted(name for name in ("replay", "temperature") if arguments[name] is not None):

@@ -46,7 +46,8 @@ def test_all_defaults_of_vllms_may_be_given() -> None:
 
 def test_what_means_the_same_is_the_same() -> None:
     assert read_sampling({"temperature": 0, "top_k": 5, "top_p": 0.5, "min_p": 0.1}) == Sampling(temperature=0.0)
-    assert read_sampling({"temperature": 1e-3}) == Sampling(temperature=0.01)
+    for low in (1e-3, 1e-6, 5e-324):  # as vLLM raises them; only 0 is greedy
+        assert read_sampling({"temperature": low, "top_k": 5}) == Sampling(temperature=0.01, top_k=5)
     assert read_sampling({"top_k": -1, "seed": -1, "stop": "x"}) == Sampling(stop=("x",))
     assert read_sampling({"logprobs": 0}).logprobs
     assert not read_sampling({"logprobs": None}).logprobs

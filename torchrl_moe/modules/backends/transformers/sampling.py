@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = ["Sampling", "read_sampling"]
 
-GREEDY_BELOW, LEAST_TEMPERATURE = 1e-5, 1e-2  # vLLM's: below the first it is 0; between the two it is the second
+LEAST_TEMPERATURE = 1e-2  # vLLM's: it samples at this one where a lower one is asked for, except for 0
 LARGEST_SEED = 2**63  # torch takes more, as resuming needs: it adds the number of tokens
 
 REFUSED: Mapping[str, tuple[Any, ...]] = {
@@ -145,7 +145,7 @@ def read_sampling(spec: Any, guided_options: Any = None) -> Sampling:
 def _as_vllm_reads(given: dict[str, Any]) -> dict[str, Any]:
     """Map values that mean the same to one, as vLLM does."""
     temperature = given.get("temperature", 1.0)
-    if 0 <= temperature < GREEDY_BELOW:
+    if temperature == 0:
         return {**given, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     if 0 < temperature < LEAST_TEMPERATURE:
         given["temperature"] = LEAST_TEMPERATURE
