@@ -38,6 +38,7 @@ from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.testing.faults import shift_routes, wrong_ids
 from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer
 from torchrl_moe.trainers.checkpoints import Checkpoints
+from torchrl_moe.trainers.config import LossConfig
 from torchrl_moe.trainers.script import main
 from torchrl_moe.trainers.trained_state import TrainedState
 
@@ -414,6 +415,20 @@ def test_a_run_that_has_ended_says_how_to_continue(fleet: FakeFleet, tmp_path: P
         with pytest.raises(RuntimeError, match=r"this run has ended, or was interrupted: .* config\.resume=True"):
             trainer.train()
     assert not list((tmp_path / "checkpoints").glob("*"))
+
+
+def test_under_r2_the_reference_follows_the_experts_that_the_policy_has_recorded(
+    fleet: FakeFleet, tmp_path: Path
+) -> None:
+    config = fake_config(tmp_path, 2)
+    config.loss = LossConfig(replay="R2", arguments={"kl_to_ref_coeff": 0.1, "proximal_policy": "recomputed"})
+    seen = []
+    with fake_run(fleet, config) as trainer:
+        trainer.register_op("batch_process", lambda batch: seen.append(batch) or batch)
+        trainer.train()
+    for row in seen[0].unbind(0):  # still the same weights
+        known = row["masks", "all_assistant_mask"]
+        torch.testing.assert_close(row["ref_log_probs", "full"][known], row["prox", "full"][known])
 
 
 @pytest.mark.parametrize("kind", ["waits", "blocks"])

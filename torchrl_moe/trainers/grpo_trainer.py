@@ -26,6 +26,7 @@ from torchrl_moe.trainers.health import HealthMonitor
 from torchrl_moe.trainers.leader import Leader
 from torchrl_moe.trainers.learner import Learner
 from torchrl_moe.trainers.loss_building import advantages
+from torchrl_moe.trainers.micro_batches import in_rows
 from torchrl_moe.trainers.minibatches import Minibatches
 from torchrl_moe.trainers.parcel import pack
 from torchrl_moe.trainers.placement import Placement
@@ -273,7 +274,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
 
     def _score(self, batch: TensorDictBase) -> TensorDictBase:
         """Score this rank's samples before the updates."""
-        every = self.config.eval.mismatch_every
+        every, batch = self.config.eval.mismatch_every, in_rows(batch)
         with self.clock("score"):
             version = int(batch.get("current_version")[0])
             self._step_metrics |= self.learner.scores(batch, version, bool(every) and self.steps_done % every == 0)
