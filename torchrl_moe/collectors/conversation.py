@@ -12,13 +12,13 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.data.llm import History
 
-from torchrl_moe.collectors.episode import Generate
+from torchrl_moe.collectors.episode import MAX_TURNS, Generate, too_many_turns
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.sample_request import SampleRequest
 from torchrl_moe.modules.policies.sampling_entry import SAMPLING
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 
-__all__ = ["Conversation", "PromptLike"]
+__all__ = ["Conversation", "PromptLike", "finite"]
 
 PromptLike: TypeAlias = "History | Sequence[Mapping[str, Any]] | str | Sequence[int] | Tensor"
 """The whole prompt of an answer, in the form of the policy's ``input_mode``.
@@ -35,16 +35,22 @@ class Conversation:
         generate: asks the engine.
         data: ``[]``, what each row carries; read when the rows are made.
         generate_kwargs: change the policy's.
+        max_turns: how many answers it may ask for.
     """
 
     def __init__(
-        self, policy: vLLMWrapper, generate: Generate, data: TensorDictBase, generate_kwargs: Mapping[str, Any]
+        self,
+        policy: vLLMWrapper,
+        generate: Generate,
+        data: TensorDictBase,
+        generate_kwargs: Mapping[str, Any],
+        max_turns: int = MAX_TURNS,
     ) -> None:
         self._policy = policy
         self._generate = generate
         self._data = data
         self._generate_kwargs = dict(generate_kwargs)
-        self._asked = 0
+        self._asked, self._max_turns = 0, max_turns
         self._answers: dict[int, TensorDictBase] = {}  # in the order of the requests
         self._under_way: set[asyncio.Future[Completion]] = set()
         self._is_over = False
@@ -68,7 +74,10 @@ class Conversation:
             TypeError: the policy reads another kind of prompt.
             EngineError: there is no answer.
             RuntimeError: the sample's episode has ended.
+            ValueError: it has asked ``max_turns`` times already.
         """
+        if self._asked >= self._max_turns:
+            raise too_many_turns(self._max_turns, "the episode asks for another answer")
         if self._is_over:
             raise RuntimeError("this episode has ended: it cannot ask for another answer")
         request = self._request(self._read(prompt), {**self._generate_kwargs, **generate_kwargs})
@@ -172,9 +181,20 @@ def _rewards(reward: Any, turns: int) -> list[float]:
     """Return a reward for each turn."""
     plain = reward.tolist() if hasattr(reward, "tolist") else reward
     if isinstance(plain, Real):
-        return [0.0] * (turns - 1) + [float(plain)]
+        return [0.0] * (turns - 1) + [finite(plain, "the episode")]
     if not isinstance(plain, list | tuple) or not all(isinstance(one, Real) for one in plain):
         raise TypeError(f"an episode must return its reward, a number or one number per turn, got {reward!r:.200}")
     if len(plain) != turns:
         raise ValueError(f"the episode returned {len(plain)} rewards for {turns} turns")
-    return [float(one) for one in plain]
+    return [finite(one, "the episode") for one in plain]
+
+
+def finite(reward: Real, who: str) -> float:
+    """Return a reward as float.
+
+    Raises:
+        ValueError: float32, which rows hold, would make it NaN or infinite.
+    """
+    if not abs(reward) <= torch.finfo(torch.float32).max:  # type: ignore[operator]
+        raise ValueError(f"{who} returned {reward}: a reward must be finite, in float32")
+    return float(reward)

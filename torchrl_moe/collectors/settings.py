@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from tensordict import TensorDictBase
 
+from torchrl_moe.collectors.episode import MAX_TURNS
 from torchrl_moe.collectors.schedule import Order
 
 __all__ = ["Settings"]
@@ -30,6 +31,8 @@ class Settings:
     over_sample: float = 1.0
     group_filter: GroupFilter | None = None
     max_failures: int = 0
+    max_dropped_groups: int | None = None
+    max_turns: int = MAX_TURNS
     reward_timeout: float | None = None
     heartbeat_timeout: float | None = 300.0
     only_last_turns: bool = False
@@ -37,7 +40,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Refuse invalid values; the schedule checks its own."""
-        for name in ("group_size", "groups_per_batch"):
+        for name in ("group_size", "groups_per_batch", "max_turns"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.on_stale not in ("wait", "drop"):
@@ -50,6 +53,8 @@ class Settings:
             raise ValueError(f"max_in_flight must be 'auto' or at least 1, got {self.max_in_flight!r}")
         if self.max_failures < 0:
             raise ValueError(f"max_failures must be at least 0, got {self.max_failures}")
+        if self.max_dropped_groups is not None and self.max_dropped_groups < 0:
+            raise ValueError(f"max_dropped_groups must be at least 0, or None, got {self.max_dropped_groups}")
         for name in ("reward_timeout", "heartbeat_timeout"):
             seconds = getattr(self, name)
             if seconds is not None and not seconds > 0:

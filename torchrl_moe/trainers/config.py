@@ -157,6 +157,9 @@ class RolloutConfig:
             groups, and at least one step's.
         drop_uniform_groups: replace groups whose answers all have the same reward (DAPO's dynamic sampling, arXiv
             2503.14476).
+        max_dropped_groups: groups that may be replaced without a batch in between, because their rewards are the same
+            or they are too old; ``None``: 100 batches' worth. Then the run ends.
+        max_turns: of a sample; one that is not done by then counts as a failure.
     """
 
     prompts_per_step: int = 16
@@ -174,6 +177,8 @@ class RolloutConfig:
     reward_timeout: float | None = 60.0
     max_failures: int | None = None
     drop_uniform_groups: bool = False
+    max_dropped_groups: int | None = None
+    max_turns: int = 256
 
 
 @dataclass(kw_only=True)
@@ -356,7 +361,8 @@ class GRPOConfig:
 
 POSITIVE = (
     "steps", "engine.num_replicas", "engine.sync_every", "rollout.prompts_per_step", "rollout.group_size",
-    "rollout.max_new_tokens", "rollout.temperature", "optim.lr", "optim.epochs", "optim.minibatches", "eval.prompts",
+    "rollout.max_new_tokens", "rollout.max_turns", "rollout.temperature", "optim.lr", "optim.epochs",
+    "optim.minibatches", "eval.prompts",
     "checkpoint.keep", "hardware.gpu_gb", "hardware.host_gb", "hardware.gpus_per_host", "hardware.trainer_gpus",
     "hardware.expert_imbalance", "placement.tensor_parallel", "placement.expert_parallel", "placement.replicate",
     "placement.timeout", "placement.collective_timeout",
@@ -364,7 +370,8 @@ POSITIVE = (
 POSITIVE_OR_NONE = ("optim.max_grad_norm", "optim.max_tokens", "rollout.reward_timeout")
 COUNTS = (
     "optim.weight_decay",
-    "data.held_out", "rollout.max_staleness", "rollout.max_failures", "rollout.top_k", "optim.warmup_steps",
+    "data.held_out", "rollout.max_staleness", "rollout.max_failures", "rollout.max_dropped_groups", "rollout.top_k",
+    "optim.warmup_steps",
     "model.lora.rank", "eval.every", "eval.mismatch_every", "checkpoint.every", "log.samples",
 )  # fmt: skip
 CHOICES = {

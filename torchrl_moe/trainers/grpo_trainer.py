@@ -374,7 +374,8 @@ class MoEGRPOTrainer(RunReports, Trainer):
 
     def evaluate(self) -> float | None:
         """Return the mean reward of greedy answers to held-out prompts; ``None``: nothing is held out."""
-        return self.source.evaluate(self.rollout_engine.policy, self.config.rollout.reward_timeout)
+        rollout = self.config.rollout
+        return self.source.evaluate(self.rollout_engine.policy, rollout.reward_timeout, rollout.max_turns)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

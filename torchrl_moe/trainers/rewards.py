@@ -11,6 +11,7 @@ from functools import partial
 from numbers import Real
 from typing import Any, TypeAlias
 
+from torchrl_moe.collectors.conversation import finite
 from torchrl_moe.collectors.episode import gather
 from torchrl_moe.trainers.function_names import import_function
 
@@ -46,7 +47,7 @@ class Rewards:
 
     It returns a number, or ``None`` to abstain, which adds nothing to the sum. It may be async. A plain function runs
     in a thread, several at a time, so it must be thread-safe; it must not change its arguments. A function that hangs
-    keeps its thread, and an event loop has few of them (``asyncio.to_thread``).
+    past the collector's ``reward_timeout`` costs its sample and a thread; others take the thread's place.
 
     Args:
         functions: functions, or their names, ``"package.module:function"``.
@@ -126,7 +127,13 @@ class Rewards:
             TypeError: a function returned something that is not a number.
         """
         ids = list(completion_ids)
-        found = await gather([function(prompt, completion, ids, columns) for function in self._functions])
+        calls = [asyncio.ensure_future(function(prompt, completion, ids, columns)) for function in self._functions]
+        try:
+            found = await gather(calls)
+        except asyncio.CancelledError as error:
+            late = [str(one) for one, call in zip(self._functions, calls, strict=True) if call.cancelled()]
+            error.add_note(f"it waits for {', '.join(late)}")
+            raise
         weighted = [weight * value for weight, value in zip(self.weights, found, strict=True) if value is not None]
         if not weighted:
             raise ValueError(f"every reward function abstained: {', '.join(self.names)} returned None")
@@ -179,10 +186,14 @@ class _Function:
         arguments = there if self._takes_all else {name: there[name] for name in self._names & there.keys()}
         try:
             call = partial(self._call, **arguments)
-            value = await (call() if self._is_async else asyncio.to_thread(_called, call))
+            value = await (call() if self._is_async else asyncio.to_thread(partial(_called, call)))
             if inspect.isawaitable(value):  # a plain function may return a coroutine
                 value = await value
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            if not isinstance(error, Exception):  # generated code may call exit()
+                raise RuntimeError(f"{self} raised {error!r}") from error
             error.add_note(f"in {self}")
             raise
         return self._number(self._only(value) if self._takes_lists else value)
@@ -209,9 +220,7 @@ class _Function:
         plain = value.item() if getattr(value, "shape", None) == () else value  # a scalar tensor or NumPy number
         if not isinstance(plain, Real):
             raise TypeError(f"{self} must return a number or None, got {value!r:.60}")
-        if not math.isfinite(plain):
-            raise ValueError(f"{self} returned {float(plain)}: a reward must be finite")
-        return float(plain)
+        return finite(plain, str(self))
 
 
 def _called(call: Callable[[], Any]) -> Any:
