@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
@@ -15,6 +16,7 @@ from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
 from torchrl_moe.modules.serving.devices import ranks_here
 from torchrl_moe.modules.serving.launch import engine_kind
+from torchrl_moe.trainers.checkpoints import steps_saved
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 from torchrl_moe.trainers.policy_model import PolicyModel
 from torchrl_moe.trainers.starting_model import new_start
@@ -53,13 +55,16 @@ class RolloutEngine:
         except (TypeError, ValueError) as error:
             raise ConfigError.of(setting, error) from error
         self.sender = scheme.create_sender()
+        done = steps_saved(folder / "checkpoints") if config.resume else 0
         try:
-            self.engine = self._start(folder) if engine is None else engine
+            self.engine = self._start(folder, done) if engine is None else engine
         except BaseException:
             self.sender.shutdown()
             self.forget_start()
             raise
         try:
+            if engine is not None and done:
+                self.engine.set_seed(seed_after(config.seed, done))
             self.sender.register_model(policy_model.model)
             self.sender.init_all_workers_group(None, vllm_engine=self.engine)
             self.policy = vLLMWrapper(
@@ -73,11 +78,12 @@ class RolloutEngine:
             self.forget_start()
             raise
 
-    def _start(self, folder: Path) -> AsyncVLLM:
+    def _start(self, folder: Path, done: int) -> AsyncVLLM:
         engine = self.config.engine
         if engine.connect is not None:
             return AsyncVLLM.connect(engine.connect)
         arguments = {"seed": self.config.seed, **engine.arguments}
+        arguments["seed"] = seed_after(int(arguments["seed"] or 0), done)
         if engine.backend == "local":
             check_room(self.policy_model, engine.num_replicas, arguments, engine.kind)
         if engine.sleep and not torch.cuda.is_available():
@@ -143,6 +149,17 @@ class RolloutEngine:
             self.engine.shutdown()
         elif self._joins_engine:
             self.engine.disconnect()
+
+
+def seed_after(seed: int, steps: int) -> int:
+    """Return an engine's seed for a run that continues after so many steps: it would else draw what step 0 drew.
+
+    Hashed, because replicas, and those that are restarted, count their own seeds on from it.
+
+    >>> seed_after(7, 0), seed_after(7, 2) == seed_after(9, 0)
+    (7, False)
+    """
+    return int(np.random.SeedSequence([abs(seed), steps]).generate_state(1)[0] >> 1) if steps else seed
 
 
 def _sampling(config: GRPOConfig) -> dict[str, Any]:
