@@ -9,6 +9,7 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -39,6 +40,7 @@ from support.training import (
 )
 from support.waiting import until
 from torchrl_moe._compat_transformers import lowered
+from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors, model_metadata
 from torchrl_moe.testing import ByteTokenizer
 from torchrl_moe.testing.fake_weights import FakeFleet
@@ -132,7 +134,7 @@ def test_the_exported_model_is_the_trained_one(first_run: MoEGRPOTrainer) -> Non
 @pytest.mark.engine
 @pytest.mark.parametrize("fault", [shift_routes, wrong_ids])
 def test_a_fault_on_purpose_is_noticed(run: Make, fault: Any) -> None:
-    trainer = run("steps=2", f"hooks=[torchrl_moe.testing.faults:{fault.__name__}]")
+    trainer = run("steps=2", f"hooks=[torchrl_moe.testing.faults:{fault.__name__}]", "eval.max_mismatch=null")
     trainer.train()
     rows = rows_of(trainer.record.folder)
     assert "agreement" in failed_checks(rows)
@@ -465,6 +467,26 @@ def test_a_held_out_reward_that_hangs_costs_its_evaluation(
     finally:
         released.set()
     assert caplog.text.count("no evaluation at step") == 2 and "did not continue within 0.3 s" in caplog.text
+
+
+def test_an_engine_that_disagrees_in_float32_ends_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The fake's log-probs are its own, and so is what it says that it computes in."""
+    config = fake_config(tmp_path, 1)
+    config.eval.mismatch_every = 1
+    words = (
+        r"disagree .* in float32: kl=.* The first such token: id \d+ at place \d+ of row 0, .* eval.max_mismatch=null"
+    )
+    for dtype, limit in (("float32", 0.01), ("bfloat16", 0.01), ("float32", None)):
+        config.eval.max_mismatch = limit
+        with fake_fleet() as fleet:
+            fleet.infos[:] = [replace(info, dtype=dtype) for info in fleet.infos]
+            with fake_run(fleet, config) as trainer:
+                if (dtype, limit) == ("float32", 0.01):
+                    with pytest.raises(EngineError, match=words):
+                        trainer.train()
+                else:
+                    trainer.train()
+    assert caplog.text.count("far apart") == 3
 
 
 def answers_of(config: GRPOConfig) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -239,11 +239,14 @@ class EvalConfig:
         prompts: the greatest number of prompts.
         mismatch_every: steps between measurements of the mismatch, which cost a forward pass with replay and one
             without; 0: none.
+        max_mismatch: the greatest ``kl`` of answers by the newest weights, where engine and trainer compute in float32:
+            more is a fault, and ends the run. ``None``: it is only warned of.
     """
 
     every: int = 10
     prompts: int = 200
     mismatch_every: int = 10
+    max_mismatch: float | None = 0.01
 
 
 @dataclass(kw_only=True)
@@ -367,7 +370,7 @@ POSITIVE = (
     "hardware.expert_imbalance", "placement.tensor_parallel", "placement.expert_parallel", "placement.replicate",
     "placement.timeout", "placement.collective_timeout",
 )  # fmt: skip
-POSITIVE_OR_NONE = ("optim.max_grad_norm", "optim.max_tokens", "rollout.reward_timeout")
+POSITIVE_OR_NONE = ("optim.max_grad_norm", "optim.max_tokens", "rollout.reward_timeout", "eval.max_mismatch")
 COUNTS = (
     "optim.weight_decay",
     "data.held_out", "rollout.max_staleness", "rollout.max_failures", "rollout.max_dropped_groups", "rollout.top_k",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,7 @@ from tensordict import TensorDictBase
 from torchrl.trainers import Trainer
 from tqdm.auto import tqdm
 
+from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
 from torchrl_moe.trainers import torchrun
 from torchrl_moe.trainers.batch_metrics import batch_metrics
@@ -277,9 +279,30 @@ class MoEGRPOTrainer(RunReports, Trainer):
         every, batch = self.config.eval.mismatch_every, in_rows(batch)
         with self.clock("score"):
             version = int(batch.get("current_version")[0])
-            self._step_metrics |= self.learner.scores(batch, version, bool(every) and self.steps_done % every == 0)
+            found = self.learner.scores(batch, version, bool(every) and self.steps_done % every == 0)
+        if self.ranks.is_first:
+            self._refuse_a_fault(batch, found)
+        self._step_metrics |= found
         self.clock.begin_phase()
         return batch
+
+    def _refuse_a_fault(self, batch: TensorDictBase, found: dict[str, float]) -> None:
+        """End the run if engine and trainer differ by more than rounding on answers by the same weights.
+
+        Raises:
+            EngineError: see ``eval.max_mismatch``.
+        """
+        limit, gap = self.config.eval.max_mismatch, found.get("kl", 0.0)
+        dtypes = {self.rollout_engine.dtype, str(self.policy_model.dtype).removeprefix("torch.")}
+        if limit is None or gap <= limit or self._step_metrics["staleness"] or dtypes != {"float32"}:
+            return
+        where = "" if self.placement.is_shared else f" The first such token: {self.learner.first_gap(batch)}."
+        raise EngineError(
+            f"engine and trainer disagree on answers by the same weights, in float32: kl={gap:.2g}, agreement="
+            f"{found.get('agreement', math.nan):.2g}.{where} Usual causes: a kernel of the engine (torchrl-moe "
+            "conformance MODEL finds it), weights that did not arrive (engine.sync.verify=canary), or routes of other "
+            "tokens. eval.max_mismatch=null trains on"
+        )
 
     def _sync(self) -> None:
         """Record the metrics of the updates, and sync the weights to the engine."""

@@ -113,6 +113,11 @@ class RolloutEngine:
         return self._owns_engine
 
     @property
+    def dtype(self) -> str:
+        """Torch's name of what the engine computes in; empty if it does not say."""
+        return next((str(info.dtype) for info in self.engine.infos if info is not None), "")
+
+    @property
     def version(self) -> int:
         """Version of the trainer's weights that the engine has."""
         return int(self.sender.version)
