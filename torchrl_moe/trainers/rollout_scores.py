@@ -92,9 +92,10 @@ class RolloutScores:
             if counts:
                 assert spread is not None
                 found.add(part, version, log_probs, spread, unaided)
-        for part, _ in self._parts(batch) if self.reference is not None else ():  # last: R2's routes are recorded now
-            with self.precision():
-                self.reference(part)
+        if self.reference is not None:  # last: it follows the experts that R2 has recorded by now
+            for part, _ in self._parts(batch):
+                with self.precision():
+                    self.reference(part)
         return _Found.of(self._placement.gather(found)).columns(self._watch) if with_mismatch else {}
 
     def _parts(self, batch: TensorDictBase) -> Iterator[tuple[TensorDictBase, bool]]:
