@@ -19,7 +19,7 @@ from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.llm import History
 from torchrl.envs import StepCounter
-from torchrl.envs.llm import DatasetChatEnv
+from torchrl.envs.llm import ChatEnv, DatasetChatEnv
 
 from support.collecting import TOKENIZER, Questions, chat, new_weights, plain, policy_of, queries
 from support.waiting import HOUR, in_thread, until
@@ -244,6 +244,73 @@ def test_groups_that_teach_nothing_are_replaced_one_for_one(collect: Callable[..
     batches = list(islice(collector, 2))
     assert [queries(batch)[::2] for batch in batches] == [["q1", "q3"], ["q5", "q7"]]
     assert collector.stats()["collector/groups_dropped/filtered"] == 4
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e39])
+def test_a_reward_that_is_not_finite_costs_its_group(
+    collect: Callable[..., AsyncLLMCollector], reward: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    env = chat(2, reward=lambda query: reward if query == "q0" else 1.0)
+    assert queries(next(iter(collect(env, max_failures=1)))) == ["q1"] * 2
+    assert "a reward must be finite, in float32" in caplog.text
+
+
+@pytest.mark.parametrize(("groups_per_batch", "calls"), [(1, 9), (12, 13)])
+def test_failures_end_early_while_nothing_has_succeeded(
+    collect: Callable[..., AsyncLLMCollector], groups_per_batch: int, calls: int
+) -> None:
+    asked = []
+
+    def always(query: str) -> float:
+        asked.append(query)
+        raise ZeroDivisionError(query)
+
+    collector = collect(
+        chat(1, reward=always), group_size=1, groups_per_batch=groups_per_batch, max_staleness=0, max_failures=1000
+    )
+    with pytest.raises(ZeroDivisionError):
+        next(iter(collector))
+    assert collector.stats()["collector/failures"] == calls
+    assert len(asked) < calls + groups_per_batch
+
+
+def test_once_something_has_succeeded_failures_have_their_own_limit(collect: Callable[..., AsyncLLMCollector]) -> None:
+    def mostly(query: str) -> float:
+        return 1 / (query in ("q0", "q40"))
+
+    collector = collect(chat(2, reward=mostly), max_staleness=0, max_failures=40)
+    assert [queries(batch)[0] for batch in islice(collector, 2)] == ["q0", "q40"]
+
+
+def test_a_filter_that_rejects_everything_ends_the_collection(collect: Callable[..., AsyncLLMCollector]) -> None:
+    collector = collect(groups_per_batch=2, group_filter=lambda rows: False, max_dropped_groups=7)
+    words = r"8 groups were dropped without a batch in between, the last because group_filter rejects them: .*=7"
+    with pytest.raises(CollectionError, match=words):
+        next(iter(collector))
+    odd = collect(group_filter=lambda rows: int(queries(rows)[0][1:]) % 2 == 1, max_dropped_groups=1, max_staleness=0)
+    assert len(list(islice(odd, 4))) == 4  # one in a row is within the limit
+    default = collect(group_filter=lambda rows: False)
+    with pytest.raises(CollectionError, match=r"101 groups .* max_dropped_groups=100"):
+        next(iter(default))
+
+
+def test_an_environment_that_is_never_done_is_ended(collect: Callable[..., AsyncLLMCollector]) -> None:
+    bare = ChatEnv(batch_size=(1,), tokenizer=TOKENIZER)
+    with pytest.raises(ValueError, match=r"not done after max_turns=5: .*StepCounter\(max_steps=\.\.\.\)"):
+        next(iter(collect(bare, group_size=1, max_turns=5)))
+    batch = next(iter(collect(lambda: chat(1, turns=3), max_turns=3)))
+    assert batch.batch_size == (6,)
+    with pytest.raises(ValueError, match="after max_turns=2"):
+        next(iter(collect(lambda: chat(1, turns=3), max_turns=2)))
+
+
+def test_answers_of_a_group_have_seeds_of_their_own(
+    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
+) -> None:
+    policy = policy_of(engine).get_new_version(generate_kwargs={"max_new_tokens": 2, "seed": 5})
+    next(iter(collect(policy=policy, groups_per_batch=3, max_staleness=0)))
+    seeds = [request.sampling_params["seed"] for replica in engine.replicas for request in replica.submitted]
+    assert sorted(seeds) == [5, 6, 7, 8, 9, 10]
 
 
 def test_a_reward_that_hangs_costs_its_group(engine: FakeAsyncVLLM) -> None:
@@ -672,6 +739,8 @@ def test_pauses_can_be_nested(collect: Callable[..., AsyncLLMCollector], engine:
         ({"dialog_turns_per_batch": 5}, ValueError, "no multiple of group_size=2"),
         ({"dialog_turns_per_batch": 4, "groups_per_batch": 3}, ValueError, r"groups_per_batch \* group_size = 6"),
         ({"max_failures": -1}, ValueError, "max_failures must be an integer of at least 0"),
+        ({"max_dropped_groups": -1}, ValueError, "max_dropped_groups must be an integer of at least 0"),
+        ({"max_turns": 0}, ValueError, "max_turns must be an integer of at least 1"),
         ({"max_in_flight": 0}, ValueError, "max_in_flight must be an integer of at least 1"),
         ({"reward_timeout": 0.0}, ValueError, "reward_timeout must be a finite number above 0"),
         ({"on_stale": "keep"}, ValueError, "on_stale must be 'wait' or 'drop'"),

@@ -17,6 +17,7 @@ from torchrl.envs.llm import DatasetChatEnv
 from support.collecting import TOKENIZER, Questions, chat, policy_of, queries
 from support.interrupts import Interrupt
 from support.waiting import HOUR, until
+from torchrl_moe._errors import RequestRefusedError
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.collectors.environments import EnvironmentTimeoutError
 from torchrl_moe.collectors.evaluation import evaluate
@@ -46,6 +47,19 @@ def test_rewards_of_all_turns_are_summed(engine: FakeAsyncVLLM) -> None:
     rows = evaluate(policy_of(engine), lambda: chat(1, turns=3, reward=lambda query: 0.5), 2, Questions())
     assert rows["next", "episode_reward"].flatten().tolist() == [1.5, 1.5]
     assert rows["next", "reward"].flatten().tolist() == [0.5, 0.5]
+
+
+def test_a_prompt_that_the_engine_refuses_is_left_out_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    def too_long(request: Any) -> str | None:
+        return "longer than the model" if ord("1") in request.prompt_token_ids else None
+
+    with FakeAsyncVLLM(refuse=too_long) as engine:
+        rows = evaluate(policy_of(engine), chat(1), 3, Questions())
+        assert queries(rows) == ["q0", "q2"]
+        assert "prompt 1 is left out of the evaluation (query='q1'): " in caplog.text
+        assert "longer than the model" in caplog.text
+        with pytest.raises(RequestRefusedError, match="longer than the model"):
+            evaluate(policy_of(engine), chat(1), 1, [{"query": ["q1"]}])
 
 
 def test_an_episode_that_does_not_continue_ends_the_evaluation(engine: FakeAsyncVLLM) -> None:

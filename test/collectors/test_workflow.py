@@ -18,9 +18,9 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.llm import History
 
 from support.collecting import Questions, chat, new_weights, policy_of, queries
-from support.waiting import in_thread, until
-from torchrl_moe._errors import CollectionStalledError
-from torchrl_moe.collectors import AsyncLLMCollector
+from support.waiting import PATIENCE, in_thread, until
+from torchrl_moe._errors import CollectionError, CollectionStalledError
+from torchrl_moe.collectors import AsyncLLMCollector, environments, workflow
 from torchrl_moe.collectors.environments import EnvironmentTimeoutError
 from torchrl_moe.collectors.evaluation import evaluate
 from torchrl_moe.collectors.workflow import Ask, Workflow, is_episode_function
@@ -28,6 +28,8 @@ from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.sample_request import SampleRequest
 from torchrl_moe.objectives import GRPOAdvantage
 from torchrl_moe.testing import FakeAsyncVLLM
+from torchrl_moe.trainers.episode import PromptEpisode
+from torchrl_moe.trainers.rewards import Rewards
 
 
 @pytest.fixture
@@ -77,6 +79,11 @@ async def an_hour() -> None:
         await asyncio.sleep(0)
 
 
+def soon(function: Callable[[], Any]) -> Any:
+    """What a function returns, which would else wait for ever."""
+    return in_thread(function).result(PATIENCE)
+
+
 def running(engine: FakeAsyncVLLM) -> int:
     return sum(replica.last_stats.running for replica in engine.replicas)
 
@@ -105,6 +112,123 @@ def test_async_functions_and_what_is_called_like_one(engine: FakeAsyncVLLM, epis
 @pytest.mark.parametrize("other", [Agent, chat, lambda: chat(1), chat(1), 3])
 def test_anything_else_is_not(other: Any) -> None:
     assert not is_episode_function(other)
+
+
+# -- what user code does ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+@pytest.mark.parametrize("where", ["reward", "reward's coroutine", "task", "thread"])
+def test_code_that_ends_the_program_costs_its_group(
+    collect: Callable[..., AsyncLLMCollector], where: str, error: type[BaseException]
+) -> None:
+    """Plain rewards, async ones, and tasks and threads that an episode starts."""
+
+    def ends() -> None:
+        raise error(3)
+
+    async def ends_too() -> None:
+        ends()
+
+    rewards = {
+        "reward": Rewards(lambda query: ends() if query == "q1" else 1.0),
+        "reward's coroutine": Rewards(lambda query: ends_too() if query == "q1" else 1.0),
+    }
+
+    async def episode(data: TensorDictBase, ask: Ask) -> float:
+        await ask(data["query"])
+        if data["query"] == "q1":
+            await asyncio.gather(ends_too(), asyncio.sleep(0) if where == "task" else asyncio.to_thread(ends))
+        return 1.0
+
+    played = PromptEpisode("query", rewards[where]) if where in rewards else episode
+    collector = collect(played, groups_per_batch=2, max_failures=1)
+    assert soon(lambda: [query for batch in islice(collector, 2) for query in queries(batch)[::2]]) == [
+        "q0",
+        "q2",
+        "q3",
+        "q4",
+    ]
+    assert collector.stats()["collector/groups_dropped/failed"] == 1
+
+
+def test_code_that_ends_the_program_ends_a_run_with_its_name(collect: Callable[..., AsyncLLMCollector]) -> None:
+    def generated(completion: str) -> float:
+        return exec("import sys; sys.exit(3)") or 0.0
+
+    collector = collect(PromptEpisode("query", Rewards(generated)))
+    with pytest.raises(RuntimeError, match=r"the reward function 'generated' raised SystemExit\(3\)"):
+        soon(lambda: next(iter(collector)))
+    with pytest.raises(RuntimeError, match="'generated' raised"):
+        soon(lambda: collector.evaluate(PromptEpisode("query", Rewards(generated)), 1, dataloader=Questions(1)))
+
+
+@pytest.mark.parametrize("where", ["reward", "thread of an episode"])
+def test_calls_that_hang_cost_threads_and_not_the_others(
+    collect: Callable[..., AsyncLLMCollector], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them than there are threads at a time; then as many as are borne."""
+    monkeypatch.setattr(workflow, "MOST_THREADS", 4)
+    monkeypatch.setattr(environments, "MOST_GIVEN_UP", 12)
+    released, hangs = threading.Event(), threading.Event()
+
+    def slow(query: str) -> float:
+        if hangs.is_set() or int(query[1:]) % 6 == 0:
+            released.wait(60)
+        return 1.0
+
+    async def episode(data: TensorDictBase, ask: Ask) -> float:
+        await ask(data["query"])
+        return await asyncio.to_thread(slow, data["query"])
+
+    played = PromptEpisode("query", Rewards(slow)) if where == "reward" else episode
+    collector = collect(played, groups_per_batch=2, max_failures=100, reward_timeout=0.3, max_staleness=0)
+    batches = iter(collector)
+    try:
+        seen = soon(lambda: [query for _ in range(8) for query in queries(next(batches))])  # past q0, q6 and q12
+        assert all(int(query[1:]) % 6 for query in seen)
+        hangs.set()
+        with pytest.raises(CollectionError, match=r"12 calls that were given up still run .* of .*slow: a function"):
+            soon(lambda: list(batches))
+    finally:
+        released.set()
+
+
+def test_a_reward_that_is_late_is_named(collect: Callable[..., AsyncLLMCollector]) -> None:
+    async def quick(completion: str) -> float:
+        return 1.0
+
+    async def late(completion: str) -> float:
+        await asyncio.Event().wait()
+        return 1.0
+
+    collector = collect(PromptEpisode("query", Rewards([quick, late])), reward_timeout=0.05)
+    with pytest.raises(EnvironmentTimeoutError, match=r"within 0.05 s: it waits for the reward function 'late'"):
+        soon(lambda: next(iter(collector)))
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e39, -(10**400), [1.0, float("nan")]])
+def test_a_reward_that_float32_does_not_hold_costs_its_group(
+    collect: Callable[..., AsyncLLMCollector], reward: Any
+) -> None:
+    async def episode(data: TensorDictBase, ask: Ask) -> Any:
+        await two_turns(data, ask)
+        return reward if data["query"] == "q0" else [0.0, 3e38]
+
+    batch = next(iter(collect(episode, max_failures=1)))
+    assert queries(batch) == ["q1"] * 4
+    assert batch["next", "reward"].isfinite().all()
+    with pytest.raises(ValueError, match=r"the episode returned .*: a reward must be finite, in float32"):
+        next(iter(collect(episode)))
+
+
+def test_an_episode_that_does_not_end_is_ended(collect: Callable[..., AsyncLLMCollector]) -> None:
+    async def endless(data: TensorDictBase, ask: Ask) -> float:
+        while True:
+            await ask(data["query"])
+
+    with pytest.raises(ValueError, match=r"asks for another answer after max_turns=3: end it, .* or raise max_turns"):
+        soon(lambda: next(iter(collect(endless, max_turns=3))))
 
 
 # -- in a collector ---------------------------------------------------------------------------------------------------

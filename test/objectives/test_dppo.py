@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from support.naive import Answer, check_against, token_mean
-from support.rollouts import by_hand
-from torchrl_moe.objectives import DPPOLoss
+from support.rollouts import GivenActor, by_hand, ragged, sample
+from torchrl_moe.objectives import DPPOLoss, GSPOLoss
 
 
 @pytest.mark.parametrize(
@@ -29,6 +31,18 @@ def test_golden_numbers(arguments: dict[str, Any], expected: float, blocked: flo
     out = DPPOLoss(actor, entropy_bonus=False, **arguments)(td)
     assert out.loss_objective.item() == pytest.approx(expected)
     assert out.clip_fraction.item() == pytest.approx(blocked)
+
+
+@pytest.mark.parametrize("loss", [DPPOLoss, lambda actor, **given: GSPOLoss(actor, level="token", **given)])
+def test_a_ratio_beyond_its_bound_keeps_its_gradient(loss: Any) -> None:
+    """One token went from e^-22 to e^-1; DPPO counts it 20 times, GSPO's sequence has the ratio e^(20 / 3)."""
+    td = ragged([sample(1, 3, advantage=torch.tensor([[-1.0]]))])
+    td[0]["log_probs", "full"] = torch.tensor([math.nan, -22.0, -1.0, -1.0])
+    actor = GivenActor(torch.tensor([[0.0, -1.0, -1.0, -1.0]]))
+    loss(actor, entropy_bonus=False)(td).loss_objective.backward()
+    assert actor.log_probs.grad is not None
+    weights = [20.0, 1.0, 1.0] if loss is DPPOLoss else [math.exp(20 / 3)] * 3
+    torch.testing.assert_close(actor.log_probs.grad, torch.tensor([[0.0, *weights]]) / 3)
 
 
 @pytest.mark.parametrize("divergence", ["tv", "kl"])

@@ -56,9 +56,10 @@ def failed_checks(rows: list[dict[str, str]]) -> set[str]:
 LAYOUT = RoutingLayout(num_layers=2, moe_layers=(1,), top_k=2, num_experts=8)
 
 
-def fake_model() -> Any:
+def fake_model(**config: Any) -> Any:
     # transformers 5.19 splits a head over ranks evenly
-    return make_tiny_moe("qwen3_moe", num_hidden_layers=2, num_experts=8, num_experts_per_tok=2, vocab_size=260)
+    config = {"vocab_size": 260, **config}
+    return make_tiny_moe("qwen3_moe", num_hidden_layers=2, num_experts=8, num_experts_per_tok=2, **config)
 
 
 def fake_fleet(count: int = 2, **kwargs: Any) -> FakeFleet:
@@ -77,6 +78,7 @@ def fake_config(out: Path, steps: int) -> GRPOConfig:
 def fake_run(fleet: FakeFleet, config: GRPOConfig, **given: Any) -> MoEGRPOTrainer:
     """A run of a fake engine's answers, half a second long."""
     rows = [{"prompt": f"{i}+1="} for i in range(8)]
+    model = given.pop("model", None) or fake_model()
     given = {"dataset": rows, "rewards": lambda completion_ids: float(completion_ids[0] % 7), **given}
     given = {"tokenizer": ByteTokenizer(), **given}
-    return MoEGRPOTrainer(fake_model(), config=config, engine=fleet, **given)
+    return MoEGRPOTrainer(model, config=config, engine=fleet, **given)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
-from torchrl_moe.trainers.batch_metrics import batch_metrics
+from torchrl_moe._errors import MissingEntryError
+from torchrl_moe.trainers.batch_metrics import batch_metrics, sample_rewards
 
 
 def row(group: int, reward: float, tokens: int, version: int, *, done: bool = True, cut: bool = False) -> TensorDict:
@@ -46,3 +47,8 @@ def test_rewards_are_of_samples_and_lengths_of_rows() -> None:
         "tokens": 20.0,
         "reward/exact": 0.2,
     }
+
+
+def test_rows_without_a_reward_are_refused_with_its_key() -> None:
+    with pytest.raises(MissingEntryError, match=r"the rows have no reward: there is nothing at \('next', 'reward'\)"):
+        sample_rewards([TensorDict({"next": {"done": torch.tensor([True])}})])

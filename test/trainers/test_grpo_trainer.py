@@ -13,6 +13,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -22,16 +24,19 @@ import pytest
 import torch
 from tensordict import set_list_to_stack
 from torchrl.checkpoint import Checkpoint
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from support.engines import EngineShelf, start_engine
 from support.interrupts import interrupts
 from support.processes import process_of
 from support.training import (
     DLOGP_BOUND,
+    LAYOUT,
     STEPS,
     failed_checks,
     fake_config,
     fake_fleet,
+    fake_model,
     fake_run,
     numbers,
     rows_of,
@@ -39,12 +44,15 @@ from support.training import (
     versions,
 )
 from support.waiting import until
-from torchrl_moe._errors import CollectionError, UnsupportedRouterError
+from torchrl_moe._compat_transformers import lowered
+from torchrl_moe._errors import CollectionError, EngineError, UnsupportedRouterError
+from torchrl_moe.modules.policies.unstack import checkpoint_tensors, model_metadata
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.testing.faults import shift_routes, wrong_ids
 from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer
 from torchrl_moe.trainers.checkpoints import Checkpoints
+from torchrl_moe.trainers.config import LossConfig
 from torchrl_moe.trainers.script import main
 from torchrl_moe.trainers.trained_state import TrainedState
 
@@ -131,7 +139,7 @@ def test_the_exported_model_is_the_trained_one(first_run: MoEGRPOTrainer) -> Non
 @pytest.mark.engine
 @pytest.mark.parametrize("fault", [shift_routes, wrong_ids])
 def test_a_fault_on_purpose_is_noticed(run: Make, fault: Any) -> None:
-    trainer = run("steps=2", f"hooks=[torchrl_moe.testing.faults:{fault.__name__}]")
+    trainer = run("steps=2", f"hooks=[torchrl_moe.testing.faults:{fault.__name__}]", "eval.max_mismatch=null")
     trainer.train()
     rows = rows_of(trainer.record.folder)
     assert "agreement" in failed_checks(rows)
@@ -524,6 +532,20 @@ def test_a_run_that_has_ended_says_how_to_continue(fleet: FakeFleet, tmp_path: P
     assert not list((tmp_path / "checkpoints").glob("*"))
 
 
+def test_under_r2_the_reference_follows_the_experts_that_the_policy_has_recorded(
+    fleet: FakeFleet, tmp_path: Path
+) -> None:
+    config = fake_config(tmp_path, 2)
+    config.loss = LossConfig(replay="R2", arguments={"kl_to_ref_coeff": 0.1, "proximal_policy": "recomputed"})
+    seen = []
+    with fake_run(fleet, config) as trainer:
+        trainer.register_op("batch_process", lambda batch: seen.append(batch) or batch)
+        trainer.train()
+    for row in seen[0].unbind(0):  # still the same weights
+        known = row["masks", "all_assistant_mask"]
+        torch.testing.assert_close(row["ref_log_probs", "full"][known], row["prox", "full"][known])
+
+
 @pytest.mark.parametrize("kind", ["waits", "blocks"])
 def test_a_held_out_reward_that_hangs_costs_its_evaluation(
     fleet: FakeFleet, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
@@ -551,6 +573,185 @@ def test_a_held_out_reward_that_hangs_costs_its_evaluation(
     finally:
         released.set()
     assert caplog.text.count("no evaluation at step") == 2 and "did not continue within 0.3 s" in caplog.text
+
+
+def test_an_engine_that_disagrees_in_float32_ends_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The fake's log-probs are its own, and so is what it says that it computes in."""
+    config = fake_config(tmp_path, 1)
+    config.eval.mismatch_every = 1
+    words = r"disagree .* in float32: kl=.* The first such token: id \d+ at place \d+ of row 0, .*max_mismatch=null"
+    for dtype, limit in (("float32", 0.01), ("bfloat16", 0.01), ("float32", None)):
+        config.eval.max_mismatch = limit
+        with fake_fleet() as fleet:
+            fleet.infos[:] = [replace(info, dtype=dtype) for info in fleet.infos]
+            with fake_run(fleet, config) as trainer:
+                if (dtype, limit) == ("float32", 0.01):
+                    with pytest.raises(EngineError, match=words):
+                        trainer.train()
+                else:
+                    trainer.train()
+    assert caplog.text.count("far apart") == 3
+
+
+def answers_of(config: GRPOConfig) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What a run with an engine of its own draws: ids and log-probs, ``[answers, tokens]`` of each step."""
+    config.engine.kind, config.engine.arguments = "transformers", {"max_num_seqs": 1}  # one by one: the order is known
+    config.rollout.prompts_per_step, config.rollout.group_size, config.rollout.max_new_tokens = 4, 4, 8
+    config.rollout.sampling, config.optim.lr = {"ignore_eos": True}, 1e-9
+    ids, log_probs = [], []
+
+    def note(batch: Any) -> Any:
+        ids.append(torch.stack([row["tokens", "response"] for row in batch.unbind(0)]))
+        log_probs.append(torch.stack([row["log_probs", "response"] for row in batch.unbind(0)]))
+        return batch
+
+    rows = [{"prompt": "1+1="}]
+    rewards = lambda completion_ids: float(sum(completion_ids) % 7)  # noqa: E731
+    with MoEGRPOTrainer(
+        fake_model(), dataset=rows, rewards=rewards, config=config, tokenizer=ByteTokenizer()
+    ) as trainer:
+        trainer.register_op("batch_process", note)
+        trainer.train()
+    return ids, log_probs
+
+
+def test_a_resumed_run_draws_other_answers_than_its_first_steps_of_the_same_distribution(tmp_path: Path) -> None:
+    config = fake_config(tmp_path / "whole", 4)
+    whole, whole_log_probs = answers_of(config)
+    config.out, config.steps, config.checkpoint.every = str(tmp_path / "parts"), 2, 2
+    first, _ = answers_of(config)
+    assert all(torch.equal(one, other) for one, other in zip(first, whole, strict=False))  # a seed is a seed
+    config.steps, config.resume = 4, True
+    resumed, log_probs = answers_of(config)
+
+    def shared(one: torch.Tensor, other: torch.Tensor) -> float:
+        """Of each answer of one step, the share of its tokens that an answer of the other has in the same places."""
+        return float((one[:, None] == other[None]).float().mean(-1).amax(1).mean())
+
+    control = max(shared(whole[i], whole[k]) for i in range(4) for k in range(i))
+    assert control < 0.3
+    assert max(shared(late, early) for late in resumed for early in first) < 0.3
+    gap = torch.cat(log_probs).mean() - torch.cat(whole_log_probs).mean()
+    assert abs(gap) < 5 * torch.cat(whole_log_probs).std() * (1 / 256 + 1 / 512) ** 0.5
+
+
+def test_an_engine_that_is_given_is_seeded_when_a_run_resumes(fleet: FakeFleet, tmp_path: Path) -> None:
+    config = fake_config(tmp_path, 1)
+    config.checkpoint.every = 1
+    with fake_run(fleet, config) as trainer:
+        trainer.train()
+    before = [replica.seed for replica in fleet.fakes]
+    config.resume, config.steps = True, 2
+    with fake_run(fleet, config) as trainer:
+        trainer.train()
+    after = [replica.seed for replica in fleet.fakes]
+    assert len({*before, *after}) == len({*before}) + len(after)
+
+
+# -- models as users bring them ---------------------------------------------------------------------------------------
+
+
+def frozen(*parts: str, trains: bool = False, **config: Any) -> Any:
+    """The tiny model without a gradient where a name has one of these parts, or with one only there."""
+    model = fake_model(**config)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(any(part in name for part in parts) is trains)
+    return model
+
+
+def adapted(model: Any, **arguments: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **arguments))
+
+
+def without_experts(model: Any) -> Any:
+    return AutoModelForCausalLM.from_config(
+        Qwen3Config(
+            vocab_size=model.config.vocab_size,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=16,
+        )
+    )
+
+
+STATES: dict[str, Callable[[], Any]] = {
+    "plain": fake_model,
+    "bf16": lambda: lowered(fake_model(), torch.bfloat16),
+    "frozen routers": lambda: frozen("mlp.gate.weight"),
+    "frozen routers, bf16": lambda: lowered(frozen("mlp.gate.weight"), torch.bfloat16),
+    "only the head, bf16": lambda: lowered(frozen("lm_head", trains=True), torch.bfloat16),
+    "only the experts, bf16": lambda: lowered(frozen("experts", trains=True), torch.bfloat16),
+    "only norms, bf16": lambda: lowered(frozen("norm", trains=True), torch.bfloat16),
+    "tied": lambda: fake_model(tie_word_embeddings=True),
+    "tied, frozen experts, bf16": lambda: lowered(frozen("experts", tie_word_embeddings=True), torch.bfloat16),
+    "adapter, bf16": lambda: adapted(lowered(fake_model(), torch.bfloat16), target_modules=["q_proj"]),
+    "adapter on experts, bf16": lambda: adapted(
+        lowered(fake_model(), torch.bfloat16), target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]
+    ),
+    "adapter and whole norms, bf16": lambda: adapted(
+        lowered(fake_model(), torch.bfloat16), target_modules=["q_proj"], modules_to_save=["norm"]
+    ),
+    "compiled": lambda: torch.compile(fake_model(), backend="eager"),
+    "dense, bf16": lambda: lowered(without_experts(fake_model()), torch.bfloat16),
+}
+
+
+LONG = {"compiled": pytest.mark.soak}
+OF_BOTH = ("frozen routers, bf16", "only the head, bf16", "adapter on experts, bf16")
+
+
+@pytest.mark.parametrize(
+    ("state", "dtype"),
+    [
+        *(pytest.param(state, "float32", marks=LONG.get(state, ())) for state in STATES),
+        *((state, "bfloat16") for state in OF_BOTH),
+    ],
+)
+def test_a_model_of_any_state_is_scored_trained_synced_and_saved(tmp_path: Path, state: str, dtype: str) -> None:
+    torch.manual_seed(0)
+    model = STATES[state]()
+    config = fake_config(tmp_path, 1)
+    config.eval.mismatch_every, config.optim.lr, config.model.dtype = 1, 1e-2, dtype
+    config.optim.max_tokens = 40
+    config.loss.replay = "none" if state.startswith("dense") else "R3"
+    before = {name: weight.detach().float().clone() for name, weight in model.named_parameters()}
+    number = count()
+    with (
+        FakeFleet(1, expected=model_metadata(model), layout=None if config.loss.replay == "none" else LAYOUT) as fleet,
+        MoEGRPOTrainer(
+            model,
+            config=config,
+            tokenizer=ByteTokenizer(),
+            engine=fleet,
+            dataset=[{"prompt": "1+1="}],
+            rewards=lambda completion: float(next(number)),
+        ) as trainer,
+    ):
+        trainer.train()
+        (row,) = trainer.record.rows
+        assert row["grad_norm"] > 0 and row["dlogp_mean"] > 0
+        trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+        moved = {name for name, weight in model.named_parameters() if not torch.equal(weight.float(), before[name])}
+        assert moved and moved <= trained
+        saved = AutoModelForCausalLM.from_pretrained(trainer.save_pretrained(), dtype=torch.float32)
+        ids = torch.tensor([[2, 7, 14, 8, 17, 3]])
+        with torch.no_grad():
+            bound = 1e-5 if all(weight.dtype == torch.float32 for weight in model.parameters()) else 0.1
+            torch.testing.assert_close(saved(ids).logits, model(ids).logits.float(), atol=bound, rtol=bound)
+        sent, kept = fleet.fakes[0].weights, dict(checkpoint_tensors(saved))
+        assert sent.keys() == kept.keys()
+        for name, tensor in sent.items():
+            torch.testing.assert_close(tensor.float(), kept[name], atol=1e-2, rtol=1e-2)
+
+
+def test_a_model_that_is_frozen_as_a_whole_is_refused(fleet: FakeFleet, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"all of its weights are frozen .* nothing to train"):
+        fake_run(fleet, fake_config(tmp_path, 1), model=frozen(""))
 
 
 # -- kills ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from support.rollouts import BigramActor, ragged, samples
+from support.rollouts import BigramActor, dense, ragged, samples
 from torchrl_moe._errors import DivergedError
 from torchrl_moe.objectives import GRPOLoss
 from torchrl_moe.trainers.token_stepper import TokenStepper, lengths_of
@@ -42,6 +42,19 @@ def test_parts_change_no_gradient(max_tokens: int, parts: int, aggregation: Any)
     assert (calls, more) == (1, parts)
     torch.testing.assert_close(split, whole, atol=1e-12, rtol=0)
     torch.testing.assert_close(of_parts["loss_objective"], metrics["loss_objective"], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 10, 1])
+@pytest.mark.parametrize("form", ["contiguous", "padded"])
+def test_a_dense_batch_has_the_gradient_of_its_rows(form: str, max_tokens: int | None) -> None:
+    rollouts = samples([(2, 3)] * 6)
+    for rollout in rollouts[2:]:
+        rollout["advantage"] = torch.zeros_like(rollout["advantage"])  # left out, so the default splits too
+    wanted, _, _ = gradient(None, ragged(rollouts), entropy_bonus=False)
+    batch = ragged(rollouts).contiguous() if form == "contiguous" else dense(rollouts, left=1, right=2)
+    batch["tokens", "response"] = batch["tokens", "full"][:, -3:]
+    found, _, _ = gradient(max_tokens, batch, entropy_bonus=False)
+    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
 
 
 def test_samples_without_an_advantage_are_not_computed_and_change_no_gradient() -> None:

@@ -17,6 +17,7 @@ from torchrl_moe.collectors.answers import snapshots
 from torchrl_moe.collectors.arguments import EnvLike, policy_of, pool_of, refuse, settings_of, source_of
 from torchrl_moe.collectors.collection_stats import CollectionStats
 from torchrl_moe.collectors.delivery import Delivery
+from torchrl_moe.collectors.episode import MAX_TURNS
 from torchrl_moe.collectors.evaluation import evaluate
 from torchrl_moe.collectors.prompt_stream import PromptStream
 from torchrl_moe.collectors.reports import Reports
@@ -73,7 +74,11 @@ class AsyncLLMCollector(Reports):
         max_in_flight: answers generated at a time; ``"auto"``: as many as the engine admits.
         over_sample: starts so many times the groups needed and drops the late ones; needs ``on_stale="drop"``.
         group_filter: of a group's rows ``[rows]``, whether to train on it; a rejected group is replaced.
-        max_failures: how many groups may fail in their environment or reward before the error is raised.
+        max_failures: how many groups may fail in their environment or reward before the error is raised. Before any
+            group was complete: at most 8, or as many as make a batch.
+        max_dropped_groups: how many groups may be dropped without a batch in between, because ``group_filter`` rejects
+            them or they are too old; ``None``: 100 batches' worth.
+        max_turns: of a sample; one that is not done by then has failed.
         reward_timeout: seconds that a call of an environment may take.
         heartbeat_timeout: seconds without progress after which it raises; ``None`` for never.
 
@@ -124,6 +129,8 @@ class AsyncLLMCollector(Reports):
         over_sample: float = 1.0,
         group_filter: GroupFilter | None = None,
         max_failures: int = 0,
+        max_dropped_groups: int | None = None,
+        max_turns: int = MAX_TURNS,
         reward_timeout: float | None = None,
         heartbeat_timeout: float | None = 300.0,
     ) -> None:
@@ -154,7 +161,7 @@ class AsyncLLMCollector(Reports):
         self._watches = self._is_over = False
         self._writer: threading.Thread | None = None
         self._iterator: Iterator[TensorDictBase | None] | None = None
-        self._delivery = Delivery()
+        self._delivery = Delivery(self._loop.result)
 
     # -- batches ----------------------------------------------------------------------------------------------------
 
@@ -337,6 +344,7 @@ class AsyncLLMCollector(Reports):
         self, env: EnvLike, n: int, *, dataloader: Iterable[Any] | None = None, **generate_kwargs: Any
     ) -> TensorDictBase:
         """Answer ``n`` held-out prompts, at top priority, while the collection continues; see :func:`evaluate`."""
+        generate_kwargs.setdefault("max_turns", self.settings.max_turns)
         return evaluate(self.policy, env, n, dataloader, **generate_kwargs)
 
     # -- state ------------------------------------------------------------------------------------------------------

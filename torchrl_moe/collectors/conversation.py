@@ -13,13 +13,13 @@ from tensordict import NestedKey, NonTensorData, TensorDict, TensorDictBase, laz
 from torch import Tensor
 from torchrl.data.llm import History
 
-from torchrl_moe.collectors.episode import Generate
+from torchrl_moe.collectors.episode import MAX_TURNS, Generate, too_many_turns
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.sample_request import SampleRequest
 from torchrl_moe.modules.policies.sampling_entry import SAMPLING
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 
-__all__ = ["Conversation", "PromptLike", "number_of"]
+__all__ = ["Conversation", "PromptLike", "finite", "number_of"]
 
 PromptLike: TypeAlias = "History | Sequence[Mapping[str, Any]] | str | Sequence[int] | Tensor"
 """The whole prompt of an answer, in the form of the policy's ``input_mode``.
@@ -36,16 +36,22 @@ class Conversation:
         generate: asks the engine.
         data: ``[]``, what each row carries; read when the rows are made.
         generate_kwargs: change the policy's.
+        max_turns: how many answers it may ask for.
     """
 
     def __init__(
-        self, policy: vLLMWrapper, generate: Generate, data: TensorDictBase, generate_kwargs: Mapping[str, Any]
+        self,
+        policy: vLLMWrapper,
+        generate: Generate,
+        data: TensorDictBase,
+        generate_kwargs: Mapping[str, Any],
+        max_turns: int = MAX_TURNS,
     ) -> None:
         self._policy = policy
         self._generate = generate
         self._data = data
         self._generate_kwargs = dict(generate_kwargs)
-        self._asked = 0
+        self._asked, self._max_turns = 0, max_turns
         self._answers: dict[int, TensorDictBase] = {}  # in the order of the requests
         self._under_way: set[asyncio.Future[Completion]] = set()
         self._is_over = False
@@ -78,7 +84,10 @@ class Conversation:
             TypeError: the policy reads another kind of prompt, or one without a chat template.
             EngineError: there is no answer.
             RuntimeError: the sample's episode has ended.
+            ValueError: it has asked ``max_turns`` times already.
         """
+        if self._asked >= self._max_turns:
+            raise too_many_turns(self._max_turns, "the episode asks for another answer")
         if self._is_over:
             raise RuntimeError("this episode has ended: it cannot ask for another answer")
         given = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
@@ -204,9 +213,7 @@ def _rewards(reward: Any, turns: int) -> list[float]:
         raise TypeError(f"an episode must return its reward, a number or one number per turn, got {reward!r:.200}")
     if len(values) != turns:
         raise ValueError(f"the episode returned {len(values)} rewards for {turns} turns")
-    if not all(map(math.isfinite, values)):
-        raise ValueError(f"the episode returned the reward {reward!r:.200}: a reward must be finite")
-    return values
+    return [finite(value, "the episode") for value in values]
 
 
 def number_of(value: Any) -> float | None:
@@ -222,3 +229,14 @@ def number_of(value: Any) -> float | None:
         return float(plain)
     except OverflowError:  # of an int
         return math.inf if plain > 0 else -math.inf  # type: ignore[operator]
+
+
+def finite(reward: float, who: str) -> float:
+    """Return a reward.
+
+    Raises:
+        ValueError: float32, which rows hold, would make it NaN or infinite.
+    """
+    if not abs(reward) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"{who} returned {reward}: a reward must be finite, in float32")
+    return reward

@@ -16,9 +16,14 @@ T = TypeVar("T")
 
 
 class Delivery:
-    """Hands each batch over once. Until a batch is accepted, the collector owns it."""
+    """Hands each batch over once. Until a batch is accepted, the collector owns it.
 
-    def __init__(self) -> None:
+    Args:
+        wait: returns a future's result, or raises if nothing will fulfil it any more.
+    """
+
+    def __init__(self, wait: Callable[[Future[TensorDictBase]], TensorDictBase] = Future.result) -> None:
+        self._wait = wait
         self._awaited: Future[TensorDictBase] | None = None
         self._turn = threading.Lock()  # threads that wait for batches do so one after the other
         self._still = threading.RLock()  # held while a batch changes its owner
@@ -50,7 +55,7 @@ class Delivery:
                 ask(self._awaited)
             try:
                 with waiting:
-                    batch = self._awaited.result()
+                    batch = self._wait(self._awaited)
             except Exception:
                 self._awaited = None
                 raise

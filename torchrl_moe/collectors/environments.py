@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
+import weakref
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import chain
@@ -18,12 +21,13 @@ from torchrl.envs.llm.transforms import DataLoadingPrimer, RayDataLoadingPrimer
 from torchrl.envs.transforms import Compose, Transform
 
 from torchrl_moe._errors import CollectionError
-from torchrl_moe.collectors.episode import SHOWN, Episode, Generate, InThread
+from torchrl_moe.collectors.episode import MAX_TURNS, SHOWN, Episode, Generate, InThread
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 
 __all__ = [
     "EnvironmentPool",
     "EnvironmentTimeoutError",
+    "Threads",
     "call_in",
     "primer_of",
     "rows_of_primer",
@@ -34,6 +38,7 @@ __all__ = [
 
 T = TypeVar("T")
 MOST_THREADS = 32
+MOST_GIVEN_UP = 64
 ONLY_ONE = "the environment did not return in time, and there is no other: pass a callable that makes environments."
 _Outcome: TypeAlias = "tuple[Any, BaseException | None]"
 
@@ -138,6 +143,141 @@ class EnvironmentTimeoutError(TimeoutError):
     """A call of an environment did not return in time; its thread is still in it."""
 
 
+class Threads(ThreadPoolExecutor):
+    """Daemon threads for functions that may hang: a call that is cancelled while it runs costs a thread, not its place.
+
+    A plain pool would fill up with such calls, and the process would wait for them at its end. The threads end after
+    their calls, once this is shut down or garbage collected.
+
+    Args:
+        most: threads at a time, besides those that are given up.
+        name: of the threads.
+    """
+
+    def __init__(self, most: int, name: str) -> None:
+        super().__init__(most, name)  # an event loop takes no other executor; it starts no thread of its own
+        self._state = _Line(most, name)  # the threads hold this
+        self._end = weakref.finalize(self, self._state.end)
+
+    def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Call a function in a thread.
+
+        Raises:
+            CollectionError: too many calls that were given up still run.
+            RuntimeError: the threads have ended.
+        """
+        return self._state.add(partial(function, *args, **kwargs))
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the threads after their calls; none is waited for."""
+        del wait
+        self._state.end(cancel_futures)
+
+
+class _Line:
+    """Calls in line, and the threads that take them."""
+
+    def __init__(self, most: int, name: str) -> None:
+        self._most, self._name = most, name
+        self._turn = threading.Condition(threading.RLock())  # a garbage collection may end it in the middle of a call
+        self._calls: deque[_Call] = deque()
+        self._workers = self._idle = 0
+        self._given_up: set[_Call] = set()
+        self._is_over, self._process = False, os.getpid()
+
+    def add(self, function: Callable[[], Any]) -> _Call:
+        call = _Call(function, self._give_up)
+        with self._turn:
+            if self._is_over:
+                raise RuntimeError("these threads have ended, and call nothing more")
+            if len(self._given_up) >= MOST_GIVEN_UP:
+                names = sorted({_name(call.function) for call in self._given_up})
+                raise CollectionError(
+                    f"{len(self._given_up)} calls that were given up still run in their threads, of "
+                    f"{', '.join(names[:3])}: a function that may hang needs a time limit of its own"
+                )
+            self._calls.append(call)
+            self._hire()
+        return call
+
+    def _hire(self) -> None:
+        """Wake or start a thread for the calls in line."""
+        if self._idle >= len(self._calls):
+            self._turn.notify()
+        elif self._workers < self._most:
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            self._workers += 1
+
+    def _work(self) -> None:
+        while True:
+            with self._turn:
+                self._idle += 1
+                self._turn.wait_for(lambda: self._calls or self._is_over)
+                self._idle -= 1
+                if not self._calls:
+                    return
+                call = self._calls.popleft()
+            call.run()
+            with self._turn:
+                if call in self._given_up:
+                    self._given_up.discard(call)
+                    return
+                call.is_over = True
+            del call  # what it returned is not kept until the next one
+
+    def _give_up(self, call: _Call) -> None:
+        with self._turn:
+            if not call.is_over and call not in self._given_up:
+                self._given_up.add(call)
+                self._workers -= 1
+                if self._calls:
+                    self._hire()
+
+    def end(self, cancel: bool = False) -> None:
+        if self._process != os.getpid():  # a forked one has none of the threads, and perhaps one's lock
+            return
+        with self._turn:
+            self._is_over = True
+            left = list(self._calls) if cancel else []
+            self._turn.notify_all()
+        for call in left:
+            call.cancel()
+
+
+class _Call(Future[Any]):
+    """A call in a thread; ``give_up`` is called if it is cancelled while it runs."""
+
+    def __init__(self, function: Callable[[], Any], give_up: Callable[[_Call], None]) -> None:
+        super().__init__()
+        self.function, self.is_over = function, False
+        self._give_up = give_up
+
+    def cancel(self) -> bool:
+        """Cancel it, or give it up; an event loop calls this when the future that it made of it is cancelled."""
+        is_cancelled = super().cancel()
+        if not is_cancelled:
+            self._give_up(self)
+        return is_cancelled
+
+    def run(self) -> None:
+        if not self.set_running_or_notify_cancel():
+            return
+        value, error = _outcome(self.function)
+        if isinstance(error, StopIteration):  # an event loop's future would not take it, and never end
+            error = RuntimeError(f"{_name(self.function)} raised {error!r}")
+        if error is None:
+            self.set_result(value)
+        else:
+            self.set_exception(error)
+
+
+def _name(function: Any) -> str:
+    """The name of a function that helpers such as ``asyncio.to_thread`` call: their first argument."""
+    while isinstance(function, partial):
+        function = function.args[0] if function.args and callable(function.args[0]) else function.func
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
 class EnvironmentPool:
     """Environments, each used by one thread at a time, and their threads.
 
@@ -155,7 +295,7 @@ class EnvironmentPool:
         self._free = [first]
         self._all = [first]
         self._room = asyncio.Semaphore(1 if make is None else MOST_THREADS)  # for calls
-        self._threads = ThreadPoolExecutor(2 * MOST_THREADS, "torchrl_moe-env")  # some may hang
+        self._threads = Threads(2 * MOST_THREADS, "torchrl_moe-env")  # some may hang
         self._hung = 0
         self._lock = threading.Lock()  # guards the fields below, which the threads use too
         self._in_use: set[int] = set()  # by a thread
@@ -168,6 +308,7 @@ class EnvironmentPool:
         generate: Generate,
         data: TensorDictBase,
         timeout: float | None,
+        max_turns: int = MAX_TURNS,
         **generate_kwargs: Any,
     ) -> list[TensorDictBase]:
         """Run the samples of one environment; see :class:`Episode`.
@@ -177,11 +318,12 @@ class EnvironmentPool:
             generate: asks the engine.
             data: ``[]``, what every sample is reset with.
             timeout: seconds that a call of the environment may take; then it raises :class:`EnvironmentTimeoutError`.
+            max_turns: of a sample.
             **generate_kwargs: change the policy's.
         """
         async with self.lend(timeout) as in_thread:
             samples = lazy_stack([data.copy() for _ in range(self.group_size)])
-            return await Episode(policy, generate, in_thread, **generate_kwargs).run(samples)
+            return await Episode(policy, generate, in_thread, max_turns, **generate_kwargs).run(samples)
 
     @asynccontextmanager
     async def lend(self, timeout: float | None) -> AsyncIterator[InThread]:

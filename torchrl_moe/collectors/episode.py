@@ -14,13 +14,14 @@ from torchrl_moe.modules.policies.prompt_reading import NOT_THE_TEMPLATES, OPTIO
 from torchrl_moe.modules.policies.sample_request import SampleRequest
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 
-__all__ = ["Episode", "Generate", "InThread", "gather"]
+__all__ = ["MAX_TURNS", "Episode", "Generate", "InThread", "gather", "too_many_turns"]
 
 Generate = Callable[[SampleRequest, int], Awaitable[Completion]]
 """Answers one request of a sample, given by its index in the environment."""
 InThread = Callable[..., Awaitable[Any]]
 """Calls a function with an environment and further arguments."""
 T = TypeVar("T")
+MAX_TURNS = 256
 SHOWN = ("history", "text", "tokens")
 """The part of an answer that an environment sees, beside its own keys. The rest is added afterwards, because an
 environment copies each leaf several times and routes are the largest."""
@@ -33,11 +34,19 @@ class Episode:
         policy: reads prompts and lays out answers.
         generate: asks the engine.
         in_thread: calls a function with the environment, of batch size ``[k]``, and further arguments.
+        max_turns: of a sample.
         generate_kwargs: change the policy's.
     """
 
-    def __init__(self, policy: vLLMWrapper, generate: Generate, in_thread: InThread, **generate_kwargs: Any) -> None:
-        self._policy = policy
+    def __init__(
+        self,
+        policy: vLLMWrapper,
+        generate: Generate,
+        in_thread: InThread,
+        max_turns: int = MAX_TURNS,
+        **generate_kwargs: Any,
+    ) -> None:
+        self._policy, self._max_turns = policy, max_turns
         self._generate = generate
         self._in_thread = in_thread
         self._generate_kwargs = generate_kwargs
@@ -51,7 +60,8 @@ class Episode:
             data: batch size ``[k]``, what the environment is reset with.
 
         Raises:
-            ValueError: some samples are done after a turn and others are not.
+            ValueError: some samples are done after a turn and others are not, or a sample is not done after
+                ``max_turns``.
         """
         root, requests = await self._in_thread(self._reset, data)
         while requests:
@@ -91,9 +101,18 @@ class Episode:
                 "environment that continues needs batch size (1,), one for each sample; one of a single turn needs a "
                 "transform that says so, such as StepCounter(max_steps=1)"
             )
+        if len(self.turns) >= self._max_turns:
+            raise too_many_turns(self._max_turns, "the environment is not done")
         # earlier turns' tokens, log-probs and routes go to the root, where the policy reads them
         root = env.step_mdp(turn)
         return root, self._requests(env, root)
+
+
+def too_many_turns(max_turns: int, what: str) -> ValueError:
+    """Return the error of a sample that does not end."""
+    return ValueError(
+        f"{what} after max_turns={max_turns}: end it, such as by StepCounter(max_steps=...), or raise max_turns"
+    )
 
 
 async def gather(asked: Sequence[Awaitable[T]]) -> list[T]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,9 +14,10 @@ import torch
 from tensordict import TensorDictBase, lazy_stack
 from tqdm.auto import tqdm
 
+from torchrl_moe._errors import RequestRefusedError
 from torchrl_moe.collectors.arguments import EnvLike, pool_of, source_of
 from torchrl_moe.collectors.environments import EnvironmentPool
-from torchrl_moe.collectors.episode import gather
+from torchrl_moe.collectors.episode import MAX_TURNS, gather
 from torchrl_moe.collectors.prompt_stream import Prompt, PromptStream
 from torchrl_moe.collectors.workflow import Workflow
 from torchrl_moe.modules.backends.replica import Completion
@@ -24,6 +26,7 @@ from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 
 __all__ = ["evaluate"]
 
+LOG = logging.getLogger(__name__)
 FIRST = -1 << 30
 """A priority ahead of any collection's."""
 
@@ -35,11 +38,13 @@ def evaluate(
     dataloader: Iterable[Any] | None = None,
     reward_timeout: float | None = None,
     use_tqdm: bool = True,
+    max_turns: int = MAX_TURNS,
     **generate_kwargs: Any,
 ) -> TensorDictBase:
     """Answer prompts, and return the last turn of each, ``[count]``, in the order of the data; without routes.
 
-    A prompt for which an async function returned ``None`` is left out.
+    A prompt for which an async function returned ``None`` is left out; so is, with a warning, one that the engine
+    refuses, such as one that is too long.
 
     ``("next", "episode_reward")`` is the sum of the rewards of all its turns, of the shape of the last one's reward;
     it is present if each turn has a reward.
@@ -51,11 +56,13 @@ def evaluate(
         dataloader: default: that of the environment.
         reward_timeout: seconds that a call of an environment may take.
         use_tqdm: whether to show a progress bar, on a terminal or in a notebook; in a log file there is none.
+        max_turns: of a sample; one that is not done by then is an error.
         generate_kwargs: change the policy's, such as ``temperature=0.0``.
 
     Raises:
         ValueError: ``count`` is below 1, there is no data, or no prompt is left.
         EnvironmentTimeoutError: a call took longer.
+        RequestRefusedError: the engine refused every prompt.
     """
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
@@ -68,7 +75,8 @@ def evaluate(
         try:
             with bar:
                 loop = asyncio.new_event_loop()
-                task = loop.create_task(_play(policy, environments, prompts, reward_timeout, generate_kwargs, bar))
+                limits = reward_timeout, max_turns
+                task = loop.create_task(_play(policy, environments, prompts, limits, generate_kwargs, bar))
                 played = thread.submit(_run, loop, task)
                 try:
                     return lazy_stack(played.result())
@@ -83,7 +91,10 @@ def evaluate(
 def _run(loop: asyncio.AbstractEventLoop, played: asyncio.Task[list[TensorDictBase]]) -> list[TensorDictBase]:
     """Run a task to its end; ``asyncio.run`` would also wait for threads, such as those of rewards that hang."""
     try:
-        return loop.run_until_complete(played)
+        while not played.done():
+            with suppress(SystemExit, KeyboardInterrupt):  # asyncio raises those of other tasks here, too
+                loop.run_until_complete(played)
+        return played.result()
     finally:
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
@@ -93,7 +104,7 @@ async def _play(
     policy: vLLMWrapper,
     environments: EnvironmentPool | Workflow,
     prompts: list[Prompt],
-    timeout: float | None,
+    limits: tuple[float | None, int],
     generate_kwargs: dict[str, Any],
     bar: tqdm[Any],
 ) -> list[TensorDictBase]:
@@ -101,9 +112,14 @@ async def _play(
         return await policy.model.agenerate(**{**request.arguments, "priority": FIRST})
 
     async def answer(prompt: Prompt) -> TensorDictBase | None:
-        turns = await environments.play(
-            policy, generate, prompt.data, timeout, return_routed_experts=False, **generate_kwargs
-        )
+        try:
+            turns = await environments.play(
+                policy, generate, prompt.data, *limits, return_routed_experts=False, **generate_kwargs
+            )
+        except RequestRefusedError as error:
+            refused.append(error)
+            LOG.warning("prompt %d is left out of the evaluation (%s): %s", prompt.position, prompt.words, error)
+            return None
         bar.update()
         if not turns:
             return None
@@ -114,7 +130,10 @@ async def _play(
         total = sum(float(reward.sum()) for reward in rewards)
         return last.set(("next", "episode_reward"), torch.full_like(rewards[-1], total, dtype=torch.float32))
 
+    refused: list[RequestRefusedError] = []
     answers = [one for one in await gather([answer(prompt) for prompt in prompts]) if one is not None]
+    if len(refused) == len(prompts):
+        raise refused[0]
     if not answers:
         raise ValueError(f"none of {len(prompts)} answers has a reward: None was returned for each")
     return answers

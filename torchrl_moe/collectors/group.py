@@ -48,16 +48,23 @@ class Group:
             episodes: of each, the turns, ``[k]``.
             only_last: whether to keep only the last turn of each sample.
             version_in_next: whether rows have their version in ``next`` too, as TorchRL's do.
+
+        Raises:
+            ValueError: a reward is NaN or infinite.
         """
         samples: list[list[TensorDictBase]] = []
         for turns in episodes:
             samples += [list(rows) for rows in zip(*(turn.unbind(0) for turn in turns), strict=True)]
+        every = [row for rows in samples for row in rows]
+        for row in every:
+            reward = row.get(("next", "reward"), None)
+            if reward is not None and not reward.isfinite().all():
+                raise ValueError(f"the environment's reward is {reward.tolist()}: a reward must be finite, in float32")
         kept = [row for rows in samples for row in (rows[-1:] if only_last else rows)]
         for row in kept:
             row.set("group_id", torch.tensor(self.number))
             if version_in_next:
                 row.set(("next", "policy_version"), row.get("policy_version"))
-        every = [row for rows in samples for row in rows]
         versions = [int(row.get("policy_version")) for row in every]
         self.oldest = min((version for version in versions if version >= 0), default=self.begun_version)
         self.tokens = sum(len(row.get(("tokens", "response"))) for row in every)

@@ -25,6 +25,12 @@ class Prompt:
     position: int
     data: TensorDictBase
 
+    @property
+    def words(self) -> str:
+        """The row, cut to a line."""
+        text = ", ".join(f"{key}={value!r}" for key, value in self.data.to_dict().items())
+        return text if len(text) <= 200 else f"{text[:197]}..."
+
 
 class PromptStream:
     """Endless rows of a dataloader, which is iterated again when it is exhausted.

@@ -9,6 +9,7 @@ from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
 from torchrl_moe.collectors.arguments import EnvLike
+from torchrl_moe.collectors.episode import MAX_TURNS
 from torchrl_moe.collectors.ray_collector import RayCollector
 from torchrl_moe.collectors.schedule import Order
 from torchrl_moe.collectors.settings import GroupFilter
@@ -87,6 +88,8 @@ class RayAsyncLLMCollector(RayCollector):
         over_sample: float = 1.0,
         group_filter: GroupFilter | None = None,
         max_failures: int = 0,
+        max_dropped_groups: int | None = None,
+        max_turns: int = MAX_TURNS,
         reward_timeout: float | None = None,
         heartbeat_timeout: float | None = 300.0,
         ray_init_config: Mapping[str, Any] | None = None,

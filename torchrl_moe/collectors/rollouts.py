@@ -37,6 +37,7 @@ from torchrl_moe.collectors.workflow import Workflow
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.sample_request import SampleRequest
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
+from torchrl_moe.modules.serving.sampling_parameters import SamplingParameters
 
 __all__ = ["Rollouts"]
 
@@ -49,6 +50,8 @@ SIGNALS = (
     "parse(..., parsing_timeout=None) and verify(..., timeout_seconds=None)), or run the verifier in a process"
 )
 NO_SIGNALS = ("signal only works in main thread", "signal.alarm")  # Python's words, and Math-Verify's
+FIRST_FAILURES = 8  # that are borne before anything has succeeded, or a batch's worth
+DROPPED_BATCHES = 100
 GROUP_ERRORS = (RequestRefusedError, ReplicaDiedError)  # other engine errors affect all groups
 
 
@@ -99,7 +102,8 @@ class Rollouts:
         self._asked: deque[Future[TensorDictBase]] = deque()
         self._given: tuple[Future[TensorDictBase], list[Group]] | None = None
         self._slots = GenerationSlots(self._engine, settings.max_in_flight, stats)
-        self._is_paced_by_updates = self._has_said_why = False
+        self._is_paced_by_updates = self._has_said_why = self._has_completed = False
+        self._dropped = 0  # groups, since the last batch
         self._progress_at = time.monotonic()
 
     # -- the trainer's side -----------------------------------------------------------------------------------------
@@ -181,6 +185,7 @@ class Rollouts:
     def _give_out(self) -> None:
         while self._asked and (numbers := self.schedule.take()):
             groups = [self.groups.pop(number) for number in numbers]
+            self._dropped = 0
             self._progress_at = time.monotonic()
             self._stats.gave_out(groups, self.version)
             batch = lazy_stack([row for group in groups for row in _rows(group)])
@@ -220,7 +225,7 @@ class Rollouts:
                     f"them): a group needs at least {min(2, len(episodes))} that have"
                 )
             group.complete(rewarded, self._settings.only_last_turns, self._settings.track_policy_version)
-            self._progress_at = time.monotonic()
+            self._progress_at, self._has_completed = time.monotonic(), True
             keep = self._settings.group_filter
             is_kept = keep is None or await self._environments.call(keep, group.rows)
             if group.number not in self.groups:
@@ -247,12 +252,15 @@ class Rollouts:
         async def generate(request: SampleRequest, index: int) -> Completion:
             return await self._generate(request, group.prompt.position, start + index, oldest_allowed)
 
-        timeout = self._settings.reward_timeout
-        return await self._environments.play(self._policy, generate, group.prompt.data, timeout)
+        settings = self._settings
+        return await self._environments.play(
+            self._policy, generate, group.prompt.data, settings.reward_timeout, settings.max_turns
+        )
 
     async def _generate(self, request: SampleRequest, position: int, sample: int, oldest_allowed: int) -> Completion:
         """Ask the engine for one answer, holding a slot meanwhile."""
-        arguments = self._answers.ask(position, sample, request.arguments, self.version)
+        asked = _own_seed(request.arguments, position * self._settings.group_size + sample)
+        arguments = self._answers.ask(position, sample, asked, self.version)
         if oldest_allowed > 0:
             arguments["min_version"] = max(oldest_allowed, arguments.get("min_version") or 0)
         try:
@@ -266,7 +274,7 @@ class Rollouts:
         return completion
 
     def _failed(self, group: Group, error: Exception) -> None:
-        """Count a failure; more than ``max_failures`` end the collection."""
+        """Count a failure; more than ``max_failures`` end the collection, or a few while nothing has succeeded."""
         if self.error is not None:
             return
         if isinstance(error, CollectionError):
@@ -278,17 +286,34 @@ class Rollouts:
             self.fail(end)
             return
         self._stats.failures += 1
-        LOG.warning("group %d failed at prompt %d (%s): %r", group.number, group.prompt.position, _words(group), error)
-        error.add_note(f"at prompt {group.prompt.position}: {_words(group)}")
+        prompt = group.prompt
+        LOG.warning("group %d failed at prompt %d (%s): %r", group.number, prompt.position, prompt.words, error)
+        error.add_note(f"at prompt {prompt.position}: {prompt.words}")
         self._drop(group, "reward_timeout" if isinstance(error, EnvironmentTimeoutError) else "failed")
-        if self._stats.failures > self._settings.max_failures:
+        most = self._settings.max_failures
+        if not self._has_completed:
+            most = min(most, max(FIRST_FAILURES, self._settings.groups_per_batch))
+        if self._stats.failures > most:
             self.fail(error)
 
     def _drop(self, group: Group, reason: str) -> None:
-        """Remove a group; another one starts in its place."""
+        """Remove a group; another one starts in its place, unless too many were dropped in a row."""
         self.schedule.drop(group.number)
         del self.groups[group.number]
         self._stats.dropped(reason)
+        if reason not in ("filtered", "stale") or not self._asked:  # failures have a limit of their own
+            return
+        self._dropped += 1
+        most = self._settings.max_dropped_groups
+        most = DROPPED_BATCHES * self.schedule.groups_per_batch if most is None else most
+        if self._dropped > most:
+            why = "group_filter rejects them" if reason == "filtered" else "they are older than max_staleness"
+            self.fail(
+                CollectionError(
+                    f"{self._dropped} groups were dropped without a batch in between, the last because {why}: is every "
+                    f"reward the same, or every answer too old? max_dropped_groups={most} is the limit"
+                )
+            )
 
     def _drop_stale(self) -> None:
         """Drop groups that are too old, including running ones."""
@@ -414,7 +439,9 @@ def _sets_signals(error: BaseException | None) -> bool:
     return False
 
 
-def _words(group: Group) -> str:
-    """The prompt, cut to a line."""
-    text = ", ".join(f"{key}={value!r}" for key, value in group.prompt.data.to_dict().items())
-    return text if len(text) <= 200 else f"{text[:197]}..."
+def _own_seed(arguments: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return a request's arguments with its own seed, if it has one: all answers of a group would be the same."""
+    params = arguments["sampling_params"]
+    if params.get("seed") in (None, -1):
+        return arguments
+    return {**arguments, "sampling_params": SamplingParameters({**params, "seed": params["seed"] + number})}

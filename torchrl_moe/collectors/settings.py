@@ -9,6 +9,7 @@ from typing import Any, Literal
 from tensordict import TensorDictBase
 
 from torchrl_moe._checks import check_bool, check_number, shown
+from torchrl_moe.collectors.episode import MAX_TURNS
 from torchrl_moe.collectors.schedule import Order
 
 __all__ = ["Settings"]
@@ -32,6 +33,8 @@ class Settings:
     over_sample: float = 1.0
     group_filter: GroupFilter | None = None
     max_failures: int = 0
+    max_dropped_groups: int | None = None
+    max_turns: int = MAX_TURNS
     reward_timeout: float | None = None
     heartbeat_timeout: float | None = 300.0
     only_last_turns: bool = False
@@ -41,6 +44,7 @@ class Settings:
         """Refuse invalid values; the schedule checks its own."""
         for name, most in {"group_size": 1 << 16, "groups_per_batch": 1 << 20}.items():
             check_number(name, getattr(self, name), 1, most, whole=True)
+        check_number("max_turns", self.max_turns, 1, whole=True)
         for name in ("only_last_turns", "track_policy_version"):
             check_bool(name, getattr(self, name))
         if self.on_stale not in ("wait", "drop"):
@@ -55,6 +59,7 @@ class Settings:
         if self.max_in_flight != "auto":
             check_number("max_in_flight", self.max_in_flight, 1, whole=True, hint="'auto': as the engine admits.")
         check_number("max_failures", self.max_failures, 0, whole=True)
+        check_number("max_dropped_groups", self.max_dropped_groups, 0, whole=True, none=True)
         for name in ("reward_timeout", "heartbeat_timeout"):
             check_number(name, getattr(self, name), above=0, most=LONGEST, none=True, hint="It is in seconds.")
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from tensordict import TensorDictBase, lazy_stack
 
 from torchrl_moe.collectors.conversation import Conversation, PromptLike
-from torchrl_moe.collectors.environments import MOST_THREADS, EnvironmentTimeoutError, call_in
-from torchrl_moe.collectors.episode import Generate
+from torchrl_moe.collectors.environments import MOST_THREADS, EnvironmentTimeoutError, Threads, call_in
+from torchrl_moe.collectors.episode import MAX_TURNS, Generate
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.sample_request import SampleRequest
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
@@ -57,7 +56,7 @@ class Workflow:
 
     def __init__(self, function: EpisodeFunction) -> None:
         self._function = function
-        self._threads = ThreadPoolExecutor(MOST_THREADS, "torchrl_moe-workflow")  # threads start when they are needed
+        self._threads = Threads(MOST_THREADS, "torchrl_moe-workflow")
 
     async def play(
         self,
@@ -65,6 +64,7 @@ class Workflow:
         generate: Generate,
         data: TensorDictBase,
         timeout: float | None,
+        max_turns: int = MAX_TURNS,
         **generate_kwargs: Any,
     ) -> list[TensorDictBase]:
         """Run a sample and return its turns, each ``[1]``; none if the function returned ``None``.
@@ -74,6 +74,7 @@ class Workflow:
             generate: asks the engine.
             data: ``[]``, from the data loader.
             timeout: seconds that the function may take from one answer to the next request, or to its end.
+            max_turns: answers that it may ask for.
             **generate_kwargs: change the policy's.
 
         Raises:
@@ -84,13 +85,14 @@ class Workflow:
             RuntimeError: it raised something other than an ``Exception``.
         """
         data = data.copy()
+        asyncio.get_running_loop().set_default_executor(self._threads)  # of asyncio.to_thread
         clock = _Clock(timeout)
 
         async def timed(request: SampleRequest, index: int) -> Completion:
             with clock.stopped():
                 return await generate(request, index)
 
-        conversation = Conversation(policy, timed, data, generate_kwargs)
+        conversation = Conversation(policy, timed, data, generate_kwargs, max_turns)
         try:
             reward = await clock.run(self._function(data, conversation.ask))
             if conversation.under_way:
@@ -152,7 +154,8 @@ class _Clock:
         except Exception as error:
             if not self._timeout.expired():
                 raise
-            raise EnvironmentTimeoutError(f"the episode did not continue within {self._seconds:g} s") from error
+            late = "".join(f": {note}" for note in getattr(error.__cause__, "__notes__", ()))
+            raise EnvironmentTimeoutError(f"the episode did not continue within {self._seconds:g} s{late}") from error
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and task.cancelling():
                 raise

@@ -56,4 +56,4 @@ class DPPOLoss(GRPOLoss):
     def _surrogate(self, ratios: PolicyRatios, advantage: Tensor) -> tuple[Tensor, Tensor]:
         limits = (self.clip_epsilon_low, self.clip_epsilon_high)
         blocked = F.outside_divergence(ratios.log_probs, ratios.old_log_probs, advantage, *limits, self.divergence)
-        return F.dppo_surrogate(ratios.log_ratio, advantage, blocked, self.max_ratio), blocked
+        return F.dppo_surrogate(ratios.uncut_gradient, advantage, blocked, self.max_ratio), blocked

@@ -63,6 +63,6 @@ class GSPOLoss(GRPOLoss):
             )
 
     def _surrogate(self, ratios: PolicyRatios, advantage: Tensor) -> tuple[Tensor, Tensor]:
-        log_ratio = F.sequence_log_ratio(ratios.log_ratio, ratios.mask, self.level == "token")
+        log_ratio = F.sequence_log_ratio(ratios.uncut_gradient, ratios.mask, self.level == "token")
         clip = (self.clip_epsilon_low, self.clip_epsilon_high)
         return F.clipped_surrogate(log_ratio, advantage, *clip, self.dual_clip), F.outside_clip_range(log_ratio, *clip)

@@ -40,6 +40,11 @@ class PolicyRatios:
     rho_mask: Tensor
     """bool: the tokens where the mismatch is known. With a recomputed proximal policy it does not depend on π."""
 
+    @property
+    def uncut_gradient(self) -> Tensor:
+        """:attr:`log_ratio`, with the gradient of log π also where it is cut to ±20; for losses that bound ratios."""
+        return self.log_ratio.detach() + self.log_probs - self.log_probs.detach()
+
 
 def policy_ratios(log_probs: Tensor, batch: TokenBatch, proximal: Proximal | None) -> PolicyRatios:
     """Compare the actor's ``log_probs`` ``[B, T]`` with the policies in ``batch``."""

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from torchrl_moe._errors import MissingEntryError
+
 __all__ = ["batch_metrics", "sample_rewards"]
 
 
@@ -49,11 +51,21 @@ def _versions(row: TensorDictBase) -> Tensor:
 
 
 def sample_rewards(rows: Sequence[TensorDictBase]) -> tuple[list[float], list[list[float]]]:
-    """Return the rewards of samples, all of them and by group."""
+    """Return the rewards of samples, all of them and by group.
+
+    Raises:
+        MissingEntryError: a row has no reward.
+    """
     groups: dict[int, list[float]] = {}
     total = 0.0
     for row in rows:
-        total += float(row.get(("next", "reward")).sum())
+        reward = row.get(("next", "reward"), None)
+        if reward is None:
+            raise MissingEntryError(
+                "the rows have no reward: there is nothing at ('next', 'reward'). Give the environment a transform "
+                "that writes it, or the trainer a dataset and rewards"
+            )
+        total += float(reward.sum())
         if bool(row.get(("next", "done")).any()):
             groups.setdefault(int(row.get("group_id")), []).append(total)
             total = 0.0

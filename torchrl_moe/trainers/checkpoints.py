@@ -28,7 +28,7 @@ from torchrl_moe.trainers.folders import exchange, recover
 from torchrl_moe.trainers.rank_group import Ranks
 from torchrl_moe.trainers.trained_state import TrainedState
 
-__all__ = ["Checkpoints", "NothingKept", "RandomNumbers"]
+__all__ = ["Checkpoints", "NothingKept", "RandomNumbers", "steps_saved"]
 
 LOG = logging.getLogger(__name__)
 
@@ -209,6 +209,12 @@ class Checkpoints:
     def forget(folder: Path) -> None:
         """Remove all of another run."""
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def steps_saved(folder: Path) -> int:
+    """Return after how many steps the newest checkpoint in a folder was made; 0 if there is none."""
+    newest = CheckpointRotation(folder, keep_last=1, prefix="step").latest() if folder.is_dir() else None
+    return 0 if newest is None else int(newest.name.rpartition("-")[2])
 
 
 def _beside(work: Callable[[], bool]) -> Future[bool]:

@@ -144,6 +144,9 @@ class RolloutConfig(Settings, group="rollout"):
             groups, and at least one step's.
         drop_uniform_groups: replace groups whose answers all have the same reward (DAPO's dynamic sampling, arXiv
             2503.14476).
+        max_dropped_groups: groups that may be replaced without a batch in between, because their rewards are the same
+            or they are too old; ``None``: 100 batches' worth. Then the run ends.
+        max_turns: of a sample; one that is not done by then counts as a failure.
     """
 
     prompts_per_step: int = setting(16, least=1, most=1 << 20)
@@ -161,6 +164,8 @@ class RolloutConfig(Settings, group="rollout"):
     reward_timeout: float | None = setting(60.0, above=0, most=LONGEST)
     max_failures: int | None = setting(None, least=0)
     drop_uniform_groups: bool = False
+    max_dropped_groups: int | None = setting(None, least=0)
+    max_turns: int = setting(256, least=1)
 
     def generate_kwargs(self) -> dict[str, Any]:
         """Return all that answers are sampled with, under TorchRL's names."""
@@ -268,11 +273,14 @@ class EvalConfig(Settings, group="eval"):
         prompts: the greatest number of prompts.
         mismatch_every: steps between measurements of the mismatch, which cost a forward pass with replay and one
             without; 0: none.
+        max_mismatch: the greatest ``kl`` of answers by the newest weights, where engine and trainer compute in float32:
+            more is a fault, and ends the run. ``None``: it is only warned of.
     """
 
     every: int = setting(10, least=0)
     prompts: int = setting(200, least=1)
     mismatch_every: int = setting(10, least=0)
+    max_mismatch: float | None = setting(0.01, above=0)
 
 
 @dataclass(kw_only=True)

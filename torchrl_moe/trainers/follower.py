@@ -55,6 +55,7 @@ class FollowedEngine:
 
     has_the_models_weights = False
     policy: Any = None
+    dtype = ""
     start = None
 
     def __init__(self, policy_model: PolicyModel, config: GRPOConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from tensordict import TensorDictBase
 from torchrl.trainers import Trainer
 from tqdm.auto import tqdm
 
+from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
 from torchrl_moe.trainers import torchrun
 from torchrl_moe.trainers.batch_metrics import batch_metrics
@@ -32,6 +34,7 @@ from torchrl_moe.trainers.interruption import finishing
 from torchrl_moe.trainers.leader import Leader
 from torchrl_moe.trainers.learner import Learner
 from torchrl_moe.trainers.loss_building import advantages
+from torchrl_moe.trainers.micro_batches import in_rows
 from torchrl_moe.trainers.minibatches import Minibatches
 from torchrl_moe.trainers.parcel import pack
 from torchrl_moe.trainers.placement import Placement
@@ -338,12 +341,33 @@ class MoEGRPOTrainer(RunReports, Trainer):
 
     def _score(self, batch: TensorDictBase) -> TensorDictBase:
         """Score this rank's samples before the updates."""
-        every = self.config.eval.mismatch_every
+        every, batch = self.config.eval.mismatch_every, in_rows(batch)
         with self.clock("score"):
             version = int(batch.get("current_version")[0])
-            self._step_metrics |= self.learner.scores(batch, version, bool(every) and self.steps_done % every == 0)
+            found = self.learner.scores(batch, version, bool(every) and self.steps_done % every == 0)
+        if self.ranks.is_first:
+            self._refuse_a_fault(batch, found)
+        self._step_metrics |= found
         self.clock.begin_phase()
         return batch
+
+    def _refuse_a_fault(self, batch: TensorDictBase, found: dict[str, float]) -> None:
+        """End the run if engine and trainer differ by more than rounding on answers by the same weights.
+
+        Raises:
+            EngineError: see ``eval.max_mismatch``.
+        """
+        limit, gap = self.config.eval.max_mismatch, found.get("kl", 0.0)
+        dtypes = {self.rollout_engine.dtype, str(self.policy_model.dtype).removeprefix("torch.")}
+        if limit is None or gap <= limit or self._step_metrics["staleness"] or dtypes != {"float32"}:
+            return
+        where = "" if self.placement.is_shared else f" The first such token: {self.learner.first_gap(batch)}."
+        raise EngineError(
+            f"engine and trainer disagree on answers by the same weights, in float32: kl={gap:.2g}, agreement="
+            f"{found.get('agreement', math.nan):.2g}.{where} Usual causes: a kernel of the engine (torchrl-moe "
+            "conformance MODEL finds it), weights that did not arrive (engine.sync.verify=canary), or routes of other "
+            "tokens. eval.max_mismatch=null trains on"
+        )
 
     def _sync(self) -> None:
         """Record the metrics of the updates, and sync the weights to the engine."""
@@ -452,7 +476,8 @@ class MoEGRPOTrainer(RunReports, Trainer):
 
     def evaluate(self) -> float | None:
         """Return the mean reward of greedy answers to held-out prompts; ``None``: nothing is held out."""
-        return self.source.evaluate(self.rollout_engine.policy, self.config.rollout.reward_timeout)
+        rollout = self.config.rollout
+        return self.source.evaluate(self.rollout_engine.policy, rollout.reward_timeout, rollout.max_turns)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

@@ -101,6 +101,8 @@ class Leader:
                 over_sample=rollout.over_sample,
                 group_filter=SignalFilter(rollout.prompts_per_step) if rollout.drop_uniform_groups else None,
                 max_failures=failures,
+                max_dropped_groups=rollout.max_dropped_groups,
+                max_turns=rollout.max_turns,
                 reward_timeout=rollout.reward_timeout,
             )
         except (ImportError, TypeError, ValueError) as error:

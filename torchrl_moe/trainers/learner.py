@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, lazy_stack
 
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
 from torchrl_moe.trainers.config import GRPOConfig, OptimConfig
@@ -18,6 +18,8 @@ from torchrl_moe.trainers.rollout_scores import RolloutScores
 from torchrl_moe.trainers.token_stepper import TokenStepper
 
 __all__ = ["Learner", "learning_rate"]
+
+GAP = 0.1  # nats; rounding in float32 is below 1e-4
 
 
 class Learner:
@@ -73,6 +75,22 @@ class Learner:
     def scores(self, batch: TensorDictBase, version: int, with_mismatch: bool) -> dict[str, float]:
         """Score a batch before its updates; see :class:`RolloutScores`."""
         return self._scores(batch, version, with_mismatch)
+
+    @torch.no_grad()
+    def first_gap(self, batch: TensorDictBase) -> str:
+        """Describe the first sampled token of a batch whose log-prob here is another than the engine's by over 0.1."""
+        for number, row in enumerate(batch.unbind(0)):
+            sampled = row.get(("log_probs", "full"))
+            scored = self.actor.score(lazy_stack([row]), entropy=False)[0][0].to(sampled.device)
+            far = ((scored - sampled).abs() > GAP).nonzero()  # a prompt's are NaN, which is not far
+            if len(far):
+                place = int(far[0])
+                token = int(row.get(("tokens", "full"))[place])
+                return (
+                    f"id {token} at place {place} of row {number}, log-prob {scored[place]:.4f} here and "
+                    f"{sampled[place]:.4f} in the engine"
+                )
+        return f"none is off by more than {GAP}"
 
     def apply(self, optim: OptimConfig) -> None:
         """Apply the optimizer settings of the configuration; loading a checkpoint has restored the older ones."""

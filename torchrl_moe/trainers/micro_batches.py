@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tensordict import TensorDictBase, lazy_stack
+
 from torchrl_moe.trainers.rank_group import Ranks
 
-__all__ = ["micro_batches", "micro_batches_of_ranks"]
+__all__ = ["in_rows", "micro_batches", "micro_batches_of_ranks"]
+
+
+def in_rows(batch: TensorDictBase) -> TensorDictBase:
+    """Return a batch, ``[B]``, whose parts share its rows: what is written to one of them is in the other.
+
+    Parts of a dense TensorDict would be copies. A lazy stack is such a batch already, and keeps its rows.
+    """
+    return lazy_stack(list(batch.unbind(0)))
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int | None, at_least: int = 0) -> list[list[int]]:

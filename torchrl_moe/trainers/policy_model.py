@@ -47,7 +47,7 @@ class PolicyModel:
     """What is trained.
 
     Attributes:
-        model: float32 where it is trained; with an adapter the rest is in the dtype of forward passes.
+        model: float32, frozen weights too; where only LoRA factors are trained, the rest is in its own dtype.
         tokenizer: of the model.
         source: folder or hub name that the model comes from; ``None`` if it was made or changed here.
         dtype: of forward passes.
@@ -238,7 +238,11 @@ def _from_pretrained(
 
 
 def prepared(model: Any, config: ModelConfig, dtype: torch.dtype) -> Any:
-    """Add an adapter, switch on activation checkpointing, and make all trained weights float32."""
+    """Add an adapter, switch on activation checkpointing, and make all weights float32; of LoRA, the adapter's.
+
+    Raises:
+        ConfigError: two adapters, or nothing to train.
+    """
     if config.lora.rank:
         if has_adapters(model):
             raise ConfigError("model.lora.rank is set, and the model has an adapter already: leave one of them out")
@@ -247,8 +251,13 @@ def prepared(model: Any, config: ModelConfig, dtype: torch.dtype) -> Any:
         checkpoint_activations(model)
         if config.lora.rank:
             model.enable_input_require_grads()
-    for weight in model.parameters():
-        if weight.requires_grad and weight.dtype != torch.float32:
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    if not trained:
+        raise ConfigError("model: all of its weights are frozen (requires_grad=False): there is nothing to train")
+    # frozen weights too: few operations take two dtypes, but LoRA's layers do
+    is_lora = has_adapters(model) and all(".lora_" in name for name in trained)
+    for weight in trained.values() if is_lora else model.parameters():
+        if weight.is_floating_point() and weight.dtype != torch.float32:
             weight.data = weight.data.float()
     # training mode only for checkpointing, which transformers requires: dropout would cause a mismatch
     return model.train(config.activation_checkpointing)

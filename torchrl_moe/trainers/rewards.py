@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-from torchrl_moe.collectors.conversation import number_of
+from torchrl_moe.collectors.conversation import finite, number_of
 from torchrl_moe.collectors.episode import gather
 from torchrl_moe.modules.policies.prompts import goes_on_from, plain_message
 from torchrl_moe.trainers.function_names import import_function
@@ -48,8 +48,8 @@ class Rewards:
 
     It returns a number, or ``None`` to abstain, which adds nothing to the sum; a sample for which all functions abstain
     is left out of its group. It may be async. A plain function runs in a thread, several at a time, so it must be
-    thread-safe, and cannot set signals; it must not change its arguments. A function that hangs keeps its thread, and
-    an event loop has few of them (``asyncio.to_thread``).
+    thread-safe, and cannot set signals; it must not change its arguments. A function that hangs past the collector's
+    ``reward_timeout`` costs its sample and a thread; others take the thread's place.
 
     Args:
         functions: functions, or their names, ``"package.module:function"``.
@@ -129,12 +129,19 @@ class Rewards:
             TypeError: a function returned something that is not a number.
         """
         ids = list(completion_ids)
-        found = await gather([function(prompt, completion, ids, columns) for function in self._functions])
+        calls = [asyncio.ensure_future(function(prompt, completion, ids, columns)) for function in self._functions]
+        try:
+            found = await gather(calls)
+        except asyncio.CancelledError as error:
+            late = [str(one) for one, call in zip(self._functions, calls, strict=True) if call.cancelled()]
+            error.add_note(f"it waits for {', '.join(late)}")
+            raise
         weighted = [weight * value for weight, value in zip(self.weights, found, strict=True) if value is not None]
         total = sum(weighted) if weighted else None
-        if total is not None and not math.isfinite(total):
-            raise ValueError(f"the weighted sum of the rewards is {total}: a reward must be finite")
-        return Reward(total, dict(zip(self.names, found, strict=True)))
+        return Reward(
+            None if total is None else finite(total, "the weighted sum of the functions"),
+            dict(zip(self.names, found, strict=True)),
+        )
 
 
 class _Function:
@@ -183,10 +190,14 @@ class _Function:
         arguments = there if self._takes_all else {name: there[name] for name in self._names & there.keys()}
         try:
             call = partial(self._call, **arguments)
-            value = await (call() if self._is_async else asyncio.to_thread(_called, call))
+            value = await (call() if self._is_async else asyncio.to_thread(partial(_called, call)))
             if inspect.isawaitable(value):  # a plain function may return a coroutine
                 value = await value
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            if not isinstance(error, Exception):  # generated code may call exit()
+                raise RuntimeError(f"{self} raised {error!r}") from error
             error.add_note(f"in {self}")
             raise
         return self._number(self._only(value) if self._takes_lists else value)
@@ -218,9 +229,7 @@ class _Function:
         number = number_of(value)
         if number is None:
             raise TypeError(f"{self} must return a number or None, got {value!r:.60}")
-        if not math.isfinite(number):
-            raise ValueError(f"{self} returned {number}: a reward must be finite")
-        return number
+        return finite(number, str(self))
 
 
 def _called(call: Callable[[], Any]) -> Any:

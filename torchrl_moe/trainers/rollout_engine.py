@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
@@ -16,6 +17,7 @@ from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
 from torchrl_moe.modules.serving.devices import ranks_here
 from torchrl_moe.modules.serving.launch import engine_kind
+from torchrl_moe.trainers.checkpoints import steps_saved
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 from torchrl_moe.trainers.policy_model import PolicyModel
 from torchrl_moe.trainers.starting_model import new_start
@@ -71,13 +73,16 @@ class RolloutEngine:
         if not is_chat:
             LOG.warning("the tokenizer has no chat template: prompts are sent as they are, without roles or markers")
         self.sender = scheme.create_sender()
+        done = steps_saved(folder / "checkpoints") if config.resume else 0
         try:
-            self.engine = self._start(folder) if engine is None else engine
+            self.engine = self._start(folder, done) if engine is None else engine
         except BaseException:
             self.sender.shutdown()
             self.forget_start()
             raise
         try:
+            if engine is not None and done:
+                self.engine.set_seed(seed_after(config.seed, done))
             self.sender.register_model(policy_model.model)
             self.sender.init_all_workers_group(None, vllm_engine=self.engine)
             self.policy = vLLMWrapper(
@@ -93,11 +98,12 @@ class RolloutEngine:
             self.forget_start()
             raise
 
-    def _start(self, folder: Path) -> AsyncVLLM:
+    def _start(self, folder: Path, done: int) -> AsyncVLLM:
         engine = self.config.engine
         if engine.connect is not None:
             return AsyncVLLM.connect(engine.connect)
         arguments = {"seed": self.config.seed, **engine.arguments}
+        arguments["seed"] = seed_after(int(arguments["seed"] or 0), done)
         if engine.backend == "local":
             check_room(self.policy_model, engine.num_replicas, arguments, engine.kind)
         if engine.sleep and not torch.cuda.is_available():
@@ -125,6 +131,11 @@ class RolloutEngine:
     def has_the_models_weights(self) -> bool:
         """Whether the engine was started from this model, as it was at that time."""
         return self._owns_engine
+
+    @property
+    def dtype(self) -> str:
+        """Torch's name of what the engine computes in; empty if it does not say."""
+        return next((str(info.dtype) for info in self.engine.infos if info is not None), "")
 
     @property
     def version(self) -> int:
@@ -163,6 +174,17 @@ class RolloutEngine:
             self.engine.shutdown()
         elif self._joins_engine:
             self.engine.disconnect()
+
+
+def seed_after(seed: int, steps: int) -> int:
+    """Return an engine's seed for a run that continues after so many steps: it would else draw what step 0 drew.
+
+    Hashed, because replicas, and those that are restarted, count their own seeds on from it.
+
+    >>> seed_after(7, 0), seed_after(7, 2) == seed_after(9, 0)
+    (7, False)
+    """
+    return int(np.random.SeedSequence([abs(seed), steps]).generate_state(1)[0] >> 1) if steps else seed
 
 
 def check_room(policy_model: PolicyModel, num_replicas: int, arguments: dict[str, Any], kind: str = "vllm") -> None:

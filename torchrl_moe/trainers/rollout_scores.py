@@ -76,14 +76,9 @@ class RolloutScores:
             version: of the weights.
             with_mismatch: whether to measure the mismatch, with replay and without.
         """
-        if self.reference is not None:
-            for part, _ in self._parts(batch):
-                with self.precision():
-                    self.reference(part)
-        if not (with_mismatch or self.writes_prox or self.actor.replay == "R2"):
-            return {}
         found = _Found()
-        for part, counts in self._parts(batch):
+        scores = with_mismatch or self.writes_prox or self.actor.replay == "R2"
+        for part, counts in self._parts(batch) if scores else ():
             with self.precision():
                 log_probs, spread, _ = self.scorer.score(part, entropy=with_mismatch)
             if self.writes_prox:
@@ -97,6 +92,10 @@ class RolloutScores:
             if counts:
                 assert spread is not None
                 found.add(part, version, log_probs, spread, unaided)
+        if self.reference is not None:  # last: it follows the experts that R2 has recorded by now
+            for part, _ in self._parts(batch):
+                with self.precision():
+                    self.reference(part)
         return _Found.of(self._placement.gather(found)).columns(self._watch) if with_mismatch else {}
 
     def _parts(self, batch: TensorDictBase) -> Iterator[tuple[TensorDictBase, bool]]:

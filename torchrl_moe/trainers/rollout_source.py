@@ -10,6 +10,7 @@ from typing import Any
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
+from torchrl_moe.collectors.episode import MAX_TURNS
 from torchrl_moe.collectors.evaluation import evaluate
 from torchrl_moe.collectors.workflow import is_episode_function
 from torchrl_moe.modules.policies.prompt_reading import options_of, reads_chats, template_of, template_options
@@ -203,19 +204,19 @@ class RolloutSource:
         count = min(len(prompts.held_out), config.eval.prompts)
         return cls(env, prompts.loader(config.seed), env if count else None, prompts.held_out_loader, count)
 
-    def evaluate(self, policy: vLLMWrapper, timeout: float | None = None) -> float | None:
+    def evaluate(self, policy: vLLMWrapper, timeout: float | None = None, max_turns: int = MAX_TURNS) -> float | None:
         """Return the mean reward of greedy answers to held-out prompts; ``None``: nothing is held out.
 
         Args:
             policy: sends requests to the engine.
             timeout: seconds that computing a reward may take.
+            max_turns: of a sample.
         """
         if not self.held_out:
             return None
         loader = None if self.held_out_loader is None else self.held_out_loader()
-        rows: TensorDictBase = evaluate(
-            policy, self.held_out_env, self.held_out, loader, timeout, use_tqdm=False, temperature=0.0
-        )
+        asked = (policy, self.held_out_env, self.held_out, loader, timeout)
+        rows: TensorDictBase = evaluate(*asked, use_tqdm=False, max_turns=max_turns, temperature=0.0)
         rewards = [row.get(("next", "episode_reward"), None) for row in rows.unbind(0)]
         if any(reward is None for reward in rewards):
             raise ValueError("a held-out answer has no reward in one of its turns")

@@ -18,7 +18,7 @@ from torchrl.trainers import OptimizationStepper, Trainer
 from torchrl_moe._errors import DivergedError
 from torchrl_moe.objectives.grpo import GRPOLoss
 from torchrl_moe.trainers.gradients import by_mesh, clip_gradients, total_norm
-from torchrl_moe.trainers.micro_batches import micro_batches_of_ranks
+from torchrl_moe.trainers.micro_batches import in_rows, micro_batches_of_ranks
 from torchrl_moe.trainers.placement import Placement
 
 __all__ = ["TokenStepper", "lengths_of"]
@@ -117,6 +117,7 @@ class TokenStepper(OptimizationStepper):
 
     def accumulate(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Accumulate a minibatch's gradient; return its metrics over all ranks, each ``[]``."""
+        batch = in_rows(batch)  # a hook may have made it dense
         kept = [i for i, sample in enumerate(batch.unbind(0)) if self._has_gradient(sample)] or [0]  # metrics of one
         lengths = lengths_of(batch)
         split = micro_batches_of_ranks([lengths[i] for i in kept], self.max_tokens, self.ranks)

@@ -206,6 +206,17 @@ def test_a_compiled_model_scores_what_was_sampled_as_one_graph() -> None:
     torch.testing.assert_close((log_probs, entropy), wanted, atol=4e-6, rtol=1e-6)
 
 
+def test_a_compiled_model_with_graph_breaks_is_scored() -> None:
+    """Such as those of activation checkpointing under replay, or of adapters on experts."""
+    model = make_tiny_moe("qwen3", num_hidden_layers=1)
+    wanted = dense(model)
+    torch.compiler.reset()
+    model.lm_head.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+    compiled = torch.compile(model, backend="eager")
+    log_probs, entropy, _ = scored(compiled)(INPUTS, selection())
+    torch.testing.assert_close((log_probs, entropy), wanted, atol=2e-6, rtol=1e-6)
+
+
 @pytest.mark.parametrize("where", ["around", pytest.param("inside", marks=pytest.mark.parity)])
 def test_a_compiled_model_is_one_graph(where: str) -> None:
     model = make_tiny_moe("qwen3", num_hidden_layers=1)

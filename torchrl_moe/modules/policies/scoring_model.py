@@ -314,8 +314,10 @@ class _ScoringOutput:
         self.shadowed: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.shadowed or type(self.model).forward.__get__(self.model)
-        output = forward(*args, **kwargs)
+        if self.shadowed is None:  # no bound method: after a graph break, torch.compile would look it up on the model
+            output: Any = type(self.model).forward(self.model, *args, **kwargs)
+        else:
+            output = self.shadowed(*args, **kwargs)
         if not self.head.elsewhere:
             output["logits"] = self.head.scores
         return output

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 __all__ = ["EventLoop", "wake"]
 
+LOG = logging.getLogger(__name__)
 T = TypeVar("T")
+HEALTH_SECONDS = 1.0
 
 
 class EventLoop:
@@ -83,6 +86,18 @@ class EventLoop:
             if self._thread is not None and self._thread.is_alive():
                 raise RuntimeError(f"the loop has not stopped within {patience:g} s")
             call()  # nothing else touches what the function does
+        return self.result(future)
+
+    def result(self, future: Future[T]) -> T:
+        """Wait for a future that calls in the loop fulfil, and return its result.
+
+        Raises:
+            RuntimeError: the loop's thread has ended, and nothing will fulfil it.
+            Exception: what the future ended with.
+        """
+        while not wait([future], HEALTH_SECONDS).done:
+            if self._thread is not None and not self._thread.is_alive() and not future.done():
+                raise RuntimeError(f"the thread {self._name!r} has ended, and nothing will answer this call")
         return future.result()
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -109,6 +124,7 @@ class _State:
         self.lock = threading.RLock()  # a garbage collection may stop the loop in the middle of a call
         self.is_over = False
         self.runs = False  # or will, as soon as its thread does
+        self.stops = False  # was asked to
         self.has_thread = False
         self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself does not keep them alive
 
@@ -123,7 +139,14 @@ class _State:
                 return
             self.has_thread = True
         asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
+        goes_on = True
+        while goes_on:
+            try:
+                self.loop.run_forever()
+                goes_on = False
+            except BaseException as error:  # noqa: BLE001  asyncio raises a task's SystemExit here, too
+                LOG.warning("a task of user code raised %r; its loop goes on", error)
+                goes_on = not self.stops
         with self.lock:
             self.is_over = True
         self.loop.run_until_complete(asyncio.sleep(0))  # what was called between
@@ -135,6 +158,7 @@ class _State:
 
     def stop(self) -> None:
         with self.lock:
+            self.stops = True
             if not self.is_over and self.runs:
                 self.loop.call_soon_threadsafe(self.loop.stop)
             elif not self.is_over:
