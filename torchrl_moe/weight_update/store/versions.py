@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import IO
 
 import msgspec
+import xxhash
 from torch import Tensor
 
 from torchrl_moe._errors import ManifestMismatch, WeightSyncError
@@ -40,6 +41,7 @@ from torchrl_moe.weight_update.store.flat import (
     LENGTH_BYTES,
     PIECE_BYTES,
     SAFETENSORS,
+    header_end,
     lay_out,
     read_header,
     send,
@@ -49,6 +51,7 @@ from torchrl_moe.weight_update.store.manifest import Manifest, TensorEntry, Tens
 from torchrl_moe.weight_update.store.writing import (
     WriterLock,
     check_higher,
+    check_room,
     in_order,
     kinds_of,
     naming_full_disks,
@@ -84,7 +87,7 @@ def version_paths(folder: Path, prefix: str = VERSION) -> dict[int, Path]:
 def newest_stable(folder: Path) -> int | None:
     """Return the newest complete version, which ``STABLE`` names."""
     with contextlib.suppress(OSError):
-        text = (folder / STABLE).read_text().strip().removeprefix("v")
+        text = (folder / STABLE).read_text(encoding="utf-8", errors="replace").strip().removeprefix("v")
         return int(text) if text.isdecimal() else None
     return None
 
@@ -140,11 +143,14 @@ class VersionsWriter:
             tensors = named.items()
         before = self._base(version)
         _, size = lay_out(kinds.values())
-        with self._showing(version, size) as file:
+        if not before:  # else it is known only later how much is written
+            check_room(self.folder, size)
+        with self._showing(version, size) as file, _Bases(self.folder) as bases:
             widest = max((dtype.itemsize for dtype, _ in kinds.values()), default=1)
             with contextlib.closing(_Body(file, _room(kinds, before, size), self.folder, widest)) as body:
                 for name, tensor in in_order(tensors, kinds):
-                    if not _is_unchanged(tensor, before.get(name), kinds[name]):
+                    base = before.get(name)
+                    if not (_is_unchanged(tensor, base, kinds[name]) and bases.have(base)):
                         body.add(name, tensor, kinds[name])
                 entries = before | body.finish()
             manifest = Manifest(version, None, tuple(entries[name] for name in kinds))
@@ -172,6 +178,10 @@ class VersionsWriter:
         self._last = manifest
         self._collect()
         return manifest
+
+    def is_there(self) -> bool:
+        """Whether its folder is still there, and still written by this process alone."""
+        return self._writing.is_held()
 
     def _base(self, version: int) -> dict[str, TensorEntry]:
         """Return the tensors that need not be written again, each with the version whose file holds it."""
@@ -267,6 +277,39 @@ class VersionsWriter:
         self._writing.close()
 
 
+class _Bases(contextlib.ExitStack):
+    """The files that a delta leaves tensors in; one that is gone or damaged is not referred to again."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder, self._files = folder, dict[int, tuple[int, int] | None]()  # base -> descriptor, first tensor
+
+    def have(self, entry: TensorEntry | None) -> bool:
+        """Whether a tensor's bytes are there as they were written; read, since a mapped file that shrinks kills."""
+        assert entry is not None and entry.base is not None
+        if entry.base not in self._files:
+            self._files[entry.base] = self._open(entry.base)
+        file = self._files[entry.base]
+        return file is not None and _digest_in(file[0], file[1] + entry.offset, entry.nbytes) == entry.digest
+
+    def _open(self, base: int) -> tuple[int, int] | None:
+        for path in (version_path(self._folder, base), bytes_path(self._folder, base)):
+            with contextlib.suppress(OSError, ManifestMismatch):  # not readable is as good as gone
+                descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+                self.callback(os.close, descriptor)
+                return descriptor, header_end(descriptor, path)
+        return None
+
+
+def _digest_in(file: int, offset: int, nbytes: int) -> str:
+    """Return the digest of bytes of a file, as far as it has them."""
+    digest, end = xxhash.xxh3_64(), offset + nbytes
+    while offset < end and (piece := os.pread(file, min(end - offset, PIECE_BYTES), offset)):
+        digest.update(piece)
+        offset += len(piece)
+    return str(digest.hexdigest())
+
+
 class _Body:
     """The tensors that are being written to a file.
 
@@ -289,7 +332,7 @@ class _Body:
         dtype, shape = kind
         width = math.gcd(shape.numel() * dtype.itemsize, self._widest)
         file: IO[bytes] = self._waiting.get(width, self._file)
-        digest = send(tensor, dtype, lambda piece: file.write(piece.data))
+        digest = send(tensor, dtype, lambda piece: file.write(piece.data), name)
         entry = TensorEntry(name, dtype_name(dtype), tuple(shape), self._sizes[width], digest)
         self._added.append((width, entry))
         self._sizes[width] += entry.nbytes
