@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import threading
 from bisect import bisect_left, bisect_right
@@ -17,6 +18,8 @@ from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.states import ReplicaState, check_transition
 
 __all__ = ["ReplicaTable", "TableEntry"]
+
+LOG = logging.getLogger(__name__)
 
 SHOWN = 8
 """How many replicas a repr lists one by one."""
@@ -180,6 +183,21 @@ class ReplicaTable:
                 entry.last_error = error or entry.last_error
                 entry.breaker.failed()
                 self.set_state(index, ReplicaState.DEAD)
+
+    def note_not_finite(self, index: int, count: int) -> None:
+        """Count log-probs of an answer that are NaN or infinite; the first of each version is logged."""
+        with self.lock:
+            entry = self[index]
+            entry.not_finite += count
+            if entry.bad_version != entry.version:
+                entry.bad_version = entry.version
+                LOG.warning(
+                    "replica %d answered with %d log-probs that are NaN or infinite, by version %d of its weights or "
+                    "by an adapter; they are counted as not_finite_logprobs in stats()",
+                    index,
+                    count,
+                    entry.version,
+                )
 
     def replace(self, index: int, replica: Any) -> bool:
         """Replace a replica that died or is quarantined by a new one, with the checkpoint's weights.
