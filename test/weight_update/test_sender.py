@@ -1073,22 +1073,34 @@ def test_an_older_version_comes_back_under_a_new_number(
     assert (engine.states, engine.versions) == (["SERVING"] * 2, [6, 6])
 
 
-@pytest.mark.parametrize("damage", ["a byte", "gone", "cut short", "header", "link"])
+@pytest.mark.parametrize("damage", ["a byte", "gone", "cut short", "header", "link", "in secret"])
 def test_a_delta_refers_to_no_bytes_that_are_damaged_or_gone(connect: Connect, tmp_path: Path, damage: str) -> None:
     engine = FakeFleet(2)
     sender = connect(engine, folder=tmp_path, layout="versions", delta=True)
     for number in (1, 2, 3):  # "a" stays in the file of the first
         sender.update_weights({**weights(1), "b": torch.full((3,), number)})
     (base,) = tmp_path.glob("bytes-of-v1.safetensors")
-    content = base.read_bytes()
-    base.unlink()
-    if damage != "gone":
-        flipped = {"a byte": content[:-1] + b"\xff", "cut short": content[:-8], "header": b"\xff" + content[1:]}
+    content, status = base.read_bytes(), base.stat()
+    if damage == "in secret":
+        with base.open("r+b") as file:
+            file.seek(-40, os.SEEK_END)  # of "a", before "b"
+            file.write(b"\xff")
+        os.utime(base, ns=(status.st_atime_ns, status.st_mtime_ns))
+        with pytest.raises(WeightSyncError, match="bytes of a are not those published"):
+            sender.update_weights({**weights(1), "b": torch.full((3,), 3)})
+    else:
+        base.unlink()
+    if damage not in ("gone", "in secret"):
+        flipped = {
+            "a byte": content[:-40] + b"\xff" + content[-39:],
+            "cut short": content[:-8],
+            "header": b"\xff" + content[1:],
+        }
         if damage == "link":
             base.symlink_to(tmp_path / "elsewhere")
         else:
             base.write_bytes(flipped[damage])
-    for number in (4, 5):
+    for number in (5, 6):
         assert sender.update_weights({**weights(1), "b": torch.full((3,), number)}).failed == {}
         assert [fake.weights["b"][0].item() for fake in engine.fakes] == [number] * 2
         assert value_in(engine, 0) == 1.0

@@ -186,6 +186,11 @@ class Publisher:
         if self._writer is not None:  # else it is not one of this trainer's
             self._writer.protected = version
 
+    def doubt(self) -> None:
+        """Note that a replica could not read a version: what the next one refers to is read before it is written."""
+        if isinstance(self._writer, VersionsWriter):
+            self._writer.doubt()
+
     def republish(self, version: int, number: Callable[[], int]) -> Published:
         """Publish an older version's contents under a new number, without rewriting a byte.
 

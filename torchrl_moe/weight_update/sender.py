@@ -250,6 +250,8 @@ class VLLMWeightSender:
             swap, published = self._ready(), self._newest(_number("prefetch", version))
             asked_at = time.perf_counter() - published.began
             staged = swap.stage(published, replicas)
+            if any(isinstance(one, WeightSyncError) for one in staged.values()):
+                self._publisher.doubt()
             self._asked_at |= dict.fromkeys(staged, asked_at)
             return staged
 

@@ -66,6 +66,7 @@ STABLE, PINS = "STABLE", "pins"
 VERSION, BYTES = "v", "bytes-of-v"  # files of versions, and of older ones that newer ones refer to
 WIDTHS = (8, 4, 2, 1)
 MOST, NO_DIGEST = (1 << 63) - 1, "0" * 16
+Identity = tuple[int, int, int]
 
 
 def version_path(folder: Path, version: int) -> Path:
@@ -126,6 +127,7 @@ class VersionsWriter:
         self._writing = WriterLock(self.folder)
         self.protected: int | None = None
         self._last: Manifest | None = None
+        self._written: dict[int, Identity] = {}  # version -> its file, as it was written
         for left in self.folder.glob(f"{VERSION}*.tmp-*"):  # of a writer that was killed
             left.unlink()
 
@@ -145,7 +147,7 @@ class VersionsWriter:
         _, size = lay_out(kinds.values())
         if not before:  # else it is known only later how much is written
             check_room(self.folder, size)
-        with self._showing(version, size) as file, _Bases(self.folder) as bases:
+        with self._showing(version, size) as file, _Bases(self.folder, self._written) as bases:
             widest = max((dtype.itemsize for dtype, _ in kinds.values()), default=1)
             with contextlib.closing(_Body(file, _room(kinds, before, size), self.folder, widest)) as body:
                 for name, tensor in in_order(tensors, kinds):
@@ -183,6 +185,10 @@ class VersionsWriter:
         """Whether its folder is still there, and still written by this process alone."""
         return self._writing.is_held()
 
+    def doubt(self) -> None:
+        """Read the bytes that the next version refers to, though their files look as they were written."""
+        self._written.clear()
+
     def _base(self, version: int) -> dict[str, TensorEntry]:
         """Return the tensors that need not be written again, each with the version whose file holds it."""
         last = self._last
@@ -205,6 +211,7 @@ class VersionsWriter:
                 os.rename(draft, version_path(self.folder, version))
                 if self._fsync:
                     _fsync_folder(self.folder)
+                self._written[version] = _identity(os.stat(version_path(self.folder, version)))
                 replace_text(self.folder / STABLE, f"v{version}\n", self._fsync)
         except BaseException:
             draft.unlink(missing_ok=True)
@@ -221,6 +228,7 @@ class VersionsWriter:
         held = self._pinned()
         kept |= {version for version in live if version not in kept and (version in held or not self._hide(version))}
         needed = {base for version in kept for base in self._bases(version)}
+        self._written = {version: file for version, file in self._written.items() if version in kept | needed}
         for version, path in version_paths(self.folder, BYTES).items():
             if version not in needed:
                 path.unlink()
@@ -278,36 +286,46 @@ class VersionsWriter:
 
 
 class _Bases(contextlib.ExitStack):
-    """The files that a delta leaves tensors in; one that is gone or damaged is not referred to again."""
+    """The files that a delta leaves tensors in; what is gone or damaged is not referred to again.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: where they are.
+        written: version -> its file, as it was written; if it looks like that, its bytes are not read.
+    """
+
+    def __init__(self, folder: Path, written: Mapping[int, Identity]) -> None:
         super().__init__()
-        self._folder, self._files = folder, dict[int, tuple[int, int] | None]()  # base -> descriptor, first tensor
+        self._folder, self._written = folder, written
+        self._files: dict[int, tuple[int, int] | None] = {}  # base -> descriptor, and where its tensors begin
+        self._buffer = memoryview(bytearray(PIECE_BYTES))
 
     def have(self, entry: TensorEntry | None) -> bool:
         """Whether a tensor's bytes are there as they were written; read, since a mapped file that shrinks kills."""
         assert entry is not None and entry.base is not None
         if entry.base not in self._files:
             self._files[entry.base] = self._open(entry.base)
-        file = self._files[entry.base]
-        return file is not None and _digest_in(file[0], file[1] + entry.offset, entry.nbytes) == entry.digest
+        if (file := self._files[entry.base]) is None:
+            return False
+        descriptor, start = file
+        if _identity(os.fstat(descriptor)) == self._written.get(entry.base):
+            return True
+        return self._digest(descriptor, start + entry.offset, entry.nbytes) == entry.digest
 
     def _open(self, base: int) -> tuple[int, int] | None:
         for path in (version_path(self._folder, base), bytes_path(self._folder, base)):
-            with contextlib.suppress(OSError, ManifestMismatch):  # not readable is as good as gone
+            with contextlib.suppress(OSError, ManifestMismatch):  # what cannot be read is as good as gone
                 descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
                 self.callback(os.close, descriptor)
                 return descriptor, header_end(descriptor, path)
         return None
 
-
-def _digest_in(file: int, offset: int, nbytes: int) -> str:
-    """Return the digest of bytes of a file, as far as it has them."""
-    digest, end = xxhash.xxh3_64(), offset + nbytes
-    while offset < end and (piece := os.pread(file, min(end - offset, PIECE_BYTES), offset)):
-        digest.update(piece)
-        offset += len(piece)
-    return str(digest.hexdigest())
+    def _digest(self, file: int, offset: int, nbytes: int) -> str:
+        """Return the digest of bytes of a file, as far as it has them."""
+        digest, end = xxhash.xxh3_64(), offset + nbytes
+        while offset < end and (count := os.preadv(file, [self._buffer[: end - offset]], offset)):
+            digest.update(self._buffer[:count])
+            offset += count
+        return str(digest.hexdigest())
 
 
 class _Body:
@@ -381,6 +399,10 @@ def _is_unchanged(tensor: Tensor, before: TensorEntry | None, kind: TensorKind) 
     if before is None or (before.torch_dtype, before.shape) != (kind[0], tuple(kind[1])):
         return False
     return send(tensor, before.torch_dtype, len) == before.digest
+
+
+def _identity(status: os.stat_result) -> Identity:
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _fsync_folder(folder: Path) -> None:
