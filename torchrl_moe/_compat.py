@@ -262,7 +262,7 @@ def refuse_bad_adapters() -> None:
                 for tensor in part if isinstance(part, list) else [part]:
                     if tensor is not None and not tensor.isfinite().all():
                         raise ValueError(
-                            f"its {name} has numbers that are NaN or infinite in {tensor.dtype}: train it anew, or "
+                            f"its {name} has numbers that are NaN or infinite in {tensor.dtype}: train it again, or "
                             "from an earlier checkpoint"
                         )
         return lora
@@ -279,7 +279,7 @@ def zero_new_blocks() -> None:
     """
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    KVCacheConfig.needs_kv_cache_zeroing = property(lambda _: True)  # type: ignore[assignment,method-assign]
+    KVCacheConfig.needs_kv_cache_zeroing = property(lambda _: True)
 
 
 def unused_adapter_modules(model_runner: Any, number: int) -> list[str]:

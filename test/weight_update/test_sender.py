@@ -414,6 +414,11 @@ def nan(tensor: Any) -> Any:
         (lambda own: {STACKED: own[STACKED].numpy()}, "gate_up_proj is a ndarray, not a tensor: torch.as_tensor"),
         (lambda own: {HEAD: own[HEAD].to("meta")}, "lm_head.weight is on the meta device and has no values"),
         (lambda own: {HEAD: own[HEAD].to_sparse()}, "lm_head.weight is torch.sparse_coo of torch.float32, and only de"),
+        (
+            lambda own: {HEAD: torch.nested.nested_tensor([own[HEAD]])},
+            "lm_head.weight is .*, and only dense tensors can",
+        ),
+        (lambda own: {HEAD: torch._neg_view(own[HEAD])}, "lm_head.weight is a Tensor without memory of its own: send"),
         (lambda own: {NORM: torch.empty(0)}, r"model.norm.weight has shape \[0\]"),
         (lambda own: {7: torch.ones(1)}, "a tensor is named by a str, got 7"),
         (lambda own: {NORM: nan(own[NORM])}, "64 of the 64 numbers of model.norm.weight are NaN or infinite"),

@@ -238,7 +238,11 @@ def check_dense(name: Any, value: Any) -> None:
         raise ManifestMismatch(
             f"{name} is on the meta device and has no values: load it, or bring it back from where it was offloaded"
         )
-    if local.layout is not torch.strided or local.is_quantized:
+    if type(local).__torch_dispatch__ != Tensor.__torch_dispatch__ or local.is_neg():  # it is not what lies in memory
+        raise ManifestMismatch(
+            f"{name} is a {type(local).__name__} without memory of its own: send a copy of its values"
+        )
+    if local.layout is not torch.strided or local.is_quantized or local.is_nested:
         raise ManifestMismatch(
             f"{name} is {local.layout} of {local.dtype}, and only dense tensors can be sent: use .to_dense() or "
             ".dequantize()"

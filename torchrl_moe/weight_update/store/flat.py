@@ -103,7 +103,7 @@ def send(tensor: Tensor, dtype: torch.dtype, take: Callable[[Bytes], object], na
 def _not_finite(name: str, tensor: Tensor, dtype: torch.dtype) -> WeightSyncError:
     values = tensor.detach().reshape(-1)
     bad = int((~values.to(dtype).double().isfinite()).sum())
-    here = f" in {dtype}, in which they are sent," if bool(values.double().isfinite().all()) else ""
+    here = f" in {dtype}, in which they are sent" if bool(values.double().isfinite().all()) else ""
     return WeightSyncError(
         f"{bad} of the {len(values)} numbers of {name} are NaN or infinite{here}: these weights are not sent, and the "
         "engine keeps those that it has. Find the training step that made them, and go back to an earlier checkpoint"
