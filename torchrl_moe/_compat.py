@@ -29,6 +29,7 @@ __all__ = [
     "pack_tied",
     "plain_tokenizer",
     "reads_prefix_cache",
+    "refuse_bad_adapters",
     "register_weight_engine",
     "reserve_check_slot",
     "restore_moe_kernels",
@@ -38,6 +39,7 @@ __all__ = [
     "take_moe_kernels",
     "unused_adapter_modules",
     "vllm_client_errors",
+    "zero_new_blocks",
 ]
 
 
@@ -243,6 +245,41 @@ def keep_cpu_experts_with_lora() -> None:
         return choose(dataclasses.replace(moe_config, is_lora_enabled=False))
 
     method.select_unquantized_moe_backend = choose_for_cpu
+
+
+def refuse_bad_adapters() -> None:
+    """Have vLLM's workers refuse an adapter with numbers that are not finite (0.32). Idempotent."""
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+    load = WorkerLoRAManager._load_adapter
+    if hasattr(load, "torchrl_moe"):
+        return
+
+    def load_and_check(manager: Any, lora_request: Any) -> Any:
+        lora = load(manager, lora_request)
+        for name, layer in lora.loras.items():
+            for part in (layer.lora_a, layer.lora_b):
+                for tensor in part if isinstance(part, list) else [part]:
+                    if tensor is not None and not tensor.isfinite().all():
+                        raise ValueError(
+                            f"its {name} has numbers that are NaN or infinite in {tensor.dtype}: train it again, or "
+                            "from an earlier checkpoint"
+                        )
+        return lora
+
+    load_and_check.torchrl_moe = True  # type: ignore[attr-defined]
+    WorkerLoRAManager._load_adapter = load_and_check
+
+
+def zero_new_blocks() -> None:
+    """Have vLLM zero a block of the KV cache when a request gets it, as it does for hybrid models (0.32). Idempotent.
+
+    Attention multiplies what lies in a block behind a request's tokens by zero, and NaN times zero is NaN. So numbers
+    that are not finite would outlive the weights, or the adapter, that made them.
+    """
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    KVCacheConfig.needs_kv_cache_zeroing = property(lambda _: True)
 
 
 def unused_adapter_modules(model_runner: Any, number: int) -> list[str]:

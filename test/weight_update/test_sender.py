@@ -6,12 +6,16 @@ import contextlib
 import math
 import os
 import random
+import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -24,6 +28,7 @@ from support.waiting import in_thread, until
 from support.weights import Connect, always, soft, value_in, weights
 from torchrl_moe._errors import EngineError, ManifestMismatch, NoReplicaError, ReplicaDiedError, WeightSyncError
 from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM, make_tiny_moe
@@ -382,6 +387,205 @@ def test_other_tensors_touch_no_replica_and_cost_no_version(connect: Connect, ba
     assert sender.update_weights(weights(2)).version == 2
 
 
+STACKED = "model.layers.1.mlp.experts.gate_up_proj"
+HEAD, NORM, CUT = "lm_head.weight", "model.norm.weight", "model.layers.1.mlp.experts.3.gate_proj.weight"
+
+
+def nan(tensor: Any) -> Any:
+    return torch.full_like(tensor, math.nan)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda own: {HEAD: own[HEAD].t()},
+            r"lm_head.weight has shape \[64, 259\], the registered model has \[259, 64\]",
+        ),
+        (lambda own: {HEAD: own[HEAD].repeat(2, 1)[:300]}, r"lm_head.weight has shape \[300, 64\]"),
+        (lambda own: {NORM: torch.ones(128)}, r"model.norm.weight has shape \[128\], the registered model has \[64\]"),
+        (lambda own: {NORM: own[NORM].long()}, r"model.norm.weight is torch.int64, the registered model has torch.f"),
+        (
+            lambda own: {STACKED: own[STACKED].permute(1, 0, 2)},
+            r"gate_up_proj has shape \[64, 16, 64\], the registered",
+        ),
+        (lambda own: {"model.extra": torch.ones(1)}, "the registered model does not have model.extra"),
+        (lambda own: {STACKED: None}, "gate_up_proj is a NoneType, not a tensor"),
+        (lambda own: {STACKED: own[STACKED].numpy()}, "gate_up_proj is a ndarray, not a tensor: torch.as_tensor"),
+        (lambda own: {HEAD: own[HEAD].to("meta")}, "lm_head.weight is on the meta device and has no values"),
+        (lambda own: {HEAD: own[HEAD].to_sparse()}, "lm_head.weight is torch.sparse_coo of torch.float32, and only de"),
+        (
+            lambda own: {HEAD: torch.nested.nested_tensor([own[HEAD]])},
+            "lm_head.weight is .*, and only dense tensors can",
+        ),
+        (lambda own: {HEAD: torch._neg_view(own[HEAD])}, "lm_head.weight is a Tensor without memory of its own: send"),
+        (lambda own: {NORM: torch.empty(0)}, r"model.norm.weight has shape \[0\]"),
+        (lambda own: {7: torch.ones(1)}, "a tensor is named by a str, got 7"),
+        (lambda own: {NORM: nan(own[NORM])}, "64 of the 64 numbers of model.norm.weight are NaN or infinite"),
+        (lambda own: {HEAD: own[HEAD] / 0}, "of the 16576 numbers of lm_head.weight are NaN or infinite"),
+    ],
+)
+def test_what_is_given_is_what_is_sent_or_no_replica_is_touched(connect: Connect, change: Any, words: str) -> None:
+    """Under the model's own names and, where they have the tensor, under those of the checkpoint."""
+    model = make_tiny_moe("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[])
+    engine = FakeFleet(1, expected=get_model_metadata(model))
+    sender = connect(engine)
+    sender.register_model(model)
+    good = sender.update_weights(model.state_dict())
+    assert good.digest == sender.update_weights().digest
+    engine.log.clear()
+    own = dict(model.state_dict())
+    changed = change(own)
+    given = [own | changed]
+    if STACKED not in changed:
+        given.append(checkpoint_tensors(model) | changed)
+    for weights_given in given:
+        with pytest.raises(WeightSyncError, match=words if weights_given.keys() >= own.keys() else None):
+            sender.update_weights(weights_given)
+    assert (engine.log, sender.version, engine.states) == ([], 2, ["SERVING"])
+    assert sender.update_weights().digest == good.digest
+
+
+def test_a_tied_weight_that_came_with_two_values_is_refused(connect: Connect) -> None:
+    model = make_tiny_moe("qwen3_moe", num_hidden_layers=2, tie_word_embeddings=True)
+    engine = FakeFleet(1, expected=get_model_metadata(model))
+    sender = connect(engine)
+    sender.register_model(model)
+    sender.update_weights({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    with pytest.raises(ManifestMismatch, match="are one weight in the registered model, and came with different valu"):
+        sender.update_weights({**model.state_dict(), HEAD: model.lm_head.weight.detach() + 1})
+    assert engine.versions == [1]
+
+
+def test_a_model_that_was_resized_since_it_was_registered_is_refused(connect: Connect) -> None:
+    model = make_tiny_moe("qwen3_moe", num_hidden_layers=2)
+    engine = FakeFleet(1, expected=get_model_metadata(model))
+    sender = connect(engine)
+    sender.register_model(model)
+    model.resize_token_embeddings(300, mean_resizing=False)
+    with pytest.raises(ManifestMismatch, match=r"has shape \[300, 64\], register_model\(\) saw \[259, 64\]"):
+        sender.update_weights()
+    assert engine.versions == [0]
+
+
+@pytest.mark.parametrize("given", [5, "weights", torch.ones(2), [torch.ones(2)], [("a",)]])
+def test_what_holds_no_names_is_refused_as_such(connect: Connect, given: Any) -> None:
+    engine = FakeFleet(1)
+    sender = connect(engine)
+    for update in (sender.update_weights, engine.update_weights):
+        with pytest.raises(TypeError, match="weights must be a model, a TensorDict, or names and tensors, got"):
+            update(given)
+    assert engine.versions == [0]
+
+
+@pytest.mark.parametrize("dtype", ["engine", "trainer"])
+@pytest.mark.parametrize("layout", [{}, {"layout": "versions"}, {"layout": "versions", "delta": True}])
+def test_a_number_that_overflows_in_the_engines_dtype_is_not_sent(
+    connect: Connect, tmp_path: Path, dtype: str, layout: dict[str, Any]
+) -> None:
+    expected = {"a": (torch.float16, torch.Size([2, 2])), "b": (torch.int64, torch.Size([3]))}
+    engine = FakeFleet(1, expected=expected, dtype="float16")
+    sender = connect(engine, dtype=dtype, folder=tmp_path, **layout)
+    sender.update_weights(weights(1))
+    update = (
+        contextlib.nullcontext()
+        if dtype == "trainer"
+        else pytest.raises(
+            WeightSyncError,
+            match=r"4 of the 4 numbers of a are NaN or infinite in torch.float16, in which they are sent",
+        )
+    )
+    with update:
+        sender.update_weights(weights(1e5))
+    assert sender.update_weights(weights(2)).failed == {}
+    assert value_in(engine, 0) == 2.0
+
+
+@pytest.mark.parametrize("version", ["1", None, 1.0, True, b"1", math.nan])
+def test_a_version_is_a_whole_number(connect: Connect, version: Any) -> None:
+    sender = connect(FakeFleet(1))
+    sender.update_weights(weights())
+    for step in (sender.rollback, sender.prefetch, sender.apply):
+        with pytest.raises(TypeError, match=r"version must be an int, as publish\(\) returns it, got"):
+            step(version)
+
+
+@pytest.mark.parametrize("layout", ["slots", "versions"])
+@pytest.mark.parametrize("what", ["link", "folder"])
+def test_something_else_in_the_place_of_a_file_is_named(
+    connect: Connect, tmp_path: Path, layout: str, what: str
+) -> None:
+    engine = FakeFleet(1)
+    sender = connect(engine, folder=tmp_path / "store", layout=layout)
+    sender.update_weights(weights(1))
+    taken = tmp_path / "store" / {"slots": ".manifest-2.json.tmp", "versions": ".STABLE.tmp"}[layout]
+    taken.symlink_to(tmp_path / "elsewhere") if what == "link" else taken.mkdir()
+    with pytest.raises(WeightSyncError, match=r"the weight store '.*store' cannot be used: .*(manifest|STABLE)"):
+        sender.update_weights(weights(2))
+    assert value_in(engine, 0) == 1.0
+    taken.unlink() if what == "link" else taken.rmdir()
+    assert sender.update_weights(weights(3)).failed == {}
+
+
+@pytest.mark.parametrize("choices", [{}, {"layout": "versions"}, {"layout": "versions", "delta": True}])
+def test_a_store_that_was_removed_is_made_again(connect: Connect, tmp_path: Path, choices: dict[str, Any]) -> None:
+    engine = FakeFleet(2)
+    sender = connect(engine, folder=tmp_path / "store", **choices)
+    sender.update_weights(weights(1))
+    shutil.rmtree(tmp_path / "store")
+    engine.restart(1)
+    with pytest.raises(WeightSyncError, match=r"replica 1 was not brought to version 1: .*not in the store"):
+        sender.bring(1)
+    report = sender.update_weights(weights(2))
+    assert report.failed == {1: "the replica is STARTING"}
+    sender.bring(1)
+    assert [value_in(engine, index) for index in (0, 1)] == [2.0, 2.0]
+    assert sender.update_weights(weights(3)).failed == {}
+
+
+def test_a_forked_process_leaves_the_store_to_the_one_that_made_it() -> None:
+    engine, scheme = FakeFleet(1), VLLMWeightSyncScheme(timeout_seconds=20.0)
+    sender = scheme.create_sender()
+    sender.init_all_workers_group(None, vllm_engine=engine)
+    sender.update_weights(weights(1))
+    if not (child := os.fork()):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        try:
+            sender.shutdown()
+            scheme.shutdown()  # calls the finalizer, as its end would
+            sender._publisher.close()
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    with pytest.raises(WeightSyncError, match="is written by process"):
+        VLLMWeightSyncScheme(folder=scheme.folder).create_sender().publish(weights(9))
+    for value in (2, 3):
+        assert sender.update_weights(weights(value)).failed == {}
+        assert value_in(engine, 0) == value
+    sender.shutdown()
+    assert not scheme.folder.exists()
+
+
+def test_a_version_that_does_not_fit_into_memory_is_refused_before_it_is_written(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In memory, a file that is too large ends other programs; on a disk it is an error of its own."""
+    engine = FakeFleet(1, expected={"a": (torch.float32, torch.Size([1 << 18])), "b": (torch.int64, torch.Size([3]))})
+    sender = connect(engine)
+    large = {"a": torch.zeros(1 << 18), "b": torch.zeros(3, dtype=torch.int64)}
+    sender.update_weights(large)
+    memory = psutil.virtual_memory()
+    with monkeypatch.context() as patch:
+        patch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=1 << 20))
+        with pytest.raises(
+            WeightSyncError, match=r"no room for 1 MB in /dev/shm/.* \(which is in memory, of which 1 MB a"
+        ):
+            sender.update_weights(large)
+        assert (sender.version, engine.versions) == (1, [1])
+    assert [sender.update_weights(large).version for _ in range(3)] == [2, 3, 4]
+
+
 @pytest.mark.parametrize("error", [EngineError("did not answer"), ValueError("1 missing (x)")])
 def test_a_replica_that_cannot_check_continues_with_its_old_version(connect: Connect, error: Exception) -> None:
     engine = FakeFleet(3)
@@ -533,14 +737,45 @@ def test_an_nn_module_is_registered_through_its_wrapper() -> None:
 # -- publishing while the next forward runs ---------------------------------------------------------------------------
 
 
-def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Let writers wait before each tensor's bytes."""
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weight: weight.data.add_(0.1),
+        lambda weight: weight.detach().numpy().__iadd__(0.1),
+        lambda weight: weight.data.copy_(weight + 0.1),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_write_that_torch_does_not_count_tears_no_version(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, write: Any, first: bool
+) -> None:
+    """Whether the copy has passed the tensor that is written, or not."""
+    model = make_tiny_moe("qwen3_moe", num_hidden_layers=2)
+    engine, parameters = FakeFleet(1, expected=get_model_metadata(model)), list(model.parameters())
+    sender = connect(engine)
+    sender.register_model(model)
+    sender.update_weights()
+    go = gate(monkeypatch, after=4)
+    sender.publish(wait=False)
+    write(parameters[0 if first else -1])
+    go.set()
+    with pytest.raises(ManifestMismatch, match=r"changed while they were copied: call sender\.wait_published"):
+        sender.wait_published()
+    assert (sender.version, engine.versions) == (1, [1])
+    sender.publish(wait=False)
+    assert sender.wait_published() == 2
+    write(parameters[0])  # now it may
+    assert sender.apply(2).failed == {}
+
+
+def gate(monkeypatch: pytest.MonkeyPatch, after: int = 0) -> threading.Event:
+    """Let writers wait before each tensor's bytes, after so many."""
     from torchrl_moe.weight_update.store import slots
 
-    go, write = threading.Event(), slots._write
+    go, write, free = threading.Event(), slots._write, iter([True] * after)
 
     def held(*args: Any) -> str:
-        assert go.wait(60.0)
+        assert next(free, False) or go.wait(60.0)
         return write(*args)
 
     monkeypatch.setattr(slots, "_write", held)
@@ -731,6 +966,93 @@ def test_replicas_that_die_at_any_moment_come_back_to_the_newest_weights(connect
     service.shutdown()
 
 
+@pytest.mark.parametrize("dies_in", ["stage_weights", "swap_weights"])
+def test_the_only_replica_dies_in_an_update_which_waits_for_its_restart(connect: Connect, dies_in: str) -> None:
+    policy = FaultPolicy(first_delay=0.001, longest_delay=0.01, probe=math.inf, start=30.0)
+
+    def make(index: int, life: int) -> FakeWeightReplica:
+        replica = FakeWeightReplica(index)
+
+        def die(asked: int) -> Exception | None:
+            if life or not asked:
+                return None
+            replica.die("killed by signal 9")
+            return ReplicaDiedError("killed by signal 9")
+
+        replica.fail[dies_in] = die
+        return replica
+
+    service = RestartingService(1, make, policy)
+    sender = connect(service)
+    collector = Collector()
+    sender.register_collector(collector)
+    assert sender.update_weights(weights(1)).failed == {}
+    report = sender.update_weights(weights(2))
+    assert (report.version, report.failed, len(report.replicas)) == (2, {}, 1)
+    (entry,) = service.replica_table
+    assert (entry.version, entry.replica.weights["b"][0].item(), sum(service.restarts)) == (2, 2, 1)
+    assert collector.count == 2
+    assert sender.update_weights(weights(3)).failed == {}
+    service.shutdown()
+
+
+def test_a_replica_that_is_given_up_ends_the_wait_with_its_cause(connect: Connect) -> None:
+    policy = FaultPolicy(first_delay=0.001, longest_delay=0.01, probe=math.inf, start=30.0, max_restarts=2)
+
+    def make(index: int, life: int) -> FakeWeightReplica:
+        replica = FakeWeightReplica(index)
+
+        def die(asked: int) -> Exception | None:
+            if not life and not asked:
+                return None
+            replica.die("killed by signal 9")
+            return ReplicaDiedError("killed by signal 9")
+
+        replica.fail["swap_weights"] = die
+        return replica
+
+    service = RestartingService(1, make, policy)
+    sender = connect(service)
+    sender.update_weights(weights(1))
+    with pytest.raises(
+        WeightSyncError, match=r"restarted 2 times .*killed by signal 9.* log: .*max_restarts=2"
+    ) as caught:
+        sender.update_weights(weights(2))
+    assert caught.value.report.failed.keys() == {0}
+    service.shutdown()
+
+
+def test_draining_a_paused_engine_fails_at_once_and_names_both_ways_out(connect: Connect) -> None:
+    engine = FakeFleet(1)
+    sender = connect(engine, mode="drain", timeout_seconds=60.0)
+    engine.pause()
+    asked = in_thread(lambda: engine.generate([1], {"max_tokens": 2}, use_tqdm=False, timeout_seconds=60.0))
+    until(lambda: engine.replica_table[0].inflight == 1)
+    words = r"paused, so its 1 requests in flight cannot finish: resume\(\) it, or use mode='hot_swap'"
+    for pauses_later in (False, True):
+        if pauses_later:
+            engine.resume()
+            asked.result(60.0)
+            engine.fakes[0].pause("keep", False, 60.0)  # a request that takes long
+            asked = in_thread(lambda: engine.generate([1], {"max_tokens": 2}, use_tqdm=False, timeout_seconds=60.0))
+            until(lambda: engine.replica_table[0].inflight == 1)
+            update = in_thread(lambda: sender.update_weights(weights()))
+            until(lambda: engine.states == ["DRAINING"])
+            engine.pause()
+            with pytest.raises(WeightSyncError, match=words):
+                update.result(30.0)
+        else:
+            with pytest.raises(WeightSyncError, match=words):
+                sender.update_weights(weights())
+        assert engine.states == ["SERVING"]
+    engine.resume()
+    asked.result(60.0)
+    assert sender.update_weights(weights(5)).failed == {}
+    engine.pause()  # nothing is in flight
+    assert sender.update_weights(weights(6)).failed == {}
+    engine.resume()
+
+
 # -- older versions ---------------------------------------------------------------------------------------------------
 
 
@@ -754,6 +1076,63 @@ def test_an_older_version_comes_back_under_a_new_number(
     with pytest.raises(ManifestMismatch, match=r"version 1 is not there, only \["):
         sender.rollback(1)
     assert (engine.states, engine.versions) == (["SERVING"] * 2, [6, 6])
+
+
+@pytest.mark.parametrize("damage", ["a byte", "gone", "cut short", "header", "link", "in secret"])
+def test_a_delta_refers_to_no_bytes_that_are_damaged_or_gone(connect: Connect, tmp_path: Path, damage: str) -> None:
+    engine = FakeFleet(2)
+    sender = connect(engine, folder=tmp_path, layout="versions", delta=True)
+    for number in (1, 2, 3):  # "a" stays in the file of the first
+        sender.update_weights({**weights(1), "b": torch.full((3,), number)})
+    (base,) = tmp_path.glob("bytes-of-v1.safetensors")
+    content, status = base.read_bytes(), base.stat()
+    if damage == "in secret":
+        with base.open("r+b") as file:
+            file.seek(-40, os.SEEK_END)  # of "a", before "b"
+            file.write(b"\xff")
+        os.utime(base, ns=(status.st_atime_ns, status.st_mtime_ns))
+        with pytest.raises(WeightSyncError, match="bytes of a are not those published"):
+            sender.update_weights({**weights(1), "b": torch.full((3,), 3)})
+    else:
+        base.unlink()
+    if damage not in ("gone", "in secret"):
+        flipped = {
+            "a byte": content[:-40] + b"\xff" + content[-39:],
+            "cut short": content[:-8],
+            "header": b"\xff" + content[1:],
+        }
+        if damage == "link":
+            base.symlink_to(tmp_path / "elsewhere")
+        else:
+            base.write_bytes(flipped[damage])
+    for number in (5, 6):
+        assert sender.update_weights({**weights(1), "b": torch.full((3,), number)}).failed == {}
+        assert [fake.weights["b"][0].item() for fake in engine.fakes] == [number] * 2
+        assert value_in(engine, 0) == 1.0
+
+
+@pytest.mark.parametrize("byte", [b"\xff", b"~"])
+@pytest.mark.parametrize("layout", ["slots", "versions"])
+def test_a_damaged_manifest_costs_its_version_only(
+    connect: Connect, tmp_path: Path, byte: bytes, layout: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    first = connect(FakeFleet(1), folder=tmp_path, layout=layout)
+    for number in (1, 2):
+        first.update_weights(weights(number))
+    first.shutdown()
+    file = tmp_path / {"slots": "manifest-1.json", "versions": "v1.safetensors"}[layout]
+    content = file.read_bytes()
+    file.write_bytes(content[:40] + byte + content[41:])
+    if layout == "versions":
+        (tmp_path / "STABLE").write_bytes(b"v\xff")
+    (tmp_path / "writer").write_bytes(b"\xff")
+    engine = FakeFleet(1)
+    second = connect(engine, folder=tmp_path, layout=layout)
+    if layout == "slots":
+        assert second.rollback(2).version == 3
+        assert [str(one.message) for one in recwarn if "is left out" in str(one.message)]
+    assert second.update_weights(weights(4)).failed == {}
+    assert value_in(engine, 0) == 4.0
 
 
 def test_a_sender_without_an_engine_rolls_nothing_back() -> None:
@@ -917,6 +1296,41 @@ def test_an_engine_computes_what_a_model_with_adapters_does(engine: AsyncVLLM, s
     assert distance(engine, reference) <= TOLERANCE
     sender.register_model(model.unload())
     assert sender.update_weights(original).failed == {}
+    sender.shutdown()
+
+
+@pytest.mark.engine("qwen3_moe")
+@pytest.mark.usefixtures("one_thread")
+def test_numbers_that_overflow_are_counted_and_do_not_outlive_their_weights(
+    engine: AsyncVLLM, shelf: EngineShelf
+) -> None:
+    """An expert overflows that the weight check does not reach; the cache's blocks then hold NaN."""
+    reference = Reference(shelf.folder("qwen3_moe"))
+    sender = VLLMWeightSyncScheme().create_sender()
+    sender.register_model(reference.model)
+    sender.init_all_workers_group(None, vllm_engine=engine)
+    reached = reference(torch.tensor([0]))[1][2][0].tolist()
+    down = reference.model.model.layers[2].mlp.experts.down_proj
+    chosen = next(expert for expert in range(len(down)) if expert not in reached)
+    before = down.detach().clone()
+    prompts = [[token, *range(token)] for token in range(1, 31)]
+
+    def bad_log_probs() -> int:
+        done = engine.generate(prompts, {"max_tokens": 20, "logprobs": 0, "ignore_eos": True}, use_tqdm=False)
+        return sum(int((~np.isfinite(answer.outputs[0].logprobs)).sum()) for answer in done)
+
+    with torch.no_grad():
+        down[chosen].fill_(3e38)
+    assert sender.update_weights().failed == {}
+    counted = engine.stats()[0]["not_finite_logprobs"]
+    bad = bad_log_probs()
+    assert bad > 20
+    assert engine.stats()[0]["not_finite_logprobs"] - counted == bad
+    with torch.no_grad():
+        down.copy_(before)
+    assert sender.update_weights().failed == {}
+    assert bad_log_probs() == 0
+    assert distance(engine, reference) <= TOLERANCE
     sender.shutdown()
 
 

@@ -141,7 +141,7 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
         self._store = WeightStoreReader(options.store.seen_as)
         transport = MemmapTransport(options.store.seen_as)
         self._swap = RollingSwap(self._engine, transport, options.staging, options.swapping)
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self.report: SyncReport | None = None
         if self._engine.weight_sync is None:  # a sender with the engine does this itself
             self._engine.register_weight_sync(self.bring)
@@ -167,7 +167,7 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
             self.report = self._apply(newest, late)
             if len(self.report.failed) == len(late):
                 self._swap.give_up()  # others may have claimed them; the next poll claims the free ones
-            self._swap.check_serving(self.report)
+            self.report = self._swap.check_serving(self.report, self._lock)
             return True
 
     def bring(self, index: int) -> None:

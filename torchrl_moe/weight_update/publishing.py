@@ -26,6 +26,7 @@ from torchrl_moe.weight_update.store import (
     WeightStoreWriter,
     check_tensors,
 )
+from torchrl_moe.weight_update.store.writing import naming_the_folder
 
 __all__ = ["Published", "Publisher"]
 
@@ -111,7 +112,8 @@ class Publisher:
 
     def newest(self) -> int:
         """Return the newest version in the store, possibly an earlier trainer's; -1 if there is none."""
-        newest = WeightStoreReader(self._store.folder).newest()
+        with naming_the_folder(self._store.folder):
+            newest = WeightStoreReader(self._store.folder).newest()
         return -1 if newest is None else newest
 
     # -- writing ----------------------------------------------------------------------------------------------------
@@ -184,6 +186,11 @@ class Publisher:
         if self._writer is not None:  # else it is not one of this trainer's
             self._writer.protected = version
 
+    def doubt(self) -> None:
+        """Note that a replica could not read a version: what the next one refers to is read before it is written."""
+        if isinstance(self._writer, VersionsWriter):
+            self._writer.doubt()
+
     def republish(self, version: int, number: Callable[[], int]) -> Published:
         """Publish an older version's contents under a new number, without rewriting a byte.
 
@@ -198,8 +205,9 @@ class Publisher:
         new, began = number(), time.perf_counter()
         if not is_first() and self.expected is None:
             return Published(version=new, manifest=None)
-        manifest = self._open().republish(version, new)
-        return self._published(manifest, began, self._canaries.get(version))
+        with naming_the_folder(self._store.folder):
+            manifest = self._open().republish(version, new)
+            return self._published(manifest, began, self._canaries.get(version))
 
     def _source(self, weights: Weights | None) -> Source:
         return source_of(weights, self.model, self.expected)
@@ -214,7 +222,8 @@ class Publisher:
         self, source: Source, tensors: Iterator[tuple[str, Tensor]], version: int, canary: dict[str, Any] | None
     ) -> Published:
         kinds, began = self._kinds(source), time.perf_counter()
-        return self._published(self._open().publish(tensors, version, kinds), began, canary)
+        with naming_the_folder(self._store.folder):
+            return self._published(self._open().publish(tensors, version, kinds), began, canary)
 
     def _published(self, manifest: Manifest, began: float, canary: dict[str, Any] | None) -> Published:
         version, seconds = manifest.version, time.perf_counter() - began
@@ -223,6 +232,9 @@ class Publisher:
         return Published(version=version, manifest=manifest, began=began, seconds=seconds, canary=canary)
 
     def _open(self) -> WeightStoreWriter | VersionsWriter:
+        if self._writer is not None and not self._writer.is_there():  # the folder was removed: it is made again
+            self._writer.close()
+            self._writer = None
         if self._writer is None:
             self._writer = self._new_writer(self._store)
         return self._writer
@@ -247,8 +259,8 @@ class Publisher:
             self._writer = None
 
 
-def _unchanged(source: Source, before: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield a source's tensors; at the end, raise an error if they were changed since ``before`` was counted."""
+def _unchanged(source: Source, before: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield a source's tensors; at the end, raise an error if they no longer hold what they did ``before``."""
     yield from source.tensors()
     if source.changes() != before:
         raise ManifestMismatch(

@@ -8,6 +8,7 @@ waiting.
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +46,8 @@ __all__ = ["LATE", "SYNCABLE", "RollingSwap", "Staged", "waits_for_update"]
 ATTEMPTS = 2
 GIVE_UP_SECONDS = 10.0  # that a replica gets to confirm it
 BAR_SECONDS = 5.0  # until a progress bar appears
+NOTICE_SECONDS = 2.0  # until the supervisor has noticed a death
+RESTART_POLL_SECONDS = 0.05
 SYNCABLE = frozenset({ReplicaState.SERVING, ReplicaState.DRAINING})
 LATE = SYNCABLE | {ReplicaState.STARTING}  # may be updated by index
 PAUSES: Mapping[str, PauseMode] = {"hot_swap": "keep", "drain": "keep", "abort_resume": "abort"}
@@ -78,6 +81,7 @@ class RollingSwap:
         self._claimed: weakref.WeakSet[Any] = weakref.WeakSet()  # replicas whose weights this driver owns
         self._opened: weakref.WeakSet[Any] = weakref.WeakSet()  # of those, the ones that opened the transport
         self._away: set[int] = set()  # replicas that are being swapped
+        self._outcomes: dict[int, tuple[int, ReplicaSync]] = {}  # replica -> the version that it got last, and how
 
     # -- before the swap --------------------------------------------------------------------------------------------
 
@@ -194,6 +198,7 @@ class RollingSwap:
 
         def bring(index: int) -> ReplicaSync:
             outcome = self._bring(index, published, staged.get(index))
+            self._outcomes[index] = published.version, outcome
             bar.update()
             return outcome
 
@@ -274,21 +279,31 @@ class RollingSwap:
             return before, f"it was replaced by another process after version {version} was prepared"
         if before is ReplicaState.STARTING:
             return before, None
-        if self._swapping.mode == "drain" and not self._drain(entry, replica):
+        if self._swapping.mode == "drain" and (reason := self._drain(entry, replica)):
             self._move(entry, replica, before)
-            return before, "requests did not finish in time to drain"
+            return before, reason
         with self._table.changed:
             if entry.state in SYNCABLE and self._move(entry, replica, ReplicaState.SYNCING):
                 return before, None
             return before, f"the replica is {entry.state.name}"
 
-    def _drain(self, entry: TableEntry, replica: Replica) -> bool:
+    def _drain(self, entry: TableEntry, replica: Replica) -> str:
+        """Wait until a replica has no request; return why it still has some, or an empty string."""
+
+        def is_over() -> bool:
+            return entry.inflight == 0 or entry.state in GONE or entry.replica is not replica
+
         with self._table.changed:
             self._move(entry, replica, ReplicaState.DRAINING)
-            return self._table.changed.wait_for(
-                lambda: entry.inflight == 0 or entry.state in GONE or entry.replica is not replica,
-                self._swapping.timeout_seconds,
-            )
+            self._table.changed.wait_for(lambda: is_over() or self.engine.is_frozen, self._swapping.timeout_seconds)
+            if is_over():
+                return ""
+            if self.engine.is_frozen:
+                return (
+                    f"the engine is paused, so its {entry.inflight} requests in flight cannot finish: resume() it, or "
+                    "use mode='hot_swap'"
+                )
+            return "requests did not finish in time to drain"
 
     def _swap(self, entry: TableEntry, replica: Replica, published: Published) -> tuple[SwapReport, int, bool]:
         """Swap, with one retry; a replica that does not answer is not asked again.
@@ -350,22 +365,66 @@ class RollingSwap:
                 self._table.set_state(entry.index, state)
             return True
 
-    def check_serving(self, report: SyncReport) -> None:
-        """Check that enough replicas hold a version that failed in some.
+    def check_serving(self, report: SyncReport, lock: threading.Condition) -> SyncReport:
+        """Check that enough replicas hold a version that failed in some; a replica that died is waited for.
+
+        Its supervisor restarts it, and then has it load the version from the store.
+
+        Args:
+            report: of the update.
+            lock: what the caller holds, and the thread needs that brings a restarted replica; released meanwhile.
+
+        Returns:
+            The report, with the replicas that were brought meanwhile.
 
         Raises:
-            WeightSyncError: they are fewer than ``min_serving``.
+            WeightSyncError: they are fewer than ``min_serving``, and no other comes within the limits of the engine's
+                fault policy.
         """
+        begun, faults = time.monotonic(), self.engine.faults
+        longest = faults.start + self._swapping.timeout_seconds
+        while missing := self._missing(report):
+            waited = time.monotonic() - begun
+            if waited > longest or not any(self._may_come(one, waited) for one in report.replicas if one.error):
+                words = f"fewer than {missing} replicas hold version {report.version}: {report.failed}"
+                raise WeightSyncError(words + self._causes(report), report)
+            lock.wait(RESTART_POLL_SECONDS)
+            report = replace(report, replicas=tuple(self._latest(one, report.version) for one in report.replicas))
+        return report
+
+    def _missing(self, report: SyncReport) -> int:
+        """Return how many replicas must hold a version, if some failed and fewer do; else 0."""
         needed = self._swapping.must_hold(self._members)
         failed = report.failed  # a failed one may hold another sender's version of that number
         holding = sum(
-            entry.state in SYNCABLE and entry.version == report.version and entry.index not in failed
+            entry.state in SYNCABLE and entry.version >= report.version and entry.index not in failed
             for entry in self._table
         )
-        if report.failed and holding < needed:
-            raise WeightSyncError(
-                f"fewer than {needed} replicas hold version {report.version}: {report.failed}", report
+        return needed if failed and holding < needed else 0
+
+    def _may_come(self, one: ReplicaSync, waited: float) -> bool:
+        """Whether a replica that failed will be restarted, or a death may not have been noticed yet."""
+        entry = self._table[one.replica]
+        if one.rejected or entry.recovery is not Recovery.SUPERVISOR:
+            return False
+        return entry.state not in SYNCABLE or waited < NOTICE_SECONDS
+
+    def _latest(self, one: ReplicaSync, version: int) -> ReplicaSync:
+        """Return how a replica got a version after it had failed, if it did."""
+        held, outcome = self._outcomes.get(one.replica, (version, one))
+        return outcome if one.error and held >= version and outcome.error is None else one
+
+    def _causes(self, report: SyncReport) -> str:
+        """Return for each replica that is gone why, where its log is, and why it is not restarted."""
+        gone = [self._table[index] for index in report.failed if self._table[index].state not in SYNCABLE]
+        causes = [f". Replica {one.index}: {one.last_error}. Its log: {one.replica.log_path}" for one in gone]
+        faults = self.engine.faults
+        if gone:
+            causes.append(
+                f". Restarts are bounded by faults=FaultPolicy(restart={faults.restart}, max_restarts="
+                f"{faults.max_restarts}, start={faults.start:g}) of the engine"
             )
+        return "".join(causes)
 
     def serves(self, index: int) -> None:
         """Put a replica into service that already holds the newest weights."""

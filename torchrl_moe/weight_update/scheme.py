@@ -34,7 +34,7 @@ from torchrl_moe.weight_update.options import (
 from torchrl_moe.weight_update.receiver import VLLMWeightReceiver
 from torchrl_moe.weight_update.sender import VLLMWeightSender
 from torchrl_moe.weight_update.sender_transport import SenderTransport
-from torchrl_moe.weight_update.store.writing import LOCK, WriterLock
+from torchrl_moe.weight_update.store.writing import LOCK, WriterLock, at_end
 from torchrl_moe.weight_update.transports.base import StageOptions
 
 __all__ = ["VLLMWeightSyncScheme"]
@@ -161,9 +161,9 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         )
         self._clean = None if folder is not None else self._own_folder()
 
-    def _own_folder(self) -> weakref.finalize[[str], Any]:
+    def _own_folder(self) -> weakref.finalize[..., Any]:
         # also at interpreter exit: shared memory outlives the process
-        return weakref.finalize(self, shutil.rmtree, str(self.folder), ignore_errors=True)
+        return at_end(self, shutil.rmtree, str(self.folder), True)
 
     # -- the two sides ----------------------------------------------------------------------------------------------
 

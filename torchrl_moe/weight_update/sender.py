@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import os
 import threading
 import time
 import weakref
@@ -49,6 +51,7 @@ class VLLMWeightSender:
         self._scheme = scheme
         self.options = options = scheme.options
         self.version = 0
+        self._process = os.getpid()
         with_canary = options.staging.verify == "canary"
         kind = AdapterPublisher if options.source.lora == "adapter" else Publisher
         self._publisher = kind(options.store, options.source, options.swapping.timeout_seconds, with_canary)
@@ -60,7 +63,7 @@ class VLLMWeightSender:
         self._asked_at: dict[int, float] = {}  # replica -> when it was asked to fetch, after the start of publishing
         self._collectors: list[weakref.ref[Any]] = []
         self._announced = 0  # the last version that collectors were notified of
-        self._lock = threading.RLock()
+        self._lock = threading.Condition(threading.RLock())
         self._closed = False
 
     # -- set-up -----------------------------------------------------------------------------------------------------
@@ -189,12 +192,14 @@ class VLLMWeightSender:
             As :meth:`update_weights`.
 
         Raises:
+            TypeError: it is no whole number.
             ManifestMismatch: the store has it no longer; the message says which it has.
             WeightSyncError: fewer than ``min_serving`` replicas hold the new version.
         """
         with self._lock:
             if self._swap is not None or is_first():
                 self._ready()
+            version = _number("rollback", version)
             number = self._note(self._publisher.republish(version, self._next_version))
             return self.report_published() if self._swap is None else self.apply(number)
 
@@ -242,9 +247,11 @@ class VLLMWeightSender:
     def prefetch(self, version: int, replicas: Sequence[int] | None = None) -> dict[int, Staged]:
         """Let replicas, by default all, prepare a version while they serve; return their reports or errors."""
         with self._lock:
-            swap, published = self._ready(), self._newest(version)
+            swap, published = self._ready(), self._newest(_number("prefetch", version))
             asked_at = time.perf_counter() - published.began
             staged = swap.stage(published, replicas)
+            if any(isinstance(one, WeightSyncError) for one in staged.values()):
+                self._publisher.doubt()
             self._asked_at |= dict.fromkeys(staged, asked_at)
             return staged
 
@@ -273,13 +280,14 @@ class VLLMWeightSender:
                 after a restart.
 
         Raises:
-            WeightSyncError: a replica failed, and fewer than ``min_serving`` hold the version now.
+            WeightSyncError: a replica failed, and fewer than ``min_serving`` hold the version now. One that died is
+                waited for, within the limits of the engine's fault policy: it is restarted, and loads the version.
         """
         with self._lock:
-            swap, published = self._ready(), self._newest(version)
+            swap, published = self._ready(), self._newest(_number("apply", version))
             staged = self.prefetch(version, replicas) if prefetched is None else prefetched
             report = self._apply(published, staged, list(staged) if replicas is None else replicas)
-            swap.check_serving(report)
+            report = swap.check_serving(report, self._lock)
             self._announce(version)
             return report
 
@@ -346,7 +354,12 @@ class VLLMWeightSender:
             self._swap = None
 
     def shutdown(self) -> None:
-        """Release the replicas, and remove the weight store if the scheme made it. Idempotent."""
+        """Release the replicas, and remove the weight store if the scheme made it. Idempotent.
+
+        Without effect in a process that was forked from the trainer's.
+        """
+        if os.getpid() != self._process:
+            return
         with self._lock:
             if not self._closed and self._pending is not None:
                 self._pending.exception()  # read it, since nothing else will
@@ -354,3 +367,9 @@ class VLLMWeightSender:
             self._let_go()
             self._publisher.close()
             self._scheme.shutdown()
+
+
+def _number(call: str, version: Any) -> int:
+    if isinstance(version, bool) or not hasattr(version, "__index__"):
+        raise TypeError(f"{call}: version must be an int, as publish() returns it, got {version!r}")
+    return operator.index(version)

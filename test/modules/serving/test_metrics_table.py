@@ -34,12 +34,13 @@ def test_a_row_is_flat_and_has_no_engines_part_without_its_stats() -> None:
         "inflight": 5,
         "breaker": "closed",
         "restarts": 2,
+        "not_finite_logprobs": 0,
         "last_error": "out of memory",
     }
     assert replica_row(entry, None) == known
     row = replica_row(entry, STATS)
     assert row.items() >= {**known, "running": 3, "steps": 70, "hit_rate": 0.25}.items()
-    assert len(row) == 7 + 16 + 1
+    assert len(row) == 8 + 16 + 1
 
 
 def test_each_field_of_an_engines_stats_is_a_metric() -> None:

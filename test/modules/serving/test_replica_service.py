@@ -31,6 +31,7 @@ def test_stats_are_flat_and_true(serve: Callable[..., Any]) -> None:
         "inflight": 0,
         "breaker": "closed",
         "restarts": 0,
+        "not_finite_logprobs": 0,
         "last_error": None,
         "supervisor_error": None,
         "running": 0,
@@ -58,6 +59,7 @@ def test_stats_are_flat_and_true(serve: Callable[..., Any]) -> None:
         "inflight": 0,
         "breaker": "closed",
         "restarts": 0,
+        "not_finite_logprobs": 0,
         "last_error": "replica 1 died: injected death",
         "supervisor_error": None,
     }

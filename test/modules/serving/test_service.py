@@ -825,7 +825,16 @@ USES: dict[str, Callable[[GenerationService], Any]] = {
     "wake_up": lambda s: s.wake_up(),
     "update_weights": lambda s: s.update_weights([("w", torch.ones(1))]),
 }
-ALWAYS = {"is_running", "log_paths", "num_replicas", "ready", "register_weight_sync", "shutdown", "weight_sync"}
+ALWAYS = {
+    "is_frozen",
+    "is_running",
+    "log_paths",
+    "num_replicas",
+    "ready",
+    "register_weight_sync",
+    "shutdown",
+    "weight_sync",
+}
 
 
 def test_every_public_name_is_tried_below() -> None:

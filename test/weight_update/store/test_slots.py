@@ -69,11 +69,13 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 @st.composite
 def tensors(draw: st.DrawFn) -> Tensor:
-    """Any bytes in any dtype and shape, 0-d and empty ones too, contiguous or not."""
+    """Any finite numbers in any dtype and shape, 0-d and empty ones too, contiguous or not."""
     dtype, shape = draw(st.sampled_from(DTYPES)), draw(st.lists(st.integers(0, 5), max_size=3))
     count = torch.Size(shape).numel() * dtype.itemsize
     raw = torch.tensor(list(draw(st.binary(min_size=count, max_size=count))), dtype=torch.uint8)
     tensor = (raw % 2).bool() if dtype is torch.bool else raw.view(dtype)
+    if dtype.is_floating_point:
+        tensor = torch.where(tensor.double().isfinite(), tensor, torch.ones((), dtype=dtype))
     tensor = tensor.view(shape)
     return tensor.mT if len(shape) == 2 and draw(st.booleans()) else tensor
 

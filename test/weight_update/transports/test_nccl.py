@@ -65,7 +65,7 @@ def senders() -> list[threading.Thread]:
 
 def boards(transport: NcclTransport) -> list[Path]:
     assert transport._place._folder is not None
-    return list(Path(transport._place._folder.name).iterdir())
+    return list(Path(transport._place._folder).iterdir())
 
 
 def same(model: FakeModel, sent: dict[str, Tensor]) -> bool:

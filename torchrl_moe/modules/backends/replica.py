@@ -165,6 +165,13 @@ class Completion:
         """Whether any answer was cut short by an abort."""
         return any(output.finish_reason == "abort" for output in self.outputs)
 
+    def count_not_finite(self) -> int:
+        """Return how many log-probs of its answers are NaN or infinite, and of its scores are NaN."""
+        bad = sum(np.count_nonzero(~np.isfinite(o.logprobs)) for o in self.outputs if o.logprobs is not None)
+        if self.prompt_logprobs is not None:  # a word that was not kept has minus infinity
+            bad += np.count_nonzero(np.isnan(self.prompt_logprobs[1:]))
+        return int(bad)
+
     def __repr__(self) -> str:
         return (
             f"Completion(request_id={self.request_id!r}, prompt_tokens={len(self.prompt_token_ids)}, "

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchrl_moe._errors import ManifestMismatch
 from torchrl_moe.modules.policies.adapters import LoraLayers, base_model, has_adapters, whole
 
-__all__ = ["ModelWeights", "checkpoint_tensors", "model_metadata"]
+__all__ = ["ModelWeights", "check_dense", "checkpoint_tensors", "model_metadata"]
 
 TensorKind = tuple[torch.dtype, torch.Size]
+SHOWN_NAMES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class ModelWeights:
         for piece in (*layout.slices, *(_whole_slice(name, self._twins[name], state[name]) for name in ties)):
             self._slices.setdefault(piece.key, []).append(piece)
         self._converted = layout.converted
+        self._own: dict[str, TensorKind] = {key: (state[key].dtype, state[key].shape) for key in self.keys}
         self.kinds: dict[str, TensorKind] = {
             piece.name: (state[key].dtype, torch.Size(piece.shape))
             for key, pieces in self._slices.items()
@@ -91,14 +94,50 @@ class ModelWeights:
                     "(tie_word_embeddings=False)"
                 )
 
+    def check(self, given: Mapping[str, Tensor] | None = None) -> None:
+        """Check that tensors are like the model's when it was registered, from whose places in it others are cut.
+
+        Args:
+            given: tensors under the model's own names, to be sent in the place of its own; ``None``: its own.
+
+        Raises:
+            ManifestMismatch: names are missing or unknown, a shape or a kind of dtype differs, a tensor has no plain
+                memory, or other values came for a weight than for the one that it is tied to.
+        """
+        state = self._state() if given is None else given
+        whose = "register_model() saw" if given is None else "the registered model has"
+        # a TensorDict of a module has its non-persistent buffers too
+        known = {*self._own, *self._twins, *(name for name, _ in self._base.named_buffers())}
+        missing = sorted(self._own.keys() - state.keys())
+        unknown = [] if given is None else sorted(given.keys() - known)
+        for names, what in ((missing, "the weights lack"), (unknown, "the registered model does not have")):
+            if names:
+                more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+                raise ManifestMismatch(
+                    f"{what} {', '.join(names[:SHOWN_NAMES])}{more}: send model.state_dict(), or register_model() the "
+                    "model as it is now"
+                )
+        for key, (dtype, shape) in self._own.items():
+            tensor = state[key]
+            check_dense(key, tensor)
+            if tensor.shape != shape:
+                raise ManifestMismatch(f"{key} has shape {list(tensor.shape)}, {whose} {list(shape)}")
+            if tensor.dtype != dtype and not (tensor.is_floating_point() and dtype.is_floating_point):
+                raise ManifestMismatch(f"{key} is {tensor.dtype}, {whose} {dtype}")
+        for name, key in self._twins.items():
+            if given is not None and name in given and not _alike(given[name], given[key]):
+                raise ManifestMismatch(
+                    f"{name} and {key} are one weight in the registered model, and came with different values"
+                )
+
     @property
     def is_sharded(self) -> bool:
         """Whether other ranks hold parts of the model, so that all must read it together."""
         return any(hasattr(tensor, "full_tensor") for tensor in self._state().values())
 
-    def changes(self) -> int:
-        """Number of in-place changes so far: a different number means that the weights were written to."""
-        return sum(tensor._version for tensor in self._base.state_dict().values())
+    def state(self) -> Iterable[Tensor]:
+        """Return all tensors that what is sent is computed from, adapters included."""
+        return self._base.state_dict().values()
 
     def gathered_in(self, kinds: Mapping[str, TensorKind]) -> list[torch.dtype | None]:
         """Return, in order, the dtype in which each tensor is read, if all of its slices are written in one dtype.
@@ -182,6 +221,38 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
 def model_metadata(model: nn.Module) -> dict[str, TensorKind]:
     """Return checkpoint name -> (dtype, shape) of what :func:`checkpoint_tensors` gives."""
     return ModelWeights(model).kinds
+
+
+def check_dense(name: Any, value: Any) -> None:
+    """Check that a value is a tensor whose bytes can be read.
+
+    Raises:
+        ManifestMismatch: it is not; the message has its name.
+    """
+    if not isinstance(name, str):
+        raise ManifestMismatch(f"a tensor is named by a str, got {name!r}")
+    if not isinstance(value, Tensor):
+        raise ManifestMismatch(f"{name} is a {type(value).__name__}, not a tensor: torch.as_tensor(value) makes one")
+    local = value.to_local() if hasattr(value, "to_local") else value
+    if local.is_meta:
+        raise ManifestMismatch(
+            f"{name} is on the meta device and has no values: load it, or bring it back from where it was offloaded"
+        )
+    if type(local).__torch_dispatch__ != Tensor.__torch_dispatch__ or local.is_neg():  # it is not what lies in memory
+        raise ManifestMismatch(
+            f"{name} is a {type(local).__name__} without memory of its own: send a copy of its values"
+        )
+    if local.layout is not torch.strided or local.is_quantized or local.is_nested:
+        raise ManifestMismatch(
+            f"{name} is {local.layout} of {local.dtype}, and only dense tensors can be sent: use .to_dense() or "
+            ".dequantize()"
+        )
+
+
+def _alike(one: Any, other: Any) -> bool:
+    check_dense("a tied weight", one)
+    one, other = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in (one, other))
+    return one.data_ptr() == other.data_ptr() or torch.equal(one, other)
 
 
 # -- where the tensors lie --------------------------------------------------------------------------------------------

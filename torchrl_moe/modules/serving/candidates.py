@@ -62,6 +62,8 @@ class TableEntry:
     joining: bool = False  # it was added, and has not served yet
     removed: bool = False  # it is DEAD for good, and no longer listed
     last_error: str | None = None  # its last error
+    not_finite: int = 0  # log-probs of its answers that were NaN or infinite
+    bad_version: int = -1  # the version that was logged for these
 
     @property
     def may_take(self) -> bool:

@@ -341,6 +341,8 @@ class Dispatcher:
         lease, request.lease = request.lease, None
         if lease is None:  # given up meanwhile
             return
+        if bad := completion.count_not_finite():
+            self._table.note_not_finite(lease.index, bad)
         # if its call ended early, no one waits for this answer
         lease.release(None if request.dropped and completion.aborted else True)
         self._finish(request, completion)

@@ -43,6 +43,7 @@ class Fleet:
         table: what is known of each.
         infos: the infos of the replicas that it started with.
         bring: brings a STARTING replica to the newest weights and to SERVING; ``None``: nothing does.
+        is_frozen: whether the user has paused the replicas, or has them sleep, so that no request goes on.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Fleet:
         self.bring: Bring | None = None
         self._make_replica = make_replica
         self._paused = False  # by the user
+        self.is_frozen = False
         self._sleep_level: int | None = None  # the same
         self._pausing = threading.Lock()
         self._adding = threading.Lock()
@@ -249,8 +251,10 @@ class Fleet:
         _check_mode(mode)
         self._check_awake("pause")
         before = self._note_pause(True)
+        self._freeze(self.is_frozen or mode == "keep")  # otherwise requests in flight finish, or are cut, first
         try:
             self.on_all(lambda replica: replica.pause(mode, clear_cache, seconds))
+            self._freeze(True)
         except BaseException:
             if not before:
                 self._take_back_pause(seconds)
@@ -262,7 +266,14 @@ class Fleet:
         """Resume scheduling on all."""
         self._check_awake("resume")
         self._note_pause(False)
+        self._freeze(False)
         self.on_all(lambda replica: replica.resume(seconds))
+
+    def _freeze(self, frozen: bool) -> None:
+        """Note whether requests go on, and tell those that wait for that."""
+        with self.table.changed:
+            self.is_frozen = frozen
+            self.table.changed.notify_all()
 
     def sleep(self, level: int, mode: PauseMode, seconds: float) -> None:
         """Release the memory of all; a replica that is restarted meanwhile does so too, once it has started.
@@ -274,6 +285,7 @@ class Fleet:
         before = self._note_sleep(level)
         try:
             self.on_all(lambda replica: replica.sleep(level, mode, seconds))
+            self._freeze(True)
         except BaseException:
             self._note_sleep(before)
             if before is None:
@@ -290,6 +302,7 @@ class Fleet:
         except BaseException:
             self._note_sleep(before)
             raise
+        self._freeze(self._paused or self._sleep_level is not None)
 
     def _note_sleep(self, level: int | None) -> int | None:
         """Store the requested sleep level before the replicas are told; return the previous one."""

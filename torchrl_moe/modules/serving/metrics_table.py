@@ -66,6 +66,8 @@ OF_THE_TABLE: tuple[ReplicaMetric, ...] = (
     ReplicaMetric("breaker", "label", breaker_state, "breaker_open", "1 unless the circuit breaker is closed.",
                   lambda state: state != "closed"),
     _of("restarts", "counter", "restarts", "Restarts of the replica."),
+    _of("not_finite_logprobs", "counter", "not_finite_logprobs", "Log-probs of its answers that were NaN or infinite.",
+        "not_finite"),
     ReplicaMetric("last_error", "label", attrgetter("last_error")),
 )  # fmt: skip
 """What the service knows of a replica: read from a :class:`TableEntry`."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -80,6 +80,11 @@ class ReplicaService:
     def is_running(self) -> bool:
         """Whether the service was started and not shut down."""
         return self._running
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether :meth:`pause` or :meth:`sleep` holds requests in flight back."""
+        return self._fleet.is_frozen
 
     @property
     def routing_layout(self) -> RoutingLayout | None:
@@ -259,11 +264,11 @@ class ReplicaService:
             WeightSyncError: see the sender's ``update_weights``.
         """
         self._check_running("update_weights")
-        pairs = list(weights.items() if isinstance(weights, Mapping) else weights)
-        if not pairs:
+        given = list(weights) if isinstance(weights, Iterator) else weights
+        if given == [] or (isinstance(given, Mapping) and not list(given.keys())):
             warnings.warn("update_weights: no weights were given; nothing was done", stacklevel=2)
             return None
-        return self._check_sender("update_weights")(pairs)
+        return self._check_sender("update_weights")(given)
 
     def _check_sender(self, what: str) -> Callable[[Any], Any]:
         """Return the function that a sender registered to load weights."""

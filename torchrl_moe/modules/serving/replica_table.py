@@ -191,6 +191,21 @@ class ReplicaTable:
                     said = error.partition("\n")[0]
                     LOG.warning("%s", said if f"replica {index}" in said else f"replica {index} is dead: {said}")
 
+    def note_not_finite(self, index: int, count: int) -> None:
+        """Count log-probs of an answer that are NaN or infinite; the first of each version is logged."""
+        with self.lock:
+            entry = self[index]
+            entry.not_finite += count
+            if entry.bad_version != entry.version:
+                entry.bad_version = entry.version
+                LOG.warning(
+                    "replica %d answered with %d log-probs that are NaN or infinite, by version %d of its weights or "
+                    "by an adapter; they are counted as not_finite_logprobs in stats()",
+                    index,
+                    count,
+                    entry.version,
+                )
+
     def replace(self, index: int, replica: Any) -> bool:
         """Replace a replica that died or is quarantined by a new one, with the checkpoint's weights.
 

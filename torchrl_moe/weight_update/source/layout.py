@@ -8,20 +8,23 @@ from itertools import chain, repeat
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from torchrl_moe._errors import ManifestMismatch
 from torchrl_moe.modules.policies.adapters import whole
-from torchrl_moe.modules.policies.unstack import ModelWeights
+from torchrl_moe.modules.policies.unstack import ModelWeights, check_dense
 from torchrl_moe.weight_update.metadata import trained_model
+from torchrl_moe.weight_update.store.flat import send
 from torchrl_moe.weight_update.store.manifest import TensorKind
 
-__all__ = ["Dtypes", "Kinds", "Source", "Weights", "cast_kinds", "source_of"]
+__all__ = ["Dtypes", "Kinds", "Source", "Weights", "cast_kinds", "contents", "source_of"]
 
 Kinds = Mapping[str, TensorKind]
 Weights = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 Dtypes = Sequence[torch.dtype | None]
 """Dtypes of tensors that are read one after another; ``None``: the tensor's own."""
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class Source:
         tensors: yields names and tensors; reading a sharded one is a collective. It takes what ``gathered_in`` returned
             on rank 0: the dtype to which each rank casts its part first.
         is_sharded: whether a tensor is sharded over ranks.
-        changes: counts in-place changes to the tensors.
+        changes: returns a digest of what the tensors hold: another one means that they were written to.
         gathered_in: given the kinds in which tensors are written, returns the dtypes in which they may be gathered, in
             order.
     """
@@ -41,7 +44,7 @@ class Source:
     kinds: Kinds
     tensors: Callable[..., Iterator[tuple[str, Tensor]]]
     is_sharded: bool = False
-    changes: Callable[[], int] = int
+    changes: Callable[[], str] = str
     gathered_in: Callable[[Kinds], Dtypes] = lambda _: ()
 
 
@@ -55,7 +58,9 @@ def source_of(weights: Weights | None, model: ModelWeights | None, expected: Kin
 
     Raises:
         RuntimeError: neither weights nor a model.
-        ManifestMismatch: a name comes twice.
+        TypeError: weights are neither a model nor names and tensors.
+        ManifestMismatch: a name comes twice, or what comes is no dense tensor, or tensors under the model's own names
+            are not like the model's.
     """
     if isinstance(weights, nn.Module):
         model = ModelWeights(trained_model(weights), expected or ())
@@ -64,17 +69,22 @@ def source_of(weights: Weights | None, model: ModelWeights | None, expected: Kin
         if model is None:
             raise RuntimeError("publish: no model; call register_model(model) first, or pass weights")
         own = model
+        own.check()
         return Source(
-            own.kinds, lambda dtypes=(): own.tensors(None, dtypes), own.is_sharded, own.changes, own.gathered_in
+            own.kinds,
+            lambda dtypes=(): own.tensors(None, dtypes),
+            own.is_sharded,
+            lambda: contents(own.state()),
+            own.gathered_in,
         )
     named = _named(weights)
     is_sharded = any(hasattr(tensor, "full_tensor") for tensor in named.values())
 
-    def changes() -> int:
-        return sum(tensor._version for tensor in named.values())
+    def changes() -> str:
+        return contents(named.values())
 
-    # sharded tensors always take the model's names, if there is one: ranks without the engine do not know ``expected``
-    if model is not None and model.keys <= set(named) and (is_sharded or set(named) != set(expected or model.kinds)):
+    if model is not None and _has_own_names(named, model, expected, is_sharded):
+        model.check(named)
         read = model.tensors
         return Source(model.kinds, lambda dtypes=(): read(named, dtypes), is_sharded, changes, model.gathered_in)
     kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in named.items()}
@@ -86,15 +96,50 @@ def source_of(weights: Weights | None, model: ModelWeights | None, expected: Kin
     return Source(kinds, tensors, is_sharded, changes, lambda written: [written[name][0] for name in named])
 
 
-def _named(weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def _has_own_names(named: Mapping[str, Tensor], model: ModelWeights, expected: Kinds | None, is_sharded: bool) -> bool:
+    """Whether tensors come under the model's own names: all of those, or one that no checkpoint has.
+
+    Sharded ones always do, if they have all: ranks without the engine do not know ``expected``.
+    """
+    checkpoint = set(expected or model.kinds)
+    if model.keys <= set(named):
+        return is_sharded or set(named) != checkpoint
+    return not (model.keys - checkpoint).isdisjoint(named)
+
+
+def _named(weights: Any) -> dict[str, Tensor]:
     flatten: Any = getattr(weights, "flatten_keys", None)  # of a TensorDict
     if flatten is not None:
         weights = dict(flatten(".").items())
-    pairs = list(weights.items() if isinstance(weights, Mapping) else weights)
+    pairs = list(weights.items()) if isinstance(weights, Mapping) else weights
+    if isinstance(pairs, Iterable) and not isinstance(pairs, str | bytes | Tensor):
+        pairs = list(pairs)
+    if not isinstance(pairs, list) or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+        raise TypeError(
+            f"weights must be a model, a TensorDict, or names and tensors, got {type(weights).__name__}: pass "
+            "model.state_dict(), or pairs of a name and a tensor"
+        )
+    for name, tensor in pairs:
+        check_dense(name, tensor)
     named = dict(pairs)
     if len(named) != len(pairs):
         raise ManifestMismatch("the weights name a tensor twice")
     return named
+
+
+def contents(tensors: Iterable[Tensor]) -> str:
+    """Return a digest of what tensors hold; a write through ``.data`` or numpy changes it too, which torch counts not.
+
+    Those of a GPU are summed there, as integers.
+    """
+    digest = xxhash.xxh3_64()
+    for tensor in tensors:
+        if tensor.is_cpu:
+            found = send(tensor, tensor.dtype, len)
+        else:
+            found = str(int(tensor.detach().reshape(-1).view(INTEGERS[tensor.dtype.itemsize]).sum()))
+        digest.update(f"{tensor._version} {found};".encode())
+    return str(digest.hexdigest())
 
 
 def cast_kinds(

@@ -12,6 +12,7 @@ from torchrl_moe._errors import ManifestMismatch
 from torchrl_moe.modules.policies.adapters import LoraLayers, base_model, has_adapters
 from torchrl_moe.weight_update.source.layout import Kinds
 from torchrl_moe.weight_update.store.adapters import ADAPTER_FILES
+from torchrl_moe.weight_update.store.flat import send
 
 __all__ = ["adapter_files", "check_adapter", "check_shapes"]
 
@@ -72,13 +73,20 @@ def check_shapes(model: nn.Module, expected: Kinds) -> None:
 
 
 def adapter_files(model: nn.Module) -> dict[str, bytes]:
-    """Return file name -> content of a model's active adapter, as it is now."""
+    """Return file name -> content of a model's active adapter, as it is now.
+
+    Raises:
+        WeightSyncError: one of its numbers is NaN or infinite.
+    """
     from safetensors.torch import save
 
+    tensors = _tensors(model)
+    for name, tensor in tensors.items():
+        send(tensor, tensor.dtype, len, name)  # which looks at its numbers
     with tempfile.TemporaryDirectory() as folder:
         _config(model, _active(model)).save_pretrained(folder)
         config = (Path(folder) / ADAPTER_FILES[0]).read_bytes()
-    return {ADAPTER_FILES[0]: config, ADAPTER_FILES[1]: save(_tensors(model), {"format": "pt"})}
+    return {ADAPTER_FILES[0]: config, ADAPTER_FILES[1]: save(tensors, {"format": "pt"})}
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

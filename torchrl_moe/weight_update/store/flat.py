@@ -1,7 +1,8 @@
 """Bytes: tensors cut into pieces that are hashed and copied while in cache, and files mapped without a copy.
 
-Hashing brings a piece into the cache, from where it is copied, so both cost no more than the copy alone. numpy copies,
-because torch's threads on a busy host cost a hundred times what they gain.
+Hashing brings a piece into the cache, from where it is copied, so both cost no more than the copy alone. There it is
+also looked through for numbers that are not finite: as integers, NaN and infinity are larger than all other numbers.
+numpy copies, because torch's threads on a busy host cost a hundred times what they gain.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrl_moe._errors import DigestMismatch, ManifestMismatch
+from torchrl_moe._errors import DigestMismatch, ManifestMismatch, WeightSyncError
 from torchrl_moe.weight_update.store.manifest import Manifest, TensorEntry, TensorKind, in_lines
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "MappedFile",
     "check_digest",
     "header_end",
+    "is_finite",
     "lay_out",
     "not_published",
     "pieces_of",
@@ -49,6 +51,15 @@ PIECE_BYTES = 4 << 20
 ALIGNMENT = 64
 SAFETENSORS, LENGTH_BYTES, MOST_HEADER_BYTES = ".safetensors", 8, 100_000_000  # as its own readers have it
 CAST_ELEMENTS = 1 << 15  # at most: above this, torch uses more than one thread
+INFINITY = {
+    torch.float64: (np.int64, np.uint64, 0x7FF << 52),
+    torch.float32: (np.int32, np.uint32, 0xFF << 23),
+    torch.bfloat16: (np.int16, np.uint16, 0xFF << 7),
+    torch.float16: (np.int16, np.uint16, 0x1F << 10),
+    torch.float8_e5m2: (np.int8, np.uint8, 0x1F << 2),
+    torch.float8_e4m3fn: (np.int8, np.uint8, 0x7F),  # it has no infinity, and one NaN
+}
+"""The bits of infinity, above which are only those of NaN; negative numbers have the highest bit besides."""
 
 
 def pieces_of(tensor: Tensor, dtype: torch.dtype) -> Iterator[Bytes]:
@@ -64,18 +75,48 @@ def pieces_of(tensor: Tensor, dtype: torch.dtype) -> Iterator[Bytes]:
         yield _bytes_of(flat[start : start + step].to(dtype).cpu())
 
 
-def send(tensor: Tensor, dtype: torch.dtype, take: Callable[[Bytes], object]) -> str:
-    """Pass a tensor's bytes to ``take``, piece by piece, and return their digest."""
+def send(tensor: Tensor, dtype: torch.dtype, take: Callable[[Bytes], object], name: str | None = None) -> str:
+    """Pass a tensor's bytes to ``take``, piece by piece, and return their digest.
+
+    Args:
+        tensor: what is sent.
+        dtype: that it is cast to.
+        take: takes a piece.
+        name: of the tensor, if its numbers must be finite; ``None``: they are not looked at.
+
+    Raises:
+        WeightSyncError: one is NaN or infinite.
+    """
     if tensor.nbytes <= PIECE_BYTES and _lies_ready(tensor, dtype):  # the most, and all of it at once
-        piece = _bytes_of(tensor)
-        found = str(xxhash.xxh3_64_hexdigest(piece.data))
-        take(piece)
-        return found
+        pieces: Iterable[Bytes] = (_bytes_of(tensor),)
+    else:
+        pieces = pieces_of(tensor, dtype)
     digest = xxhash.xxh3_64()
-    for piece in pieces_of(tensor, dtype):
+    for piece in pieces:
         digest.update(piece.data)
+        if name is not None and not is_finite(piece, dtype):
+            raise _not_finite(name, tensor, dtype)
         take(piece)
     return str(digest.hexdigest())
+
+
+def _not_finite(name: str, tensor: Tensor, dtype: torch.dtype) -> WeightSyncError:
+    values = tensor.detach().reshape(-1)
+    bad = int((~values.to(dtype).double().isfinite()).sum())
+    here = f" in {dtype}, in which they are sent" if bool(values.double().isfinite().all()) else ""
+    return WeightSyncError(
+        f"{bad} of the {len(values)} numbers of {name} are NaN or infinite{here}: these weights are not sent, and the "
+        "engine keeps those that it has. Find the training step that made them, and go back to an earlier checkpoint"
+    )
+
+
+def is_finite(piece: Bytes, dtype: torch.dtype) -> bool:
+    """Whether none of the numbers is NaN or infinite, given as bytes; other dtypes than floating ones have neither."""
+    if dtype not in INFINITY or not len(piece):
+        return True
+    signed, unsigned, infinity = INFINITY[dtype]
+    negative = infinity | 1 << (8 * dtype.itemsize - 1)
+    return bool(piece.view(signed).max() < infinity and piece.view(unsigned).max() < negative)
 
 
 def _lies_ready(tensor: Tensor, dtype: torch.dtype) -> bool:

@@ -31,6 +31,7 @@ from torchrl_moe.weight_update.store.versions import (
     version_path,
     version_paths,
 )
+from torchrl_moe.weight_update.store.writing import read_manifest
 
 __all__ = ["WeightStoreReader"]
 
@@ -87,7 +88,7 @@ class WeightStoreReader:
         identity = (status.st_ino, status.st_mtime_ns, status.st_size)
         known = self._known
         if known is None or known[0] != identity:
-            read = read_header(path) if path.suffix == SAFETENSORS else Manifest.from_json(path.read_text())
+            read = read_header(path) if path.suffix == SAFETENSORS else read_manifest(path)
             known = self._known = identity, read
         return known[1]
 

@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,16 +26,19 @@ from torchrl_moe.weight_update.store.manifest import Manifest, TensorEntry, Tens
 from torchrl_moe.weight_update.store.writing import (
     WriterLock,
     check_higher,
+    check_room,
     in_order,
     kinds_of,
     naming_full_disks,
     own_folder,
+    read_manifest,
     replace_text,
 )
 
 __all__ = ["WeightStoreWriter", "lock_slot", "manifest_path", "manifest_paths", "slot_path", "unlock"]
 
 LOCK_POLL_SECONDS = 0.005
+BLOCK_BYTES = 512  # of ``st_blocks``
 NOTHING: Bytes = np.empty(0, np.uint8)
 
 
@@ -102,9 +106,14 @@ class WeightStoreWriter:
 
     def _find_slot(self, path: Path) -> int | None:
         try:
-            return Manifest.from_json(path.read_text()).slot
-        except ManifestMismatch:
+            return read_manifest(path).slot
+        except ManifestMismatch as error:
+            warnings.warn(f"{path} is left out: {error}", stacklevel=4)
             return None
+
+    def is_there(self) -> bool:
+        """Whether its folder is still there, and still written by this process alone."""
+        return self._writing.is_held()
 
     def publish(
         self,
@@ -122,7 +131,7 @@ class WeightStoreWriter:
         Raises:
             ManifestMismatch: a name comes twice, or tensors are not as announced.
             SyncTimeout: a reader did not release the slot in time.
-            WeightSyncError: the folder has no room.
+            WeightSyncError: the folder, or the memory of this machine, has no room, or a number is NaN or infinite.
         """
         if kinds is None:
             named, kinds = kinds_of(tensors, version)
@@ -135,7 +144,8 @@ class WeightStoreWriter:
             self._withdraw(slot, version)
             places = dict(zip(kinds, offsets, strict=True))
             digests = {
-                name: _write(tensor, kinds[name], target, places[name]) for name, tensor in in_order(tensors, kinds)
+                name: _write(name, tensor, kinds[name], target, places[name])
+                for name, tensor in in_order(tensors, kinds)
             }
             entries = tuple(
                 TensorEntry(name, names[name], tuple(shape), places[name], digests[name])
@@ -164,9 +174,10 @@ class WeightStoreWriter:
             WeightSyncError: the folder has no room.
         """
         check_higher(old, new)
-        if self._slot_of.get(old) is None:
+        path = manifest_path(self.folder, old)
+        if self._slot_of.get(old) is None or not path.exists():
             raise ManifestMismatch(f"version {old} is not there, only {sorted(self._slot_of)}")
-        manifest = Manifest.from_json(manifest_path(self.folder, old).read_text())
+        manifest = read_manifest(path)
         return self._show(Manifest(new, manifest.slot, manifest.entries))
 
     def _next_slot(self, version: int) -> int:
@@ -201,6 +212,7 @@ class WeightStoreWriter:
         status = os.fstat(descriptor)
         inode, held = self._maps.get(slot, (0, NOTHING))
         if inode != status.st_ino or len(held) < size or status.st_size < len(held):
+            check_room(self.folder, size - BLOCK_BYTES * status.st_blocks)
             with naming_full_disks(self.folder, size):
                 os.posix_fallocate(descriptor, 0, size)
             with slot_path(self.folder, slot).open("r+b") as own:  # a mapping would hold its descriptor's lock
@@ -221,7 +233,7 @@ class WeightStoreWriter:
         self._writing.close()
 
 
-def _write(tensor: Tensor, kind: TensorKind, target: Bytes, offset: int) -> str:
+def _write(name: str, tensor: Tensor, kind: TensorKind, target: Bytes, offset: int) -> str:
     position = offset
 
     def take(piece: Bytes) -> None:
@@ -232,4 +244,4 @@ def _write(tensor: Tensor, kind: TensorKind, target: Bytes, offset: int) -> str:
         np.bitwise_or(piece, piece, out=target[position:end])
         position = end
 
-    return send(tensor, kind[0], take)
+    return send(tensor, kind[0], take, name)

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import IO
 
 import msgspec
+import xxhash
 from torch import Tensor
 
 from torchrl_moe._errors import ManifestMismatch, WeightSyncError
@@ -40,6 +41,7 @@ from torchrl_moe.weight_update.store.flat import (
     LENGTH_BYTES,
     PIECE_BYTES,
     SAFETENSORS,
+    header_end,
     lay_out,
     read_header,
     send,
@@ -49,6 +51,7 @@ from torchrl_moe.weight_update.store.manifest import Manifest, TensorEntry, Tens
 from torchrl_moe.weight_update.store.writing import (
     WriterLock,
     check_higher,
+    check_room,
     in_order,
     kinds_of,
     naming_full_disks,
@@ -63,6 +66,7 @@ STABLE, PINS = "STABLE", "pins"
 VERSION, BYTES = "v", "bytes-of-v"  # files of versions, and of older ones that newer ones refer to
 WIDTHS = (8, 4, 2, 1)
 MOST, NO_DIGEST = (1 << 63) - 1, "0" * 16
+Identity = tuple[int, int, int]
 
 
 def version_path(folder: Path, version: int) -> Path:
@@ -84,7 +88,7 @@ def version_paths(folder: Path, prefix: str = VERSION) -> dict[int, Path]:
 def newest_stable(folder: Path) -> int | None:
     """Return the newest complete version, which ``STABLE`` names."""
     with contextlib.suppress(OSError):
-        text = (folder / STABLE).read_text().strip().removeprefix("v")
+        text = (folder / STABLE).read_text(encoding="utf-8", errors="replace").strip().removeprefix("v")
         return int(text) if text.isdecimal() else None
     return None
 
@@ -123,6 +127,7 @@ class VersionsWriter:
         self._writing = WriterLock(self.folder)
         self.protected: int | None = None
         self._last: Manifest | None = None
+        self._written: dict[int, Identity] = {}  # version -> its file, as it was written
         for left in self.folder.glob(f"{VERSION}*.tmp-*"):  # of a writer that was killed
             left.unlink()
 
@@ -140,11 +145,14 @@ class VersionsWriter:
             tensors = named.items()
         before = self._base(version)
         _, size = lay_out(kinds.values())
-        with self._showing(version, size) as file:
+        if not before:  # else it is known only later how much is written
+            check_room(self.folder, size)
+        with self._showing(version, size) as file, _Bases(self.folder, self._written) as bases:
             widest = max((dtype.itemsize for dtype, _ in kinds.values()), default=1)
             with contextlib.closing(_Body(file, _room(kinds, before, size), self.folder, widest)) as body:
                 for name, tensor in in_order(tensors, kinds):
-                    if not _is_unchanged(tensor, before.get(name), kinds[name]):
+                    base = before.get(name)
+                    if not (_is_unchanged(tensor, base, kinds[name]) and bases.have(base)):
                         body.add(name, tensor, kinds[name])
                 entries = before | body.finish()
             manifest = Manifest(version, None, tuple(entries[name] for name in kinds))
@@ -173,6 +181,14 @@ class VersionsWriter:
         self._collect()
         return manifest
 
+    def is_there(self) -> bool:
+        """Whether its folder is still there, and still written by this process alone."""
+        return self._writing.is_held()
+
+    def doubt(self) -> None:
+        """Read the bytes that the next version refers to, though their files look as they were written."""
+        self._written.clear()
+
     def _base(self, version: int) -> dict[str, TensorEntry]:
         """Return the tensors that need not be written again, each with the version whose file holds it."""
         last = self._last
@@ -195,6 +211,7 @@ class VersionsWriter:
                 os.rename(draft, version_path(self.folder, version))
                 if self._fsync:
                     _fsync_folder(self.folder)
+                self._written[version] = _identity(os.stat(version_path(self.folder, version)))
                 replace_text(self.folder / STABLE, f"v{version}\n", self._fsync)
         except BaseException:
             draft.unlink(missing_ok=True)
@@ -211,6 +228,7 @@ class VersionsWriter:
         held = self._pinned()
         kept |= {version for version in live if version not in kept and (version in held or not self._hide(version))}
         needed = {base for version in kept for base in self._bases(version)}
+        self._written = {version: file for version, file in self._written.items() if version in kept | needed}
         for version, path in version_paths(self.folder, BYTES).items():
             if version not in needed:
                 path.unlink()
@@ -267,6 +285,49 @@ class VersionsWriter:
         self._writing.close()
 
 
+class _Bases(contextlib.ExitStack):
+    """The files that a delta leaves tensors in; what is gone or damaged is not referred to again.
+
+    Args:
+        folder: where they are.
+        written: version -> its file, as it was written; if it looks like that, its bytes are not read.
+    """
+
+    def __init__(self, folder: Path, written: Mapping[int, Identity]) -> None:
+        super().__init__()
+        self._folder, self._written = folder, written
+        self._files: dict[int, tuple[int, int] | None] = {}  # base -> descriptor, and where its tensors begin
+        self._buffer = memoryview(bytearray(PIECE_BYTES))
+
+    def have(self, entry: TensorEntry | None) -> bool:
+        """Whether a tensor's bytes are there as they were written; read, since a mapped file that shrinks kills."""
+        assert entry is not None and entry.base is not None
+        if entry.base not in self._files:
+            self._files[entry.base] = self._open(entry.base)
+        if (file := self._files[entry.base]) is None:
+            return False
+        descriptor, start = file
+        if _identity(os.fstat(descriptor)) == self._written.get(entry.base):
+            return True
+        return self._digest(descriptor, start + entry.offset, entry.nbytes) == entry.digest
+
+    def _open(self, base: int) -> tuple[int, int] | None:
+        for path in (version_path(self._folder, base), bytes_path(self._folder, base)):
+            with contextlib.suppress(OSError, ManifestMismatch):  # what cannot be read is as good as gone
+                descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+                self.callback(os.close, descriptor)
+                return descriptor, header_end(descriptor, path)
+        return None
+
+    def _digest(self, file: int, offset: int, nbytes: int) -> str:
+        """Return the digest of bytes of a file, as far as it has them."""
+        digest, end = xxhash.xxh3_64(), offset + nbytes
+        while offset < end and (count := os.preadv(file, [self._buffer[: end - offset]], offset)):
+            digest.update(self._buffer[:count])
+            offset += count
+        return str(digest.hexdigest())
+
+
 class _Body:
     """The tensors that are being written to a file.
 
@@ -289,7 +350,7 @@ class _Body:
         dtype, shape = kind
         width = math.gcd(shape.numel() * dtype.itemsize, self._widest)
         file: IO[bytes] = self._waiting.get(width, self._file)
-        digest = send(tensor, dtype, lambda piece: file.write(piece.data))
+        digest = send(tensor, dtype, lambda piece: file.write(piece.data), name)
         entry = TensorEntry(name, dtype_name(dtype), tuple(shape), self._sizes[width], digest)
         self._added.append((width, entry))
         self._sizes[width] += entry.nbytes
@@ -338,6 +399,10 @@ def _is_unchanged(tensor: Tensor, before: TensorEntry | None, kind: TensorKind) 
     if before is None or (before.torch_dtype, before.shape) != (kind[0], tuple(kind[1])):
         return False
     return send(tensor, before.torch_dtype, len) == before.digest
+
+
+def _identity(status: os.stat_result) -> Identity:
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _fsync_folder(folder: Path) -> None:

@@ -1,4 +1,5 @@
-"""What both kinds of store check before a byte is written: the folder's owner, its writer, and the expected tensors."""
+"""What both kinds of store check before a byte is written: the folder's owner, its writer, its room, and the expected
+tensors. What a process made, that process removes: not one that was forked from it."""
 
 from __future__ import annotations
 
@@ -6,23 +7,31 @@ import errno
 import fcntl
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+import psutil
 from torch import Tensor
 
-from torchrl_moe._errors import ManifestMismatch, WeightSyncError
-from torchrl_moe.weight_update.store.manifest import TensorKind
+from torchrl_moe._errors import ManifestMismatch, TorchRLMoEError, WeightSyncError
+from torchrl_moe.weight_update.store.manifest import Manifest, TensorKind
+from torchrl_moe.weight_update.store.memory import available_memory
 
 __all__ = [
     "LOCK",
     "WriterLock",
+    "at_end",
     "check_higher",
+    "check_room",
     "in_order",
     "kinds_of",
     "naming_full_disks",
+    "naming_the_folder",
     "own_folder",
+    "read_manifest",
     "replace_text",
 ]
 
@@ -57,8 +66,9 @@ class WriterLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        self._file = os.fdopen(descriptor, "r+")
+        self._path, self._process = folder / LOCK, os.getpid()
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        self._file = os.fdopen(descriptor, "r+", errors="replace")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -75,12 +85,31 @@ class WriterLock:
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
         self._file.flush()
 
+    def is_held(self) -> bool:
+        """Whether the folder is still this one, and this process is the one that locked it."""
+        try:
+            there = os.stat(self._path, follow_symlinks=False)
+        except OSError:
+            return False
+        return self._process == os.getpid() and os.path.samestat(there, os.fstat(self._file.fileno()))
+
     def close(self) -> None:
-        """Let the next writer in. Idempotent."""
+        """Let the next writer in. Idempotent; in a process that was forked from the writer it stays locked."""
         if not self._file.closed:
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(self._file, fcntl.LOCK_UN)  # a forked process may still have the file open
+            if self._process == os.getpid():
+                with suppress(OSError):  # a file system without locks
+                    fcntl.flock(self._file, fcntl.LOCK_UN)  # a forked process may still have the file open
             self._file.close()
+
+
+def at_end(owner: Any, function: Callable[..., object], *arguments: Any) -> weakref.finalize[..., Any]:
+    """Return a finalizer of what this process made; a process that is forked from it calls it without effect."""
+    return weakref.finalize(owner, _call_in, os.getpid(), function, *arguments)
+
+
+def _call_in(process: int, function: Callable[..., object], *arguments: Any) -> None:
+    if process == os.getpid():
+        function(*arguments)
 
 
 def check_higher(old: int, new: int) -> None:
@@ -132,10 +161,62 @@ def naming_full_disks(folder: Path, nbytes: int) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
+        raise _no_room(folder, nbytes, error.strerror) from None
+
+
+def check_room(folder: Path, nbytes: int) -> None:
+    """Refuse to write what does not fit: where a folder is in memory, the kernel would end processes to make room.
+
+    Args:
+        folder: where it would be written.
+        nbytes: how much more than what is there.
+
+    Raises:
+        WeightSyncError: it does not fit.
+    """
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    if nbytes > free:
+        raise _no_room(folder, nbytes, f"{free / 1e6:.0f} MB are free")
+    if _is_in_memory(folder) and nbytes > (free := available_memory()):
+        raise _no_room(folder, nbytes, f"which is in memory, of which {free / 1e6:.0f} MB are free")
+
+
+def _is_in_memory(folder: Path) -> bool:
+    here = folder.resolve()
+    places = [(disk.mountpoint, disk.fstype) for disk in psutil.disk_partitions(all=True)]
+    return max((place for place in places if here.is_relative_to(place[0])), default=("", ""))[1] in ("tmpfs", "ramfs")
+
+
+def _no_room(folder: Path, nbytes: int, why: str | None) -> WeightSyncError:
+    return WeightSyncError(
+        f"no room for {nbytes / 1e6:.0f} MB in {folder} ({why}): a weight store keeps more than one version. Make "
+        "room, or name a folder with more of it."
+    )
+
+
+@contextmanager
+def naming_the_folder(folder: Path) -> Iterator[None]:
+    """Turn an error of the operating system into a ``WeightSyncError`` that names the store."""
+    try:
+        yield
+    except TorchRLMoEError:  # a timeout of ours is an OSError too
+        raise
+    except OSError as error:
         raise WeightSyncError(
-            f"no room for {nbytes / 1e6:.0f} MB in {folder} ({error.strerror}): a weight store keeps more than one "
-            "version. Make room, or name a folder with more of it."
-        ) from None
+            f"the weight store {str(folder)!r} cannot be used: {error}. Is everything in it this user's, a plain file, "
+            "and writable? Remove what is not the store's, or name another folder"
+        ) from error
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Return the manifest in a file of its own.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        ManifestMismatch: it is damaged.
+    """
+    return Manifest.from_json(path.read_text(encoding="utf-8", errors="replace"))
 
 
 def replace_text(path: Path, text: str, fsync: bool = False) -> None:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from torchrl_moe._errors import ManifestMismatch, ReplicaDiedError, SyncTimeout, TorchRLMoEError, WeightSyncError
 from torchrl_moe.weight_update.store import Manifest, WeightStoreReader
+from torchrl_moe.weight_update.store.writing import at_end
 from torchrl_moe.weight_update.transports.arriving import Digests, as_tensor, tensor_in
 from torchrl_moe.weight_update.transports.base import Peer, StageOptions, StageReport, asked, workers_of
 from torchrl_moe.weight_update.transports.gloo_group import BUFFER_BYTES, SENDER, GlooGroup
@@ -265,7 +266,7 @@ class _Edge:
 
     def __init__(self, place: Place, options: dict[str, Any], end: Callable[[dict[str, Any]], None]) -> None:
         self.place, self.options = place, options
-        self.end = weakref.finalize(self, end, options["meeting"])
+        self.end = at_end(self, end, options["meeting"])
 
 
 def _give_up(sender: Peer, order: dict[str, Any]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -17,6 +16,7 @@ import torch.distributed
 from torch import Tensor
 
 from torchrl_moe._errors import SyncTimeout
+from torchrl_moe.weight_update.store.writing import at_end
 from torchrl_moe.weight_update.transports.meeting import LOOPBACK, Meeting
 
 __all__ = ["BUFFER_BYTES", "SENDER", "GlooGroup"]
@@ -68,7 +68,7 @@ class GlooGroup:
             raise SyncTimeout(
                 f"the {world_size} ranks of a gloo group did not meet within {round(timeout, 1):g} s: {error}"
             ) from None
-        self._end = weakref.finalize(self, _end, self._group, meeting)
+        self._end = at_end(self, _end, self._group, meeting)
 
     def broadcast(self, flat: Tensor, deadline: float, on_bucket: Callable[[int], None]) -> None:
         """Send ``flat`` from the sender to all workers, or receive it, in buckets.

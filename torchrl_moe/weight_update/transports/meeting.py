@@ -25,6 +25,7 @@ from urllib.parse import quote
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # its stubs leave them out
 
 from torchrl_moe._errors import WeightSyncError
+from torchrl_moe.weight_update.store.writing import at_end
 from torchrl_moe.weight_update.transports.board import Board, BoardServer, RemoteBoard
 
 __all__ = ["LOOPBACK", "Meeting", "MeetingPlace", "board_of", "is_loopback", "own_address"]
@@ -132,7 +133,7 @@ class MeetingPlace:
     def __init__(self, address: str = LOOPBACK, port: int = 0) -> None:
         self._address, self._port = address, port
         self._names = map(str, itertools.count())
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: Path | None = None
         self._server: BoardServer | None = None
         self._lock = threading.Lock()
 
@@ -146,10 +147,9 @@ class MeetingPlace:
             name = next(self._names)
             if is_loopback(self._address):
                 if self._folder is None:  # of mode 0700
-                    self._folder = tempfile.TemporaryDirectory(
-                        prefix="torchrl_moe-meeting-", ignore_cleanup_errors=True
-                    )
-                path = Path(self._folder.name, name)
+                    self._folder = Path(tempfile.mkdtemp(prefix="torchrl_moe-meeting-"))
+                    self._clean = at_end(self, shutil.rmtree, str(self._folder), True)
+                path = self._folder / name
                 path.mkdir(0o700)
                 return {"folder": str(path)}
             if self._server is None:
@@ -174,7 +174,7 @@ class MeetingPlace:
         """Remove all boards. Idempotent."""
         with self._lock:
             if self._folder is not None:
-                self._folder.cleanup()
+                self._clean()
                 self._folder = None
             if self._server is not None:
                 self._server.end()

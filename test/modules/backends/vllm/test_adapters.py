@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,40 @@ def check_following(model: Any, completion: Completion, rows: Any) -> None:
     replay.remove()
     expected = log_probs.gather(-1, full[0, len(IDS) :, None])[:, 0].numpy()
     np.testing.assert_allclose(output.logprobs, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.engine("qwen3_moe", **ADAPTED)
+@pytest.mark.usefixtures("one_thread")
+def test_an_adapter_that_is_not_finite_is_refused_and_what_overflows_leaves_nothing_behind(
+    engine: AsyncVLLM, tuned: tuple[Any, Path], tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model, folder = tuned
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for number, (name, value) in enumerate({"nan": float("nan"), "inf": float("inf"), "huge": 1e38}.items(), 10):
+        shutil.copytree(folder, tmp_path / name)
+        save_file(
+            {key: torch.full_like(tensor, value) for key, tensor in tensors.items()},
+            tmp_path / name / "adapter_model.safetensors",
+        )
+        fields = {"lora_name": name, "lora_int_id": number, "lora_path": str(tmp_path / name)}
+
+        def ask(fields: Any = fields) -> Any:
+            return engine.generate([IDS], GREEDY, use_tqdm=False, lora_request=fields)[0].outputs[0].logprobs
+
+        if name == "huge":
+            assert not np.isfinite(ask()).all()
+        else:
+            with pytest.raises(
+                ValueError, match=rf"adapter '{name}' of .* cannot be loaded: .*NaN or infinite in torch"
+            ):
+                ask()
+    with model.disable_adapter():
+        for _ in range(3):
+            check_against(model, engine.generate([IDS], GREEDY, use_tqdm=False)[0])
+    good = {"lora_name": "tiny", "lora_int_id": 1, "lora_path": str(folder)}
+    check_against(model, engine.generate([IDS], GREEDY, use_tqdm=False, lora_request=good)[0])
 
 
 @pytest.mark.engine("qwen3_moe", **ADAPTED)

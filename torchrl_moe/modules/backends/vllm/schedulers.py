@@ -28,6 +28,7 @@ from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from torchrl_moe import _compat
 from torchrl_moe.data import UNSET_EXPERT
 from torchrl_moe.modules.backends.vllm.forced_routing import why_live
 from torchrl_moe.modules.backends.vllm.forced_rows import Forced, attach, forced_in, forced_of
@@ -36,6 +37,7 @@ from torchrl_moe.modules.backends.vllm.weights.weight_check import is_weight_che
 __all__ = ["AsyncMoEScheduler", "MoEScheduler"]
 
 QUEUES = ("waiting", "kv_holding_waiting")
+_compat.zero_new_blocks()  # the workers do this too
 
 
 class MoEScheduler(Scheduler):

@@ -29,6 +29,8 @@ __all__ = ["WorkerExtension"]
 # no installed package and cannot be filtered away by VLLM_PLUGINS.
 _compat.register_weight_engine()
 _compat.keep_cpu_experts_with_lora()
+_compat.refuse_bad_adapters()
+_compat.zero_new_blocks()
 cpu_kernels.register()
 follow_in_workers()
 end_with_leader()  # the engine core, this process's parent, does not watch its own parent
