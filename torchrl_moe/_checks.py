@@ -1,4 +1,4 @@
-"""Rank, shape, dtype and routes checks: the only place that words such messages.
+"""Checks of numbers, ranks, shapes, dtypes and routes: the only place that words such messages.
 
 Every public function calls these on its arguments first. A message says what is wrong, what was given, what is allowed
 and what to do. The structural checks read no values, so they cost nothing on a device and are static under
@@ -11,9 +11,11 @@ Letters: N rows (tokens of all samples), L decoder layers, K experts per token, 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
+from numbers import Integral, Real
 from types import EllipsisType
 from typing import Any, TypeAlias
 
@@ -25,6 +27,8 @@ from torchrl_moe._errors import RouteShapeError, RouteValueError
 Array: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
 Dim: TypeAlias = "int | str | EllipsisType"
 
+MOST_TOKENS = 1 << 24  # of a sequence: more than any model reads
+_SHOWN = 80  # characters of a value in a message
 _UNSET = -1  # UNSET_EXPERT of torchrl_moe.data, which imports this file
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 _CHUNK_ELEMENTS = 1 << 22  # check_routes looks at this many ids at a time, which bounds its temporaries
@@ -37,6 +41,70 @@ _ROWS = (
 
 def _end(hint: str) -> str:
     return f" {hint}" if hint else ""
+
+
+def check_number(
+    name: str,
+    value: Any,
+    least: float | None = None,
+    most: float | None = None,
+    *,
+    above: float | None = None,
+    whole: bool = False,
+    none: bool = False,
+    infinite: bool = False,
+    hint: str = "",
+) -> None:
+    """Raise ``ValueError`` unless ``value`` is a number of Python's or numpy's, and in range. No bool is a number.
+
+    Args:
+        name: of the argument.
+        value: what was given.
+        least: the smallest that is allowed; ``None``: no bound.
+        most: the largest.
+        above: what it must exceed, instead of ``least``.
+        whole: whether it must be an integer; an integer is always a float, too.
+        none: whether ``None`` is allowed.
+        infinite: whether infinity is allowed. NaN never is.
+        hint: a sentence that says what to do.
+
+    >>> check_number("max_tokens", 1.5, 1, whole=True, none=True)
+    Traceback (most recent call last):
+    ValueError: max_tokens must be an integer of at least 1, or None, got 1.5.
+    """
+    if none and value is None:
+        return
+    fits = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+    fits = fits and (whole or _is_float(value, infinite))
+    fits = fits and (least is None or value >= least) and (most is None or value <= most)
+    if not fits or (above is not None and value <= above):
+        kind = "an integer" if whole else "a number" if infinite else "a finite number"
+        low = "" if above is None else f" above {above}"
+        bounds = f" of at least {least}" if most is None else f" from {least} to {most}"
+        if least is None:
+            bounds = low if most is None else f"{low}{' and' * bool(low)} of at most {most}"
+        raise ValueError(f"{name} must be {kind}{bounds}{', or None' * none}, got {shown(value)}.{_end(hint)}")
+
+
+def _is_float(value: Any, infinite: bool) -> bool:
+    try:
+        return not math.isnan(value) if infinite else math.isfinite(value)
+    except OverflowError:  # an integer that is larger than any float
+        return False
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Raise ``ValueError`` unless ``value`` is True or False: other values are true or false in surprising ways."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} must be True or False, got {shown(value)}.")
+
+
+def shown(value: Any) -> str:
+    """Return the beginning of a value's repr, for a message."""
+    if isinstance(value, int) and value.bit_length() > _SHOWN:  # beyond some thousand digits Python refuses to write it
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def check_rank(name: str, array: Array, rank: int, *, error: type[Exception] = ValueError, hint: str = "") -> None:

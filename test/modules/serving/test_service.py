@@ -85,8 +85,8 @@ def test_token_ids_have_a_keyword_of_their_own(serve: Any) -> None:
         ({"prompts": "hi", "prompt_token_ids": [1]}, "cannot specify both"),
         ({"prompts": ""}, "prompts is an empty prompt"),
         ({"prompts": []}, "prompts cannot be empty"),
-        ({"prompts": "hi", "timeout_seconds": 0}, "timeout_seconds must be positive or None, got 0"),
-        ({"prompts": "hi", "timeout_seconds": -1.5}, r"timeout_seconds must be positive or None, got -1\.5"),
+        ({"prompts": "hi", "timeout_seconds": 0}, "timeout_seconds must be a number above 0, or None, got 0"),
+        ({"prompts": "hi", "timeout_seconds": -1.5}, r"timeout_seconds must be a number above 0, or None, got -1\.5"),
         ({"prompts": "hi", "prompt_adapter_request": object()}, "must be None: vLLM has dropped prompt adapters"),
         ({"prompts": ["a", "b"], "request_ids": ["x"]}, "request_ids must have one entry per prompt: got 1 for 2"),
         ({"prompts": ["a", "b"], "request_ids": "x"}, "request_ids must have one entry per prompt: got 1 for 2"),
@@ -655,7 +655,7 @@ def test_every_word_about_a_request_reaches_its_replica_from_agenerate_too(serve
         ({"prompt": ["a"]}, "agenerate takes one prompt, got a list of 1"),
         ({}, "must specify either"),
         ({"prompt": "a", "prompt_token_ids": [1]}, "cannot specify both"),
-        ({"prompt": "a", "timeout_seconds": 0}, "timeout_seconds must be positive"),
+        ({"prompt": "a", "timeout_seconds": 0}, "timeout_seconds must be a number above 0"),
     ],
 )
 def test_agenerate_refuses_what_is_not_one_request(serve: Any, kwargs: Any, words: str) -> None:

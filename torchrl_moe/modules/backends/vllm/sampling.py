@@ -8,7 +8,7 @@ from typing import Any
 
 from torchrl_moe.modules.backends.kept_ids import leaves_words_out
 
-__all__ = ["SamplingParamsBuilder", "default_of"]
+__all__ = ["SamplingParamsBuilder", "check_wire", "default_of"]
 
 
 class SamplingParamsBuilder:
@@ -37,13 +37,14 @@ class SamplingParamsBuilder:
         """Return the parameters of a mapping, of a ``SamplingParams``, or vLLM's defaults for ``None``.
 
         Raises:
-            ValueError: an unknown or bad parameter, one that asks for what no completion carries, log-probs over fewer
+            ValueError: an unknown or bad parameter, one that vLLM's engine core would not read, one that asks for what no completion carries, log-probs over fewer
                 words than all from an engine that does not report which, or of another distribution than is sampled
                 from.
         """
         key = (id(spec), id(guided_options))
         if key != self._key:
             params = _build(spec, guided_options)
+            check_wire("sampling_params", params)
             if not self._reads_cache:
                 params.skip_reading_prefix_cache = True
             if params.logprobs is not None:
@@ -68,6 +69,20 @@ class SamplingParamsBuilder:
             wrong = f"temperature={params.temperature:g}, and this engine's log-probs are of temperature 1"
         if wrong:
             raise ValueError(f"{wrong} (logprobs_mode={self._mode!r}): leave out logprobs_mode, or logprobs")
+
+
+def check_wire(name: str, value: Any) -> None:
+    """Read a struct as vLLM's engine core will, which ends at what it cannot read.
+
+    Raises:
+        ValueError: names the field, and what is allowed.
+    """
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    try:
+        MsgpackDecoder(type(value)).decode(MsgpackEncoder().encode(value))
+    except (TypeError, ValueError, OverflowError) as error:  # msgspec's own are such
+        raise ValueError(f"{name}: {error}") from error
 
 
 def default_of(name: str) -> Any:
