@@ -18,7 +18,8 @@ class FaultPolicy:
         first_delay: before the first restart; it doubles with each restart in the window.
         longest_delay: upper bound of the delay.
         start: time that an engine gets to start.
-        attempts: how many replicas may die under one request before the request fails.
+        attempts: how many replicas may die under one request before the request fails. Those that may have killed a
+            replica are tried again alone, on a replica that runs nothing else meanwhile; 1: nothing is tried again.
         probe: time between health probes, and the time to answer one; ``inf`` for no probes.
         patience: time without an answer after which a replica counts as stalled and is ended.
         slow_patience: the same while the engine's processes compute, since a long step blocks the answers.
@@ -37,7 +38,7 @@ class FaultPolicy:
     first_delay: float = 0.5
     longest_delay: float = 15.0
     start: float = 600.0
-    attempts: int = 3
+    attempts: int = 2
     probe: float = 10.0
     patience: float = 30.0
     slow_patience: float = 300.0

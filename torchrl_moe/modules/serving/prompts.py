@@ -15,11 +15,12 @@ import torch
 from numpy.typing import NDArray
 
 from torchrl_moe.modules.backends.replica import Completion
+from torchrl_moe.modules.backends.sampling_fields import check_text
 
 __all__ = ["Prompt", "PromptBatch", "normalise_prompts"]
 
 Prompt = str | NDArray[np.int32] | Completion
-FINISH_REASONS = ("abort", "length", "stop", "error", "repetition")  # vLLM's
+FINISH_REASONS = ("abort", "length", "stop", "repetition")  # vLLM's
 LARGEST_ID = int(np.iinfo(np.int32).max)
 
 
@@ -108,6 +109,7 @@ def _prompt(item: Any, name: str) -> Prompt:
     if isinstance(item, str):
         if not item:
             raise ValueError(f"{name} is an empty prompt")
+        check_text(name, item)
         return item
     if not hasattr(item, "ndim") and not isinstance(item, Sequence):
         raise TypeError(f"{name} must be text or token ids, got {type(item).__name__}")

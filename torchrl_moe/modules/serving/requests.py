@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torchrl_moe._checks import check_bool, check_number, shown
 from torchrl_moe._errors import RouteValueError
 from torchrl_moe.modules.backends.replica import Completion, OnResume, Request
-from torchrl_moe.modules.backends.sampling_fields import check_answers, check_fields, check_object
+from torchrl_moe.modules.backends.sampling_fields import check_answers, check_fields, check_object, check_text
 from torchrl_moe.modules.serving.prompts import Prompt, PromptBatch
 from torchrl_moe.modules.serving.resumption import request_to_resume
 
@@ -220,7 +220,8 @@ def _name(value: Any, name: str) -> str | None:
 
 def _request_id(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be text, got {value!r}")
+        raise TypeError(f"{name} must be text, got {shown(value)}")
+    check_text(name, value)
     return value
 
 

@@ -137,8 +137,12 @@ class LoadBalancer:
         prompt: Any = None,
         session_id: str | None = None,
         group_id: str | None = None,
+        *,
+        alone: bool = False,
     ) -> Lease:
         """Count a request on the replica that the caller names; arguments as in :meth:`acquire`.
+
+        ``alone``: this is the request that the replica is reserved for.
 
         Raises:
             IndexError: there is no such replica.
@@ -151,6 +155,8 @@ class LoadBalancer:
                 raise NoReplicaError(f"replica {index} is being removed; leave actor_index out")
             if entry.state is not ReplicaState.SERVING:
                 raise NoReplicaError(f"replica {index} is {entry.state.name}, not SERVING; leave actor_index out")
+            if entry.reserved and not alone:
+                raise NoReplicaError(f"replica {index} tries a request alone, under which another replica died")
             if min_version is not None and entry.version < min_version:
                 raise StaleReplicaError(f"replica {index} holds version {entry.version}, asked for {min_version}")
             version = None if group_id is None else self.groups.version(group_id)
