@@ -12,15 +12,17 @@ from typing import Any, TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrl_moe._checks import check_bool, check_number, shown
+from torchrl_moe._checks import check_bool, check_instance, check_number, shown
 from torchrl_moe._errors import RouteValueError
 from torchrl_moe.modules.backends.replica import Completion, OnResume, Request
 from torchrl_moe.modules.backends.sampling_fields import check_answers, check_fields, check_object, check_text
+from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.prompts import Prompt, PromptBatch
 from torchrl_moe.modules.serving.resumption import request_to_resume
 
 __all__ = [
     "Placement",
+    "check_service",
     "check_timeout",
     "common_fields",
     "integers",
@@ -229,6 +231,15 @@ def _mapping(value: Any, name: str) -> Mapping[str, Any] | None:
     if value is not None and not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a mapping or None, got {value!r}")
     return value
+
+
+def check_service(sampling_params: Any, metrics: Any, max_concurrent_requests: Any, faults: Any) -> None:
+    """Raise ``ValueError`` for a setting of a service that is none, before anything is started for it."""
+    check_fields(sampling_params)
+    check_bool("metrics", metrics)
+    if max_concurrent_requests != "auto":
+        check_number("max_concurrent_requests", max_concurrent_requests, 1, whole=True, none=True, hint="Or 'auto'.")
+    check_instance("faults", faults, FaultPolicy, none=True)
 
 
 def check_timeout(seconds: float | None) -> float | None:

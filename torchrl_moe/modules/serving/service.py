@@ -18,7 +18,6 @@ from torch import Tensor
 from torchrl_moe._checks import check_bool
 from torchrl_moe._errors import NoReplicaError
 from torchrl_moe.modules.backends.replica import Completion, OnResume, Replica, Request
-from torchrl_moe.modules.backends.sampling_fields import check_fields
 from torchrl_moe.modules.serving.admission import Admission
 from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
 from torchrl_moe.modules.serving.balancing.strategy import Strategy
@@ -31,6 +30,7 @@ from torchrl_moe.modules.serving.prompts import normalise_prompts
 from torchrl_moe.modules.serving.replica_service import ReplicaService
 from torchrl_moe.modules.serving.requests import (
     Placement,
+    check_service,
     check_timeout,
     common_fields,
     integers,
@@ -74,7 +74,7 @@ class GenerationService(ReplicaService):
         faults: FaultPolicy | None = None,
         make_replica: Callable[[int], Replica] | None = None,
     ) -> None:
-        check_fields(sampling_params)
+        check_service(sampling_params, metrics, max_concurrent_requests, faults)
         super().__init__(replicas, faults, make_replica, metrics=metrics)
         self._limit_follows = max_concurrent_requests == "auto"
         if max_concurrent_requests == "auto":

@@ -11,6 +11,7 @@ import abc
 import contextlib
 import itertools
 import os
+import re
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -251,10 +252,10 @@ class EngineReplica(Commands, Generic[LinkT]):
             (self.last_stats,) = rest
         elif kind == "ready":
             self._resolve(self._calls, READY, rest[0])
-        elif kind == "failed":
-            self._fail_all(f"replica {self.index} did not start: {rest[0]}\n{self._tail()}")
         else:
-            self._fail_all(f"replica {self.index} died: {rest[0]}\n{self._tail()}")
+            tail = self._tail()
+            what = "did not start" if kind == "failed" else "died"
+            self._fail_all(f"replica {self.index} {what}: {_cause(rest[0], tail)}\n{tail}")
 
     def _resolve(self, table: dict[Any, Future[Any]], key: Any, value: Any) -> None:
         with self._lock:
@@ -340,6 +341,14 @@ def _pass_on(report: Future[ProbeReport], answer: Future[Any]) -> None:
         report.set_result(wire.open_parcel(answer.result()))
     else:
         report.set_exception(error)
+
+
+def _cause(words: str, tail: str) -> str:
+    """Return why an engine failed: its own words, unless they only point to its log; then the first error there."""
+    if "root cause" not in words:
+        return words
+    found = re.search(r"\b((?:\w+\.)*\w*(?:Error|Exception): (?!.*root cause).+)", tail)
+    return words if found is None else f"{found[1]} ({words.split('. ')[0].rstrip('.')})"
 
 
 def _error(kind: str, text: str) -> Exception:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torchrl_moe._checks import check_number
 from torchrl_moe._errors import NoReplicaError, StaleReplicaError
 from torchrl_moe.modules.serving.actors import ActorHandle
 from torchrl_moe.modules.serving.balancing.hierarchy import DEFAULT_HIERARCHY, OVERLOAD_THRESHOLD, Hierarchy, Settings
@@ -235,10 +236,9 @@ class LoadBalancer:
             IndexError: there is no such replica.
             ValueError: a number out of range.
         """
-        if pending_requests is not None and pending_requests < 0:
-            raise ValueError(f"pending_requests must not be negative, got {pending_requests}")
-        if cache_usage is not None and not 0.0 <= cache_usage <= 1.0:
-            raise ValueError(f"cache_usage must be a share from 0 to 1, got {cache_usage}")
+        check_number("index", index, whole=True)
+        check_number("pending_requests", pending_requests, 0, 2**31 - 1, whole=True, none=True)
+        check_number("cache_usage", cache_usage, 0, 1, none=True)
         with self.replica_table.lock:  # times must be noted in their order
             self.replica_table.observe(index, self._clock(), pending_requests, cache_usage)
 
