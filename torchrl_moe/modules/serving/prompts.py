@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from torchrl_moe._checks import shown
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.backends.sampling_fields import check_text
 
@@ -109,6 +110,8 @@ def _prompt(item: Any, name: str) -> Prompt:
     if isinstance(item, str):
         if not item:
             raise ValueError(f"{name} is an empty prompt")
+        if "prompt_token_ids" in name:
+            raise TypeError(f"{name} must be token ids, got {shown(item)}: pass text as prompts")
         check_text(name, item)
         return item
     if not hasattr(item, "ndim") and not isinstance(item, Sequence):

@@ -194,7 +194,7 @@ def integers(value: Any, count: int, name: str) -> list[int]:
 
 
 def _is_list(value: Any) -> bool:
-    if isinstance(value, str | Mapping):
+    if isinstance(value, str | bytes | Mapping):
         return False
     return isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
 

@@ -82,7 +82,7 @@ def test_torchrls_arguments_stand_where_they_stood() -> None:
     assert (stats["prefix_length"], stats["overload_threshold"]) == (16, 1.5)
     with pytest.raises(ValueError, match="prefix_length must be an integer of at least 1, or None, got 0"):
         LoadBalancer(["a"], prefix_length=0)
-    with pytest.raises(ValueError, match=r"overload_threshold must be a number of at least 1, got 0\.5\. 1 is the mean load"):
+    with pytest.raises(ValueError, match=r"overload_threshold must be a number of at least 1, got 0\.5"):
         LoadBalancer(["a"], overload_threshold=0.5)
 
 
