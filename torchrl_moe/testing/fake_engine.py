@@ -100,6 +100,10 @@ class FakeReplica(Commands):
 
     # -- life -------------------------------------------------------------------------------------------------------
 
+    def log_tail(self) -> str:
+        """Return ``""``: there is no log."""
+        return ""
+
     def start(self) -> None:
         """Do nothing: there is no process."""
 

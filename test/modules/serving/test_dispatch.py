@@ -855,7 +855,7 @@ def test_a_suspect_has_its_replica_to_itself(serve: Any) -> None:
     assert [request.request_id for request in replicas(lb)[1].submitted] == ["old"]
     abort(lb, ["old"])
     assert old.result(PATIENCE)[0].aborted
-    until(lambda: lb.replica_table[1].inflight == 1)
+    until(lambda: len(replicas(lb)[1].submitted) == 2)
     assert [request.request_id for request in replicas(lb)[1].submitted] == ["old", "late"]
     abort(lb, ["late"])
     assert suspect.result(PATIENCE)[0].aborted

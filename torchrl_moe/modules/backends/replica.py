@@ -215,6 +215,9 @@ class Replica(Protocol):
     def log_path(self) -> Path | None:
         """The file of the engine's log, if it is on the driver's machine; else ``None``."""
 
+    def log_tail(self) -> str:
+        """Return the last errors of that log, or its last lines; ``""`` if it is not on the driver's machine."""
+
     @property
     def last_stats(self) -> ReplicaStats | None:
         """The stats that the replica last sent by itself, as it does whenever they change; ``None`` before."""

@@ -284,11 +284,13 @@ class Dispatcher:
             return
         self._send(request)
         if request.deaths == 1:
-            asyncio.get_running_loop().call_later(ALONE_SECONDS, self._join, request, request.number)
+            name, number = request.request.request_id, request.number  # the request itself would keep its answer
+            asyncio.get_running_loop().call_later(ALONE_SECONDS, self._join, name, number)
 
-    def _join(self, request: InFlight, number: int) -> None:
+    def _join(self, name: str, number: int) -> None:
         """Let the next suspect join one that has been alone for a while, unless that was sent again since."""
-        if request.number == number:
+        request = self._open.get(name)
+        if request is not None and request.number == number:
             self._try_alone(self._suspects.ended(request))
 
     def _lease(self, request: InFlight) -> bool:

@@ -115,6 +115,7 @@ class Suspects:
                 one.deaths = 0
         self.tried = None
         self._joined.append(request)
+        self._beside()
         self._free()
         return cleared
 

@@ -128,6 +128,10 @@ class EngineReplica(Commands, Generic[LinkT]):
         """The file that the process prints to; ``None`` before :meth:`start`, and where no such file is kept."""
         return None
 
+    def log_tail(self) -> str:
+        """Return the last errors of that log, or its last lines; ``""`` where no such file is kept."""
+        return "" if self.log_path is None else self._tail()
+
     @property
     def death(self) -> str | None:
         """Why it died, once that is known; ``None`` before."""

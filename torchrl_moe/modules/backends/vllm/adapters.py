@@ -15,8 +15,8 @@ def build_lora_request(spec: Any) -> Any:
     """Return vLLM's ``LoRARequest`` of a mapping of its fields or of such an object; ``None`` stays.
 
     Raises:
-        ValueError: neither of them, or an id below 1, or no path, or a field of a wrong type.
-        TypeError: a field that vLLM does not know.
+        ValueError: neither of them, or an id below 1, or no path, or a field that is missing, unknown or of a wrong
+            type.
     """
     if spec is None:
         return None
@@ -27,7 +27,10 @@ def build_lora_request(spec: Any) -> Any:
     if isinstance(spec, Mapping):
         if not spec.get("lora_path"):
             raise ValueError(f"lora_request names no lora_path, the folder of the adapter: {dict(spec)!r}")
-        spec = LoRARequest(**spec)
+        try:
+            spec = LoRARequest(**spec)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"lora_request: {error}") from error
     check_wire("lora_request", spec)
     return spec
 
