@@ -45,6 +45,16 @@ def test_values_are_changed_by_dotted_keys() -> None:
     assert config.data.arguments["seed"] == config.model.arguments["seed"] == 3
 
 
+@pytest.mark.parametrize(
+    ("override", "near"), [("loss.clip_eps=0.2", "loss"), ("rollout.group_sizes=4", "group_size"), ("step=3", "steps")]
+)
+def test_the_nearest_name_is_told(override: str, near: str) -> None:
+    name = override.split("=")[0].split(".")[-1]
+    words = name if near == "loss" else f"{name}.*; did you mean {near}\\?"
+    with pytest.raises(ConfigError, match=words):
+        load_config("tiny_cpu", [override])
+
+
 def test_one_builds_on_another() -> None:
     base, small = load_config("tiny_cpu"), load_config("tiny_sums")
     assert small.model.arguments["num_experts"] == 8 and base.model.arguments["num_experts"] == 32

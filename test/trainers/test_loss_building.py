@@ -64,7 +64,7 @@ def test_arguments_as_yaml_has_them() -> None:
         ({"name": "NoLoss"}, "loss.name=NoLoss must be one of CISPOLoss, DAPO, DPPOLoss, GRPOLoss, GSPOLoss, SAPOLoss"),
         ({"name": "MoERouterLoss"}, "loss.name=MoERouterLoss must be one of"),
         ({"name": "GRPOAdvantage"}, "loss.name=GRPOAdvantage must be one of"),
-        ({"arguments": {"clip": 0.2}}, "loss.arguments: .*unexpected keyword argument 'clip'"),
+        ({"arguments": {"clip": 0.2}}, "loss.arguments: GRPOLoss has no argument clip: did you mean dual_clip"),
         ({"arguments": {"aggregation": "median"}}, "loss.arguments: aggregation must be one of"),
         ({"arguments": {"clip_epsilon": [0.2]}}, "loss.arguments: "),
         ({"arguments": {"thresholds": {"tsi": 3.0}}}, "loss.arguments: .*unexpected keyword argument 'tsi'"),

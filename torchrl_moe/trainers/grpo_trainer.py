@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,15 @@ class MoEGRPOTrainer(RunReports, Trainer):
         config: GRPOConfig | None = None,
         tokenizer: Any = None,
         engine: Any = None,
+        **others: Any,
     ) -> None:
+        for name in others:
+            raise TypeError(f"MoEGRPOTrainer has no argument {name}: " + _instead(name))
+        if not isinstance(config, GRPOConfig | None):
+            raise ConfigError(
+                f"config must be a GRPOConfig, got {type(config).__name__}: GRPOConfig(steps=3), or "
+                "load_config(overrides=['steps=3'])"
+            )
         self.config = config = copy.deepcopy(config) if config is not None else GRPOConfig()
         config.check()
         self._hooks = _functions(config.hooks)
@@ -394,3 +403,23 @@ def _functions(names: Sequence[str]) -> list[Callable[[MoEGRPOTrainer], object]]
         return [import_function(name) for name in names]
     except ValueError as error:
         raise ConfigError(f"hooks: {error}") from error
+
+
+OF_OTHERS = {
+    "train_dataset": "dataset",
+    "eval_dataset": "held_out",
+    "reward_funcs": "rewards",
+    "reward_fn": "rewards",
+    "args": "config",
+    "processing_class": "tokenizer",
+    "environment_factory": "env",
+    "peft_config": "config.model.lora",
+}
+"""Arguments of other libraries' trainers -> ours."""
+
+
+def _instead(name: str) -> str:
+    """Return what to pass instead of an argument that there is not."""
+    known = ("model", "dataset", "env", "rewards", "held_out", "config", "tokenizer", "engine")
+    near = OF_OTHERS.get(name) or next(iter(get_close_matches(name, known, 1)), None)
+    return f"pass {near}" if near else f"it takes {', '.join(known)}; all settings are in config"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any, TypeGuard
 
 from tensordict import TensorDictBase
@@ -43,6 +45,13 @@ def build_loss(actor: TransformersWrapper, config: GRPOConfig) -> GRPOLoss:
             setting = "loss.router"
             arguments["router_loss"] = objectives.MoERouterLoss(actor, **_router_arguments(actor, config))
             setting = "loss.arguments"
+        known = list(signature(kind).parameters.keys() | signature(GRPOLoss).parameters.keys())
+        for name in arguments:
+            if name not in known:
+                near = get_close_matches(name, known, 1, 0.4)
+                raise TypeError(
+                    f"{kind.__name__} has no argument {name}" + (f": did you mean {near[0]}?" if near else "")
+                )
         return kind(actor, **{"entropy_bonus": False, **arguments})
     except (TypeError, ValueError) as error:
         raise ConfigError.of(setting, error) from error

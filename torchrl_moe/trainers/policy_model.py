@@ -177,7 +177,8 @@ def _from_pretrained(
 ) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if source.startswith((".", "/")) and not (Path(source) / "config.json").is_file():
+    looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1  # a hub name has one slash at most
+    if (looks_local or Path(source).is_dir()) and not (Path(source) / "config.json").is_file():
         raise ConfigError(f"model.source={source}: there is no model in that folder")
     frozen = config.lora.rank > 0  # weights that are not trained need not be float32
     try:

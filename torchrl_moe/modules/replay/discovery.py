@@ -210,7 +210,8 @@ def _check_kind(model: nn.Module, counts: set[int]) -> None:
     kind = type(model).__name__
     if not counts:
         raise UnsupportedRouterError(
-            f"{kind} has no experts by its config ({', '.join(EXPERT_COUNTS)}): it is a dense model"
+            f"{kind} has no experts by its config ({', '.join(EXPERT_COUNTS)}): it is a dense model, and there is "
+            "nothing to replay: pass replay='none' (loss.replay=none in a run's configuration)"
         )
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedRouterError(

@@ -166,7 +166,8 @@ def default_timeout() -> float:
 
 def _checked(path: str) -> str:
     """Return the path; refuse a folder without a model before any process is started. vLLM checks hub names."""
-    looks_local = os.path.isabs(path) or path.startswith(".") or os.path.isdir(path)
+    # a hub name has one slash at most
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or os.path.isdir(path)
     if looks_local and not os.path.isfile(os.path.join(path, "config.json")):
         state = "has no config.json" if os.path.isdir(path) else "does not exist"
         raise ValueError(f"no model at {path!r}: the folder {state}. Save one with model.save_pretrained(path).")
