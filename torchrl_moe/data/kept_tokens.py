@@ -90,7 +90,7 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
             ValueError: wrong rank or length, not integers, another number of ids than the sizes say, an id out of range
                 or listed twice, a token that no id is left for, or a token that is not among the ids kept for it.
         """
-        _checks.check_number("vocabulary", vocabulary, 1, whole=True)
+        _checks.check_number("vocabulary", vocabulary, 1, 2**31 - 1, whole=True)
         _checks.check_number("num_tokens", num_tokens, 0, whole=True, none=True)
         samples = self._samples()
         chosen = [None] * len(samples) if tokens is None else list(tokens.reshape(len(samples), -1))
@@ -223,7 +223,7 @@ def _validate(
         if count is not None:
             _checks.check_rows(name, len(sizes), count, hint="A sample has a size for each token.")
     counts = sizes.abs().long()
-    if bool((empty := sizes <= -vocabulary).any()):
+    if bool((empty := -sizes.long() >= vocabulary).any()):
         raise ValueError(
             f"token {int(empty.nonzero()[0, 0])} of {name} has nothing left to be sampled from: all {vocabulary} ids "
             "are cut off."

@@ -10,7 +10,6 @@ Letters: T tokens of one sequence, L decoder layers, K experts per token, E expe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
@@ -131,8 +130,7 @@ class RoutedExperts(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
         keep = None if attention_mask is None else _split_mask(attention_mask, names)
         if num_tokens is not None:
             got = names.lengths if keep is None else [int(mask.sum()) for mask in keep]
-            single = isinstance(num_tokens, Integral) or not np.ndim(num_tokens)
-            counts = [num_tokens] * len(samples) if single else list(num_tokens)
+            counts: list[int] = list(num_tokens) if np.ndim(num_tokens) else [num_tokens] * len(samples)  # type: ignore
             _checks.check_rows("num_tokens", len(counts), len(samples), hint="Give an int, or a count per sample.")
             for count in counts:
                 _checks.check_number("num_tokens", count, 0, whole=True)

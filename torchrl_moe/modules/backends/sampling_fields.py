@@ -99,7 +99,7 @@ def _whole(least: int, most: int = LARGEST, none: bool = False) -> Check:
 
 
 _token: Check = _whole(0)
-_tokens: Check = partial(_items, check=_token)
+_tokens = partial(_items, check=_token)
 
 FIELDS: Mapping[str, Check] = {
     "n": lambda name, value: check_number(

@@ -275,8 +275,8 @@ class Dispatcher:
 
     def _try_alone(self, cleared: Sequence[InFlight] = ()) -> None:
         """Send the next request that must be alone, if there is a replica for it; ``cleared``: those that need not."""
-        for request in cleared:
-            self._place(request)
+        for one in cleared:
+            self._place(one)
         if (request := self._suspects.next()) is None:
             return
         if request.lease is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -79,7 +79,8 @@ def check_wire(name: str, value: Any) -> None:
     Raises:
         ValueError: names the field, and what is allowed.
     """
-    encoder, decoder = _wire_of(type(value))
+    kind: Hashable = type(value)
+    encoder, decoder = _wire_of(kind)
     try:
         decoder.decode(encoder.encode(value))
     except (TypeError, ValueError, OverflowError) as error:  # msgspec's own are such
@@ -108,7 +109,7 @@ def check_bad_words(params: Any, tokenizer: Any) -> None:
 
 
 @cache
-def _wire_of(kind: type) -> tuple[Any, Any]:
+def _wire_of(kind: Any) -> tuple[Any, Any]:
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
     return MsgpackEncoder(), MsgpackDecoder(kind)
