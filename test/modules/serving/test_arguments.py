@@ -275,3 +275,37 @@ def test_an_argument_of_a_service(started: list[Any], name: str) -> None:
 def test_an_argument_of_from_pretrained(started: list[Any], name: str, expected: list[str]) -> None:
     assert taken(name, lambda value: AsyncVLLM.from_pretrained("m", **{name: value})) == expected
     assert len(started) == len(expected)
+
+
+COMMANDS: list[tuple[str, str, list[str]]] = [
+    ("add_replicas", "count", []),
+    ("add_replicas", "timeout_seconds", [*NONE, "1.5"]),
+    ("remove_replica", "index", []),
+    ("pause", "mode", []),
+    ("pause", "clear_cache", BOOL),
+    ("pause", "timeout_seconds", FLOATS),
+    ("sleep", "level", []),
+    ("sleep", "mode", []),
+    ("wake_up", "tags", NONE),
+    ("set_seed", "seed", [LARGE[0]]),
+    ("stats", "timeout_seconds", FLOATS),
+    ("get_num_unfinished_requests", "actor_index", NONE),
+    ("get_cache_usage", "actor_index", NONE),
+    ("update_weights", "weights", ["[]", "{}"]),
+]
+
+
+@pytest.mark.filterwarnings("ignore:update_weights. no weights were given")
+@pytest.mark.parametrize(("command", "name", "expected"), COMMANDS)
+def test_an_argument_of_a_command(command: str, name: str, expected: list[str]) -> None:
+    with FakeAsyncVLLM(2) as engine:
+        assert taken(name, lambda value: getattr(engine, command)(**{name: value})) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("min_version", ["-1"]), ("session_id", ["'3'"]), ("group_id", ["'3'"])]
+)
+def test_what_is_asked_of_the_balancer(name: str, expected: list[str]) -> None:
+    balancer = LoadBalancer(["a"])
+    found = [one for one in THROWN if name != "min_version" or type(one) is not int or one < 0]
+    assert [shown(v) for v in found if outcome(name, lambda v=v: balancer.acquire(**{name: v}))] == [*NONE, *expected]

@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 import random
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
 
-from torchrl_moe._checks import check_bool
+from torchrl_moe._checks import check_bool, shown
 from torchrl_moe._errors import NoReplicaError
 from torchrl_moe.modules.backends.replica import Completion, OnResume, Replica, Request
 from torchrl_moe.modules.serving.admission import Admission
@@ -333,6 +333,8 @@ class GenerationService(ReplicaService):
     def abort(self, request_ids: str | Sequence[str]) -> None:
         """Abort requests wherever they run; unknown ids are ignored, since a request may just have finished."""
         self._check_running("abort")
+        if isinstance(request_ids, bytes) or not isinstance(request_ids, Iterable):
+            raise TypeError(f"request_ids must be text or a list of it, got {shown(request_ids)}")
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         self._dispatcher.abort(ids)
 

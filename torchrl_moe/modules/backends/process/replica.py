@@ -256,10 +256,10 @@ class EngineReplica(Commands, Generic[LinkT]):
             (self.last_stats,) = rest
         elif kind == "ready":
             self._resolve(self._calls, READY, rest[0])
+        elif kind == "failed":
+            self._fail_all(f"replica {self.index} did not start: {_with_cause(rest[0], self._tail())}")
         else:
-            tail = self._tail()
-            what = "did not start" if kind == "failed" else "died"
-            self._fail_all(f"replica {self.index} {what}: {_cause(rest[0], tail)}\n{tail}")
+            self._fail_all(f"replica {self.index} died: {_with_cause(rest[0], self._tail())}")
 
     def _resolve(self, table: dict[Any, Future[Any]], key: Any, value: Any) -> None:
         with self._lock:
@@ -347,12 +347,12 @@ def _pass_on(report: Future[ProbeReport], answer: Future[Any]) -> None:
         report.set_exception(error)
 
 
-def _cause(words: str, tail: str) -> str:
-    """Return why an engine failed: its own words, unless they only point to its log; then the first error there."""
-    if "root cause" not in words:
-        return words
+def _with_cause(words: str, tail: str) -> str:
+    """Return an engine's words and the end of its log; if they only point to that, after the first error there."""
     found = re.search(r"\b((?:\w+\.)*\w*(?:Error|Exception): (?!.*root cause).+)", tail)
-    return words if found is None else f"{found[1]} ({words.split('. ')[0].rstrip('.')})"
+    if "root cause" in words and found is not None:
+        words = f"{found[1]} ({words.split('. ')[0].rstrip('.')})"
+    return f"{words}\n{tail}"
 
 
 def _error(kind: str, text: str) -> Exception:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -79,7 +79,7 @@ def check_wire(name: str, value: Any) -> None:
     Raises:
         ValueError: names the field, and what is allowed.
     """
-    kind: Hashable = type(value)
+    kind: Any = type(value)
     encoder, decoder = _wire_of(kind)
     try:
         decoder.decode(encoder.encode(value))

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torchrl_moe._checks import check_number
+from torchrl_moe._checks import check_number, shown
 from torchrl_moe._errors import NoReplicaError, StaleReplicaError
 from torchrl_moe.modules.serving.actors import ActorHandle
 from torchrl_moe.modules.serving.balancing.hierarchy import DEFAULT_HIERARCHY, OVERLOAD_THRESHOLD, Hierarchy, Settings
@@ -126,6 +126,7 @@ class LoadBalancer:
             NoReplicaError: no replica is serving.
             StaleReplicaError: replicas serve, but none holds ``min_version``, or the group's version.
         """
+        _check_wishes(min_version, session_id, group_id)
         context = RoutingContext(prompt=prompt, session_id=session_id, request_context=request_context or {})
         with self.replica_table.lock:
             candidates = self._candidates(min_version, group_id)
@@ -150,6 +151,8 @@ class LoadBalancer:
             NoReplicaError: it is not serving.
             StaleReplicaError: it does not hold ``min_version``, or not the group's version.
         """
+        check_number("index", index, whole=True)
+        _check_wishes(min_version, session_id, group_id)
         with self.replica_table.lock:
             entry = self.replica_table[index]
             if entry.leaving and not entry.removed:
@@ -271,6 +274,13 @@ class LoadBalancer:
 
     def __repr__(self) -> str:
         return f"LoadBalancer({' > '.join(self.strategies)}, {self.replica_table!r})"
+
+
+def _check_wishes(min_version: Any, session_id: Any, group_id: Any) -> None:
+    check_number("min_version", min_version, whole=True, none=True)
+    for name, value in (("session_id", session_id), ("group_id", group_id)):
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"{name} must be text, or None, got {shown(value)}.")
 
 
 def _service_of(actors: Any) -> Any:
