@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 from torchrl_moe._checks import check_bool, check_number, shown
 from torchrl_moe._errors import EngineError
@@ -41,11 +41,6 @@ MOST_ADDED = 1024  # at a time
 
 def _check_timeout(seconds: Any, none: bool = False) -> None:
     check_number("timeout_seconds", seconds, 0, MOST_SECONDS, none=none)
-
-
-def _check_mode(mode: Any) -> None:
-    if mode not in get_args(PauseMode):
-        raise ValueError(f"mode must be one of {', '.join(get_args(PauseMode))}, got {shown(mode)}.")
 
 
 class ReplicaService:
@@ -179,7 +174,6 @@ class ReplicaService:
             EngineError: a replica failed, or was not paused in time. Unless the service was paused before, all resume.
         """
         self._check_running("pause")
-        _check_mode(mode)
         check_bool("clear_cache", clear_cache)
         _check_timeout(timeout_seconds)
         self._fleet.pause(mode, clear_cache, timeout_seconds)
@@ -208,7 +202,6 @@ class ReplicaService:
         """
         self._check_running("sleep")
         check_number("level", level, 1, 2, whole=True)
-        _check_mode(mode)
         _check_timeout(timeout_seconds)
         self._fleet.sleep(level, mode, timeout_seconds)
 
