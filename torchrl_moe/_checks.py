@@ -133,6 +133,18 @@ def check_bool(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be True or False, got {shown(value)}.")
 
 
+def check_callable(name: str, value: Any) -> None:
+    """Raise ``ValueError`` unless ``value`` can be called."""
+    if not callable(value):
+        raise ValueError(f"{name} must be a function, got {shown(value)}.")
+
+
+def check_instance(name: str, value: Any, kind: type, *, none: bool = False) -> None:
+    """Raise ``ValueError`` unless ``value`` is an instance of ``kind``, or ``None`` if ``none``."""
+    if not (isinstance(value, kind) or (none and value is None)):
+        raise ValueError(f"{name} must be of class {kind.__name__}{', or None' * none}, got {shown(value)}.")
+
+
 def shown(value: Any) -> str:
     """Return the beginning of a value's repr, for a message."""
     if isinstance(value, int) and value.bit_length() > _SHOWN:  # beyond some thousand digits Python refuses to write it

@@ -43,8 +43,7 @@ def test_values_are_json_or_text() -> None:
             engine_arguments([bad])
 
 
-def test_an_engine_is_small_unless_told_otherwise(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+def test_an_engine_is_small_unless_told_otherwise(asked: Any) -> None:
     with started("m", config(), "vllm", "float32", ["max_model_len=64"]) as engine:
         assert engine == "an engine"
     ((folder, arguments),) = asked
@@ -53,12 +52,10 @@ def test_an_engine_is_small_unless_told_otherwise(asked: Any, monkeypatch: pytes
         "dtype": "float32",
         "max_model_len": 64,
         "enforce_eager": True,
-        "kv_cache_memory_bytes": 1 << 29,
     }
 
 
-def test_on_a_gpu_vllm_takes_its_own_share_of_memory(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+def test_how_much_memory_it_takes_and_with_which_kernels_is_decided_where_all_engines_are_built(asked: Any) -> None:
     with started("m", config("deepseek_v3", 1 << 20), "vllm", "bfloat16", []):
         pass
     arguments = asked[0][1]

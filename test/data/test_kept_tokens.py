@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -310,3 +311,26 @@ def test_what_cannot_be_read_is_shown_too() -> None:
     meta = KeptTokens(ids=torch.zeros(2, device="meta"), sizes=torch.zeros(2, device="meta"))
     assert TableReader(meta._repr_html_()).other == [repr(meta)]
     assert TableReader(KeptTokens(ids=torch.zeros(0), sizes=None)._repr_html_()).rows["tbody"] == []
+
+
+@pytest.mark.parametrize("value", [1.5, True, "3", None, float("nan"), 2**40, -1])
+def test_a_count_is_an_integer_of_any_kind(value: Any) -> None:
+    made = kept([1], [0, 1])
+    assert made.pad(np.int64(3)).sizes.tolist() == [0, 0, 1]
+    assert made.validate(vocabulary=np.int32(V), num_tokens=np.int64(2)) is made
+    calls: dict[str, Callable[[], Any]] = {
+        "length": lambda: made.pad(value),
+        "num_tokens": lambda: made.truncate(value),
+        "vocabulary": lambda: made.validate(vocabulary=value),
+    }
+    for name, call in calls.items():
+        if (name, value) in (("length", None), ("num_tokens", 2**40)):
+            call()
+        else:
+            with pytest.raises(ValueError, match=f"{name} must be "):
+                call()
+
+
+def test_a_token_that_nothing_is_left_for_is_refused() -> None:
+    with pytest.raises(ValueError, match="token 1 of kept has nothing left to be sampled from: all 5 ids are cut off"):
+        kept(list(range(V)), [0, -V]).validate(vocabulary=V)

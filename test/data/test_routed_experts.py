@@ -609,3 +609,21 @@ def test_in_a_notebook_the_load_of_experts_is_seen() -> None:
 def test_what_cannot_be_read_is_shown_too(full: torch.Tensor) -> None:
     routes = RoutedExperts(full=full)
     assert repr(routes) in routes._repr_html_()
+
+
+@pytest.mark.parametrize("value", [1.5, True, "3", float("nan"), 2**40, -1])
+def test_a_count_is_an_integer_of_any_kind(value: Any) -> None:
+    layout = RoutingLayout(num_layers=1, moe_layers=(0,), top_k=2, num_experts=4)
+    made = RoutedExperts(full=torch.tensor([[[0, 1]], [[-1, -1]]], dtype=torch.int8))
+    assert made.validate(layout, num_tokens=np.int64(2)) is made
+    assert made.pad(np.int32(3)).full.shape == (3, 1, 2)
+    calls: dict[str, Callable[[], Any]] = {
+        "length": lambda: made.pad(value),
+        "num_tokens": lambda: made.validate(layout, num_tokens=value),
+        "num_tokens must be": lambda: RoutedExperts.from_vllm(None, num_tokens=value, layout=layout),
+    }
+    for name, call in calls.items():
+        with pytest.raises(
+            ValueError, match="routed_experts must have" if (name, value) == ("num_tokens", 2**40) else name
+        ):
+            call()

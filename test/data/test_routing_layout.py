@@ -89,6 +89,8 @@ def test_what_no_model_has(changes: dict[str, Any], text: str) -> None:
         layout(**changes)
 
 
-def test_a_float_is_no_count() -> None:
-    with pytest.raises(TypeError):
-        layout(top_k=2.0)
+@pytest.mark.parametrize("name", ["num_layers", "moe_layers", "top_k", "num_experts"])
+@pytest.mark.parametrize("value", [None, True, 1.5, "3", b"x", 2**40, [True]])
+def test_what_is_no_count_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=name):
+        layout(**{name: value})

@@ -467,7 +467,7 @@ def test_replicas_of_one_engine_answer_alike() -> None:
 
 
 def test_an_engine_without_replicas_is_refused() -> None:
-    with pytest.raises(ValueError, match="a service needs at least one replica, got none"):
+    with pytest.raises(ValueError, match="num_replicas must be an integer from 1 to 65536, got 0"):
         FakeAsyncVLLM(0)
 
 

@@ -98,6 +98,21 @@ def run(first_run: MoEGRPOTrainer, tmp_path: Path) -> Iterator[Make]:
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"config": {"steps": 3}}, r"config must be a GRPOConfig, got dict: GRPOConfig\(steps=3\), or load_config"),
+        ({"train_dataset": []}, "has no argument train_dataset: pass dataset"),
+        ({"reward": len}, "has no argument reward: pass rewards"),
+        ({"xyz": 1}, "has no argument xyz: it takes model, dataset, .* all settings are in config"),
+        ({"model": "no/such/folder"}, "model.source=no/such/folder: there is no model in that folder"),
+    ],
+)
+def test_what_is_misspelt_is_refused_with_the_way_out(given: dict[str, Any], words: str) -> None:
+    with pytest.raises((ConfigError, TypeError), match=words):
+        MoEGRPOTrainer(**given)
+
+
 def test_a_short_run_passes_every_check_and_leaves_its_records(first_run: MoEGRPOTrainer) -> None:
     folder = first_run.record.folder
     rows = rows_of(folder)

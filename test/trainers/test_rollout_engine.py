@@ -153,7 +153,7 @@ def test_it_starts_from_the_model(policy_model: PolicyModel, tmp_path: Path, no_
     assert arguments == (str(start),)
     assert (start / "model.safetensors").exists()
     wanted = {"num_replicas": 1, "engine": "vllm", "backend": "local"}
-    assert options == {**wanted, "seed": 5, "max_model_len": 64, "enforce_eager": True}
+    assert options == {**wanted, "seed": 5, "max_model_len": 64}
     assert own.has_the_models_weights
     own.forget_start()
     assert not start.exists()

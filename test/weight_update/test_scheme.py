@@ -44,7 +44,7 @@ from torchrl_moe.weight_update.store.writing import WriterLock
         ),
         ({"kv": "keep"}, "kv must be one of 'salt', 'recompute', got 'keep'"),
         ({"min_serving": -1}, "min_serving must be at least 0, got -1"),
-        ({"timeout_seconds": 0}, "timeout_seconds must be positive, got 0"),
+        ({"timeout_seconds": 0}, "timeout_seconds must be a number above 0, got 0"),
     ],
 )
 def test_a_bad_choice_is_refused_with_the_good_ones(kwargs: dict[str, Any], words: str) -> None:
@@ -212,7 +212,7 @@ def test_what_a_killed_trainer_left_in_memory_is_removed_and_nothing_else(
 def test_a_refused_scheme_leaves_no_folder_behind() -> None:
     memory = Path("/dev/shm")
     before = set(memory.glob("torchrl_moe-weights-*"))
-    with pytest.raises(ValueError, match="keep_versions must be at least 2"):
+    with pytest.raises(ValueError, match="keep_versions must be an integer of at least 2"):
         VLLMWeightSyncScheme(keep_versions=1)
     assert set(memory.glob("torchrl_moe-weights-*")) == before
 

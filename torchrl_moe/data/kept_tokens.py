@@ -89,8 +89,10 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
 
         Raises:
             ValueError: wrong rank or length, not integers, another number of ids than the sizes say, an id out of range
-                or listed twice, or a token that is not among the ids kept for it.
+                or listed twice, a token that no id is left for, or a token that is not among the ids kept for it.
         """
+        _checks.check_number("vocabulary", vocabulary, 1, 2**31 - 1, whole=True)
+        _checks.check_number("num_tokens", num_tokens, 0, whole=True, none=True)
         samples = self._samples()
         chosen = [None] * len(samples) if tokens is None else list(tokens.reshape(len(samples), -1))
         for i, (sample, given) in enumerate(zip(samples, chosen, strict=True)):
@@ -104,6 +106,7 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
         Raises:
             ValueError: ``num_tokens`` is below 1.
         """
+        _checks.check_number("num_tokens", num_tokens, whole=True)
         if num_tokens < 1:
             raise ValueError(f"num_tokens must be at least 1, got {num_tokens}: a sample keeps a token.")
         if self.batch_dims:
@@ -138,8 +141,9 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
             side: where tokens are added. Left is the convention of TorchRL's policies. Ids are padded at the end.
 
         Raises:
-            ValueError: a sample is longer than ``length``, or ``side`` is invalid.
+            ValueError: a sample is longer than ``length``, or ``side`` is invalid, or ``length`` is no count of tokens.
         """
+        _checks.check_number("length", length, 0, _checks.MOST_TOKENS, whole=True, none=True)
         if side not in ("left", "right"):
             raise ValueError(f"side must be 'left' or 'right', got {side!r}.")
         samples = self._samples()
@@ -221,6 +225,11 @@ def _validate(
         if count is not None:
             _checks.check_rows(name, len(sizes), count, hint="A sample has a size for each token.")
     counts = sizes.abs().long()
+    if bool((empty := -sizes.long() >= vocabulary).any()):
+        raise ValueError(
+            f"token {int(empty.nonzero()[0, 0])} of {name} has nothing left to be sampled from: all {vocabulary} ids "
+            "are cut off."
+        )
     total = int(counts.sum())
     if total > len(ids) or bool((ids[total:] != UNSET_ID).any()):
         raise ValueError(f"the sizes of {name} say {total} ids, and there are {len(ids)}: cut both at the same token.")

@@ -49,6 +49,7 @@ def routes_from_vllm(rows: np.ndarray[Any, Any] | None, num_tokens: int, layout:
     >>> routes_from_vllm(np.array([[[0, 0], [5, 3]]], dtype=np.uint8), 2, layout)[:, 1].tolist()
     [[5, 3], [-1, -1]]
     """
+    _checks.check_number("num_tokens", num_tokens, most=_checks.MOST_TOKENS, whole=True)
     if num_tokens < 1:
         raise RouteShapeError(f"num_tokens must be at least 1, got {num_tokens}: count prompt and response tokens.")
     routes = np.full((num_tokens, layout.num_layers, layout.top_k), UNSET_EXPERT, dtype=layout.numpy_dtype)
@@ -133,8 +134,10 @@ class RoutedExperts(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
         keep = None if attention_mask is None else _split_mask(attention_mask, names)
         if num_tokens is not None:
             got = names.lengths if keep is None else [int(mask.sum()) for mask in keep]
-            counts = [num_tokens] * len(samples) if isinstance(num_tokens, int) else list(num_tokens)
+            counts: list[int] = list(num_tokens) if np.ndim(num_tokens) else [num_tokens] * len(samples)  # type: ignore
             _checks.check_rows("num_tokens", len(counts), len(samples), hint="Give an int, or a count per sample.")
+            for count in counts:
+                _checks.check_number("num_tokens", count, 0, whole=True)
             for i, count in enumerate(counts):
                 _checks.check_rows(names.of("routed_experts", i), got[i], count, hint=_CUT)
         if samples:
@@ -151,6 +154,7 @@ class RoutedExperts(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
         Raises:
             RouteShapeError: ``num_tokens`` is below 1.
         """
+        _checks.check_number("num_tokens", num_tokens, whole=True)
         if num_tokens < 1:
             raise RouteShapeError(f"num_tokens must be at least 1, got {num_tokens}: a sample keeps a token.")
         if self._is_dense():
@@ -166,8 +170,9 @@ class RoutedExperts(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
 
         Raises:
             RouteShapeError: a sample is longer than ``length``.
-            ValueError: ``side`` is neither ``"left"`` nor ``"right"``.
+            ValueError: ``side`` is neither ``"left"`` nor ``"right"``, or ``length`` is no count of tokens.
         """
+        _checks.check_number("length", length, 0, _checks.MOST_TOKENS, whole=True, none=True)
         if side not in ("left", "right"):
             raise ValueError(f"side must be 'left' or 'right', got {side!r}.")
         *batch, _, layers, top_k = self._dims()

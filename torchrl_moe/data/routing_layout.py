@@ -6,6 +6,8 @@ The code that loads a model derives it. A dense model has no layout: use ``None`
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import index
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,7 @@ __all__ = ["UNSET_EXPERT", "RoutingLayout"]
 
 UNSET_EXPERT = -1
 """Marks an unknown route. Expert 0 is a real expert, so zero never means missing."""
+MOST_LAYERS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,7 @@ class RoutingLayout:
     """The routers of one model.
 
     Raises:
+        TypeError: a field does not hold integers.
         ValueError: a field is out of its range, or ``moe_layers`` is empty, unsorted or has repeats.
 
     >>> layout = RoutingLayout(num_layers=4, moe_layers=(1, 2, 3), top_k=2, num_experts=128)
@@ -46,11 +50,15 @@ class RoutingLayout:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "top_k", "num_experts"):
-            object.__setattr__(self, name, index(getattr(self, name)))
-        layers = tuple(index(layer) for layer in self.moe_layers)
+            object.__setattr__(self, name, _index(name, getattr(self, name)))
+        if isinstance(self.moe_layers, str | bytes) or not isinstance(self.moe_layers, Iterable):
+            raise TypeError(f"moe_layers must be a sequence of integers, got {self.moe_layers!r}.")
+        layers = tuple(_index("moe_layers", layer) for layer in self.moe_layers)
         object.__setattr__(self, "moe_layers", layers)
         if self.num_layers < 1:
             raise ValueError(f"num_layers must be at least 1, got {self.num_layers}.")
+        if self.num_layers > MOST_LAYERS:
+            raise ValueError(f"num_layers must be at most {MOST_LAYERS}, got {self.num_layers}.")
         if not layers:
             raise ValueError("moe_layers is empty; a dense model has no layout: pass None in place of a RoutingLayout.")
         if list(layers) != sorted(set(layers)):
@@ -77,3 +85,10 @@ class RoutingLayout:
     def numpy_dtype(self) -> np.dtype[Any]:
         """:attr:`dtype` for numpy."""
         return np.dtype(np.int8) if self.num_experts <= 128 else np.dtype(np.int16)
+
+
+def _index(name: str, value: Any) -> int:
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            return index(value)
+    raise TypeError(f"{name} must hold integers, got {value!r}.")

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from torchrl_moe._checks import check_number
 from torchrl_moe._errors import EngineError, ReplicaDiedError
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.commands import Commands
@@ -99,6 +100,10 @@ class FakeReplica(Commands):
         self._counts: Counter[str] = Counter()
 
     # -- life -------------------------------------------------------------------------------------------------------
+
+    def log_tail(self) -> str:
+        """Return ``""``: there is no log."""
+        return ""
 
     def start(self) -> None:
         """Do nothing: there is no process."""
@@ -366,6 +371,7 @@ class FakeAsyncVLLM(EngineInterface):
         script: Script | None = None,
         why_live: str = "",
     ) -> None:
+        check_number("num_replicas", num_replicas, 1, 1 << 16, whole=True)
         settings: dict[str, Any] = {
             "seed": seed,
             "layout": layout,

@@ -108,8 +108,6 @@ class RolloutEngine:
             check_room(self.policy_model, engine.num_replicas, arguments, engine.kind)
         if engine.sleep and not torch.cuda.is_available():
             raise ConfigError("engine.sleep=True needs a GPU, whose memory the trainer uses meanwhile")
-        if engine.kind == "vllm" and not torch.cuda.is_available():
-            arguments.setdefault("enforce_eager", True)  # no CUDA graphs on a CPU, and compiling takes a minute
         if engine.sleep:
             arguments.setdefault("enable_sleep_mode", True)
         path = self.policy_model.source or str(self._save(folder))

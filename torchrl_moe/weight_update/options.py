@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from torchrl_moe._checks import check_bool, check_number
 from torchrl_moe.weight_update.transports.base import StageOptions
 
 __all__ = ["CollectiveOptions", "Scheme", "SourceOptions", "StoreOptions", "SwapOptions", "SyncOptions", "one_of"]
@@ -73,8 +74,9 @@ class StoreOptions:
 
     def __post_init__(self) -> None:
         one_of("layout", self.layout, ("slots", "versions"))
-        if self.keep_versions < 2:
-            raise ValueError(f"keep_versions must be at least 2 (one serves, one is written), got {self.keep_versions}")
+        check_number("keep_versions", self.keep_versions, 2, whole=True, hint="One serves, one is written.")
+        for name in ("fsync", "delta"):
+            check_bool(name, getattr(self, name))
         for name in ("fsync", "delta"):
             if getattr(self, name) and self.layout == "slots":
                 raise ValueError(f"{name}=True needs layout='versions': slots are overwritten in memory")
@@ -136,8 +138,7 @@ class SwapOptions:
         _check_count("rolling", self.rolling, 1)
         if self.min_serving is not None:
             _check_count("min_serving", self.min_serving, 0)
-        if self.timeout_seconds <= 0:
-            raise ValueError(f"timeout_seconds must be positive, got {self.timeout_seconds:g}")
+        check_number("timeout_seconds", self.timeout_seconds, above=0, infinite=True)
 
     def at_a_time(self, num_replicas: int) -> int:
         """Return how many replicas are swapped at the same time."""
@@ -202,8 +203,9 @@ class CollectiveOptions:
                     raise ValueError(
                         f"{name} belongs to a collective transport; transport='memmap' has no process group"
                     )
-        if self.master_port is not None and not 0 <= self.master_port < 1 << 16:
-            raise ValueError(f"master_port must be from 0 (a free one) to 65535, got {self.master_port}")
+        check_number("master_port", self.master_port, 0, 65535, whole=True, none=True, hint="0: a free one.")
+        for name in ("gpus_per_replica", "buffer_bytes", "num_buffers", "fan_out"):
+            check_number(name, getattr(self, name), 1, whole=True, none=True)
         kind = None if self.device is None else _device(self.device).type
         if transport == "gloo" and kind not in (None, "cpu"):
             raise ValueError(f"device={self.device!r}: transport='gloo' sends from the CPU")
@@ -215,9 +217,6 @@ class CollectiveOptions:
             raise ValueError(
                 f"fan_out={self.fan_out} belongs to transport='gloo'; nccl sends to each replica by itself"
             )
-        for name in ("gpus_per_replica", "buffer_bytes", "num_buffers", "fan_out"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,7 +112,7 @@ def test_who_is_next_is_found_among_many_priorities_without_a_look_at_each() -> 
 
 @pytest.mark.parametrize("limit", [0, -1])
 def test_a_limit_of_nothing_is_refused(limit: int) -> None:
-    with pytest.raises(ValueError, match=rf"max_concurrent_requests must be at least 1, or None .*, got {limit}"):
+    with pytest.raises(ValueError, match=rf"must be an integer of at least 1, or None, got {limit}"):
         Admission(limit)
 
 

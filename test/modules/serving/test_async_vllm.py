@@ -165,7 +165,7 @@ def test_a_limit_that_is_no_number_is_refused_before_anything_starts(
     scripted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", "soon")
-    with pytest.raises(ValueError, match="TORCHRL_VLLM_TIMEOUT_SECONDS must be a number of seconds, got 'soon'"):
+    with pytest.raises(ValueError, match="TIMEOUT_SECONDS must be a positive number of seconds, got 'soon'"):
         AsyncVLLM.launch({"model": "m"})
     assert scripted.made[0].life == []
 
@@ -242,7 +242,7 @@ def test_the_number_of_requests_at_a_time_is_the_users_or_a_thousand_for_each_re
     ):
         with AsyncVLLM.from_pretrained(model, num_replicas=3, **given) as engine:
             assert engine.admission.limit == expected
-    with pytest.raises(ValueError, match="max_concurrent_requests must be at least 1, or None for no limit, got 0"):
+    with pytest.raises(ValueError, match="max_concurrent_requests must be an integer of at least 1, or None, got 0"):
         AsyncVLLM.from_pretrained(model, max_concurrent_requests=0)
 
 
@@ -361,8 +361,8 @@ def test_engine_arguments_of_vllm_are_taken(scripted: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: AsyncVLLM({"model": "m"}, 0), ValueError, "num_replicas must be at least 1, got 0"),
-        (lambda: AsyncVLLM({"model": "m"}, -2), ValueError, "num_replicas must be at least 1, got -2"),
+        (lambda: AsyncVLLM({"model": "m"}, 0), ValueError, "num_replicas must be an integer from 1 to 65536, got 0"),
+        (lambda: AsyncVLLM({"model": "m"}, -2), ValueError, "num_replicas must be an integer from 1 to 65536, got -2"),
         (lambda: AsyncVLLM({"model": "m"}, backend="slurm"), ValueError, "backend must be .*, got 'slurm'"),
         (
             lambda: AsyncVLLM({"model": "m"}, name="s"),
@@ -376,7 +376,7 @@ def test_engine_arguments_of_vllm_are_taken(scripted: Any) -> None:
         ),
         (lambda: AsyncVLLM({}), ValueError, "engine_args names no model"),
         (lambda: AsyncVLLM("m"), TypeError, "engine_args must be a mapping or vllm.AsyncEngineArgs, got str"),
-        (lambda: AsyncVLLM.launch({"model": "m"}, 0), ValueError, "num_replicas must be at least 1"),
+        (lambda: AsyncVLLM.launch({"model": "m"}, 0), ValueError, "num_replicas must be an integer from 1"),
     ],
 )
 def test_a_bad_service_is_refused(scripted: Any, call: Any, error: type[Exception], words: str) -> None:

@@ -12,12 +12,12 @@ from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"attempts": 0}, "attempts must be at least 1, got 0"),
-        ({"breaker_failures": 0}, "breaker_failures must be at least 1, got 0"),
-        ({"breaker_trials": 0}, "breaker_trials must be at least 1, got 0"),
-        ({"max_restarts": -1}, "max_restarts must be at least 0, got -1"),
-        ({"patience": -0.5}, r"patience must be at least 0, got -0\.5"),
-        ({"probe": 0}, "probe must be positive, got 0"),
+        ({"attempts": 0}, "attempts must be an integer of at least 1, got 0"),
+        ({"breaker_failures": 0}, "breaker_failures must be an integer of at least 1, got 0"),
+        ({"breaker_trials": 0}, "breaker_trials must be an integer of at least 1, got 0"),
+        ({"max_restarts": -1}, "max_restarts must be an integer of at least 0, got -1"),
+        ({"patience": -0.5}, r"patience must be a number of at least 0, got -0\.5"),
+        ({"probe": 0}, "probe must be a number above 0, got 0"),
     ],
 )
 def test_a_figure_out_of_range_is_refused(given: dict[str, Any], words: str) -> None:

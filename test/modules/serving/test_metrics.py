@@ -220,7 +220,7 @@ def test_what_a_death_starts_again_elsewhere_counts_as_retried(fleet: Callable[.
 
 def test_arguments_that_are_refused_before_anything_is_sent_are_no_requests(serve: Callable[..., Any]) -> None:
     engine = serve()
-    with pytest.raises(ValueError, match="timeout_seconds must be positive"):
+    with pytest.raises(ValueError, match="timeout_seconds must be a number above 0"):
         ask(engine, timeout_seconds=-1)
     assert counted(engine.metrics) == {}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 import torch
 from tensordict import lazy_stack
 
+from torchrl_moe._errors import RouteValueError
 from torchrl_moe.data import RoutedExperts
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.serving.prompts import PromptBatch
@@ -25,10 +28,11 @@ from torchrl_moe.modules.serving.requests import (
 
 
 def test_a_request_holds_text_or_ids() -> None:
-    fields = common_fields({"n": 2}, "lora", None, {"regex": "a"}, False, "live")
+    lora = {"lora_path": "folder"}
+    fields = common_fields(1, None, {"n": 2}, lora, None, {"regex": "a"}, False, "live")
     text = make_request("hi", request_id="x", priority=3, **fields)
     assert (text.prompt, text.prompt_token_ids, text.request_id, text.priority) == ("hi", None, "x", 3)
-    assert (text.sampling_params, text.lora_request, text.guided_options) == ({"n": 2}, "lora", {"regex": "a"})
+    assert (text.sampling_params, text.lora_request, text.guided_options) == ({"n": 2}, lora, {"regex": "a"})
     assert (text.return_routed_experts, text.routed_experts, text.on_resume) == (False, None, "live")
     ids = make_request(np.array([1, 2], np.int32), request_id="x", **fields)
     assert ids.prompt is None
@@ -38,13 +42,13 @@ def test_a_request_holds_text_or_ids() -> None:
 
 def test_a_prompt_adapter_is_refused() -> None:
     with pytest.raises(ValueError, match="prompt_adapter_request must be None: vLLM has dropped prompt adapters"):
-        common_fields(None, None, object(), None, True, None)
+        common_fields(1, None, None, None, object(), None, True, None)
 
 
 @pytest.mark.parametrize("word", ["none", "Live", True, ""])
 def test_an_answer_continues_in_one_of_two_ways(word: Any) -> None:
     with pytest.raises(ValueError, match=rf"on_resume must be None or one of \('forced', 'live'\), got {word!r}"):
-        common_fields(None, None, None, None, True, word)
+        common_fields(1, None, None, None, None, None, True, word)
 
 
 def test_names_come_one_for_each_prompt() -> None:
@@ -126,11 +130,14 @@ def test_a_list_has_one_entry_per_prompt(name: str) -> None:
         placements(2, **{name: [None]})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("seconds", [0, -1.5])
-def test_a_deadline_is_in_the_future(seconds: float) -> None:
+@pytest.mark.parametrize("seconds", [0, -1.5, math.nan, "5", True, []])
+def test_a_deadline_is_in_the_future(seconds: Any) -> None:
     assert check_timeout(None) is None
+    assert check_timeout(math.inf) is None
     assert check_timeout(0.5) == 0.5
-    with pytest.raises(ValueError, match=f"timeout_seconds must be positive or None, got {seconds:g}"):
+    with pytest.raises(
+        ValueError, match=f"timeout_seconds must be a number above 0, or None, got {re.escape(repr(seconds))}"
+    ):
         check_timeout(seconds)
 
 
@@ -199,11 +206,13 @@ def test_there_are_as_many_routes_as_prompts(values: Any) -> None:
         rows_each(values, TWO)
 
 
-@pytest.mark.parametrize("value", ["experts", object(), np.array(["a"]), b"abc"])
-def test_what_is_no_array_of_numbers_is_named(value: Any) -> None:
-    with pytest.raises(TypeError, match=r"routed_experts\[0\] must be an array of integers, got"):
+@pytest.mark.parametrize(
+    "value", ["experts", object(), np.array(["a"]), b"abc", 1.5, True, torch.zeros(2, 4, 2, dtype=torch.bfloat16)]
+)
+def test_what_is_no_array_of_integers_is_named(value: Any) -> None:
+    with pytest.raises(RouteValueError, match=r"routed_experts\[0\] must be an array of integers"):
         rows_each(value, ONE)
-    with pytest.raises(TypeError, match=r"routed_experts\[1\] must be an array of integers, got"):
+    with pytest.raises(RouteValueError, match=r"routed_experts\[1\] must be an array of integers"):
         rows_each([None, value], TWO)
 
 

@@ -25,6 +25,8 @@ ONE = normalise_prompts([5, 6, 7])
 TWO = normalise_prompts([[5, 6, 7], [8]])
 KEPT = KeptTokens(ids=torch.tensor([4, 9, -1]), sizes=torch.tensor([0, 2, 0]))
 
+NO_TEMPERATURES = (0.0, float("nan"), float("inf"), "hot", True, None)
+
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
@@ -42,9 +44,10 @@ def test_each_sequence_is_scored_at_its_own_temperature_and_over_its_own_words()
     ("batch", "temperature", "kept", "words"),
     [
         (normalise_prompts("text"), 1.0, None, "takes token ids"),
-        (ONE, 0.0, None, "must be positive"),
-        (ONE, float("nan"), None, "must be positive"),
-        (ONE, float("inf"), None, "must be positive"),
+        *((ONE, bad, None, f"temperature must be a finite number above 0, got {bad!r}") for bad in NO_TEMPERATURES),
+        (ONE, 1.0, 5, r"kept\[0\] must be the KeptTokens of one sequence, or None, got 5"),
+        (TWO, 1.0, 5, "kept must be a list with KeptTokens or None for each sequence, got 5"),
+        (TWO, 1.0, KEPT, "kept must be a list with KeptTokens or None for each sequence"),
         (TWO, [1.0], None, "temperature must have one entry per sequence: got 1 for 2"),
         (TWO, [[1.0, 1.0]], None, r"one per sequence, got shape \[1, 2\]"),
         (TWO, [1.0, 1.0, 1.0], None, "temperature must have one entry per sequence: got 3 for 2"),

@@ -468,6 +468,22 @@ def test_in_a_paused_service_one_that_an_update_of_the_users_brings_is_paused(fl
 # -- stalls -----------------------------------------------------------------------------------------------------------
 
 
+def test_a_request_that_stalls_its_replicas_fails_with_what_their_logs_say(fleet: Any) -> None:
+    service = fleet(2, lambda i, n: FakeReplica(i, token_seconds=HOUR))
+    call = in_thread(lambda: ask(service))
+    for deaths in (1, 2):
+        until(lambda: any(entry.inflight for entry in service.replica_table))
+        (entry,) = [entry for entry in service.replica_table if entry.inflight]
+        entry.replica.log_tail = lambda: "ValidationError: Expected `int`"
+        entry.replica.stall()
+        until(lambda deaths=deaths: sum(service.restarts) == deaths)
+    with pytest.raises(
+        ReplicaDiedError,
+        match=r"(?s)2 replicas died under it\. The last one: .* gave no sign .*says:\nValidationError: Exp",
+    ):
+        call.result(PATIENCE)
+
+
 @pytest.mark.parametrize("part", ["owner", "core"])
 def test_a_stalled_replica_is_ended_and_its_requests_go_elsewhere(fleet: Any, part: str) -> None:
     service = fleet(2, lambda i, n: FakeReplica(i, token_seconds=HOUR if (i, n) == (0, 0) else 0.0))

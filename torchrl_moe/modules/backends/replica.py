@@ -185,14 +185,15 @@ def nothing_yet(request: Request) -> Completion:
         return replace(request.resume, request_id=request.request_id)
     ids = np.empty(0, np.int64) if request.prompt_token_ids is None else request.prompt_token_ids.astype(np.int64)
     nothing: Any = np.empty(0, np.int64)
+    versions, logprobs = nothing.astype(np.int32), nothing.astype(np.float32)
     outputs = [
         CompletionOutput(
             index=index,
             token_ids=nothing,
             text="",
             finish_reason="abort",
-            policy_versions=nothing.astype(np.int32),
-            logprobs=None if request.param("logprobs") is None else nothing.astype(np.float32),
+            policy_versions=versions,
+            logprobs=None if request.param("logprobs") is None else logprobs,
         )
         for index in range(request.param("n") or 1)
     ]
@@ -221,6 +222,9 @@ class Replica(Protocol):
     @property
     def log_path(self) -> Path | None:
         """The file of the engine's log, if it is on the driver's machine; else ``None``."""
+
+    def log_tail(self) -> str:
+        """Return the last errors of that log, or its last lines; ``""`` if it is not on the driver's machine."""
 
     @property
     def last_stats(self) -> ReplicaStats | None:

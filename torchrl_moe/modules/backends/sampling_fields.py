@@ -15,24 +15,29 @@ import numpy as np
 
 from torchrl_moe._checks import check_bool, check_number, shown
 
-__all__ = ["MOST_ANSWERS", "check_answers", "check_fields", "check_object", "fields_of"]
+__all__ = ["MOST_ANSWERS", "check_answers", "check_fields", "check_object", "check_text", "fields_of"]
 
 LARGEST = 2**31 - 1  # token ids and counts are int32 in engines
 MOST_ANSWERS = 1 << 20
 """Answers to all prompts of one call together."""
 MOST_N = 16384  # vLLM's own
 VARIABLE = "VLLM_MAX_N_SEQUENCES"  # vLLM's, which raises it
-BIAS = 1e9  # a float32 logit stays finite, and a softmax over it too
+BIAS = 1e4  # bans a word, or enforces it; with more, float32 logits lose what distinguishes them
+# what vLLM's model runner has room for; it ends at more. Its own stop tokens (the model's) count, too
+MOST_BIASED, MOST_ALLOWED, MOST_STOPS = 1024, 1024, 112
+OURS = "torchrl_moe"  # the key of extra_args for what a request follows
 
 Check: TypeAlias = Callable[[str, Any], None]
 
 
-def _items(name: str, value: Any, check: Check, none: bool = True) -> None:
-    """Check a list (or tuple, or array) item by item."""
-    if none and value is None:
+def _items(name: str, value: Any, check: Check, most: int = LARGEST) -> None:
+    """Check a list (or tuple, or array) item by item; ``None`` passes."""
+    if value is None:
         return
     if isinstance(value, str | bytes) or not isinstance(value, Sequence | np.ndarray | set | frozenset):
-        raise ValueError(f"{name} must be a list{', or None' * none}, got {shown(value)}.")
+        raise ValueError(f"{name} must be a list, or None, got {shown(value)}.")
+    if len(value) > most:
+        raise ValueError(f"{name} must have at most {most} entries, got {len(value)}.")
     for i, item in enumerate(value):
         check(f"{name}[{i}]", item)
 
@@ -40,6 +45,15 @@ def _items(name: str, value: Any, check: Check, none: bool = True) -> None:
 def _text(name: str, value: Any) -> None:
     if not isinstance(value, str) or not value:
         raise ValueError(f"{name} must be text of at least one character, got {shown(value)}.")
+    check_text(name, value)
+
+
+def check_text(name: str, value: str) -> None:
+    """Refuse text that has no UTF-8, since no other process could get it."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} must be text that UTF-8 can encode, got {shown(value)}: {error.reason}.") from error
 
 
 def _stop(name: str, value: Any) -> None:
@@ -54,6 +68,8 @@ def _bias(name: str, value: Any) -> None:
         return
     if not isinstance(value, Mapping):
         raise ValueError(f"{name} must be a mapping of token ids to numbers, or None, got {shown(value)}.")
+    if len(value) > MOST_BIASED:
+        raise ValueError(f"{name} must have at most {MOST_BIASED} entries, got {len(value)}.")
     for token, bias in value.items():
         _token(f"a key of {name}", token)
         check_number(f"{name}[{token}]", bias, -BIAS, BIAS)
@@ -64,9 +80,17 @@ def _mapping(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a mapping with text as keys, or None, got {shown(value)}.")
 
 
+def _extra(name: str, value: Any) -> None:
+    _mapping(name, value)
+    if value and OURS in value:
+        raise ValueError(f"{name} must not have the key {OURS!r}: routed_experts= says which experts are followed.")
+    _mapping(f"{name}['kv_transfer_params']", (value or {}).get("kv_transfer_params"))
+
+
 def check_object(name: str, value: Any) -> None:
     """Refuse what is neither an object of vLLM's nor a mapping of its fields, nor ``None``."""
-    if isinstance(value, str | bytes | int | float | Sequence | np.ndarray | np.generic):
+    is_plain = isinstance(value, str | bytes | int | float | Sequence | np.ndarray | np.generic)
+    if is_plain or (isinstance(value, Mapping) and not all(isinstance(key, str) for key in value)):
         raise ValueError(f"{name} must be vLLM's object or a mapping of its fields, or None, got {shown(value)}.")
 
 
@@ -75,7 +99,7 @@ def _whole(least: int, most: int = LARGEST, none: bool = False) -> Check:
 
 
 _token: Check = _whole(0)
-_tokens: Check = partial(_items, check=_token)
+_tokens = partial(_items, check=_token)
 
 FIELDS: Mapping[str, Check] = {
     "n": lambda name, value: check_number(
@@ -89,7 +113,7 @@ FIELDS: Mapping[str, Check] = {
     "top_p": partial(check_number, above=0, most=1),
     "top_k": _whole(-1),
     "min_p": partial(check_number, least=0, most=1),
-    "seed": _whole(-(2**63), 2**63 - 1, none=True),
+    "seed": _whole(1 - 2**63, 2**63 - 1, none=True),
     "stop": _stop,
     "stop_token_ids": _tokens,
     "ignore_eos": check_bool,
@@ -109,8 +133,8 @@ FIELDS: Mapping[str, Check] = {
     "output_text_buffer_length": _whole(0),
     "structured_outputs": check_object,
     "logit_bias": _bias,
-    "allowed_token_ids": _tokens,
-    "extra_args": _mapping,
+    "allowed_token_ids": partial(_tokens, most=MOST_ALLOWED),
+    "extra_args": _extra,
     "bad_words": partial(_items, check=_text),
     "skip_reading_prefix_cache": lambda name, value: None if value is None else check_bool(name, value),
     "thinking_token_budget": _whole(-1, none=True),
@@ -129,8 +153,9 @@ def fields_of(params: Any) -> Mapping[str, Any]:
     if params is None:
         return {}
     if isinstance(params, Mapping):
-        if other := next((name for name in params if not isinstance(name, str)), None):
-            raise ValueError(f"sampling_params has the name {shown(other)}: names are text.")
+        for name in params:
+            if not isinstance(name, str) or name.startswith("_"):
+                raise ValueError(f"sampling_params names {shown(name)}: a field of vLLM's SamplingParams is meant.")
         return params
     if not hasattr(params, "max_tokens") or isinstance(params, type):
         raise ValueError(
@@ -159,13 +184,18 @@ def check_fields(params: Any, longest: int | None = None) -> None:
     for name, value in given.items():
         if (check := FIELDS.get(name)) is not None:
             check(f"sampling_params: {name}", value)
-    most, least = given.get("max_tokens"), given.get("min_tokens", 0)
+    most, least, stops = (given.get(name) for name in ("max_tokens", "min_tokens", "stop_token_ids"))
     if most is not None and longest is not None and most > longest:
         raise ValueError(
             f"sampling_params: max_tokens={most} is more than the engine's max_model_len={longest}, which counts the "
             "prompt, too. None asks for as many as fit."
         )
-    if most is not None and least > most:
+    if least and stops is not None and len(stops) > MOST_STOPS:
+        raise ValueError(
+            f"sampling_params: stop_token_ids has {len(stops)} entries, and with min_tokens={least} there is room "
+            f"for {MOST_STOPS}."
+        )
+    if most is not None and least is not None and least > most:
         raise ValueError(f"sampling_params: min_tokens={least} is more than max_tokens={most}.")
 
 

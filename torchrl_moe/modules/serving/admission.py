@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Callable
 
+from torchrl_moe._checks import check_number
 from torchrl_moe.modules.serving.in_flight import InFlight
 
 __all__ = ["PRIORITY_SECONDS", "Admission"]
@@ -30,8 +31,7 @@ class Admission:
     """
 
     def __init__(self, limit: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        if limit is not None and limit < 1:
-            raise ValueError(f"max_concurrent_requests must be at least 1, or None for no limit, got {limit}")
+        check_number("max_concurrent_requests", limit, 1, whole=True, none=True)
         self.limit = limit
         self.taken = 0
         """Places in use."""

@@ -15,11 +15,13 @@ from typing import Any, Literal, Self
 
 from tqdm.auto import tqdm
 
+from torchrl_moe._checks import check_bool
 from torchrl_moe.modules.serving.devices import Devices
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.launch import (
     Engine,
     check_backend,
+    check_log_folder,
     default_timeout,
     engine_kind,
     local_factory,
@@ -27,6 +29,7 @@ from torchrl_moe.modules.serving.launch import (
     ray_factory,
     ray_service,
 )
+from torchrl_moe.modules.serving.requests import check_service, check_timeout
 from torchrl_moe.modules.serving.shared_service import SharedService
 from torchrl_moe.modules.serving.states import ReplicaState
 
@@ -92,11 +95,15 @@ class AsyncVLLM(SharedService):
         resources: Mapping[str, float] | None = None,
         devices: Devices | None = None,
     ) -> None:
+        check_service(sampling_params, metrics, max_concurrent_requests, faults)
+        check_bool("verbose", verbose)
+        check_log_folder(log_folder)
         kind = engine_kind(engine)
         of_ray: dict[str, Any] = {"name": name, "namespace": namespace, "resources": resources}
         check_backend(backend, num_replicas, devices, actor_class, **of_ray)
         arguments = kind.arguments_of(engine_args)
         if enable_prefix_caching is not None:
+            check_bool("enable_prefix_caching", enable_prefix_caching)
             arguments = kind.arguments_of({**arguments, "enable_prefix_caching": enable_prefix_caching})
 
         def listed() -> list[int]:
@@ -136,7 +143,7 @@ class AsyncVLLM(SharedService):
             return self
         if any(entry.state is not ReplicaState.STARTING for entry in self.replica_table):
             raise RuntimeError("start: the service was shut down. Make a new one.")
-        seconds = default_timeout() if timeout_seconds is None else timeout_seconds
+        seconds = check_timeout(timeout_seconds) or default_timeout()
         if self.name is not None:
             from torchrl_moe.modules.backends.ray.cluster import check_free
 

@@ -60,6 +60,7 @@ class TableEntry:
     restarts: int = 0
     leaving: bool = False  # it is being removed: it takes nothing new, and is not restarted
     joining: bool = False  # it was added, and has not served yet
+    reserved: bool = False  # for one request, which has it to itself once it is idle
     removed: bool = False  # it is DEAD for good, and no longer listed
     last_error: str | None = None  # its last error
     not_finite: int = 0  # log-probs of its answers that were NaN or infinite
@@ -68,7 +69,7 @@ class TableEntry:
     @property
     def may_take(self) -> bool:
         """Whether it takes new requests."""
-        return self.state is ReplicaState.SERVING and not self.breaker.barred and not self.leaving
+        return self.state is ReplicaState.SERVING and not (self.breaker.barred or self.leaving or self.reserved)
 
     @property
     def load(self) -> int:

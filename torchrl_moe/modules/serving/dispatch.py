@@ -6,6 +6,7 @@ take, or that can no longer be taken; of requests with the same needs only the f
 outcome of a group wakes only its own requests, and an answer only its request. So n requests cost n wake-ups.
 
 A killed replica delivers nothing: its requests start again from their prompts, on a replica that the balancer picks.
+Those that may have killed it are tried again alone (``suspects.py``), so that they kill no more than one other.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from torchrl_moe.modules.serving.parked import Parked
 from torchrl_moe.modules.serving.placing import prospect, take_lease
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
 from torchrl_moe.modules.serving.submissions import Submissions, abort_on
+from torchrl_moe.modules.serving.suspects import ALONE_SECONDS, Suspects
 
 __all__ = ["Dispatcher"]
 
@@ -49,7 +51,7 @@ class Dispatcher:
     Args:
         table: the replicas.
         admission: how many requests the engines run at a time; only the dispatcher uses it from now on.
-        attempts: how many replicas may die under a request.
+        attempts: how many replicas may die under a request before it is given up.
         retried: called for each request that is sent again.
         loop: where everything happens; it ends with :meth:`stop`.
     """
@@ -58,7 +60,7 @@ class Dispatcher:
         self,
         table: ReplicaTable,
         admission: Admission | None = None,
-        attempts: int = 3,
+        attempts: int = 2,
         retried: Callable[[], object] = lambda: None,
         loop: EventLoop | None = None,
     ) -> None:
@@ -70,6 +72,7 @@ class Dispatcher:
         # what only the loop's thread touches
         self._open: dict[str, InFlight] = {}
         self._parked = Parked(table)  # requests that no replica took
+        self._suspects = Suspects(table)  # requests under which a replica died
         self._submissions = Submissions(self._loop)
         self._admitting = False
         self._stopped = False
@@ -205,6 +208,7 @@ class Dispatcher:
             del self._open[request.request.request_id]
         request.outcome, request.error = completion, error
         self._leave(request)  # before its call ends: then all counts are right
+        self._try_alone(self._suspects.ended(request))
         if request.is_first:
             request.is_first = False
             self._try(self._parked.next_alike(request))
@@ -257,13 +261,37 @@ class Dispatcher:
         """Send a request to a replica, or park it without a place."""
         try:
             if self._lease(request):
-                self._submissions.put(request, self._ended)
+                self._send(request)
             else:
                 self._leave(request)
         except BaseException as error:  # a strategy's warning that is an error, say
             self._give_up(request, error)
             if not isinstance(error, Exception):
                 raise
+
+    def _send(self, request: InFlight) -> None:
+        self._suspects.sent(request)
+        self._submissions.put(request, self._ended)
+
+    def _try_alone(self, cleared: Sequence[InFlight] = ()) -> None:
+        """Send the next request that must be alone, if there is a replica for it; ``cleared``: those that need not."""
+        for one in cleared:
+            self._place(one)
+        if (request := self._suspects.next()) is None:
+            return
+        if request.lease is None:
+            self._place(request)
+            return
+        self._send(request)
+        if request.deaths == 1:
+            name, number = request.request.request_id, request.number  # the request itself would keep its answer
+            asyncio.get_running_loop().call_later(ALONE_SECONDS, self._join, name, number)
+
+    def _join(self, name: str, number: int) -> None:
+        """Let the next suspect join one that has been alone for a while, unless that was sent again since."""
+        request = self._open.get(name)
+        if request is not None and request.number == number:
+            self._try_alone(self._suspects.ended(request))
 
     def _lease(self, request: InFlight) -> bool:
         if request.aborted:
@@ -294,7 +322,7 @@ class Dispatcher:
 
     def on_table_change(self) -> None:
         """Try requests that no replica took, soon. Called under the table's lock, from any thread."""
-        if self._parked and not self._retrying:
+        if (self._parked or self._suspects) and not self._retrying:
             self._retrying = True
             self._loop.call(self._retry)
 
@@ -306,6 +334,7 @@ class Dispatcher:
     def _retry(self) -> None:
         self._retrying = False
         self._try(self._parked.concerned())
+        self._try_alone()
         self._admit_now()
 
     def _try(self, requests: Sequence[InFlight], are_first: bool = True) -> None:
@@ -331,7 +360,7 @@ class Dispatcher:
                 self._failed(request, error)
             else:
                 self._answered(request, future.result())
-            if not request.is_over:
+            if not request.is_over and not self._suspects.holds(request):
                 self._place(request)
         except BaseException as error:
             self._give_up(request, error)
@@ -355,13 +384,23 @@ class Dispatcher:
         lease.release(refused)
         if isinstance(error, ReplicaDiedError):
             self._table.mark_dead(lease.index, str(error), lease.replica)
-            request.died(error, counts=not self._table[lease.index].leaving)
+            entry = self._table[lease.index]
+            counts = not (entry.leaving or request.met_dead)
+            was_alone = request is self._suspects.tried and self._suspects.is_alone
+            if entry.replica is lease.replica and entry.last_error:  # says more than that a stalled one was ended
+                error = ReplicaDiedError(entry.last_error)
+            request.died(error, counts)
+            cleared = self._suspects.ended(request, killed=counts)
             if request.aborted:
                 self._finish(request, request.cut_short())
-            elif request.deaths >= self._attempts:
+            elif request.deaths >= self._attempts and (was_alone or self._attempts == 1):
                 self._finish(request, error=request.given_up())
             else:
                 self._retried()
+                if counts:
+                    self._suspects.add(request, lease.replica)
+            # later: the others of a replica that died are reported in this turn, and the last sent is to be first
+            asyncio.get_running_loop().call_soon(self._try_alone, cleared)
         elif refused:
             refused_by = RequestRefusedError(f"request {request.position} was refused: {error}")
             refused_by.__cause__ = error
@@ -393,7 +432,9 @@ class Dispatcher:
 
     def _withdraw(self, request: InFlight) -> bool:
         """Remove a request that was not sent to a replica yet, wherever it waits; return False if it was sent."""
-        return any(place.remove(request) for place in (self._admission, self._parked, self._submissions))
+        return any(
+            place.remove(request) for place in (self._admission, self._parked, self._suspects, self._submissions)
+        )
 
     def _stop(self) -> None:
         self._stopped = True

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+
+from torchrl_moe._checks import check_bool, check_number
 
 __all__ = ["FaultPolicy"]
+
+SECONDS = (
+    "restart_window", "first_delay", "longest_delay", "start", "patience", "slow_patience", "breaker_window",
+    "breaker_cooldown",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +25,8 @@ class FaultPolicy:
         first_delay: before the first restart; it doubles with each restart in the window.
         longest_delay: upper bound of the delay.
         start: time that an engine gets to start.
-        attempts: how many replicas may die under one request before the request fails.
+        attempts: how many replicas may die under one request before the request fails. Those that may have killed a
+            replica are tried again alone, on a replica that runs nothing else meanwhile; 1: nothing is tried again.
         probe: time between health probes, and the time to answer one; ``inf`` for no probes.
         patience: time without an answer after which a replica counts as stalled and is ended.
         slow_patience: the same while the engine's processes compute, since a long step blocks the answers.
@@ -28,7 +36,7 @@ class FaultPolicy:
         breaker_trials: trial requests at a time.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a value of another type, or a number out of range.
     """
 
     restart: bool = True
@@ -37,7 +45,7 @@ class FaultPolicy:
     first_delay: float = 0.5
     longest_delay: float = 15.0
     start: float = 600.0
-    attempts: int = 3
+    attempts: int = 2
     probe: float = 10.0
     patience: float = 30.0
     slow_patience: float = 300.0
@@ -47,13 +55,13 @@ class FaultPolicy:
     breaker_trials: int = 3
 
     def __post_init__(self) -> None:
-        least = {"attempts": 1, "breaker_failures": 1, "breaker_trials": 1}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value < least.get(field.name, 0):
-                raise ValueError(f"{field.name} must be at least {least.get(field.name, 0)}, got {value}")
-        if self.probe == 0:
-            raise ValueError("probe must be positive, got 0")
+        check_bool("restart", self.restart)
+        for name in ("attempts", "breaker_failures", "breaker_trials"):
+            check_number(name, getattr(self, name), 1, whole=True)
+        check_number("max_restarts", self.max_restarts, 0, whole=True)
+        check_number("probe", self.probe, above=0, infinite=True)
+        for name in SECONDS:
+            check_number(name, getattr(self, name), 0, infinite=True)
 
     def delay(self, recent: int) -> float:
         """Return how long to wait before a restart, after so many recent ones.

@@ -7,8 +7,8 @@
               place            | none       |              |
                 ^              v            |              | the replica died
                 |            parked         |              v
-                +--- waits for a change     +------- tries again, up to
-                     of the replica table            ``attempts`` times
+                +--- waits for a change     +------- tries again, perhaps
+                     of the replica table            alone: see ``suspects``
 
 An abort, or a call that ends early (deadline, Ctrl-C), takes a waiting request out at once; a request in flight ends
 with the tokens that its engine returns for it.
@@ -50,6 +50,8 @@ class InFlight:
     refusal: EngineError | None = None  # why no replica took it, the last time
     death: ReplicaDiedError | None = None  # of the replica that had it last
     deaths: int = 0
+    met_dead: bool = False  # its replica had died before it was sent there
+    number: int = 0  # of the requests that its replica has had
     aborted: bool = False  # by the user, or because its call ends early
     dropped: bool = False  # its call ended early, and waits only briefly for what it has
     outcome: Completion | None = None

@@ -6,14 +6,15 @@ A replica that died is made again by the same function. A backend is imported on
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from numbers import Integral
 from types import ModuleType
 from typing import Any, Literal, TypeAlias, cast, get_args
 
+from torchrl_moe._checks import check_bool, check_number, shown
 from torchrl_moe.modules.backends.engine_kind import EngineKind
 from torchrl_moe.modules.backends.replica import Replica
 from torchrl_moe.modules.serving.devices import Devices, DeviceSets
@@ -24,6 +25,7 @@ __all__ = [
     "EngineArguments",
     "ReplicaFactory",
     "check_backend",
+    "check_log_folder",
     "default_timeout",
     "engine_kind",
     "local_factory",
@@ -38,6 +40,7 @@ ReplicaFactory: TypeAlias = Callable[[int], Replica]
 
 TIMEOUT_VARIABLE = "TORCHRL_VLLM_TIMEOUT_SECONDS"  # TorchRL's name
 DEFAULT_TIMEOUT_SECONDS = 600.0
+MOST_REPLICAS = 1 << 16
 PARALLEL_SIZES = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
 
 
@@ -73,13 +76,15 @@ def pretrained_arguments(
     Raises:
         ValueError: two sizes differ, one is not positive, or a folder holds no model.
     """
+    for name, value in {"num_devices": num_devices, **{name: given.get(name) for name in PARALLEL_SIZES}}.items():
+        check_number(name, value, 1, MOST_REPLICAS, whole=True, none=True)
+    check_bool("compile", compiles)
+    check_bool("enable_fp32_output", fp32_output)
     arguments = {name: value for name, value in given.items() if name not in PARALLEL_SIZES or value is not None}
     size = arguments.pop("tensor_parallel_size", None)
     if num_devices is not None and size not in (None, num_devices):
         raise ValueError(f"num_devices={num_devices} and tensor_parallel_size={size} differ: pass one")
     size = num_devices if size is None else size
-    if size is not None and (isinstance(size, bool) or not isinstance(size, Integral) or size < 1):
-        raise ValueError(f"num_devices, a replica's tensor_parallel_size, must be at least 1, got {size!r}")
     if "model" in arguments:
         raise ValueError(f"model={arguments['model']!r}: the model is the first argument, here {model!r}")
     config = arguments.get("compilation_config")
@@ -108,8 +113,14 @@ def check_backend(
         )
     if backend not in ("local", "ray"):
         raise ValueError(f"backend must be 'local' (child processes of this one) or 'ray' (actors), got {backend!r}")
-    if num_replicas < 1:
-        raise ValueError(f"num_replicas must be at least 1, got {num_replicas}")
+    check_number("num_replicas", num_replicas, 1, MOST_REPLICAS, whole=True)
+    for name in ("name", "namespace"):
+        if not isinstance(of_ray.get(name), str | None):
+            raise ValueError(f"{name} must be text, or None, got {shown(of_ray[name])}.")
+    if not isinstance(of_ray.get("resources"), Mapping | None):
+        raise ValueError(f"resources must be a mapping of names to amounts, or None, got {shown(of_ray['resources'])}.")
+    for key, amount in (of_ray.get("resources") or {}).items():
+        check_number(f"resources[{key!r}]", amount, 0)
     if backend == "local" and (given := [name for name, value in of_ray.items() if value is not None]):
         raise ValueError(f"{', '.join(given)} given with backend='local': only backend='ray' takes them")
     if backend == "ray" and devices is not None:
@@ -117,6 +128,12 @@ def check_backend(
             f"devices={devices!r} given with backend='ray': Ray chooses devices, on any node. Pass what a replica "
             "needs there as resources=, such as {'GPU': 1, 'a-custom-resource': 1}"
         )
+
+
+def check_log_folder(folder: Any) -> None:
+    """Refuse what is no path."""
+    if not isinstance(folder, str | os.PathLike | None):
+        raise ValueError(f"log_folder must be a path, or None, got {shown(folder)}.")
 
 
 def engine_kind(engine: str) -> EngineKind:
@@ -141,14 +158,18 @@ def default_timeout() -> float:
     """Return the seconds for a start, from the environment."""
     text = os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_TIMEOUT_SECONDS))
     try:
-        return float(text)
+        seconds = float(text)
     except ValueError:
-        raise ValueError(f"the environment's {TIMEOUT_VARIABLE} must be a number of seconds, got {text!r}") from None
+        seconds = math.nan
+    if not seconds > 0:
+        raise ValueError(f"the environment's {TIMEOUT_VARIABLE} must be a positive number of seconds, got {text!r}")
+    return seconds
 
 
 def _checked(path: str) -> str:
     """Return the path; refuse a folder without a model before any process is started. vLLM checks hub names."""
-    looks_local = os.path.isabs(path) or path.startswith(".") or os.path.isdir(path)
+    # a hub name has one slash at most
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or os.path.isdir(path)
     if looks_local and not os.path.isfile(os.path.join(path, "config.json")):
         state = "has no config.json" if os.path.isdir(path) else "does not exist"
         raise ValueError(f"no model at {path!r}: the folder {state}. Save one with model.save_pretrained(path).")

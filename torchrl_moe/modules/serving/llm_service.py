@@ -74,7 +74,9 @@ class LLMService:
         """
         _refuse_others(others)
         batch = normalise_prompts(prompts, prompt_token_ids)
-        common = common_fields(sampling_params, lora_request, None, None, return_routed_experts, None)
+        common = common_fields(
+            len(batch.prompts), None, sampling_params, lora_request, None, None, return_routed_experts, None
+        )
         turns = integers(priority, len(batch.prompts), "priority")
         requests = [
             make_request(prompt, request_id=self._new_id(), priority=turn, **common)
@@ -102,7 +104,7 @@ class LLMService:
         """
         _refuse_others(others)
         batch = normalise_prompts(prompt_token_ids=tokens)
-        common = common_fields(ONE_TOKEN, lora_request, None, None, False, None)
+        common = common_fields(len(batch.prompts), None, ONE_TOKEN, lora_request, None, None, False, None)
         requests = [
             make_request(prompt, request_id=self._new_id(), routed_experts=followed, scoring=scoring, **common)
             for prompt, followed, scoring in zip(

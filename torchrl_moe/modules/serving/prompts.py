@@ -14,11 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from torchrl_moe._checks import shown
 from torchrl_moe.modules.backends.replica import Completion
+from torchrl_moe.modules.backends.sampling_fields import check_text
 
 __all__ = ["Prompt", "PromptBatch", "normalise_prompts"]
 
 Prompt = str | NDArray[np.int32] | Completion
+FINISH_REASONS = ("abort", "length", "stop", "repetition")  # vLLM's
 LARGEST_ID = int(np.iinfo(np.int32).max)
 
 
@@ -34,7 +37,8 @@ def normalise_prompts(prompts: Any = None, prompt_token_ids: Any = None, resume:
     """Bring the three ways of passing prompts to one form. A list of ints is one prompt.
 
     Raises:
-        ValueError: none or several are given, the list is empty, a prompt is empty, or an id is out of range.
+        ValueError: none or several are given, the list is empty, a prompt is empty, or an id or, in ``resume``, a
+            finish reason is none.
         TypeError: an entry is not a prompt, or in ``resume`` not a :class:`Completion`.
 
     >>> normalise_prompts("hi").single, normalise_prompts([1, 2]).single, normalise_prompts([[1, 2]]).single
@@ -70,6 +74,16 @@ def _completions(resume: Any) -> PromptBatch:
     for i, item in enumerate(items):
         if not item.outputs or (item.prompt is None and not len(item.prompt_token_ids)):
             raise ValueError(f"resume[{i}] has no {'prompt' if item.outputs else 'answer'}")
+        if len(item.prompt_token_ids):
+            _ids(item.prompt_token_ids, f"resume[{i}], prompt")
+        for output in item.outputs:
+            if len(output.token_ids):
+                _ids(output.token_ids, f"resume[{i}], answer {output.index}")
+            if output.finish_reason not in FINISH_REASONS:  # else it would count as complete
+                raise ValueError(
+                    f"resume[{i}], answer {output.index}: finish_reason must be one of {', '.join(FINISH_REASONS)}, "
+                    f"got {output.finish_reason!r}"
+                )
     return PromptBatch(items, single)
 
 
@@ -96,6 +110,9 @@ def _prompt(item: Any, name: str) -> Prompt:
     if isinstance(item, str):
         if not item:
             raise ValueError(f"{name} is an empty prompt")
+        if "prompt_token_ids" in name:
+            raise TypeError(f"{name} must be token ids, got {shown(item)}: pass text as prompts")
+        check_text(name, item)
         return item
     if not hasattr(item, "ndim") and not isinstance(item, Sequence):
         raise TypeError(f"{name} must be text or token ids, got {type(item).__name__}")
@@ -103,6 +120,9 @@ def _prompt(item: Any, name: str) -> Prompt:
 
 
 def _ids(item: Any, name: str) -> NDArray[np.int32]:
+    if not hasattr(item, "ndim") and not {bool, np.bool_}.isdisjoint(map(type, item)):  # numpy takes True for 1
+        at, bad = next((i, one) for i, one in enumerate(item) if isinstance(one, bool | np.bool_))
+        raise TypeError(f"{name} must be a flat list of integer token ids, got {bad} at {at}")
     ids = _array(item, name)
     if ids.size == 0:
         raise ValueError(f"{name} is an empty prompt")

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from torchrl_moe._checks import check_bool, check_number, shown
 from torchrl_moe._errors import EngineError
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.replica import PauseMode, Replica
@@ -34,6 +35,12 @@ STATS_SECONDS = 5.0
 START_SECONDS = 600.0
 DRAIN_SECONDS = 600.0
 MOST_THREADS = 32
+MOST_SECONDS = 10_000_000  # a third of a year; clocks and locks take little more
+MOST_ADDED = 1024  # at a time
+
+
+def _check_timeout(seconds: Any, none: bool = False) -> None:
+    check_number("timeout_seconds", seconds, 0, MOST_SECONDS, none=none)
 
 
 class ReplicaService:
@@ -126,6 +133,8 @@ class ReplicaService:
             EngineError: one did not start, or not in time; then none is added.
         """
         self._check_running("add_replicas")
+        check_number("count", count, 1, MOST_ADDED, whole=True)
+        _check_timeout(timeout_seconds, none=True)
         indices = self._fleet.add(count, START_SECONDS if timeout_seconds is None else timeout_seconds)
         self._resized()
         return indices
@@ -144,6 +153,9 @@ class ReplicaService:
             EngineError: its requests were not finished in time; then it keeps serving.
         """
         self._check_running("remove_replica")
+        check_number("index", index, whole=True)
+        check_bool("drain", drain)
+        _check_timeout(timeout_seconds)
         self._fleet.remove(index, drain, timeout_seconds)
         self._resized()
 
@@ -167,11 +179,14 @@ class ReplicaService:
             EngineError: a replica failed, or was not paused in time. Unless the service was paused before, all resume.
         """
         self._check_running("pause")
+        check_bool("clear_cache", clear_cache)
+        _check_timeout(timeout_seconds)
         self._fleet.pause(mode, clear_cache, timeout_seconds)
 
     def resume(self, *, timeout_seconds: float = CALL_SECONDS) -> None:
         """Resume scheduling on all replicas."""
         self._check_running("resume")
+        _check_timeout(timeout_seconds)
         self._fleet.resume(timeout_seconds)
 
     def sleep(self, level: int = 1, mode: PauseMode = "wait", *, timeout_seconds: float = CALL_SECONDS) -> None:
@@ -191,6 +206,8 @@ class ReplicaService:
             EngineError: a replica failed, or did not sleep in time. Unless all slept before, all are woken.
         """
         self._check_running("sleep")
+        check_number("level", level, 1, 2, whole=True)
+        _check_timeout(timeout_seconds)
         self._fleet.sleep(level, mode, timeout_seconds)
 
     def wake_up(self, tags: Sequence[str] | None = None, *, timeout_seconds: float = CALL_SECONDS) -> None:
@@ -205,6 +222,9 @@ class ReplicaService:
             EngineError: a replica failed, or its weights were dropped and not updated since.
         """
         self._check_running("wake_up")
+        if tags is not None and (not isinstance(tags, list | tuple | set) or not tags):
+            raise ValueError(f"tags must be a list with 'weights', 'kv_cache' or both, or None, got {shown(tags)}.")
+        _check_timeout(timeout_seconds)
         self._fleet.wake_up(tags, timeout_seconds)
 
     def reset_prefix_cache(self) -> bool:
@@ -221,6 +241,7 @@ class ReplicaService:
             The next seed to use.
         """
         self._check_running("set_seed")
+        check_number("seed", seed, 0, 2**63 - 1 - self.num_replicas, whole=True)
         self._fleet.on_all(lambda replica: replica.set_seed(seed + replica.index, CALL_SECONDS))
         return seed + self.num_replicas
 
@@ -264,6 +285,8 @@ class ReplicaService:
             WeightSyncError: see the sender's ``update_weights``.
         """
         self._check_running("update_weights")
+        if isinstance(weights, str | bytes) or not isinstance(weights, Mapping | Iterable):
+            raise TypeError(f"weights must be a mapping of names to tensors, or pairs, got {shown(weights)}.")
         given = list(weights) if isinstance(weights, Iterator) else weights
         if given == [] or (isinstance(given, Mapping) and not list(given.keys())):
             warnings.warn("update_weights: no weights were given; nothing was done", stacklevel=2)
@@ -288,6 +311,7 @@ class ReplicaService:
     def get_num_unfinished_requests(self, actor_index: int | None = None) -> int | list[int]:
         """Requests in flight as the service counts them, of one replica or a list of all."""
         self._check_running("get_num_unfinished_requests")
+        check_number("actor_index", actor_index, whole=True, none=True)
         if actor_index is not None:
             return self.replica_table[actor_index].inflight
         return [entry.inflight for entry in self.replica_table]
@@ -298,6 +322,7 @@ class ReplicaService:
         NaN for a replica that is dead or starting.
         """
         self._check_running("get_cache_usage")
+        check_number("actor_index", actor_index, whole=True, none=True)
         self._fleet.note_deaths()
         if actor_index is not None:
             return _cache_usage(self.replica_table[actor_index])
@@ -311,6 +336,7 @@ class ReplicaService:
         its engine; see :class:`~torchrl_moe.modules.backends.reports.ReplicaStats`.
         """
         self._check_running("stats")
+        _check_timeout(timeout_seconds)
         self._fleet.note_deaths()
         entries = list(self.replica_table)
         with ThreadPoolExecutor(min(len(entries), MOST_THREADS)) as pool:

@@ -98,6 +98,12 @@ class ReplicaTable:
             self[index].leaving = leaving
             self._tell([self[index]])
 
+    def set_reserved(self, index: int, reserved: bool) -> None:
+        """Reserve a replica for one request, or undo that; the table tells when it is idle."""
+        with self.lock:
+            self[index].reserved = reserved
+            self._tell([self[index]])
+
     def remove(self, index: int) -> None:
         """Remove a replica from the list. Its entry stays valid for whatever refers to it, and is DEAD for good."""
         with self.lock:
@@ -343,6 +349,7 @@ class ReplicaTable:
             self.changed.notify_all()
             if trial:
                 entry.breaker.tried(success)
+            if trial or (entry.reserved and not entry.inflight):
                 self._tell([entry])
 
     def _count(self, entry: TableEntry, before: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,17 @@ from typing import Any, TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from torchrl_moe._checks import check_bool, check_instance, check_number, shown
+from torchrl_moe._errors import RouteValueError
 from torchrl_moe.modules.backends.replica import Completion, OnResume, Request
+from torchrl_moe.modules.backends.sampling_fields import check_answers, check_fields, check_object, check_text
+from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.prompts import Prompt, PromptBatch
 from torchrl_moe.modules.serving.resumption import request_to_resume
 
 __all__ = [
     "Placement",
+    "check_service",
     "check_timeout",
     "common_fields",
     "integers",
@@ -27,6 +33,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+MOST = 2**31 - 1  # of a priority: engines compare them with times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +67,10 @@ def placements(
         request_context: a mapping or ``None``, for all or for each.
 
     Raises:
-        ValueError: a list of another length.
+        ValueError: a list of another length, or an ``actor_index`` that is none.
         TypeError: an entry of another type; the message names it.
     """
+    check_number("actor_index", actor_index, whole=True, none=True)
     nobody = [None] * count
     sessions = one_each(session_ids, count, "session_ids") or nobody
     groups = one_each(group_ids, count, "group_ids") or nobody
@@ -77,6 +85,8 @@ def placements(
 
 
 def common_fields(
+    count: int,
+    longest: int | None,
     sampling_params: Any,
     lora_request: Any,
     prompt_adapter_request: Any,
@@ -84,11 +94,17 @@ def common_fields(
     return_routed_experts: bool,
     on_resume: OnResume | None,
 ) -> dict[str, Any]:
-    """Return the fields that all requests of a call share.
+    """Return the fields that all ``count`` requests of a call share; ``longest`` is the engine's ``max_model_len``.
 
     Raises:
-        ValueError: a prompt adapter, or an unknown ``on_resume``.
+        ValueError: a sampling parameter of a wrong type or out of range, too many answers, a prompt adapter, or an
+            unknown ``on_resume``.
     """
+    check_fields(sampling_params, longest)
+    check_answers(sampling_params, count)
+    check_bool("return_routed_experts", return_routed_experts)
+    for name, value in (("lora_request", lora_request), ("guided_options_request", guided_options)):
+        check_object(name, value)
     if on_resume not in (None, *get_args(OnResume)):
         raise ValueError(f"on_resume must be None or one of {get_args(OnResume)}, got {on_resume!r}")
     if prompt_adapter_request is not None:
@@ -121,7 +137,8 @@ def rows_each(values: Any, batch: PromptBatch) -> list[NDArray[Any] | None]:
 
     Raises:
         ValueError: another number of them.
-        TypeError: not an array of numbers, or for several prompts not a list.
+        RouteValueError: not an array of integers.
+        TypeError: for several prompts not a list.
     """
     count = len(batch.prompts)
     if values is None:
@@ -136,9 +153,13 @@ def rows_each(values: Any, batch: PromptBatch) -> list[NDArray[Any] | None]:
 
 def _rows(value: Any, position: int) -> NDArray[Any]:
     full = getattr(value, "full", value)
-    rows = np.asarray(full.detach().cpu() if hasattr(full, "detach") else full)
-    if rows.dtype.kind not in "biuf":
-        raise TypeError(f"routed_experts[{position}] must be an array of integers, got {type(value).__name__}")
+    try:
+        rows = np.asarray(full.detach().cpu() if hasattr(full, "detach") else full)
+    except (TypeError, ValueError) as error:  # a dtype unknown to numpy, as bfloat16, or rows of different lengths
+        raise RouteValueError(f"routed_experts[{position}] must be an array of integers: {error}") from error
+    if rows.dtype.kind not in "iu":
+        kind = type(value).__name__ if rows.dtype.kind == "O" else f"{type(value).__name__} of {rows.dtype}"
+        raise RouteValueError(f"routed_experts[{position}] must be an array of integers, got {kind}")
     return rows
 
 
@@ -160,17 +181,20 @@ def one_each(values: Any, count: int, name: str) -> list[Any] | None:
 
 
 def integers(value: Any, count: int, name: str) -> list[int]:
-    """Return one int per prompt: the same for all, or those of a list, array or tensor.
+    """Return one int of at most 31 bits per prompt: the same for all, or those of a list, array or tensor.
 
     Raises:
-        ValueError: another number of them.
+        ValueError: another number of them, or a larger one.
         TypeError: a value is not an int.
     """
-    return _for_each(value, count, name, _int)
+    found = _for_each(value, count, name, _int)
+    for one in found:
+        check_number(name, one, -MOST, MOST, whole=True)
+    return found
 
 
 def _is_list(value: Any) -> bool:
-    if isinstance(value, str | Mapping):
+    if isinstance(value, str | bytes | Mapping):
         return False
     return isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
 
@@ -189,7 +213,7 @@ def _int(value: Any, name: str, kind: str = "an int") -> int:
     if not isinstance(value, bool):
         with contextlib.suppress(TypeError):
             return operator.index(value)
-    raise TypeError(f"{name} must be {kind}, got {value!r}")
+    raise TypeError(f"{name} must be {kind}, got {shown(value)}")
 
 
 def _name(value: Any, name: str) -> str | None:
@@ -198,7 +222,8 @@ def _name(value: Any, name: str) -> str | None:
 
 def _request_id(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be text, got {value!r}")
+        raise TypeError(f"{name} must be text, got {shown(value)}")
+    check_text(name, value)
     return value
 
 
@@ -208,8 +233,16 @@ def _mapping(value: Any, name: str) -> Mapping[str, Any] | None:
     return value
 
 
+def check_service(sampling_params: Any, metrics: Any, max_concurrent_requests: Any, faults: Any) -> None:
+    """Raise ``ValueError`` for a setting of a service that is none, before anything is started for it."""
+    check_fields(sampling_params)
+    check_bool("metrics", metrics)
+    if max_concurrent_requests != "auto":
+        check_number("max_concurrent_requests", max_concurrent_requests, 1, whole=True, none=True, hint="Or 'auto'.")
+    check_instance("faults", faults, FaultPolicy, none=True)
+
+
 def check_timeout(seconds: float | None) -> float | None:
-    """Return it, or raise ``ValueError`` if it is not positive."""
-    if seconds is not None and seconds <= 0:
-        raise ValueError(f"timeout_seconds must be positive or None, got {seconds:g}")
-    return seconds
+    """Return it, or raise ``ValueError`` if it is no positive number; an infinite one is no limit."""
+    check_number("timeout_seconds", seconds, above=0, none=True, infinite=True)
+    return None if seconds == math.inf else seconds

@@ -8,9 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
+from torchrl_moe._checks import check_routes
+from torchrl_moe._errors import RouteValueError
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, Request
+from torchrl_moe.modules.backends.request_routes import rows_of_answer
 
 __all__ = ["check_resume", "request_to_resume", "whole"]
 
@@ -79,4 +83,8 @@ def _wrong(request: Request, given: Completion, output: CompletionOutput, layout
     if rows.dtype.kind not in "ui" or (rows.size and not 0 <= rows.min() <= rows.max() < layout.num_experts):
         held = f"{rows.min()}..{rows.max()}" if rows.size else "none"
         return f"its routes are {held} of {rows.dtype}, but this engine has experts 0..{layout.num_experts - 1}"
+    try:
+        check_routes(torch.from_numpy(rows_of_answer(rows, layout)), layout.moe_layers, layout.num_experts)
+    except RouteValueError as error:
+        return str(error)
     return ""

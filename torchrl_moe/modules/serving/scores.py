@@ -5,15 +5,17 @@ Letters: T tokens of a sequence.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from torchrl_moe._checks import check_number, shown
 from torchrl_moe._errors import EngineError
+from torchrl_moe.data import KeptTokens
 from torchrl_moe.modules.backends.kept_ids import KeptIds
 from torchrl_moe.modules.backends.replica import Completion, Scoring
 from torchrl_moe.modules.serving.prompts import PromptBatch
@@ -41,26 +43,36 @@ def scorings(batch: PromptBatch, temperature: Any, kept: Any) -> list[Scoring]:
     sequences = [prompt for prompt in batch.prompts if isinstance(prompt, np.ndarray)]
     if len(sequences) < count:
         raise ValueError("score takes token ids: text may be encoded to others than those that were sampled")
-    values = np.asarray(temperature, np.float64)
+    values = _numbers(temperature)
     if values.ndim > 1:
         raise ValueError(f"temperature must be a number, or one per sequence, got shape {list(values.shape)}")
     temperatures = [float(values)] * count if values.ndim == 0 else values.tolist()
-    words = [kept] if batch.single or kept is None else list(kept)
-    words = words * count if kept is None else words
+    if not batch.single and kept is not None and not isinstance(kept, list | tuple):
+        raise ValueError(f"kept must be a list with KeptTokens or None for each sequence, got {shown(kept)}")
+    words = [None] * count if kept is None else [kept] if batch.single else list(kept)
     for name, given in (("temperature", temperatures), ("kept", words)):
         if len(given) != count:
             raise ValueError(f"{name} must have one entry per sequence: got {len(given)} for {count} sequences")
-    if not all(0 < value < math.inf for value in temperatures):
-        raise ValueError(f"temperature must be positive, got {temperature!r}: at 0 every log-prob is 0")
     return [
         Scoring(temperature=value, kept=_ids(one, len(ids), i))
         for i, (ids, value, one) in enumerate(zip(sequences, temperatures, words, strict=True))
     ]
 
 
+def _numbers(temperature: Any) -> NDArray[np.float64]:
+    """Return a temperature, or one per sequence, as an array."""
+    listed = temperature.tolist() if hasattr(temperature, "tolist") else temperature
+    for one in listed if isinstance(listed, list | tuple) else [listed]:
+        if not isinstance(one, list | tuple):  # of another rank: refused by its shape
+            check_number("temperature", one, above=0, hint="At 0 every log-prob is 0.")
+    return np.asarray(listed, np.float64)
+
+
 def _ids(kept: Any, tokens: int, position: int) -> KeptIds | None:
     if kept is None:
         return None
+    if not isinstance(kept, KeptTokens) or kept.batch_dims:
+        raise ValueError(f"kept[{position}] must be the KeptTokens of one sequence, or None, got {shown(kept)}")
     if len(kept.sizes) != tokens:
         raise ValueError(f"kept[{position}] is for {len(kept.sizes)} tokens, and there are {tokens}")
     ids, sizes = (np.asarray(part.cpu(), np.int32) for part in (kept.ids, kept.sizes))

@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 import random
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
 
+from torchrl_moe._checks import check_bool, shown
 from torchrl_moe._errors import NoReplicaError
 from torchrl_moe.modules.backends.replica import Completion, OnResume, Replica, Request
 from torchrl_moe.modules.serving.admission import Admission
@@ -29,6 +30,7 @@ from torchrl_moe.modules.serving.prompts import normalise_prompts
 from torchrl_moe.modules.serving.replica_service import ReplicaService
 from torchrl_moe.modules.serving.requests import (
     Placement,
+    check_service,
     check_timeout,
     common_fields,
     integers,
@@ -72,6 +74,7 @@ class GenerationService(ReplicaService):
         faults: FaultPolicy | None = None,
         make_replica: Callable[[int], Replica] | None = None,
     ) -> None:
+        check_service(sampling_params, metrics, max_concurrent_requests, faults)
         super().__init__(replicas, faults, make_replica, metrics=metrics)
         self._limit_follows = max_concurrent_requests == "auto"
         if max_concurrent_requests == "auto":
@@ -169,9 +172,8 @@ class GenerationService(ReplicaService):
         count = len(batch.prompts)
         ids = one_each(request_ids, count, "request_ids") or [self._new_id() for _ in batch.prompts]
         params = self.sampling_params if sampling_params is None else sampling_params
-        common = common_fields(
-            params, lora_request, prompt_adapter_request, guided_options_request, return_routed_experts, on_resume
-        )
+        guided, routes = guided_options_request, return_routed_experts
+        common = self._common(count, params, lora_request, prompt_adapter_request, guided, routes, on_resume)
         turns, rows = integers(priority, count, "priority"), rows_each(routed_experts, batch)
         requests = [
             make_request(prompt, request_id=request_id, priority=turn, routed_experts=followed, **common)
@@ -189,6 +191,10 @@ class GenerationService(ReplicaService):
         completions = self._run(requests, where, timeout_seconds, use_tqdm, done)
         return completions[0] if batch.single else completions
 
+    def _common(self, count: int, *of_all: Any) -> dict[str, Any]:
+        """Return what all requests of a call share, checked."""
+        return common_fields(count, min((info.max_model_len for info in self.infos), default=None), *of_all)
+
     def _run(
         self,
         requests: Sequence[Request],
@@ -200,6 +206,7 @@ class GenerationService(ReplicaService):
     ) -> list[Completion]:
         """Run requests to their end, and wait; ``done`` are those that were already complete."""
         timeout = check_timeout(timeout_seconds)
+        check_bool("use_tqdm", use_tqdm)
         asked = len(requests) - len(done)
         with self.metrics.call(asked, done) as finished, Progress(asked, use_tqdm, what) as progress:
             completions = self._dispatcher.run(Call(self.load_balancer, requests, where, timeout, progress.add))
@@ -249,7 +256,7 @@ class GenerationService(ReplicaService):
         self._check_running("score")
         batch = normalise_prompts(prompt_token_ids=tokens)
         count, rows = len(batch.prompts), rows_each(routed_experts, batch)
-        common = common_fields(ONE_TOKEN, lora_request, None, None, False, None)
+        common = self._common(count, ONE_TOKEN, lora_request, None, None, False, None)
         requests = [
             make_request(prompt, request_id=self._new_id(), routed_experts=followed, scoring=scoring, **common)
             for prompt, followed, scoring in zip(batch.prompts, rows, scorings(batch, temperature, kept), strict=True)
@@ -306,7 +313,7 @@ class GenerationService(ReplicaService):
             request_id=name,
             priority=turn,
             routed_experts=rows_each(routed_experts, batch)[0],
-            **common_fields(params, lora_request, None, guided_options_request, return_routed_experts, on_resume),
+            **self._common(1, params, lora_request, None, guided_options_request, return_routed_experts, on_resume),
         )
         done = self._check_resumes([request])
         where = placements(
@@ -326,6 +333,8 @@ class GenerationService(ReplicaService):
     def abort(self, request_ids: str | Sequence[str]) -> None:
         """Abort requests wherever they run; unknown ids are ignored, since a request may just have finished."""
         self._check_running("abort")
+        if isinstance(request_ids, bytes) or not isinstance(request_ids, Iterable):
+            raise TypeError(f"request_ids must be text or a list of it, got {shown(request_ids)}")
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         self._dispatcher.abort(ids)
 

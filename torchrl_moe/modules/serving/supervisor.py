@@ -168,9 +168,9 @@ class Supervisor:
         """
         failed = [error for entry in self._table if (error := self._note_death(entry)) is not None]
         for stalled in self._health.look():
-            self._table.mark_dead(
-                stalled.index, f"replica {stalled.index} {stalled.reason} and was ended", stalled.replica
-            )
+            words = stalled.replica.log_tail()
+            reason = f"replica {stalled.index} {stalled.reason} and was ended" + (words and f". Its log says:\n{words}")
+            self._table.mark_dead(stalled.index, reason, stalled.replica)
             self._in_background(self._renew, self._table[stalled.index])
         self._table.cool()
         for entry in self._table:

@@ -291,6 +291,19 @@ def test_shutdown_fails_what_waits_leaves_nothing_and_may_be_repeated(monkeypatc
     replica.abort(["x"])
 
 
+def test_a_start_that_points_to_its_log_names_what_is_there_first() -> None:
+    log = (
+        "(Worker pid=7) ERROR 11-26 [cpu_worker.py:83] ValueError: Available memory on node 0 is too small\n"
+        "(EngineCore pid=5) ERROR 11-26 [core.py:1512] RuntimeError: Worker failed with error, see the root cause above"
+    )
+    replica = toy_replica(4, error="Engine core initialization failed. See root cause above.", print=log)
+    replica.start()
+    words = r"^replica 4 did not start: ValueError: Available memory on node 0 is too small \(ValueError: Engine core"
+    with pytest.raises(ReplicaDiedError, match=words):
+        replica.wait_ready(START)
+    replica.shutdown()
+
+
 def test_a_replica_that_fails_to_start_says_why_and_leaves_nothing() -> None:
     replica = toy_replica(4, error="no such model", sleeper=True, print="SomeError: in the log")
     replica.start()

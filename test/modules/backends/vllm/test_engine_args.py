@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from packaging.requirements import Requirement
+from transformers import AutoConfig
 
 import torchrl_moe
 from torchrl_moe import _compat
 from torchrl_moe._errors import EngineError
+from torchrl_moe.cli.engines import started
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.vllm import engine_args
@@ -257,6 +260,43 @@ def test_latent_attention_runs_without_vllms_own_kernels_on_a_cpu(
     assert build_engine_args({"model": moe}).compilation_config.custom_ops == []
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     assert build_engine_args({"model": folder}).compilation_config.custom_ops == []
+
+
+def test_on_a_cpu_an_engine_takes_little_memory_and_says_so(
+    moe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms import current_platform
+
+    built = build_engine_args({"model": moe, "max_model_len": 64})
+    assert (built.kv_cache_memory_bytes, built.enforce_eager) == (1 << 29, True)
+    assert "kv_cache_memory_bytes=536870912: vLLM's default takes nearly all memory" in capsys.readouterr().out
+    for given in ({"kv_cache_memory_bytes": 1 << 20}, {"gpu_memory_utilization": 0.5}):
+        built = build_engine_args({"model": moe, "enforce_eager": False, **given})
+        assert built.kv_cache_memory_bytes == given.get("kv_cache_memory_bytes")
+        assert not built.enforce_eager
+    monkeypatch.setattr(engine_args, "CPU_CACHE_BYTES", 1)  # less than one sequence
+    layers, heads, size, both = 4, 2, 16, 2
+    one = both * layers * heads * size * 64 * 4
+    assert build_engine_args({"model": moe, "max_model_len": 64}).kv_cache_memory_bytes == 2 * one
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    assert build_engine_args({"model": moe}).kv_cache_memory_bytes is None
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    built = build_engine_args({"model": moe})
+    assert (built.kv_cache_memory_bytes, built.enforce_eager) == (None, False)
+
+
+def test_commands_and_users_start_the_same_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tiny_moe(tmp_path, "deepseek_v3")
+    asked: list[dict[str, Any]] = []
+    launch = lambda arguments, *_, **__: contextlib.nullcontext(asked.append(arguments))  # noqa: E731
+    monkeypatch.setattr(AsyncVLLM, "launch", launch)
+    AsyncVLLM.from_pretrained(folder, dtype="float32", max_model_len=64)
+    config = AutoConfig.from_pretrained(folder)
+    with started(str(folder), config, "vllm", "float32", ["max_model_len=64"]):
+        pass
+    of_user, of_command = (build_engine_args(arguments) for arguments in asked)
+    assert of_user == of_command
+    assert of_user.compilation_config.custom_ops == ["none"]  # else its latents are wrong by 0.3
 
 
 def test_lora_of_experts_is_refused_on_cpu_and_that_of_others_is_not(

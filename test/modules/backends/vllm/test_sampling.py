@@ -15,7 +15,8 @@ from torchrl_moe._compat import vllm_client_errors
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.process.plain import from_plain, to_plain
 from torchrl_moe.modules.backends.replica import Completion
-from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder
+from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder, check_bad_words
+from torchrl_moe.testing import ByteTokenizer
 
 if TYPE_CHECKING:  # vLLM takes seconds to import: no reason to make other tests wait when this file is collected
     from vllm import SamplingParams
@@ -181,6 +182,29 @@ def test_a_request_may_have_a_seed(wrap: Callable[..., Any]) -> None:
 def test_where_no_cached_prefix_may_be_read_no_request_reads_one() -> None:
     assert SamplingParamsBuilder(reads_cache=False)({}).skip_reading_prefix_cache is True
     assert not build({}).skip_reading_prefix_cache
+
+
+@pytest.mark.parametrize("wrap", [dict, vllm_object])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_tokens", 1.5), ("logprobs", 0.0), ("temperature", True), ("ignore_eos", "yes"), ("logit_bias", {1: "x"})],
+)
+def test_what_vllms_core_cannot_read_does_not_reach_it(wrap: Callable[..., Any], name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^sampling_params: Expected .* at `\$\.{name}"):
+        build(wrap(**{name: value}))
+
+
+def test_more_bad_words_than_the_engine_has_room_for_are_refused() -> None:
+    def check(*words: str) -> None:
+        tokenizer: Any = ByteTokenizer()
+        tokenizer.max_token_id = len(tokenizer) - 1  # as vLLM's own have it
+        check_bad_words(build({"bad_words": list(words)}), tokenizer)
+
+    check("a", "b")
+    with pytest.raises(ValueError, match=r"bad_words are .* tokens, .*; the engine has room for 128 of 1024"):
+        check("a" * 1025)
+    with pytest.raises(vllm_client_errors(), match=r"bad.words"):
+        check(*map(str, range(200)))
 
 
 def test_guided_options_become_structured_outputs() -> None:

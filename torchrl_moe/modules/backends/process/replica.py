@@ -11,6 +11,7 @@ import abc
 import contextlib
 import itertools
 import os
+import re
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -126,6 +127,10 @@ class EngineReplica(Commands, Generic[LinkT]):
     def log_path(self) -> Path | None:
         """The file that the process prints to; ``None`` before :meth:`start`, and where no such file is kept."""
         return None
+
+    def log_tail(self) -> str:
+        """Return the last errors of that log, or its last lines; ``""`` where no such file is kept."""
+        return "" if self.log_path is None else self._tail()
 
     @property
     def death(self) -> str | None:
@@ -252,9 +257,9 @@ class EngineReplica(Commands, Generic[LinkT]):
         elif kind == "ready":
             self._resolve(self._calls, READY, rest[0])
         elif kind == "failed":
-            self._fail_all(f"replica {self.index} did not start: {rest[0]}\n{self._tail()}")
+            self._fail_all(f"replica {self.index} did not start: {_with_cause(rest[0], self._tail())}")
         else:
-            self._fail_all(f"replica {self.index} died: {rest[0]}\n{self._tail()}")
+            self._fail_all(f"replica {self.index} died: {_with_cause(rest[0], self._tail())}")
 
     def _resolve(self, table: dict[Any, Future[Any]], key: Any, value: Any) -> None:
         with self._lock:
@@ -340,6 +345,14 @@ def _pass_on(report: Future[ProbeReport], answer: Future[Any]) -> None:
         report.set_result(wire.open_parcel(answer.result()))
     else:
         report.set_exception(error)
+
+
+def _with_cause(words: str, tail: str) -> str:
+    """Return an engine's words and the end of its log; if they only point to that, after the first error there."""
+    found = re.search(r"\b((?:\w+\.)*\w*(?:Error|Exception): (?!.*root cause).+)", tail)
+    if "root cause" in words and found is not None:
+        words = f"{found[1]} ({words.split('. ')[0].rstrip('.')})"
+    return f"{words}\n{tail}"
 
 
 def _error(kind: str, text: str) -> Exception:

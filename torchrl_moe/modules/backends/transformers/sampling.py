@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any
+
+from torchrl_moe.modules.backends.sampling_fields import check_fields
 
 __all__ = ["Sampling", "read_sampling"]
 
 LEAST_TEMPERATURE = 1e-2  # vLLM's: it samples at this one where a lower one is asked for, except for 0
-LARGEST_SEED = 2**63  # torch takes more, as resuming needs: it adds the number of tokens
 
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "prompt_logprobs": (None,),
@@ -80,32 +79,12 @@ class Sampling:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.min_tokens > 0
 
     def __post_init__(self) -> None:
-        checks = {name: isinstance(getattr(self, name), bool) for name in BOOLS} | {
-            "n": isinstance(self.n, Integral) and self.n >= 1,
-            "temperature": math.isfinite(self.temperature) and self.temperature >= 0,
-            "top_k": isinstance(self.top_k, Integral) and self.top_k >= -1,
-            "top_p": 0 < self.top_p <= 1,
-            "min_p": 0 <= self.min_p <= 1,
-            "repetition_penalty": math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
-            "presence_penalty": -2 <= self.presence_penalty <= 2,
-            "frequency_penalty": -2 <= self.frequency_penalty <= 2,
-            "max_tokens": self.max_tokens is None or (isinstance(self.max_tokens, Integral) and self.max_tokens >= 1),
-            "min_tokens": isinstance(self.min_tokens, Integral)
-            and 0 <= self.min_tokens <= (math.inf if self.max_tokens is None else self.max_tokens),
-            "seed": self.seed is None or (isinstance(self.seed, Integral) and abs(self.seed) < LARGEST_SEED),
-            "stop": all(isinstance(text, str) and text for text in self.stop),
-            "stop_token_ids": all(isinstance(token, Integral) and token >= 0 for token in self.stop_token_ids),
-        }
-        for name, fine in checks.items():
-            if not fine:
-                raise ValueError(f"sampling_params: {name}={getattr(self, name)!r} is out of range")
         if self.stop and not self.detokenize:
             raise ValueError("sampling_params: stop strings need detokenize=True")
         if self.is_greedy and self.n > 1:
             raise ValueError(f"sampling_params: n={self.n} with temperature=0 would give one answer several times")
 
 
-BOOLS = ("ignore_eos", "logprobs", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 KNOWN = {field.name for field in dataclasses.fields(Sampling)}
 
 
@@ -119,6 +98,7 @@ def read_sampling(spec: Any, guided_options: Any = None) -> Sampling:
         raise ValueError(f"sampling_params must be a mapping, got {type(spec).__name__}")
     if guided_options is not None:
         raise ValueError("guided_options_request: engine='transformers' has no structured outputs; vLLM has")
+    check_fields(spec)
     given = {name: value for name, value in (spec or {}).items() if name not in WITHOUT_EFFECT}
     for name, neutral in REFUSED.items():
         if (value := given.pop(name, None)) not in neutral:
@@ -136,10 +116,7 @@ def read_sampling(spec: Any, guided_options: Any = None) -> Sampling:
     given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
     given["stop_token_ids"] = tuple(stop_ids or ())
     given["seed"] = None if given.get("seed") == -1 else given.get("seed")
-    try:
-        return Sampling(**_as_vllm_reads(given))
-    except TypeError as error:
-        raise ValueError(f"sampling_params: {error}") from error
+    return Sampling(**_as_vllm_reads(given))
 
 
 def _as_vllm_reads(given: dict[str, Any]) -> dict[str, Any]:

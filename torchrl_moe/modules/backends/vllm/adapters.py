@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from torchrl_moe.modules.backends.vllm.sampling import check_wire
+
 __all__ = ["Adapters", "build_lora_request"]
 
 
@@ -13,20 +15,24 @@ def build_lora_request(spec: Any) -> Any:
     """Return vLLM's ``LoRARequest`` of a mapping of its fields or of such an object; ``None`` stays.
 
     Raises:
-        ValueError: neither of them, or an id below 1, or no path.
-        TypeError: a field that vLLM does not know.
+        ValueError: neither of them, or an id below 1, or no path, or a field that is missing, unknown or of a wrong
+            type.
     """
     if spec is None:
         return None
     from vllm.lora.request import LoRARequest
 
-    if isinstance(spec, LoRARequest):
-        return spec
-    if not isinstance(spec, Mapping):
+    if not isinstance(spec, LoRARequest | Mapping):
         raise ValueError(f"lora_request must be vllm.lora.request.LoRARequest or a mapping, got {type(spec).__name__}")
-    if not spec.get("lora_path"):
-        raise ValueError(f"lora_request names no lora_path, the folder of the adapter: {dict(spec)!r}")
-    return LoRARequest(**spec)
+    if isinstance(spec, Mapping):
+        if not spec.get("lora_path"):
+            raise ValueError(f"lora_request names no lora_path, the folder of the adapter: {dict(spec)!r}")
+        try:
+            spec = LoRARequest(**spec)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"lora_request: {error}") from error
+    check_wire("lora_request", spec)
+    return spec
 
 
 class Adapters:

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import difflib
 import math
+import os
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -44,6 +45,9 @@ DEFAULTS: Mapping[str, Any] = {
     "use_tqdm_on_load": False,  # no bars in a log
     "disable_log_stats": True,  # vLLM's own log lines; our stats come through a logger of ours all the same
 }
+ON_CPU: Mapping[str, Any] = {"enforce_eager": True}  # there are no CUDA graphs, and compiling takes a minute
+CPU_CACHE_BYTES = 1 << 29
+CACHE_SIZES, CACHE_VARIABLE = {"kv_cache_memory_bytes", "gpu_memory_utilization"}, "VLLM_CPU_KVCACHE_SPACE"
 
 
 def check_vllm(environment: Mapping[str, str]) -> None:
@@ -164,7 +168,8 @@ def seeded(arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
 def build_engine_args(arguments: Mapping[str, Any]) -> Any:
     """Build vLLM's ``AsyncEngineArgs`` in the engine process, with our defaults where the user has set nothing.
 
-    Route capture is switched on if and only if the model has experts.
+    Every engine of the package is built here: the commands', the trainer's and the tests' alike. Route capture is
+    switched on if and only if the model has experts. On a CPU nothing is compiled, and the cache is small.
 
     Raises:
         ValueError: capture asked of a dense model, or with what vLLM records no routes with; a foreign worker extension
@@ -173,6 +178,7 @@ def build_engine_args(arguments: Mapping[str, Any]) -> Any:
     """
     from vllm import AsyncEngineArgs
     from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.platforms import current_platform
 
     extension = arguments.get("worker_extension_cls") or WORKER_EXTENSION
     if extension != WORKER_EXTENSION:
@@ -184,8 +190,14 @@ def build_engine_args(arguments: Mapping[str, Any]) -> Any:
         raise ValueError("weight_transfer_config is the engine's own: choose a transport in VLLMWeightSyncScheme")
     if "return_sampling_mask" in arguments:
         raise ValueError("return_sampling_mask: completions always say which words sampling kept; leave it out")
-    engine_args = AsyncEngineArgs(**{**DEFAULTS, **arguments, "worker_extension_cls": extension})
+    on_cpu = current_platform.is_cpu()
+    engine_args = AsyncEngineArgs(
+        **{**DEFAULTS, **(ON_CPU if on_cpu else {}), **arguments, "worker_extension_cls": extension}
+    )
     model_config = engine_args.create_model_config()
+    if on_cpu and not (arguments.keys() & CACHE_SIZES or os.environ.get(CACHE_VARIABLE)):
+        engine_args.kv_cache_memory_bytes = size = max(CPU_CACHE_BYTES, 2 * _bytes_of_one(model_config))
+        print(f"torchrl_moe: kv_cache_memory_bytes={size}: vLLM's default takes nearly all memory", flush=True)
     is_moe = model_config.get_num_experts() > 0
     capture = arguments.get("enable_return_routed_experts", engine_args.aux_output_config.enabled or is_moe)
     if capture and not is_moe:
@@ -203,6 +215,13 @@ def build_engine_args(arguments: Mapping[str, Any]) -> Any:
     # read by vLLM at start-up, long before a transport is chosen: ours dispatches
     engine_args.weight_transfer_config = WeightTransferConfig(backend=_compat.WEIGHT_BACKEND)
     return engine_args
+
+
+def _bytes_of_one(model_config: Any) -> int:
+    """Return how many bytes the keys and values of one sequence of the greatest length take, or a few more."""
+    layers, heads = model_config.get_total_num_hidden_layers(), model_config.get_total_num_kv_heads()
+    values = 2 * layers * heads * model_config.get_head_size() * model_config.max_model_len
+    return int(values) * int(model_config.dtype.itemsize)
 
 
 def _check_capture(engine_args: Any) -> None:

@@ -24,7 +24,7 @@ from torchrl_moe.modules.backends.vllm.adapters import Adapters
 from torchrl_moe.modules.backends.vllm.forced_rows import attached
 from torchrl_moe.modules.backends.vllm.outputs import completion_from_vllm
 from torchrl_moe.modules.backends.vllm.request_part import Part
-from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder
+from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder, check_bad_words
 
 __all__ = ["EngineRequests"]
 
@@ -141,6 +141,8 @@ class EngineRequests:
     async def _run(self, running: Running) -> Completion:
         request = running.request = self._routes.checked(running.request)
         params = self._sampling(request.sampling_params, request.guided_options)
+        if getattr(params, "bad_words", None):
+            check_bad_words(params, self.engine.get_tokenizer())
         completion, part = await self._first(running, params)
         # nothing to keep: all answers start again, together
         while not any(part.keeps(output, params) for output in completion.outputs):
@@ -236,6 +238,8 @@ class EngineRequests:
             running.parts.discard(part)
         if final is None:
             raise RuntimeError(f"vLLM ended request {request.request_id!r} without an output")
+        if any(output.finish_reason == "error" for output in final.outputs):
+            raise ValueError("vLLM ended an answer with an error; a grammar that no word fits does that")
         version = self.weights.version if part.version is None else part.version
         return completion_from_vllm(final, request, version), part
 

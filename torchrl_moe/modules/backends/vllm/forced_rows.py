@@ -24,11 +24,12 @@ from numpy.typing import NDArray
 
 from torchrl_moe.modules.backends.replica import Request
 from torchrl_moe.modules.backends.request_routes import RequestRoutes
+from torchrl_moe.modules.backends.sampling_fields import OURS
 from torchrl_moe.modules.backends.vllm.prompt_scores import scoring_params
 
 __all__ = ["Forced", "attach", "attached", "forced_in", "forced_of"]
 
-KEY = "torchrl_moe"
+KEY = OURS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
+
+import numpy as np
 
 from torchrl_moe.modules.backends.kept_ids import leaves_words_out
 
-__all__ = ["SamplingParamsBuilder", "default_of"]
+__all__ = ["SamplingParamsBuilder", "check_bad_words", "check_wire", "default_of"]
 
 
 class SamplingParamsBuilder:
@@ -37,13 +39,14 @@ class SamplingParamsBuilder:
         """Return the parameters of a mapping, of a ``SamplingParams``, or vLLM's defaults for ``None``.
 
         Raises:
-            ValueError: an unknown or bad parameter, one that asks for what no completion carries, log-probs over fewer
-                words than all from an engine that does not report which, or of another distribution than is sampled
-                from.
+            ValueError: an unknown or bad parameter, one that vLLM's engine core would not read or that asks for what no
+                completion carries, log-probs over fewer words than all from an engine that does not report which, or of
+                another distribution than is sampled from.
         """
         key = (id(spec), id(guided_options))
         if key != self._key:
             params = _build(spec, guided_options)
+            check_wire("sampling_params", params)
             if not self._reads_cache:
                 params.skip_reading_prefix_cache = True
             if params.logprobs is not None:
@@ -68,6 +71,48 @@ class SamplingParamsBuilder:
             wrong = f"temperature={params.temperature:g}, and this engine's log-probs are of temperature 1"
         if wrong:
             raise ValueError(f"{wrong} (logprobs_mode={self._mode!r}): leave out logprobs_mode, or logprobs")
+
+
+def check_wire(name: str, value: Any) -> None:
+    """Read a struct as vLLM's engine core will, which ends at what it cannot read.
+
+    Raises:
+        ValueError: names the field, and what is allowed.
+    """
+    kind: Any = type(value)
+    encoder, decoder = _wire_of(kind)
+    try:
+        decoder.decode(encoder.encode(value))
+    except (TypeError, ValueError, OverflowError) as error:  # msgspec's own are such
+        raise ValueError(f"{name}: {error}") from error
+
+
+def check_bad_words(params: Any, tokenizer: Any) -> None:
+    """Refuse more bad words than vLLM's model runner has room for, which ends at more.
+
+    Raises:
+        ValueError: too many words, or tokens of them.
+    """
+    from vllm import envs
+
+    if not params.bad_words:
+        return
+    read = params.clone()
+    read.update_from_tokenizer(tokenizer)
+    words = read.bad_words_token_ids or []
+    tokens = sum(map(len, words))
+    if len(words) > envs.VLLM_MAX_NUM_BAD_WORDS or tokens > envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS:
+        raise ValueError(
+            f"sampling_params: bad_words are {len(words)} words of {tokens} tokens, with and without a space before; "
+            f"the engine has room for {envs.VLLM_MAX_NUM_BAD_WORDS} of {envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS}"
+        )
+
+
+@cache
+def _wire_of(kind: Any) -> tuple[Any, Any]:
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    return MsgpackEncoder(), MsgpackDecoder(kind)
 
 
 def default_of(name: str) -> Any:
@@ -112,11 +157,16 @@ def _build(spec: Any, guided_options: Any) -> Any:
     if isinstance(spec, SamplingParams):
         params = spec.clone()
     else:  # as sent by another process: objects in it are mappings, too
-        fields = dict(spec or {})
+        fields = {
+            name: value.item() if isinstance(value, np.generic) else value for name, value in (spec or {}).items()
+        }
         of_objects = {"structured_outputs": StructuredOutputsParams, "repetition_detection": RepetitionDetectionParams}
         for name, kind in of_objects.items():
             if isinstance(fields.get(name), Mapping):
-                fields[name] = kind(**fields[name])
+                try:
+                    fields[name] = kind(**fields[name])
+                except (TypeError, ValueError) as error:
+                    raise ValueError(f"sampling_params: {name}: {error}") from error
         params = SamplingParams(**fields)
     _refuse_dropped(params)
     if guided_options is not None:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torchrl_moe._checks import check_number, shown
 from torchrl_moe._errors import NoReplicaError, StaleReplicaError
 from torchrl_moe.modules.serving.actors import ActorHandle
 from torchrl_moe.modules.serving.balancing.hierarchy import DEFAULT_HIERARCHY, OVERLOAD_THRESHOLD, Hierarchy, Settings
@@ -125,6 +126,7 @@ class LoadBalancer:
             NoReplicaError: no replica is serving.
             StaleReplicaError: replicas serve, but none holds ``min_version``, or the group's version.
         """
+        _check_wishes(min_version, session_id, group_id)
         context = RoutingContext(prompt=prompt, session_id=session_id, request_context=request_context or {})
         with self.replica_table.lock:
             candidates = self._candidates(min_version, group_id)
@@ -137,20 +139,28 @@ class LoadBalancer:
         prompt: Any = None,
         session_id: str | None = None,
         group_id: str | None = None,
+        *,
+        alone: bool = False,
     ) -> Lease:
         """Count a request on the replica that the caller names; arguments as in :meth:`acquire`.
+
+        ``alone``: this is the request that the replica is reserved for.
 
         Raises:
             IndexError: there is no such replica.
             NoReplicaError: it is not serving.
             StaleReplicaError: it does not hold ``min_version``, or not the group's version.
         """
+        check_number("index", index, whole=True)
+        _check_wishes(min_version, session_id, group_id)
         with self.replica_table.lock:
             entry = self.replica_table[index]
             if entry.leaving and not entry.removed:
                 raise NoReplicaError(f"replica {index} is being removed; leave actor_index out")
             if entry.state is not ReplicaState.SERVING:
                 raise NoReplicaError(f"replica {index} is {entry.state.name}, not SERVING; leave actor_index out")
+            if entry.reserved and not alone:
+                raise NoReplicaError(f"replica {index} tries a request alone, under which another replica died")
             if min_version is not None and entry.version < min_version:
                 raise StaleReplicaError(f"replica {index} holds version {entry.version}, asked for {min_version}")
             version = None if group_id is None else self.groups.version(group_id)
@@ -229,10 +239,9 @@ class LoadBalancer:
             IndexError: there is no such replica.
             ValueError: a number out of range.
         """
-        if pending_requests is not None and pending_requests < 0:
-            raise ValueError(f"pending_requests must not be negative, got {pending_requests}")
-        if cache_usage is not None and not 0.0 <= cache_usage <= 1.0:
-            raise ValueError(f"cache_usage must be a share from 0 to 1, got {cache_usage}")
+        check_number("index", index, whole=True)
+        check_number("pending_requests", pending_requests, 0, 2**31 - 1, whole=True, none=True)
+        check_number("cache_usage", cache_usage, 0, 1, none=True)
         with self.replica_table.lock:  # times must be noted in their order
             self.replica_table.observe(index, self._clock(), pending_requests, cache_usage)
 
@@ -265,6 +274,13 @@ class LoadBalancer:
 
     def __repr__(self) -> str:
         return f"LoadBalancer({' > '.join(self.strategies)}, {self.replica_table!r})"
+
+
+def _check_wishes(min_version: Any, session_id: Any, group_id: Any) -> None:
+    check_number("min_version", min_version, whole=True, none=True)
+    for name, value in (("session_id", session_id), ("group_id", group_id)):
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"{name} must be text, or None, got {shown(value)}.")
 
 
 def _service_of(actors: Any) -> Any:

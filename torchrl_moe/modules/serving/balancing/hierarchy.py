@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from torchrl_moe._checks import check_callable, check_instance
 from torchrl_moe.modules.serving.balancing.prefix_aware import PrefixAware
 from torchrl_moe.modules.serving.balancing.sessions import SessionAffinity
 from torchrl_moe.modules.serving.balancing.simple import (
@@ -16,7 +17,12 @@ from torchrl_moe.modules.serving.balancing.simple import (
     PowerOfTwo,
     RoundRobin,
 )
-from torchrl_moe.modules.serving.balancing.strategy import RoutingContext, Strategy
+from torchrl_moe.modules.serving.balancing.strategy import (
+    RoutingContext,
+    Strategy,
+    check_overload_threshold,
+    check_prefix_length,
+)
 from torchrl_moe.modules.serving.candidates import Candidates, TableEntry
 
 __all__ = ["DEFAULT_HIERARCHY", "STRATEGIES", "Hierarchy", "Settings", "make_strategy"]
@@ -35,12 +41,10 @@ class Settings:
     rng: random.Random | None = None
 
     def __post_init__(self) -> None:
-        if self.prefix_length is not None and self.prefix_length < 1:
-            raise ValueError(f"prefix_length must be at least 1, or None for all tokens, got {self.prefix_length}")
-        if not self.overload_threshold >= 1.0:
-            raise ValueError(
-                f"overload_threshold must be at least 1.0, the mean load itself, got {self.overload_threshold}"
-            )
+        check_prefix_length(self.prefix_length)
+        check_overload_threshold(self.overload_threshold)
+        check_callable("clock", self.clock)
+        check_instance("rng", self.rng, random.Random, none=True)
 
 
 STRATEGIES: Mapping[str, Callable[[Settings], Strategy]] = {

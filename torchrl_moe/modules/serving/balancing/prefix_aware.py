@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import ceil
 
+from torchrl_moe._checks import check_instance
 from torchrl_moe.modules.serving.balancing.prefix_index import (
     TOKEN_BYTES,
     Branch,
@@ -11,7 +12,12 @@ from torchrl_moe.modules.serving.balancing.prefix_index import (
     prompt_bytes,
     prompt_keys,
 )
-from torchrl_moe.modules.serving.balancing.strategy import RoutingContext, Strategy
+from torchrl_moe.modules.serving.balancing.strategy import (
+    RoutingContext,
+    Strategy,
+    check_overload_threshold,
+    check_prefix_length,
+)
 from torchrl_moe.modules.serving.candidates import Candidates, TableEntry, load_bound
 
 __all__ = ["PrefixAware"]
@@ -45,6 +51,9 @@ class PrefixAware(Strategy):
     def __init__(
         self, prefix_length: int | None = None, overload_threshold: float = 1.15, index: PrefixIndex | None = None
     ) -> None:
+        check_prefix_length(prefix_length)
+        check_overload_threshold(overload_threshold)
+        check_instance("index", index, PrefixIndex, none=True)
         self.prefix_length = prefix_length
         self.overload_threshold = overload_threshold
         self.index = PrefixIndex() if index is None else index

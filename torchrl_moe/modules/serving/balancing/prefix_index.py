@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from torchrl_moe._checks import check_number
+
 __all__ = ["TOKEN_BYTES", "Branch", "PrefixIndex", "prompt_bytes", "prompt_keys"]
 
 TOKEN_BYTES = 4  # an int32 id, and about the bytes of a token of text
@@ -89,6 +91,7 @@ class PrefixIndex:
     """
 
     def __init__(self, capacity: int = 1 << 18) -> None:
+        check_number("capacity", capacity, 1, whole=True)
         self.capacity = capacity
         self._branches: OrderedDict[int, Branch] = OrderedDict()
         self._size = 0  # keys

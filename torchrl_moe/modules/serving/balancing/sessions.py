@@ -7,7 +7,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchrl_moe.modules.serving.balancing.strategy import RoutingContext, Strategy
+from torchrl_moe._checks import check_callable, check_number
+from torchrl_moe.modules.serving.balancing.strategy import RoutingContext, Strategy, check_overload_threshold
 from torchrl_moe.modules.serving.candidates import Candidates, TableEntry, load_bound
 from torchrl_moe.modules.serving.states import GONE
 
@@ -45,6 +46,10 @@ class SessionAffinity(Strategy):
         idle_seconds: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        check_overload_threshold(overload_threshold)
+        check_number("margin", margin, 0, infinite=True)
+        check_number("idle_seconds", idle_seconds, 0, infinite=True)
+        check_callable("clock", clock)
         self.overload_threshold = overload_threshold
         self.margin = margin
         self.idle_seconds = idle_seconds

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable
 
+from torchrl_moe._checks import check_callable, check_instance, check_number
 from torchrl_moe.modules.serving.balancing.strategy import RoutingContext, Strategy
 from torchrl_moe.modules.serving.candidates import Candidates, TableEntry
 
@@ -57,6 +58,7 @@ class PowerOfTwo(Strategy):
     name = "power-of-two"
 
     def __init__(self, rng: random.Random | None = None) -> None:
+        check_instance("rng", rng, random.Random, none=True)
         self._rng = rng or random.Random()
 
     def choose(self, candidates: Candidates, context: RoutingContext) -> int:
@@ -86,6 +88,8 @@ class KVCache(Strategy):
     reads_stats = True
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, max_age: float = REPORT_SECONDS) -> None:
+        check_callable("clock", clock)
+        check_number("max_age", max_age, 0, infinite=True)
         self._clock = clock
         self.max_age = max_age
 

@@ -7,9 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchrl_moe._checks import check_number
 from torchrl_moe.modules.serving.candidates import Candidates, TableEntry
 
-__all__ = ["RoutingContext", "Strategy"]
+__all__ = ["RoutingContext", "Strategy", "check_overload_threshold", "check_prefix_length"]
+
+
+def check_prefix_length(value: Any) -> None:
+    """Refuse another value than a number of tokens, or ``None`` for all."""
+    check_number("prefix_length", value, 1, whole=True, none=True)
+
+
+def check_overload_threshold(value: Any) -> None:
+    """Refuse another value than a multiple of the mean load."""
+    check_number("overload_threshold", value, 1, infinite=True, hint="1 is the mean load itself.")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
