@@ -357,13 +357,13 @@ class MoEGRPOTrainer(RunReports, Trainer):
         Raises:
             EngineError: see ``eval.max_mismatch``.
         """
-        limit, gap = self.config.eval.max_mismatch, found.get("kl", 0.0)
+        limit, gap = self.config.eval.max_mismatch, found.get("mismatch_kl", 0.0)
         dtypes = {self.rollout_engine.dtype, str(self.policy_model.dtype).removeprefix("torch.")}
         if limit is None or gap <= limit or self._step_metrics["staleness"] or dtypes != {"float32"}:
             return
         where = "" if self.placement.is_shared else f" The first such token: {self.learner.first_gap(batch)}."
         raise EngineError(
-            f"engine and trainer disagree on answers by the same weights, in float32: kl={gap:.2g}, agreement="
+            f"engine and trainer disagree on answers by the same weights, in float32: mismatch_kl={gap:.2g}, agreement="
             f"{found.get('agreement', math.nan):.2g}.{where} Usual causes: a kernel of the engine (torchrl-moe "
             "conformance MODEL finds it), weights that did not arrive (engine.sync.verify=canary), or routes of other "
             "tokens. eval.max_mismatch=null trains on"
