@@ -594,7 +594,7 @@ def test_an_engine_that_disagrees_in_float32_ends_the_run(tmp_path: Path, caplog
     """The fake's log-probs are its own, and so is what it says that it computes in."""
     config = fake_config(tmp_path, 1)
     config.eval.mismatch_every = 1
-    words = r"disagree .* in float32: mismatch_kl=.* The first such token: id \d+ at place \d+ of row 0, .*max_mismatch=null"
+    words = r"disagree .* float32: mismatch_kl=.* The first such token: id \d+ at place \d+ of row 0, .*mismatch=null"
     for dtype, limit in (("float32", 0.01), ("bfloat16", 0.01), ("float32", None)):
         config.eval.max_mismatch = limit
         with fake_fleet() as fleet:

@@ -273,8 +273,8 @@ class EvalConfig(Settings, group="eval"):
         prompts: the greatest number of prompts.
         mismatch_every: steps between measurements of the mismatch, which cost a forward pass with replay and one
             without; 0: none.
-        max_mismatch: the greatest ``mismatch_kl`` of answers by the newest weights, where engine and trainer compute in float32:
-            more is a fault, and ends the run. ``None``: it is only warned of.
+        max_mismatch: the greatest ``mismatch_kl`` of answers by the newest weights, where engine and trainer compute in
+            float32: more is a fault, and ends the run. ``None``: it is only warned of.
     """
 
     every: int = setting(10, least=0)
