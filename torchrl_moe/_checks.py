@@ -53,7 +53,8 @@ def renamed(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     >>> @renamed(colour="color")
     ... def paint(color="red"):
     ...     return color
-    >>> paint(colour="blue")
+    >>> with warnings.catch_warnings(action="ignore"):
+    ...     paint(colour="blue")
     'blue'
     """
 

@@ -113,6 +113,6 @@ def test_snapshots_are_of_all_replicas_that_answer(engine: FakeAsyncVLLM, caplog
     assert set(snapshots(engine)) == set(names)
     engine.replicas[0].die()  # type: ignore[attr-defined]
     with caplog.at_level(logging.WARNING):
-        until(lambda: set(snapshots(engine)) == set(names))  # they begin again at the other one
+        until(lambda: len(snapshots(engine)) == 2)  # the others wait until they can be alone at the other one
     engine.abort(names)
     assert len(calls.result(60)) == 4

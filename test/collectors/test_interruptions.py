@@ -251,14 +251,6 @@ def test_a_group_that_is_dropped_while_it_is_judged_leaves_the_environment_to_th
 # -- sizes ------------------------------------------------------------------------------------------------------------
 
 
-def test_answers_may_be_empty(collect: Collect, engine: FakeAsyncVLLM) -> None:
-    collector = collect(policy=policy_of(engine, max_new_tokens=0))
-    for batch in islice(collector, 2):
-        assert [len(row["tokens", "response"]) for row in batch.unbind(0)] == [0] * 4
-        assert batch.get("num_segments").tolist() == [0] * 4
-    assert collector.stats()["inference/staleness_max"] == 0
-
-
 def test_a_group_may_be_large(collect: Collect) -> None:
     batch = next(iter(collect(group_size=200, groups_per_batch=1, max_staleness=0)))
     assert queries(batch) == ["q0"] * 200

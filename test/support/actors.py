@@ -15,6 +15,7 @@ from support.processes import TESTS
 from torchrl_moe.modules.backends.ray import actor
 from torchrl_moe.modules.backends.ray.actor import ReplicaActor
 from torchrl_moe.modules.backends.ray.ray_service import RayService
+from torchrl_moe.modules.backends.vllm import engine_args
 
 
 class ToyActor(ReplicaActor):
@@ -43,7 +44,8 @@ class Holder:
 @contextmanager
 def toy_actors() -> Iterator[None]:
     """Actors that are placed meanwhile host the toy engine."""
-    with patch.object(actor, "ReplicaActor", ToyActor):  # pytest's would be imported by each actor
+    # pytest's would be imported by each actor; and the toy engine's arguments are not vLLM's
+    with patch.object(actor, "ReplicaActor", ToyActor), patch.object(engine_args, "_known", dict):
         yield
 
 

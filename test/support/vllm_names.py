@@ -23,6 +23,8 @@ OBJECTS = {
     "modules/backends/vllm/outputs.py:metrics": "vllm.v1.metrics.stats.RequestStateStats",
     "modules/backends/vllm/outputs.py:logprobs": "vllm.logprobs.FlatLogprobs | list[dict[int, vllm.logprobs.Logprob]]",
     "modules/backends/vllm/prompt_scores.py:sampling_params": "vllm.sampling_params.SamplingParams",
+    "modules/backends/vllm/sampling.py:encoder": "vllm.v1.serial_utils.MsgpackEncoder",
+    "modules/backends/vllm/sampling.py:decoder": "vllm.v1.serial_utils.MsgpackDecoder",
     "modules/backends/vllm/sync_llm.py:output": "vllm.outputs.RequestOutput",
     "modules/backends/vllm/weights/weight_check.py:_sent": "vllm.v1.engine.output_processor.RequestOutputCollector",
     # the engine core's process

@@ -114,9 +114,9 @@ def test_weights_are_brought_as_one_was_told_or_by_the_engines_sender() -> None:
         ServiceAdapter(engine, update=given.append).update_weights(shared_moe())
         assert (given, sent) == ([shared_moe()], [])
         ServiceAdapter(engine).update_weights(shared_moe())
-    ((name, tensor), *_) = sent[0]
+    (name, tensor), *_ = sent[0].items()
     assert tensor.equal(shared_moe().state_dict()[name])
-    assert any(".experts.7.gate_proj.weight" in name for name, _ in sent[0])  # the names of a checkpoint
+    assert any(".experts.7.gate_proj.weight" in name for name in sent[0])  # the names of a checkpoint
 
 
 def test_a_dense_engine_has_no_routes() -> None:

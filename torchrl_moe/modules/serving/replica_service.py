@@ -285,8 +285,6 @@ class ReplicaService:
             WeightSyncError: see the sender's ``update_weights``.
         """
         self._check_running("update_weights")
-        if isinstance(weights, str | bytes) or not isinstance(weights, Mapping | Iterable):
-            raise TypeError(f"weights must be a mapping of names to tensors, or pairs, got {shown(weights)}.")
         given = list(weights) if isinstance(weights, Iterator) else weights
         if given == [] or (isinstance(given, Mapping) and not list(given.keys())):
             warnings.warn("update_weights: no weights were given; nothing was done", stacklevel=2)

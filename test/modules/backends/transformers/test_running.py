@@ -93,7 +93,7 @@ def test_a_first_part_that_the_model_cannot_read_again_is_refused(
     [
         ({"lora_request": {"lora_name": "a"}}, "lora_request: engine='transformers' serves no adapters"),
         ({"guided_options": {"regex": "a"}}, "no structured outputs"),
-        ({"sampling_params": {"top_p": 2}}, "top_p=2 is out of range"),
+        ({"sampling_params": {"top_p": 2}}, "top_p must be a finite number above 0 and of at most 1, got 2"),
         ({"ids": list(range(128))}, "1 to 127 tokens, got 128: max_model_len"),
         ({"ids": []}, "1 to 127 tokens, got 0"),
         ({"ids": [65, 5000]}, r"names token 5000; the model has 0\.\.258"),

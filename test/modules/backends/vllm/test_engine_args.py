@@ -62,7 +62,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("max_model_length", 8, r"no engine argument max_model_length=8: do you mean max_model_len\?"),
         ("foo", 1, "no engine argument foo=1; vllm serve --help=all lists them"),
         ("max_model_len", "abc", "max_model_len='abc': this engine argument of vLLM's is int, not text"),
-        ("tensor_parallel_size", "two", "tensor_parallel_size, must be at least 1, got 'two'"),
+        ("tensor_parallel_size", "two", "tensor_parallel_size must be an integer from 1 to 65536, or None, got 'two'"),
         ("model", "x", "model='x': the model is the first argument, here 'm'"),
         ("enforce_eager", "maybe", "enforce_eager='maybe': .* is bool, not text"),
         ("gpu_memory_utilization", "much", "gpu_memory_utilization='much': .* is float, not text"),

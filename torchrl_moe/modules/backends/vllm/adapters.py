@@ -25,7 +25,7 @@ def build_lora_request(spec: Any) -> Any:
     if not isinstance(spec, LoRARequest | Mapping):
         raise ValueError(f"lora_request must be vllm.lora.request.LoRARequest or a mapping, got {type(spec).__name__}")
     if isinstance(spec, Mapping):
-        if not spec.get("lora_path"):
+        if not {"lora_path": None, **spec}["lora_path"]:
             raise ValueError(f"lora_request names no lora_path, the folder of the adapter: {dict(spec)!r}")
         try:
             spec = LoRARequest(**spec)
