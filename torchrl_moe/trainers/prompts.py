@@ -59,8 +59,8 @@ def load_prompts(
     (8, 2, ('prompt', 'answer'))
     """
     check_number("held_out", held_out, 0, whole=True)
-    if not isinstance(prompt, str):
-        raise ValueError(f"prompt must be the name of a column, got {shown(prompt)}.")
+    if not (prompt is None or isinstance(prompt, str)):
+        raise ValueError(f"prompt must be the name of a column, or None, got {shown(prompt)}.")
     train, kept_out = read_source(source, arguments)
     if not len(train):
         raise ValueError("there are no rows to train on")
