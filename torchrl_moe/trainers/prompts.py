@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,7 +60,7 @@ def load_prompts(
     (8, 2, ('prompt', 'answer'))
     """
     check_number("held_out", held_out, 0, whole=True)
-    if not isinstance(prompt, str):
+    if prompt is not None and not isinstance(prompt, str):
         raise ValueError(f"prompt must be the name of a column, got {shown(prompt)}.")
     train, kept_out = read_source(source, arguments)
     if not len(train):
@@ -187,6 +188,7 @@ def _check_row(row: Row, column: str, where: str) -> None:
     if not prompt:
         raise ValueError(f"{where}: column {column!r} must be text or a list of messages, and not empty")
     try:
+        json.dumps(prompt, ensure_ascii=False, default=str).encode()  # half of a surrogate pair is no text
         options_of({}, row)
         where = f"{where}, column {column!r}"
         for message in () if isinstance(prompt, str) else prompt:
