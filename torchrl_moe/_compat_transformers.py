@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["cache_argument", "checkpoint_activations", "lowered", "stays_float32"]
+__all__ = ["cache_argument", "checkpoint_activations", "load_whole", "lowered", "stays_float32"]
 
 
 def cache_argument(arguments: Collection[str]) -> str:
@@ -65,3 +65,38 @@ def stays_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
     if dtype == torch.float16:
         kept |= {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
     return dtype in (torch.bfloat16, torch.float16) and any(f".{part}." in f".{name}." for part in kept)
+
+
+INCOMPLETE = "config.json is of another model, or the weights are incomplete: write or download them again"
+
+
+def load_whole(source: object, load: Callable[..., Any], **arguments: Any) -> Any:
+    """Return what ``from_pretrained`` loads, if all of it was stored: transformers makes the rest up, at random.
+
+    Args:
+        source: of the model, for messages.
+        load: calls ``from_pretrained``.
+        **arguments: of it.
+
+    Raises:
+        ValueError: the stored weights lack some of the model's, or have other shapes.
+    """
+    try:
+        model, report = load(source, output_loading_info=True, **arguments)
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise ValueError(f"the weights of {source} have other shapes than the model: {INCOMPLETE}") from error
+    check_whole(source, report)
+    return model
+
+
+def check_whole(source: object, report: Mapping[str, Any]) -> None:
+    """Refuse a model that was loaded in part, by transformers' report.
+
+    >>> check_whole("my/moe", {"missing_keys": {"lm_head.weight"}})
+    Traceback (most recent call last):
+    ValueError: the weights of my/moe lack 1 tensor(s), such as lm_head.weight: config.json is of another model, or ...
+    """
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(f"the weights of {source} lack {len(missing)} tensor(s), such as {missing[0]}: {INCOMPLETE}")

@@ -26,7 +26,7 @@ BELOW: dict[str, set[str]] = {
     "objectives": {"data", "ops"},  # never modules: tensordict keys are the interface
     # the public face, and any file straight in it
     "modules": {"modules.policies", "modules.backends.vllm", "modules.backends.transformers"},
-    "modules.policies": {"modules.serving", "modules.replay", "_compat_generation"},
+    "modules.policies": {"modules.serving", "modules.replay", "_compat_generation", "_compat_transformers"},
     "modules.serving": {"modules.backends"},
     "modules.backends.ray": {"modules.backends.process"},  # an actor hosts an engine process, of whatever engine
     # a worker replays as the trainer does

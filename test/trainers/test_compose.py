@@ -60,6 +60,45 @@ def test_a_number_may_be_a_name() -> None:
     assert load_config("tiny_cpu", ["out=20261126"]).out == "20261126"
 
 
+@pytest.mark.parametrize("text", ["007", "1_000", "runs/a,b", "/tmp/lr=1", "it's", "résumé", "a (copy)", "~x", "a\\"])
+def test_a_text_is_taken_as_it_is(text: str) -> None:
+    assert load_config("tiny_cpu", [f"out={text}"]).out == text
+
+
+def test_a_resumed_run_reads_changes_as_any_other(tmp_path: Path) -> None:
+    folder = tmp_path / "it's (1), a=b"
+    folder.mkdir()
+    save(folder)
+    changed = load_config("tiny_cpu", [f"out={folder}", "resume=true", "optim={lr:2e-5}"])
+    assert (changed.out, changed.optim.lr) == (str(folder), 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        (b"optim:\n\tlr: 1\n", r"mine.yaml, line 2: found character '\\t'"),
+        (b"steps: 3\nsteps: 4\n", "mine.yaml, line 2: found duplicate key steps"),
+        (b"steps: 3\n---\nsteps: 4\n", "mine.yaml, line 2: but found another document"),
+        ("out: résumé".encode("latin-1"), "mine.yaml: 'utf-8' codec"),
+        (b"data: {arguments: &a {b: *a}}", "mine.yaml is nested too deeply, or in itself"),
+        (b"steps: 1" + b"0" * 5000, "mine.yaml: Exceeds the limit"),
+        (b"defaults: tiny_cpu\n", "mine.yaml: Invalid defaults list"),
+        (b"defaults: [tiny_cp]\n", "Could not load 'tiny_cp'. The package has .*tiny_cpu"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named_with_its_line(written: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_bytes(written)
+    with pytest.raises(ConfigError, match=message):
+        load_config(tmp_path / "mine.yaml")
+
+
+def test_a_file_of_another_ending_is_to_be_renamed(tmp_path: Path) -> None:
+    for name in ("mine.yml", "mine.json"):
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(ConfigError, match=f"{name} is no .yaml file: rename it"):
+            load_config(tmp_path / name)
+
+
 def test_one_builds_on_another() -> None:
     base, small = load_config("tiny_cpu"), load_config("tiny_sums")
     assert small.model.arguments["num_experts"] == 8 and base.model.arguments["num_experts"] == 32
@@ -96,6 +135,7 @@ def test_functions_may_lie_beside_a_file(tmp_path: Path, monkeypatch: pytest.Mon
         (["optim.lr"], "optim.lr"),
         (["stepps=3"], r"there is no setting stepps: did you mean steps\?; --cfg prints all settings"),
         (["model.path=x"], r"there is no setting model.path: there are source, arguments, .*; --cfg prints all"),
+        (["steps=1,2"], r"'steps=1,2' is not one value: write .*, and quote text with special characters"),
         (["steps=abc"], "steps=abc must be a whole number, at least 1"),
         (["steps=1.5"], "steps=1.5 must be a whole number, at least 1"),
         (["model=null"], r"model=None must be ModelConfig\(\.\.\.\), or a dict of its settings"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -12,6 +12,7 @@ from support.training import fake_config, fake_fleet, fake_model
 from torchrl_moe.testing import ByteTokenizer
 from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.trainers import leader as leader_module
+from torchrl_moe.trainers.checkpoints import Checkpoints
 from torchrl_moe.trainers.config import ConfigError, ModelConfig
 from torchrl_moe.trainers.leader import Leader
 from torchrl_moe.trainers.policy_model import PolicyModel
@@ -104,27 +105,50 @@ def test_a_folder_that_holds_a_run_is_refused_with_all_ways_out(leader: Leader, 
 
 
 def test_a_model_in_the_folder_is_not_to_be_removed(leader: Leader, tmp_path: Path) -> None:
-    (tmp_path / "run" / "start-1").mkdir(parents=True)
+    (tmp_path / "run" / "start-00000001").mkdir(parents=True)
     (tmp_path / "run" / "metrics.csv").write_text("step\n0\n")
     leader.config.overwrite = True
-    with pytest.raises(ConfigError, match=r"overwrite=True would remove the model .*start-1, which is in out="):
-        leader.refuse_older_run(tmp_path / "run" / "start-1")
+    with pytest.raises(ConfigError, match=r"overwrite=True would remove the model .*start-00000001, which is in out="):
+        leader.refuse_older_run(tmp_path / "run" / "start-00000001")
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_an_older_run_is_forgotten_not_before_the_first_step(leader: Leader, tmp_path: Path, overwrite: bool) -> None:
     folder = tmp_path / "run"
-    for name in ("checkpoints/step-000000000002", "start-old", "start-own", "model"):
+    for name in ("checkpoints/step-000000000002", "start-0000001d", "start-0000003e", "model"):
         (folder / name).mkdir(parents=True)
     (folder / "metrics.csv").write_text("step\n0\n")
     leader.config.overwrite = overwrite
-    record = leader.record(0, folder / "start-own")
+    record = leader.record(0, folder / "start-0000003e")
     found = {path.name for path in folder.iterdir()}
-    assert ("start-old" in found) == ("checkpoints" in found) == ("config.yaml" not in found) == overwrite
+    assert ("start-0000001d" in found) == ("checkpoints" in found) == ("config.yaml" not in found) == overwrite
     record.add({"step": 0})
     found = {path.name for path in folder.iterdir()}
-    assert found == {"model", "start-own", "config.yaml", "metrics.csv", "samples.jsonl", "versions.json"}
+    assert found == {"model", "start-0000003e", "config.yaml", "metrics.csv", "samples.jsonl", "versions.json"}
     assert "overwrite: false" in (folder / "config.yaml").read_text()  # a later start resumes
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_is_not_a_runs_stays(leader: Leader, tmp_path: Path, overwrite: bool) -> None:
+    mine = [tmp_path / "run" / name for name in ("checkpoints/mine/model.bin", "checkpoints/.git/x", "start-here/x")]
+    for file in mine:
+        file.parent.mkdir(parents=True)
+        file.write_text("mine")
+    leader.config.overwrite = overwrite
+    leader.lock()()
+    Checkpoints(tmp_path / "run" / "checkpoints", cast(Any, None), {}, keep=1)
+    leader.record(0, None).begin()
+    assert [file.read_text() for file in mine] == ["mine"] * 3
+
+
+@pytest.mark.parametrize("setting", ["overwrite", "resume", ""])
+def test_a_file_that_no_run_has_written_is_not_replaced(leader: Leader, tmp_path: Path, setting: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("steps: 3  # mine\n")
+    if setting:
+        setattr(leader.config, setting, True)
+    with pytest.raises(ConfigError, match=r"out=.*run holds config.yaml, which no run has written .*: rename it, or"):
+        leader.lock()
 
 
 def test_a_record_continues_from_a_step(leader: Leader, tmp_path: Path) -> None:

@@ -132,6 +132,22 @@ def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
         loaded(source=str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("name", "factor", "message"),
+    [("num_hidden_layers", 2, r"lack \d+ tensor\(s\), such as model.layers.2"), ("hidden_size", 2, "other shapes")],
+)
+def test_weights_that_are_not_all_there_are_not_made_up(tmp_path: Path, name: str, factor: int, message: str) -> None:
+    model, tokenizer = tiny_and_tokenizer()
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**stored, name: stored[name] * factor}))
+    with pytest.raises(ConfigError, match=rf"{message}.* config\.json .*: write or download them again|{message}"):
+        PolicyModel.load(str(tmp_path), None, ModelConfig())
+    with pytest.raises(ValueError, match=message):
+        TransformersWrapper(str(tmp_path), tokenizer=tokenizer)
+
+
 def test_arguments_that_a_function_does_not_know() -> None:
     with pytest.raises(ConfigError, match=r"tiny_and_tokenizer: .*unexpected keyword argument 'depth'"):
         loaded(source=f"{__name__}:tiny_and_tokenizer", arguments={"depth": 3})

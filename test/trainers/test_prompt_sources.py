@@ -98,7 +98,7 @@ def test_another_kind_is_refused(source: Any) -> None:
 
 @pytest.mark.parametrize("row", ["1+1=", 3, ["prompt"], None])
 def test_a_row_of_another_kind_is_refused(row: Any) -> None:
-    with pytest.raises(ValueError, match="a list: row 1 must be a mapping of columns, got "):
+    with pytest.raises(ValueError, match="a list: row 1 must be a mapping of columns, such as "):
         read_source([ROWS[0], row, ROWS[1]])
 
 
@@ -168,6 +168,23 @@ def test_what_is_not_utf_8_is_named_too(tmp_path: Path) -> None:
 def test_a_path_where_nothing_is(name: str) -> None:
     with pytest.raises(ValueError, match="there is no file or folder "):
         read_source(name)
+
+
+def test_what_is_no_list_of_rows_says_what_to_give(tmp_path: Path) -> None:
+    frame = pytest.importorskip("pandas").DataFrame({"prompt": ["1+1="]})
+    (tmp_path / "rows.csv").write_text("prompt\n1+1=\n")
+    (tmp_path / "deep.jsonl").write_text('{"prompt":' + "[" * 100_000)
+    for source, message in (
+        (frame, r"give its to_dict\('records'\)"),
+        ({"prompt": ["1+1="]}, "with prompt holds columns: write a list of rows"),
+        ({"prompt": "1+1="}, "with prompt is one row: write a list of rows"),
+        (["1+1="], r"such as {'prompt': text}, got '1\+1='"),
+        (tmp_path / "rows.csv", "files are JSON Lines: read others yourself, and give the rows"),
+        (str(tmp_path / "deep.jsonl"), "line 1: not JSON"),
+        ("no.csv", "there is no file or folder 'no.csv'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_source(source)
 
 
 def test_a_folder_without_rows(tmp_path: Path) -> None:

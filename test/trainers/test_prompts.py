@@ -138,6 +138,12 @@ def test_what_a_template_could_not_read_is_refused(row: Any, message: str) -> No
     assert str(error.value).startswith(f"train row 2{message}")
 
 
+@pytest.mark.parametrize("prompt", ["a \ud800", [{"role": "user", "content": "\ud800"}]])
+def test_half_of_a_surrogate_pair_is_refused_at_once(prompt: Any) -> None:
+    with pytest.raises(ValueError, match=r"train row 0.*surrogates not allowed"):
+        load_prompts([{"prompt": prompt}])
+
+
 def test_rows_without_prompts_are_for_functions_that_make_their_own() -> None:
     prompts = load_prompts([{"a": 1, "b": 2}], prompt=None)
     assert (prompts.columns, prompts.prompt) == (("a", "b"), None)

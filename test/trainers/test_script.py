@@ -211,16 +211,17 @@ def first_weight(trainer: MoEGRPOTrainer) -> float:
 
 
 def test_a_run_begins_with_the_model_that_was_made_for_it(tmp_path: Path) -> None:
-    PolicyModel.load(*made(3), ModelConfig()).save(tmp_path / "run" / "start-1")
+    PolicyModel.load(*made(3), ModelConfig()).save(tmp_path / "run" / "start-00000001")
+    (tmp_path / "run" / "metrics.csv").write_text("step\n")
     (tmp_path / "run" / "config.yaml").write_text("steps: 1")
     with set_list_to_stack(True), trainer_of(tmp_path / "run", f"{__name__}:made", seed=3, resume=True) as trainer:
         assert first_weight(trainer) == float(other_model(3).lm_head.weight[0, 0])
-        assert trainer.policy_model.source == str(tmp_path / "run" / "start-1")
+        assert trainer.policy_model.source == str(tmp_path / "run" / "start-00000001")
 
 
 def test_a_run_from_a_folder_does_not_continue_with_another_runs_model(tmp_path: Path) -> None:
     """A model that a function made for an older run lies in the same folder."""
-    PolicyModel.load(*made(3), ModelConfig()).save(tmp_path / "run" / "start-1")
+    PolicyModel.load(*made(3), ModelConfig()).save(tmp_path / "run" / "start-00000001")
     folder = PolicyModel.load(*made(4), ModelConfig()).save(tmp_path / "mine")
     with set_list_to_stack(True), trainer_of(tmp_path / "run", str(folder), resume=True) as trainer:
         assert first_weight(trainer) == float(other_model(4).lm_head.weight[0, 0])

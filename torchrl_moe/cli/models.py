@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchrl_moe._compat_transformers import load_whole
 from torchrl_moe.cli.command import BadUse, note
 
 __all__ = [
@@ -131,7 +132,7 @@ def load(folder: str, dtype: str) -> Any:
 
     _hide_bars()
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        model = load_whole(folder, AutoModelForCausalLM.from_pretrained, dtype=getattr(torch, dtype))
     except (OSError, ValueError) as error:
         raise BadUse(f"transformers cannot load {folder}: {str(error).strip().splitlines()[0]}") from error
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import threading
@@ -9,6 +10,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -89,7 +91,9 @@ class Checkpoints:
             self.checkpoint.register(name, component)
         self.rotation = CheckpointRotation(folder, keep_last=keep, keep_best=(SCORE, "max"), prefix="step")
         self._pending: Future[bool] | None = None
-        for left in folder.glob(".*") if self._ranks.is_first else ():  # partly written when a process was killed
+        # partly written when a process was killed; what else is there is somebody else's
+        left_over = chain.from_iterable(map(folder.glob, (".step-*", "..step-*", ".seen-*")))
+        for left in left_over if self._ranks.is_first else ():
             if left.name.endswith(".older"):
                 recover(left)
             shutil.rmtree(left, ignore_errors=True)
@@ -207,8 +211,11 @@ class Checkpoints:
 
     @staticmethod
     def forget(folder: Path) -> None:
-        """Remove all of another run."""
-        shutil.rmtree(folder, ignore_errors=True)
+        """Remove all of another run, and what is not its own neither."""
+        for made in folder.glob("step-*"):
+            shutil.rmtree(made, ignore_errors=True)
+        with contextlib.suppress(OSError):  # there is none, or it holds what is somebody else's
+            folder.rmdir()
 
 
 def steps_saved(folder: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -11,7 +12,8 @@ try:
     import yaml  # type: ignore[import-untyped]
     from hydra import compose, initialize_config_dir
     from hydra.core.config_store import ConfigStore
-    from hydra.errors import HydraException
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException, MissingConfigException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 except ImportError as error:
@@ -46,22 +48,20 @@ def load_config(name: str | Path = "tiny_cpu", overrides: Sequence[str] = ()) ->
     >>> load_config("tiny_cpu", ["rollout.group_size=4"]).rollout.group_size
     4
     """
-    path = Path(name)
-    if path.suffix in (".yaml", ".yml"):
+    path = Path(name).expanduser()
+    is_own = path.suffix == ".yaml"
+    if path.is_file() and not is_own:
+        raise ConfigError(f"{name} is no .yaml file: rename it (JSON is YAML too)")
+    if is_own:
         look_in(path.parent)  # functions that it names may lie beside it
-    folder, stem = (path.parent, path.stem) if path.suffix in (".yaml", ".yml") else (CONFIGS, str(name))
-    if not (folder / f"{stem}{path.suffix or '.yaml'}").is_file():
-        known = ", ".join(sorted(item.stem for item in CONFIGS.glob("*.yaml")))
-        raise ConfigError(f"there is no configuration {name}; the package has {known}; or name a file, such as my.yaml")
+    folder, stem = (path.parent, path.stem) if is_own else (CONFIGS, str(name))
+    if not (folder / f"{stem}.yaml").is_file():
+        known = f"the package has {_names()}; or name a file, such as my.yaml"
+        raise ConfigError(f"there is no configuration {name}; {known}")
     changes = [_known(item) for item in overrides]
-    try:
-        with initialize_config_dir(str(folder.resolve()), version_base=None):
-            composed = compose(stem, overrides=[*_search(folder), *changes])
-        config = _config(composed)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(_line(error)) from error
+    config = _composed(folder, stem, changes)
     if config.resume:
-        config = _of_the_run(config, overrides)
+        config = _of_the_run(config, changes)
     config.check(passed_on=False)  # a trainer checks that too, before it loads anything
     return config
 
@@ -72,7 +72,7 @@ def _known(override: str) -> str:
     Raises:
         ConfigError: it is none, or names no setting.
     """
-    name, is_one, _ = override.lstrip("+").partition("=")
+    name, is_one, value = (part.strip() for part in override.lstrip("+").partition("="))
     if name.startswith(("hydra", "~")):
         return override
     if not is_one:
@@ -85,7 +85,41 @@ def _known(override: str) -> str:
             kind = kind.type_of(part)
         except ConfigError as error:
             raise ConfigError(f"{error}; --cfg prints all settings") from None
-    return f"++{override.lstrip('+')}"
+    if _is_read(f"{name}={value}", is_text := kind in (str, str | None)):
+        return f"++{name}={value}"
+    if not is_text:
+        raise ConfigError(
+            f"{override!r} is not one value: write numbers as 1e-5, lists as [a,b], dicts as {{a: 1}}, and quote text "
+            f"with special characters inside the shell's quotes: \"{name}='it is, so'\""
+        )
+    ends = re.sub(r"(\\+)$", r"\1\1", re.sub(r"(\\*)'", r"\1\1\\'", value))
+    return f"++{name}='{ends}'"
+
+
+def _is_read(override: str, is_text: bool) -> bool:
+    """Whether Hydra reads one value; a number is no text, or 007 would become 7."""
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+        return not parsed.is_sweep_override() and not (is_text and type(parsed.value()) in (int, float))
+    except HydraException:
+        return False
+
+
+def _composed(folder: Path, stem: str, changes: Sequence[str]) -> GRPOConfig:
+    """Return a file's configuration, with changes."""
+    try:
+        with initialize_config_dir(str(folder.resolve()), version_base=None):
+            return _config(compose(stem, overrides=[*_search(folder), *changes]))
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(_line(error)) from error
+    except ValueError as error:  # not UTF-8, say
+        raise ConfigError.of(str(folder / f"{stem}.yaml"), error) from error
+    except RecursionError as error:
+        raise ConfigError(f"{folder / stem}.yaml is nested too deeply, or in itself") from error
+
+
+def _names() -> str:
+    return ", ".join(sorted(item.stem for item in CONFIGS.glob("*.yaml")))
 
 
 def _config(composed: Any) -> GRPOConfig:
@@ -109,21 +143,16 @@ def saved_config(file: Path) -> GRPOConfig:
     """
     try:
         return _config(OmegaConf.merge(as_dict(GRPOConfig()), OmegaConf.load(file)))
-    except (OmegaConfBaseException, ConfigError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError, ConfigError) as error:
         raise ConfigError(f"{file}: {_line(error)}") from error
 
 
-def _of_the_run(config: GRPOConfig, overrides: Sequence[str]) -> GRPOConfig:
-    """Return the settings saved in the run's folder, with the requested overrides."""
+def _of_the_run(config: GRPOConfig, changes: Sequence[str]) -> GRPOConfig:
+    """Return the settings saved in the run's folder, with the requested changes."""
     saved = Path(config.out) / "config.yaml"
     if not saved.exists():
         raise ConfigError(f"resume=true, but there is no run in {config.out}")
-    before = saved_config(saved)
-    try:
-        asked = OmegaConf.from_dotlist([item.lstrip("+") for item in overrides])
-        changed = _config(OmegaConf.merge(as_dict(before), asked))
-    except OmegaConfBaseException as error:
-        raise ConfigError(_line(error)) from error
+    before, changed = saved_config(saved), _composed(saved.parent, saved.stem, changes)
     changed.read()
     for name in FIXED:
         was, now = as_dict(before.get(name)), as_dict(changed.get(name))
@@ -134,12 +163,17 @@ def _of_the_run(config: GRPOConfig, overrides: Sequence[str]) -> GRPOConfig:
 
 
 def _line(error: Exception) -> str:
-    """Return a one-line message that names the offending key."""
+    """Return a one-line message that names the offending key, or the line of a file."""
+    mark = getattr(error, "problem_mark", None)
+    if isinstance(error, yaml.MarkedYAMLError) and mark is not None:
+        return f"{mark.name}, line {mark.line + 1}: {error.problem}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     cause = error.__cause__
     if isinstance(cause, OmegaConfBaseException) and str(cause):
         lines = [*lines[:1], *(line.strip() for line in str(cause).splitlines())]
     keys = [line for line in lines if line.startswith("full_key:")]
+    if isinstance(error, MissingConfigException):
+        lines[0] += f" The package has {_names()}"
     return "; ".join([*lines[:1], *keys[:1], *_near(keys)])
 
 

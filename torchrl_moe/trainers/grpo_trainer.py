@@ -7,6 +7,7 @@ import inspect
 import logging
 import math
 import random
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -188,7 +189,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
             self._assemble(made)
         except BaseException:
             if start is not None and ranks.is_first:
-                made.callback(Checkpoints.forget, start)
+                made.callback(shutil.rmtree, start, True)
             raise
 
     def _assemble(self, made: ExitStack) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -18,8 +19,9 @@ from torchrl_moe.trainers.policy_model import PolicyModel
 from torchrl_moe.trainers.rollout_engine import RolloutEngine
 from torchrl_moe.trainers.rollout_source import RolloutSource
 from torchrl_moe.trainers.run_lock import RunLock
-from torchrl_moe.trainers.run_record import RunRecord, what_a_run_left
+from torchrl_moe.trainers.run_record import RunRecord, what_a_run_left, what_no_run_wrote
 from torchrl_moe.trainers.signal_filter import SignalFilter
+from torchrl_moe.trainers.starting_model import starts
 from torchrl_moe.trainers.torchrun import launch_of, note_launch
 
 __all__ = ["Leader"]
@@ -63,6 +65,11 @@ class Leader:
             ConfigError: what is in the folder, and all ways out; or the model lies in what would be replaced.
         """
         found, out = what_a_run_left(self._folder), self.config.out
+        if others := what_no_run_wrote(self._folder):
+            raise ConfigError(
+                f"out={out} holds {others}, which no run has written and this one would replace: rename it, or set out "
+                "to another folder"
+            )
         if self.config.resume or not found:
             return
         if not self.config.overwrite:
@@ -133,8 +140,8 @@ class Leader:
             note_launch(self._folder, launch_of())
             if not self.config.resume:
                 Checkpoints.forget(self._folder / "checkpoints")
-                for other in set(self._folder.glob("start-*")) - {start}:
-                    Checkpoints.forget(other)
+                for other in {*starts(self._folder)} - {start}:
+                    shutil.rmtree(other, ignore_errors=True)
 
         config = replace(self.config, overwrite=False)  # what was done once is not to be done when it is read again
         record = RunRecord(self._folder, as_yaml(config), steps_done, forget)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from torchrl_moe._compat_transformers import checkpoint_activations, lowered, stays_float32
+from torchrl_moe._compat_transformers import checkpoint_activations, load_whole, lowered, stays_float32
 from torchrl_moe.modules.backends.checkpoint import check_reachable, check_weights
 from torchrl_moe.modules.policies.adapters import base_model, has_adapters
 from torchrl_moe.modules.policies.transformers_arguments import check_vocabulary
@@ -226,7 +226,8 @@ def _from_pretrained(
         where = {name: config.pretrained[name] for name in OF_CONFIG if name in config.pretrained}
         stored = AutoConfig.from_pretrained(source, **where).get_text_config().dtype or torch.float32
         weights = dtype if frozen else torch.float32
-        pretrained = partial(AutoModelForCausalLM.from_pretrained, source, dtype=weights, **config.pretrained)
+        load = AutoModelForCausalLM.from_pretrained
+        pretrained = partial(load_whole, source, load, dtype=weights, **config.pretrained)
         # an adapter is added to the whole model, and the sum is sharded
         split = None if placement is None or frozen or not placement.is_shared else placement
         model = pretrained() if split is None else split.load(pretrained, dtype)

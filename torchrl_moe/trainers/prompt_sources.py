@@ -18,6 +18,7 @@ Rows: TypeAlias = Sequence[Row]
 HELD_OUT_SPLITS = ("held_out", "validation", "test")
 """Names of splits that are held out, in order of preference."""
 PATH_MARKS = (".", "/", "~")
+FILE_MARKS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst")
 KINDS = "rows, a dataset, a .jsonl file or a folder of them, 'package.module:function', or a name on the hub"
 
 
@@ -56,7 +57,7 @@ def is_path(source: str) -> bool:
     >>> is_path("./prompts"), is_path("rows.jsonl"), is_path("openai/gsm8k")
     (True, True, False)
     """
-    is_written_as_one = source.startswith(PATH_MARKS) or source.endswith(".jsonl")
+    is_written_as_one = source.startswith(PATH_MARKS) or source.lower().endswith(FILE_MARKS)
     return is_written_as_one or Path(source).is_dir() or Path(source).is_file()
 
 
@@ -82,11 +83,18 @@ def _lines(file: Path) -> Iterator[Row]:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:  # not JSON, or not UTF-8
-                raise ValueError(f"{file}, line {number}: not JSON ({error})") from error
+            except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
+                raise ValueError(f"{file}, line {number}: not JSON ({error}){_way(file)}") from error
             if not isinstance(row, dict):
-                raise ValueError(f"{file}, line {number}: must be an object, got {_shown(row)}")
+                raise ValueError(f"{file}, line {number}: must be an object, got {_shown(row)}{_way(file)}")
             yield row
+
+
+def _way(file: Path) -> str:
+    is_lines = file.suffix.lower() == ".jsonl"
+    return (
+        "; each line is one object" if is_lines else "; files are JSON Lines: read others yourself, and give the rows"
+    )
 
 
 def _shown(value: Any) -> str:
@@ -121,6 +129,13 @@ def _parts(found: Any, name: str) -> tuple[Rows, Rows | None]:
 
 def _splits(found: Mapping[str, Any], name: str) -> tuple[Rows, Rows | None]:
     names = list(found)
+    if any(isinstance(part, str) or not isinstance(part, Iterable) for part in found.values()):
+        raise ValueError(f"{name} with {', '.join(map(str, names))} is one row: write a list of rows")
+    if any(isinstance(row, str) for part in found.values() if isinstance(part, list | tuple) for row in part):
+        raise ValueError(
+            f"{name} with {', '.join(map(str, names))} holds columns: write a list of rows, such as "
+            "[{'prompt': text}]; or of splits to rows"
+        )
     if "train" not in found and len(names) != 1:
         raise ValueError(f"{name} has no split 'train'; it has {', '.join(map(str, names)) or 'none'}")
     train = "train" if "train" in found else names[0]
@@ -136,8 +151,11 @@ def _rows(found: Any, name: str) -> Rows:
         return found
     if isinstance(found, str | bytes | Mapping) or not isinstance(found, Iterable):
         raise ValueError(f"prompts must be {KINDS}; got {_shown(found)}")
+    if hasattr(found, "to_dict") and hasattr(found, "columns"):
+        raise ValueError(f"{name} is no list of rows: give its to_dict('records')")
     rows = list(found)
     for place, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise ValueError(f"{name}: row {place} must be a mapping of columns, got {_shown(row)}")
+            example = "a mapping of columns, such as {'prompt': text}"
+            raise ValueError(f"{name}: row {place} must be {example}, got {_shown(row)}")
     return rows

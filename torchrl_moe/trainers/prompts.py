@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -187,6 +188,7 @@ def _check_row(row: Row, column: str, where: str) -> None:
     if not prompt:
         raise ValueError(f"{where}: column {column!r} must be text or a list of messages, and not empty")
     try:
+        json.dumps(prompt, ensure_ascii=False, default=str).encode()  # half of a surrogate pair is no text
         options_of({}, row)
         where = f"{where}, column {column!r}"
         for message in () if isinstance(prompt, str) else prompt:

@@ -15,7 +15,7 @@ from typing import Any
 from tensordict import TensorDictBase
 from torchrl.record.loggers import Logger
 
-__all__ = ["COLUMNS", "Row", "RunRecord", "what_a_run_left"]
+__all__ = ["COLUMNS", "Row", "RunRecord", "what_a_run_left", "what_no_run_wrote"]
 
 LOG = logging.getLogger(__name__)
 
@@ -154,6 +154,17 @@ def _number(text: str) -> Any:
         return ""
     value = float(text)
     return int(value) if value.is_integer() and "." not in text and "e" not in text else value
+
+
+def what_no_run_wrote(folder: Path) -> str:
+    """Return the names of files that a run would replace, and no run has written: it would have begun with metrics.
+
+    >>> what_no_run_wrote(Path("no/such/folder"))
+    ''
+    """
+    if (folder / "metrics.csv").is_file():
+        return ""
+    return ", ".join(name for name in ("config.yaml", "versions.json") if (folder / name).exists())
 
 
 def what_a_run_left(folder: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,17 @@ from torchrl_moe.trainers.function_names import is_function_name
 from torchrl_moe.trainers.placement import Placement
 from torchrl_moe.trainers.policy_model import PolicyModel
 
-__all__ = ["new_start", "starting_model"]
+__all__ = ["new_start", "starting_model", "starts"]
 
 
 def new_start(folder: Path) -> Path:
     """Return a folder name for the model that a run starts from, distinct from that of an older run."""
     return folder / f"start-{uuid.uuid4().hex[:8]}"
+
+
+def starts(folder: Path) -> list[Path]:
+    """Return the models in a run's folder that it, or an older run, has started from; others' folders are none."""
+    return [path for path in folder.glob("start-*") if re.fullmatch(r"start-[0-9a-f]{8}", path.name)]
 
 
 def starting_model(model: Any, tokenizer: Any, config: GRPOConfig, placement: Placement) -> PolicyModel:
@@ -59,8 +65,8 @@ def _earlier_start(model: Any, config: GRPOConfig) -> str | None:
     source = config.model.source
     if not config.resume or model is not None or source is None or not is_function_name(source):
         return None
-    starts = sorted(Path(config.out).glob("start-*/config.json"), key=lambda path: path.stat().st_mtime)
-    return str(starts[-1].parent) if starts else None
+    written = [path for path in starts(Path(config.out)) if (path / "config.json").is_file()]
+    return str(max(written, key=lambda path: (path / "config.json").stat().st_mtime)) if written else None
 
 
 def _folder(given: Any) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchrl_moe._compat_transformers import load_whole
 from torchrl_moe._errors import UnsupportedRouterError
 from torchrl_moe.modules.policies.prompt_reading import check_templates
 from torchrl_moe.modules.replay.discovery import has_experts
@@ -120,7 +121,7 @@ def model_of(model: Any, device: Any = None, generate: bool = False) -> nn.Modul
     if isinstance(model, str | os.PathLike):
         from transformers import AutoModelForCausalLM
 
-        loaded: nn.Module = AutoModelForCausalLM.from_pretrained(model)
+        loaded: nn.Module = load_whole(model, AutoModelForCausalLM.from_pretrained)
         return loaded if device is None else loaded.to(device)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a transformers model, a folder or a hub name, got {type(model).__name__}")

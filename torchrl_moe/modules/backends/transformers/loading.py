@@ -10,6 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from torchrl_moe._compat_transformers import check_whole
 from torchrl_moe._errors import UnsupportedRouterError
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.reports import ReplicaInfo
@@ -64,6 +65,7 @@ def load(arguments: EngineArguments) -> Loaded:
         output_loading_info=True,
         **trust,
     )
+    check_whole(arguments.model, report)
     model = model.to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer or arguments.model, **trust)
     words = Words(tokenizer, model.generation_config)
