@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrl_moe._compat_transformers import load_whole
 from torchrl_moe.cli.command import BadUse, note
 
 __all__ = [
@@ -129,6 +128,8 @@ def load(folder: str, dtype: str) -> Any:
     """
     import torch
     from transformers import AutoModelForCausalLM
+
+    from torchrl_moe._compat_transformers import load_whole
 
     _hide_bars()
     try:

@@ -285,6 +285,10 @@ class ReplicaService:
             WeightSyncError: see the sender's ``update_weights``.
         """
         self._check_running("update_weights")
+        is_named = isinstance(weights, Mapping | Iterable) and not isinstance(weights, str | bytes)
+        if not (is_named or hasattr(weights, "state_dict")):
+            kind = type(weights).__name__
+            raise TypeError(f"weights must be a model, a TensorDict, or names and tensors, got {kind}")
         given = list(weights) if isinstance(weights, Iterator) else weights
         if given == [] or (isinstance(given, Mapping) and not list(given.keys())):
             warnings.warn("update_weights: no weights were given; nothing was done", stacklevel=2)

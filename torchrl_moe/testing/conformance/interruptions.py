@@ -70,10 +70,10 @@ def cut_midway(trial: Trial) -> Sampled:
         engine.abort([name])
         sampled = result(future, trial.settings.patience)
         tokens = len(sampled.tokens)
-        if 0 < tokens < sampling.max_tokens:
+        if 1 < tokens < sampling.max_tokens:  # of one token there are no rows but the prompt's
             return sampled
         seen.append(tokens)
-        delay *= 0.5 if tokens else 1.8
+        delay *= 0.5 if tokens > 1 else 1.8
     raise DoesNotHold(f"no abort cut an answer of {sampling.max_tokens} tokens midway: they came back with {seen}")
 
 
