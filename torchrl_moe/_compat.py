@@ -248,7 +248,10 @@ def keep_cpu_experts_with_lora() -> None:
 
 
 def refuse_bad_adapters() -> None:
-    """Have vLLM's workers refuse an adapter with numbers that are not finite (0.32). Idempotent."""
+    """Have vLLM's workers refuse an adapter with numbers that are not finite, or another size than its place (0.32).
+
+    vLLM copies what is too small into a part of the place. Idempotent.
+    """
     from vllm.lora.worker_manager import WorkerLoRAManager
 
     load = WorkerLoRAManager._load_adapter
@@ -257,18 +260,55 @@ def refuse_bad_adapters() -> None:
 
     def load_and_check(manager: Any, lora_request: Any) -> Any:
         lora = load(manager, lora_request)
+        if not lora.loras:
+            raise ValueError("it has no tensors that vLLM knows")
+        sizes = _adapted_sizes(manager._adapter_manager)
         for name, layer in lora.loras.items():
-            for part in (layer.lora_a, layer.lora_b):
-                for tensor in part if isinstance(part, list) else [part]:
-                    if tensor is not None and not tensor.isfinite().all():
-                        raise ValueError(
-                            f"its {name} has numbers that are NaN or infinite in {tensor.dtype}: train it again, or "
-                            "from an earlier checkpoint"
-                        )
+            _check_adapter(name, layer, sizes.get(name.removesuffix(".base_layer")))
         return lora
 
     load_and_check.torchrl_moe = True  # type: ignore[attr-defined]
     WorkerLoRAManager._load_adapter = load_and_check
+
+
+def _adapted_sizes(manager: Any) -> dict[str, tuple[int, int | None]]:
+    """Return the inputs and outputs of each linear layer that may be adapted; ``None`` if they are split over GPUs."""
+    sizes: dict[str, tuple[int, int | None]] = {}
+    for name, module in manager.modules.items():
+        base: Any = getattr(module, "base_layer", None)
+        stacked = getattr(module, "lora_b_stacked", None)
+        if not isinstance(getattr(base, "input_size", None), int) or not isinstance(stacked, tuple):
+            continue
+        parts = manager.packed_modules.get(name) or [name]
+        if len(parts) == len(stacked):
+            is_whole = getattr(base, "tp_size", 1) == 1
+            outputs = [one.shape[2] if is_whole else None for one in stacked]
+            sizes |= {part: (base.input_size, one) for part, one in zip(parts, outputs, strict=True)}
+    return sizes
+
+
+def _check_adapter(name: str, layer: Any, size: tuple[int, int | None] | None) -> None:
+    parts = {"lora_A": layer.lora_a, "lora_B": layer.lora_b}
+    if missing := [part for part, tensor in parts.items() if tensor is None]:
+        raise ValueError(f"its {name} has no {missing[0]}: save the adapter again with peft's save_pretrained")
+    down, up = parts.values()
+    shapes = f"lora_A {list(down.shape)} and lora_B {list(up.shape)}"
+    is_whole = down.ndim == up.ndim == 2 and len(down) == up.shape[1]
+    # tensors of all experts have a multiple
+    if not is_whole or len(down) % layer.rank or (".experts" not in name and len(down) != layer.rank):
+        raise ValueError(
+            f"its {name} has {shapes}, and its configuration says rank {layer.rank}: they do not belong together"
+        )
+    if size is not None and (down.shape[1] != size[0] or size[1] not in (None, len(up))):
+        raise ValueError(
+            f"its {name} has {shapes}, but the engine's layer has {size[0]} inputs and {size[1] or 'other'} outputs: "
+            "it is for another model"
+        )
+    if not (down.isfinite().all() and (up * layer.scaling).isfinite().all()):
+        raise ValueError(
+            f"its {name} has numbers that are NaN or infinite in {up.dtype}, or its lora_alpha makes them so: train it "
+            "again, or from an earlier checkpoint"
+        )
 
 
 def zero_new_blocks() -> None:

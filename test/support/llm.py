@@ -84,14 +84,9 @@ class FakeLLM:
         await self._step(name, *args)
         if name == "load_adapter":
             file = Path(args[0]["lora_path"]) / "adapter_model.safetensors"
-            self.adapters[args[0]["lora_int_id"]] = file.read_text()
+            self.adapters[args[0]["lora_int_id"]] = file.read_text() if file.exists() else ""
             return self.unused
         return self.begins.pop(0) if name == "stage" and self.begins else [True]
-
-    async def add_lora(self, lora: Any) -> bool:
-        await asyncio.sleep(0.01)
-        await self._step("add_lora", lora.lora_path)
-        return True
 
     async def remove_lora(self, number: int) -> bool:
         return self.adapters.pop(number, None) is not None

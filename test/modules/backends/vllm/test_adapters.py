@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.backends.vllm.adapters import Adapters, build_lora_request
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 
-ADAPTER = {"lora_name": "tiny", "lora_int_id": 1, "lora_path": "somewhere"}
+NUMBERS = itertools.count(100)
+ADAPTER = {"lora_name": "tiny", "lora_int_id": 1, "lora_path": "/somewhere"}
 
 
 def test_an_adapter_may_be_vllms_object_or_a_mapping() -> None:
@@ -32,7 +34,7 @@ def test_an_adapter_may_be_vllms_object_or_a_mapping() -> None:
     assert build_lora_request(given) is given
     built = build_lora_request(ADAPTER)
     assert isinstance(built, LoRARequest)
-    assert (built.lora_name, built.lora_int_id, built.lora_path) == ("tiny", 1, "somewhere")
+    assert (built.lora_name, built.lora_int_id, built.lora_path) == ("tiny", 1, "/somewhere")
 
 
 @pytest.mark.parametrize(
@@ -50,41 +52,49 @@ def test_an_adapter_that_vllm_does_not_know_is_refused(spec: Any, words: str) ->
         build_lora_request(spec)
 
 
-def test_an_adapter_is_loaded_once_however_many_requests_name_it() -> None:
+def loads(engine: FakeLLM) -> list[tuple[str, int, str]]:
+    return [(step[1]["lora_name"], step[1]["lora_int_id"], step[1]["lora_path"]) for step in engine.log]
+
+
+def test_an_adapter_is_loaded_once_however_many_requests_name_it_under_a_number_and_name_of_its_own() -> None:
     engine = FakeLLM()
 
     async def main() -> None:
         adapters = Adapters(engine)
         assert await adapters.load(None) is None
-        loaded = await asyncio.gather(*(adapters.load(ADAPTER) for _ in range(5)))
-        assert {lora.lora_name for lora in loaded} == {"tiny"}
-        await adapters.load(ADAPTER)
-        await adapters.load({**ADAPTER, "lora_int_id": 2, "lora_path": "elsewhere"})
+        loaded = await asyncio.gather(*(adapters.load({**ADAPTER, "lora_int_id": 2**62}) for _ in range(5)))
+        assert {(lora.lora_name, lora.lora_int_id) for lora in loaded} == {("tiny-1", 1)}
+        assert (await adapters.load({**ADAPTER, "lora_path": "/elsewhere"})).lora_name == "tiny-2"
 
     asyncio.run(main())
-    assert engine.log == [("add_lora", "somewhere"), ("add_lora", "elsewhere")]
+    assert loads(engine) == [("tiny-1", 1, "/somewhere"), ("tiny-2", 2, "/elsewhere")]
 
 
 def test_an_id_stands_for_one_adapter_until_it_is_replaced_on_purpose() -> None:
     engine = FakeLLM()
-    other = {**ADAPTER, "lora_path": "elsewhere"}
+    other = {**ADAPTER, "lora_path": "/elsewhere"}
 
     async def main() -> None:
         adapters = Adapters(engine)
         await adapters.load(ADAPTER)
-        with pytest.raises(ValueError, match="lora_int_id=1 is the adapter of 'somewhere', not of 'elsewhere'"):
+        with pytest.raises(ValueError, match="lora_int_id=1 is the adapter of '/somewhere', not of '/elsewhere'"):
             await adapters.load(other)
+        engine.fail["load_adapter"] = Exception("bad")
+        with pytest.raises(ValueError, match="cannot be loaded: bad"):
+            await adapters.load({**other, "load_inplace": True})
+        engine.fail.clear()
+        assert (await adapters.load(ADAPTER)).lora_name == "tiny-1"
         await adapters.load({**other, "load_inplace": True})
-        await adapters.load(other)
+        assert not (await adapters.load(other)).load_inplace
 
     asyncio.run(main())
-    assert engine.log == [("add_lora", "somewhere"), ("add_lora", "elsewhere")]
+    assert [path for *_, path in loads(engine)] == ["/somewhere", "/elsewhere", "/elsewhere"]
 
 
 def test_an_adapter_that_cannot_be_loaded_refuses_all_that_wait_and_may_be_tried_again() -> None:
     engine = FakeLLM()
-    engine.fail["add_lora"] = Exception("Worker failed")  # of no narrower type, as vLLM's
-    bad = {**ADAPTER, "lora_path": "broken"}
+    engine.fail["load_adapter"] = Exception("Worker failed")  # of no narrower type, as vLLM's
+    bad = {**ADAPTER, "lora_path": "/broken"}
 
     async def main() -> None:
         adapters = Adapters(engine)
@@ -92,13 +102,21 @@ def test_an_adapter_that_cannot_be_loaded_refuses_all_that_wait_and_may_be_tried
         await asyncio.sleep(0)
         waiting[0].cancel()  # its request is aborted; those of the others are not
         _, *errors = await asyncio.gather(*waiting, return_exceptions=True)
-        words = "adapter 'tiny' of 'broken' cannot be loaded: Worker failed"
+        words = "adapter 'tiny' of '/broken' cannot be loaded: Worker failed"
         assert [(type(error), str(error)) for error in errors] == [(ValueError, words)] * 2
         engine.fail.clear()
-        assert (await adapters.load(bad)).lora_path == "broken"
+        assert (await adapters.load(bad)).lora_path == "/broken"
 
     asyncio.run(main())
-    assert engine.log == [("add_lora", "broken")] * 2
+    assert len(loads(engine)) == 2
+
+
+def test_an_adapter_that_the_engine_would_leave_out_in_part_is_refused() -> None:
+    engine = FakeLLM()
+    engine.unused = [["model.layers.0.mlp.gate"]]
+    with pytest.raises(ValueError, match=r"1 modules that the engine does not adapt \(model.layers.0.mlp.gate\)"):
+        asyncio.run(Adapters(engine).load(ADAPTER))
+    assert engine.adapters == {}
 
 
 # -- what a real engine does with them --------------------------------------------------------------------------------
@@ -220,6 +238,60 @@ def test_an_adapter_that_is_not_finite_is_refused_and_what_overflows_leaves_noth
             check_against(model, engine.generate([IDS], GREEDY, use_tqdm=False)[0])
     good = {"lora_name": "tiny", "lora_int_id": 1, "lora_path": str(folder)}
     check_against(model, engine.generate([IDS], GREEDY, use_tqdm=False, lora_request=good)[0])
+
+
+def edited(folder: Path, to: Path, edit: Any) -> dict[str, Any]:
+    """Return the fields of a copy of an adapter whose tensors are edited, all under one name."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, to)
+    tensors = load_file(to / "adapter_model.safetensors")
+    done = {key: edit(key, tensor).contiguous() for key, tensor in tensors.items()}
+    save_file({key: tensor for key, tensor in done.items() if len(tensor)}, to / "adapter_model.safetensors")
+    return {"lora_name": "same", "lora_int_id": next(NUMBERS), "lora_path": str(to)}
+
+
+@pytest.mark.engine("qwen3_moe", **ADAPTED)
+@pytest.mark.usefixtures("one_thread")
+def test_adapters_of_one_name_share_no_cache_and_outlive_their_folders(
+    engine: AsyncVLLM, tuned: tuple[Any, Path], tmp_path: Path
+) -> None:
+    model, folder = tuned
+    long = IDS * 30  # more than a block of the cache
+    first = edited(folder, tmp_path / "first", lambda _, tensor: tensor)
+    other = edited(folder, tmp_path / "other", lambda key, tensor: -tensor if "lora_B" in key else tensor)
+    with torch.no_grad():
+        expected = model(torch.tensor([long])).logits.log_softmax(-1)[0, :-1]
+    expected = expected.gather(-1, torch.tensor(long)[1:, None])[:, 0].numpy()
+
+    def first_token(fields: Any) -> Any:
+        return engine.generate([long], {**GREEDY, "max_tokens": 1}, use_tqdm=False, lora_request=fields)[0].outputs[0]
+
+    np.testing.assert_allclose(engine.score(long, lora_request=first)[1:], expected, atol=1e-4)
+    one, two = first_token(first), first_token(other)
+    assert abs(float(one.logprobs[0] - two.logprobs[0])) > 1e-3 or one.token_ids[0] != two.token_ids[0]
+    alone = first_token({**other, "lora_int_id": 2**62, "lora_name": "alone"})
+    np.testing.assert_allclose(two.logprobs, alone.logprobs, atol=1e-4)
+    shutil.rmtree(first["lora_path"])  # with room for one adapter, it has been evicted
+    assert abs(float(first_token(first).logprobs[0] - one.logprobs[0])) < 1e-4
+    assert engine.stats()[0]["restarts"] == 0
+
+
+@pytest.mark.engine("qwen3_moe", **ADAPTED)
+def test_an_adapter_of_another_size_is_refused_and_never_used_in_part(
+    engine: AsyncVLLM, tuned: tuple[Any, Path], tmp_path: Path
+) -> None:
+    edits = {
+        "inputs": lambda key, tensor: tensor[:, :5] if "lora_A" in key else tensor,
+        "outputs": lambda key, tensor: tensor[:5] if "lora_B" in key else tensor,
+        "its configuration says rank 8": lambda key, tensor: tensor[:2] if "lora_A" in key else tensor,
+        "has no lora_A": lambda key, tensor: tensor[:0] if "q_proj.lora_A" in key else tensor,
+    }
+    for number, (words, edit) in enumerate(edits.items()):
+        fields = edited(tuned[1], tmp_path / str(number), edit)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"cannot be loaded: .*{words}"):
+                engine.generate(IDS, GREEDY, use_tqdm=False, lora_request=fields)
 
 
 @pytest.mark.engine("qwen3_moe", **ADAPTED)

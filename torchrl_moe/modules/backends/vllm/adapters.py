@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from torchrl_moe.modules.backends.process.parent_watch import FOLDER_VARIABLE
 from torchrl_moe.modules.backends.vllm.sampling import check_wire
 
-__all__ = ["Adapters", "build_lora_request"]
+__all__ = ["Adapters", "build_lora_request", "load_adapter", "unused_modules"]
+
+SHOWN_MODULES = 4
 
 
 def build_lora_request(spec: Any) -> Any:
@@ -35,11 +44,40 @@ def build_lora_request(spec: Any) -> Any:
     return spec
 
 
+async def load_adapter(engine: Any, fields: Mapping[str, Any]) -> list[str]:
+    """Load an adapter, by the fields of vLLM's request; return its modules that the engine does not adapt.
+
+    Raises:
+        Exception: vLLM's own, which is no narrower: it cannot be loaded.
+    """
+    by_worker = await engine.collective_rpc("torchrl_moe_load_adapter", args=(dict(fields),))
+    return sorted(set.intersection(*map(set, by_worker)))  # each pipeline stage adapts only its own layers
+
+
+def unused_modules(modules: Sequence[str]) -> str:
+    """Return the words for modules of an adapter that the engine does not adapt."""
+    return (
+        f"has {len(modules)} modules that the engine does not adapt ({', '.join(modules[:SHOWN_MODULES])}"
+        f"{', ...' if len(modules) > SHOWN_MODULES else ''}): start it with lora_target_modules= that names them"
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known:
+    """An adapter under a user's id: the path that was given, our copy of it, and vLLM's request, once it is loaded."""
+
+    path: str
+    folder: Path
+    loading: asyncio.Task[Any]
+
+
 class Adapters:
     """The adapters of one engine.
 
-    vLLM loads an adapter inside the step that first needs it, and one that cannot be loaded ends the engine. So each is
-    loaded beforehand, by a command of its own: then a bad one costs its own request only.
+    vLLM loads an adapter inside the step that first needs it, or needs it again after it was evicted, and one that
+    cannot be loaded ends the engine. So each is loaded beforehand, from a copy of its files, by a command of its own:
+    then a bad one costs its own request only. In the engine it has a number and a name of its own: numbers have 31
+    bits there, and cached prefixes are found by name.
 
     Args:
         engine: the ``AsyncLLM``.
@@ -47,7 +85,8 @@ class Adapters:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._loads: dict[int, tuple[str, asyncio.Task[Any]]] = {}
+        self._known: dict[int, _Known] = {}
+        self._numbers = itertools.count(1)
 
     async def load(self, spec: Any) -> Any:
         """Return vLLM's request of a spec, see :func:`build_lora_request`, once its adapter is loaded.
@@ -60,18 +99,56 @@ class Adapters:
         if lora is None:
             return None
         number, path = lora.lora_int_id, lora.lora_path
-        if number not in self._loads or lora.load_inplace:
-            self._loads[number] = path, asyncio.get_running_loop().create_task(self._engine.add_lora(lora))
-        known, task = self._loads[number]
-        if known != path:
+        before = self._known.get(number)
+        if before is None or lora.load_inplace:
+            folder = Path(tempfile.mkdtemp(prefix="adapter-", dir=os.environ.get(FOLDER_VARIABLE)))
+            loading = asyncio.get_running_loop().create_task(self._load(lora, folder, before))
+            self._known[number] = _Known(path, folder, loading)
+        known = self._known[number]
+        if known.path != path:
             raise ValueError(
-                f"lora_int_id={number} is the adapter of {known!r}, not of {path!r}: give each one an id of its own, "
-                "or pass load_inplace=True to replace it."
+                f"lora_int_id={number} is the adapter of {known.path!r}, not of {path!r}: give each one an id of its "
+                "own, or pass load_inplace=True to replace it."
             )
         try:
-            await asyncio.shield(task)  # others may wait for it too
+            return await asyncio.shield(known.loading)  # others may wait for it too
         except Exception as error:  # vLLM's own is no narrower
-            if self._loads.get(number) == (path, task):
-                del self._loads[number]
+            if self._known.get(number) is known:
+                del self._known[number]
+                if before not in (None, known):  # it still is what its id stands for
+                    self._known[number] = before
             raise ValueError(f"adapter {lora.lora_name!r} of {path!r} cannot be loaded: {error}") from error
-        return lora
+
+    async def _load(self, lora: Any, folder: Path, before: _Known | None) -> Any:
+        number = next(self._numbers)
+        try:
+            is_copied = await asyncio.to_thread(_copy, lora.lora_path, folder)
+            fields = {
+                **{name: getattr(lora, name) for name in type(lora).__struct_fields__},
+                "lora_name": f"{lora.lora_name}-{number}",
+                "lora_int_id": number,
+                "lora_path": str(folder) if is_copied else lora.lora_path,
+                "load_inplace": False,  # once: vLLM would load it in every step
+            }
+            if unused := await load_adapter(self._engine, fields):
+                await self._engine.remove_lora(number)
+                raise ValueError(f"it {unused_modules(unused)}")
+        except BaseException:
+            shutil.rmtree(folder)
+            raise
+        if before is not None and before.folder.is_dir():  # requests that began with it may have to load it again
+            shutil.rmtree(before.folder)
+            before.folder.symlink_to(folder)
+        return build_lora_request(fields)
+
+
+def _copy(path: str, folder: Path) -> bool:
+    """Copy what vLLM reads of an adapter; return False if it is not there, of which vLLM says more."""
+    from vllm.lora.utils import get_adapter_absolute_path
+
+    source = Path(get_adapter_absolute_path(path))
+    if not source.is_dir():
+        return False
+    for file in source.glob("adapter_*"):
+        shutil.copyfile(file, folder / file.name)
+    return True

@@ -21,7 +21,7 @@ from typing import Any
 from torchrl_moe._errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.modules.backends.process.parent_watch import FOLDER_VARIABLE
 from torchrl_moe.modules.backends.reports import SwapReport
-from torchrl_moe.modules.backends.vllm.adapters import build_lora_request
+from torchrl_moe.modules.backends.vllm.adapters import build_lora_request, load_adapter, unused_modules
 from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
 from torchrl_moe.weight_update.store import Manifest, copy_adapter
 from torchrl_moe.weight_update.transports.base import StageReport
@@ -30,7 +30,6 @@ __all__ = ["AdapterVersions"]
 
 FIRST_NUMBER = 1 << 30  # users count their own from 1
 LEAVE_SECONDS = 0.1  # between two checks whether an old adapter is still in use
-SHOWN_MODULES = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,20 +108,13 @@ class AdapterVersions:
     async def _load(self, version: int, folder: Path) -> _Loaded:
         number = next(self._numbers)
         fields = {"lora_name": f"synced-{number}", "lora_int_id": number, "lora_path": str(folder)}
-        loading = self._engine.collective_rpc("torchrl_moe_load_adapter", args=(fields,))
-        by_worker: Any
-        (by_worker,) = await asyncio.gather(loading, return_exceptions=True)
-        if isinstance(by_worker, BaseException):
-            raise ManifestMismatch(f"the engine cannot load adapter version {version}: {by_worker}")
-        # each pipeline stage adapts only its own layers
-        unused = sorted(set.intersection(*map(set, by_worker)))
+        unused: Any
+        (unused,) = await asyncio.gather(load_adapter(self._engine, fields), return_exceptions=True)
+        if isinstance(unused, BaseException):
+            raise ManifestMismatch(f"the engine cannot load adapter version {version}: {unused}")
         if unused:
             await self._engine.remove_lora(number)
-            raise ManifestMismatch(
-                f"adapter version {version} has {len(unused)} modules that the engine does not adapt "
-                f"({', '.join(unused[:SHOWN_MODULES])}{', ...' if len(unused) > SHOWN_MODULES else ''}): start it with "
-                "lora_target_modules= that names them, or send lora='merged'"
-            )
+            raise ManifestMismatch(f"adapter version {version} {unused_modules(unused)}, or send lora='merged'")
         return _Loaded(version, build_lora_request(fields), folder)
 
     def swap(self, version: int) -> SwapReport:
