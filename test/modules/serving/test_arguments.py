@@ -287,7 +287,7 @@ COMMANDS: list[tuple[str, str, list[str]]] = [
     ("sleep", "level", []),
     ("sleep", "mode", []),
     ("wake_up", "tags", NONE),
-    ("set_seed", "seed", [LARGE[0]]),
+    ("set_seed", "seed", []),
     ("stats", "timeout_seconds", FLOATS),
     ("get_num_unfinished_requests", "actor_index", NONE),
     ("get_cache_usage", "actor_index", NONE),

@@ -207,13 +207,28 @@ def test_there_are_as_many_routes_as_prompts(values: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["experts", object(), np.array(["a"]), b"abc", 1.5, True, torch.zeros(2, 4, 2, dtype=torch.bfloat16)]
+    "value",
+    [
+        *("experts", object(), np.array(["a"]), b"abc", 1.5, True),
+        *(torch.zeros(2, 4, 2, dtype=torch.bfloat16), torch.zeros(2, 4, 2, dtype=torch.int8, device="meta")),
+    ],
 )
 def test_what_is_no_array_of_integers_is_named(value: Any) -> None:
     with pytest.raises(RouteValueError, match=r"routed_experts\[0\] must be an array of integers"):
         rows_each(value, ONE)
     with pytest.raises(RouteValueError, match=r"routed_experts\[1\] must be an array of integers"):
         rows_each([None, value], TWO)
+
+
+def test_routes_of_another_byte_order_are_read_and_masked_or_endless_ones_are_not() -> None:
+    (read,) = rows_each(ROWS.astype(">i4"), ONE)
+    assert read is not None
+    assert np.array_equal(read, ROWS)
+    assert read.dtype == np.int32
+    with pytest.raises(RouteValueError, match=r"routed_experts\[0\] has masked entries: fill them"):
+        rows_each(np.ma.masked_array(ROWS, mask=np.ones_like(ROWS, bool)), ONE)
+    with pytest.raises(RouteValueError, match=r"routed_experts\[0\] has \d+ bytes, 2147483648 at most"):
+        rows_each(np.broadcast_to(ROWS[:1], (2**40, *ROWS.shape[1:])), ONE)
 
 
 @pytest.mark.parametrize("values", ["experts", 3, {"full": ROWS}, RoutedExperts(full=torch.tensor(ROWS))])

@@ -48,6 +48,7 @@ def test_each_sequence_is_scored_at_its_own_temperature_and_over_its_own_words()
         (ONE, 1.0, 5, r"kept\[0\] must be the KeptTokens of one sequence, or None, got 5"),
         (TWO, 1.0, 5, "kept must be a list with KeptTokens or None for each sequence, got 5"),
         (TWO, 1.0, KEPT, "kept must be a list with KeptTokens or None for each sequence"),
+        (ONE, 1e-40, None, "temperature must be a finite number of at least 1e-20, got 1e-40"),
         (TWO, [1.0], None, "temperature must have one entry per sequence: got 1 for 2"),
         (TWO, [[1.0, 1.0]], None, r"one per sequence, got shape \[1, 2\]"),
         (TWO, [1.0, 1.0, 1.0], None, "temperature must have one entry per sequence: got 3 for 2"),

@@ -241,7 +241,7 @@ class ReplicaService:
             The next seed to use.
         """
         self._check_running("set_seed")
-        check_number("seed", seed, 0, 2**63 - 1 - self.num_replicas, whole=True)
+        check_number("seed", seed, 0, 2**32 - 1 - self.num_replicas, whole=True)  # NumPy has no larger ones
         self._fleet.on_all(lambda replica: replica.set_seed(seed + replica.index, CALL_SECONDS))
         return seed + self.num_replicas
 

@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+MOST_BYTES = 1 << 31  # of routes: a million tokens of the largest models
 MOST = 2**31 - 1  # of a priority: engines compare them with times
 
 
@@ -155,12 +156,16 @@ def _rows(value: Any, position: int) -> NDArray[Any]:
     full = getattr(value, "full", value)
     try:
         rows = np.asarray(full.detach().cpu() if hasattr(full, "detach") else full)
-    except (TypeError, ValueError) as error:  # a dtype unknown to numpy, as bfloat16, or rows of different lengths
+    except (TypeError, ValueError, RuntimeError) as error:  # bfloat16, rows of different lengths, a meta tensor
         raise RouteValueError(f"routed_experts[{position}] must be an array of integers: {error}") from error
     if rows.dtype.kind not in "iu":
         kind = type(value).__name__ if rows.dtype.kind == "O" else f"{type(value).__name__} of {rows.dtype}"
         raise RouteValueError(f"routed_experts[{position}] must be an array of integers, got {kind}")
-    return rows
+    if np.ma.is_masked(full):
+        raise RouteValueError(f"routed_experts[{position}] has masked entries: fill them, with -1 where nothing is set")
+    if rows.nbytes > MOST_BYTES:  # before a view of few bytes becomes as many
+        raise RouteValueError(f"routed_experts[{position}] has {rows.nbytes} bytes, {MOST_BYTES} at most: {rows.shape}")
+    return rows.astype(rows.dtype.newbyteorder("="), copy=False)
 
 
 def one_each(values: Any, count: int, name: str) -> list[Any] | None:

@@ -22,6 +22,8 @@ from torchrl_moe.modules.serving.prompts import PromptBatch
 
 __all__ = ["ONE_TOKEN", "scores_of", "scorings"]
 
+LEAST = 1e-20
+"""Temperature: a float32 logit that is divided by less is infinite."""
 ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
 """Sampling of the extra token, which is dropped: vLLM generates at least one token per prompt."""
 
@@ -65,6 +67,7 @@ def _numbers(temperature: Any) -> NDArray[np.float64]:
     for one in listed if isinstance(listed, list | tuple) else [listed]:
         if not isinstance(one, list | tuple):  # of another rank: refused by its shape
             check_number("temperature", one, above=0, hint="At 0 every log-prob is 0.")
+            check_number("temperature", one, LEAST, hint="Below, logits are infinite.")
     return np.asarray(listed, np.float64)
 
 
