@@ -275,8 +275,9 @@ def _adapted_sizes(manager: Any) -> dict[str, tuple[int, int | None]]:
     """Return the inputs and outputs of each linear layer that may be adapted; ``None`` if they are split over GPUs."""
     sizes: dict[str, tuple[int, int | None]] = {}
     for name, module in manager.modules.items():
-        base: Any = getattr(module, "base_layer", None)
-        stacked = getattr(module, "lora_b_stacked", None)
+        linear: Any = module  # or another layer
+        base: Any = getattr(linear, "base_layer", None)
+        stacked = getattr(linear, "lora_b_stacked", None)
         if not isinstance(getattr(base, "input_size", None), int) or not isinstance(stacked, tuple):
             continue
         parts = manager.packed_modules.get(name) or [name]

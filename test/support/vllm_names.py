@@ -19,7 +19,7 @@ OBJECTS = {
     "lora": "vllm.lora.request.LoRARequest",
     "_compat.py:refuse_bad_adapters.load_and_check:manager": "vllm.lora.worker_manager.WorkerLoRAManager",
     "_compat.py:_adapted_sizes:manager": "vllm.lora.model_manager.LoRAModelManager",
-    "_compat.py:_adapted_sizes:module": "vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA",
+    "_compat.py:_adapted_sizes:linear": "vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA",
     "_compat.py:_adapted_sizes:base": "vllm.model_executor.layers.linear.LinearBase",
     "_compat.py:_check_adapter:layer": "vllm.lora.lora_weights.LoRALayerWeights",
     "scheduler_stats": "vllm.v1.metrics.stats.SchedulerStats",
@@ -68,9 +68,6 @@ FIELDS = {
 """``file:name`` of a tuple or a mapping of fields' names -> their class."""
 
 UNRESOLVED = {
-    "_compat.py:down": "a tensor of an adapter",
-    "_compat.py:up": "a tensor of an adapter",
-    "_compat.py:up * layer.scaling": "a tensor of an adapter",
     "modules/backends/vllm/adapters.py:getattr(lora, name)": "all fields that vLLM's own class lists",
     "modules/backends/vllm/cpu_kernels.py:*": "tensors; the parameters of the kernels that it replaces are looked up",
     "modules/backends/vllm/formula_kernel.py:*": "values inside a Triton kernel",
