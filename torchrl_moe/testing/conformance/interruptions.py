@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Crossed", "crossed_by_update", "cut_midway"]
 
 ABORTS = 10
-UPDATES = 3
+UPDATES = 8
 CANDIDATES = 12
 
 
