@@ -33,6 +33,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MOST_TOKENS = 1 << 24  # of a sequence: more than any model reads
+LONGEST = 1e8  # seconds, three years: threads cannot wait for much longer
 _SHOWN = 80  # characters of a value in a message
 _UNSET = -1  # UNSET_EXPERT of torchrl_moe.data, which imports this file
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -109,16 +110,30 @@ def check_number(
     """
     if none and value is None:
         return
-    fits = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
-    fits = fits and (whole or _is_float(value, infinite))
-    fits = fits and (least is None or value >= least) and (most is None or value <= most)
-    if not fits or (above is not None and value <= above):
+    if not is_number(value, least, most, above=above, whole=whole, infinite=infinite):
         kind = "an integer" if whole else "a number" if infinite else "a finite number"
         low = "" if above is None else f" above {above}"
         bounds = f" of at least {least}" if most is None else f" from {least} to {most}"
         if least is None:
             bounds = low if most is None else f"{low}{' and' * bool(low)} of at most {most}"
         raise ValueError(f"{name} must be {kind}{bounds}{', or None' * none}, got {shown(value)}.{_end(hint)}")
+
+
+def is_number(
+    value: Any,
+    least: float | None = None,
+    most: float | None = None,
+    *,
+    above: float | None = None,
+    below: float | None = None,
+    whole: bool = False,
+    infinite: bool = False,
+) -> bool:
+    """Whether a value is a number of Python's or numpy's, and in range; arguments as of :func:`check_number`."""
+    fits = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+    fits = fits and (whole or _is_float(value, infinite))
+    fits = fits and (least is None or value >= least) and (above is None or value > above)
+    return fits and (most is None or value <= most) and (below is None or value < below)
 
 
 def _is_float(value: Any, infinite: bool) -> bool:

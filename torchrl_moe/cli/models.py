@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -89,13 +88,15 @@ def check_source(source: str) -> None:
     Raises:
         BadUse: there is no model in that folder, or the name can be neither.
     """
+    from torchrl_moe.modules.backends.checkpoint import is_written_as_path
+
     path = Path(source)
     if source and path.is_dir():
         if not (path / "config.json").is_file():
             raise BadUse(f"{source} holds no model: it has no config.json; model.save_pretrained(path) writes one")
     elif path.is_file():
         raise BadUse(f"{source} is a file: name the folder that config.json is in")
-    elif os.path.isabs(source) or source.startswith((".", "~")) or source.count("/") > 1 or not source.strip():
+    elif is_written_as_path(source) or not source.strip():
         raise BadUse(f"there is no folder {source!r}: name one that holds config.json, a hub name, or {TINY}")
 
 

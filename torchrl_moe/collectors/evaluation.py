@@ -117,8 +117,9 @@ async def _play(
                 policy, generate, prompt.data, *limits, return_routed_experts=False, **generate_kwargs
             )
         except RequestRefusedError as error:
+            bar.update()
             refused.append(error)
-            LOG.warning("prompt %d is left out of the evaluation (%s): %s", prompt.position, prompt.words, error)
+            LOG.warning("prompt %d is left out of the evaluation (%s): %s", prompt.position, prompt.excerpt, error)
             return None
         bar.update()
         if not turns:

@@ -26,7 +26,7 @@ class Prompt:
     data: TensorDictBase
 
     @property
-    def words(self) -> str:
+    def excerpt(self) -> str:
         """The row, cut to a line."""
         text = ", ".join(f"{key}={value!r}" for key, value in self.data.to_dict().items())
         return text if len(text) <= 200 else f"{text[:197]}..."

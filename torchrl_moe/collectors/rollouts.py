@@ -287,8 +287,8 @@ class Rollouts:
             return
         self._stats.failures += 1
         prompt = group.prompt
-        LOG.warning("group %d failed at prompt %d (%s): %r", group.number, prompt.position, prompt.words, error)
-        error.add_note(f"at prompt {prompt.position}: {prompt.words}")
+        LOG.warning("group %d failed at prompt %d (%s): %r", group.number, prompt.position, prompt.excerpt, error)
+        error.add_note(f"at prompt {prompt.position}: {prompt.excerpt}")
         self._drop(group, "reward_timeout" if isinstance(error, EnvironmentTimeoutError) else "failed")
         most = self._settings.max_failures
         if not self._has_completed:

@@ -8,13 +8,12 @@ from typing import Any, Literal
 
 from tensordict import TensorDictBase
 
-from torchrl_moe._checks import check_bool, check_number, shown
+from torchrl_moe._checks import LONGEST, check_bool, check_number, shown
 from torchrl_moe.collectors.episode import MAX_TURNS
 from torchrl_moe.collectors.schedule import Order
 
 __all__ = ["Settings"]
 
-LONGEST = 1e8  # seconds, three years: threads cannot wait for much longer
 GroupFilter = Callable[[TensorDictBase], bool]
 """Whether to train on a group, ``[rows]``."""
 

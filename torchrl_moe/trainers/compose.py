@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,16 +173,4 @@ def _line(error: Exception) -> str:
     keys = [line for line in lines if line.startswith("full_key:")]
     if isinstance(error, MissingConfigException):
         lines[0] += f" The package has {_names()}"
-    return "; ".join([*lines[:1], *keys[:1], *_near(keys)])
-
-
-def _near(keys: Sequence[str]) -> Iterator[str]:
-    """Yield the setting whose name is nearest to one that there is not."""
-    for key in keys[:1]:
-        group, _, name = key.removeprefix("full_key:").strip().rpartition(".")
-        try:
-            known = as_dict(GRPOConfig().get(group)) if group else as_dict(GRPOConfig())
-        except (AttributeError, KeyError):
-            return
-        if isinstance(known, dict) and name not in known:
-            yield from (f"did you mean {near}?" for near in get_close_matches(name, known, 1, 0.4))
+    return "; ".join([*lines[:1], *keys[:1]])

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from torchrl_moe._checks import LONGEST
 from torchrl_moe.trainers.hardware_config import HardwareConfig
 from torchrl_moe.trainers.placement_config import PlacementConfig
-from torchrl_moe.trainers.settings import LONGEST, ConfigError, Settings, nearest, setting
+from torchrl_moe.trainers.settings import ConfigError, Settings, nearest, setting
 from torchrl_moe.trainers.yaml_text import yaml_text
 
 if TYPE_CHECKING:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchrl_moe.trainers.settings import LONGEST, Settings, setting
+from torchrl_moe._checks import LONGEST
+from torchrl_moe.trainers.settings import Settings, setting
 
 __all__ = ["PlacementConfig"]
 

@@ -10,15 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache, partial
-from numbers import Integral, Real
 from typing import Any, ClassVar, cast
 
-from torchrl_moe._checks import shown
+from torchrl_moe._checks import is_number, shown
 
-__all__ = ["LONGEST", "ConfigError", "Number", "Settings", "UnknownSettingError", "nearest", "setting"]
+__all__ = ["ConfigError", "Number", "Settings", "UnknownSettingError", "nearest", "setting"]
 
-LONGEST = 1e8
-"""Seconds, three years: threads cannot wait for much longer."""
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 """Texts that YAML, and so Hydra, reads as a switch."""
 MOST_BITS = 1000  # Python writes no integer of some thousand digits
@@ -43,13 +40,9 @@ class Number:
 
     def holds(self, value: object) -> bool:
         """Whether a value is such a number."""
-        if isinstance(value, bool) or not isinstance(value, Integral if self.kind is int else Real):
-            return False
-        value = cast(float, value)
-        if not -sys.float_info.max <= value <= sys.float_info.max:  # NaN and infinities are not; nor is 2**2000
-            return False
-        inside = (self.least is None or value >= self.least) and (self.above is None or value > self.above)
-        return inside and (self.most is None or value <= self.most) and (self.below is None or value < self.below)
+        bounds: dict[str, Any] = {"above": self.above, "below": self.below, "whole": self.kind is int}
+        # an integer may be larger than any float, such as 2**2000
+        return is_number(value, self.least, self.most, **bounds) and abs(cast(float, value)) <= sys.float_info.max
 
     def __str__(self) -> str:
         words = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}

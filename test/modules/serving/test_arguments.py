@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from support.values import VALUES
 from torchrl_moe.modules import AsyncVLLM, LoadBalancer
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.backends.sampling_fields import FIELDS
@@ -26,7 +26,7 @@ from torchrl_moe.modules.serving.balancing.simple import KVCache, PowerOfTwo
 from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.testing import FakeAsyncVLLM
 
-THROWN: list[Any] = [None, True, math.nan, math.inf, 1.5, "3", b"x", [], {}, 2**40, -1, 2**70]
+THROWN: list[Any] = [*VALUES, 2**70]
 REFUSED = (ValueError, TypeError, IndexError)
 CALL = ["prompt_token_ids", "resume", "use_tqdm", "lora_request", "prompt_adapter_request", "guided_options_request"]
 CALL += ["timeout_seconds", "actor_index", "session_ids", "request_ids", "priority", "group_ids", "request_context"]

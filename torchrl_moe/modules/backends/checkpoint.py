@@ -13,7 +13,7 @@ from torchrl_moe._errors import EngineError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check_reachable", "check_weights", "checkpoint_folder", "checkpoint_metadata"]
+__all__ = ["check_reachable", "check_weights", "checkpoint_folder", "checkpoint_metadata", "is_written_as_path"]
 
 # The names of the safetensors format, and torch's.
 DTYPES = {
@@ -50,6 +50,15 @@ def checkpoint_folder(model: str) -> str:
     from huggingface_hub import snapshot_download
 
     return str(snapshot_download(model, local_files_only=True))
+
+
+def is_written_as_path(model: str) -> bool:
+    """Whether a model's name can only be that of a folder: names on the hub have one slash at most.
+
+    >>> is_written_as_path("./moe"), is_written_as_path("a/b/c"), is_written_as_path("owner/moe")
+    (True, True, False)
+    """
+    return model.startswith((".", "/", "~")) or model.count("/") > 1
 
 
 def check_reachable(model: str, timeout: float = 10.0) -> None:

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 from torchrl_moe._checks import check_bool, check_number, shown
+from torchrl_moe.modules.backends.checkpoint import is_written_as_path
 from torchrl_moe.modules.backends.engine_kind import EngineKind
 from torchrl_moe.modules.backends.replica import Replica
 from torchrl_moe.modules.serving.devices import Devices, DeviceSets
@@ -168,9 +169,7 @@ def default_timeout() -> float:
 
 def _checked(path: str) -> str:
     """Return the path; refuse a folder without a model before any process is started. vLLM checks hub names."""
-    # a hub name has one slash at most
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or os.path.isdir(path)
-    if looks_local and not os.path.isfile(os.path.join(path, "config.json")):
+    if (is_written_as_path(path) or os.path.isdir(path)) and not os.path.isfile(os.path.join(path, "config.json")):
         state = "has no config.json" if os.path.isdir(path) else "does not exist"
         raise ValueError(f"no model at {path!r}: the folder {state}. Save one with model.save_pretrained(path).")
     return path

@@ -211,17 +211,10 @@ def check_following(model: Any, completion: Completion, rows: Any) -> None:
 def test_an_adapter_that_is_not_finite_is_refused_and_what_overflows_leaves_nothing_behind(
     engine: AsyncVLLM, tuned: tuple[Any, Path], tmp_path: Path
 ) -> None:
-    from safetensors.torch import load_file, save_file
-
     model, folder = tuned
-    tensors = load_file(folder / "adapter_model.safetensors")
-    for number, (name, value) in enumerate({"nan": float("nan"), "inf": float("inf"), "huge": 1e38}.items(), 10):
-        shutil.copytree(folder, tmp_path / name)
-        save_file(
-            {key: torch.full_like(tensor, value) for key, tensor in tensors.items()},
-            tmp_path / name / "adapter_model.safetensors",
-        )
-        fields = {"lora_name": name, "lora_int_id": number, "lora_path": str(tmp_path / name)}
+    for name, value in {"nan": float("nan"), "inf": float("inf"), "huge": 1e38}.items():
+        filled = edited(folder, tmp_path / name, lambda _, tensor, value=value: torch.full_like(tensor, value))
+        fields = {**filled, "lora_name": name}
 
         def ask(fields: Any = fields) -> Any:
             return engine.generate([IDS], GREEDY, use_tqdm=False, lora_request=fields)[0].outputs[0].logprobs
