@@ -204,6 +204,15 @@ def test_numbers_in_texts_are_read_as_hydra_reads_them() -> None:
     assert (config.rollout.temperature, config.rollout.group_size, type(config.rollout.group_size)) == (1.0, 4, int)
 
 
+def test_a_home_folder_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = GRPOConfig(out="~/run")
+    config.model.source, config.data.source = "~/model", "~/rows.jsonl"
+    config.check(passed_on=False)
+    found = config.out, config.model.source, config.data.source
+    assert found == tuple(str(tmp_path / name) for name in ("run", "model", "rows.jsonl"))
+
+
 def test_a_setting_that_is_none_names_the_nearest() -> None:
     with pytest.raises(AttributeError, match=r"there is no setting stepps: did you mean steps\?"):
         GRPOConfig(stepps=3)  # type: ignore[call-arg]

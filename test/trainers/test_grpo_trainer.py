@@ -513,6 +513,13 @@ def test_the_seed_is_pythons_and_numpys_too(fleet: FakeFleet, tmp_path: Path) ->
     assert drawn[0] == drawn[1]
 
 
+@pytest.mark.parametrize("place", ["post_loss", "process_loss", "optimizer"])
+def test_a_hook_that_would_never_run_is_refused(fleet: FakeFleet, tmp_path: Path, place: str) -> None:
+    refused = pytest.raises(ValueError, match=f"'{place}'.*'process_optim_batch' .* or 'post_optim'")
+    with fake_run(fleet, fake_config(tmp_path, 1)) as trainer, refused:
+        trainer.register_op(place, lambda batch: batch)
+
+
 def test_both_divergences_have_a_column(fleet: FakeFleet, tmp_path: Path) -> None:
     config = fake_config(tmp_path, 1)
     config.eval.mismatch_every, config.loss.arguments = 1, {"kl_to_ref_coeff": 0.1}

@@ -234,6 +234,23 @@ def test_an_error_names_the_function(raised: Exception, seen: type[Exception]) -
     assert error.value.__notes__ == ["in the reward function 'breaks'"]
 
 
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_a_cancellation_of_its_own_names_the_function(is_asynchronous: bool) -> None:
+    def breaks(completion: str) -> float:
+        raise asyncio.CancelledError
+
+    async def ends(completion: str) -> float:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(0)
+        return 1.0
+
+    name = "ends" if is_asynchronous else "breaks"
+    with pytest.raises(RuntimeError, match=f"the reward function '{name}' "):
+        reward(ends if is_asynchronous else breaks)
+
+
 def test_an_error_ends_the_others() -> None:
     ended = []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterator
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -328,6 +329,8 @@ NO_COLUMN = "data: train row 0 has no column 'prompt'; its columns are 'question
         ({"rewards": ["no_such_module:f"]}, {"dataset": ROWS}, "data.rewards: cannot import 'no_such_module'"),
         ({"source": "some/hub-name"}, {"rewards": exact}, "data: .*which needs a package: pip install datasets"),
         ({}, {"env": chat(3), "rewards": exact}, "rewards are for a dataset: an env gives its own"),
+        ({}, {"dataset": [{"prompt": "a", "at": Lock()}], "rewards": half}, "row 0, column 'at' is a lock, which a ch"),
+        ({}, {"dataset": [{"prompt": "a", "at": [lambda: 0]}], "env": play}, "row 0, column 'at' is a list, which a c"),
         ({}, {"env": play, "dataset": ROWS, "rewards": exact}, "rewards are for a dataset: an env gives its own"),
         ({}, {"env": chat(3), "dataset": ROWS}, "dataset and env: give one of them"),
         ({}, {"env": chat(3), "held_out": ROWS}, "held_out must be an environment, as env is"),

@@ -83,6 +83,8 @@ TRL = {
     "rollout_func": "env=",
 }
 """TRL's names for what a trainer is given."""
+INSIDE = ("post_loss", "process_loss", "optimizer")
+"""TorchRL's places for hooks that its trainer passes over where an ``OptimizationStepper`` makes the step."""
 NEVER_EVALUATED = -1e300
 REWARDED = 5
 """Steps whose mean reward selects the best checkpoint when there is no held-out data."""
@@ -115,7 +117,9 @@ class MoEGRPOTrainer(RunReports, Trainer):
         UnsupportedRouterError: replay of a model without experts, or with routers that cannot be replayed.
 
     Hooks run at the same points as in TorchRL's trainer, for example ``trainer.register_op("batch_process", hook)``; by
-    then a batch has advantages. Use it as a context manager, or call :meth:`shutdown`.
+    then a batch has advantages. Those inside of an optimizer step (``post_loss``, ``process_loss``, ``optimizer``)
+    are refused: ``"process_optim_batch"`` is before it, ``"post_optim"`` after it. Use it as a context manager, or call
+    :meth:`shutdown`.
 
     Example::
 
@@ -142,6 +146,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
             hint = f"here it is {TRL[name]}" if name in TRL else nearest(name, known)
             raise TypeError(f"MoEGRPOTrainer has no {name}: {hint}; settings are in config=GRPOConfig(...)")
         self.config = config = _read(config)
+        model = Path(model).expanduser() if isinstance(model, str) and model.startswith("~") else model
         self._hooks = _functions(config.hooks)
         self.clock, self.health = StepClock(), HealthMonitor()
         self.steps_done = self.trained_tokens = self._restored_version = self._unsynced = 0
@@ -249,6 +254,19 @@ class MoEGRPOTrainer(RunReports, Trainer):
         self.register_op("post_steps_log", self._end_step)
         for hook in self._hooks:
             hook(self)
+
+    def register_op(self, dest: Any, op: Callable[..., Any], **kwargs: Any) -> None:
+        """Register a hook.
+
+        Raises:
+            ValueError: TorchRL would never run it, because the trainer has an ``OptimizationStepper``.
+        """
+        if dest in INSIDE:
+            raise ValueError(
+                f"no hook runs at {dest!r}, inside of an optimizer step, which is one call here: register it at "
+                "'process_optim_batch' (before it) or 'post_optim' (after it); 'batch_process' has the whole batch"
+            )
+        super().register_op(dest, op, **kwargs)
 
     # -- a step -----------------------------------------------------------------------------------------------------
 

@@ -134,7 +134,7 @@ class PolicyModel:
         Raises:
             FileExistsError: the folder holds something other than a model.
         """
-        folder = folder.absolute()
+        folder = folder.expanduser().absolute()
         if folder.exists() and not (folder / "config.json").is_file() and any(folder.iterdir()):
             raise FileExistsError(f"{folder} holds something other than a model, which would be removed: use another")
         is_sharded = any(hasattr(weight, "full_tensor") for weight in self.model.parameters())

@@ -133,8 +133,10 @@ class Rewards:
         try:
             found = await gather(calls)
         except asyncio.CancelledError as error:
-            late = [str(one) for one, call in zip(self._functions, calls, strict=True) if call.cancelled()]
-            error.add_note(f"it waits for {', '.join(late)}")
+            late = ", ".join(str(one) for one, call in zip(self._functions, calls, strict=True) if call.cancelled())
+            if not _is_cancelled():
+                raise RuntimeError(f"{late} cancelled its own task") from error
+            error.add_note(f"it waits for {late}")
             raise
         weighted = [weight * value for weight, value in zip(self.weights, found, strict=True) if value is not None]
         total = sum(weighted) if weighted else None
@@ -193,9 +195,9 @@ class _Function:
             value = await (call() if self._is_async else asyncio.to_thread(partial(_called, call)))
             if inspect.isawaitable(value):  # a plain function may return a coroutine
                 value = await value
-        except asyncio.CancelledError:
-            raise
         except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                raise
             if not isinstance(error, Exception):  # generated code may call exit()
                 raise RuntimeError(f"{self} raised {error!r}") from error
             error.add_note(f"in {self}")
@@ -230,6 +232,12 @@ class _Function:
         if number is None:
             raise TypeError(f"{self} must return a number or None, got {value!r:.60}")
         return finite(number, str(self))
+
+
+def _is_cancelled() -> bool:
+    """Whether the running task was cancelled; else a function has raised a ``CancelledError`` of its own."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _called(call: Callable[[], Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -195,6 +196,8 @@ class RolloutSource:
         arguments = data.arguments if is_theirs and not takes_none else None
         count = data.held_out if held_out is None else 0
         found = load_prompts(source, prompt=prompt, held_out=count, seed=config.seed, arguments=arguments)
+        if config.checkpoint.every:
+            _check_storable(found)
         if held_out is None:
             return found
         return PromptSet(found.train, load_prompts(held_out, prompt=prompt).train, found.prompt)
@@ -226,6 +229,21 @@ class RolloutSource:
 def _check_given(source: Any) -> None:
     if source is None:
         raise ConfigError("data.source=None: name a dataset, or give the trainer a dataset or an env")
+
+
+def _check_storable(prompts: PromptSet) -> None:
+    """Refuse rows that a checkpoint, which holds those that are under way, could not."""
+    for place, row in enumerate(prompts.train):
+        for name, value in row.items():
+            if isinstance(value, str | int | float | None):
+                continue
+            try:
+                pickle.dumps(value)
+            except Exception as error:  # an object's own code may raise anything
+                raise ConfigError(
+                    f"data: train row {place}, column {name!r} is a {type(value).__name__}, which a checkpoint cannot "
+                    f"hold ({error!s:.100}): leave it out and look it up in the reward, or set checkpoint.every=0"
+                ) from error
 
 
 def _check_rendering(config: GRPOConfig, tokenizer: Any, prompts: PromptSet) -> None:
