@@ -22,6 +22,7 @@ from torchrl.envs.llm.transforms import PolicyVersion
 from support.collecting import TOKENIZER, NextQuestion, Questions, Reward, chat, plain, policy_of, queries
 from support.waiting import in_thread, until
 from torchrl_moe.collectors import AsyncLLMCollector, LLMCollector
+from torchrl_moe.modules import vLLMWrapper
 from torchrl_moe.testing import FakeAsyncVLLM
 
 
@@ -494,6 +495,9 @@ def test_what_makes_no_sense_is_refused(engine: FakeAsyncVLLM) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             LLMCollector(env_of(), policy=policy_of(engine), dialog_turns_per_batch=4, **arguments)
+    seeded = vLLMWrapper(engine, generate_kwargs={"max_new_tokens": 6, "seed": 1})
+    with pytest.raises(ValueError, match="seed=1, so all answers to a prompt are the same: leave it out"):
+        LLMCollector(env_of(), policy=seeded, dialog_turns_per_batch=4)
 
 
 def test_a_pool_of_environments_has_no_place_for_versions_as_in_torchrl(engine: FakeAsyncVLLM) -> None:

@@ -350,6 +350,19 @@ def test_a_folder_with_something_else_in_it_is_not_replaced(tmp_path: Path) -> N
     assert (given().save(tmp_path / "empty") / "config.json").exists()
 
 
+def test_what_is_beside_an_older_model_stays(tmp_path: Path) -> None:
+    folder = given().save(tmp_path / "model")
+    (folder / ".git").mkdir()
+    for name in (".git/HEAD", "README.md", "modeling_own.py", "model-00001-of-00002.safetensors", "merges.txt"):
+        (folder / name).write_text("mine")
+    (tmp_path / "link").symlink_to(folder)
+    given().save(tmp_path / "link")
+    assert (folder / ".git" / "HEAD").read_text() == (folder / "README.md").read_text() == "mine"
+    assert (folder / "modeling_own.py").exists() and (tmp_path / "link").is_symlink()
+    assert not [name for name in ("model-00001-of-00002.safetensors", "merges.txt") if (folder / name).exists()]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "model"]
+
+
 # -- what users bring -------------------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "pool_of",
     "refuse",
     "refuse_queue",
+    "refuse_seed",
     "refuse_version_tracker",
     "settings_of",
     "source_of",
@@ -56,6 +57,16 @@ def refuse_queue(queue: Any) -> None:
     """Refuse TorchRL's queue."""
     if queue is not None:
         raise ValueError("queue: it would lose the oldest data silently. Iterate, or pass replay_buffer=.")
+
+
+def refuse_seed(sampling: Mapping[str, Any]) -> None:
+    """Refuse one seed for all answers: those to a prompt would be the same."""
+    seed = sampling.get("seed")
+    if seed not in (None, -1):
+        raise ValueError(
+            f"the policy samples with seed={seed}, so all answers to a prompt are the same: leave it out and seed the "
+            "engine, collector.set_seed(seed), or use AsyncLLMCollector, which gives each answer a seed of its own"
+        )
 
 
 def refuse_version_tracker(track_policy_version: Any) -> None:

@@ -15,7 +15,14 @@ from torchrl.collectors import llm as torchrl_llm
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 
-from torchrl_moe.collectors.arguments import engine_of, one_env, one_policy, refuse_queue, refuse_version_tracker
+from torchrl_moe.collectors.arguments import (
+    engine_of,
+    one_env,
+    one_policy,
+    refuse_queue,
+    refuse_seed,
+    refuse_version_tracker,
+)
 from torchrl_moe.collectors.environments import primer_of, with_versions
 from torchrl_moe.collectors.prompt_feed import PromptFeed
 from torchrl_moe.collectors.prompt_stream import Prompt
@@ -113,6 +120,8 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         refuse_queue(queue)
         policy = one_policy(policy, policy_factory)
         self._engine = engine_of(policy)
+        if self._engine is not None:
+            refuse_seed(policy.sampling_params)
         env, track_policy_version = _env_and_tracker(env, track_policy_version, self._engine is not None)
         primer = primer_of(env)
         self._feed = None if primer is None else PromptFeed(primer)

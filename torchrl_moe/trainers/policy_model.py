@@ -38,6 +38,11 @@ ATTENTION = [
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 OF_CONFIG = ("revision", "subfolder", "gguf_file", "trust_remote_code", "token", "cache_dir", "local_files_only")
 """Arguments of ``from_pretrained`` that say where a model's config is."""
+MODEL_FILES = re.compile(
+    r".*\.(safetensors|bin|pt|gguf|model|tiktoken|jinja)|.*\.index\.json|.*(config|token|vocab|template).*\.(json|txt)|"
+    r"merges\.txt|additional_chat_templates"
+)
+"""Entries of a folder that are a part of its model: one that was not written anew would be read with the new ones."""
 STACKED_EXPERTS = ("gate_up_proj", "down_proj")
 """Parameters of all experts of a layer at once, as transformers holds them."""
 
@@ -128,13 +133,14 @@ class PolicyModel:
             dtype: of its weights; ``"auto"``: the source's. What transformers keeps in float32 stays so.
 
         vLLM and ``AutoModelForCausalLM.from_pretrained`` load it. It is written beside the folder, and replaces the
-        folder once it is complete, so a failure or a kill never destroys an older model. If several ranks share the
+        folder once it is complete, so a failure or a kill never destroys an older model. What is no part of one there,
+        such as ``.git`` and a README, stays. If several ranks share the
         model, all must call this; rank 0 gathers it in its host's memory, and writes it.
 
         Raises:
             FileExistsError: the folder holds something other than a model.
         """
-        folder = folder.expanduser().absolute()
+        folder = folder.expanduser().resolve()  # a link stays one
         if folder.exists() and not (folder / "config.json").is_file() and any(folder.iterdir()):
             raise FileExistsError(f"{folder} holds something other than a model, which would be removed: use another")
         is_sharded = any(hasattr(weight, "full_tensor") for weight in self.model.parameters())
@@ -151,7 +157,7 @@ class PolicyModel:
         else:
             _write(base, tensors, draft, written)
         self.tokenizer.save_pretrained(draft)
-        exchange(draft, folder)
+        exchange(draft, folder, lambda name: MODEL_FILES.fullmatch(name) is not None)
         return folder
 
     def _gathered(self, keep: bool, dtype: torch.dtype) -> dict[str, Tensor]:
