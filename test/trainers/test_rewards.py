@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -232,6 +233,17 @@ def test_an_error_names_the_function(raised: Exception, seen: type[Exception]) -
     with pytest.raises(seen) as error:
         reward(breaks)
     assert error.value.__notes__ == ["in the reward function 'breaks'"]
+
+
+def test_each_function_has_ids_of_its_own() -> None:
+    def first(completion_ids: list[int]) -> Decimal:
+        return Decimal(completion_ids.pop())
+
+    def second(completion_ids: list[int]) -> float:
+        return float(completion_ids.pop())
+
+    values = reward([first, second]).values
+    assert values["first"] == values["second"]
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])

@@ -329,6 +329,7 @@ NO_COLUMN = "data: train row 0 has no column 'prompt'; its columns are 'question
         ({"rewards": ["no_such_module:f"]}, {"dataset": ROWS}, "data.rewards: cannot import 'no_such_module'"),
         ({"source": "some/hub-name"}, {"rewards": exact}, "data: .*which needs a package: pip install datasets"),
         ({}, {"env": chat(3), "rewards": exact}, "rewards are for a dataset: an env gives its own"),
+        ({}, {"dataset": ROWS, "rewards": half, "held_out": []}, "^held_out: there are no rows"),
         ({}, {"dataset": [{"prompt": "a", "at": Lock()}], "rewards": half}, "row 0, column 'at' is a lock, which a ch"),
         ({}, {"dataset": [{"prompt": "a", "at": [lambda: 0]}], "env": play}, "row 0, column 'at' is a list, which a c"),
         ({}, {"env": play, "dataset": ROWS, "rewards": exact}, "rewards are for a dataset: an env gives its own"),

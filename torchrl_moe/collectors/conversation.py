@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -223,7 +224,7 @@ def number_of(value: Any) -> float | None:
     (1.0, inf, None, None)
     """
     plain: Any = value.item() if getattr(value, "shape", None) == () else value
-    if not isinstance(plain, Real):
+    if not isinstance(plain, Real | Decimal):
         return None
     try:
         return float(plain)

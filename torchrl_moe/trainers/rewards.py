@@ -128,8 +128,10 @@ class Rewards:
             ValueError: a function returned NaN or an infinity, or the sum is not finite.
             TypeError: a function returned something that is not a number.
         """
-        ids = list(completion_ids)
-        calls = [asyncio.ensure_future(function(prompt, completion, ids, columns)) for function in self._functions]
+        calls = [
+            asyncio.ensure_future(function(prompt, completion, [*completion_ids], columns))
+            for function in self._functions
+        ]
         try:
             found = await gather(calls)
         except asyncio.CancelledError as error:

@@ -200,7 +200,10 @@ class RolloutSource:
             _check_storable(found)
         if held_out is None:
             return found
-        return PromptSet(found.train, load_prompts(held_out, prompt=prompt).train, found.prompt)
+        try:
+            return PromptSet(found.train, load_prompts(held_out, prompt=prompt).train, found.prompt)
+        except Exception as error:  # as for the data
+            raise ConfigError.of("held_out", error) from error
 
     @classmethod
     def _with_prompts(cls, config: GRPOConfig, env: Any, prompts: PromptSet) -> RolloutSource:

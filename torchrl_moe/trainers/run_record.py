@@ -67,7 +67,7 @@ class RunRecord:
         row = {name: metrics.get(name, "") for name in COLUMNS}
         self.rows.append(row)
         with self._unless_full():
-            if self._is_behind:
+            if self._is_behind or not self.metrics.exists():  # somebody has moved it
                 self._rewrite()
             else:
                 with self.metrics.open("a", newline="") as stream:
