@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import itertools
 import json
 import multiprocessing
@@ -13,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import replace
 from itertools import count
 from multiprocessing.process import BaseProcess
@@ -484,6 +486,21 @@ def test_where_there_is_no_terminal_each_step_is_a_line(
     assert [line.split(":")[0] for line in steps] == ["step 1 of 5", "step 3 of 5", "step 5 of 5"]
     assert all("reward " in line and " tokens/s" in line.replace("tokens/s ", "x tokens/s") for line in steps)
     assert "left" in steps[0] and str(tmp_path) in last
+
+
+class Full(io.StringIO):
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_lines_that_cannot_be_printed_do_not_end_a_run(
+    fleet: FakeFleet, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = fake_config(tmp_path, 2)
+    config.log.progress = True
+    with Full() as full, redirect_stdout(full), fake_run(fleet, config) as trainer:
+        trainer.train()
+    assert trainer.steps_done == 2 and "a line of progress was not printed" in caplog.text
 
 
 def test_what_other_trainers_have_is_named_as_here(fleet: FakeFleet, tmp_path: Path) -> None:

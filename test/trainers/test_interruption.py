@@ -15,7 +15,7 @@ from torchrl_moe.trainers.interruption import finishing
 @pytest.fixture(autouse=True)
 def usual() -> Iterator[None]:
     """As in a shell; one that starts in the background ignores Ctrl-C."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
@@ -61,15 +61,17 @@ def test_a_users_own_handler_stays() -> None:
     assert heard == [signal.SIGTERM]
 
 
-def test_a_batch_schedulers_signal_has_its_exit_code() -> None:
-    program = """
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_from_outside_has_its_exit_code(name: str) -> None:
+    program = f"""
 import signal
+signal.signal(signal.{name}, signal.SIG_DFL)
 from torchrl_moe.trainers.interruption import finishing
 with finishing(lambda: None, lambda: print("ended", flush=True), 60):
-    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.{name})
     print("finished")
 print("not reached")
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert (run.returncode, run.stdout) == (-signal.SIGTERM, "finished\nended\n")
-    assert "SIGTERM: the running step is finished and saved, in at most 60 s" in run.stderr
+    assert (run.returncode, run.stdout) == (-signal.Signals[name], "finished\nended\n")
+    assert f"{name}: the running step is finished and saved, in at most 60 s" in run.stderr

@@ -305,7 +305,10 @@ class MoEGRPOTrainer(RunReports, Trainer):
     def _say(self, line: str) -> None:
         """Print a line where there is no bar, and no terminal to show one."""
         if self.config.log.progress and self._bar.disable:
-            print(line, flush=True)
+            try:
+                print(line, flush=True)
+            except OSError as error:  # a full disk, or a pipe that nobody reads any more
+                LOG.warning("a line of progress was not printed: %s", error)
 
     def _plan(self) -> str:
         config, rollout = self.config, self.config.rollout

@@ -15,8 +15,12 @@ __all__ = ["finishing"]
 
 LOG = logging.getLogger(__name__)
 
-USUAL: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-"""Ctrl-C, and what batch schedulers send -> what Python does then."""
+USUAL: dict[signal.Signals, Any] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
+"""Ctrl-C, what batch schedulers send, and the end of a terminal (without nohup) -> what Python does then."""
 
 
 @contextmanager
