@@ -80,6 +80,7 @@ def test_a_resumed_run_reads_changes_as_any_other(tmp_path: Path) -> None:
         (b"steps: 3\nsteps: 4\n", "mine.yaml, line 2: found duplicate key steps"),
         (b"steps: 3\n---\nsteps: 4\n", "mine.yaml, line 2: but found another document"),
         ("out: résumé".encode("latin-1"), "mine.yaml: 'utf-8' codec"),
+        (b"3", "mine.yaml: Invalid loaded object type: int"),
         (b"data: {arguments: &a {b: *a}}", "mine.yaml is nested too deeply, or in itself"),
         (b"steps: 1" + b"0" * 5000, "mine.yaml: Exceeds the limit"),
         (b"defaults: tiny_cpu\n", "mine.yaml: Invalid defaults list"),

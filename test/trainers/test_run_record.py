@@ -59,6 +59,21 @@ def test_a_row_goes_to_the_file_and_every_figure_to_the_loggers(tmp_path: Path) 
     assert record.column("reward") == [0.5] and record.column("mismatch_kl") == []
 
 
+def test_a_logger_that_fails_and_a_file_that_is_moved_cost_no_row(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unreachable(Logger):
+        def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+            raise RuntimeError("the server is gone")
+
+    record, logger = record_of(tmp_path, 1), Logger()
+    record.loggers += [Unreachable(), logger]  # type: ignore[list-item]
+    record.metrics.rename(tmp_path / "elsewhere.csv")
+    record.add({"step": 1, "reward": 0.5})
+    assert [row["step"] for row in rows_of(tmp_path)] == ["0", "1"] and len(logger.seen) == 1
+    assert "Unreachable has not got step 1: RuntimeError('the server is gone')" in caplog.text
+
+
 def test_a_later_start_keeps_the_rows_before_its_step(tmp_path: Path) -> None:
     record_of(tmp_path, 5)
     record = RunRecord(tmp_path, "seed: 1\n", before=3)

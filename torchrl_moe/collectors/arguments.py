@@ -59,9 +59,9 @@ def refuse_queue(queue: Any) -> None:
         raise ValueError("queue: it would lose the oldest data silently. Iterate, or pass replay_buffer=.")
 
 
-def refuse_seed(sampling: Mapping[str, Any]) -> None:
+def refuse_seed(policy: Any) -> None:
     """Refuse one seed for all answers: those to a prompt would be the same."""
-    seed = sampling.get("seed")
+    seed = policy.sampling_params.get("seed")
     if seed not in (None, -1):
         raise ValueError(
             f"the policy samples with seed={seed}, so all answers to a prompt are the same: leave it out and seed the "

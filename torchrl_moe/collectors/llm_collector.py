@@ -121,7 +121,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         policy = one_policy(policy, policy_factory)
         self._engine = engine_of(policy)
         if self._engine is not None:
-            refuse_seed(policy.sampling_params)
+            refuse_seed(policy)
         env, track_policy_version = _env_and_tracker(env, track_policy_version, self._engine is not None)
         primer = primer_of(env)
         self._feed = None if primer is None else PromptFeed(primer)

@@ -111,7 +111,7 @@ def _composed(folder: Path, stem: str, changes: Sequence[str]) -> GRPOConfig:
             return _config(compose(stem, overrides=[*_search(folder), *changes]))
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(_line(error)) from error
-    except ValueError as error:  # not UTF-8, say
+    except (OSError, ValueError) as error:  # not UTF-8, or a single number, say
         raise ConfigError.of(str(folder / f"{stem}.yaml"), error) from error
     except RecursionError as error:
         raise ConfigError(f"{folder / stem}.yaml is nested too deeply, or in itself") from error

@@ -291,8 +291,8 @@ class CheckpointConfig(Settings, group="checkpoint"):
     Attributes:
         every: steps between checkpoints; 0 for none.
         keep: how many of the newest to keep, besides the one with the best held-out reward.
-        grace: seconds after a Ctrl-C, SIGTERM (a batch scheduler's) or SIGHUP (a terminal's end) in which the running step is finished and saved;
-            0, or without checkpoints: the run ends at once.
+        grace: seconds after a Ctrl-C, SIGTERM (a batch scheduler's) or SIGHUP (a terminal's end) in which the running
+            step is finished and saved; 0, or without checkpoints: the run ends at once.
     """
 
     every: int = setting(10, least=0)

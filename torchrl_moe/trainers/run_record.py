@@ -77,8 +77,10 @@ class RunRecord:
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
         del numbers["step"]
         for logger in self.loggers:
-            with self._unless_full():
+            try:
                 logger.log_metrics(numbers, step=row["step"])
+            except Exception as error:  # noqa: BLE001  a full disk, or a server's error, of a class of its own
+                LOG.warning("%s has not got step %d: %r", type(logger).__name__, row["step"], error)
         return row
 
     def add_samples(self, step: int, batch: TensorDictBase, count: int) -> None:

@@ -145,7 +145,8 @@ class Settings:
             name, kind, value = self._dotted(item.name), self.type_of(item.name), getattr(self, item.name)
             if isinstance(kind, type) and issubclass(kind, Settings):
                 if not isinstance(value, kind):
-                    raise ConfigError(f"{name}={_shown(value)} must be {kind.__name__}(...), or a dict of its settings")
+                    problem = f"must be {kind.__name__}(...), or a dict of its settings; leave it out for the defaults"
+                    raise ConfigError(f"{name}={_shown(value)} {problem}")
                 value.read()
                 continue
             found, allowed = _read(value, kind, item)
