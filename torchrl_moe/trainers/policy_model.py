@@ -42,7 +42,7 @@ MODEL_FILES = re.compile(
     r".*\.(safetensors|bin|pt|gguf|model|tiktoken|jinja)|.*\.index\.json|.*(config|token|vocab|template).*\.(json|txt)|"
     r"merges\.txt|additional_chat_templates"
 )
-"""Entries of a folder that are a part of its model: one that was not written anew would be read with the new ones."""
+"""Entries of a folder that are a part of its model: one that the new model does not have would be read with its own."""
 STACKED_EXPERTS = ("gate_up_proj", "down_proj")
 """Parameters of all experts of a layer at once, as transformers holds them."""
 
