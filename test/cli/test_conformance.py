@@ -15,7 +15,6 @@ import pytest
 from support.conformance import shared_moe
 from support.conforming_engine import ConformingEngine
 from support.engines import EngineShelf
-from support.sglang_server import FakeSGLang, serving
 from support.sources import ROOT
 from torchrl_moe.cli.command import BadUse
 from torchrl_moe.cli.conformance import adapter_by_name
@@ -143,7 +142,6 @@ BAD = [
     ["tiny", "--tolerance", "-1"],
     ["tiny", "--tie", "nan"],
     ["tiny", "--engine-arg", "x"],
-    ["tiny", "--sglang", "localhost:30000"],
     ["tiny", "--adapter", "json"],
     ["tiny", "--adapter", "json:none"],
     ["tiny", "--adapter", "json:loads"],
@@ -162,16 +160,3 @@ def test_bad_use_is_found_before_anything_heavy_is_loaded() -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [[2, False]] * len(BAD)
     assert len(done.stderr.splitlines()) == len(BAD)
-
-
-def test_a_server_is_checked_by_its_address(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(FakeSGLang(Right(), False)) as url:
-        assert main(["conformance", folder, "--sglang", url, "--only", "rows,native_routes"]) == 0
-    assert f"SGLang({url}): 2 hold, 0 do not hold, 0 not offered" in capsys.readouterr().out
-
-
-def test_a_server_that_does_not_answer(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["conformance", folder, "--sglang", "http://127.0.0.1:1"]) == 2
-    assert "no SGLang server answers there" in capsys.readouterr().err
-    assert main(["conformance", folder, "--sglang", "127.0.0.1:1"]) == 2
-    assert "begins with http:// or https://" in capsys.readouterr().err

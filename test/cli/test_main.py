@@ -83,7 +83,7 @@ def test_every_example_can_be_typed(command: Command) -> None:
         (["doctor", "tiny", "more"], "doctor does not know more"),
         (["probe"], "the following arguments are required: MODEL"),
         (["probe", "tiny", "--dtype", "int4"], "invalid choice: 'int4'"),
-        (["conformance", "tiny", "--engine", "vllm", "--sglang", "http://x"], "not allowed with argument"),
+        (["conformance", "tiny", "--engine", "vllm", "--adapter", "a:b"], "not allowed with argument"),
     ],
 )
 def test_bad_use_has_exit_code_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

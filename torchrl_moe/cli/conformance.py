@@ -26,7 +26,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_mutually_exclusive_group()
     engine.add_argument("--engine", choices=ENGINES, help="start this engine and check it (default: vllm)")
     engine.add_argument("--adapter", metavar="MODULE:NAME", help="an adapter, or a class or function that makes one")
-    engine.add_argument("--sglang", metavar="URL", help="an SGLang server, such as http://localhost:30000")
     parser.add_argument("--only", metavar="CHECKS", help="names of checks, separated by commas")
     parser.add_argument("--list", action="store_true", help="list the checks, with what each says")
     parser.add_argument("--tolerance", type=float, help="allowed error of log-probs (default: 1e-4, for float32)")
@@ -124,11 +123,9 @@ def _check_arguments(options: argparse.Namespace, only: Sequence[str] | None) ->
     given = {"tolerance": options.tolerance, "tie": options.tie}
     settings = Settings(**{name: value for name, value in given.items() if value is not None})
     engine_arguments(options.engine_args)
-    if options.sglang is not None and not options.sglang.startswith(("http://", "https://")):
-        raise BadUse(f"--sglang {options.sglang}: it begins with http:// or https://, such as http://localhost:30000")
     if options.adapter is not None:
         _named(options.adapter)
-    elif options.sglang is None:
+    else:
         check_engine(options.engine or ENGINES[0], options.engine_args)
     if options.model is not None:
         check_weights_of(options.model)
@@ -145,8 +142,6 @@ def _model_and_adapter(options: argparse.Namespace, stack: contextlib.ExitStack)
     model = load(folder, "float32")
     if adapter is not None:
         return model, adapter
-    if options.sglang is not None:
-        return model, _sglang(options.sglang, model)
     engine = stack.enter_context(
         started(folder, config, options.engine or ENGINES[0], options.dtype, options.engine_args)
     )
@@ -168,34 +163,6 @@ def _updatable(engine: Any, model: Any) -> Iterator[Any]:
         sender.shutdown()
 
 
-def _sglang(url: str, model: Any) -> Any:
-    from torchrl_moe.testing.conformance import SGLangAdapter
-    from torchrl_moe.testing.conformance.reference import Reference
-
-    reference = Reference(model)
-    layout = reference.layout
-    reference.close()
-    if layout is None:
-        raise BadUse(f"--sglang {url}: {type(model).__name__} has no routers that can be replayed")
-    adapter = SGLangAdapter(url, layout)
-    _check_answers(adapter, url)
-    return adapter
-
-
-def _check_answers(adapter: Any, url: str) -> None:
-    """Refuse a server that does not answer before 26 checks each wait for it."""
-    from torchrl_moe._errors import EngineError
-    from torchrl_moe.testing.conformance import NotOffered
-
-    try:
-        adapter.weights_version()
-    except NotOffered:
-        return  # it answers, and says no version
-    except (EngineError, OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise BadUse(f"--sglang {url}: no SGLang server answers there ({reason}): is it running?") from error
-
-
 COMMAND = Command(
     name="conformance",
     help="can an engine's routes, log-probs and versions be trained on? 26 checks",
@@ -205,7 +172,6 @@ COMMAND = Command(
         ("torchrl-moe conformance tiny", "vLLM, as it is installed"),
         ("torchrl-moe conformance path/to/moe --engine transformers", "the second engine"),
         ("torchrl-moe conformance path/to/moe --adapter my_engine:MyAdapter", "your own engine"),
-        ("torchrl-moe conformance path/to/moe --sglang http://localhost:30000", "an SGLang server"),
         ("torchrl-moe conformance tiny --only rows,native_routes --json", "two checks, as JSON"),
     ],
     add_arguments=_add_arguments,

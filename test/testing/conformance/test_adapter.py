@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from support.conforming_engine import ConformingEngine
-from torchrl_moe.testing.conformance import Answer, EngineAdapter, Sampling, ServiceAdapter, SGLangAdapter
+from torchrl_moe.testing.conformance import Answer, EngineAdapter, Sampling, ServiceAdapter
 from torchrl_moe.testing.conformance.adapter import Aborts, ReportsVersion, Resumes, UpdatesWeights
 
 ALL = (EngineAdapter, Aborts, Resumes, UpdatesWeights, ReportsVersion)
@@ -18,7 +18,7 @@ class Bare:
         return [[Answer(token_ids=[1])] for _ in prompts]
 
 
-@pytest.mark.parametrize("kind", [ConformingEngine, ServiceAdapter, SGLangAdapter])
+@pytest.mark.parametrize("kind", [ConformingEngine, ServiceAdapter])
 def test_our_adapters_have_every_method(kind: type) -> None:
     assert [issubclass(kind, protocol) for protocol in ALL] == [True] * 5
 

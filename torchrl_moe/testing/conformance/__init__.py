@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torchrl_moe.testing.conformance.report import ConformanceReport as ConformanceReport
     from torchrl_moe.testing.conformance.service import ServiceAdapter as ServiceAdapter
     from torchrl_moe.testing.conformance.settings import Settings as Settings
-    from torchrl_moe.testing.conformance.sglang import SGLangAdapter as SGLangAdapter
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
@@ -31,7 +30,6 @@ else:
             "ConformanceReport": ".report",
             "EngineAdapter": ".adapter",
             "NotOffered": ".adapter",
-            "SGLangAdapter": ".sglang",
             "Sampling": ".adapter",
             "ServiceAdapter": ".service",
             "Settings": ".settings",
