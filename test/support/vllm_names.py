@@ -48,7 +48,6 @@ OBJECTS = {
         "torchrl_moe.modules.backends.vllm.weights.worker.WeightEngine"
     ),
     # no objects of vLLM
-    "modules/backends/vllm/request_outputs.py:engine": "plain",  # our service
     "model": "plain",  # a torch module
     "tokenizer": "plain",  # of transformers
     "logits": "plain",
@@ -78,7 +77,6 @@ UNRESOLVED = {
     "modules/backends/vllm/sampling.py:getattr(SamplingParams(), name)": "a name that the user gives",
     "modules/backends/vllm/sync_llm.py:getattr(params, name)": "the names of KEEPS_ALL",
     "modules/backends/vllm/kind.py:record": "of Python's logging",
-    "modules/backends/vllm/request_outputs.py:prompt_log_probs": "an array",
     "modules/backends/vllm/sync_llm.py:prompt": "a mapping",
     "weight_update/transports/nccl_group.py:board": "of our transports",
 }

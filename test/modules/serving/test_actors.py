@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 
 from torchrl_moe._errors import ReplicaDiedError
-from torchrl_moe.modules.backends.ray import cluster
-from torchrl_moe.modules.serving import actors
-from torchrl_moe.modules.serving.actors import ActorHandle
 from torchrl_moe.testing import FakeAsyncVLLM
 
 FEW: dict[str, Any] = {"sampling_params": {"max_tokens": 2}, "use_tqdm": False}
@@ -85,16 +82,3 @@ def test_what_torchrls_actors_have_besides_is_refused_by_name(engine: FakeAsyncV
         assert not hasattr(actor, name)
     with pytest.raises(AttributeError, match="'ActorHandle' object has no attribute 'unknown'"):
         actor.unknown  # noqa: B018
-
-
-def test_remote_gives_a_reference_to_what_an_actor_of_torchrls_answers(
-    engine: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cluster, "reference", lambda value: [value])
-    called: list[Any] = []
-    monkeypatch.setattr(actors, "generate_for_torchrl", lambda *args, **kwargs: called.append((args, kwargs)))
-    actor: Any = engine.actors[1]
-    assert actor.get_num_unfinished_requests.remote() == [0]
-    assert actor.generate.remote("hi", None, use_tqdm=True) == [None]
-    assert called == [((engine, "hi", None), {"actor_index": 1, "use_tqdm": True})]
-    assert isinstance(actor, ActorHandle)

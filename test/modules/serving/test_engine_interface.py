@@ -23,14 +23,13 @@ from torchrl_moe.testing.fake_engine import FakeReplica
 
 USES: dict[str, Callable[[EngineInterface], Any]] = {
     "collective_rpc": lambda e: e.collective_rpc("method"),
-    "generate": lambda e: e.generate("hi"),
     "get_tp_size": lambda e: e.get_tp_size(),
     "get_model_metadata": lambda e: e.get_model_metadata(),
     "init_weight_update_group": lambda e: e.init_weight_update_group(),
     "save_model_params": lambda e: e.save_model_params(),
     "validate_model_params": lambda e: e.validate_model_params(lambda saved, model: True),
 }
-ALWAYS = {"actors", "get_master_address", "get_master_port", "remote"}
+ALWAYS = {"actors", "get_master_address", "get_master_port"}
 
 
 def test_every_public_name_is_tried_below() -> None:
@@ -68,19 +67,11 @@ def test_an_engine_counts_as_torchrls_without_loading_torchrl() -> None:
     assert run.stdout.splitlines()[-1:] == ["counts"], run.stderr
 
 
-def test_torchrls_words_for_an_actor_are_taken_by_generate_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchrl_moe.modules.backends.ray.cluster.reference", lambda value: [value])
-    with FakeAsyncVLLM() as engine:
-        called: list[Any] = []
-        monkeypatch.setattr(
-            "torchrl_moe.modules.backends.vllm.request_outputs.generate_request_outputs",
-            lambda *args, **kwargs: called.append((args, kwargs)),
-        )
-        assert engine.generate.remote("hi", sampling_params=None) == [None]  # type: ignore[attr-defined]
-        assert called == [((engine, "hi"), {"sampling_params": None})]
-        assert engine.generate("hi", {"max_tokens": 2}, use_tqdm=False).prompt == "hi"
-        with pytest.raises(TypeError, match=r"an engine is no class of actors: call engine\.generate"):
-            engine.remote(engine)
+def test_torchrls_wrapper_refuses_an_engine_by_its_type() -> None:
+    from torchrl.modules.llm.policies import vLLMWrapper
+
+    with FakeAsyncVLLM() as engine, pytest.raises(ValueError, match=r"model must be .* Got <class '.*FakeAsyncVLLM'>"):
+        vLLMWrapper(engine, input_mode="tokens")
 
 
 def test_a_group_of_the_users_own_has_a_place_to_meet() -> None:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrl_moe.modules.serving.fleet import CALL_SECONDS
-from torchrl_moe.modules.serving.remote_calls import also_remote
 
-__all__ = ["ActorHandle", "generate_for_torchrl"]
+__all__ = ["ActorHandle"]
 
 WEIGHTS = "weights come by a sender, which checks them: VLLMWeightSyncScheme(...).create_sender()"
 INSTEAD = {
@@ -23,64 +22,41 @@ INSTEAD = {
 """Methods that TorchRL's actors have and a handle lacks -> what to do instead."""
 
 
-def generate_for_torchrl(engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """Generate as an actor of TorchRL's does: return vLLM's own ``RequestOutput``."""
-    from torchrl_moe.modules.backends.vllm.request_outputs import generate_request_outputs
-
-    return generate_request_outputs(engine, *args, **kwargs)
-
-
-def _generate_there(handle: ActorHandle, *args: Any, **kwargs: Any) -> Any:
-    return generate_for_torchrl(handle.engine, *args, actor_index=handle.index, **kwargs)
-
-
 @dataclass(frozen=True, repr=False)
 class ActorHandle:
     """A handle of one replica of an engine: its methods run on this replica. ``engine.actors`` lists the handles.
 
-    It is not a Ray actor, but each method has ``.remote``, which returns a Ray reference to the answer.
+    It is not a Ray actor: its methods are called as they are, without ``.remote``.
     """
 
     engine: Any
     index: int
 
-    @also_remote(
-        lambda handle, *args, **kwargs: generate_for_torchrl(handle.engine, *args, actor_index=handle.index, **kwargs)
-    )
     def generate(self, prompts: Any = None, sampling_params: Any = None, **kwargs: Any) -> Any:
-        """Generate as the engine does; arguments as in :meth:`GenerationService.generate`, without ``actor_index``.
-
-        With ``.remote`` the answer is vLLM's ``RequestOutput``.
-        """
+        """Generate as the engine does; arguments as in :meth:`GenerationService.generate`, without ``actor_index``."""
         return self.engine.generate(prompts, sampling_params, actor_index=self.index, **kwargs)
 
-    @also_remote()
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer."""
         return self.engine.get_tokenizer()
 
-    @also_remote()
     def get_num_unfinished_requests(self) -> int:
         """Return the number of requests that this driver has in flight there."""
         return int(self.engine.get_num_unfinished_requests(self.index))
 
-    @also_remote()
     def get_cache_usage(self) -> float:
         """Return the share of KV-cache blocks in use, 0 to 1; NaN if it is dead or starting."""
         return float(self.engine.get_cache_usage(self.index))
 
-    @also_remote()
     def get_world_size(self) -> int:
         """Return the number of its devices: tensor x pipeline x data parallel ranks."""
         info = self.engine.infos[0]
         return int(info.tensor_parallel_size * info.pipeline_parallel_size * info.data_parallel_size)
 
-    @also_remote()
     def ready(self) -> bool:
         """Whether it would accept a request now."""
         return bool(self.engine.is_running and self.engine.replica_table[self.index].may_take)
 
-    @also_remote()
     def reset_prefix_cache(self) -> bool:
         """Drop cached prefixes; return False if it could not, because requests are running."""
         table = self.engine.replica_table

@@ -8,13 +8,12 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from torchrl_moe.modules.serving.actors import WEIGHTS, ActorHandle, generate_for_torchrl
+from torchrl_moe.modules.serving.actors import WEIGHTS, ActorHandle
 from torchrl_moe.modules.serving.fleet import CALL_SECONDS
-from torchrl_moe.modules.serving.remote_calls import also_remote
 from torchrl_moe.modules.serving.service import GenerationService
 
 __all__ = ["EngineInterface"]
@@ -55,15 +54,6 @@ class EngineInterface(GenerationService):
     def actors(self) -> list[ActorHandle]:
         """Handles of the replicas, in place of TorchRL's actors; their methods can be called directly."""
         return [ActorHandle(self, entry.index) for entry in self.replica_table]
-
-    generate = also_remote(generate_for_torchrl)(GenerationService.generate)
-
-    def remote(self, *_: Any) -> NoReturn:
-        """Refuse: an engine is no actor class. TorchRL's ``vLLMWrapper`` accepts any object with this and ``generate``.
-
-        It calls ``generate.remote``, which returns a Ray reference to vLLM's ``RequestOutput``.
-        """
-        raise TypeError("an engine is no class of actors: call engine.generate(...), or engine.actors[0].generate(...)")
 
     # -- what the weight sync asks ----------------------------------------------------------------------------------
 

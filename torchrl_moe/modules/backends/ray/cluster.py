@@ -21,7 +21,6 @@ __all__ = [
     "find_service",
     "join_cluster",
     "own_address",
-    "reference",
     "remove_leftovers",
     "running_services",
     "shortage",
@@ -56,12 +55,6 @@ def join_cluster(start: bool = True) -> bool:
         ray.init(address="local", include_dashboard=False)
         return True
     return False
-
-
-def reference(value: Any) -> Any:
-    """Return a Ray reference to a value of this process, which joins the cluster, or starts one, if it is in none."""
-    join_cluster()
-    return ray.put(value)
 
 
 def own_address() -> str:
