@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torchrl.envs import StepCounter
 from torchrl.envs.llm import DatasetChatEnv
 
 from support.collecting import TOKENIZER, Questions, chat, policy_of
-from support.fake_llm import LLM, NEW
-from torchrl_moe.collectors import LLMCollector
 from torchrl_moe.collectors.arguments import engine_of, refuse, settings_of, source_of
 from torchrl_moe.collectors.arguments import policy_of as checked
 from torchrl_moe.modules import vLLMWrapper
@@ -91,16 +88,7 @@ def test_torchrls_other_values_are_taken() -> None:
     )
 
 
-def test_a_vllm_llm_is_no_engine_with_versions() -> None:
-    policy = vLLMWrapper(LLM(routes=True), input_mode="history", generate_kwargs={"max_new_tokens": NEW})
-    assert engine_of(policy) is None
+def test_an_engine_is_that_of_a_policy_of_ours() -> None:
     assert engine_of(lambda td: td) is None
     with FakeAsyncVLLM() as engine:
         assert engine_of(vLLMWrapper(engine)) is engine
-    with pytest.raises(TypeError, match=r"answers one call at a time: make it an AsyncVLLM, or use LLMCollector"):
-        checked(policy, None)
-    collector = LLMCollector(dataset_env(), policy=policy, dialog_turns_per_batch=16, total_dialog_turns=16)
-    (batch,) = collector
-    collector.shutdown()
-    assert batch["routed_experts", "full"][..., :1, 1:, :].eq(torch.tensor([1, 2])).all()
-    assert "policy_version" not in batch.keys()  # noqa: SIM118  a TensorDict iterates over its batch

@@ -14,7 +14,6 @@ OBJECTS = {
     "engine_args": "vllm.engine.arg_utils.AsyncEngineArgs",
     # the engine's process
     "engine": "vllm.v1.engine.async_llm.AsyncLLM",
-    "llm": "vllm.entrypoints.llm.LLM",
     "params": "vllm.sampling_params.SamplingParams",
     "lora": "vllm.lora.request.LoRARequest",
     "_compat.py:refuse_bad_adapters.load_and_check:manager": "vllm.lora.worker_manager.WorkerLoRAManager",
@@ -30,7 +29,6 @@ OBJECTS = {
     "modules/backends/vllm/prompt_scores.py:sampling_params": "vllm.sampling_params.SamplingParams",
     "modules/backends/vllm/sampling.py:encoder": "vllm.v1.serial_utils.MsgpackEncoder",
     "modules/backends/vllm/sampling.py:decoder": "vllm.v1.serial_utils.MsgpackDecoder",
-    "modules/backends/vllm/sync_llm.py:output": "vllm.outputs.RequestOutput",
     "modules/backends/vllm/weights/weight_check.py:_sent": "vllm.v1.engine.output_processor.RequestOutputCollector",
     # the engine core's process
     "request": "vllm.v1.request.Request",
@@ -75,9 +73,7 @@ UNRESOLVED = {
     "modules/backends/vllm/engine_args.py:getattr(engine_args, field.name)": "all fields that vLLM's own class lists",
     "modules/backends/vllm/sampling.py:getattr(params, name)": "the names of KEEPS_ALL",
     "modules/backends/vllm/sampling.py:getattr(SamplingParams(), name)": "a name that the user gives",
-    "modules/backends/vllm/sync_llm.py:getattr(params, name)": "the names of KEEPS_ALL",
     "modules/backends/vllm/kind.py:record": "of Python's logging",
-    "modules/backends/vllm/sync_llm.py:prompt": "a mapping",
     "weight_update/transports/nccl_group.py:board": "of our transports",
 }
 """``file:expression``, or ``file:*`` -> why it is not looked up."""

@@ -105,12 +105,8 @@ def one_policy(policy: Any, factory: Callable[[], Any] | None) -> Any:
 
 
 def engine_of(policy: Any) -> GenerationService | None:
-    """Return the engine behind a policy, if it knows the version of its weights; else ``None``.
-
-    A ``vllm.LLM`` does not know it, nor do TorchRL's own policies.
-    """
-    model = policy.model if isinstance(policy, vLLMWrapper) else None
-    return model if isinstance(model, GenerationService) else None
+    """Return the engine behind a policy; ``None`` for a policy that is not ours."""
+    return policy.engine if isinstance(policy, vLLMWrapper) else None
 
 
 def policy_of(policy: Any, factory: Callable[[], Any] | None) -> vLLMWrapper:
@@ -118,11 +114,6 @@ def policy_of(policy: Any, factory: Callable[[], Any] | None) -> vLLMWrapper:
     policy = one_policy(policy, factory)
     if not isinstance(policy, vLLMWrapper):
         raise TypeError(f"the policy must be a torchrl_moe vLLMWrapper, got {type(policy).__name__}")
-    if engine_of(policy) is None:
-        raise TypeError(
-            f"the policy's model is a {type(policy.model).__name__}, which answers one call at a time: make it an "
-            "AsyncVLLM, or use LLMCollector"
-        )
     if policy.num_samples is not None:
         raise ValueError(f"the policy has num_samples={policy.num_samples}: use the collector's group_size instead")
     return policy

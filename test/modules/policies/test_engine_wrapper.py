@@ -1,10 +1,9 @@
-"""What TorchRL's code asks of a wrapper besides ``forward``, and a ``vllm.LLM`` as its model."""
+"""What TorchRL's code asks of a wrapper besides ``forward``."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,12 +13,10 @@ from tensordict.nn import TensorDictSequential
 from torchrl.modules.llm.policies import Text, Tokens
 from torchrl.modules.llm.policies import vLLMWrapper as TorchRLWrapper
 
-from support.fake_llm import LLM, NEW
-from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.modules import vLLMWrapper
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 
-SHORT: dict[str, Any] = {"max_new_tokens": NEW}
+SHORT: dict[str, Any] = {"max_new_tokens": 3}
 
 
 @pytest.fixture
@@ -120,7 +117,7 @@ def test_a_wrapper_is_pickled_with_an_engine_that_is() -> None:
         policy.extra_keys,
     )
     out = other(texts("ab"))
-    assert out[0]["tokens", "response"].shape == (NEW,)
+    assert out[0]["tokens", "response"].shape == (3,)
 
 
 class Pickled(FakeAsyncVLLM):
@@ -130,87 +127,11 @@ class Pickled(FakeAsyncVLLM):
         return Pickled, ()
 
 
-# -- batching ---------------------------------------------------------------------------------------------------------
-
-
-def test_calls_of_several_threads_share_one(fake: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    generate = fake.generate
-    monkeypatch.setattr(fake, "generate", lambda **kw: calls.append(len(kw["prompt_token_ids"])) or generate(**kw))
-    policy = vLLMWrapper(fake, input_mode="text", generate_kwargs=SHORT, min_batch_size=3, inplace=False)
-    assert policy.get_batching_state()["batching_enabled"] is True
-    assert callable(vLLMWrapper.forward.__wrapped__)
-    with ThreadPoolExecutor(2) as pool:
-        one, two = pool.map(policy, [texts("a"), texts("bc", "def")])
-    assert calls == [3]
-    assert [td["text"].prompt for td in (*one.unbind(0), *two.unbind(0))] == ["a", "bc", "def"]
-    assert policy.get_batching_state()["queue_size"] == 0
-
-
-def test_scores_can_be_shared_too(fake: FakeAsyncVLLM) -> None:
-    policy = vLLMWrapper(fake, input_mode="text", generate=False, batching=True)
-    td = policy(TensorDict(text=Text(full="ab")))
-    assert td["log_probs", "full"].tolist() == [0.0, fake.score([97, 98])[1].item()]
-
-
-# -- a vllm.LLM -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.needs_vllm
-@pytest.mark.parametrize("pad", [False, True])
-@pytest.mark.parametrize("routes", [False, True])
-def test_a_vllm_llm_generates(routes: bool, pad: bool) -> None:
-    llm = LLM(routes=routes)
-    policy = vLLMWrapper(llm, input_mode="text", generate_kwargs=SHORT, pad_output=pad)
-    assert policy.model is llm
-    out = policy(texts("ab", "c"))
-    extra = {"resume", "finish_reason", "num_cached_tokens", "sampling"} | ({"routed_experts"} if routes else set())
-    assert set(policy.extra_keys) == extra  # nobody counts the versions of its weights
-    assert set(out.keys()) == {"text", "masks", "tokens", "log_probs"} | extra
-    pads = [0, 1] if pad else [0, 0]
-    for row, prompt, left in zip(out.unbind(0), ([97, 98], [99]), pads, strict=True):
-        answer = [(sum(prompt) + t) % 256 for t in range(NEW)]
-        assert row["tokens", "full"].tolist() == [256] * left + prompt + answer
-        assert row["log_probs", "response"].tolist() == [-1.0, -2.0, -3.0]
-        if routes:
-            rows = row["routed_experts", "full"][left:]
-            assert rows[:-1].tolist() == [[[-1, -1], [1, 2], [1, 2]]] * (len(rows) - 1)
-            assert rows[-1].eq(-1).all()
-
-
-@pytest.mark.needs_vllm
-def test_a_vllm_llm_scores_in_every_mode() -> None:
-    llm = LLM()
-    for mode, td in {
-        "text": TensorDict(text=Text(full=["abc"], batch_size=[1]), batch_size=[1]),
-        "tokens": TensorDict(tokens=Tokens(full=torch.tensor([[97, 98, 99]]), batch_size=[1]), batch_size=[1]),
-    }.items():
-        out = vLLMWrapper(llm, input_mode=mode, generate=False)(td)
-        torch.testing.assert_close(out["log_probs", "full"][0], torch.tensor([0.0, -0.1, -0.2]))
-    with pytest.raises(ValueError, match="'R3', which None means where routes are captured, and a vllm"):
-        vLLMWrapper(LLM(routes=True), input_mode="tokens", generate=False)
-    assert vLLMWrapper(LLM(routes=True), input_mode="tokens", generate=False, replay="none").scorer.replay == "none"
-
-
-@pytest.mark.needs_vllm
-def test_a_later_turn_of_a_vllm_llm_keeps_what_the_first_wrote() -> None:
-    policy = vLLMWrapper(LLM(), input_mode="tokens", generate_kwargs=SHORT, inplace=False)
-    first = policy(TensorDict(tokens=Tokens(prompt=torch.tensor([[5, 6]]), batch_size=[1]), batch_size=[1]))
-    turn = first.clone()
-    turn[0]["tokens"] = Tokens(prompt=torch.cat([first[0]["tokens", "full"], torch.tensor([7])]))
-    turn[0]["tokens", "full"] = first[0]["tokens", "full"]
-    out = policy(turn)[0]
-    assert out["log_probs", "full"][2:5].tolist() == [-1.0, -2.0, -3.0]
-    assert out["log_probs", "full"][5].isnan()
-    assert out["log_probs", "full"][6:].tolist() == [-1.0, -2.0, -3.0]
-
-
-def test_a_vllm_llm_refuses_what_it_cannot_keep() -> None:
-    td = texts("ab")
-    td[0]["min_version"] = torch.tensor(1)
-    with pytest.raises(ValueError, match="min_version: a vllm"):
-        vLLMWrapper(LLM(), input_mode="text")(td)
-    with pytest.raises(ValueError, match="timeout_seconds: a vllm"):
-        vLLMWrapper(LLM(), input_mode="text", timeout_seconds=1.0)(texts("ab"))
-    with pytest.raises(TypeError, match="model is a LLM, which answers one call at a time: make it an AsyncVLLM"):
-        AsyncLLMCollector(lambda: None, policy=vLLMWrapper(LLM(), input_mode="text"))
+@pytest.mark.parametrize("given", [{"batching": True}, {"min_batch_size": 1}, {"max_batch_size": 4}])
+def test_calls_of_several_threads_are_not_joined(fake: FakeAsyncVLLM, given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(ValueError, match=f"{name} must be None, got {given[name]}: .* the engine batches the requests"):
+        vLLMWrapper(fake, input_mode="text", **given)
+    policy = vLLMWrapper(fake, input_mode="text", batching=False, batching_timeout=3.0)
+    assert policy.get_batching_state()["batching_enabled"] is False
+    policy.cleanup_batching(flush=True)

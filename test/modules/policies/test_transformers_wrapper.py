@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -71,8 +70,7 @@ def test_a_new_version_keeps_every_argument() -> None:
         "layout": torch.jagged,
         "num_samples": 2,
         "chat_template": "{{ messages }}",
-        "batching": True,
-        "max_batch_size": 4,
+        "batching": False,
         "batching_timeout": 1.0,
         "prefer_tokens": True,
         "input_mode": "tokens",
@@ -95,7 +93,6 @@ def test_a_new_version_keeps_every_argument() -> None:
     assert again._arguments == scorer._arguments
     assert {**again._arguments, **changed} == again._arguments
     assert again.router_replay is scorer.router_replay is not None
-    assert (again._min_batch_size, again._max_batch_size, again._batching_timeout) == (1, 4, 1.0)
     for name in (
         "tokenizer",
         "replay",
@@ -160,7 +157,7 @@ def test_a_copy_scores_alike_and_is_on_its_own(td: TensorDictBase, replay: Any, 
             r"num_samples=2 differs from .*num_return_sequences'\]=3",
         ),
         ({"generate": True, "generate_kwargs": {"temperature": -1}}, "Temperature must be non-negative"),
-        ({"batching": False, "min_batch_size": 2}, "batching=False"),
+        ({"min_batch_size": 2}, "min_batch_size must be None, got 2: .* pass one batch"),
         ({"replay": "r3"}, r"replay must be one of \(None, 'R3', 'R2', 'none'\), got 'r3'"),
         ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
         ({"temperature": float("nan")}, "temperature must be positive, got nan"),
@@ -718,42 +715,3 @@ def test_text_comes_without_special_tokens_if_they_are_not_wanted(dense_model: n
     out = policy(asked("text"))[0]
     assert int(out["tokens", "response"][-1]) == 258
     assert "<|im_end|>" not in out["text"].response
-
-
-class Counting(TransformersWrapper):
-    """Says how many samples each batch had."""
-
-    sizes: list[int]
-
-    def _generated(self, tensordict: TensorDictBase, *args: Any) -> TensorDictBase:
-        self.sizes.append(len(tensordict))
-        return super()._generated(tensordict, *args)
-
-    def _scored(self, td: TensorDictBase) -> TensorDictBase:
-        self.sizes.append(len(td))
-        return super()._scored(td)
-
-
-@pytest.mark.parametrize("generate", [True, False])
-def test_callers_of_several_threads_share_a_batch(actor: TransformersWrapper, generate: bool) -> None:
-    arguments: dict[str, Any] = {"generate": generate, "input_mode": "text", "generate_kwargs": {"max_new_tokens": 2}}
-    alone = actor.get_new_version(**arguments)
-    together = Counting(actor.model, tokenizer=TOKENIZER, min_batch_size=3, batching_timeout=100, **arguments)
-    together.sizes = []
-    found: dict[str, TensorDictBase] = {}
-
-    def ask(text: str, wrapper: TransformersWrapper = together) -> TensorDictBase:
-        with torch.no_grad():
-            td = TensorDict({"text": Text(**{"prompt" if generate else "full": [text]}, batch_size=[1])}, [1])
-            return found.setdefault(text, wrapper(td))
-
-    threads = [Thread(target=ask, args=(text,)) for text in ("a", "bc", "def")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert together.sizes == [3]
-    for text, out in found.items():
-        wanted = alone(TensorDict({"text": Text(**{"prompt" if generate else "full": [text]}, batch_size=[1])}, [1]))
-        assert out[0][FULL].tolist() == wanted[0][FULL].tolist()
-    assert together.get_batching_state()["queue_size"] == 0

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
-from support.fake_llm import LLM
 from torchrl_moe.modules.policies.wrapper_arguments import (
     changed_arguments,
     engine_of,
@@ -17,10 +17,12 @@ from torchrl_moe.modules.policies.wrapper_arguments import (
     split_arguments,
     tokenizer_of,
 )
-from torchrl_moe.modules.serving.llm_service import LLMService
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 
 PLAIN: dict[str, Any] = {
+    "batching": None,
+    "min_batch_size": None,
+    "max_batch_size": None,
     "generate": True,
     "input_mode": "text",
     "pad_model_input": None,
@@ -69,15 +71,18 @@ def test_an_invalid_value_is_refused(bad: dict[str, Any], words: str) -> None:
 def test_an_engine_is_itself_and_anything_else_is_refused() -> None:
     with FakeAsyncVLLM() as engine:
         assert engine_of(engine) is engine
-    with pytest.raises(TypeError, match=r"model must be an AsyncVLLM, a vllm\.LLM, .* got int. .*AsyncVLLM\.connect"):
+    with pytest.raises(
+        TypeError, match=r"model must be an AsyncVLLM, a folder .* got builtins\.int\. .*AsyncVLLM\.connect"
+    ):
         engine_of(3)
 
 
-def test_a_vllm_llm_gets_the_face_of_a_service() -> None:
-    llm = LLM()
-    engine = engine_of(llm)
-    assert isinstance(engine, LLMService)
-    assert tokenizer_of(None, engine) is llm.tokenizer
+@pytest.mark.parametrize("name", ["vllm.entrypoints.llm.LLM", "torchrl.modules.llm.backends.vllm.AsyncVLLM"])
+def test_the_engines_of_others_are_refused_by_name(name: str) -> None:
+    module, _, cls = name.rpartition(".")
+    theirs = type(cls, (), {"__module__": module})()
+    with pytest.raises(TypeError, match=rf"got {re.escape(name)}\. AsyncVLLM\.from_pretrained"):
+        engine_of(theirs)
 
 
 def test_sampling_parameters_have_what_rl_needs() -> None:
@@ -120,12 +125,6 @@ def test_tokens_follow_recorded_experts_where_an_engine_captures_some(
         assert scorer is not None
         assert scorer.replay == replay
         assert scorer_of(engine, {**SCORING, "generate": True}, {}) is None
-
-
-def test_a_vllm_llm_follows_none() -> None:
-    for routes, asked in ((False, "R3"), (True, None)):
-        with pytest.raises(ValueError, match=r"a vllm\.LLM follows no recorded experts: pass replay='none'"):
-            scorer_of(LLMService(LLM(routes=routes)), {**SCORING, "replay": asked}, {})
 
 
 def test_a_new_version_changes_what_goes_with_its_changes() -> None:

@@ -26,7 +26,7 @@ from torchrl_moe.modules.policies.routes import no_routes, read_routes
 from torchrl_moe.modules.policies.sampled_from import UNSAID, read_sampling, says_nothing
 from torchrl_moe.modules.policies.sampling_entry import SAMPLING
 from torchrl_moe.modules.policies.scoring import ScoringBatch, read_batch
-from torchrl_moe.modules.serving.llm_service import Engine
+from torchrl_moe.modules.serving.service import GenerationService
 
 __all__ = ["EngineScorer"]
 
@@ -44,7 +44,7 @@ class EngineScorer:
         arguments: of the engine's ``score``: ``actor_index``, ``lora_request``, ``timeout_seconds``, ``use_tqdm``.
     """
 
-    engine: Engine
+    engine: GenerationService
     replay: Literal["R3", "none"] = "R3"
     temperature: float | None = None
     tokens_key: Any = ("tokens", "full")

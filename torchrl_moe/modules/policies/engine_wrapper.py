@@ -63,6 +63,8 @@ class EngineWrapper(LLMWrapperBase):
     """
 
     CompletionOutput_tc = _CompletionClass()
+    # TorchRL's base class reads them: calls of several threads are not joined
+    _min_batch_size = _max_batch_size = None
 
     scorer: EngineScorer | None
     tokenizer: Any
@@ -106,13 +108,8 @@ class EngineWrapper(LLMWrapperBase):
         """Use another tokenizer from now on."""
         self.tokenizer = tokenizer
 
-    def _set_keys(self, arguments: Mapping[str, Any], has_versions: bool) -> None:
-        """Set all keys, and which entries are read and written.
-
-        Args:
-            arguments: the wrapper's.
-            has_versions: whether the engine counts the versions of its weights.
-        """
+    def _set_keys(self, arguments: Mapping[str, Any]) -> None:
+        """Set all keys, and which entries are read and written."""
         for name in NAMES:
             setattr(self, f"{name}_key", arguments[f"{name}_key"])
         self.return_history, self.return_text = self.input_mode == "history", self.input_mode != "tokens"
@@ -122,7 +119,6 @@ class EngineWrapper(LLMWrapperBase):
             masks=self.masks_key,
             log_probs=self.log_probs_key if self.return_log_probs else None,
             routed_experts=self.routed_experts_key if self.return_routed_experts else None,
-            versions=has_versions,
         )
         leaf = "full" if self.scorer is not None else "prompt"
         self.input_key = arguments["input_key"] or (self.input_mode, leaf)
@@ -135,8 +131,16 @@ class EngineWrapper(LLMWrapperBase):
 
     def _extra_keys(self) -> list[NestedKey]:
         keys: list[NestedKey] = [] if self.keys.routed_experts is None else [self.keys.routed_experts]
-        keys += ["policy_versions", "policy_version", "num_segments"] if self.keys.versions else []
-        return [*keys, "resume", "finish_reason", "num_cached_tokens", SAMPLING]
+        return [
+            *keys,
+            "policy_versions",
+            "policy_version",
+            "num_segments",
+            "resume",
+            "finish_reason",
+            "num_cached_tokens",
+            SAMPLING,
+        ]
 
     @property
     def _source(self) -> Source:

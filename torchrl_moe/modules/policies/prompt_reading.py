@@ -13,7 +13,16 @@ from torchrl_moe._compat_generation import chat_template_named
 from torchrl_moe.modules.policies import prompts as reading
 from torchrl_moe.modules.policies.prompts import Chat, Prompts
 
-__all__ = ["Source", "check_templates", "options_of", "reads_chats", "require_key", "template_of", "template_options"]
+__all__ = [
+    "Source",
+    "check_templates",
+    "options_of",
+    "reads_chats",
+    "refuse_batching",
+    "require_key",
+    "template_of",
+    "template_options",
+]
 
 OPTIONS, TOOLS = "chat_template_kwargs", "tools"
 """Entries of a sample that are for its chat template."""
@@ -101,6 +110,13 @@ def require_key(samples: Sequence[TensorDictBase], key: NestedKey, input_mode: s
                 f"Expected {key!r} key in sample {i}, where input_mode={input_mode!r} reads it; the sample has "
                 f"{sorted(map(str, sample.keys(True)))}"
             )
+
+
+def refuse_batching(arguments: Mapping[str, Any], instead: str) -> None:
+    """Refuse what joins calls of several threads in TorchRL's wrappers."""
+    for name in ("batching", "min_batch_size", "max_batch_size"):
+        if arguments[name] not in (None, False):
+            raise ValueError(f"{name} must be None, got {arguments[name]!r}: calls are not joined here; {instead}")
 
 
 def check_templates(arguments: Mapping[str, Any]) -> None:

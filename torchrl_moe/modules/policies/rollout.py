@@ -36,13 +36,12 @@ NO_VERSION = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutKeys:
-    """The keys that the wrapper writes; ``None`` omits an entry; without ``versions`` there are no version entries."""
+    """The keys that the wrapper writes; ``None`` omits an entry."""
 
     tokens: str = "tokens"
     masks: str = "masks"
     log_probs: str | None = "log_probs"
     routed_experts: str | None = "routed_experts"
-    versions: bool = True
 
 
 def _mask(prompt: int, total: int) -> Tensor:
@@ -115,11 +114,10 @@ def answer_tensordict(
         "num_cached_tokens": torch.tensor(completion.num_cached_tokens),
         SAMPLING: sampling_entry(params, output.kept, len(prompt), len(full), goes_on_from, real),
     }
-    if keys.versions:
-        versions = per_token["policy_versions"]
-        least = versions[len(prompt) :].min().long() if len(response) else torch.tensor(NO_VERSION)
-        source |= {"policy_versions": TensorDict({"full": versions}), "policy_version": least}
-        source["num_segments"] = torch.tensor(num_segments(versions))
+    versions = per_token["policy_versions"]
+    least = versions[len(prompt) :].min().long() if len(response) else torch.tensor(NO_VERSION)
+    source |= {"policy_versions": TensorDict({"full": versions}), "policy_version": least}
+    source["num_segments"] = torch.tensor(num_segments(versions))
     if keys.log_probs is not None:
         values = per_token[keys.log_probs]
         source[keys.log_probs] = _unpadded(LogProbs, response=values[len(prompt) :].clone(), full=values)
@@ -133,10 +131,9 @@ def _per_token(
 ) -> dict[str, Tensor]:
     """Return what this turn knows of every token of ``full``, by key: ``[T, ...]``."""
     values = {}
-    if keys.versions:
-        versions = torch.full((total,), NO_VERSION, dtype=torch.int32)
-        versions[prompt:] = torch.from_numpy(output.policy_versions.copy())
-        values["policy_versions"] = versions
+    versions = torch.full((total,), NO_VERSION, dtype=torch.int32)
+    versions[prompt:] = torch.from_numpy(output.policy_versions.copy())
+    values["policy_versions"] = versions
     if keys.log_probs is not None:
         if output.logprobs is None:
             raise ValueError("the engine returned no log-probs: leave generate_kwargs['logprobs'] out, or set it to 0")

@@ -78,6 +78,8 @@ class ScoringWrapper(DenseDistributions):
     log_probs_key: str
     routed_experts_key: str
     _has_warned = _has_warned_of_routes = _has_warned_of_sums = False
+    # TorchRL's base class reads them: calls of several threads are not joined
+    _min_batch_size = _max_batch_size = None
 
     def score(
         self, td: TensorDictBase, router_logits: bool = False, entropy: bool = True, mask: Tensor | None = None

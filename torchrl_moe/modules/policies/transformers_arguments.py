@@ -10,7 +10,7 @@ from torch import nn
 
 from torchrl_moe._compat_transformers import load_whole
 from torchrl_moe._errors import UnsupportedRouterError
-from torchrl_moe.modules.policies.prompt_reading import check_templates
+from torchrl_moe.modules.policies.prompt_reading import check_templates, refuse_batching
 from torchrl_moe.modules.replay.discovery import has_experts
 from torchrl_moe.modules.replay.incoming import ON_BAD_ROUTES
 from torchrl_moe.modules.replay.parallelism import computing_device, refused_parallelism
@@ -65,6 +65,7 @@ def refuse(arguments: dict[str, Any]) -> None:
         arguments: as :func:`complete` returns them.
     """
     check_templates(arguments)
+    refuse_batching(arguments, "pass one batch")
     allowed = {
         "input_mode": INPUT_MODES,
         "replay": REPLAYS,

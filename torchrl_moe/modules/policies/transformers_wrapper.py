@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from tensordict import NestedKey, TensorDictBase, lazy_stack, set_list_to_stack
 
-from torchrl_moe.modules.policies.batching import batched, set_batching
 from torchrl_moe.modules.policies.generated_answers import Generation
 from torchrl_moe.modules.policies.generation_settings import GenerationSettings, leaves_words_out, temperature_of
 from torchrl_moe.modules.policies.prompt_reading import Source, template_options
@@ -70,8 +69,7 @@ class TransformersWrapper(ScoringWrapper):
         chat_template_kwargs: arguments of the template, such as ``{"enable_thinking": False}``.
         return_log_probs: whether answers have log-probs (default: True).
         history_key, text_key, tokens_key, masks_key, log_probs_key, routed_experts_key: where to read and write.
-        batching, min_batch_size, max_batch_size, batching_timeout: join calls of several threads in one forward pass,
-            see :func:`~torchrl_moe.modules.policies.batching.batched`.
+        batching, min_batch_size, max_batch_size, batching_timeout: TorchRL's; refused if set: pass one batch.
         prefer_tokens: as in :class:`vLLMWrapper`.
         replay: which experts to score with, see :mod:`~torchrl_moe.modules.policies.scoring_wrapper`: ``"R3"``,
             ``"R2"`` or ``"none"``. Default: R3 for tokens of a model with routers, else none.
@@ -146,7 +144,6 @@ class TransformersWrapper(ScoringWrapper):
         super().__init__()
         refuse(arguments)
         self.settings = GenerationSettings.of(generate_kwargs)
-        set_batching(self, batching, min_batch_size, max_batch_size, batching_timeout)
         self.input_mode, self.generate = arguments["input_mode"], arguments["generate"]
         self._set_samples(num_samples, inplace)
         self._set_model(arguments)
@@ -276,7 +273,6 @@ class TransformersWrapper(ScoringWrapper):
     # -- forward ----------------------------------------------------------------------------------------------------
 
     @set_list_to_stack(True)  # type: ignore[untyped-decorator]
-    @batched
     def forward(
         self,
         tensordict: TensorDictBase,

@@ -16,7 +16,6 @@ from tensordict import NestedKey, TensorDictBase, set_list_to_stack
 from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies import prompts as reading
-from torchrl_moe.modules.policies.batching import batched, set_batching
 from torchrl_moe.modules.policies.engine_wrapper import EngineWrapper, no_logits
 from torchrl_moe.modules.policies.generate_kwargs import engine_arguments_of, overridden
 from torchrl_moe.modules.policies.request_keys import request_argument, request_arguments
@@ -51,8 +50,7 @@ class vLLMWrapper(EngineWrapper):
     """Generates with an :class:`AsyncVLLM`, or scores with it.
 
     Args:
-        model: an engine; a folder or hub name, from which an :class:`AsyncVLLM` is started; or a ``vllm.LLM``, which
-            runs one call at a time and does not track weight versions.
+        model: an engine; or a folder or hub name, from which an :class:`AsyncVLLM` is started.
         tokenizer: default: the engine's own; a string is loaded by name.
         input_mode: kind of input: ``"history"``, ``"text"`` or ``"tokens"``.
         input_key: where to read it; default ``(input_mode, "prompt")``, and ``(input_mode, "full")`` to score.
@@ -74,9 +72,8 @@ class vLLMWrapper(EngineWrapper):
         return_log_probs: whether to write log-probs; ``None`` means True.
         return_routed_experts: whether to write routes (default: if the engine captures them).
         history_key, text_key, tokens_key, masks_key, log_probs_key, routed_experts_key: where to write.
-        batching, min_batch_size, max_batch_size, batching_timeout: whether calls of several threads are joined, the
-        sizes of the joined batch, and how long to wait for it in seconds. For compatibility with TorchRL: the engine
-        already batches the requests of all threads.
+        batching, min_batch_size, max_batch_size, batching_timeout: TorchRL's; refused if set: the engine batches the
+            requests of all threads.
         prefer_tokens: in history mode, use the ids in ``"tokens"`` instead of encoding again: the ids of an earlier
             turn for the part that they cover, else the caller's own ``("tokens", "prompt")`` or ``"full"``, unchanged.
         timeout_seconds: per request; a late batch raises :class:`GenerationTimeout`.
@@ -147,7 +144,6 @@ class vLLMWrapper(EngineWrapper):
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
-        set_batching(self, batching, min_batch_size, max_batch_size, batching_timeout)
         refuse(arguments)
         self.model = model = model_of(model)
         self.engine = engine_of(model)
@@ -161,7 +157,7 @@ class vLLMWrapper(EngineWrapper):
         self.scorer = scorer_of(self.engine, arguments, self.engine_arguments)
         self.sampling_params = sampling_parameters_of(sampling, num_samples, self.return_log_probs)
         self._set_samples(num_samples, inplace)
-        self._set_keys(arguments, has_versions=self.engine is model)
+        self._set_keys(arguments)
         if input_mode == "history":
             self._source.template()  # raises if there is none
 
@@ -183,7 +179,6 @@ class vLLMWrapper(EngineWrapper):
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
-    @batched
     @set_list_to_stack(True)  # type: ignore[untyped-decorator]
     def forward(
         self,

@@ -10,9 +10,8 @@ import torch
 
 from torchrl_moe.modules.policies.engine_scorer import EngineScorer
 from torchrl_moe.modules.policies.generate_kwargs import engine_arguments_of, sampling_params_of
-from torchrl_moe.modules.policies.prompt_reading import check_templates
+from torchrl_moe.modules.policies.prompt_reading import check_templates, refuse_batching
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
-from torchrl_moe.modules.serving.llm_service import Engine, LLMService, is_llm
 from torchrl_moe.modules.serving.sampling_parameters import SamplingParameters
 from torchrl_moe.modules.serving.service import GenerationService
 
@@ -47,6 +46,7 @@ def refuse(arguments: dict[str, Any]) -> None:
         raise ValueError(f"pad_output must be a boolean, got {arguments['pad_output']!r}")
     if arguments["layout"] not in (None, torch.strided):
         raise ValueError(f"layout must be None or torch.strided, got {arguments['layout']}")
+    refuse_batching(arguments, "the engine batches the requests of all threads")
     num_samples = arguments["num_samples"]
     if num_samples is not None and num_samples < 1:
         raise ValueError(f"num_samples must be at least 1, got {num_samples}")
@@ -91,27 +91,13 @@ def changed_arguments(arguments: Mapping[str, Any], changes: Mapping[str, Any]) 
     return {**arguments, **follow, **changes}
 
 
-def scorer_of(engine: Engine, arguments: dict[str, Any], asked: dict[str, Any]) -> EngineScorer | None:
-    """Return the scorer; ``None`` if the wrapper generates.
-
-    Args:
-        engine: that scores.
-        arguments: the wrapper's.
-        asked: those among them that are for the engine's ``generate``.
-
-    Raises:
-        ValueError: a ``vllm.LLM`` would have to follow recorded experts.
-    """
+def scorer_of(engine: GenerationService, arguments: dict[str, Any], asked: dict[str, Any]) -> EngineScorer | None:
+    """Return the scorer, which asks ``generate`` for what is in ``asked``; ``None`` if the wrapper generates."""
     if arguments["generate"]:
         return None
     given: dict[str, Any] = {name: asked[name] for name in ("actor_index", "lora_request") if name in asked}
     follows = arguments["input_mode"] == "tokens" and engine.routing_layout is not None
     replay: Literal["R3", "none"] = arguments["replay"] or ("R3" if follows else "none")
-    if replay == "R3" and isinstance(engine, LLMService):
-        raise ValueError(
-            "replay='R3', which None means where routes are captured, and a vllm.LLM follows no recorded experts: pass "
-            "replay='none', or use AsyncVLLM.from_pretrained(path)"
-        )
     return EngineScorer(
         engine=engine,
         replay=replay,
@@ -161,19 +147,18 @@ def model_of(model: Any) -> Any:
     return model
 
 
-def engine_of(model: Any) -> Engine:
+def engine_of(model: Any) -> GenerationService:
     """Return the engine interface of a model."""
     if isinstance(model, GenerationService):
         return model
-    if is_llm(model):
-        return LLMService(model)
+    name = f"{type(model).__module__}.{type(model).__qualname__}"
     raise TypeError(
-        f"model must be an AsyncVLLM, a vllm.LLM, a folder or a hub name, got {type(model).__name__}. An engine in Ray "
-        "is reached by AsyncVLLM.connect(name)."
+        f"model must be an AsyncVLLM, a folder or a hub name, got {name}. AsyncVLLM.from_pretrained(path, ...) takes "
+        "the arguments of a vllm.LLM or of TorchRL's engine; AsyncVLLM.connect(name) reaches an engine in Ray."
     )
 
 
-def tokenizer_of(tokenizer: Any, engine: Engine) -> Any:
+def tokenizer_of(tokenizer: Any, engine: GenerationService) -> Any:
     """Return the tokenizer: as given, by its name, or the engine's."""
     if tokenizer is None:
         return engine.get_tokenizer()
@@ -184,7 +169,7 @@ def tokenizer_of(tokenizer: Any, engine: Engine) -> Any:
     return tokenizer
 
 
-def keeps_routes(wanted: bool | None, engine: Engine) -> bool:
+def keeps_routes(wanted: bool | None, engine: GenerationService) -> bool:
     """Whether routes are written: as passed; by default if the engine captures them."""
     captured = engine.routing_layout is not None
     if wanted and not captured:
