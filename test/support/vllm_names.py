@@ -80,7 +80,6 @@ UNRESOLVED = {
     "modules/backends/vllm/kind.py:record": "of Python's logging",
     "modules/backends/vllm/request_outputs.py:prompt_log_probs": "an array",
     "modules/backends/vllm/sync_llm.py:prompt": "a mapping",
-    "weight_update/transports/nccl_group.py:board": "of our transports",
 }
 """``file:expression``, or ``file:*`` -> why it is not looked up."""
 

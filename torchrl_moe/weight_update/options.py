@@ -171,9 +171,8 @@ class CollectiveOptions:
             they are ignored where there is no group.
         master_port: of the trainer's server there.
         gpus_per_replica: checked against the engine's workers per replica, if given.
-        device: the trainer's.
+        device: TorchRL's; weights are sent from host memory.
         buffer_bytes: sent at a time.
-        num_buffers: of that size at each end, with nccl.
         fan_out: how many the trainer, and each replica, sends to, with gloo.
     """
 
@@ -182,12 +181,11 @@ class CollectiveOptions:
     gpus_per_replica: int | None = None
     device: torch.device | str | int | None = None
     buffer_bytes: int | None = None
-    num_buffers: int | None = None
     fan_out: int | None = None
 
     def where(self) -> dict[str, Any]:
         """Return the options for :func:`~torchrl_moe.weight_update.transports.registry.open_transport`."""
-        names = ("buffer_bytes", "num_buffers", "fan_out")
+        names = ("buffer_bytes", "fan_out")
         return {
             "address": self.master_address,
             "port": self.master_port,
@@ -198,25 +196,17 @@ class CollectiveOptions:
     def check(self, transport: str) -> None:
         """Raise ``ValueError`` for an option that has no meaning for a transport."""
         if transport == "memmap":
-            for name in ("buffer_bytes", "num_buffers", "fan_out"):
+            for name in ("buffer_bytes", "fan_out"):
                 if getattr(self, name) is not None:
                     raise ValueError(
                         f"{name} belongs to a collective transport; transport='memmap' has no process group"
                     )
         check_number("master_port", self.master_port, 0, 65535, whole=True, none=True, hint="0: a free one.")
-        for name in ("gpus_per_replica", "buffer_bytes", "num_buffers", "fan_out"):
+        for name in ("gpus_per_replica", "buffer_bytes", "fan_out"):
             check_number(name, getattr(self, name), 1, whole=True, none=True)
         kind = None if self.device is None else _device(self.device).type
         if transport == "gloo" and kind not in (None, "cpu"):
             raise ValueError(f"device={self.device!r}: transport='gloo' sends from the CPU")
-        if transport == "nccl" and kind not in (None, "cuda"):
-            raise ValueError(f"device={self.device!r}: transport='nccl' sends from a GPU")
-        if transport == "gloo" and self.num_buffers is not None:
-            raise ValueError(f"num_buffers={self.num_buffers} belongs to transport='nccl'; gloo sends from the store")
-        if transport == "nccl" and self.fan_out is not None:
-            raise ValueError(
-                f"fan_out={self.fan_out} belongs to transport='gloo'; nccl sends to each replica by itself"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +214,7 @@ class SyncOptions:
     """All options of a weight sync.
 
     Attributes:
-        transport: ``"memmap"``, ``"gloo"`` or ``"nccl"``.
+        transport: ``"memmap"`` or ``"gloo"``.
         store: where versions are stored.
         source: which part of a model is sent.
         staging: how replicas prepare a version.
@@ -233,7 +223,7 @@ class SyncOptions:
         num_replicas: checked against the engine, if given.
     """
 
-    transport: Literal["memmap", "gloo", "nccl"]
+    transport: str
     store: StoreOptions
     source: SourceOptions
     staging: StageOptions

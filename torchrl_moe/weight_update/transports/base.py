@@ -108,10 +108,6 @@ class Transport(Protocol):
 class Receiver(Protocol):
     """Where a worker takes versions from; the code that loads them knows nothing else of a transport."""
 
-    @property
-    def loads_during_pause(self) -> str:
-        """Why a version cannot be fetched before the pause, so that :meth:`load` receives it; empty if it can."""
-
     def manifest(self, version: int) -> Manifest:
         """Return the manifest of a version that is there.
 
@@ -131,9 +127,6 @@ class Receiver(Protocol):
 
     def reading(self, manifest: Manifest) -> AbstractContextManager[Mapping[str, Tensor]]:
         """Yield a version's tensors by checkpoint name; they are valid inside the context only."""
-
-    def load(self, manifest: Manifest) -> int:
-        """Receive a version straight into the model, during the pause; return how many tensors it took."""
 
     def close(self) -> None:
         """Disconnect from the sender. Idempotent."""

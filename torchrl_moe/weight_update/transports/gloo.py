@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ class GlooTransport:
         port: int = 0,
     ) -> None:
         if torch.device(device).type != "cpu":
-            raise ValueError(f"device={str(device)!r}: transport='gloo' sends from the CPU; 'nccl' sends from a GPU")
+            raise ValueError(f"device={str(device)!r}: transport='gloo' sends from the CPU")
         self._reader = WeightStoreReader(os.fspath(folder))
         self._address, self._buffer_bytes = address, BUFFER_BYTES if buffer_bytes is None else buffer_bytes
         if self._buffer_bytes < 1:
@@ -298,8 +298,6 @@ class GlooReceiver:
         WeightSyncError: the meeting is on another host.
     """
 
-    loads_during_pause = ""
-
     def __init__(self, options: Mapping[str, Any], rank: int) -> None:
         self._timeout = float(options["timeout_seconds"])
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -379,10 +377,6 @@ class GlooReceiver:
             if self.manifest(manifest.version) != manifest:
                 raise ManifestMismatch(f"version {manifest.version} was received again since its manifest was read")
             yield {entry.name: tensor_in(self._buffer, entry) for entry in manifest.entries}
-
-    def load(self, manifest: Manifest) -> NoReturn:
-        """Refuse: a version is fetched before the pause."""
-        raise WeightSyncError(f"version {manifest.version} is fetched, and not loaded as it arrives")
 
     def close(self) -> None:
         """Leave the group, or give up meeting it; a receiver that still waits gets an error. Idempotent."""

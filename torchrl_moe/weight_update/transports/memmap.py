@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
 from torch import Tensor
 
-from torchrl_moe._errors import WeightSyncError
 from torchrl_moe.weight_update.store import Manifest, WeightStoreReader
 from torchrl_moe.weight_update.transports.base import Peer, StageOptions, StageReport
 
@@ -52,8 +51,6 @@ class MemmapReceiver:
         folder: of the store.
     """
 
-    loads_during_pause = ""
-
     def __init__(self, folder: str) -> None:
         self._reader = WeightStoreReader(folder)
 
@@ -72,10 +69,6 @@ class MemmapReceiver:
     def reading(self, manifest: Manifest) -> AbstractContextManager[Mapping[str, Tensor]]:
         """Yield the tensors as they are in the store."""
         return self._reader.reading(manifest)
-
-    def load(self, manifest: Manifest) -> NoReturn:
-        """Refuse: a version is read."""
-        raise WeightSyncError(f"version {manifest.version} is read from the store, and not received")
 
     def close(self) -> None:
         """Release the copy. Idempotent."""

@@ -230,7 +230,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_paused(engine: Loaded, 
     serve(engine, script)
 
 
-@pytest.mark.parametrize(("transport", "hint"), [("adapter", "use lora='merged'"), ("nccl", "transport='memmap'")])
+@pytest.mark.parametrize(("transport", "hint"), [("adapter", "use lora='merged'"), ("mpi", "transport='memmap'")])
 def test_other_transports_are_refused_by_name(engine: Loaded, transport: str, hint: str) -> None:
     async def script(bench: Bench) -> None:
         weights = EngineWeights(engine.decoder.model, engine.info.model, bench.requests, engine.report)

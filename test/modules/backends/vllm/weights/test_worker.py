@@ -20,7 +20,6 @@ from support.waiting import until
 from torchrl_moe._errors import DigestMismatch, ManifestMismatch, SyncTimeout, WeightSyncError
 from torchrl_moe.weight_update.store import Manifest, WeightStoreWriter
 from torchrl_moe.weight_update.transports.memmap import MemmapReceiver
-from torchrl_moe.weight_update.transports.nccl import NcclReceiver
 
 
 class Layer(nn.Module):
@@ -193,32 +192,6 @@ def test_a_model_that_stops_reading_is_found(worker: Any, model: Model, store: W
     worker.start_weight_update()
     with pytest.raises(WeightSyncError, match="the model took 3 of 4 tensors of version 1"):
         receive(worker, 1)
-
-
-class Pushing(NcclReceiver):
-    """In the place of NCCL: gives the model what it has, when it is asked to load."""
-
-    def __init__(self, model: Model, tensors: dict[str, Tensor]) -> None:
-        self.model, self.tensors = model, tensors
-
-    def load(self, manifest: Any) -> int:
-        self.model.load_weights(iter(self.tensors.items()))
-        return len(self.tensors)
-
-
-def test_a_receiver_that_loads_by_itself_is_let_do_so(worker: Any, model: Model, store: WeightStoreWriter) -> None:
-    manifest = store.publish(values(1.0).items(), 1)
-    worker._receiver = Pushing(model, values(1.0))
-    assert begin(worker, manifest)
-    report = finished(worker)
-    assert (report["reason"], report["error"]) == ("nccl sends during the pause", None)
-    load(worker, 1)
-    assert same(weights_of(model), values(1.0))
-    worker._receiver.tensors.pop("first.a")
-    worker.start_weight_update()
-    with pytest.raises(WeightSyncError, match="3 of 4 tensors of version 1 arrived"):
-        receive(worker, 1)
-    assert not worker.whole
 
 
 def test_what_was_received_is_passed_on_by_a_receiver_that_can(worker: Any) -> None:

@@ -138,9 +138,6 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         stream: TensorStream | None = None
         receiver = self._open()
-        if receiver.loads_during_pause:
-            self._receive(receiver, self._manifest(update_info.version))
-            return
         try:
             manifest = self._manifest(update_info.version)
             # until the update is finished: vLLM keeps tensors of layers that are not full, such as padded embeddings
@@ -152,11 +149,6 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self.finish_weight_update()
             self._reading.close()
             raise
-
-    def _receive(self, receiver: Receiver, manifest: Manifest) -> None:
-        """Load tensors as they arrive."""
-        if (taken := receiver.load(manifest)) != len(manifest.entries):
-            raise WeightSyncError(f"{taken} of {len(manifest.entries)} tensors of version {manifest.version} arrived")
 
     def _manifest(self, version: int) -> Manifest:
         """Return the manifest that was staged, since not every receiver can look one up."""
