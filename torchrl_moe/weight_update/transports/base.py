@@ -43,7 +43,6 @@ class StageReport:
         digest: of names, dtypes, shapes, and bytes.
         fetched: seconds until the bytes had arrived and were checked.
         loaded: seconds to load an adapter beside others; weights are loaded during the pause.
-        reason: why nothing was fetched, or is not copied to the replica's node; empty if nothing is missing.
     """
 
     seconds: float
@@ -51,7 +50,6 @@ class StageReport:
     digest: str
     fetched: float = 0.0
     loaded: float = 0.0
-    reason: str = ""
 
 
 class Peer(Protocol):
@@ -115,11 +113,8 @@ class Receiver(Protocol):
             ManifestMismatch: it is not.
         """
 
-    def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> str | None:
+    def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> None:
         """Bring a version here, and compare its digests if asked to. May wait for the sender: it runs in a thread.
-
-        Returns:
-            A remark for the report, if there is one.
 
         Raises:
             DigestMismatch: other bytes arrived than were published.

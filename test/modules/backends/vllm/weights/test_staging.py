@@ -25,14 +25,13 @@ class FakeReceiver:
     def __init__(self) -> None:
         self.fetched: list[tuple[int, bool, int]] = []
         self.error: Exception | None = None
-        self.remark: str | None = None
         self.hold: threading.Event | None = None
         self.during: dict[str, Any] = {}
 
     def manifest(self, version: int) -> Manifest:
         return Manifest(version, 0, ())
 
-    def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> str | None:
+    def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> None:
         self.during = {
             "thread": threading.current_thread(),
             "turn": sys.getswitchinterval(),
@@ -44,7 +43,6 @@ class FakeReceiver:
             assert self.hold.wait(60.0)
         if self.error is not None:
             raise self.error
-        return self.remark
 
     def close(self) -> None:
         """Nothing is held."""
@@ -61,15 +59,9 @@ def test_a_version_is_fetched_in_the_thread_and_its_manifest_is_kept() -> None:
     begun = run(receiver)
     report = begun.report()
     assert report.pop("fetched") > 0
-    assert report == {"running": False, "reason": "", "error": None}
+    assert report == {"running": False, "error": None}
     assert receiver.fetched == [(3, True, 2)]
     assert begun.manifest == Manifest(3, 0, ())
-
-
-def test_what_a_receiver_remarks_is_reported() -> None:
-    receiver = FakeReceiver()
-    receiver.remark = "no room for a copy"
-    assert run(receiver).report()["reason"] == "no room for a copy"
 
 
 def test_until_it_has_ended_it_says_only_that_it_runs() -> None:

@@ -69,7 +69,7 @@ class Staging:
         self.manifest: Manifest | None = None
         self._text, self._receiver = manifest, receiver
         self._verify, self._threads = verify, threads
-        self._remark, self._fetched = "", 0.0
+        self._fetched = 0.0
         self._job = _run_politely(self._fetch)
 
     @property
@@ -84,7 +84,6 @@ class Staging:
         error = self._job.exception()
         return {
             "running": False,
-            "reason": self._remark,
             "fetched": self._fetched,
             "error": None if error is None else f"{type(error).__name__}: {error}",
         }
@@ -92,7 +91,7 @@ class Staging:
     def _fetch(self) -> None:
         started = time.perf_counter()
         self.manifest = manifest = Manifest.from_json(self._text)
-        self._remark = self._receiver.fetch(manifest, verify=self._verify, threads=self._threads) or ""
+        self._receiver.fetch(manifest, verify=self._verify, threads=self._threads)
         self._fetched = time.perf_counter() - started
 
 
