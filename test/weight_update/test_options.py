@@ -79,9 +79,9 @@ def test_what_is_no_number_is_refused(choices: dict[str, Any]) -> None:
         ("gloo", {"device": 0}, "device=0: transport='gloo' sends from the CPU"),
         ("gloo", {"gpus_per_replica": 0}, "gpus_per_replica must be an integer of at least 1, or None, got 0"),
         ("gloo", {"buffer_bytes": 0}, "buffer_bytes must be an integer of at least 1, or None, got 0"),
-        ("gloo", {"fan_out": 0}, "fan_out must be an integer of at least 1, or None, got 0"),
-        ("memmap", {"fan_out": 2}, "fan_out belongs to a collective transport"),
-        ("memmap", {"buffer_bytes": 1}, "buffer_bytes belongs to a collective transport"),
+        ("gloo", {"master_address": "10.0.0.1"}, "master_address='10.0.0.1': transport='gloo' reaches .* one host"),
+        ("gloo", {"master_address": "trainer.example"}, "use transport='memmap', layout='versions' and folder="),
+        ("memmap", {"buffer_bytes": 1}, "buffer_bytes belongs to transport='gloo'"),
     ],
 )
 def test_a_collectives_argument_must_have_a_meaning(transport: str, choices: dict[str, Any], words: str) -> None:
@@ -90,7 +90,9 @@ def test_a_collectives_argument_must_have_a_meaning(transport: str, choices: dic
 
 
 def test_those_that_have_one_pass() -> None:
-    CollectiveOptions(master_address="10.0.0.1", gpus_per_replica=2, device="cpu").check("gloo")
+    for address in ("127.0.0.1", "::1", "localhost"):
+        CollectiveOptions(master_address=address, master_port=29500, gpus_per_replica=2, device="cpu").check("gloo")
+    CollectiveOptions(master_address="10.0.0.1").check("memmap")
     CollectiveOptions(device=1).check("memmap")
     assert CollectiveOptions(device=1).where()["device"] == torch.device("cuda:1")  # TorchRL's way to name it
     CollectiveOptions(buffer_bytes=1 << 20).check("gloo")

@@ -48,9 +48,9 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
     """The options of a weight sync. TorchRL's arguments come first, in its order.
 
     Args:
-        master_address: where the ranks of a collective transport meet; default: 127.0.0.1, over a file. Not used with
-            ``"memmap"``.
-        master_port: of the trainer's server there; default: a free one. On one host no port is opened.
+        master_address: with ``"gloo"`` it must be a loopback address, since all ranks are on one host and meet in a
+            folder. Not used with ``"memmap"``.
+        master_port: not used: no port is opened.
         gpus_per_replica: checked against the engine's workers per replica, if given.
         num_replicas: checked against the engine, if given.
         strategy: TorchRL's; both of its ways take the same weights.
@@ -85,7 +85,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         timeout_seconds: deadline of each step of each replica.
         buffer_bytes: bytes that gloo sends at a time; default: 64 MiB.
         num_buffers: of ``"nccl"``; refused.
-        fan_out: with gloo: how many replicas the trainer, and each replica, sends to; default: 4.
+        fan_out: of gloo's tree, which is gone; refused.
 
     Raises:
         ValueError: an unknown option, or an argument that has no meaning for the transport.
@@ -129,7 +129,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         num_buffers: int | None = None,
         fan_out: int | None = None,
     ) -> None:
-        _check_gone(master_address, transport, stage, num_buffers)
+        _check_gone(master_address, transport, stage, num_buffers, fan_out)
         _check_choices(master_address, strategy, transport, stage, verify, prefetch)
         swapping = SwapOptions(
             mode=mode, kv=kv, rolling=rolling, min_serving=min_serving, timeout_seconds=timeout_seconds
@@ -142,7 +142,6 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
             gpus_per_replica=gpus_per_replica,
             device=device,
             buffer_bytes=buffer_bytes,
-            fan_out=fan_out,
         )
         collective.check(transport)
         choices: dict[str, Any] = {"layout": layout, "keep_versions": keep_versions, "fsync": fsync, "delta": delta}
@@ -248,7 +247,9 @@ NO_NCCL = (
 )
 
 
-def _check_gone(master_address: str | None, transport: str, stage: str, num_buffers: int | None) -> None:
+def _check_gone(
+    master_address: str | None, transport: str, stage: str, num_buffers: int | None, fan_out: int | None
+) -> None:
     """Refuse what earlier releases had."""
     if transport == "nccl":
         raise ValueError(f"transport='nccl': this release {NO_NCCL}")
@@ -256,6 +257,11 @@ def _check_gone(master_address: str | None, transport: str, stage: str, num_buff
         raise ValueError(f"master_address='nccl' is TorchRL's first argument, and this release {NO_NCCL}")
     if num_buffers is not None:
         raise ValueError(f"num_buffers={num_buffers!r} belonged to transport='nccl', and this release {NO_NCCL}")
+    if fan_out is not None:
+        raise ValueError(
+            f"fan_out={fan_out!r} is gone: with transport='gloo' the trainer sends to each replica by itself. Leave it "
+            "out, or use transport='memmap', which sends nothing"
+        )
     if stage == "shadow":
         raise ValueError(
             "stage='shadow' is gone: only an engine on a CPU, without compilation, could load a version into a second "

@@ -30,21 +30,20 @@ def test_adapters_lie_in_the_same_folder_and_replicas_learn_what_they_are(tmp_pa
     assert (replica.reader, replica._adapters) == (None, tmp_path)
 
 
-@pytest.mark.parametrize("address", [None, "10.0.0.1"])
-@pytest.mark.parametrize("given", [{}, {"device": "cpu"}, {"buffer_bytes": 9, "fan_out": 2, "port": 29500}])
-def test_gloo_meets_on_loopback_by_default(
-    address: str | None, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("given", [{}, {"device": "cpu"}, {"buffer_bytes": 9}])
+def test_gloo_gets_what_is_given_and_its_own_defaults(
+    given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
     module = "torchrl_moe.weight_update.transports.gloo.GlooTransport"
     monkeypatch.setattr(module, lambda *given, **options: made.append((given, options)))
-    open_transport("gloo", tmp_path, address=address, **{"device": None, **given})
-    assert made == [((tmp_path, address or "127.0.0.1"), given)]
+    open_transport("gloo", tmp_path, **{"device": None, **given})
+    assert made == [((tmp_path,), given)]
 
 
 def test_gloo_takes_what_the_scheme_gives(tmp_path: Path) -> None:
-    transport = open_transport("gloo", tmp_path, device="cpu", buffer_bytes=9, fan_out=2, port=29500)
-    assert (transport._buffer_bytes, transport._tree._fan_out, transport._place._port) == (9, 2, 29500)
+    transport = open_transport("gloo", tmp_path, device="cpu", buffer_bytes=9)
+    assert transport._buffer_bytes == 9
     transport.close()
     with pytest.raises(ValueError, match="buffer_bytes must be at least 1, got 0"):
         open_transport("gloo", tmp_path, buffer_bytes=0)

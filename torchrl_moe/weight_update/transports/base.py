@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:  # processes that only pass a report on import neither torch nor the store
     from torch import Tensor
 
     from torchrl_moe.weight_update.store import Manifest
 
-__all__ = ["PassesOn", "Peer", "Receiver", "StageOptions", "StageReport", "Transport", "asked", "rank_of", "workers_of"]
+__all__ = ["Peer", "Receiver", "StageOptions", "StageReport", "Transport", "asked", "rank_of", "workers_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +68,6 @@ class Peer(Protocol):
         self, version: int, *, verify: str, threads: int, manifest: str | None, timeout: float
     ) -> StageReport:
         """Fetch a version and check it, while requests run."""
-
-    def pass_weights_on(self, order: Mapping[str, Any], timeout: float) -> None:
-        """Make its workers send a version to those of another replica; see :meth:`PassesOn.pass_on`."""
 
 
 @contextmanager
@@ -125,14 +122,6 @@ class Receiver(Protocol):
 
     def close(self) -> None:
         """Disconnect from the sender. Idempotent."""
-
-
-@runtime_checkable
-class PassesOn(Protocol):
-    """A receiver that can send what it has received."""
-
-    def pass_on(self, order: Mapping[str, Any]) -> None:
-        """Send a version to the workers of another replica, in a thread."""
 
 
 def workers_of(info: Any) -> int:

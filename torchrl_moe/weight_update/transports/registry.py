@@ -11,19 +11,14 @@ from torchrl_moe.weight_update.transports.memmap import MemmapReceiver, MemmapTr
 
 __all__ = ["open_receiver", "open_transport"]
 
-LOOPBACK = "127.0.0.1"
 
-
-def open_transport(
-    name: str, folder: Path, seen_as: Path | None = None, *, address: str | None = None, **options: Any
-) -> Transport:
+def open_transport(name: str, folder: Path, seen_as: Path | None = None, **options: Any) -> Transport:
     """Return the trainer's end of a transport.
 
     Args:
         name: ``"memmap"``, ``"adapter"`` or ``"gloo"``.
         folder: of the weight store.
         seen_as: the same, as the replicas see it.
-        address: where ranks of a collective transport meet.
         options: arguments of its constructor; ``None`` leaves a default.
 
     Raises:
@@ -37,7 +32,7 @@ def open_transport(
     if name == "gloo":
         from torchrl_moe.weight_update.transports.gloo import GlooTransport
 
-        return GlooTransport(folder, address or LOOPBACK, **options)
+        return GlooTransport(folder, **options)
     raise ValueError(f"unknown transport {name!r}; there are 'memmap', 'adapter' and 'gloo'")
 
 

@@ -224,8 +224,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_paused(engine: Loaded, 
         assert (report.nbytes > 0, report.loaded) == (True, 0.0)
         late = await updates.weights.swap(2, "keep", False, None, 60.0)
         assert (late.started, late.error) == (False, "WeightSyncError: version 2 is not what was staged last")
-        with pytest.raises(WeightSyncError, match="cannot be passed on"):
-            await updates.weights.pass_on({})
 
     serve(engine, script)
 

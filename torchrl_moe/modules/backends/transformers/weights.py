@@ -25,7 +25,7 @@ from torchrl_moe.modules.backends.reports import SwapReport
 from torchrl_moe.modules.backends.transformers.engine_requests import EngineRequests
 from torchrl_moe.modules.backends.weight_proof import compare_log_probs
 from torchrl_moe.weight_update.store import Manifest, WeightStoreReader, check_tensors
-from torchrl_moe.weight_update.transports.base import PassesOn, Receiver, StageReport
+from torchrl_moe.weight_update.transports.base import Receiver, StageReport
 from torchrl_moe.weight_update.transports.registry import open_receiver
 
 __all__ = ["EngineWeights", "exchange"]
@@ -100,13 +100,6 @@ class EngineWeights:
         if verify and self._reader is not None:
             self._reader.verify(found, threads)
         return found
-
-    async def pass_on(self, order: Mapping[str, Any]) -> None:
-        """Send a version that came by gloo to another replica."""
-        receiver = self._open()
-        if not isinstance(receiver, PassesOn):
-            raise WeightSyncError("what came by this transport cannot be passed on")
-        receiver.pass_on(order)
 
     async def swap(
         self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, Any] | None, patience: float

@@ -195,15 +195,6 @@ def test_a_model_that_stops_reading_is_found(worker: Any, model: Model, store: W
         receive(worker, 1)
 
 
-def test_what_was_received_is_passed_on_by_a_receiver_that_can(worker: Any) -> None:
-    with pytest.raises(WeightSyncError, match="what came by this transport cannot be passed on"):
-        worker.pass_on({"place": 0})  # by the store
-    orders: list[dict[str, Any]] = []
-    worker._receiver = SimpleNamespace(pass_on=orders.append, close=lambda: None)
-    worker.pass_on({"place": 1})
-    assert orders == [{"place": 1}]
-
-
 def test_a_transport_must_be_known_and_open(worker: Any, model: Model) -> None:
     from torchrl_moe.modules.backends.vllm.weights.worker import InitInfo, WeightEngine
 

@@ -36,7 +36,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from torchrl_moe import _compat
 from torchrl_moe._errors import WeightSyncError
 from torchrl_moe.weight_update.store import Manifest
-from torchrl_moe.weight_update.transports.base import PassesOn, Receiver
+from torchrl_moe.weight_update.transports.base import Receiver
 from torchrl_moe.weight_update.transports.registry import open_receiver
 
 __all__ = ["InitInfo", "Staging", "UpdateInfo", "WeightEngine"]
@@ -111,13 +111,6 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._asked = asked
         self._staging = Staging(manifest, receiver, verify=verify, threads=threads)
         return True
-
-    def pass_on(self, order: dict[str, Any]) -> None:
-        """Send a version that was received to another replica; see ``Relay.pass_on``. Returns at once."""
-        receiver = self._open()
-        if not isinstance(receiver, PassesOn):
-            raise WeightSyncError("what came by this transport cannot be passed on")
-        receiver.pass_on(order)
 
     def staged(self) -> dict[str, Any]:
         """Return the progress of staging, as :meth:`Staging.report` does."""
