@@ -1,11 +1,8 @@
-"""What a weight update costs with 16 to 1024 replicas, and what a tree saves if the trainer's link is the bottleneck.
+"""What a weight update costs with 16 to 1024 replicas.
 
 The sender is the real one; the replicas are fakes in this process with given times to stage and to swap a version. The
 limit is the critical path of these times alone: all replicas stage at once, and an eighth of them is swapped at a time.
 CPU time is of this process, fakes included.
-
-The links are simulated: gloo really moves the bytes, and every sender, the trainer or a replica, first waits as long as
-its own link would take, one transfer after another.
 """
 
 from __future__ import annotations
@@ -13,8 +10,6 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,14 +17,9 @@ import torch
 from benchmarks.report import Row, finish, median_range
 from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
-from torchrl_moe.weight_update.transports.gloo_group import SENDER, GlooGroup
-from torchrl_moe.weight_update.transports.relay import Relay
 
 FLEETS, ROUNDS = (16, 64, 256, 1024), 3
 STAGE_SECONDS, SWAP_SECONDS, WAVES = 0.5, 0.1, 8
-LINKED, LINK_ROUNDS = (16, 64, 128), 3
-NBYTES, LINK_SECONDS = 1 << 20, 0.05  # size of a version, and its transfer time over a link
-TREE_TARGET = 3.0  # factor by which 64 copies from the trainer take longer
 
 
 class Threads:
@@ -112,82 +102,6 @@ def _per_replica(found: dict[str, list[float]], count: int) -> list[float]:
     return [1e3 * seconds / count for seconds in found["cpu"]]
 
 
-class Links:
-    """One link for each sender; ``sent`` counts the copies that have left the trainer."""
-
-    def __init__(self) -> None:
-        self.sent = 0
-        self._trainer = threading.Lock()
-        self._relays: dict[int, threading.Lock] = {}
-        self._here = threading.local()
-
-    @contextmanager
-    def laid(self) -> Iterator[None]:
-        """Route all transfers over the links."""
-        broadcast, pass_on = GlooGroup.broadcast, Relay._pass_on
-
-        def slow(group: GlooGroup, *args: Any) -> None:
-            if group.rank == SENDER:
-                link = getattr(self._here, "link", self._trainer)
-                with link:
-                    self.sent += link is self._trainer
-                    time.sleep(LINK_SECONDS)
-            broadcast(group, *args)
-
-        def by_own_link(relay: Relay, *args: Any) -> None:
-            self._here.link = self._relays.setdefault(id(relay), threading.Lock())
-            pass_on(relay, *args)
-
-        GlooGroup.broadcast = slow  # type: ignore[method-assign]
-        Relay._pass_on = by_own_link  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            GlooGroup.broadcast = broadcast  # type: ignore[method-assign]
-            Relay._pass_on = pass_on  # type: ignore[method-assign]
-
-
-def over_links(count: int, fan_out: int | None) -> tuple[list[float], int]:
-    """Return seconds of updates over simulated links, round by round, and how many copies left the trainer in each."""
-    kinds = {"w": (torch.uint8, torch.Size([NBYTES]))}
-    engine, links = FakeFleet(count, expected=kinds), Links()
-    sender = VLLMWeightSyncScheme(transport="gloo", fan_out=fan_out, rolling=1.0).create_sender()
-    seconds = []
-    with links.laid():
-        sender.init_all_workers_group(vllm_engine=engine)
-        for round_ in range(LINK_ROUNDS + 1):
-            links.sent, began = 0, time.perf_counter()
-            report = sender.update_weights({"w": torch.full((NBYTES,), round_, dtype=torch.uint8)})
-            assert not report.failed
-            seconds.append(time.perf_counter() - began)
-            assert all(bool((replica.weights["w"] == round_).all()) for replica in engine.fakes)
-        sender.shutdown()
-    engine.shutdown()
-    return seconds[1:], links.sent
-
-
-def trees() -> list[Row]:
-    """Return rows that compare the tree with separate copies."""
-    rows = []
-    for count in LINKED:
-        (tree, left), (copies, all_left) = over_links(count, None), over_links(count, count)
-        middle = statistics.median(copies) / statistics.median(tree)
-        promised = count == 64
-        name = f"{count} replicas, links of {LINK_SECONDS * 1e3:.0f} ms per copy"
-        rows += [
-            Row(claim=f"{name}: copies that leave the trainer, in a tree / without", value=f"{left} / {all_left}"),
-            Row(claim=f"{name}: seconds in a tree", value=median_range(tree)),
-            Row(claim=f"{name}: seconds with a copy for each replica", value=median_range(copies)),
-            Row(
-                claim=f"{name}: a copy for each replica / a tree",
-                value=f"{middle:.2f}",
-                target=f">= {TREE_TARGET:.0f}" if promised else "",
-                met=middle >= TREE_TARGET if promised else None,
-            ),
-        ]
-    return rows
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    finish("fleet_sync", [*growing(), *trees()])
+    finish("fleet_sync", growing())

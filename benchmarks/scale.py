@@ -39,7 +39,6 @@ class Assumptions:
     tokens: int = 4096  # of the mean answer; lengths are log-normal
     sigma: float = 0.8
     cap: float = 4.0  # the longest, in mean answers
-    fan_out: int = 4  # replicas that each node of the tree sends to
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +49,7 @@ class Step:
     answers: int
     answer: float
     train: float
-    sync_each: float
-    sync_tree: float
+    sync: float
 
     @classmethod
     def of(cls, gpus: int, answers: int, sizes: ModelSizes, given: Assumptions) -> Step:
@@ -69,8 +67,7 @@ class Step:
             answers,
             answer=token * given.tokens,
             train=work / (gpus * given.training_gpus * given.flops * given.training_share),
-            sync_each=replicas * weights,
-            sync_tree=min(replicas, given.fan_out) * weights,  # in chunks: a level waits for one chunk of the last
+            sync=replicas * weights,
         )
 
 
@@ -91,14 +88,14 @@ def measured_driver(tokens: int) -> float:
     return spent / 1e3
 
 
-def seconds_of_a_step(step: Step, given: Assumptions, sync: float) -> tuple[float, float, float]:
+def seconds_of_a_step(step: Step, given: Assumptions) -> tuple[float, float, float]:
     """Return the seconds of a synchronous and of an asynchronous step, and the trainer's idle share in the latter."""
     groups = step.answers // GROUP
     slots = step.replicas * given.slots
     unit = step.answer  # the simulation counts in mean answers
-    turns = in_turns(given.sigma, given.cap, slots, step.train / unit, 10, groups, sync / unit)
+    turns = in_turns(given.sigma, given.cap, slots, step.train / unit, 10, groups, step.sync / unit)
     run = Simulation(
-        Schedule(groups, STALENESS, "window"), given.sigma, given.cap, slots, step.train / unit, sync / unit
+        Schedule(groups, STALENESS, "window"), given.sigma, given.cap, slots, step.train / unit, step.sync / unit
     )
     return turns * unit, run.run(STEPS) * unit, run.idle
 
@@ -108,8 +105,8 @@ def bound(parts: dict[str, float]) -> str:
     return max(parts, key=lambda name: parts[name])
 
 
-def rows_of(gpus: int, kind: str, answers: int, sizes: ModelSizes, given: Assumptions, driver: float) -> list[Row]:
-    """Return the rows of a step on a given number of GPUs."""
+def row_of(gpus: int, kind: str, answers: int, sizes: ModelSizes, given: Assumptions, driver: float) -> Row:
+    """Return the row of a step on a given number of GPUs."""
     step = Step.of(gpus, answers, sizes, given)
     generate = step.answers * step.answer / (step.replicas * given.slots)
     longest = given.cap * step.answer / (STALENESS + 1)  # an answer may last S + 1 steps
@@ -119,16 +116,12 @@ def rows_of(gpus: int, kind: str, answers: int, sizes: ModelSizes, given: Assump
         "training": step.train,
         "one driver": step.answers * driver,
     }
-    rows = []
-    for how, sync in (("each replica from the trainer", step.sync_each), ("tree", step.sync_tree)):
-        turns, at_once, idle = seconds_of_a_step(step, given, sync)
-        at_once = max(at_once, alone["one driver"])
-        seconds = {**alone, "weight sync": sync}
-        claim = f"{gpus} GPUs, {kind}, {step.answers} answers, sync: {how}"
-        parts = ", ".join(f"{name} {value:.0f}" for name, value in seconds.items())
-        value = f"{turns:.0f} s sync, {at_once:.0f} s async ({idle:.0%} idle); alone: {parts}; bound: {bound(seconds)}"
-        rows.append(Row(claim=claim, value=value))
-    return rows
+    turns, at_once, idle = seconds_of_a_step(step, given)
+    at_once = max(at_once, alone["one driver"])
+    seconds = {**alone, "weight sync": step.sync}
+    parts = ", ".join(f"{name} {value:.0f}" for name, value in seconds.items())
+    value = f"{turns:.0f} s sync, {at_once:.0f} s async ({idle:.0%} idle); alone: {parts}; bound: {bound(seconds)}"
+    return Row(claim=f"{gpus} GPUs, {kind}, {step.answers} answers", value=value)
 
 
 def main() -> None:
@@ -139,8 +132,8 @@ def main() -> None:
     rows = [Row(claim=f"driver, CPU per answer of {given.tokens} tokens (measured)", value=f"{driver * 1e3:.1f} ms")]
     for gpus in GPUS:
         slots = replicas_of(gpus, given) * given.slots
-        rows += rows_of(gpus, "weak", slots, sizes, given, driver)
-        rows += rows_of(gpus, "strong", STRONG_ANSWERS, sizes, given, driver)
+        rows.append(row_of(gpus, "weak", slots, sizes, given, driver))
+        rows.append(row_of(gpus, "strong", STRONG_ANSWERS, sizes, given, driver))
     finish("scale", rows)
 
 

@@ -17,7 +17,6 @@ import numpy as np
 
 __all__ = [
     "abort_answers",
-    "compute_with_one_thread",
     "delivered_tokens",
     "forget_half_loads",
     "has_packed",
@@ -364,13 +363,6 @@ def pack_tied(model: Any) -> None:
             continue
         if owners.setdefault(id(weight), module) is not module:
             module.quant_method.process_weights_after_loading(module)
-
-
-def compute_with_one_thread() -> None:
-    """Let torch compute with one thread, in the calling thread. vLLM's CPU worker replaces the public function."""
-    import torch
-
-    torch._C.set_num_threads(1)
 
 
 def has_packed(module: Any) -> bool:

@@ -25,7 +25,7 @@ SIZES = ModelSizes(
     kv_heads=1,
 )
 GIVEN = Assumptions(
-    flops=1e6, memory_bandwidth=1e6, network=1e3, training_share=0.5, decoding_share=0.25, tokens=10, slots=4, fan_out=2
+    flops=1e6, memory_bandwidth=1e6, network=1e3, training_share=0.5, decoding_share=0.25, tokens=10, slots=4
 )
 
 
@@ -36,8 +36,7 @@ def test_a_step_by_hand() -> None:
     assert step.answer == pytest.approx(10 * token)
     active = 1000 - 100 - 600 * 6 / 8  # the embedding, and six experts of eight, do nothing
     assert step.train == pytest.approx(32 * 10 * 8 * active / (4 * 1e6 * 0.5))
-    assert step.sync_each == pytest.approx(6 * 2000 / 1e3)
-    assert step.sync_tree == pytest.approx(2 * 2000 / 1e3)
+    assert step.sync == pytest.approx(6 * 2000 / 1e3)
 
 
 def test_the_longest_part_is_the_bound() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 def report(**changes: Any) -> dict[str, Any]:
     """What a worker says that has staged a version."""
-    done = {"running": False, "reason": "", "fetched": 0.0, "error": None}
+    done = {"running": False, "fetched": 0.0, "error": None}
     return {**done, **changes}
 
 

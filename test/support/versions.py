@@ -43,7 +43,6 @@ class Versions:
         kinds: dict[str, Callable[[Path], Transport]] = {
             "memmap": MemmapTransport,
             "gloo": GlooTransport,
-            "gloo, passed on": lambda folder: GlooTransport(folder, fan_out=1),
         }
         self.transport = kinds[transport](folder)
         for replica in self.replicas:

@@ -74,7 +74,6 @@ UNRESOLVED = {
     "modules/backends/vllm/sampling.py:getattr(params, name)": "the names of KEEPS_ALL",
     "modules/backends/vllm/sampling.py:getattr(SamplingParams(), name)": "a name that the user gives",
     "modules/backends/vllm/kind.py:record": "of Python's logging",
-    "weight_update/transports/nccl_group.py:board": "of our transports",
 }
 """``file:expression``, or ``file:*`` -> why it is not looked up."""
 

@@ -81,8 +81,8 @@ def test_its_workers_receive_over_gloo_until_it_ends(tmp_path: Path) -> None:
 
 
 def test_it_has_no_gpu_and_wants_its_transport_opened() -> None:
-    with pytest.raises(EngineError, match="the fake engine has no transport 'nccl'"):
-        FakeWeightReplica().init_weights("nccl", {}, 1.0)
+    with pytest.raises(EngineError, match="the fake engine has no transport 'mpi'"):
+        FakeWeightReplica().init_weights("mpi", {}, 1.0)
     with pytest.raises(EngineError, match="the weight transport is not initialised"):
         FakeWeightReplica().stage_weights(1, timeout=1.0, **STAGE)
 

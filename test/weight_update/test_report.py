@@ -58,10 +58,10 @@ def test_printed_it_has_a_line_for_each_replica() -> None:
     assert re.split("  +", lines[1]) == ["replica", *times, "tries", "outcome"]
     assert lines[2].split() == ["0", "0.250", "0.000", "1.000", "0.500", "0.125", "1", "ok"]
     assert lines[3].endswith("the replica is DEAD")
-    unproved = replace(GOOD, unproved="no turn", reason="no room for a copy")
+    unproved = replace(GOOD, unproved="no turn")
     lines = str(report(unproved, replace(unproved, replica=1))).splitlines()
     assert [line.split()[-1] for line in lines[2:4]] == ["ok", "ok"]
-    assert lines[4:] == ["replica 0, 1: not checked, no turn", "replica 0, 1: no room for a copy"]
+    assert lines[4:] == ["replica 0, 1: not checked, no turn"]
 
 
 def test_a_table_has_a_row_for_each_replica() -> None:

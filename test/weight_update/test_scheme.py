@@ -28,7 +28,14 @@ from torchrl_moe.weight_update.store.writing import WriterLock
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        ({"transport": "mpi"}, "transport must be one of 'memmap', 'gloo', 'nccl', got 'mpi'"),
+        ({"transport": "mpi"}, "transport must be one of 'memmap', 'gloo', got 'mpi'"),
+        (
+            {"transport": "nccl"},
+            "transport='nccl': this release has no NCCL of its own any more: .* transport='memmap'",
+        ),
+        ({"master_address": "nccl"}, "master_address='nccl' is TorchRL's first argument, and this release has no NCCL"),
+        ({"num_buffers": 2}, "num_buffers=2 belonged to transport='nccl', and this release has no NCCL"),
+        ({"fan_out": 2}, "fan_out=2 is gone: with transport='gloo' the trainer sends to each replica by itself"),
         ({"mode": "abort"}, "mode must be one of 'hot_swap', 'drain', 'abort_resume', got 'abort'"),
         ({"stage": "fast"}, "stage must be one of 'auto', 'plain', got 'fast'"),
         ({"stage": "shadow"}, "stage='shadow' is gone: only an engine on a CPU, without compilation, could"),

@@ -72,17 +72,14 @@ def test_two_workers_of_one_model_have_each_version_exactly(make: Make, transpor
 
 @pytest.mark.parity
 @pytest.mark.engine("qwen3_moe", num_replicas=2)
-@pytest.mark.parametrize("transport", ["gloo", "gloo, passed on"])
-def test_over_gloo_two_replicas_have_each_of_three_versions_exactly(make: Make, transport: str) -> None:
-    versions = make(transport)
+def test_over_gloo_two_replicas_have_each_of_three_versions_exactly(make: Make) -> None:
+    versions = make("gloo")
     for seed, (pause, clear_cache) in enumerate([("keep", False), ("keep", True), ("abort", False)]):
         before, manifest = versions.now, versions.prepare(seed)
         requests = [ask("running", random_ids(seed, 9), max_tokens=400, n=2)]
         futures = [replica.submit(requests)[0] for replica in versions.replicas]
         versions.swap(manifest, pause, clear_cache)
         assert versions.changed(before, versions.now) > 100 * TOLERANCE
-        sent: Any = versions.transport  # to one by itself, and by that one to the other; or to each by itself
-        assert (len(sent._groups), len(sent._edges)) == ((1, 1) if "passed on" in transport else (2, 0))
         check_new(versions)
         for future in futures:
             completion = future.result(SECONDS)

@@ -27,7 +27,7 @@ from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing.fake_engine import FakeAsyncVLLM, FakeReplica
 from torchrl_moe.weight_update.store import Manifest, WeightStoreReader, check_tensors, copy_adapter
 from torchrl_moe.weight_update.store.adapters import ADAPTER_FILES
-from torchrl_moe.weight_update.transports.base import PassesOn, Receiver, StageReport
+from torchrl_moe.weight_update.transports.base import Receiver, StageReport
 from torchrl_moe.weight_update.transports.registry import open_receiver
 
 __all__ = ["FakeFleet", "FakeWeightReplica", "SoftError", "Stall"]
@@ -168,15 +168,6 @@ class FakeWeightReplica(FakeReplica):
     def _receiver(self, options: Mapping[str, Any], rank: int) -> Receiver:
         place = SimpleNamespace(data_parallel_index=0, world_size=self._workers, rank=rank)
         return open_receiver("gloo", options, SimpleNamespace(parallel_config=place))
-
-    def command_pass_weights_on(self, epoch: int, order: Mapping[str, Any]) -> None:
-        """Have the workers pass a version on."""
-        self.owner.check(epoch)
-        if not self.receivers:
-            raise EngineError("the weight transport is not initialised")
-        for receiver in self.receivers:
-            assert isinstance(receiver, PassesOn)
-            receiver.pass_on(order)
 
     def command_stage_weights(
         self, epoch: int, version: int, verify: str, threads: int, manifest: str | None

@@ -188,7 +188,7 @@ def _host(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> Iterator[Pla
     if sync.get("lora") == "adapter":
         yield PlanRow(HOST, "weight store", 2 * sizes.adapter * FLOAT32, "2 versions of the adapter")
     else:
-        versions = 1 if sync.get("transport") == "nccl" else int(sync.get("keep_versions", 2))
+        versions = int(sync.get("keep_versions", 2))
         where = "in engine.sync.folder" if sync.get("folder") else "in /dev/shm"
         how = f"{versions} version{'s' if versions > 1 else ''} {where}"
         yield PlanRow(HOST, "weight store", versions * base, how)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -157,6 +158,14 @@ class SwapOptions:
         return max(min(floor, num_replicas - 1), 0)
 
 
+def _is_loopback(address: str) -> bool:
+    """Whether an address means this host only."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
 def _device(device: torch.device | str | int) -> torch.device:
     """Return a device; a number means a GPU, even where torch has none and would read it as the CPU."""
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
@@ -167,14 +176,12 @@ class CollectiveOptions:
     """Options of a transport with process groups, one per replica.
 
     Attributes:
-        master_address: where ranks meet; TorchRL's name, as the next three are. TorchRL's scripts always pass them, so
-            they are ignored where there is no group.
-        master_port: of the trainer's server there.
+        master_address: TorchRL's, as the next three are. TorchRL's scripts always pass them. With gloo it must be this
+            host's loopback; ranks meet in a folder.
+        master_port: checked, and not used: no port is opened to meet.
         gpus_per_replica: checked against the engine's workers per replica, if given.
-        device: the trainer's.
+        device: TorchRL's; weights are sent from host memory.
         buffer_bytes: sent at a time.
-        num_buffers: of that size at each end, with nccl.
-        fan_out: how many the trainer, and each replica, sends to, with gloo.
     """
 
     master_address: str | None = None
@@ -182,41 +189,30 @@ class CollectiveOptions:
     gpus_per_replica: int | None = None
     device: torch.device | str | int | None = None
     buffer_bytes: int | None = None
-    num_buffers: int | None = None
-    fan_out: int | None = None
 
     def where(self) -> dict[str, Any]:
         """Return the options for :func:`~torchrl_moe.weight_update.transports.registry.open_transport`."""
-        names = ("buffer_bytes", "num_buffers", "fan_out")
         return {
-            "address": self.master_address,
-            "port": self.master_port,
             "device": None if self.device is None else _device(self.device),
-            **{name: getattr(self, name) for name in names},
+            "buffer_bytes": self.buffer_bytes,
         }
 
     def check(self, transport: str) -> None:
         """Raise ``ValueError`` for an option that has no meaning for a transport."""
-        if transport == "memmap":
-            for name in ("buffer_bytes", "num_buffers", "fan_out"):
-                if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"{name} belongs to a collective transport; transport='memmap' has no process group"
-                    )
+        if transport == "memmap" and self.buffer_bytes is not None:
+            raise ValueError("buffer_bytes belongs to transport='gloo'; transport='memmap' has no process group")
+        if transport == "gloo" and self.master_address is not None and not _is_loopback(self.master_address):
+            raise ValueError(
+                f"master_address={self.master_address!r}: transport='gloo' reaches the replicas of one host, where no "
+                "address is needed. For several hosts use transport='memmap', layout='versions' and folder= on a file "
+                "system that they share"
+            )
         check_number("master_port", self.master_port, 0, 65535, whole=True, none=True, hint="0: a free one.")
-        for name in ("gpus_per_replica", "buffer_bytes", "num_buffers", "fan_out"):
+        for name in ("gpus_per_replica", "buffer_bytes"):
             check_number(name, getattr(self, name), 1, whole=True, none=True)
         kind = None if self.device is None else _device(self.device).type
         if transport == "gloo" and kind not in (None, "cpu"):
             raise ValueError(f"device={self.device!r}: transport='gloo' sends from the CPU")
-        if transport == "nccl" and kind not in (None, "cuda"):
-            raise ValueError(f"device={self.device!r}: transport='nccl' sends from a GPU")
-        if transport == "gloo" and self.num_buffers is not None:
-            raise ValueError(f"num_buffers={self.num_buffers} belongs to transport='nccl'; gloo sends from the store")
-        if transport == "nccl" and self.fan_out is not None:
-            raise ValueError(
-                f"fan_out={self.fan_out} belongs to transport='gloo'; nccl sends to each replica by itself"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +220,7 @@ class SyncOptions:
     """All options of a weight sync.
 
     Attributes:
-        transport: ``"memmap"``, ``"gloo"`` or ``"nccl"``.
+        transport: ``"memmap"`` or ``"gloo"``.
         store: where versions are stored.
         source: which part of a model is sent.
         staging: how replicas prepare a version.
@@ -233,7 +229,7 @@ class SyncOptions:
         num_replicas: checked against the engine, if given.
     """
 
-    transport: Literal["memmap", "gloo", "nccl"]
+    transport: str
     store: StoreOptions
     source: SourceOptions
     staging: StageOptions

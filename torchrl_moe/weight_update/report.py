@@ -31,7 +31,6 @@ class ReplicaSync:
         waited: seconds until it could be taken out of service.
         paused: seconds in which it generated no token.
         loaded: seconds of the pause that loading took.
-        reason: why nothing was fetched, or was not copied to the replica's node.
         attempts: how often it was swapped.
         rejected: whether the replica itself refused the new weights; False if it died or did not answer.
         unproved: why its new weights were not checked: no check was sent, or its result was late.
@@ -46,7 +45,6 @@ class ReplicaSync:
     waited: float = 0.0
     paused: float = 0.0
     loaded: float = 0.0
-    reason: str = ""
     attempts: int = 0
     rejected: bool = False
     unproved: str = ""
@@ -152,7 +150,6 @@ def _remarks(replicas: Iterable[ReplicaSync]) -> list[str]:
     """Return what else there is to say of replicas that hold the version: each remark once, and of which it is said."""
     said: dict[str, list[str]] = {}
     for entry in replicas:
-        remarks = (entry.unproved and f"not checked, {entry.unproved}", entry.reason) if entry.error is None else ()
-        for remark in filter(None, remarks):
-            said.setdefault(remark, []).append(str(entry.replica))
+        if entry.error is None and entry.unproved:
+            said.setdefault(f"not checked, {entry.unproved}", []).append(str(entry.replica))
     return [f"replica {', '.join(of)}: {remark}" for remark, of in said.items()]

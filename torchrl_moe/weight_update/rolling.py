@@ -218,7 +218,6 @@ class RollingSwap:
             replica=index,
             fetched=staged.fetched,
             staged=staged.loaded,
-            reason=staged.reason,
             swap_at=began - published.began,
         )
         assert published.manifest is not None

@@ -41,21 +41,22 @@ __all__ = ["VLLMWeightSyncScheme"]
 
 PREFIX = "torchrl_moe-weights-"
 ORPHAN_SECONDS = 60.0  # a writer makes its file before it locks it
-TRANSPORTS = ("memmap", "gloo", "nccl")
+TRANSPORTS = ("memmap", "gloo")
 
 
 class VLLMWeightSyncScheme(WeightSyncScheme):
     """The options of a weight sync. TorchRL's arguments come first, in its order.
 
     Args:
-        master_address: where the ranks of a collective transport meet; default: 127.0.0.1, over a file. Not used with
-            ``"memmap"``.
-        master_port: of the trainer's server there; default: a free one. On one host no port is opened.
+        master_address: with ``"gloo"`` it must be a loopback address, since all ranks are on one host and meet in a
+            folder. Not used with ``"memmap"``.
+        master_port: not used: no port is opened.
         gpus_per_replica: checked against the engine's workers per replica, if given.
         num_replicas: checked against the engine, if given.
         strategy: TorchRL's; both of its ways take the same weights.
-        device: the trainer's, for ``"nccl"``; default: the current one. Other transports send from host memory.
-        transport: ``"memmap"``: a weight store that trainer and engines map; ``"gloo"`` and ``"nccl"`` broadcast it.
+        device: TorchRL's; weights are sent from host memory. A GPU is refused with ``"gloo"``.
+        transport: ``"memmap"``: a weight store that trainer and engines map; ``"gloo"`` broadcasts it.
+            ``"nccl"`` is gone, until it comes through vLLM's own engine.
         mode: what happens to requests in flight: ``"hot_swap"`` freezes them during the swap, and they continue with
             the new weights; ``"drain"`` lets them finish first; ``"abort_resume"`` cuts them, and the engine resumes
             them itself.
@@ -68,10 +69,9 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
             (default: nine of ten, and at least one), and must serve meanwhile (default: all but ``rolling``; one may
             always be swapped).
         prefetch: how many threads of a replica read and hash a version.
-        verify: ``"digest"``: every byte is hashed where it arrives (with nccl during the pause, on the worker's host);
-            ``"canary"``: the engine's log-probs of a fixed prompt are compared with those of the model that is sent
-            (not if tensors are sent instead of a model); ``"off"``: neither. In every case the engine must generate a
-            token with a finite log-prob.
+        verify: ``"digest"``: every byte is hashed where it arrives; ``"canary"``: the engine's log-probs of a fixed
+            prompt are compared with those of the model that is sent (not if tensors are sent instead of a model);
+            ``"off"``: neither. In every case the engine must generate a token with a finite log-prob.
         folder: of the weight store; default: a new one in ``/dev/shm`` (or the temporary folder), removed at shutdown.
         layout: ``"slots"``: files in memory that are reused, for one host; ``"versions"``: a directory with one
             safetensors file per version, on a file system that all hosts share.
@@ -83,9 +83,9 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         lora: ``"merged"``: peft's adapters are added to their weights; ``"adapter"``: only the registered model's
             adapter is sent, and vLLM's own LoRA applies it, while requests run. The engine needs ``enable_lora=True``.
         timeout_seconds: deadline of each step of each replica.
-        buffer_bytes: bytes that a collective transport sends at a time; default: 64 MiB, with nccl 256 MiB.
-        num_buffers: of that size, with nccl, in the memory of the trainer's GPU and of each worker's; default: 2.
-        fan_out: with gloo: how many replicas the trainer, and each replica, sends to; default: 4.
+        buffer_bytes: bytes that gloo sends at a time; default: 64 MiB.
+        num_buffers: of ``"nccl"``; refused.
+        fan_out: of gloo's tree, which is gone; refused.
 
     Raises:
         ValueError: an unknown option, or an argument that has no meaning for the transport.
@@ -129,6 +129,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         num_buffers: int | None = None,
         fan_out: int | None = None,
     ) -> None:
+        _check_gone(master_address, transport, stage, num_buffers, fan_out)
         _check_choices(master_address, strategy, transport, stage, verify, prefetch)
         swapping = SwapOptions(
             mode=mode, kv=kv, rolling=rolling, min_serving=min_serving, timeout_seconds=timeout_seconds
@@ -141,8 +142,6 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
             gpus_per_replica=gpus_per_replica,
             device=device,
             buffer_bytes=buffer_bytes,
-            num_buffers=num_buffers,
-            fan_out=fan_out,
         )
         collective.check(transport)
         choices: dict[str, Any] = {"layout": layout, "keep_versions": keep_versions, "fsync": fsync, "delta": delta}
@@ -242,6 +241,35 @@ def _both_strategies_alike() -> Iterator[None]:
         yield
 
 
+NO_NCCL = (
+    "has no NCCL of its own any more: it is to come through vLLM's own weight-transfer engine. Use transport='memmap', "
+    "on several hosts with layout='versions' and folder= on a file system that they share"
+)
+
+
+def _check_gone(
+    master_address: str | None, transport: str, stage: str, num_buffers: int | None, fan_out: int | None
+) -> None:
+    """Refuse what earlier releases had."""
+    if transport == "nccl":
+        raise ValueError(f"transport='nccl': this release {NO_NCCL}")
+    if master_address == "nccl":
+        raise ValueError(f"master_address='nccl' is TorchRL's first argument, and this release {NO_NCCL}")
+    if num_buffers is not None:
+        raise ValueError(f"num_buffers={num_buffers!r} belonged to transport='nccl', and this release {NO_NCCL}")
+    if fan_out is not None:
+        raise ValueError(
+            f"fan_out={fan_out!r} is gone: with transport='gloo' the trainer sends to each replica by itself. Leave it "
+            "out, or use transport='memmap', which sends nothing"
+        )
+    if stage == "shadow":
+        raise ValueError(
+            "stage='shadow' is gone: only an engine on a CPU, without compilation, could load a version into a second "
+            "model. Leave stage= out: a version is fetched and checked while the engine serves, and loaded during the "
+            "pause"
+        )
+
+
 def _check_choices(
     master_address: str | None, strategy: str, transport: str, stage: str, verify: str, prefetch: int
 ) -> None:
@@ -252,12 +280,6 @@ def _check_choices(
         )
     one_of("strategy", strategy, ("tensordict", "state_dict"))
     one_of("transport", transport, TRANSPORTS)
-    if stage == "shadow":
-        raise ValueError(
-            "stage='shadow' is gone: only an engine on a CPU, without compilation, could load a version into a second "
-            "model. Leave stage= out: a version is fetched and checked while the engine serves, and loaded during the "
-            "pause"
-        )
     one_of("stage", stage, ("auto", "plain"))
     one_of("verify", verify, ("digest", "canary", "off"))
     if prefetch < 1:

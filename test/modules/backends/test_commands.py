@@ -56,8 +56,6 @@ COMMANDS: dict[str, tuple[Callable[[Commands], Any], Any, Any, dict[str, Any]]] 
                      {"epoch": 0, "transport": "gloo", "options": {"port": 1}}),
     "stage_weights": (lambda r: r.stage_weights(7, **STAGE, timeout=3), STAGED, STAGED,
                       {"epoch": 0, "version": 7, **STAGE}),
-    "pass_weights_on": (lambda r: r.pass_weights_on({"place": 2}, 3), None, None,
-                        {"epoch": 0, "order": {"place": 2}}),
     "swap_weights": (lambda r: r.swap_weights(7, **SWAP, timeout=3), SwapReport(), SwapReport(),
                      {"epoch": 0, "version": 7, "digest": "", **SWAP, "patience": math.inf}),
 }  # fmt: skip

@@ -25,16 +25,12 @@ class Commands(WeightCommands):
         self.halves = (0, 0)
         self.fetched = 0
         self.is_paused = False
-        self.orders: list[Any] = []
 
     async def command_weights_version(self) -> int:
         return self.halves[0]
 
     async def _open_transport(self, transport: str, options: Any) -> None:
         assert transport == "memmap"
-
-    async def _pass_on(self, order: Any) -> None:
-        self.orders.append(order)
 
     async def _stage(self, version: int, *how: Any) -> StageReport:
         found = self.found
@@ -88,19 +84,6 @@ def test_of_two_that_stage_at_the_same_time_the_first_hears_of_it(commands: Comm
     first, second = asyncio.run(run())
     assert isinstance(first, WeightSyncError) and "another version was staged meanwhile" in str(first)
     assert second.digest == "digest 0"
-
-
-def test_a_version_is_passed_on_for_the_last_claim_only(commands: Commands) -> None:
-    async def run() -> None:
-        old = await commands.command_claim_weights("a", "a", False)
-        await commands.command_pass_weights_on(old.epoch, {"place": 1})
-        new = await commands.command_claim_weights("b", "b", True)
-        with pytest.raises(WeightSyncError, match="takes its weights from b now"):
-            await commands.command_pass_weights_on(old.epoch, {"place": 2})
-        await commands.command_pass_weights_on(new.epoch, {"place": 3})
-
-    asyncio.run(run())
-    assert commands.orders == [{"place": 1}, {"place": 3}]
 
 
 @pytest.mark.parametrize("offset", range(8))

@@ -1,17 +1,12 @@
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from torchrl_moe.weight_update.store import memory
-from torchrl_moe.weight_update.store.memory import MemoryReservation, available_memory
+from torchrl_moe.weight_update.store.memory import available_memory
 
 GB = 1 << 30
 
@@ -86,81 +81,3 @@ def test_a_group_with_a_name_in_no_encoding_limits_nothing(tmp_path: Path) -> No
 
 def test_of_this_process_there_is_some() -> None:
     assert available_memory() > 0
-
-
-# -- reservations -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes that are available, one number."""
-    available = [10 * GB]
-    monkeypatch.setattr(memory, "available_memory", lambda: available[0])
-    return available
-
-
-def test_of_two_that_look_at_once_one_gets_the_last_bytes(tmp_path: Path, free: list[int]) -> None:
-    first, second = MemoryReservation(tmp_path / "m"), MemoryReservation(tmp_path / "m")
-    assert first.reserve(6 * GB) == ""
-    assert second.reserve(6 * GB) == (
-        "6.4 GB are needed beside the model, 4.3 GB are free besides 6.4 GB that others are about to take"
-    )
-    assert second.reserve(4 * GB) == ""
-    second.end()
-    free[0] -= 6 * GB  # the first has taken it
-    assert first.reserve(6 * GB) == "6.4 GB are needed beside the model, 4.3 GB are free"
-    assert second.reserve(4 * GB) == ""
-    for one in (first, second, second):
-        one.end()
-    assert [path.name for path in (tmp_path / "m").iterdir()] == ["lock"]
-
-
-def test_a_reservation_takes_the_place_of_the_one_before(tmp_path: Path, free: list[int]) -> None:
-    one = MemoryReservation(tmp_path)
-    for _ in range(3):
-        assert one.reserve(9 * GB) == ""
-    assert one.reserve(11 * GB)
-    assert MemoryReservation(tmp_path).reserve(10 * GB) == ""
-
-
-HOLD = """
-import sys
-from pathlib import Path
-from torchrl_moe.weight_update.store import memory
-memory.available_memory = lambda: 10 << 30
-print(memory.MemoryReservation(Path(sys.argv[1])).reserve(6 << 30), flush=True)
-sys.stdin.read()
-"""
-
-
-def test_what_a_process_has_reserved_ends_with_it(tmp_path: Path, free: list[int]) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "\n"
-        assert "besides 6.4 GB" in MemoryReservation(tmp_path).reserve(6 * GB)
-        holder.send_signal(signal.SIGKILL)
-        holder.wait()
-    assert MemoryReservation(tmp_path).reserve(6 * GB) == ""
-    assert not list(tmp_path.glob(f"{holder.pid}-*"))
-
-
-@pytest.mark.parametrize("obstacle", ["a file", "a link"])
-def test_where_none_can_be_left_each_looks_for_itself(tmp_path: Path, free: list[int], obstacle: str) -> None:
-    folder = tmp_path / "m"
-    if obstacle == "a file":
-        folder.touch()
-    else:
-        (tmp_path / "elsewhere").mkdir()
-        folder.symlink_to(tmp_path / "elsewhere")
-    for _ in range(2):
-        assert MemoryReservation(folder).reserve(10 * GB) == ""
-    assert MemoryReservation(folder).reserve(11 * GB)
-
-
-def test_reservations_are_the_users_own_business(tmp_path: Path, free: list[int]) -> None:
-    one = MemoryReservation(tmp_path / "m")
-    assert one.reserve(GB) == ""
-    assert (tmp_path / "m").stat().st_mode & 0o077 == 0
-    assert str(os.getuid()) in MemoryReservation()._folder.name

@@ -215,7 +215,7 @@ def held_here() -> tuple[int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.parametrize("when", ["between", "meeting", "transfer", "below"])
+@pytest.mark.parametrize("when", ["between", "meeting", "transfer"])
 def test_replicas_that_die_and_are_restarted_twenty_times_leave_nothing_behind(
     store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
@@ -224,7 +224,7 @@ def test_replicas_that_die_and_are_restarted_twenty_times_leave_nothing_behind(
         raise ReplicaDiedError("the process ended")
 
     monkeypatch.setattr(HalfReader, "act", staticmethod(act), raising=False)
-    transport = GlooTransport(store.folder, buffer_bytes=1000, fan_out=1 if when == "below" else 4)
+    transport = GlooTransport(store.folder, buffer_bytes=1000)
     stays, last = (FakeWeightReplica(expected=None) for _ in range(2))
     for version in (1, 2):  # each opens a slot
         manifest = publish(store, version)
@@ -248,10 +248,6 @@ def test_replicas_that_die_and_are_restarted_twenty_times_leave_nothing_behind(
             last.receivers[0].__class__ = HalfReader
             with pytest.raises(ReplicaDiedError):
                 transport.stage(last, manifest, StageOptions(), TIMEOUT)
-        if when == "below":
-            transport.stage(last, manifest, StageOptions(), TIMEOUT)
-            assert list(transport._edges) == [last]
-            check_held(last, manifest, version)
     # fewer, where the last one died too, or a test before this one left something that has ended meanwhile
     until(lambda: all(now <= then for now, then in zip(held_here(), before, strict=True)), TIMEOUT)
     assert len(list(place.iterdir())) <= 2
@@ -308,12 +304,6 @@ def test_workers_that_do_not_come_are_a_timeout(bench: Bench) -> None:
         transport.open(replica, 0.3)
 
 
-def test_an_address_that_is_not_this_hosts_is_said(bench: Bench) -> None:
-    transport, replica = bench(address="192.0.2.1")  # kept for documentation: nobody has it
-    with pytest.raises(WeightSyncError, match=r"no gloo group at 192\.0\.2\.1: .*assign requested address"):
-        transport.open(replica, TIMEOUT)
-
-
 def test_only_the_cpu_sends(tmp_path: Path) -> None:
     GlooTransport(tmp_path, device="cpu")
     with pytest.raises(ValueError, match="device='cuda:1': transport='gloo' sends from the CPU"):
@@ -325,211 +315,6 @@ def test_closing_twice_does_no_harm(store: WeightStoreWriter, bench: Bench) -> N
     transport.stage(replica, publish(store, 1), StageOptions(), TIMEOUT)
     transport.close()
     transport.close()
-
-
-# -- replicas that pass on --------------------------------------------------------------------------------------------
-
-
-class Fleet:
-    """Replicas in a tree in which the trainer sends to two, and each of these to two more."""
-
-    def __init__(self, store: WeightStoreWriter, count: int, workers: int = 1) -> None:
-        self.transport = GlooTransport(store.folder, fan_out=2, buffer_bytes=1000)
-        self.replicas = [FakeWeightReplica(index, workers=workers, expected=None) for index in range(count)]
-        for replica in self.replicas:
-            self.transport.open(replica, TIMEOUT)
-
-    def stage(self, manifest: Manifest, timeout: float = TIMEOUT, **choices: Any) -> list[Any]:
-        """Bring a version to all that live, at the same time; return a report or an error for each."""
-
-        def bring(replica: FakeWeightReplica) -> StageReport | Exception:
-            try:
-                return self.transport.stage(replica, manifest, StageOptions(**choices), timeout)
-            except (WeightSyncError, ReplicaDiedError, ManifestMismatch) as error:
-                return error
-
-        with ThreadPoolExecutor(len(self.replicas)) as pool:
-            return list(pool.map(bring, self.replicas))
-
-    def sender(self, index: int) -> int | None:
-        sender = self.transport._tree._places[self.replicas[index]].sender()
-        return None if sender is None else self.replicas.index(sender)
-
-    def inits(self) -> list[int]:
-        return [replica.asked["init_weights"] for replica in self.replicas]
-
-
-@pytest.fixture
-def fleet(store: WeightStoreWriter) -> Iterator[Callable[..., Fleet]]:
-    made: list[Fleet] = []
-
-    def make(count: int, **choices: Any) -> Fleet:
-        made.append(Fleet(store, count, **choices))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.transport.close()
-        for replica in one.replicas:
-            replica.shutdown()
-
-
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The versions that the trainer itself has sent."""
-    versions: list[int] = []
-    send = GlooTransport._send
-
-    def count(transport: GlooTransport, group: GlooGroup, manifest: Manifest, *more: Any) -> None:
-        versions.append(manifest.version)
-        send(transport, group, manifest, *more)
-
-    monkeypatch.setattr(GlooTransport, "_send", count)
-    return versions
-
-
-MakeFleet = Callable[..., Fleet]
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_the_trainer_sends_to_a_few_and_these_pass_the_version_on(
-    store: WeightStoreWriter, fleet: MakeFleet, sent: list[int], workers: int
-) -> None:
-    seven = fleet(7, workers=workers)
-    for version in (1, 2, 3):
-        manifest = publish(store, version, version)
-        reports = seven.stage(manifest)
-        assert [report.digest for report in reports] == [manifest.digest] * 7
-        for replica in seven.replicas:
-            check_held(replica, manifest, version)
-    assert sent == [1, 1, 2, 2, 3, 3]
-    assert sorted(seven.sender(index) is None for index in range(7)) == [False] * 5 + [True] * 2
-    assert seven.inits() == [1] * 7  # they meet once
-
-
-def test_a_replica_that_dies_as_it_passes_on_fails_alone(
-    store: WeightStoreWriter, fleet: MakeFleet, sent: list[int]
-) -> None:
-    six = fleet(6)
-    six.stage(publish(store, 1))
-    dies = six.sender(5)
-    assert dies is not None
-    six.replicas[dies].fail["stage_weights"] = lambda _: six.replicas[dies].die() or ReplicaDiedError("it ended")
-    manifest = publish(store, 2, 2)
-    found = six.stage(manifest)
-    assert [index for index, one in enumerate(found) if isinstance(one, Exception)] == [dies]
-    assert isinstance(found[dies], ReplicaDiedError)
-    six.replicas[dies] = FakeWeightReplica(dies, expected=None)  # what was restarted
-    for version in (3, 4):
-        sent.clear()
-        manifest = publish(store, version, version)
-        assert [one.digest for one in six.stage(manifest)] == [manifest.digest] * 6
-        for replica in six.replicas:
-            check_held(replica, manifest, version)
-    assert sent == [4, 4]  # by then all have a place in the tree again
-
-
-def test_a_replica_that_another_driver_took_passes_nothing_on_for_the_old_one(
-    store: WeightStoreWriter, fleet: MakeFleet, sent: list[int]
-) -> None:
-    three = fleet(3)
-    manifest = publish(store, 1)
-    three.stage(manifest)
-    below = next(index for index in range(3) if three.sender(index) is not None)
-    above, replica = three.sender(below), three.replicas[below]
-    assert above is not None
-    three.replicas[above].owner.claim("another", "another driver", True)
-    sent.clear()
-    report = three.transport.stage(replica, manifest, StageOptions(), TIMEOUT)
-    assert (report.digest, sent) == (manifest.digest, [1])  # from the trainer
-    check_held(replica, manifest, 1)
-    with pytest.raises(WeightSyncError, match="takes its weights from another driver now"):
-        three.replicas[above].pass_weights_on({"place": 0}, TIMEOUT)
-
-
-def flip(receiver: Any, fetch: Callable[..., None]) -> Callable[..., None]:
-    """Damage a byte as soon as a version was received and checked."""
-
-    def fetch_and_flip(manifest: Manifest, *, verify: bool, threads: int) -> None:
-        with receiver._relay._changed:  # nothing was passed on yet
-            fetch(manifest, verify=verify, threads=threads)
-            receiver._buffer[manifest.entries[0].offset] ^= 1
-
-    return fetch_and_flip
-
-
-def test_a_byte_that_is_damaged_in_a_replica_is_not_believed_by_those_it_sends_to(
-    store: WeightStoreWriter, fleet: MakeFleet, sent: list[int]
-) -> None:
-    four = fleet(4)
-    four.stage(publish(store, 1))
-    damaged = four.sender(3)
-    assert damaged is not None
-    receiver: Any = four.replicas[damaged].receivers[0]
-    receiver.fetch = flip(receiver, receiver.fetch)
-    sent.clear()
-    manifest = publish(store, 2, 2)
-    assert [one.digest for one in four.stage(manifest)] == [manifest.digest] * 4
-    for index, replica in enumerate(four.replicas):
-        if index != damaged:
-            check_held(replica, manifest, 2)
-    below = sum(four.sender(index) == damaged for index in range(4))
-    assert (below > 0, len(sent)) == (True, 2 + below)
-
-
-def test_who_receives_damaged_bytes_passes_none_on(store: WeightStoreWriter, fleet: MakeFleet) -> None:
-    three = fleet(3)
-    three.stage(publish(store, 1))
-    manifest = publish(store, 2, 2)
-    path = store.folder / f"slot-{manifest.slot}.weights"
-    np.memmap(path, np.uint8, "r+")[manifest.entries[0].offset] ^= 1
-    assert all(isinstance(one, DigestMismatch) for one in three.stage(manifest))  # the trainer's own bytes are wrong
-    manifest = publish(store, 3, 3)
-    assert [one.digest for one in three.stage(manifest)] == [manifest.digest] * 3
-
-
-def test_a_refusal_below_is_the_refusals_own_word_and_holds_nobody_up(
-    store: WeightStoreWriter, fleet: MakeFleet
-) -> None:
-    three = fleet(3)
-    three.stage(publish(store, 1))
-    below = next(index for index in range(3) if three.sender(index) is not None)
-    three.replicas[below].fail["stage_weights"] = always(ManifestMismatch("not my tensors"))
-    found = three.stage(publish(store, 2))
-    assert [isinstance(one, ManifestMismatch) for one in found] == [index == below for index in range(3)]
-    three.replicas[below].fail.clear()
-    manifest = publish(store, 3, 3)
-    assert [one.digest for one in three.stage(manifest)] == [manifest.digest] * 3
-
-
-def test_one_that_stands_still_keeps_those_below_from_nothing(store: WeightStoreWriter, fleet: MakeFleet) -> None:
-    three = fleet(3)
-    three.stage(publish(store, 1))
-    below = next(index for index in range(3) if three.sender(index) is not None)
-    above = three.sender(below)
-    assert above is not None
-    awake = threading.Event()
-    three.replicas[above].fail["stage_weights"] = lambda _: awake.wait(TIMEOUT) and ReplicaDiedError("too late")
-    manifest = publish(store, 2, 2)
-    found = three.stage(manifest, timeout=0.5)
-    awake.set()
-    assert [isinstance(one, SyncTimeout) for one in found] == [index == above for index in range(3)]
-    check_held(three.replicas[below], manifest, 2)
-
-
-def test_a_replica_that_is_brought_alone_gets_the_version_from_the_trainer(
-    store: WeightStoreWriter, fleet: MakeFleet, sent: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gloo, "LATE_SECONDS", 0.0)
-    monkeypatch.setattr(gloo, "LOOK_SECONDS", 0.01)
-    three = fleet(3)
-    three.stage(publish(store, 1))
-    below = next(index for index in range(3) if three.sender(index) is not None)
-    sent.clear()
-    manifest = publish(store, 2, 2)
-    three.transport.stage(three.replicas[below], manifest, StageOptions(), TIMEOUT)
-    check_held(three.replicas[below], manifest, 2)
-    assert sent == [2]
 
 
 # -- a worker's end ---------------------------------------------------------------------------------------------------

@@ -1,33 +1,19 @@
-"""Where ranks meet: with a deadline of ours, in a closed folder on one host, behind a secret across hosts."""
+"""Where ranks meet: with a deadline of ours, in a closed folder of this host."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # its stubs leave them out
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # its stubs leave them out
 
-from support.waiting import in_thread, until
+from support.waiting import in_thread
 from torchrl_moe._errors import WeightSyncError
-from torchrl_moe.weight_update.transports import meeting
-from torchrl_moe.weight_update.transports.gloo_group import GlooGroup
-from torchrl_moe.weight_update.transports.meeting import Meeting, MeetingPlace, board_of, own_address
+from torchrl_moe.weight_update.transports.meeting import Meeting, MeetingPlace, board_of
 
 TIMEOUT = 20.0
-
-
-@pytest.fixture
-def across(monkeypatch: pytest.MonkeyPatch) -> Iterator[MeetingPlace]:
-    """A place as for several hosts, all of which are this one."""
-    monkeypatch.setattr(meeting, "is_loopback", lambda _: False)
-    made = MeetingPlace("127.0.0.1")
-    yield made
-    made.close()
 
 
 def test_what_one_rank_left_another_finds_and_waits_for() -> None:
@@ -65,7 +51,6 @@ def test_on_one_host_each_meeting_is_a_closed_folder(place: MeetingPlace) -> Non
     board_of(first).set("key", b"value")
     assert place.meet(first, TIMEOUT).get("key") == b"value"
     assert not place.meet(second, TIMEOUT).check(["key"])
-    assert own_address(first) == "127.0.0.1"
     place.end(first)
     place.end(first)
     assert not path.exists()
@@ -101,69 +86,10 @@ def test_who_is_late_for_a_meeting_that_is_over_hears_of_it_at_once(place: Meeti
 
 
 def test_a_folder_that_is_not_here_is_another_hosts(tmp_path: Path) -> None:
-    with pytest.raises(WeightSyncError, match="is another host: give the scheme a master_address"):
+    with pytest.raises(
+        WeightSyncError, match="is another host, and transport='gloo' reaches one host: use transport='memmap'"
+    ):
         board_of({"folder": str(tmp_path / "none")})
-
-
-def test_across_hosts_ranks_meet_at_the_trainers_server(across: MeetingPlace) -> None:
-    where = across.begin()
-    assert (set(where), len(where["secret"])) == ({"address", "port", "name", "secret"}, 64)
-    address = own_address(where)
-    joining = in_thread(lambda: GlooGroup(Meeting(board_of(where), TIMEOUT), 1, 2, TIMEOUT, 9, address))
-    trainer = GlooGroup(across.meet(where, TIMEOUT), 0, 2, TIMEOUT, 9, address)
-    worker = joining.result(TIMEOUT)
-    worker.announce()
-    until(trainer.all_ready, TIMEOUT)
-    got = torch.zeros(20, dtype=torch.uint8)
-    receiving = in_thread(lambda: worker.broadcast(got, time.monotonic() + TIMEOUT, lambda _: None))
-    trainer.broadcast(torch.arange(20, dtype=torch.uint8), time.monotonic() + TIMEOUT, lambda _: None)
-    receiving.result(TIMEOUT)
-    assert got.tolist() == list(range(20))
-    trainer.close()
-    with pytest.raises(RuntimeError, match="the trainer has given the group up"):
-        worker.announce()
-    worker.close()
-
-
-def test_a_stranger_joins_as_no_rank(across: MeetingPlace) -> None:
-    """It has found the port, speaks torch's own language, and knows all but the secret."""
-    where = across.begin()
-    with pytest.raises(RuntimeError):
-        TCPStore(where["address"], where["port"], is_master=False, timeout=timedelta(seconds=0.2))
-    stranger = board_of({**where, "secret": "00" * 32})
-    with pytest.raises(OSError, match="does not have the trainer's secret"):
-        stranger.set("gloo/0/1", b"my address")
-    assert not across.meet(where, TIMEOUT).check(["gloo/0/1"])
-
-
-def test_the_server_goes_with_the_place(across: MeetingPlace) -> None:
-    where = across.begin()
-    across.end(where)
-    across.end(where)
-    across.close()
-    across.close()
-    with pytest.raises(ConnectionRefusedError):
-        board_of(where).check(["key"])
-
-
-def test_a_port_that_was_chosen_is_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once more at once, too: a trainer that is started again keeps its firewall's port."""
-    monkeypatch.setattr(meeting, "is_loopback", lambda _: False)
-    port = 0
-    for _ in range(3):
-        place = MeetingPlace("127.0.0.1", port)
-        where = place.begin()
-        board_of(where).set("key", b"value")  # the connection that was used stays with the system for a minute
-        assert port in (0, where["port"])
-        port = where["port"]
-        with pytest.raises(OSError, match="in use"):
-            MeetingPlace("127.0.0.1", port).begin()
-        place.close()
-
-
-def test_an_address_that_is_not_this_hosts_is_an_error() -> None:
-    with pytest.raises(OSError, match="assign requested address"):
-        MeetingPlace("192.0.2.1").begin()  # kept for documentation: nobody has it
 
 
 def test_who_waits_long_asks_seldom() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 
 import pytest
@@ -11,8 +9,7 @@ import torch
 
 from torchrl_moe._errors import EngineError, ManifestMismatch
 from torchrl_moe.testing.fake_weights import FakeWeightReplica
-from torchrl_moe.weight_update.store import VersionsWriter, WeightStoreWriter, node_copy
-from torchrl_moe.weight_update.store.node_copy import NodeCopies
+from torchrl_moe.weight_update.store import WeightStoreWriter
 from torchrl_moe.weight_update.transports.base import StageOptions
 from torchrl_moe.weight_update.transports.memmap import MemmapReceiver, MemmapTransport
 
@@ -42,33 +39,10 @@ def test_a_published_version_is_read_where_it_lies(tmp_path: Path) -> None:
     receiver = MemmapReceiver(str(tmp_path))
     manifest = receiver.manifest(5)
     assert manifest == published
-    assert receiver.fetch(manifest, verify=True, threads=1) == ""
+    receiver.fetch(manifest, verify=True, threads=1)
     with receiver.reading(manifest) as tensors:
         assert {name: tensor.tolist() for name, tensor in tensors.items()} == {"w": [0.0, 1.0, 2.0, 3.0]}
     receiver.close()
     receiver.close()
     with pytest.raises(ManifestMismatch, match="version 6 is not in the store"):
         receiver.manifest(6)
-
-
-def test_a_version_on_a_shared_file_system_is_copied_to_this_node_until_the_receiver_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    near = tmp_path / "node"
-    near.mkdir()
-    monkeypatch.setattr(node_copy, "node_folder", lambda: near)
-    monkeypatch.setattr(NodeCopies, "_is_near", lambda self, file: False)
-    manifest = VersionsWriter(tmp_path / "far").publish([("w", torch.arange(4.0))], 5)
-    receiver = MemmapReceiver(str(tmp_path / "far"))
-    assert receiver.fetch(manifest, verify=True, threads=2) == ""
-    assert len(list(near.glob("*/*.safetensors"))) == 1
-    with receiver.reading(manifest) as tensors:
-        assert tensors["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
-    receiver.close()
-    assert not list(near.glob("*/*.safetensors"))
-    monkeypatch.setattr(os, "posix_fallocate", _full)
-    assert "No space left on device" in MemmapReceiver(str(tmp_path / "far")).fetch(manifest, verify=True, threads=2)
-
-
-def _full(*_: object) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")

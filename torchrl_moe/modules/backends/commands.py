@@ -112,10 +112,6 @@ class Commands(abc.ABC):
         self._digest = report.digest
         return report
 
-    def pass_weights_on(self, order: Mapping[str, Any], timeout: float) -> None:
-        """Send a version to another replica; see the protocol."""
-        self._command("pass_weights_on", timeout, epoch=self._epoch, order=dict(order))
-
     def swap_weights(
         self,
         version: int,

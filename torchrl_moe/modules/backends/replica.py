@@ -327,14 +327,6 @@ class Replica(Protocol):
         look it up.
         """
 
-    def pass_weights_on(self, order: Mapping[str, Any], timeout: float) -> None:
-        """Send a version that came by gloo to another replica; ``order`` is plain data.
-
-        Args:
-            order: see :meth:`~torchrl_moe.weight_update.transports.relay.Relay.pass_on`.
-            timeout: in seconds, until the workers have the order; they send in threads.
-        """
-
     def swap_weights(
         self,
         version: int,

@@ -45,10 +45,6 @@ class WeightCommands(abc.ABC):
         """Fetch a version and check it."""
 
     @abc.abstractmethod
-    async def _pass_on(self, order: Mapping[str, Any]) -> None:
-        """Send a version to another replica."""
-
-    @abc.abstractmethod
     async def _swap(
         self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, Any] | None, patience: float
     ) -> SwapReport:
@@ -82,10 +78,6 @@ class WeightCommands(abc.ABC):
             raise WeightSyncError("another version was staged meanwhile")
         self._staged = report.digest
         return report
-
-    async def command_pass_weights_on(self, epoch: int, order: dict[str, Any]) -> None:
-        self.owner.check(epoch)
-        await self._pass_on(order)
 
     async def command_swap_weights(
         self,

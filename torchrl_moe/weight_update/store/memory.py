@@ -1,108 +1,19 @@
-"""How much memory a process may still allocate before it is killed: the host's free memory, or a container's limit.
-
-Workers that check at the same moment would all count the same free bytes. So each reserves what it is about to
-allocate: by a file in a folder of the user's, with a lock that ends with its process.
-"""
+"""How much memory a process may still allocate before it is killed: the host's free memory, or a container's limit."""
 
 from __future__ import annotations
 
-import fcntl
-import itertools
-import os
-import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
-__all__ = ["MemoryReservation", "available_memory", "node_folder"]
+__all__ = ["available_memory"]
 
-LOCK = "lock"
-NUMBERS = itertools.count()
 MEMBERSHIP = Path("/proc/self/cgroup")
 MOUNT = Path("/sys/fs/cgroup")
 # of a control group's folder: its limit, its use, and what begins the names of its statistics
 UNIFIED = ("memory.max", "memory.current", "")
 LEGACY = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-
-
-def node_folder() -> Path:
-    """Return the folder that all processes of a host see: in memory, where it has one."""
-    return Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path("/tmp")
-
-
-class MemoryReservation:
-    """Memory that this process is about to allocate; other workers of this user on this host do not count it as free.
-
-    Keep it until the memory is allocated: then every worker sees that.
-
-    Args:
-        folder: of the reservations, which all workers see; by default in shared memory, or in ``/tmp`` (engine
-            processes have temporary folders of their own). Where it cannot be used, each worker checks for itself.
-    """
-
-    def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder or node_folder() / f"torchrl_moe-memory-{os.getuid()}"
-        self._held: tuple[Path, int] | None = None
-
-    def reserve(self, needed: int) -> str:
-        """Reserve bytes, replacing an earlier reservation; return why that failed, or an empty string."""
-        self.end()
-        with self._alone() as shared:
-            promised = sum(self._of_others()) if shared else 0
-            free = available_memory() - promised
-            if free < needed:
-                others = f" besides {promised / 1e9:.1f} GB that others are about to take" if promised else ""
-                return (
-                    f"{needed / 1e9:.1f} GB are needed beside the model, {max(free, 0) / 1e9:.1f} GB are free{others}"
-                )
-            if shared:
-                self._write(needed)
-        return ""
-
-    @contextmanager
-    def _alone(self) -> Iterator[bool]:
-        """Hold the lock on reservations; yield whether there is one."""
-        try:
-            self._folder.mkdir(mode=0o700, exist_ok=True)
-            status = self._folder.lstat()
-            if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
-                raise PermissionError(f"{self._folder} is not this user's folder")
-            lock = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        except OSError:
-            yield False
-            return
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield True
-        finally:
-            os.close(lock)
-
-    def _of_others(self) -> Iterator[int]:
-        """Yield what each living process has reserved, and remove the files of dead ones."""
-        for path in self._folder.glob("*.bytes"):
-            with suppress(FileNotFoundError), path.open() as file:  # one that ends now is gone
-                try:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    yield int(file.read())
-                else:
-                    path.unlink()
-
-    def _write(self, needed: int) -> None:
-        path = self._folder / f"{os.getpid()}-{next(NUMBERS)}.bytes"
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        os.write(file, str(needed).encode())
-        self._held = path, file
-
-    def end(self) -> None:
-        """Release the reservation. Idempotent."""
-        if self._held is not None:
-            (path, file), self._held = self._held, None
-            path.unlink(missing_ok=True)
-            os.close(file)
 
 
 def available_memory(membership: Path = MEMBERSHIP, mount: Path = MOUNT) -> int:

@@ -6,7 +6,7 @@ import fcntl
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,6 @@ from torchrl_moe.weight_update.store.flat import (
     verify_entries,
 )
 from torchrl_moe.weight_update.store.manifest import Manifest
-from torchrl_moe.weight_update.store.node_copy import NodeCopies
 from torchrl_moe.weight_update.store.slots import lock_slot, manifest_path, manifest_paths, slot_path, unlock
 from torchrl_moe.weight_update.store.versions import (
     bytes_path,
@@ -39,19 +38,14 @@ __all__ = ["WeightStoreReader"]
 class WeightStoreReader:
     """Reads versions. Files stay mapped from one version to the next; safe to use from several threads.
 
-    If this node has a copy of a file, that is read instead.
-
     Args:
         folder: the writer's.
         lock_seconds: how long to wait for a writer of the slot to be read.
-        copies: of this node; default: those that all readers of this user share.
     """
 
-    def __init__(self, folder: str | Path, lock_seconds: float = 60.0, copies: NodeCopies | None = None) -> None:
+    def __init__(self, folder: str | Path, lock_seconds: float = 60.0) -> None:
         self.folder = Path(folder)
         self._lock_seconds = lock_seconds
-        self._copies = copies or NodeCopies()
-        self._bringing, self._closed = threading.Lock(), False
         self._mapped: dict[Path, MappedFile] = {}
         self._known: tuple[tuple[int, ...], Manifest] | None = None  # the manifest read last, and its file's identity
         self._lock = threading.Lock()
@@ -92,51 +86,10 @@ class WeightStoreReader:
             known = self._known = identity, read
         return known[1]
 
-    def bring(self, manifest: Manifest, threads: int = 1) -> str:
-        """Copy a version into the memory of this node, where its readers share one copy, until the next call.
-
-        Args:
-            manifest: the version. One in slots is in memory already.
-            threads: that read and hash.
-
-        Returns:
-            Why it must be read from the shared file system; empty if it was copied, or need not be.
-
-        Raises:
-            ManifestMismatch: the version is not there any more, or its files were cut short.
-            DigestMismatch: its bytes are not those published.
-            WeightSyncError: a file cannot be read.
-        """
-        if manifest.slot is not None:
-            return ""
-        try:
-            with self._pin(manifest), ExitStack() as opened, self._bringing:
-                files = dict(self._open(manifest, base, opened) for base in manifest.last)
-                with self._lock:
-                    self._mapped.clear()  # else removed copies would stay in memory
-                return self._copies.bring(files, threads)
-        finally:
-            if self._closed:
-                self.close()
-
-    def _open(self, manifest: Manifest, base: int | None, opened: ExitStack) -> tuple[Path, int]:
-        for path in self._places(manifest, base):
-            with suppress(FileNotFoundError):
-                descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-                opened.callback(os.close, descriptor)
-                return path, descriptor
-        raise ManifestMismatch(f"version {manifest.version} is not in the store any more")
-
     def close(self) -> None:
-        """Release what :meth:`bring` copied, or is copying. Never waits for that. Idempotent."""
-        self._closed = True
-        if self._bringing.acquire(blocking=False):  # else it is done there, at the end
-            try:
-                with self._lock:
-                    self._mapped.clear()
-                self._copies.close()
-            finally:
-                self._bringing.release()
+        """Unmap what no tensor uses. Idempotent."""
+        with self._lock:
+            self._mapped.clear()
 
     @contextmanager
     def reading(self, manifest: Manifest, verify: bool = False) -> Iterator[Mapping[str, Tensor]]:
@@ -222,8 +175,8 @@ class WeightStoreReader:
         *places, last = self._places(manifest, base)
         for place in places:
             with suppress(ManifestMismatch):
-                return self._map(self._copies.find(place))
-        return self._map(self._copies.find(last))
+                return self._map(place)
+        return self._map(last)
 
     def _places(self, manifest: Manifest, base: int | None) -> tuple[Path, ...]:
         """Return the paths at which a file may be, in order."""

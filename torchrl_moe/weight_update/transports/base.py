@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:  # processes that only pass a report on import neither torch nor the store
     from torch import Tensor
 
     from torchrl_moe.weight_update.store import Manifest
 
-__all__ = ["PassesOn", "Peer", "Receiver", "StageOptions", "StageReport", "Transport", "asked", "rank_of", "workers_of"]
+__all__ = ["Peer", "Receiver", "StageOptions", "StageReport", "Transport", "asked", "rank_of", "workers_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,6 @@ class StageReport:
         digest: of names, dtypes, shapes, and bytes.
         fetched: seconds until the bytes had arrived and were checked.
         loaded: seconds to load an adapter beside others; weights are loaded during the pause.
-        reason: why nothing was fetched, or is not copied to the replica's node; empty if nothing is missing.
     """
 
     seconds: float
@@ -51,7 +50,6 @@ class StageReport:
     digest: str
     fetched: float = 0.0
     loaded: float = 0.0
-    reason: str = ""
 
 
 class Peer(Protocol):
@@ -70,9 +68,6 @@ class Peer(Protocol):
         self, version: int, *, verify: str, threads: int, manifest: str | None, timeout: float
     ) -> StageReport:
         """Fetch a version and check it, while requests run."""
-
-    def pass_weights_on(self, order: Mapping[str, Any], timeout: float) -> None:
-        """Make its workers send a version to those of another replica; see :meth:`PassesOn.pass_on`."""
 
 
 @contextmanager
@@ -108,10 +103,6 @@ class Transport(Protocol):
 class Receiver(Protocol):
     """Where a worker takes versions from; the code that loads them knows nothing else of a transport."""
 
-    @property
-    def loads_during_pause(self) -> str:
-        """Why a version cannot be fetched before the pause, so that :meth:`load` receives it; empty if it can."""
-
     def manifest(self, version: int) -> Manifest:
         """Return the manifest of a version that is there.
 
@@ -119,11 +110,8 @@ class Receiver(Protocol):
             ManifestMismatch: it is not.
         """
 
-    def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> str | None:
+    def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> None:
         """Bring a version here, and compare its digests if asked to. May wait for the sender: it runs in a thread.
-
-        Returns:
-            A remark for the report, if there is one.
 
         Raises:
             DigestMismatch: other bytes arrived than were published.
@@ -132,19 +120,8 @@ class Receiver(Protocol):
     def reading(self, manifest: Manifest) -> AbstractContextManager[Mapping[str, Tensor]]:
         """Yield a version's tensors by checkpoint name; they are valid inside the context only."""
 
-    def load(self, manifest: Manifest) -> int:
-        """Receive a version straight into the model, during the pause; return how many tensors it took."""
-
     def close(self) -> None:
         """Disconnect from the sender. Idempotent."""
-
-
-@runtime_checkable
-class PassesOn(Protocol):
-    """A receiver that can send what it has received."""
-
-    def pass_on(self, order: Mapping[str, Any]) -> None:
-        """Send a version to the workers of another replica, in a thread."""
 
 
 def workers_of(info: Any) -> int:

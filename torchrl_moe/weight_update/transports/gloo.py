@@ -1,8 +1,6 @@
 """The gloo transport: one communicator per replica, over which the store's bytes are broadcast while it generates.
 
-The trainer sends to a few replicas, and these pass on what they have received and checked, so that the trainer's own
-link carries a few copies, however many replicas there are. A replica that gets nothing from another one gets it from
-the trainer.
+All ranks are on one host.
 
 A replica announces that it will read before anything is sent, so that nothing waits for one that refuses a version
 until a deadline. A group in which anything failed is closed, and made again for the next version: the other replicas
@@ -13,99 +11,73 @@ tensors are views of it, and never copied before they are loaded.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchrl_moe._errors import ManifestMismatch, ReplicaDiedError, SyncTimeout, TorchRLMoEError, WeightSyncError
 from torchrl_moe.weight_update.store import Manifest, WeightStoreReader
-from torchrl_moe.weight_update.store.writing import at_end
 from torchrl_moe.weight_update.transports.arriving import Digests, as_tensor, tensor_in
 from torchrl_moe.weight_update.transports.base import Peer, StageOptions, StageReport, asked, workers_of
 from torchrl_moe.weight_update.transports.gloo_group import BUFFER_BYTES, SENDER, GlooGroup
-from torchrl_moe.weight_update.transports.meeting import LOOPBACK, Meeting, MeetingPlace, board_of, own_address
-from torchrl_moe.weight_update.transports.relay import Relay
-from torchrl_moe.weight_update.transports.tree import FAN_OUT, Place, Tree
+from torchrl_moe.weight_update.transports.meeting import Meeting, MeetingPlace, board_of
 
 __all__ = ["GlooReceiver", "GlooTransport"]
 
-LOG = logging.getLogger(__name__)
 RANK_OFFSET = 1  # of a replica's workers, behind the trainer
 POLL_SECONDS = 0.002
 LEAST_SECONDS = 0.001
-LOOK_SECONDS = 0.25  # between two checks of a replica that is to pass a version on
-LATE_SECONDS = 1.0  # that it may be asked later to take the version than those that it sends to
 GRACE_SECONDS = 5.0  # that a replica gets to say why a transfer failed
 
 # -- the trainer's end ------------------------------------------------------------------------------------------------
 
 
 class GlooTransport:
-    """Sends versions by broadcast, to each replica separately, from the trainer or from another replica.
+    """Sends versions to replicas of this host by broadcast, to each replica separately.
 
     Args:
         folder: of the weight store, whose slots are sent as they are.
-        address: where to meet; the replicas must reach it. Loopback by default, where they meet without a port.
         device: of the trainer; only the CPU has a meaning here.
         buffer_bytes: sent at a time; 64 MiB by default.
-        fan_out: how many replicas the trainer sends to, and each replica at most; 4 by default.
-        port: at the address; 0: a free one.
 
     Raises:
-        ValueError: another device than the CPU, or ``buffer_bytes`` or ``fan_out`` below 1.
+        ValueError: another device than the CPU, or ``buffer_bytes`` below 1.
     """
 
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        address: str = LOOPBACK,
         device: torch.device | str | int = "cpu",
         buffer_bytes: int | None = None,
-        fan_out: int | None = None,
-        port: int = 0,
     ) -> None:
         if torch.device(device).type != "cpu":
-            raise ValueError(f"device={str(device)!r}: transport='gloo' sends from the CPU; 'nccl' sends from a GPU")
+            raise ValueError(f"device={str(device)!r}: transport='gloo' sends from the CPU")
         self._reader = WeightStoreReader(os.fspath(folder))
-        self._address, self._buffer_bytes = address, BUFFER_BYTES if buffer_bytes is None else buffer_bytes
+        self._buffer_bytes = BUFFER_BYTES if buffer_bytes is None else buffer_bytes
         if self._buffer_bytes < 1:
             raise ValueError(f"buffer_bytes must be at least 1, got {buffer_bytes}")
-        self._place = MeetingPlace(address, port)
+        self._place = MeetingPlace()
         self._groups: weakref.WeakKeyDictionary[Peer, GlooGroup] = weakref.WeakKeyDictionary()
-        self._tree = Tree(FAN_OUT if fan_out is None else fan_out)
-        self._edges: weakref.WeakKeyDictionary[Peer, _Edge] = weakref.WeakKeyDictionary()
-        self._changed = threading.Condition()  # of groups and edges
+        self._lock = threading.Lock()  # of the groups
 
     def open(self, replica: Peer, timeout: float) -> None:
-        """Connect with a replica's workers, replacing an earlier group; a replica below others connects to them later.
+        """Connect with a replica's workers, replacing an earlier group.
 
         Raises:
             SyncTimeout: they did not come in time.
             ReplicaDiedError: the replica ended meanwhile.
             EngineError: the replica does not answer.
-            WeightSyncError: no group can meet there: the address is not this host's, or the interface does not exist.
+            WeightSyncError: no group can meet there: the interface does not exist.
         """
-        self._drop(replica)
-        if not self._tree.at_the_top(replica):
-            replica.wait_ready(timeout)
-            return
-        try:
-            self._open(replica, timeout)
-        except BaseException:
-            self._tree.leave(replica)
-            raise
-
-    def _open(self, replica: Peer, timeout: float) -> None:
         self._drop(replica)
         options, deadline = self._init(replica, timeout), time.monotonic() + timeout
         known = weakref.ref(replica)  # what the group keeps must not keep the replica
@@ -117,14 +89,13 @@ class GlooTransport:
         where, left = options["meeting"], max(deadline - time.monotonic(), LEAST_SECONDS)
         try:
             meeting = self._place.meet(where, left, check)
-            group = GlooGroup(meeting, SENDER, options["world_size"], left, self._buffer_bytes, own_address(where))
+            group = GlooGroup(meeting, SENDER, options["world_size"], left, self._buffer_bytes)
         except TorchRLMoEError:  # one of which is an OSError too
             raise
         except (RuntimeError, OSError) as error:
-            raise WeightSyncError(f"no gloo group at {self._address}: {error}") from None
-        with self._changed:
+            raise WeightSyncError(f"no gloo group on this host: {error}") from None
+        with self._lock:
             self._groups[replica] = group
-            self._changed.notify_all()
 
     def _init(self, replica: Peer, timeout: float) -> dict[str, Any]:
         """Send a replica's workers to a meeting; return the options that they got."""
@@ -132,7 +103,7 @@ class GlooTransport:
         try:
             where = self._place.begin()
         except OSError as error:
-            raise WeightSyncError(f"no gloo group at {self._address}: {error}") from None
+            raise WeightSyncError(f"no gloo group on this host: {error}") from None
         options = {
             "meeting": where,
             "world_size": workers + RANK_OFFSET,
@@ -148,83 +119,30 @@ class GlooTransport:
         return options
 
     def _drop(self, replica: Peer) -> None:
-        """Close all groups that a replica is in: its workers' ends will be new, or gone."""
-        with self._changed:
-            group, edge = self._groups.pop(replica, None), self._edges.pop(replica, None)
-            lost = [edge] if edge is not None else []
-            for child in [child for child, edge in self._edges.items() if edge.place.sender() is replica]:
-                lost.append(self._edges.pop(child))
+        """Close a replica's group: its workers' ends will be new, or gone."""
+        with self._lock:
+            group = self._groups.pop(replica, None)
         if group is not None:
             group.close()
-        for edge in lost:
-            edge.end()
 
     def stage(self, replica: Peer, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
-        """Send a version to a replica while it generates: from its parent in the tree, or else from the trainer.
+        """Send a version to a replica while it generates.
 
         Raises:
             SyncTimeout: it was not done in time.
             ReplicaDiedError: the replica ended meanwhile.
             WeightSyncError: the replica refused the version, or the connection broke.
         """
-        digest = manifest.digest
-        place = self._tree.join(replica, digest)
         try:
-            if place.parent is not None:
-                try:
-                    return self._stage_from_replica(replica, place, manifest, options, timeout)
-                except (RuntimeError, OSError, ValueError, TorchRLMoEError) as error:
-                    if not replica.is_alive():
-                        raise
-                    LOG.warning("version %s is sent by the trainer, and not by a replica: %s", manifest.version, error)
-                    self._drop(replica)  # the trainer can send it too, and says what is wrong
-            return self._stage_from_trainer(replica, manifest, options, timeout)
+            return self._stage(replica, manifest, options, timeout)
         except BaseException:
             self._drop(replica)
-            self._tree.leave(replica)
             raise
 
-    def _stage_from_replica(
-        self, replica: Peer, place: Place, manifest: Manifest, options: StageOptions, timeout: float
-    ) -> StageReport:
-        sender, edge, began = place.sender(), self._edges.get(replica), time.monotonic()
-        if edge is None or edge.place != place:
-            self._drop(replica)
-            edge = _Edge(place, self._init(replica, timeout), self._place.end)
-            with self._changed:
-                self._edges[replica] = edge
-                self._changed.notify_all()
-
-        def check() -> None:
-            takes, seconds = self._tree.takes(sender, manifest.digest), time.monotonic() - began
-            late = takes is None and seconds > LATE_SECONDS
-            if takes is False or late or not sender.is_alive() or self._edges.get(replica) is not edge:
-                raise WeightSyncError("the replica that was to send the version does not have it")
-            if seconds > timeout:
-                raise SyncTimeout(f"version {manifest.version} did not arrive within {timeout:g} s")
-
-        with self._changed:  # its workers must be as they will be when it has the version
-            while sender not in self._groups and sender not in self._edges:
-                check()
-                self._changed.wait(LOOK_SECONDS)
-        order = {"place": place.number, "digest": manifest.digest, **edge.options}
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(_give_up, sender, order)
-            sender.pass_weights_on(order, timeout)
-            with asked(replica, manifest, options, timeout) as answer:
-                while not answer.done():
-                    check()
-                    wait([answer], LOOK_SECONDS)
-                report = answer.result()
-            on_failure.pop_all()
-        return report
-
-    def _stage_from_trainer(
-        self, replica: Peer, manifest: Manifest, options: StageOptions, timeout: float
-    ) -> StageReport:
+    def _stage(self, replica: Peer, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
         deadline = time.monotonic() + timeout
         if replica not in self._groups:
-            self._open(replica, timeout)
+            self.open(replica, timeout)
         with asked(replica, manifest, options, timeout) as answer:
             try:
                 self._send(self._groups[replica], manifest, answer, deadline)
@@ -256,24 +174,9 @@ class GlooTransport:
 
     def close(self) -> None:
         """Leave all groups. Idempotent."""
-        for replica in [*self._groups, *self._edges]:
+        for replica in list(self._groups):
             self._drop(replica)
         self._place.close()
-
-
-class _Edge:
-    """Where a replica's workers meet the one that sends to them, and their options. It ends when this is dropped."""
-
-    def __init__(self, place: Place, options: dict[str, Any], end: Callable[[dict[str, Any]], None]) -> None:
-        self.place, self.options = place, options
-        self.end = at_end(self, end, options["meeting"])
-
-
-def _give_up(sender: Peer, order: dict[str, Any]) -> None:
-    """Make a replica stop sending to another one; it would notice by itself, only later."""
-    if sender.is_alive():
-        with contextlib.suppress(RuntimeError, OSError, TorchRLMoEError):
-            sender.pass_weights_on({**order, "meeting": None}, GRACE_SECONDS)
 
 
 def _own_words(answer: Future[Any]) -> BaseException | None:
@@ -298,14 +201,11 @@ class GlooReceiver:
         WeightSyncError: the meeting is on another host.
     """
 
-    loads_during_pause = ""
-
     def __init__(self, options: Mapping[str, Any], rank: int) -> None:
         self._timeout = float(options["timeout_seconds"])
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._held: Manifest | None = None
         self._lock = threading.Lock()  # of the buffer
-        self._rank, self._relay = rank, Relay()
         self._meeting = Meeting(board_of(options["meeting"]), self._timeout)
         joining = ThreadPoolExecutor(1, thread_name_prefix="weight-meeting")
         self._group = joining.submit(_join, self._meeting, dict(options), rank)
@@ -327,10 +227,9 @@ class GlooReceiver:
         deadline, size = time.monotonic() + self._timeout, manifest.extent
         if not self._lock.acquire(timeout=self._timeout):
             raise SyncTimeout(f"the previous version was still being read after {self._timeout:g} s")
-        arrived, digest = False, manifest.digest
+        arrived = False
         try:
             self._held = None
-            self._relay.release(self._timeout)
             if len(self._buffer) < size:
                 self._buffer = torch.empty(size, dtype=torch.uint8)
             group, flat = self._group.result(), self._buffer[:size]
@@ -340,20 +239,10 @@ class GlooReceiver:
                 group.broadcast(flat, deadline, digests.arrived)
             digests.result()
             self._held, arrived = manifest, True
-            self._relay.hold(digest, flat)
         finally:
             if not arrived:
-                self._relay.lose(digest)
                 self._leave()  # the trainer makes a new group
             self._lock.release()
-
-    def pass_on(self, order: Mapping[str, Any]) -> None:
-        """Pass a version on, as :meth:`~torchrl_moe.weight_update.transports.relay.Relay.pass_on` does.
-
-        One worker of a replica does it for all.
-        """
-        if self._rank == RANK_OFFSET:
-            self._relay.pass_on(order)
 
     def _leave(self) -> None:
         if self._group.done() and self._group.exception() is None:
@@ -380,18 +269,12 @@ class GlooReceiver:
                 raise ManifestMismatch(f"version {manifest.version} was received again since its manifest was read")
             yield {entry.name: tensor_in(self._buffer, entry) for entry in manifest.entries}
 
-    def load(self, manifest: Manifest) -> NoReturn:
-        """Refuse: a version is fetched before the pause."""
-        raise WeightSyncError(f"version {manifest.version} is fetched, and not loaded as it arrives")
-
     def close(self) -> None:
         """Leave the group, or give up meeting it; a receiver that still waits gets an error. Idempotent."""
         self._meeting.close()
-        self._relay.close()
         self._group.add_done_callback(lambda _: self._leave())
         self._held = None
 
 
 def _join(meeting: Meeting, options: Mapping[str, Any], rank: int) -> GlooGroup:
-    address = own_address(options["meeting"])
-    return GlooGroup(meeting, rank, options["world_size"], options["timeout_seconds"], options["buffer_bytes"], address)
+    return GlooGroup(meeting, rank, options["world_size"], options["timeout_seconds"], options["buffer_bytes"])

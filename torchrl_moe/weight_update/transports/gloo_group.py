@@ -17,12 +17,13 @@ from torch import Tensor
 
 from torchrl_moe._errors import SyncTimeout
 from torchrl_moe.weight_update.store.writing import at_end
-from torchrl_moe.weight_update.transports.meeting import LOOPBACK, Meeting
+from torchrl_moe.weight_update.transports.meeting import Meeting
 
 __all__ = ["BUFFER_BYTES", "SENDER", "GlooGroup"]
 
 BUFFER_BYTES = 64 << 20
 SENDER = 0
+LOOPBACK = "127.0.0.1"
 LEAST_SECONDS = 0.001
 
 dist: Any = torch.distributed  # its stubs leave out groups
@@ -39,7 +40,6 @@ class GlooGroup:
         world_size: the sender and the workers.
         timeout: seconds to connect with the others, once all are there.
         buffer_bytes: sent at a time; the same on all ranks.
-        address: by which the others reach this rank.
 
     Raises:
         SyncTimeout: not all came.
@@ -52,9 +52,8 @@ class GlooGroup:
         world_size: int,
         timeout: float,
         buffer_bytes: int = BUFFER_BYTES,
-        address: str = LOOPBACK,
     ) -> None:
-        options = [_options(timeout, address)]
+        options = [_options(timeout)]
         self.rank, self.world_size = rank, world_size
         self._meeting, self._buffer_bytes = meeting, buffer_bytes
         self._transfers = 0
@@ -113,11 +112,11 @@ class GlooGroup:
         self._group = None
 
 
-def _options(timeout: float, address: str) -> Any:
+def _options(timeout: float) -> Any:
     options = dist.ProcessGroupGloo._Options()
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     options._devices = [
-        dist.ProcessGroupGloo.create_device(**({"interface": interface} if interface else {"hostname": address}))
+        dist.ProcessGroupGloo.create_device(**({"interface": interface} if interface else {"hostname": LOOPBACK}))
     ]
     options._timeout = timedelta(seconds=timeout)
     return options

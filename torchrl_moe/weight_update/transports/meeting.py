@@ -1,17 +1,14 @@
 """Where the ranks of a group meet, and announce that they are ready; others are kept out.
 
-On one host that is a folder that only this user can open: there is no port. Across hosts it is a server of
-the trainer's, which asks for a secret. What a group sends afterwards goes through gloo's own connections, which have
-neither authentication nor encryption.
+That is a folder of this host, which only this user can open: there is no port. What a group sends afterwards goes
+through gloo's own connections, which have neither authentication nor encryption.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import itertools
 import os
 import shutil
-import socket
 import tempfile
 import threading
 import time
@@ -19,40 +16,30 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote
 
-from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # its stubs leave them out
+from torch.distributed import Store  # type: ignore[attr-defined]  # its stubs leave them out
 
 from torchrl_moe._errors import WeightSyncError
 from torchrl_moe.weight_update.store.writing import at_end
-from torchrl_moe.weight_update.transports.board import Board, BoardServer, RemoteBoard
 
-__all__ = ["LOOPBACK", "Meeting", "MeetingPlace", "board_of", "is_loopback", "own_address"]
+__all__ = ["Board", "Meeting", "MeetingPlace", "board_of"]
 
-LOOPBACK = "127.0.0.1"
-POLL_SECONDS = (0.005, 0.2)  # between two polls: first, and at most; across hosts each is a connection
+POLL_SECONDS = (0.005, 0.2)  # between two polls: first, and at most
 
 
-def is_loopback(address: str) -> bool:
-    """Whether an address means this host only.
+class Board(Protocol):
+    """What the ranks of one group leave for each other: values by key. torch's stores have these methods."""
 
-    >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("10.0.0.1"), is_loopback("trainer.example")
-    (True, True, False, False)
-    """
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
+    def set(self, key: str, value: Any) -> None:
+        """Leave a value, of bytes."""
 
+    def get(self, key: str) -> bytes:
+        """Return a value that is there."""
 
-def own_address(where: Mapping[str, Any]) -> str:
-    """Return the address by which this host reaches the others of a meeting."""
-    if "folder" in where:
-        return LOOPBACK
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((where["address"], where["port"]))  # sends nothing
-        return str(probe.getsockname()[0])
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of these are there."""
 
 
 class Meeting(Store):
@@ -123,52 +110,30 @@ class Meeting(Store):
 
 
 class MeetingPlace:
-    """Where all groups of one trainer meet; each has a board of its own.
+    """Where all groups of one trainer meet; each has a board of its own, a folder of this host."""
 
-    Args:
-        address: of the trainer; a loopback address means this host, where no port is opened.
-        port: of its server; 0: a free one.
-    """
-
-    def __init__(self, address: str = LOOPBACK, port: int = 0) -> None:
-        self._address, self._port = address, port
+    def __init__(self) -> None:
         self._names = map(str, itertools.count())
         self._folder: Path | None = None
-        self._server: BoardServer | None = None
         self._lock = threading.Lock()
 
     def begin(self) -> dict[str, Any]:
-        """Make a board, and return what a rank needs to find it: plain data, across hosts with the secret.
-
-        Raises:
-            OSError: the address is not this host's, or the port is taken.
-        """
+        """Make a board, and return what a rank needs to find it, as plain data."""
         with self._lock:
-            name = next(self._names)
-            if is_loopback(self._address):
-                if self._folder is None:  # of mode 0700
-                    self._folder = Path(tempfile.mkdtemp(prefix="torchrl_moe-meeting-"))
-                    self._clean = at_end(self, shutil.rmtree, str(self._folder), True)
-                path = self._folder / name
-                path.mkdir(0o700)
-                return {"folder": str(path)}
-            if self._server is None:
-                self._server = BoardServer(self._address, self._port)
-            self._server.boards[name] = HashStore()
-            host, port = self._server.server_address[:2]
-            return {"address": host, "port": port, "name": name, "secret": self._server.secret.hex()}
+            if self._folder is None:  # of mode 0700
+                self._folder = Path(tempfile.mkdtemp(prefix="torchrl_moe-meeting-"))
+                self._clean = at_end(self, shutil.rmtree, str(self._folder), True)
+            path = self._folder / next(self._names)
+            path.mkdir(0o700)
+            return {"folder": str(path)}
 
     def meet(self, where: Mapping[str, Any], seconds: float, check: Callable[[], object] = lambda: None) -> Meeting:
         """Return the trainer's own end of a meeting that it began; closing that ends it for all."""
-        board = self._server.boards[where["name"]] if self._server is not None else board_of(where)
-        return Meeting(board, seconds, check, lambda: self.end(where))
+        return Meeting(board_of(where), seconds, check, lambda: self.end(where))
 
     def end(self, where: Mapping[str, Any]) -> None:
         """Remove a board. Idempotent."""
-        if "folder" in where:
-            shutil.rmtree(where["folder"], ignore_errors=True)  # a rank may be writing into it
-        elif self._server is not None:
-            self._server.boards.pop(where["name"], None)
+        shutil.rmtree(where["folder"], ignore_errors=True)  # a rank may be writing into it
 
     def close(self) -> None:
         """Remove all boards. Idempotent."""
@@ -176,23 +141,18 @@ class MeetingPlace:
             if self._folder is not None:
                 self._clean()
                 self._folder = None
-            if self._server is not None:
-                self._server.end()
-                self._server = None
 
 
 def board_of(where: Mapping[str, Any]) -> Board:
-    """Return the board of a meeting, as any rank finds it, without connecting yet.
+    """Return the board of a meeting, as any rank finds it.
 
     Raises:
         WeightSyncError: it is a folder that is not on this host.
     """
-    if "folder" not in where:
-        return RemoteBoard(where["address"], where["port"], where["name"], bytes.fromhex(where["secret"]))
     if not os.path.isdir(where["folder"]):
         raise WeightSyncError(
-            f"the trainer's {where['folder']} is not here, so this is another host: give the scheme a master_address "
-            "that is reached from here"
+            f"the trainer's {where['folder']} is not here, so this is another host, and transport='gloo' reaches one "
+            "host: use transport='memmap', layout='versions' and folder= on a file system that the hosts share"
         )
     return _FolderBoard(Path(where["folder"]))
 

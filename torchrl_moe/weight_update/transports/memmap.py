@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
 from torch import Tensor
 
-from torchrl_moe._errors import WeightSyncError
 from torchrl_moe.weight_update.store import Manifest, WeightStoreReader
 from torchrl_moe.weight_update.transports.base import Peer, StageOptions, StageReport
 
@@ -46,13 +45,11 @@ class MemmapTransport:
 
 
 class MemmapReceiver:
-    """A worker's end, which reads the store in place, or the copy of this node if another host's disk holds it.
+    """A worker's end, which reads the store in place.
 
     Args:
         folder: of the store.
     """
-
-    loads_during_pause = ""
 
     def __init__(self, folder: str) -> None:
         self._reader = WeightStoreReader(folder)
@@ -61,22 +58,13 @@ class MemmapReceiver:
         """Return the manifest of a published version."""
         return self._reader.manifest(version)
 
-    def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> str:
-        """Copy the version to this node, once for all its replicas; slots are there already.
-
-        What is copied is compared. The engine process compares everything again.
-        """
-        del verify
-        return self._reader.bring(manifest, threads)
+    def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> None:
+        """Do nothing: the version is there, and the engine process compares its digests."""
 
     def reading(self, manifest: Manifest) -> AbstractContextManager[Mapping[str, Tensor]]:
         """Yield the tensors as they are in the store."""
         return self._reader.reading(manifest)
 
-    def load(self, manifest: Manifest) -> NoReturn:
-        """Refuse: a version is read."""
-        raise WeightSyncError(f"version {manifest.version} is read from the store, and not received")
-
     def close(self) -> None:
-        """Release the copy. Idempotent."""
+        """Unmap the store. Idempotent."""
         self._reader.close()

@@ -11,24 +11,18 @@ from torchrl_moe.weight_update.transports.memmap import MemmapReceiver, MemmapTr
 
 __all__ = ["open_receiver", "open_transport"]
 
-LOOPBACK = "127.0.0.1"
 
-
-def open_transport(
-    name: str, folder: Path, seen_as: Path | None = None, *, address: str | None = None, **options: Any
-) -> Transport:
+def open_transport(name: str, folder: Path, seen_as: Path | None = None, **options: Any) -> Transport:
     """Return the trainer's end of a transport.
 
     Args:
-        name: ``"memmap"``, ``"adapter"``, ``"gloo"`` or ``"nccl"``.
+        name: ``"memmap"``, ``"adapter"`` or ``"gloo"``.
         folder: of the weight store.
         seen_as: the same, as the replicas see it.
-        address: where ranks of a collective transport meet.
         options: arguments of its constructor; ``None`` leaves a default.
 
     Raises:
         ValueError: there is no such transport, or not on that device.
-        WeightSyncError: nccl, and torch sees no GPU.
     """
     if name == "memmap":
         return MemmapTransport(seen_as or folder)
@@ -38,12 +32,8 @@ def open_transport(
     if name == "gloo":
         from torchrl_moe.weight_update.transports.gloo import GlooTransport
 
-        return GlooTransport(folder, address or LOOPBACK, **options)
-    if name == "nccl":
-        from torchrl_moe.weight_update.transports.nccl import NcclTransport
-
-        return NcclTransport(folder, address or LOOPBACK, **options)
-    raise ValueError(f"unknown transport {name!r}; there are 'memmap', 'adapter', 'gloo' and 'nccl'")
+        return GlooTransport(folder, **options)
+    raise ValueError(f"unknown transport {name!r}; there are 'memmap', 'adapter' and 'gloo'")
 
 
 def open_receiver(name: str, options: Mapping[str, Any], worker: Any = None) -> Receiver:
@@ -52,7 +42,7 @@ def open_receiver(name: str, options: Mapping[str, Any], worker: Any = None) -> 
     Args:
         name: the scheme's.
         options: what this transport needs to know, such as ``folder``.
-        worker: the weight engine that asks; a collective transport takes its rank and device from it.
+        worker: the weight engine that asks; gloo takes its rank from it.
 
     Raises:
         ValueError: there is no such transport.
@@ -63,8 +53,4 @@ def open_receiver(name: str, options: Mapping[str, Any], worker: Any = None) -> 
         from torchrl_moe.weight_update.transports.gloo import GlooReceiver
 
         return GlooReceiver(options, rank_of(worker.parallel_config, options["rank_offset"]))
-    if name == "nccl":
-        from torchrl_moe.weight_update.transports.nccl import NcclReceiver
-
-        return NcclReceiver(options, rank_of(worker.parallel_config, options["rank_offset"]), worker)
-    raise ValueError(f"unknown transport {name!r}; the worker has 'memmap', 'gloo' and 'nccl'")
+    raise ValueError(f"unknown transport {name!r}; the worker has 'memmap' and 'gloo'")

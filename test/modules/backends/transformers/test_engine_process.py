@@ -92,7 +92,7 @@ def test_experts_are_followed_and_tokens_are_scored(second_engine: AsyncVLLM) ->
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["memmap", "gloo, passed on"])
+@pytest.fixture(params=["memmap", "gloo"])
 def versions(
     second_engine: AsyncVLLM, shelf: EngineShelf, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[Versions]:

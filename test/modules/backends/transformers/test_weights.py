@@ -221,16 +221,14 @@ def test_what_does_not_fit_is_refused_before_anything_is_paused(engine: Loaded, 
         with pytest.raises(ManifestMismatch):
             await updates.stage(2, {name: tensor for name, tensor in others().items() if "norm" not in name})
         report = await updates.stage(3, others())
-        assert (report.reason, report.nbytes > 0, report.loaded) == ("", True, 0.0)
+        assert (report.nbytes > 0, report.loaded) == (True, 0.0)
         late = await updates.weights.swap(2, "keep", False, None, 60.0)
         assert (late.started, late.error) == (False, "WeightSyncError: version 2 is not what was staged last")
-        with pytest.raises(WeightSyncError, match="cannot be passed on"):
-            await updates.weights.pass_on({})
 
     serve(engine, script)
 
 
-@pytest.mark.parametrize(("transport", "hint"), [("adapter", "use lora='merged'"), ("nccl", "transport='memmap'")])
+@pytest.mark.parametrize(("transport", "hint"), [("adapter", "use lora='merged'"), ("mpi", "transport='memmap'")])
 def test_other_transports_are_refused_by_name(engine: Loaded, transport: str, hint: str) -> None:
     async def script(bench: Bench) -> None:
         weights = EngineWeights(engine.decoder.model, engine.info.model, bench.requests, engine.report)

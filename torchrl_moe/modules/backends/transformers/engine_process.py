@@ -149,9 +149,6 @@ class EngineProcess(EngineProgram, WeightCommands):
     async def _stage(self, version: int, verify: str, threads: int, manifest: str | None) -> StageReport:
         return await self.weights.stage(version, verify, threads, manifest)
 
-    async def _pass_on(self, order: Mapping[str, Any]) -> None:
-        await self.weights.pass_on(order)
-
     async def _swap(
         self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, Any] | None, patience: float
     ) -> SwapReport:

@@ -25,7 +25,7 @@ from torchrl_moe.modules.backends.reports import SwapReport
 from torchrl_moe.modules.backends.transformers.engine_requests import EngineRequests
 from torchrl_moe.modules.backends.weight_proof import compare_log_probs
 from torchrl_moe.weight_update.store import Manifest, WeightStoreReader, check_tensors
-from torchrl_moe.weight_update.transports.base import PassesOn, Receiver, StageReport
+from torchrl_moe.weight_update.transports.base import Receiver, StageReport
 from torchrl_moe.weight_update.transports.registry import open_receiver
 
 __all__ = ["EngineWeights", "exchange"]
@@ -89,26 +89,17 @@ class EngineWeights:
             WeightSyncError: the transport was not opened, or the version is not what the engine expects.
         """
         receiver, started = self._open(), time.perf_counter()
-        found, remark = await asyncio.to_thread(self._fetch, receiver, version, verify == "digest", threads, manifest)
+        found = await asyncio.to_thread(self._fetch, receiver, version, verify == "digest", threads, manifest)
         self._staged, seconds = found, time.perf_counter() - started
-        return StageReport(seconds=seconds, nbytes=found.nbytes, digest=found.digest, fetched=seconds, reason=remark)
+        return StageReport(seconds=seconds, nbytes=found.nbytes, digest=found.digest, fetched=seconds)
 
-    def _fetch(
-        self, receiver: Receiver, version: int, verify: bool, threads: int, manifest: str | None
-    ) -> tuple[Manifest, str]:
+    def _fetch(self, receiver: Receiver, version: int, verify: bool, threads: int, manifest: str | None) -> Manifest:
         found = receiver.manifest(version) if manifest is None else Manifest.from_json(manifest)
         check_tensors(found.tensors, self._expected)
-        remark = receiver.fetch(found, verify=verify, threads=threads) or ""
+        receiver.fetch(found, verify=verify, threads=threads)
         if verify and self._reader is not None:
             self._reader.verify(found, threads)
-        return found, remark
-
-    async def pass_on(self, order: Mapping[str, Any]) -> None:
-        """Send a version that came by gloo to another replica."""
-        receiver = self._open()
-        if not isinstance(receiver, PassesOn):
-            raise WeightSyncError("what came by this transport cannot be passed on")
-        receiver.pass_on(order)
+        return found
 
     async def swap(
         self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, Any] | None, patience: float

@@ -165,8 +165,6 @@ class EngineProcess(EngineProgram, EngineWeightCommands):
     def close(self) -> None:
         """End vLLM's processes."""
         self.engine.shutdown(timeout=SHUTDOWN_SECONDS)
-        if self.weights.reader is not None:
-            self.weights.reader.close()  # the workers have ended: copies that only they needed are removed
 
 
 async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Load, SamplingParamsBuilder]:

@@ -83,10 +83,6 @@ class WorkerExtension:
         began: bool = self.weight_transfer_engine.stage(manifest, verify=verify, threads=threads)
         return began
 
-    def torchrl_moe_pass_on(self, order: dict[str, Any]) -> None:
-        """Send a version that was received to another replica; see ``Relay.pass_on``."""
-        self.weight_transfer_engine.pass_on(order)
-
     def torchrl_moe_staged(self) -> dict[str, Any]:
         """Return how far staging is; see ``Staging.report``."""
         report: dict[str, Any] = self.weight_transfer_engine.staged()

@@ -24,12 +24,6 @@ class Weights:
     def __init__(self) -> None:
         self.opened: list[str] = []
         self.error: str | None = None
-        self.orders: list[Any] = []
-        self.engine = self
-
-    async def collective_rpc(self, method: str, args: tuple[Any]) -> None:
-        assert method == "torchrl_moe_pass_on"
-        self.orders += args
 
     async def init(self, transport: str, options: Any) -> None:
         self.opened.append(transport)
@@ -95,8 +89,3 @@ def test_a_trainer_of_adapters_and_one_of_whole_weights_take_turns(commands: Any
     asyncio.run(run())
     assert commands.adapters.log == ["in here, replaced=False", "swapped 5", "left"]
     assert commands.weights.opened == ["memmap"]
-
-
-def test_the_workers_pass_a_version_on(commands: Any) -> None:
-    asyncio.run(commands.command_pass_weights_on(0, {"place": 1}))
-    assert commands.weights.orders == [{"place": 1}]

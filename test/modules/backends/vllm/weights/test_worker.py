@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -20,7 +21,6 @@ from support.waiting import until
 from torchrl_moe._errors import DigestMismatch, ManifestMismatch, SyncTimeout, WeightSyncError
 from torchrl_moe.weight_update.store import Manifest, WeightStoreWriter
 from torchrl_moe.weight_update.transports.memmap import MemmapReceiver
-from torchrl_moe.weight_update.transports.nccl import NcclReceiver
 
 
 class Layer(nn.Module):
@@ -195,41 +195,6 @@ def test_a_model_that_stops_reading_is_found(worker: Any, model: Model, store: W
         receive(worker, 1)
 
 
-class Pushing(NcclReceiver):
-    """In the place of NCCL: gives the model what it has, when it is asked to load."""
-
-    def __init__(self, model: Model, tensors: dict[str, Tensor]) -> None:
-        self.model, self.tensors = model, tensors
-
-    def load(self, manifest: Any) -> int:
-        self.model.load_weights(iter(self.tensors.items()))
-        return len(self.tensors)
-
-
-def test_a_receiver_that_loads_by_itself_is_let_do_so(worker: Any, model: Model, store: WeightStoreWriter) -> None:
-    manifest = store.publish(values(1.0).items(), 1)
-    worker._receiver = Pushing(model, values(1.0))
-    assert begin(worker, manifest)
-    report = finished(worker)
-    assert (report["reason"], report["error"]) == ("nccl sends during the pause", None)
-    load(worker, 1)
-    assert same(weights_of(model), values(1.0))
-    worker._receiver.tensors.pop("first.a")
-    worker.start_weight_update()
-    with pytest.raises(WeightSyncError, match="3 of 4 tensors of version 1 arrived"):
-        receive(worker, 1)
-    assert not worker.whole
-
-
-def test_what_was_received_is_passed_on_by_a_receiver_that_can(worker: Any) -> None:
-    with pytest.raises(WeightSyncError, match="what came by this transport cannot be passed on"):
-        worker.pass_on({"place": 0})  # by the store
-    orders: list[dict[str, Any]] = []
-    worker._receiver = SimpleNamespace(pass_on=orders.append, close=lambda: None)
-    worker.pass_on({"place": 1})
-    assert orders == [{"place": 1}]
-
-
 def test_a_transport_must_be_known_and_open(worker: Any, model: Model) -> None:
     from torchrl_moe.modules.backends.vllm.weights.worker import InitInfo, WeightEngine
 
@@ -288,7 +253,7 @@ def test_staging_fetches_and_only_a_load_changes_the_model(worker: Any, model: M
         before = weights_of(model)
         assert begin(worker, store.publish(values(10.0 * version).items(), version))
         report = finished(worker)
-        assert (report["reason"], report["error"], worker.whole) == ("", None, True)
+        assert (report["error"], worker.whole) == (None, True)
         assert same(weights_of(model), before)
     load(worker, 3)
     assert same(weights_of(model), values(30.0))
@@ -391,3 +356,116 @@ def test_a_version_is_not_left_to_a_transport_that_was_given_up(
     assert not begin(worker, version)
     release.set()
     finished(worker)
+
+
+# -- its thread ------------------------------------------------------------------------------------------------------
+
+
+class FakeReceiver:
+    """Notes how it was asked for a version."""
+
+    def __init__(self) -> None:
+        self.fetched: list[tuple[int, bool, int]] = []
+        self.error: Exception | None = None
+        self.hold: threading.Event | None = None
+        self.during: dict[str, Any] = {}
+
+    def manifest(self, version: int) -> Manifest:
+        return Manifest(version, 0, ())
+
+    def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> None:
+        self.during = {
+            "thread": threading.current_thread(),
+            "turn": sys.getswitchinterval(),
+            "priority": os.getpriority(os.PRIO_PROCESS, threading.get_native_id()),
+        }
+        self.fetched.append((manifest.version, verify, threads))
+        if self.hold is not None:
+            assert self.hold.wait(60.0)
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def begun_with(receiver: FakeReceiver, text: str = "", verify: bool = False, threads: int = 1) -> Any:
+    from torchrl_moe.modules.backends.vllm.weights.worker import Staging
+
+    return Staging(text or Manifest(3, 0, ()).to_json(), receiver, verify=verify, threads=threads)  # type: ignore[arg-type]
+
+
+def run_staging(receiver: FakeReceiver) -> Any:
+    begun = begun_with(receiver, verify=True, threads=2)
+    until(lambda: not begun.running)
+    return begun
+
+
+def test_a_version_is_fetched_in_the_thread_and_its_manifest_is_kept() -> None:
+    receiver = FakeReceiver()
+    begun = run_staging(receiver)
+    report = begun.report()
+    assert report.pop("fetched") > 0
+    assert report == {"running": False, "error": None}
+    assert receiver.fetched == [(3, True, 2)]
+    assert begun.manifest == Manifest(3, 0, ())
+
+
+def test_until_it_has_ended_it_says_only_that_it_runs() -> None:
+    receiver = FakeReceiver()
+    receiver.hold = threading.Event()
+    begun = begun_with(receiver)
+    assert (begun.running, begun.report()) == (True, {"running": True})
+    receiver.hold.set()
+    until(lambda: not begun.running)
+    assert begun.report()["error"] is None
+
+
+def test_what_goes_wrong_in_the_thread_is_reported() -> None:
+    receiver = FakeReceiver()
+    receiver.error = DigestMismatch("bytes of a")
+    report = run_staging(receiver).report()
+    assert (report["error"], report["fetched"]) == ("DigestMismatch: bytes of a", 0.0)
+    begun = begun_with(receiver, "no manifest")
+    until(lambda: not begun.running)
+    assert begun.report()["error"].startswith("ManifestMismatch: ")
+    assert begun.manifest is None
+
+
+def test_its_thread_is_polite_and_alone_in_that() -> None:
+    from torchrl_moe.modules.backends.vllm.weights.worker import NICENESS, TURN_SECONDS
+
+    receiver = FakeReceiver()
+    before = (sys.getswitchinterval(), os.getpriority(os.PRIO_PROCESS, 0))
+    run_staging(receiver)
+    assert receiver.during["thread"] is not threading.current_thread()
+    assert receiver.during["turn"] == pytest.approx(TURN_SECONDS)
+    if sys.platform == "linux":
+        assert receiver.during["priority"] == max(before[1], NICENESS)
+    assert (sys.getswitchinterval(), os.getpriority(os.PRIO_PROCESS, 0)) == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there a priority may be a thread's own")
+def test_a_nicer_worker_stays_so_for_only_the_privileged_may_raise_a_priority() -> None:
+    receiver = FakeReceiver()
+
+    def nicely() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 12)
+        run_staging(receiver)
+
+    thread = threading.Thread(target=nicely)
+    thread.start()
+    thread.join()
+    assert receiver.during["priority"] == 12
+
+
+def test_a_stream_counts_what_was_taken() -> None:
+    from torchrl_moe.modules.backends.vllm.weights.worker import TensorStream
+
+    stream = TensorStream({"a": torch.zeros(1), "b": torch.ones(1), "c": torch.ones(2)})
+    taking = iter(stream)
+    assert next(taking)[0] == "a"
+    with pytest.raises(WeightSyncError, match="the model took 1 of 3 tensors of version 9"):
+        stream.check_taken(9)
+    assert [name for name, _ in taking] == ["b", "c"]
+    stream.check_taken(9)

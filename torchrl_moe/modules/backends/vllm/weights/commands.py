@@ -53,9 +53,6 @@ class EngineWeightCommands(WeightCommands):
             return await self.adapters.stage(version)
         return await self.weights.stage(version, verify, threads, manifest)
 
-    async def _pass_on(self, order: Mapping[str, Any]) -> None:
-        await self.weights.engine.collective_rpc("torchrl_moe_pass_on", args=(order,))
-
     async def _swap(
         self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, Any] | None, patience: float
     ) -> SwapReport:

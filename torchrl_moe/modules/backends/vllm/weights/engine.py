@@ -192,7 +192,6 @@ class EngineWeights:
             nbytes=nbytes,
             digest=digest,
             fetched=ended - verifying + max(report["fetched"] for report in reports),
-            reason=next((report["reason"] for report in reports if report["reason"]), ""),
         )
 
     def _find(self, version: int, manifest: str | None, expected: Mapping[str, Any]) -> tuple[Manifest, int, str]:

@@ -15,10 +15,17 @@ Imported in vLLM's worker processes only.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -28,12 +35,14 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from torchrl_moe import _compat
 from torchrl_moe._errors import WeightSyncError
-from torchrl_moe.modules.backends.vllm.weights.staging import Staging, TensorStream
 from torchrl_moe.weight_update.store import Manifest
-from torchrl_moe.weight_update.transports.base import PassesOn, Receiver
+from torchrl_moe.weight_update.transports.base import Receiver
 from torchrl_moe.weight_update.transports.registry import open_receiver
 
-__all__ = ["InitInfo", "UpdateInfo", "WeightEngine"]
+__all__ = ["InitInfo", "Staging", "UpdateInfo", "WeightEngine"]
+
+NICENESS = 5
+TURN_SECONDS = 0.0005  # of Python's interpreter lock, instead of 5 ms
 
 
 @dataclass
@@ -103,13 +112,6 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._staging = Staging(manifest, receiver, verify=verify, threads=threads)
         return True
 
-    def pass_on(self, order: dict[str, Any]) -> None:
-        """Send a version that was received to another replica; see ``Relay.pass_on``. Returns at once."""
-        receiver = self._open()
-        if not isinstance(receiver, PassesOn):
-            raise WeightSyncError("what came by this transport cannot be passed on")
-        receiver.pass_on(order)
-
     def staged(self) -> dict[str, Any]:
         """Return the progress of staging, as :meth:`Staging.report` does."""
         if self._staging is None:
@@ -138,9 +140,6 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         stream: TensorStream | None = None
         receiver = self._open()
-        if receiver.loads_during_pause:
-            self._receive(receiver, self._manifest(update_info.version))
-            return
         try:
             manifest = self._manifest(update_info.version)
             # until the update is finished: vLLM keeps tensors of layers that are not full, such as padded embeddings
@@ -152,11 +151,6 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self.finish_weight_update()
             self._reading.close()
             raise
-
-    def _receive(self, receiver: Receiver, manifest: Manifest) -> None:
-        """Load tensors as they arrive."""
-        if (taken := receiver.load(manifest)) != len(manifest.entries):
-            raise WeightSyncError(f"{taken} of {len(manifest.entries)} tensors of version {manifest.version} arrived")
 
     def _manifest(self, version: int) -> Manifest:
         """Return the manifest that was staged, since not every receiver can look one up."""
@@ -177,3 +171,93 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Close the receiver."""
         if self._receiver is not None:
             self._receiver.close()
+
+
+class TensorStream:
+    """A version's tensors, one by one, for a model's loader. ``taken`` counts how many it took.
+
+    Args:
+        tensors: name -> tensor.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.taken = 0
+        self._tensors = tensors
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._tensors.items():
+            self.taken += 1
+            yield name, tensor
+
+    def check_taken(self, version: int) -> None:
+        """Raise a ``WeightSyncError`` if the model left tensors behind."""
+        if self.taken != len(self._tensors):
+            raise WeightSyncError(f"the model took {self.taken} of {len(self._tensors)} tensors of version {version}")
+
+
+class Staging:
+    """A version on its way here: a thread fetches and checks it, while the worker's loop keeps generating.
+
+    Args:
+        manifest: the version's, as JSON.
+        receiver: the source.
+        verify: whether to compare the digests of what arrives.
+        threads: number of threads that read and hash.
+
+    Attributes:
+        manifest: the version's, once the thread has read it.
+    """
+
+    def __init__(self, manifest: str, receiver: Receiver, *, verify: bool, threads: int) -> None:
+        self.manifest: Manifest | None = None
+        self._text, self._receiver = manifest, receiver
+        self._verify, self._threads = verify, threads
+        self._fetched = 0.0
+        self._job = _run_politely(self._fetch)
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread is still running."""
+        return not self._job.done()
+
+    def report(self) -> dict[str, Any]:
+        """Return its progress, as plain data."""
+        if self.running:
+            return {"running": True}
+        error = self._job.exception()
+        return {
+            "running": False,
+            "fetched": self._fetched,
+            "error": None if error is None else f"{type(error).__name__}: {error}",
+        }
+
+    def _fetch(self) -> None:
+        started = time.perf_counter()
+        self.manifest = manifest = Manifest.from_json(self._text)
+        self._receiver.fetch(manifest, verify=self._verify, threads=self._threads)
+        self._fetched = time.perf_counter() - started
+
+
+def _run_politely(work: Callable[[], None]) -> Future[None]:
+    """Run a function in its own thread, at a lower priority, and with shorter turns of Python's interpreter lock.
+
+    With the usual 5 ms, a step of the worker's loop would wait for that lock at each of its many short calls.
+    """
+    executor = ThreadPoolExecutor(1, "weights")
+    job = executor.submit(_polite()(work))
+    executor.shutdown(wait=False)  # the thread ends with its job
+    return job
+
+
+@contextmanager
+def _polite() -> Iterator[None]:
+    if sys.platform == "linux":  # only there a thread has its own priority
+        thread = threading.get_native_id()
+        # only upwards: lowering the nice value needs a privilege
+        os.setpriority(os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(TURN_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
