@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["cache_argument", "checkpoint_activations", "load_whole", "lowered", "stays_float32"]
+__all__ = ["cache_argument", "checkpoint_activations", "load_whole", "lowered", "restore_frequencies", "stays_float32"]
 
 
 def cache_argument(arguments: Collection[str]) -> str:
@@ -57,6 +57,20 @@ def lowered(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         if tensor.is_floating_point() and not stays_float32(model, name, dtype):
             tensor.data = tensor.data.to(dtype)
     return model
+
+
+def restore_frequencies(model: nn.Module) -> None:
+    """Compute the frequencies of rotary embeddings again where ``model.bfloat16()`` has rounded them, in place.
+
+    No checkpoint has them, and an engine computes them in float32: long prompts would be scored as by another model.
+    """
+    for module in model.modules():
+        own, config = dict(module.named_buffers(recurse=False)), getattr(module, "config", None)
+        rounded = {name for name, one in own.items() if name.endswith("inv_freq") and one.dtype.itemsize == 2}
+        if rounded and config is not None:
+            exact = dict(type(module)(config).named_buffers(recurse=False))
+            for name in rounded & exact.keys():
+                setattr(module, name, exact[name].to(own[name].device))
 
 
 def stays_float32(model: Any, name: str, dtype: torch.dtype) -> bool:

@@ -196,6 +196,12 @@ def test_an_engine_of_another_job_is_joined_and_left(
     joined.shutdown()
     assert events == ["theirs", "left"] and not no_start
     assert not (tmp_path / "run").exists()
+    monkeypatch.setattr(rollout_engine, "steps_saved", lambda _: 4)
+    config = GRPOConfig(engine=EngineConfig(connect="theirs"), resume=True)
+    RolloutEngine(policy_model, config, tmp_path / "run").shutdown()  # it may be as fresh as at step 0
+    assert [replica.seed for replica in fleet.fakes] == [
+        rollout_engine.seed_after(config.seed, 4) + index for index in range(len(fleet.fakes))
+    ]
     config = GRPOConfig(engine=EngineConfig(connect="theirs", arguments={"max_model_len": 64}))
     with pytest.raises(ConfigError, match=r"^engine\.connect=theirs is started elsewhere: leave sleep and"):
         config.check()

@@ -35,5 +35,8 @@ def test_a_wrapper_is_looked_through_and_a_model_is_not() -> None:
     assert trained_model(Wrapper(model)) is model
     assert trained_model(model) is model  # though it has a ``model`` too
     assert get_model_metadata(Wrapper(model)) == get_model_metadata(model)
+    assert trained_model(nn.DataParallel(Wrapper(model))) is model
+    with pytest.raises(TypeError, match=r"one of transformers.*, got a Sequential around one: pass what is inside$"):
+        get_model_metadata(nn.Sequential(model))
     plain = nn.Linear(1, 1)
     assert trained_model(Wrapper(plain)).model is plain  # no transformers model inside

@@ -316,7 +316,7 @@ def test_after_shutdown_the_store_is_gone_and_every_step_says_so(connect: Connec
     sender.shutdown()
     sender.shutdown()
     assert not sender.options.store.folder.exists()
-    for step in (sender.update_weights, sender.publish, sender.prefetch, sender.apply):
+    for step in (sender.update_weights, sender.publish, sender.prefetch, sender.apply, sender.register_model):
         with pytest.raises(RuntimeError, match="the sender was shut down"):
             step(weights())  # type: ignore[operator]
 
@@ -823,6 +823,11 @@ def test_weights_that_change_while_they_are_copied_are_not_published(
     assert sender.version == 1
     assert sender.update_weights(weights(3)).version == 2
     assert value_in(engine, 0) == 3.0
+
+
+def test_what_is_no_optimiser_cannot_be_guarded(connect: Connect) -> None:
+    with pytest.raises(TypeError, match=r"^guard: optimizer must be a torch\.optim\.Optimizer, got int$"):
+        connect(FakeFleet(1)).guard(5)  # type: ignore[arg-type]
 
 
 def test_a_guarded_optimiser_waits_before_its_step(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:

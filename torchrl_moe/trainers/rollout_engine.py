@@ -81,7 +81,7 @@ class RolloutEngine:
             self.forget_start()
             raise
         try:
-            if engine is not None and done:
+            if done and not self._owns_engine:  # it may be as fresh as a new one
                 self.engine.set_seed(seed_after(config.seed, done))
             self.sender.register_model(policy_model.model)
             self.sender.init_all_workers_group(None, vllm_engine=self.engine)

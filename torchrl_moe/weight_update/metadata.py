@@ -29,7 +29,9 @@ def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.S
 
 
 def trained_model(model: nn.Module) -> nn.Module:
-    """Return the transformers model inside a wrapper, or the model itself."""
+    """Return the transformers model inside a wrapper or torch's data parallelism, or the model itself."""
+    while isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        model = model.module
     inner = getattr(model, "model", None)
     return (
         inner if isinstance(inner, nn.Module) and hasattr(inner, "config") and not hasattr(model, "config") else model

@@ -71,6 +71,7 @@ class VLLMWeightSender:
     def register_model(self, model: nn.Module) -> None:
         """Register the model whose weights are sent: a transformers model, with or without an adapter, or a wrapper."""
         with self._lock:
+            self._check_open()
             self._publisher.register(model)
 
     def register_collector(self, collector: Any) -> None:
@@ -80,7 +81,13 @@ class VLLMWeightSender:
         self._collectors.append(weakref.ref(collector))
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make an optimiser wait, before each step, for the copy of ``publish(wait=False)``."""
+        """Make an optimiser wait, before each step, for the copy of ``publish(wait=False)``.
+
+        Raises:
+            TypeError: it is none.
+        """
+        if not callable(getattr(optimizer, "register_step_pre_hook", None)):
+            raise TypeError(f"guard: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
 
         def wait(*_: Any) -> None:
             self.wait_published()

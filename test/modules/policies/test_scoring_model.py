@@ -250,6 +250,15 @@ def with_adapter(**config: Any) -> nn.Module:
     return model
 
 
+def test_a_model_that_was_converted_scores_as_its_saved_folder(tmp_path: Any) -> None:
+    model = make_tiny_moe("qwen3_moe").bfloat16()  # rounds the frequencies of rotary embeddings too
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    inputs = {"input_ids": IDS, "position_ids": 500 + INPUTS["position_ids"] ** 4}
+    one, other = (ScoringModel(each)(inputs, selection())[0] for each in (model, loaded))
+    assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize(
     "config",
     [{"target_modules": ["lm_head", "q_proj"]}, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}],

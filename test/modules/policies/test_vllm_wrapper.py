@@ -499,6 +499,16 @@ def test_without_a_pad_token_the_end_of_turn_pads(fake: FakeAsyncVLLM) -> None:
     assert policy(dense("text", "ab", "c"))["tokens", "prompt"].tolist() == [[97, 98], [END, 99]]
 
 
+def test_a_tokenizer_of_another_model_is_refused(fake: FakeAsyncVLLM) -> None:
+    other, renamed = ByteTokenizer(), ByteTokenizer()
+    vocabulary = {token: 2 * number % 255 for token, number in other.get_vocab().items() if number < 255}
+    other.get_vocab = lambda: vocabulary | {"more": 70_000}
+    with pytest.raises(ValueError, match=r"^tokenizer: 254 of 255 ids stand for other tokens in the engine's, such as"):
+        wrapper(fake, tokenizer=other)
+    renamed.get_vocab = lambda: {**ByteTokenizer().get_vocab(), "<|im_start|>": 300, "<think>": 257}
+    assert wrapper(fake, tokenizer=renamed).tokenizer is renamed
+
+
 def test_text_is_encoded_without_padding_whatever_the_tokenizer_arguments(fake: FakeAsyncVLLM) -> None:
     policy = wrapper(fake, inplace=False, tokenizer_kwargs={"padding": True, "return_tensors": "pt"})
     policy(stacked("text", "a", "bcd"))

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from torchrl_moe._compat_transformers import restore_frequencies
 from torchrl_moe.data.kept_tokens import dense_mask, select_rows
 from torchrl_moe.modules.policies.linear_parts import linear_parts, logit_transform, obstacle
 from torchrl_moe.modules.policies.sampled_from import SampledFrom, parts_by_temperature
@@ -90,6 +91,7 @@ class ScoringModel:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        restore_frequencies(model)
         self.model = model
         self.language_model = unwrap(model)
         getter = getattr(self.language_model, "get_output_embeddings", None)

@@ -61,6 +61,11 @@ class ModelWeights:
     def __init__(self, model: nn.Module, also: Iterable[str] = ()) -> None:
         bare: nn.Module = getattr(model, "_orig_mod", model)  # of torch.compile
         self._base = base_model(bare)
+        if not hasattr(self._base, "config") and any(hasattr(part, "config") for part in self._base.modules()):
+            raise TypeError(
+                f"the model must be one of transformers, or compiled or wrapped by peft, got a {type(model).__name__} "
+                "around one: pass what is inside"
+            )
         self._lora = LoraLayers(self._base) if has_adapters(bare) else None
         state = self._state(keep_vars=True)
         kept = _untied(state, self._base)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.policies.engine_scorer import EngineScorer
 from torchrl_moe.modules.policies.generate_kwargs import engine_arguments_of, sampling_params_of
 from torchrl_moe.modules.policies.prompt_reading import check_templates, refuse_batching
@@ -159,13 +160,29 @@ def engine_of(model: Any) -> GenerationService:
 
 
 def tokenizer_of(tokenizer: Any, engine: GenerationService) -> Any:
-    """Return the tokenizer: as given, by its name, or the engine's."""
+    """Return the tokenizer: as given, by its name, or the engine's.
+
+    Raises:
+        ValueError: it is another model's: to the engine, most of its ids stand for other tokens.
+    """
     if tokenizer is None:
         return engine.get_tokenizer()
     if isinstance(tokenizer, str):
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(tokenizer)
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    try:
+        own = {number: token for token, number in engine.get_tokenizer().get_vocab().items()}
+        given = [pair for pair in tokenizer.get_vocab().items() if pair[1] in own]
+    except (AttributeError, ValueError, EngineError):  # the engine has none that can be sent, or it lists no tokens
+        return tokenizer
+    others = [(number, token) for token, number in given if own[number] != token]
+    if 2 * len(others) > len(given):  # a few may be renamed: those that a model has in reserve
+        number, token = min(others)
+        raise ValueError(
+            f"tokenizer: {len(others)} of {len(given)} ids stand for other tokens in the engine's, such as "
+            f"{number}: {token!r}, there {own[number]!r}. Pass the tokenizer of the engine's model, or none"
+        )
     return tokenizer
 
 

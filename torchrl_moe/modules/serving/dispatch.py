@@ -75,7 +75,7 @@ class Dispatcher:
         self._suspects = Suspects(table)  # requests under which a replica died
         self._submissions = Submissions(self._loop)
         self._admitting = False
-        self._stopped = False
+        self._closed = ""  # why, if it is
         self._retrying = False  # other threads set it, under the table's lock
         # the table does not keep this alive
         changed, settled = weakref.WeakMethod(self.on_table_change), weakref.WeakMethod(self.on_group_settled)
@@ -136,12 +136,17 @@ class Dispatcher:
         self._admission.limit = limit
         self._loop.call(self._admit_soon)
 
+    def close(self, why: str) -> None:
+        """Fail what is in flight, and what comes from now on; called before the replicas end, whose deaths say less."""
+        self._loop.call(self._close, why)
+
     def stop(self) -> None:
-        """End the loop, and fail what is still in flight; the replicas must have been shut down."""
+        """End the loop, and fail what is still in flight."""
         self._table.remove_listener(self._on_change)
         with self._table.lock:
             self._table.groups.listeners.discard(self._on_settled)
-        self._loop.call(self._stop)
+        self.close("the service was shut down")
+        self._loop.stop()
         self._loop.join(STOP_SECONDS)
 
     # -- the ends of a call, in the loop ----------------------------------------------------------------------------
@@ -149,8 +154,8 @@ class Dispatcher:
     def _begin(self, call: Call) -> None:
         if call.over:  # cancelled before it began
             return
-        if self._stopped:
-            call.error = EngineError("the service was shut down")
+        if self._closed:
+            call.error = EngineError(self._closed)
             call.end()
             return
         waiting = [request for request in call.requests if not request.is_over]
@@ -436,8 +441,10 @@ class Dispatcher:
             place.remove(request) for place in (self._admission, self._parked, self._suspects, self._submissions)
         )
 
-    def _stop(self) -> None:
-        self._stopped = True
-        for request in list(self._open.values()):
-            self._give_up(request, EngineError("the service was shut down"))
-        self._loop.stop()
+    def _close(self, why: str) -> None:
+        self._closed = self._closed or why
+        unfinished = list(self._open.values())
+        for request in unfinished:  # all before the first leaves its place to the next
+            self._withdraw(request)
+        for request in unfinished:
+            self._give_up(request, EngineError(why))

@@ -340,6 +340,7 @@ class GenerationService(ReplicaService):
 
     def shutdown(self) -> None:
         """End every replica, at the same time. Idempotent; calls that wait end with an ``EngineError``."""
+        self._dispatcher.close("the service was shut down")
         super().shutdown()
         self._dispatcher.stop()
 

@@ -177,6 +177,7 @@ class SharedService(EngineInterface):
         if self.name is None and not self._is_guest:
             raise RuntimeError("disconnect: this service ends with its driver: use shutdown(), or launch it by name")
         self._running = False
+        self._dispatcher.close("this driver disconnected from the service")
         self._fleet.end(lambda replica: replica.disconnect())
         self._dispatcher.stop()
 

@@ -1,8 +1,8 @@
 """Requests under which a replica died, while it is not known whether one of them killed it.
 
 A request that kills does so when it arrives. So those that were sent last to a replica that died are tried again one by
-one, last first, on a replica that runs nothing else: then a second death is its own, and nobody else's. After a few
-seconds the next may join it, since most deaths are accidents, and answers may take minutes. The others go on at once,
+one, last first, on a replica that runs nothing else: then a second death is its own, and nobody else's. After a
+second the next may join it, since most deaths are accidents, and answers may take minutes. The others go on at once,
 like new ones. All that a second replica dies under are tried here, each alone to its end.
 """
 
@@ -21,7 +21,7 @@ __all__ = ["LAST_SENT", "Suspects"]
 
 LAST_SENT = 8
 """How many of the requests that were sent last to a replica are suspected of its death."""
-ALONE_SECONDS = 5.0
+ALONE_SECONDS = 1.0
 """How long one is tried before the next joins it, the first time."""
 
 

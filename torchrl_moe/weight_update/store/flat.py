@@ -124,7 +124,7 @@ def _lies_ready(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _bytes_of(tensor: Tensor) -> Bytes:
-    raw: Bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    raw: Bytes = tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy()
     return raw
 
 
