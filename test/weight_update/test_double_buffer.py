@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shutil
 import threading
 from pathlib import Path
 
@@ -151,6 +152,30 @@ def test_a_restarted_replica_is_brought_to_the_newest_version_of_the_directory(t
         receiver.bring(1)
     receiver.bring(1)
     assert (engine.states, value_in(engine, 0), value_in(engine, 1)) == (["SERVING"] * 2, 1.0, 2.0)
+    sender.shutdown()
+
+
+def test_a_restarted_replica_is_not_lost_to_a_version_that_none_can_read(tmp_path: Path) -> None:
+    engine, scheme = FakeFleet(2), VLLMDoubleBufferSyncScheme(tmp_path / "weights")
+    sender, receiver = scheme.create_sender(), scheme.create_receiver(engine)
+    sender.publish(weights(1))
+    receiver.poll_and_apply()
+    sender.publish({**weights(2), "a": torch.zeros(3, 3)})  # this sender knows no engine
+    engine.restart(1)
+    with pytest.raises(WeightSyncError, match=r"replica 1 was not brought to version 2: .*a has shape \[3, 3\]"):
+        receiver.bring(1)
+    receiver.bring(1)
+    assert (engine.states, value_in(engine, 1)) == (["SERVING"] * 2, 1.0)
+    sender.publish(weights(3))
+    receiver.poll_and_apply()
+    assert [value_in(engine, index) for index in range(2)] == [3.0, 3.0]
+    shutil.rmtree(tmp_path / "weights")
+    engine.restart(1)
+    with pytest.raises(WeightSyncError, match="has no version any more: send the weights again"):
+        receiver.bring(1)  # and not the checkpoint's beside the other's
+    sender.publish(weights(4))
+    receiver.bring(1)
+    assert value_in(engine, 1) == 4.0
     sender.shutdown()
 
 

@@ -143,6 +143,8 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
         self._swap = RollingSwap(self._engine, transport, options.staging, options.swapping)
         self._lock = threading.Condition()
         self.report: SyncReport | None = None
+        self._served: int | None = None  # the last version that a replica took
+        self._refused: int | None = None  # the last one that none could read
         if self._engine.weight_sync is None:  # a sender with the engine does this itself
             self._engine.register_weight_sync(self.bring)
 
@@ -173,21 +175,34 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
     def bring(self, index: int) -> None:
         """Bring a STARTING replica, such as a restarted one, to the newest version and to SERVING.
 
+        If that is damaged, or not the engine's tensors, it gets the last one that a replica took.
+
         Raises:
-            WeightSyncError: it does not hold the version.
+            WeightSyncError: it does not hold the version, or others hold one and the directory has none any more.
         """
         with self._lock:
             newest = self._store.newest()
-            if newest is None:  # nothing was sent yet: all have the checkpoint
-                self._swap.serves(index)
+            if newest is None:
+                if self._engine.replica_table.latest_version:
+                    raise WeightSyncError(f"{self._store.folder} has no version any more: send the weights again")
+                self._swap.serves(index)  # nothing was sent yet: all have the checkpoint
                 return
+            if newest == self._refused and self._served is not None:
+                newest = self._served
             if failed := self._apply(newest, [index]).failed:
                 raise WeightSyncError(f"replica {index} was not brought to version {newest}: {failed[index]}")
 
     def _apply(self, version: int, indices: Sequence[int]) -> SyncReport:
-        published = Published(version=version, manifest=self._store.manifest(version), began=time.perf_counter())
+        began, before = time.perf_counter(), self._refused
+        self._refused = version  # until one could read it
+        published = Published(version=version, manifest=self._store.manifest(version), began=began)
         staged = self._swap.stage(published, indices)
-        return published.report(tuple(self._swap.swap(published, staged, indices)))
+        if not all(isinstance(one, WeightSyncError) for one in staged.values()):
+            self._refused = before if before != version else None
+        report = published.report(tuple(self._swap.swap(published, staged, indices)))
+        if len(report.failed) < len(report.replicas):
+            self._served = version
+        return report
 
     def apply_weights(self, weights: Mapping[str, Tensor] | None = None, inplace: bool = True) -> None:
         """Do the same as :meth:`poll_and_apply`; ``weights`` must be those of the version.

@@ -27,8 +27,14 @@ def plain(tensor: Tensor) -> bytes:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(
     "tensor",
-    [torch.arange(BIG, dtype=torch.float32), torch.randn(7, 5).mT, torch.tensor(2.5), torch.empty(0, 3)]
-    + [torch.arange(9.0)[::2], torch.ones(1).expand(9)],
+    [
+        torch.arange(BIG, dtype=torch.float32),
+        torch.randn(7, 5).mT,
+        torch.tensor(2.5),
+        torch.empty(0, 3),
+        torch.arange(9.0)[::2],
+        torch.ones(1).expand(9),
+    ],
     ids=["big", "transposed", "scalar", "empty", "every second", "one many times"],
 )
 def test_pieces_are_the_bytes_in_order_and_small(tensor: Tensor, dtype: torch.dtype) -> None:
