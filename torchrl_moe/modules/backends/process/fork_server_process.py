@@ -99,8 +99,8 @@ class _Server:
         flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT  # which ``socket.recv_fds`` would ignore
         with contextlib.suppress(OSError):  # the driver is gone, and nothing is left to read
             _, messages, _, _ = self._control.recvmsg(16, socket.CMSG_SPACE(FILES * files.itemsize), flags)
-            for _, _, descriptors in messages:
-                files.frombytes(descriptors)
+            for _, _, content in messages:
+                files.frombytes(content)
         if len(files) < FILES:  # the driver has closed the socket, or this process can open no more files
             self._listens = False
             self._control.close()
@@ -109,15 +109,16 @@ class _Server:
         with os.fdopen(files.pop(0), "rb") as file:
             file.seek(0)  # the driver's descriptor has the same position
             request: Request = pickle.load(file)
-        if folder := request[0].get(FOLDER_VARIABLE.encode()):
-            self._folders.add(folder)
+        if name := request[0].get(FOLDER_VARIABLE.encode()):
+            self._folders.add(name)
         # while this process was importing, a request may have been cancelled, which hangs up, or its driver have ended
         if readable(status.fileno(), events=0) or readable(self._driver):
             status.close()
         else:
-            self._fork(request, *files, status)
-        for file_number in files:
-            os.close(file_number)
+            folder, engine, log = files
+            self._fork(request, folder, engine, log, status)
+        for descriptor in files:
+            os.close(descriptor)
 
     def _fork(self, request: Request, folder: int, engine: int, log: int, status: Connection) -> None:
         reason, pid = self._unsafe, -1
