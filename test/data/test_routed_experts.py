@@ -598,6 +598,11 @@ def test_is_set_under_compile() -> None:
     assert known(sample()) == 4
 
 
+@pytest.mark.parametrize("full", [torch.zeros(3), torch.zeros(2, 3, 2, dtype=torch.int8, device="meta")])
+def test_what_cannot_be_read_is_shown_too(full: torch.Tensor) -> None:
+    assert repr(RoutedExperts(full=full)).startswith("RoutedExperts(shape=[")
+
+
 @pytest.mark.parametrize("value", [1.5, True, "3", float("nan"), 2**40, -1])
 def test_a_count_is_an_integer_of_any_kind(value: Any) -> None:
     layout = RoutingLayout(num_layers=1, moe_layers=(0,), top_k=2, num_experts=4)
