@@ -1,7 +1,7 @@
 """A process that imports vLLM once and forks engine processes, as the driver sees it; see ``fork_server_process.py``.
 
 Importing vLLM takes ten seconds, and each engine process would do it again. The standard library's fork server is not
-used: its environment, working directory and output are the driver's of its own start, and it ends with no driver.
+used: its processes have the environment of its own start, and what it imports prints to the driver's terminal.
 """
 
 from __future__ import annotations
