@@ -25,7 +25,7 @@ PUBLIC: dict[str, str] = {
     "objectives": "CISPOLoss CISPOLossOutput DAPO DAPOLossOutput DPPOLoss DistillationLoss DistillationLossOutput "
     "GRPOLoss GRPOLossOutput GSPOLoss LLMLossOutput MCAdvantage MCAdvantageSelector MismatchMetrics MoERouterLoss "
     "RayMCAdvantage SAPOLoss SFTLoss SFTLossOutput k3_kl_token_estimate",
-    "render": "agreement_figure collection_figure expert_agreement expert_figure expert_load kept_counts kept_figure "
+    "render": "agreement_figure expert_agreement expert_figure expert_load kept_counts kept_figure "
     "layer_agreement load_figure log_ratio_figure routes_figure show_samples staleness_figure timeline_figure "
     "training_figure",
     "trainers": "CheckpointConfig ConfigError DataConfig EngineConfig EvalConfig GRPOConfig HardwareConfig LoRAConfig "

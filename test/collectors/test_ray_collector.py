@@ -391,7 +391,6 @@ def test_its_reports_are_those_of_the_collector_in_the_actor(collect: Make, caps
     assert "batch 1, 1 of 2 samples" in shown
     assert asked[-1] in shown
     assert collector.to_pandas()["rows"].tolist() == [2, 2]
-    assert collector.plot().axes[0].get_title() == "AsyncLLMCollector, 2 batches"
     assert "group_size" in collector._repr_html_()
     collector.show_samples(1, color="versions")
     assert "response, version 0" in capsys.readouterr().out

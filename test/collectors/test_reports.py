@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import gc
 import math
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -12,17 +14,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tensordict import TensorDictBase
-from torchrl.data import LazyStackStorage, ReplayBuffer
+import torch
+from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import StepCounter
 from torchrl.envs.llm import ChatEnv, DatasetChatEnv
 from torchrl.record.loggers.csv import CSVLogger
 from torchrl.record.loggers.tensorboard import TensorboardLogger
 
+from support.clock import Clock
 from support.collecting import TOKENIZER, Questions, chat, new_weights, policy_of, queries
 from support.html_table import TableReader
-from support.waiting import in_thread, until
 from torchrl_moe.collectors import AsyncLLMCollector, LLMCollector
+from torchrl_moe.collectors.reports import CollectionRecord
 from torchrl_moe.testing import FakeAsyncVLLM
 
 
@@ -130,7 +133,6 @@ def test_before_the_first_batch_there_is_nothing_to_show(
     collector.show_samples()
     assert capsys.readouterr().out.startswith("no batch yet")
     assert len(collector.to_pandas()) == 0
-    assert len(collector.plot().axes) == 1
 
 
 @pytest.mark.parametrize("mode", ["text", "tokens"])
@@ -254,57 +256,55 @@ def test_stats_go_into_torchrls_tensorboard_files(collect: Callable[..., AsyncLL
     assert read == {name: [(7, np.float32(value))] for name, value in stats.items()}
 
 
-# -- the figure -------------------------------------------------------------------------------------------------------
+# -- the record -------------------------------------------------------------------------------------------------------
 
 
-def test_the_figure_shows_trainer_replicas_and_updates(
-    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
-) -> None:
-    collector = collect(groups_per_batch=3)
-    for version, _ in enumerate(islice(collector, 3)):
-        new_weights(engine, version + 1)
-        collector.increment_version()
-    until(lambda: len(collector.record.updates()) == 3)
-    collector.shutdown()  # from now on nothing is noted
-    assert [version for _, version in collector.record.updates()] == [1, 2, 3]
-    figure = collector.plot()
-    assert [axes.get_ylabel() for axes in figure.axes] == ["trainer", "replica 0", "replica 1"]
-    assert figure.axes[0].get_title() == "AsyncLLMCollector, 3 batches"
-    for axes in figure.axes:
-        (lines,) = (part for part in axes.collections if part.get_label() == "weight update")
-        assert len(lines.get_segments()) == 3
-    left, right = collector.plot(seconds=1e-3).axes[0].get_xlim()
-    assert right - left == pytest.approx(1e-3)
-    assert right == pytest.approx(collector.record.end)
-    with pytest.raises(ValueError, match="seconds must be above 0"):
-        collector.plot(seconds=0)
+@pytest.fixture
+def clock() -> Clock:
+    clock = Clock()
+    clock.now = 100.0
+    return clock
 
 
-def test_answers_in_flight_are_those_of_the_engines_replicas(
-    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
-) -> None:
-    collector = collect(groups_per_batch=4, max_staleness=0)
-    for replica in engine.replicas:
-        replica.stall()
-    waiting = in_thread(lambda: next(iter(collector)))
-
-    def last() -> list[int]:
-        return [samples[-1][1] for samples in collector.record.flights().values()]
-
-    until(lambda: sum(last()) == 8)
-    assert last() == [entry.inflight for entry in engine.replica_table]
-    assert [row["phase"] for row in collector.record.phases()] == ["waiting for a batch"]
-    collector.shutdown()
-    assert isinstance(waiting.exception(), StopIteration)
+def test_seconds_that_the_trainer_waits_are_counted(clock: Clock) -> None:
+    record = CollectionRecord(clock=clock)
+    for seconds, training in ((2, 3), (1, 4)):
+        with record.wait():
+            clock.now += seconds
+        clock.now += training
+    assert record.waited == 3
+    assert record.scalars() == {"training/idle": 0.3, "collector/wait_for_batch": 3}
 
 
-def test_a_thread_that_fills_a_buffer_is_no_trainer(collect: Callable[..., AsyncLLMCollector]) -> None:
-    buffer = ReplayBuffer(storage=LazyStackStorage(64))
-    collector = collect(replay_buffer=buffer, total_dialog_turns=4)
-    collector.start()
-    until(lambda: not collector.is_running())
-    assert collector.plot().axes[0].get_ylabel() == "writer"
-    assert collector.to_pandas()["rows"].tolist() == [2, 2]
+def test_a_wait_that_is_interrupted_counts_for_the_batch_that_comes_later(clock: Clock) -> None:
+    record = CollectionRecord(clock=clock)
+    with pytest.raises(KeyboardInterrupt), record.wait():
+        clock.now += 2
+        raise KeyboardInterrupt
+    clock.now += 10
+    with record.wait():
+        clock.now += 1
+    record.add(TensorDict(), {"rows": 1})
+    with record.wait():
+        clock.now += 5
+    record.add(TensorDict(), {"rows": 1})
+    assert [row["waited"] for row in record.rows()] == [3, 5]
+    assert [row["batch"] for row in record.rows()] == [0, 1]
+    assert record.last == record.rows()[1]
+
+
+def test_the_newest_rows_and_the_last_batch_are_kept() -> None:
+    record = CollectionRecord(limit=3)
+    assert record.batch is None and record.last == {}
+    batches = [TensorDict({"number": torch.tensor(number)}) for number in range(5)]
+    gone = weakref.ref(batches[3]["number"])
+    for number, batch in enumerate(batches):
+        record.add(batch, {"number": number})
+        assert record.batch is batch
+    batches.clear()
+    gc.collect()
+    assert gone() is None
+    assert [row["number"] for row in record.rows()] == [2, 3, 4] and record.batches == 5
 
 
 # -- the bar ----------------------------------------------------------------------------------------------------------
@@ -404,7 +404,6 @@ def test_the_synchronous_collector_reports_too(engine: FakeAsyncVLLM, capsys: py
     assert (collector.stats()["batches"], collector.stats()["completed"]) == (2, True)
     collector.show_samples(2)
     assert "batch 1, 2 of 4 samples" in capsys.readouterr().out
-    assert collector.plot().axes[0].get_title() == "LLMCollector, 2 batches"
     assert repr(collector).startswith("LLMCollector(2 batches; ") and "\n" not in repr(collector)
     assert ("metric", "frames", "8") in {tuple(row) for row in TableReader(collector._repr_html_()).rows["tbody"]}
     collector.shutdown()

@@ -12,7 +12,6 @@ from tensordict import TensorDictBase
 
 from support.collecting import Questions, chat, new_weights, policy_of, queries
 from torchrl_moe._errors import CollectionError, EngineError
-from torchrl_moe.collectors.collection_record import CollectionRecord
 from torchrl_moe.collectors.collection_stats import CollectionStats
 from torchrl_moe.collectors.environments import EnvironmentPool
 from torchrl_moe.collectors.prompt_stream import PromptStream
@@ -36,9 +35,7 @@ def with_rollouts(engine: FakeAsyncVLLM, use: Callable[[Rollouts], Awaitable[Any
         settings = Settings(group_size=2, groups_per_batch=2, **kwargs)
         pool = EnvironmentPool(chat(2), None)
         schedule = Schedule(2, settings.max_staleness, "fifo")
-        rollouts = Rollouts(
-            policy, pool, PromptStream(Questions()), settings, schedule, CollectionStats(), CollectionRecord()
-        )
+        rollouts = Rollouts(policy, pool, PromptStream(Questions()), settings, schedule, CollectionStats())
         try:
             return await use(rollouts)
         finally:

@@ -598,17 +598,9 @@ def test_is_set_under_compile() -> None:
     assert known(sample()) == 4
 
 
-def test_in_a_notebook_the_load_of_experts_is_seen() -> None:
-    one = RoutedExperts(full=torch.tensor([[[-1, -1], [0, 3]], [[-1, -1], [0, 1]]], dtype=torch.int8))
-    for routes in (one, lazy_stack([one, one.truncate(1)]), lazy_stack([one, one]).pad()):
-        html = routes._repr_html_()
-        assert repr(routes) in html and "layer 1  █" in html and "busiest: expert 0" in html
-
-
 @pytest.mark.parametrize("full", [torch.zeros(3), torch.zeros(2, 3, 2, dtype=torch.int8, device="meta")])
 def test_what_cannot_be_read_is_shown_too(full: torch.Tensor) -> None:
-    routes = RoutedExperts(full=full)
-    assert repr(routes) in routes._repr_html_()
+    assert repr(RoutedExperts(full=full)).startswith("RoutedExperts(shape=[")
 
 
 @pytest.mark.parametrize("value", [1.5, True, "3", float("nan"), 2**40, -1])

@@ -14,7 +14,6 @@ from torchrl_moe.render.figures import NotebookFigure, whole_ticks
 
 FIGURES: dict[str, tuple[Any, ...]] = {
     "agreement_figure": ({"live": [0.5, 1.0]},),
-    "collection_figure": ("trainer", [], {}),
     "expert_figure": ([[1.0, 1.0]],),
     "kept_figure": ({"all": [1, 2]}, 4),
     "load_figure": ({"replica 0": [(0.0, 1)]},),

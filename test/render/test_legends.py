@@ -12,7 +12,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from torchrl_moe.render.agreements import agreement_figure
-from torchrl_moe.render.collection_timelines import collection_figure
 from torchrl_moe.render.curves import PHASES, training_figure
 from torchrl_moe.render.histograms import log_ratio_figure
 from torchrl_moe.render.kept_numbers import kept_figure
@@ -36,13 +35,6 @@ def timeline() -> Any:
     phases = ("pack", "stage", "pause", "swap", "canary")
     rows = [{"replica": 0, "phase": phase, "start": i, "seconds": 1.0} for i, phase in enumerate(phases)]
     return timeline_figure(rows, "a swap")
-
-
-def collection() -> Any:
-    phases = ("training", "waiting for a batch")
-    rows = [{"phase": phase, "start": i, "seconds": 1.0} for i, phase in enumerate(phases)]
-    flights = {f"replica {index}": [(0.0, index), (1.0, 9)] for index in range(3)}
-    return collection_figure("trainer", rows, flights, [0.5], end=2.0, title="a collector")
 
 
 def agreement() -> Any:
@@ -69,7 +61,7 @@ def many_labels() -> Any:
     return load_figure({f"replica {index}": [(0.0, index), (1.0, 9)] for index in range(12)})
 
 
-FIGURES = [curves, histogram, timeline, collection, agreement, kept, staleness, load, long_labels, many_labels]
+FIGURES = [curves, histogram, timeline, agreement, kept, staleness, load, long_labels, many_labels]
 
 
 @pytest.mark.parametrize("background", ["default", "dark_background"])

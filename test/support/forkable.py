@@ -20,8 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from torchrl_moe.modules.backends.process.fork_server import ForkServer, Launch, fork_server
-from torchrl_moe.modules.backends.process.forked_process import ForkedProcess
+from torchrl_moe.modules.backends.process.fork_server import ForkedProcess, ForkServer, Launch, fork_server
 from torchrl_moe.modules.backends.vllm.kind import (
     arguments_of,
     devices_per_replica,

@@ -155,7 +155,7 @@ class AsyncLLMCollector(Reports):
         self._frames = 0
         self._collection = CollectionStats()
         self._rollouts = Rollouts(
-            self.policy, self._environments, self._prompts, self.settings, self._schedule, self._collection, self.record
+            self.policy, self._environments, self._prompts, self.settings, self._schedule, self._collection
         )
         self._loop = EventLoop("torchrl_moe-collector")
         self._watches = self._is_over = False
@@ -250,7 +250,6 @@ class AsyncLLMCollector(Reports):
         if self._failure is not None:
             raise self._failure
         if self._writer is None:
-            self.record.taker = "writer"
             self._writer = threading.Thread(target=self._write, name="torchrl_moe-writer", daemon=True)
             self._writer.start()
 

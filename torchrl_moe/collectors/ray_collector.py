@@ -312,10 +312,6 @@ class RayCollector(BaseCollector):
         """Return a pandas ``DataFrame`` with a row for each batch; see :meth:`LLMCollector.to_pandas`."""
         return self._ask("call", "to_pandas")
 
-    def plot(self, seconds: float | None = None) -> Any:
-        """Draw the collection over time, a matplotlib figure; see :meth:`LLMCollector.plot`."""
-        return self._ask("call", "plot", seconds)
-
     def _repr_html_(self) -> str:
         """Return the table of the local collector; of one that is over, or says nothing, why."""
         is_known, text = self._shown("_repr_html_")

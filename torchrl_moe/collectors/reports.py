@@ -1,8 +1,13 @@
-"""Reports of a collector of any kind: samples, tables, a figure, a progress bar."""
+"""Reports of a collector of any kind: samples, tables, a progress bar."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -10,7 +15,6 @@ from torchrl.collectors import BaseCollector
 
 from torchrl_moe._checks import renamed
 from torchrl_moe.collectors.collection_progress import CollectionProgress
-from torchrl_moe.collectors.collection_record import OTHERS, CollectionRecord
 from torchrl_moe.collectors.sample_reader import SampleReader
 from torchrl_moe.render.data_frames import data_frame
 from torchrl_moe.render.numbers import number_text
@@ -20,7 +24,9 @@ from torchrl_moe.render.text_tables import one_line, print_table
 from torchrl_moe.render.token_sample import TokenSample, read_samples, rows_of
 from torchrl_moe.render.token_scale import Color
 
-__all__ = ["Reports"]
+__all__ = ["CollectionRecord", "Reports"]
+
+LIMIT = 10_000
 
 POSTFIX = {
     "reward": "reward_mean",
@@ -30,6 +36,74 @@ POSTFIX = {
 """Labels beside the progress bar -> metrics, as far as a collector has them."""
 NOT_KEPT = ("batches", "total_frames", "completed", "requested_frames_per_batch")
 """Metrics that are settings, or that repeat others of a batch."""
+
+
+class CollectionRecord:
+    """The batches of a collector, the newest :data:`LIMIT` of them, and its waits for them. Thread-safe.
+
+    Args:
+        limit: how many rows are kept; 10 000 take 20 MB.
+        clock: monotonic seconds.
+
+    Attributes:
+        batch: the last batch that was yielded, not a copy; ``None`` before the first.
+        batches: how many were yielded, including those no longer kept.
+        waited: seconds that the trainer has waited for batches.
+
+    >>> record = CollectionRecord()
+    >>> with record.wait():
+    ...     pass
+    >>> record.scalars()["collector/wait_for_batch"] >= 0
+    True
+    """
+
+    def __init__(self, limit: int = LIMIT, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = clock()
+        self._lock = threading.Lock()
+        self.batch: TensorDictBase | None = None
+        self.batches = 0
+        self.waited = 0.0
+        self._waited_before = 0.0  # for the batches that were yielded
+        self._rows: deque[dict[str, Any]] = deque(maxlen=limit)
+
+    @contextmanager
+    def wait(self) -> Iterator[None]:
+        """Record how long the trainer waits in the context, however it ends."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.waited += self._clock() - began
+
+    def add(self, batch: TensorDictBase, metrics: Mapping[str, Any]) -> None:
+        """Record a batch that is yielded. It is kept, not copied, until the next one.
+
+        Args:
+            batch: the batch.
+            metrics: of the batch, plain numbers by name.
+        """
+        with self._lock:
+            waited = self.waited - self._waited_before
+            self._rows.append({"time": datetime.now(UTC), "batch": self.batches, "waited": waited, **metrics})
+            self.batch, self.batches, self._waited_before = batch, self.batches + 1, self.waited
+
+    @property
+    def last(self) -> Mapping[str, Any]:
+        """The metrics of the last batch; empty before the first."""
+        with self._lock:
+            return self._rows[-1] if self._rows else {}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the metrics of each batch: ``time`` (UTC), ``batch`` (from 0), ``waited`` (s), and those given."""
+        with self._lock:
+            return list(self._rows)
+
+    def scalars(self) -> dict[str, float]:
+        """Return the share of the time that the trainer waited, and the seconds."""
+        seconds = max(self._clock() - self._began, 1e-9)
+        return {"training/idle": self.waited / seconds, "collector/wait_for_batch": self.waited}
 
 
 class Reports(BaseCollector):
@@ -129,43 +203,6 @@ class Reports(BaseCollector):
         that time.
         """
         return data_frame(self.record.rows())
-
-    def plot(self, seconds: float | None = None) -> Any:
-        """Draw over time: whether the trainer trains or waits, answers in flight at each replica, and weight updates.
-
-        All time between two batches counts as training. Answers in flight are all requests that the engine has sent to
-        a replica, also for other callers; they are sampled when groups start and end, and every half second. The axis
-        counts seconds since the collector was made and ends with the last event.
-
-        Args:
-            seconds: how many seconds to show, up to that end; default: the whole history.
-
-        Returns:
-            A matplotlib figure.
-
-        Raises:
-            ValueError: ``seconds`` is not above 0.
-        """
-        if seconds is not None and not seconds > 0:
-            raise ValueError(f"seconds must be above 0, or None, got {seconds}")
-        from torchrl_moe.render.collection_timelines import collection_figure
-
-        record = self.record
-        end = record.end
-        flights = record.flights()
-        names = {index: "others" if index == OTHERS else f"replica {index}" for index in flights}
-        figure = collection_figure(
-            record.taker,
-            record.phases(),
-            {names[index]: samples for index, samples in flights.items()},
-            [at for at, _ in record.updates()],
-            sums=["others"],
-            end=end,
-            title=f"{type(self).__name__}, {record.batches} batches",
-        )
-        if seconds is not None:
-            figure.axes[0].set_xlim(end - seconds, end)
-        return figure
 
     def __repr__(self) -> str:
         try:

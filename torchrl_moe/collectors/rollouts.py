@@ -24,7 +24,6 @@ from torchrl_moe._errors import (
     RequestRefusedError,
 )
 from torchrl_moe.collectors.answers import Answers
-from torchrl_moe.collectors.collection_record import CollectionRecord
 from torchrl_moe.collectors.collection_stats import CollectionStats
 from torchrl_moe.collectors.environments import EnvironmentPool, EnvironmentTimeoutError
 from torchrl_moe.collectors.episode import gather
@@ -65,7 +64,6 @@ class Rollouts:
         settings: of the collector.
         schedule: the order of the groups.
         stats: what is counted.
-        record: the history.
     """
 
     def __init__(
@@ -76,7 +74,6 @@ class Rollouts:
         settings: Settings,
         schedule: Schedule,
         stats: CollectionStats,
-        record: CollectionRecord,
     ) -> None:
         self._policy = policy
         self._engine = policy.model
@@ -85,7 +82,6 @@ class Rollouts:
         self._settings = settings
         self.schedule = schedule
         self._stats = stats
-        self._record = record
         self.pauses = 0
         """How many pauses are in effect."""
         self.error: BaseException | None = None
@@ -135,7 +131,6 @@ class Rollouts:
             return
         try:
             self._see_version()
-            self._record.in_flight((entry.index, entry.inflight) for entry in self._engine.replica_table)
             self._drop_stale()
             self._give_out()
             if self._has_begun and self.schedule.may_begin:
@@ -179,7 +174,6 @@ class Rollouts:
             # several updates may be seen as one; where updates confirm batches, that counts as one
             times = 1 if self._is_paced_by_updates else newest - self.version
             self.schedule.updated(times, self._is_paced_by_updates)
-            self._record.updated(newest)
             self.version = newest
 
     def _give_out(self) -> None:

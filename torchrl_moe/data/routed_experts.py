@@ -20,7 +20,6 @@ from tensordict import TensorClass, lazy_stack
 from torchrl_moe import _checks
 from torchrl_moe._errors import RouteShapeError, RouteValueError
 from torchrl_moe.data.routing_layout import UNSET_EXPERT, RoutingLayout
-from torchrl_moe.render.route_strips import routes_html
 
 __all__ = ["UNSET_EXPERT", "RoutedExperts", "refuse_casts", "routes_from_vllm"]
 
@@ -266,14 +265,6 @@ class RoutedExperts(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
         except RuntimeError:  # meta, fake and vmapped tensors have no values to read
             known = ""
         return f"RoutedExperts(shape=[{shape}], dtype={str(first.dtype)[6:]}, {known}nbytes={self.nbytes})"
-
-    def _repr_html_(self) -> str:
-        """The repr, and how the load lies on the experts. It must not raise either."""
-        is_whole = "full" in self.keys() and len(self.get_item_shape("full")) >= 3
-        try:
-            return routes_html(self._summary(), (part.cpu() for part in (self._samples() if is_whole else [])))
-        except RuntimeError:  # as above; NotImplementedError is one
-            return routes_html(self._summary(), [])
 
 
 def refuse_casts(kind: Any, name: str, error: type[ValueError]) -> None:

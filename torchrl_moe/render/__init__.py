@@ -10,7 +10,6 @@ from torchrl_moe._lazy import attach
 if TYPE_CHECKING:
     from torchrl_moe.render.agreements import agreement_figure as agreement_figure
     from torchrl_moe.render.agreements import layer_agreement as layer_agreement
-    from torchrl_moe.render.collection_timelines import collection_figure as collection_figure
     from torchrl_moe.render.curves import training_figure as training_figure
     from torchrl_moe.render.heatmaps import expert_agreement as expert_agreement
     from torchrl_moe.render.heatmaps import expert_figure as expert_figure
@@ -28,7 +27,6 @@ else:
         __name__,
         {
             "agreement_figure": ".agreements",
-            "collection_figure": ".collection_timelines",
             "expert_agreement": ".heatmaps",
             "expert_figure": ".heatmaps",
             "expert_load": ".heatmaps",

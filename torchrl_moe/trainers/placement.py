@@ -60,11 +60,6 @@ class Placement:
         return self.ranks.size // self.config.tensor_parallel
 
     @property
-    def data_rank(self) -> int:
-        """Which of these shares this rank sees."""
-        return self.ranks.rank // self.config.tensor_parallel
-
-    @property
     def shards(self) -> int:
         """Number of ranks that FSDP2 shards over."""
         return self.data_size // self.config.replicate

@@ -1,16 +1,21 @@
-"""The driver's end of a fork server: who shares one, what a forked process inherits, and what happens without one."""
+"""A fork server: who shares one, what a forked process inherits, how all of them end, and what happens without one."""
 
 from __future__ import annotations
 
 import errno
 import gc
+import json
 import os
 import resource
 import signal
+import socket
+import subprocess
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +24,8 @@ import pytest
 
 from support.forkable import GONE, Forked, Forks
 from support.waiting import until
-from torchrl_moe.modules.backends.process import fork_server, forked_process
-from torchrl_moe.modules.backends.process.fork_server import CannotFork
+from torchrl_moe.modules.backends.process import fork_server
+from torchrl_moe.modules.backends.process.fork_server import CannotFork, ForkedProcess
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +33,6 @@ def registry() -> Iterator[pytest.MonkeyPatch]:
     """No server of another test file is asked or closed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fork_server, "_servers", OrderedDict())
-        patch.setattr(fork_server, "_closed", [])
         patch.setattr(fork_server, "KEPT", 100)
         yield patch
 
@@ -67,25 +71,26 @@ def test_many_kinds_of_servers_do_not_pile_up_and_closed_ones_serve_their_proces
     forks: Forks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fork_server, "_servers", OrderedDict())
-    monkeypatch.setattr(fork_server, "_closed", [])
     monkeypatch.setattr(fork_server, "KEPT", 1)
-    first = forks.server(OMP_NUM_THREADS="2")  # OpenBLAS starts threads as it is imported
-    assert forks.server(OMP_NUM_THREADS="2") is first
-    kept = forks.start(OMP_NUM_THREADS="2")
-    queued, connection = forks.ask(first)
+    environments = [forks.environment(OMP_NUM_THREADS=threads) for threads in "23"]  # OpenBLAS starts threads
+    first = fork_server.fork_server("support.forkable", environments[0])
+    assert fork_server.fork_server("support.forkable", environments[0]) is first
+    launch, connection = forks.ask(first)
     held = os.dup(first._control.fileno())  # as a process has it that the driver forked
-    second = forks.server(OMP_NUM_THREADS="3")
+    second = fork_server.fork_server("support.forkable", environments[1])
     assert second is not first
-    with pytest.raises(CannotFork, match="cannot be reached"):
-        forks.ask(first)
-    late = Forked(queued.wait(), connection)
-    assert (kept.report()["ppid"], late.report()["ppid"]) == (first.pid, first.pid)
-    assert first.is_alive()
-    assert (kept.end(), late.end()) == (GONE, GONE)
-    until(lambda: not first.is_alive(), 60)
+    pid, process = first.pid, first._process
+    del first
+    late = Forked(launch.wait(), connection)
+    assert late.report()["ppid"] == pid
+    gc.collect()
+    assert process.poll() is None
+    assert late.end() == GONE
+    del launch, late
+    gc.collect()
+    assert process.poll() is not None
     os.close(held)
-    assert forks.server(OMP_NUM_THREADS="3") is second
-    assert fork_server._closed == []
+    assert fork_server.fork_server("support.forkable", environments[1]) is second
     second.end()  # it still imports
     assert not second.is_alive()
 
@@ -118,7 +123,7 @@ def test_a_forked_process_has_inherited_from_its_driver_of_now(
     assert report["temporary"] == str(tmp_path)
     assert report["processors"] == {min(processors)}
     assert report["limits"] == (limits[0] - 1, limits[1])
-    assert report["path"] == str(tmp_path)
+    assert report["path"] == ""
     assert forked.ask("run", "__import__('only_in_this_folder').ANSWER") == 42
     assert report["pgid"] == report["pid"]
     assert report["sid"] == os.getsid(0)
@@ -152,7 +157,7 @@ def test_a_folder_that_was_removed_is_no_obstacle(
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    assert forks.start().report()["path"] == ""
+    assert forks.start().report()["pid"]
 
 
 def test_an_environment_of_a_megabyte_arrives_and_is_not_waited_for(forks: Forks) -> None:
@@ -172,6 +177,23 @@ def test_an_environment_of_a_megabyte_arrives_and_is_not_waited_for(forks: Forks
 def test_an_environment_of_other_than_words_fails_in_the_caller(forks: Forks) -> None:
     with pytest.raises(TypeError, match=r"expected str, bytes or os\.PathLike object, not int"):
         forks.ask(forks.server(), A=1)  # type: ignore[arg-type]
+
+
+def test_a_server_that_reads_nothing_holds_nobody_up(forks: Forks) -> None:
+    server = forks.server()
+    forks.start().end()
+    before = len(os.listdir("/proc/self/fd"))
+    os.kill(server.pid, signal.SIGSTOP)
+    waiting = []
+    try:
+        with pytest.raises(CannotFork, match=r"temporarily unavailable|Too many references"):
+            while True:
+                waiting.append(forks.ask(server))
+        assert len(waiting) > 30
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    assert [Forked(launch.wait(), connection).end() for launch, connection in waiting] == [GONE] * len(waiting)
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------
@@ -202,7 +224,7 @@ def test_a_cancelled_request_is_not_carried_out(forks: Forks) -> None:
     finally:
         os.kill(server.pid, signal.SIGCONT)
     assert forks.start().end() == GONE  # and so the one before has been looked at
-    with pytest.raises(EOFError):
+    with pytest.raises((EOFError, ConnectionResetError)):
         connection.recv()
     launch.cancel()  # too late, and no harm
 
@@ -213,7 +235,7 @@ def test_a_process_that_cannot_be_watched_is_killed(forks: Forks, monkeypatch: p
     def no_files(*_: Any) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(forked_process.os, "pidfd_open", no_files)
+    monkeypatch.setattr(os, "pidfd_open", no_files)
     with pytest.raises(CannotFork, match="Too many open files"):
         launch.wait()
     with pytest.raises((EOFError, ConnectionResetError)):
@@ -297,8 +319,7 @@ def _no_such_call(*_: Any) -> int:
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda patch: patch.setattr(sys, "platform", "darwin"), r"\(darwin\) has no process descriptors"),
-        (lambda patch: patch.delattr(os, "pidfd_open"), "has no process descriptors"),
+        (lambda patch: patch.delattr(os, "pidfd_open"), "are not available: .*'pidfd_open'"),
         (lambda patch: patch.setattr(os, "pidfd_open", _no_such_call), "are not available: .*not implemented"),
     ],
 )
@@ -308,3 +329,181 @@ def test_there_is_no_server_where_forking_is_not_possible(
     spoil(monkeypatch)
     with pytest.raises(CannotFork, match=reason):
         forks.server()
+
+
+# -- a process that is not the driver's child -----------------------------------------------------------------------
+
+
+class Parent:
+    """What a fork server would do: it is the parent and says how the process ended."""
+
+    def __init__(self) -> None:
+        self.child = subprocess.Popen(["sleep", "600"])
+        ours, theirs = socket.socketpair()
+        self.answers = Connection(theirs.detach())
+        self.process = ForkedProcess(self.child.pid, Connection(ours.detach()))
+
+    def tell(self) -> None:
+        self.answers.send(("ended", self.child.wait(60)))
+
+
+@pytest.fixture
+def parent() -> Iterator[Parent]:
+    parent = Parent()
+    yield parent
+    parent.child.kill()
+    parent.child.wait(60)
+
+
+def test_it_runs_until_it_has_ended_and_its_code_comes_from_the_server(parent: Parent) -> None:
+    process = parent.process
+    assert process.pid == parent.child.pid
+    assert process.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.05)
+    parent.child.terminate()
+    telling = threading.Timer(0.2, parent.tell)
+    telling.start()
+    assert process.wait() == -signal.SIGTERM
+    assert process.poll() == process.wait(0) == process.returncode == -signal.SIGTERM
+    telling.join()
+
+
+def test_all_who_wait_have_the_code_and_its_files_are_closed_once(parent: Parent) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    codes: list[int] = []
+    threads = [threading.Thread(target=lambda: codes.append(parent.process.wait())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    parent.process.kill()
+    parent.tell()
+    for thread in threads:
+        thread.join(60)
+    assert codes == [-signal.SIGKILL] * 4
+    assert len(os.listdir("/proc/self/fd")) == before - 2  # status and pidfd
+    parent.process.kill()  # nobody
+
+
+def test_without_a_server_its_end_shows_and_its_code_is_unknown(parent: Parent) -> None:
+    parent.answers.close()
+    assert parent.process.poll() is None
+    parent.process.kill()
+    assert parent.process.wait(60) == 255
+
+
+def test_a_server_that_is_stuck_is_not_waited_for(parent: Parent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "CODE_SECONDS", 0.1)
+    parent.process.kill()
+    assert parent.process.wait(60) == 255
+
+
+# -- a driver's end, however it dies -------------------------------------------------------------------------------
+
+DRIVERS = """
+import json, os, psutil, signal, sys, time
+from pathlib import Path
+from support.forkable import Forks
+
+def drive(how, folder):
+    os.setpgid(0, 0)
+    forks = Forks(Path(folder))
+    changes = {"TORCHRL_MOE_REPLICA_FOLDER": f"{folder}/replica"}
+    os.mkdir(f"{folder}/replica")
+    if how == "ignores its children":
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    if how == "is killed while the server imports":
+        server = forks.server(VLLM_TEST_PRELOAD=f"wait {folder}/found")  # until just before it is killed
+        asked = forks.ask(server, **changes)
+        while not Path(f"{folder}/imports").exists():
+            time.sleep(0.01)
+        pids = []
+    else:
+        preload = {"is killed, a process is stopped": "hasty"}.get(how, "print")
+        forked = forks.start(VLLM_TEST_PRELOAD=preload, **changes)
+        forked.report()
+        pids, server = [forked.process.pid], forks._servers[0]
+    if how == "is killed, a process is stopped":
+        os.kill(pids[0], signal.SIGSTOP)
+    if how == "is killed, the server is stopped":
+        os.kill(server.pid, signal.SIGSTOP)
+        while psutil.Process(server.pid).status() != "stopped":  # the kernel wakes what is stopped by then
+            time.sleep(0.01)
+    if how == "is killed, another process has its sockets":
+        pids.append(os.fork())
+        if not pids[-1]:
+            time.sleep(600)
+    code = None
+    if how == "ignores its children":
+        forked.process.kill()
+        code = forked.process.wait(60)
+    Path(f"{folder}/found").write_text(json.dumps({"server": server.pid, "pids": pids, "code": code}))
+    if how == "raises":
+        raise RuntimeError("of the driver")
+    if how.startswith("is killed"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+ways = json.loads(sys.argv[1])
+for how, folder in ways.items():
+    if not os.fork():
+        drive(how, folder)
+        sys.exit()
+for _ in ways:
+    os.wait()
+"""
+WAYS = (
+    "returns",
+    "raises",
+    "is killed",
+    "is killed while the server imports",
+    "is killed, a process is stopped",
+    "is killed, the server is stopped",
+    "is killed, another process has its sockets",
+    "ignores its children",
+)
+DEADLINE = 120.0  # on a machine that is busy
+
+
+@pytest.fixture(scope="module")
+def dead_drivers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, dict[str, Any]]]]:
+    """What drivers said that have died, and each one's folder, by how they died."""
+    folders = {how: tmp_path_factory.mktemp("driver") for how in WAYS}
+    arguments = json.dumps({how: str(folder) for how, folder in folders.items()})
+    environment = Forks(tmp_path_factory.mktemp("unused")).environment()
+    subprocess.run([sys.executable, "-c", DRIVERS, arguments], env=environment, check=True, timeout=DEADLINE * 2)
+    found = {how: json.loads((folder / "found").read_text()) for how, folder in folders.items()}
+    yield {how: (folders[how], found[how]) for how in WAYS}
+    for one in found.values():
+        for pid in one["pids"]:
+            if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                psutil.Process(pid).kill()
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # where nobody asks how orphans ended
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("how", WAYS)
+def test_the_server_ends_after_its_driver_and_nothing_is_left(
+    dead_drivers: dict[str, tuple[Path, dict[str, Any]]], how: str
+) -> None:
+    folder, found = dead_drivers[how]
+    until(lambda: is_gone(found["server"]), DEADLINE)
+    if found["pids"]:
+        until(lambda: is_gone(found["pids"][0]), DEADLINE)
+    if how.startswith("is killed"):  # else the driver removes it
+        until(lambda: not (folder / "replica").exists(), DEADLINE)
+
+
+def test_what_importing_prints_is_in_no_processs_log(dead_drivers: dict[str, tuple[Path, dict[str, Any]]]) -> None:
+    folder, _ = dead_drivers["returns"]
+    assert (folder / "log").read_text() == "running\n"
+
+
+def test_exit_codes_arrive_in_a_driver_that_ignores_its_children(
+    dead_drivers: dict[str, tuple[Path, dict[str, Any]]],
+) -> None:
+    assert dead_drivers["ignores its children"][1]["code"] == -9

@@ -143,11 +143,8 @@ class Child:
                         raise
                     process = self._spawn(environment, engine, log, str(error))
                 self._launched.set_result(process)
-            except (CannotFork, OSError, ValueError, subprocess.SubprocessError) as error:
+            except BaseException as error:  # noqa: BLE001  callers raise it, whatever it is: they would wait forever
                 self._launched.set_exception(error)
-            finally:  # or callers would wait forever
-                if not self._launched.done():
-                    self._launched.set_exception(CannotFork("starting the process failed: see the error above"))
 
     def _spawn(self, environment: Mapping[str, str], engine: socket.socket, log: IO[bytes], reason: str) -> Process:
         if reason:

@@ -1,29 +1,33 @@
-"""The driver's end of a process that imports vLLM once and forks engine processes; see ``fork_server_process.py``.
+"""A process that imports vLLM once and forks engine processes, as the driver sees it; see ``fork_server_process.py``.
 
 Importing vLLM takes ten seconds, and each engine process would do it again. The standard library's fork server is not
-used: it imports the user's script again, and shares its list of modules to preload with the user.
+used: its processes have the environment of its own start, and what it imports prints to the driver's terminal.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
 import os
+import pickle
+import resource
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
-from typing import IO, Any
+from typing import IO
 
-from torchrl_moe.modules.backends.process.fork_request import request_like_this, send
-from torchrl_moe.modules.backends.process.forked_process import ForkedProcess
+from torchrl_moe.modules.backends.process.fork_server_process import Request, readable
 from torchrl_moe.modules.backends.process.parent_watch import kill_group
 
-__all__ = ["CannotFork", "ForkServer", "Launch", "fork_server", "key_of"]
+__all__ = ["CannotFork", "ForkServer", "ForkedProcess", "Launch", "fork_server", "key_of"]
 
 MODULE = "torchrl_moe.modules.backends.process.fork_server_process"
 # Read when Python starts, when a library is loaded, or when a module is imported. All others are read later, and a
@@ -35,10 +39,14 @@ READ_AT_IMPORT = (
     "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TRITON_", "VLLM_", "XDG_",
 )  # fmt: skip
 READ_LATER = ("TORCHRL_",)  # although they begin with one of these
+LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
 KEPT = 2  # servers per driver: each holds 0.7 GB
 IMPORT_SECONDS = 180.0
 ANSWER_SECONDS = 30.0  # of a server that has imported; it takes milliseconds
 IDLE_SECONDS = 0.5  # that a server without children takes to end
+CODE_SECONDS = 2.0  # between the end of a process and the report of its exit code
+POLL_SECONDS = 0.01
+UNKNOWN_CODE = 255  # as ``multiprocessing`` has it for a process whose fork server is gone
 SHOWN_BYTES = 2000
 
 
@@ -46,34 +54,55 @@ class CannotFork(Exception):
     """No process was forked; the message says why."""
 
 
-def _why_not() -> str:
-    """Return why no process can be forked on this platform; "" if one can."""
-    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
-        return f"this platform ({sys.platform}) has no process descriptors"
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except OSError as error:  # an old kernel, or a sandbox
-        return f"process descriptors are not available: {error}"
-    return ""
+class ForkedProcess:
+    """A process that a server forked: the part of ``subprocess.Popen`` that its owner needs.
 
-
-def key_of(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Return the part of an environment that takes effect at import, and so must be equal to share a server.
-
-    >>> key_of({"OMP_NUM_THREADS": "2", "TMPDIR": "/tmp/x", "CUDA_VISIBLE_DEVICES": "1"})
-    (('OMP_NUM_THREADS', '2'),)
+    The driver is not its parent. A pidfd shows whether it has ended, the server says how.
     """
-    read = (item for item in environment.items() if item[0].startswith(READ_AT_IMPORT))
-    return tuple(sorted(item for item in read if not item[0].startswith(READ_LATER)))
+
+    def __init__(self, pid: int, status: Connection, server: ForkServer | None = None) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._status = status
+        self._server = server  # which lives as long as anyone may ask for a code
+        self._lock = threading.Lock()
+        self._pidfd = os.pidfd_open(pid)  # open until the code is known
+
+    def poll(self) -> int | None:
+        """Return its exit code; ``None`` while it runs; 255 if it ended and the server that knew the code is gone."""
+        with self._lock:
+            if self.returncode is None and readable(self._pidfd):
+                self.returncode = UNKNOWN_CODE
+                with contextlib.suppress(EOFError, OSError):
+                    if self._status.poll(CODE_SECONDS):
+                        self.returncode = int(self._status.recv()[1])
+                self._status.close()
+                os.close(self._pidfd)
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end and return the exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            time.sleep(POLL_SECONDS)
+        return code
+
+    def kill(self) -> None:
+        """Kill it, unless it has ended."""
+        with self._lock:
+            if self.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
 
 class Launch:
-    """A pending request to a server.
-
-    Args:
-        server: the one that was asked.
-        status: the socket that its replies come on.
-    """
+    """A pending request to a server, and the socket that its replies come on."""
 
     def __init__(self, server: ForkServer, status: socket.socket) -> None:
         self._server = server
@@ -85,34 +114,31 @@ class Launch:
         Raises:
             CannotFork: the server refused or died, or :meth:`cancel` was called.
         """
-        status = Connection(os.dup(self._socket.fileno()))
+        server, status, pid = self._server, Connection(os.dup(self._socket.fileno())), 0
+        patience = ANSWER_SECONDS if server.has_answered else IMPORT_SECONDS
         try:
-            kind, value = self._answer(status)
+            if not status.poll(patience):
+                server.kill()
+                raise CannotFork(f"the fork server did not answer within {patience:.0f} s{server.how_it_ended()}")
+            kind, value = status.recv()
+            server.has_answered = True
             if kind == "refused":
                 raise CannotFork(value)
             if kind == "ended":
                 raise CannotFork(f"the forked process ended with exit code {value} before it ran")
-            return _watched(value, status)
-        except EOFError as error:
+            pid = value
+            return ForkedProcess(pid, status, server)
+        except BaseException as error:
             status.close()
-            raise CannotFork(f"the fork server ended{self._server.how_it_ended()}") from error
-        except OSError as error:
-            status.close()
-            raise CannotFork(f"the fork server's reply cannot be read: {error}") from error
-        except BaseException:
-            status.close()
+            if pid:  # nobody could watch it
+                kill_group(pid)
+            if isinstance(error, EOFError):
+                raise CannotFork(f"the fork server ended{server.how_it_ended()}") from error
+            if isinstance(error, OSError):
+                raise CannotFork(f"the fork server's reply cannot be read: {error}") from error
             raise
         finally:
             self._socket.close()
-
-    def _answer(self, status: Connection) -> tuple[str, Any]:
-        patience = ANSWER_SECONDS if self._server.has_answered else IMPORT_SECONDS
-        if not status.poll(patience):
-            self._server.kill()
-            raise CannotFork(f"the fork server did not answer within {patience:.0f} s{self._server.how_it_ended()}")
-        answer: tuple[str, Any] = status.recv()
-        self._server.has_answered = True
-        return answer
 
     def cancel(self) -> None:
         """Withdraw the request: no process is forked, or one that was just forked exits."""
@@ -120,30 +146,19 @@ class Launch:
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
-def _watched(pid: int, status: Connection) -> ForkedProcess:
-    try:
-        return ForkedProcess(pid, status)
-    except OSError:  # too many open files
-        kill_group(pid)
-        raise
-
-
 class ForkServer:
     """One server: a child of this process that imports ``module`` with ``environment`` and forks on request.
 
-    Args:
-        module: has ``preload`` and ``run``.
-        environment: of the server.
+    It ends when nothing refers to it: neither a :class:`Launch` nor a :class:`ForkedProcess`.
     """
 
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
         self.has_answered = False  # then it has imported, too
-        self._driver = os.getpid()
         with contextlib.ExitStack() as stack:
             self._log: IO[bytes] = stack.enter_context(tempfile.TemporaryFile())
             self._control, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
             stack.enter_context(self._control)
-            watched = os.pidfd_open(self._driver)
+            watched = os.pidfd_open(os.getpid())
             try:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", MODULE, module, str(theirs.fileno()), str(watched)],
@@ -159,7 +174,7 @@ class ForkServer:
                 os.close(watched)
             stack.pop_all()
         # at interpreter exit, too: after the finalizers of replicas, which are made later
-        self.end = weakref.finalize(self, _end, self._control, self._log, self._process, self._driver)
+        self.end = weakref.finalize(self, _end, self._control, self._log, self._process, os.getpid())
 
     @property
     def pid(self) -> int:
@@ -167,8 +182,12 @@ class ForkServer:
         return self._process.pid
 
     def is_alive(self) -> bool:
-        """Whether it runs, and belongs to this process rather than to one that forked it."""
-        return self._driver == os.getpid() and self._process.poll() is None
+        """Whether it runs."""
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """Kill it; the processes that it forked continue."""
+        self._process.kill()
 
     def fork(self, engine: int, log: int, environment: Mapping[str, str]) -> Launch:
         """Ask for a process; returns at once.
@@ -181,17 +200,28 @@ class ForkServer:
         Raises:
             CannotFork: the server is gone, or this process can open no more files.
         """
-        request = request_like_this(environment)
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                send(self._control, request, engine, log, theirs.fileno())
-        except OSError as error:
-            ours.close()
-            raise CannotFork(f"the fork server cannot be reached: {error}{self.how_it_ended()}") from error
-        except BaseException:
-            ours.close()
-            raise
+        request: Request = (
+            {os.fsencode(name): os.fsencode(value) for name, value in environment.items()},
+            frozenset(os.sched_getaffinity(0)),
+            {number: resource.getrlimit(number) for number in LIMITS},
+        )
+        with contextlib.ExitStack() as stack:
+            try:
+                ours, theirs = socket.socketpair()
+                stack.callback(theirs.close)
+                failed = stack.enter_context(contextlib.ExitStack())
+                failed.callback(ours.close)
+                folder = os.open(".", os.O_PATH)  # its name may lead elsewhere by then, or nowhere
+                stack.callback(os.close, folder)
+                file = stack.enter_context(os.fdopen(os.memfd_create("request"), "wb"))
+                pickle.dump(request, file)
+                file.flush()
+                # one packet arrives whole or not at all; ``socket.send_fds`` would ignore the flag
+                files = array.array("i", [file.fileno(), folder, engine, log, theirs.fileno()])
+                self._control.sendmsg([b"fork"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)], socket.MSG_DONTWAIT)
+                failed.pop_all()
+            except OSError as error:
+                raise CannotFork(f"the fork server cannot be reached: {error}{self.how_it_ended()}") from error
         return Launch(self, ours)
 
     def how_it_ended(self) -> str:
@@ -203,28 +233,15 @@ class ForkServer:
         text = os.pread(descriptor, SHOWN_BYTES, max(size - SHOWN_BYTES, 0)).decode(errors="replace").strip()
         return f": {text}" if text else ""
 
-    def close(self) -> None:
-        """Let it end once the processes that it forked have ended. Idempotent."""
-        _hang_up(self._control, self._driver)
-
-    def kill(self) -> None:
-        """Kill it; the processes that it forked continue."""
-        self._process.kill()
-
-
-def _hang_up(control: socket.socket, driver: int) -> None:
-    if driver == os.getpid():
-        with contextlib.suppress(OSError):  # the server is gone, or it was done before
-            control.shutdown(socket.SHUT_RDWR)  # closing alone does nothing while a forked process holds the socket
-    control.close()
-
 
 def _end(control: socket.socket, log: IO[bytes], process: subprocess.Popen[bytes], driver: int) -> None:
     """Close a server and wait for its end; it is killed if it is still importing."""
-    _hang_up(control, driver)
-    log.close()
-    if driver != os.getpid():
+    if driver != os.getpid():  # a process that the driver forked runs its finalizers, too
         return
+    with contextlib.suppress(OSError):  # the server is gone
+        control.shutdown(socket.SHUT_RDWR)  # closing alone does nothing while a forked process holds the socket
+    control.close()
+    log.close()
     try:
         process.wait(IDLE_SECONDS)
     except subprocess.TimeoutExpired:
@@ -233,28 +250,37 @@ def _end(control: socket.socket, log: IO[bytes], process: subprocess.Popen[bytes
 
 
 _servers: OrderedDict[tuple[object, ...], ForkServer] = OrderedDict()
-_closed: list[ForkServer] = []  # their processes may still have children
 _servers_lock = threading.Lock()
+
+
+def key_of(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return the part of an environment that takes effect at import, and so must be equal to share a server.
+
+    >>> key_of({"OMP_NUM_THREADS": "2", "TMPDIR": "/tmp/x", "CUDA_VISIBLE_DEVICES": "1"})
+    (('OMP_NUM_THREADS', '2'),)
+    """
+    read = (item for item in environment.items() if item[0].startswith(READ_AT_IMPORT))
+    return tuple(sorted(item for item in read if not item[0].startswith(READ_LATER)))
 
 
 def fork_server(module: str, environment: Mapping[str, str]) -> ForkServer:
     """Return this process's server for a module and an environment, or start one; it may still be importing.
 
-    A driver keeps two of them; a third closes the one that was asked for least recently.
+    A driver keeps two of them; a third replaces the one that was asked for least recently.
 
     Raises:
         CannotFork: the platform forbids it.
     """
-    if reason := _why_not():
-        raise CannotFork(reason)
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError) as error:  # another platform, an old kernel, or a sandbox
+        raise CannotFork(f"process descriptors are not available: {error}") from error
     key = (os.getpid(), module, key_of(environment))
     with _servers_lock:
         server = _servers.pop(key, None)
         if server is None or not server.is_alive():
             server = ForkServer(module, environment)
         _servers[key] = server
-        while len(_servers) > KEPT:
-            _closed.append(_servers.popitem(last=False)[1])
-            _closed[-1].close()
-        _closed[:] = [closed for closed in _closed if closed.is_alive()]
+        replaced = [_servers.popitem(last=False) for _ in range(len(_servers) - KEPT)]
+    del replaced  # outside of the lock: one that forked nothing ends here
     return server

@@ -5,51 +5,54 @@ Started by :class:`~torchrl_moe.modules.backends.process.fork_server.ForkServer`
 ``preload() -> str``, which imports what is slow and returns why forking would be unsafe, or "", and
 ``run(connection, driver_is_gone)``, which is what a forked process does. This process stays single-threaded, answers no
 engine's messages and touches no device. It ends with its driver, or when the driver closes the control socket, in
-either case after the processes that it forked.
+either case after its import and after the processes that it forked.
 
-For requests see ``fork_request.py``. Replies, on a request's status socket: ``("refused", reason)``, or from the forked
-process ``("forked", pid)`` as soon as it is ready to run, and ``("ended", exit code)`` when it has ended.
+A request is a packet with descriptors: of a file, the working directory, the engine's socket, its log, and the status
+socket. The file holds, pickled, what the process takes over from its driver: environment, processors, and limits by
+resource number. On the status socket come the replies: ``("refused", reason)``, or from the forked process
+``("forked", pid)`` as soon as it is ready to run, and ``("ended", exit code)`` when it has ended.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
 import gc
 import importlib
 import os
+import pickle
 import resource
 import select
-import selectors
+import shutil
 import signal
 import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 from torchrl_moe._imports import without_collections
-from torchrl_moe.modules.backends.process.fork_request import Arrived, receive, remove_folders, withdraw
-from torchrl_moe.modules.backends.process.parent_watch import kill_group
+from torchrl_moe.modules.backends.process.parent_watch import FOLDER_VARIABLE, kill_group
 
-__all__ = ["main"]
+__all__ = ["main", "readable"]
 
+FILES = 5  # that come with a request
 ORPHAN_SECONDS = 15.0  # that engine processes get to end by themselves once their driver is gone
-LOOK_SECONDS = 0.5  # between two checks of the driver while this process imports
 THREAD_SECONDS = 2.0  # that a thread which has been joined takes to leave /proc
 
 Run: TypeAlias = "Callable[[Connection, Callable[[], bool]], None]"
+Request: TypeAlias = "tuple[dict[bytes, bytes], frozenset[int], dict[int, tuple[int, int]]]"
 
 
-@dataclass(frozen=True, slots=True)
-class _Child:
-    pid: int
-    pidfd: int
-    status: Connection
+def readable(*descriptors: int, seconds: float | None = 0, events: int = select.POLLIN) -> list[int]:
+    """Return the descriptors with such an event within some seconds; ``None``: wait for one."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, events)
+    return [descriptor for descriptor, _ in poll.poll(None if seconds is None else seconds * 1000)]
 
 
 class _Server:
@@ -60,165 +63,132 @@ class _Server:
         control: requests come in here.
         driver: a pidfd of the driver.
         unsafe: why nothing may be forked; "" if it may.
-        started_in: the entry of ``sys.path`` for the working directory, if there is one.
     """
 
-    def __init__(self, run: Run, control: socket.socket, driver: int, unsafe: str, started_in: str | None) -> None:
+    def __init__(self, run: Run, control: socket.socket, driver: int, unsafe: str) -> None:
         self._run = run
         self._control = control
         self._driver = driver
         self._unsafe = unsafe
-        self._started_in = started_in
-        self._children: dict[int, _Child] = {}
-        self._leftovers: set[bytes] = set()  # folders that the driver removes, or this process if the driver is gone
-        self._orphaned_at: float | None = None
-        self._selector = selectors.PollSelector()  # unlike epoll it has no descriptor that a child would share
-        self._selector.register(control, selectors.EVENT_READ, self._take_request)
-        self._selector.register(driver, selectors.EVENT_READ, self._driver_ended)
+        self._listens = True
+        self._children: dict[int, tuple[int, Connection]] = {}  # pidfd -> process id, status socket
+        self._folders: set[bytes] = set()  # of replicas; the driver removes them, or this process if the driver is gone
 
     def serve(self) -> None:
         """Handle requests and ends until there are none to come."""
-        while self._children or self._listens():
-            for key, _ in self._selector.select(None if self._orphaned_at is None else 1.0):
-                key.data()
-            if self._orphaned_at is not None and time.monotonic() - self._orphaned_at > ORPHAN_SECONDS:
-                for child in self._children.values():
-                    kill_group(child.pid)
-        if self._orphaned_at is not None:
-            remove_folders(self._leftovers)
-
-    def _listens(self) -> bool:
-        return self._control.fileno() >= 0
-
-    def _stop_listening(self) -> None:
-        if self._listens():
-            self._selector.unregister(self._control)
-            self._control.close()
-
-    def _driver_ended(self) -> None:
-        self._selector.unregister(self._driver)
-        self._orphaned_at = time.monotonic()
-        if self._listens():
-            self._leftovers |= withdraw(self._control)
-        self._stop_listening()
+        orphaned_at = 0.0
+        while self._listens or self._children:
+            sources = [self._driver] if self._listens or not orphaned_at else []
+            sources += [self._control.fileno()] if self._listens else []
+            for source in readable(*sources, *self._children, seconds=1.0 if orphaned_at else None):
+                if source == self._driver:
+                    orphaned_at = orphaned_at or time.monotonic()
+                if source in self._children:
+                    self._reap(source)
+                elif self._listens:
+                    self._take_request()
+            if orphaned_at and time.monotonic() - orphaned_at > ORPHAN_SECONDS:
+                for pid, _ in self._children.values():
+                    kill_group(pid)
+        if readable(self._driver):
+            for folder in self._folders:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _take_request(self) -> None:
-        try:
-            arrived = receive(self._control)
-        except (EOFError, OSError):
-            self._stop_listening()
+        files = array.array("i")
+        flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT  # which ``socket.recv_fds`` would ignore
+        with contextlib.suppress(OSError):  # the driver is gone, and nothing is left to read
+            _, messages, _, _ = self._control.recvmsg(16, socket.CMSG_SPACE(FILES * files.itemsize), flags)
+            for _, _, content in messages:
+                files.frombytes(content)
+        if len(files) < FILES:  # the driver has closed the socket, or this process can open no more files
+            self._listens = False
+            self._control.close()
             return
-        if arrived.request.folder is not None:
-            self._leftovers.add(arrived.request.folder)
-        try:
-            if not _hung_up(arrived.status.fileno()):  # else it was cancelled while this process was importing
-                self._fork(arrived)
-        finally:
-            arrived.close()
+        status = Connection(files.pop())
+        with os.fdopen(files.pop(0), "rb") as file:
+            file.seek(0)  # the driver's descriptor has the same position
+            request: Request = pickle.load(file)
+        if name := request[0].get(FOLDER_VARIABLE.encode()):
+            self._folders.add(name)
+        # while this process was importing, a request may have been cancelled, which hangs up, or its driver have ended
+        if readable(status.fileno(), events=0) or readable(self._driver):
+            status.close()
+        else:
+            folder, engine, log = files
+            self._fork(request, folder, engine, log, status)
+        for descriptor in files:
+            os.close(descriptor)
 
-    def _fork(self, arrived: Arrived) -> None:
-        reason = self._unsafe
-        pid = 0
+    def _fork(self, request: Request, folder: int, engine: int, log: int, status: Connection) -> None:
+        reason, pid = self._unsafe, -1
         if not reason:
-            _flush()  # or each process would print it
+            sys.stdout.flush()  # or each process would print it
+            sys.stderr.flush()
             try:
                 pid = os.fork()
             except OSError as error:
                 reason = f"fork failed: {error}"
         if reason:
-            _tell(arrived.status, "refused", reason)
+            _tell(status, "refused", reason)
+            status.close()
             return
         if pid == 0:
-            self._become(arrived)
+            self._become(request, folder, engine, log, status)
         with contextlib.suppress(OSError):  # it has done so itself, or has ended
             os.setpgid(pid, pid)
-        child = _Child(pid, os.pidfd_open(pid), arrived.status)
-        self._children[pid] = child
-        self._selector.register(child.pidfd, selectors.EVENT_READ, partial(self._reap, child))
+        self._children[os.pidfd_open(pid)] = pid, status
 
-    def _become(self, arrived: Arrived) -> None:
-        """Turn the forked process into an engine process; never returns."""
+    def _become(self, request: Request, folder: int, engine: int, log: int, status: Connection) -> NoReturn:
+        """Turn the forked process into an engine process."""
         try:
             os.setpgid(0, 0)
             nothing = os.open(os.devnull, os.O_RDONLY)
-            for file, number in ((nothing, 0), (arrived.log, 1), (arrived.log, 2)):
+            for file, number in ((nothing, 0), (log, 1), (log, 2)):
                 os.dup2(file, number)
-            os.fchdir(arrived.folder)
-            self._close_what_is_not_its_own(arrived, nothing)
-            request = arrived.request
-            os.sched_setaffinity(0, request.processors)
-            for number, limits in request.limits.items():
-                resource.setrlimit(number, limits)
+            os.fchdir(folder)
+            # what is not its own
+            self._control.close()
+            for other in (nothing, folder, log, *self._children):
+                os.close(other)
+            for _, its_status in self._children.values():
+                its_status.close()
+            environment, processors, limits = request
+            os.sched_setaffinity(0, processors)
+            for number, soft_and_hard in limits.items():
+                resource.setrlimit(number, soft_and_hard)
             os.environ.clear()
-            os.environb.update(request.environment)
-            _set_title("Replica")
+            os.environb.update(environment)
             tempfile.tempdir = None  # the new environment may have another
-            if self._started_in in sys.path:  # Python would have put another there
-                sys.path[sys.path.index(self._started_in)] = _current_folder()
+            _set_title("Replica")
             # said by this process: if the server said it and were killed before, the driver would start a second one at
             # this socket
-            if not _tell(arrived.status, "forked", os.getpid()):
-                return  # cancelled meanwhile
-            arrived.status.close()
-            self._run(Connection(arrived.engine), partial(_is_readable, self._driver))
+            if _tell(status, "forked", os.getpid()):  # else it was cancelled meanwhile
+                status.close()
+                self._run(Connection(engine), lambda: bool(readable(self._driver)))
         except BaseException:
             traceback.print_exc()
             raise
         finally:
             os._exit(1)
 
-    def _close_what_is_not_its_own(self, arrived: Arrived, nothing: int) -> None:
-        self._control.close()
-        for other in self._children.values():
-            other.status.close()
-            os.close(other.pidfd)
-        for descriptor in (nothing, arrived.folder, arrived.log):
-            os.close(descriptor)
-
-    def _reap(self, child: _Child) -> None:
-        if self._orphaned_at is not None:  # what it started may still use its folder
-            kill_group(child.pid)
-        _, status = os.waitpid(child.pid, 0)
-        self._selector.unregister(child.pidfd)
-        os.close(child.pidfd)
-        del self._children[child.pid]
-        _tell(child.status, "ended", os.waitstatus_to_exitcode(status))
-        child.status.close()
+    def _reap(self, pidfd: int) -> None:
+        pid, status = self._children.pop(pidfd)
+        if readable(self._driver):  # what it started may still use its folder
+            kill_group(pid)
+        _, code = os.waitpid(pid, 0)
+        os.close(pidfd)
+        _tell(status, "ended", os.waitstatus_to_exitcode(code))
+        status.close()
 
 
-def _current_folder() -> str:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return ""
-
-
-def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-
-
-def _tell(answers: Connection, *message: object) -> bool:
+def _tell(status: Connection, *message: object) -> bool:
     """Send a reply; false if its reader is gone."""
     try:
-        answers.send(message)
+        status.send(message)
     except OSError:
         return False
     return True
-
-
-def _hung_up(descriptor: int) -> bool:
-    return _polls(descriptor, 0)
-
-
-def _is_readable(descriptor: int) -> bool:
-    return _polls(descriptor, select.POLLIN)
-
-
-def _polls(descriptor: int, events: int) -> bool:
-    poll = select.poll()
-    poll.register(descriptor, events)
-    return bool(poll.poll(0))
 
 
 def _set_title(title: str) -> None:
@@ -248,25 +218,6 @@ def _threads() -> str:
     return f"importing left {count - 1} threads running" if count > 1 else ""
 
 
-@contextlib.contextmanager
-def _ends_with_driver(control: socket.socket, driver: int) -> Iterator[None]:
-    """End this process if the driver ends within the block. A timer checks that: a thread would forbid forking."""
-
-    def look(*_: object) -> None:
-        if _is_readable(driver):
-            remove_folders(withdraw(control))
-            os._exit(1)
-
-    signal.signal(signal.SIGALRM, look)
-    signal.siginterrupt(signal.SIGALRM, False)
-    signal.setitimer(signal.ITIMER_REAL, LOOK_SECONDS, LOOK_SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-
-
 def main() -> None:
     """Import, then serve to the end."""
     # the driver may be the last of the session: see ``engine_program.run_engine``
@@ -274,17 +225,18 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would cost us the exit codes
     _set_title("ForkServer")
     name, descriptor, driver = sys.argv[1], *map(int, sys.argv[2:])
-    started_in = None if sys.flags.safe_path else sys.path[0]
+    if not sys.flags.safe_path:
+        sys.path[0] = ""  # the working directory, whatever it will be
     os.set_inheritable(driver, False)
     control = socket.socket(fileno=descriptor)
     control.set_inheritable(False)
-    with _ends_with_driver(control, driver), without_collections():
+    with without_collections():
         module = importlib.import_module(name)
         unsafe = module.preload() or _threads()
         gc.freeze()  # a collection in a forked process would copy all pages that objects lie on
     # vLLM's processes undo that just before they end, to collect what ends with them: it took them most of a second
     gc.unfreeze = lambda: None
-    _Server(module.run, control, driver, unsafe, started_in).serve()
+    _Server(module.run, control, driver, unsafe).serve()
 
 
 if __name__ == "__main__":
