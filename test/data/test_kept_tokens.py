@@ -130,6 +130,10 @@ def test_right_words_pass_in_every_form() -> None:
             {"tokens": torch.tensor([0, 4, 0, 1])},
             "token 3 of kept, 1, is not among the ids that it was sampled from.",
         ),
+        # it would fall on token 3's place: 1 * 5 + 14 = 3 * 5 + 4
+        (by_hand(), {"tokens": torch.tensor([0, 14, 0, 0])}, "token 1 of kept must be in 0..4, got 14."),
+        (by_hand(), {"tokens": torch.tensor([9, 4, -1, -1])}, "token 3 of kept must be in 0..4, got -1."),
+        (kept([3], [-128]), {}, "token 0 of kept has nothing left to be sampled from"),
         (KeptTokens(ids=torch.zeros(1, 1).int(), sizes=torch.ones(1).int()), {}, "ids of kept must have 1 dim"),
         (KeptTokens(ids=torch.zeros(1), sizes=torch.ones(1).int()), {}, "ids of kept must "),
         (KeptTokens(ids=torch.zeros(1).int(), sizes=torch.ones(1)), {}, "sizes of kept must "),
@@ -211,6 +215,24 @@ def test_no_samples_are_padded_too() -> None:
     nothing = lazy_stack([by_hand(), by_hand()]).pad()[:0]
     assert nothing.pad(7).sizes.shape == (0, 7)
     assert nothing.nbytes == 0
+
+
+def test_a_lazy_stack_without_samples_is_padded_too() -> None:
+    nothing = lazy_stack([by_hand(), kept([], [0])])[:0]
+    assert (nothing.pad(7).sizes.shape, nothing.pad().ids.dtype) == ((0, 7), torch.int32)
+
+
+@pytest.mark.parametrize("token", [True, None, 4, -5, 1.0, "a"])
+def test_the_words_of_no_token(token: Any) -> None:
+    with pytest.raises(ValueError, match=r"^token must be"):
+        by_hand().words(token, vocabulary=V)
+    with pytest.raises(ValueError, match="index the batch first"):
+        lazy_stack([by_hand(), by_hand()]).words(1, vocabulary=V)
+
+
+def test_sizes_of_int8_do_not_wrap() -> None:
+    one = KeptTokens(ids=torch.arange(128), sizes=torch.tensor([-128], dtype=torch.int8)).validate(vocabulary=200)
+    assert one.words(0, vocabulary=130).tolist() == [128, 129]
 
 
 def test_what_cannot_be_padded() -> None:

@@ -619,3 +619,12 @@ def test_a_count_is_an_integer_of_any_kind(value: Any) -> None:
             ValueError, match="routed_experts must have" if (name, value) == ("num_tokens", 2**40) else name
         ):
             call()
+
+
+def test_a_lazy_stack_without_samples_and_routes_without_experts_are_shown_too() -> None:
+    one = RoutedExperts(full=torch.zeros(3, 2, 2, dtype=torch.int8))
+    nothing = lazy_stack([one, one.truncate(2)])[:0]
+    assert (nothing.coverage(), nothing.nbytes, nothing.pad().full.shape[0]) == (0.0, 0, 0)
+    assert nothing.validate(RoutingLayout(num_layers=2, moe_layers=(0, 1), top_k=2, num_experts=4)) is nothing
+    assert repr(nothing) == "RoutedExperts(shape=[])"
+    assert repr(RoutedExperts(full=torch.zeros(3, 2, 0, dtype=torch.int8))) == "RoutedExperts(shape=[3, 2, 0])"

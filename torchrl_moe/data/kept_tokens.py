@@ -22,6 +22,7 @@ from torchrl_moe.render.tables import html_table
 __all__ = ["KeptTokens", "dense_mask", "select_rows"]
 
 UNSET_ID = -1
+NOTHING = torch.zeros(0, dtype=torch.int32)
 
 
 def dense_mask(ids: torch.Tensor, sizes: torch.Tensor, vocabulary: int) -> torch.Tensor:
@@ -30,7 +31,7 @@ def dense_mask(ids: torch.Tensor, sizes: torch.Tensor, vocabulary: int) -> torch
     >>> dense_mask(torch.tensor([2, 0, 1]), torch.tensor([0, -1, 2]), 3).int().tolist()
     [[1, 1, 1], [1, 1, 0], [1, 1, 0]]
     """
-    counts = sizes.abs().long()
+    counts = sizes.long().abs()
     rows = torch.repeat_interleave(torch.arange(len(sizes), device=ids.device), counts)
     mask = (sizes <= 0)[:, None].repeat(1, vocabulary)
     mask[rows, ids[: len(rows)].long()] = (sizes > 0)[rows]
@@ -48,7 +49,7 @@ def select_rows(ids: torch.Tensor, sizes: torch.Tensor, wanted: torch.Tensor) ->
     >>> select_rows(torch.tensor([2, 0, 1]), torch.tensor([0, -1, 2]), torch.tensor([True, False, True]))
     (tensor([0, 1]), tensor([0, 2]))
     """
-    counts = sizes.abs().long()
+    counts = sizes.long().abs()
     return ids[: int(counts.sum())][torch.repeat_interleave(wanted, counts)], sizes[wanted]
 
 
@@ -112,7 +113,7 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
         if self.batch_dims:
             return lazy_stack([part.truncate(num_tokens) for part in self.unbind(0)])
         sizes = self.sizes[:num_tokens]
-        return type(self)(ids=self.ids[: int(sizes.abs().sum())], sizes=sizes, device=self.device)
+        return type(self)(ids=self.ids[: int(sizes.long().abs().sum())], sizes=sizes, device=self.device)
 
     def followed_by(self, later: KeptTokens) -> KeptTokens:
         """Return a later turn, whose first tokens are this turn's and keep what is known here.
@@ -130,7 +131,7 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
             raise ValueError(f"a later turn repeats {count} tokens, and has {len(later.sizes)}")
         after = torch.arange(len(later.sizes), device=later.sizes.device) >= count
         ids, sizes = select_rows(later.ids, later.sizes, after)
-        own = self.ids[: int(self.sizes.abs().sum())]
+        own = self.ids[: int(self.sizes.long().abs().sum())]
         return type(self)(ids=torch.cat([own, ids]), sizes=torch.cat([self.sizes, sizes]), device=self.device)
 
     def pad(self, length: int | None = None, side: Literal["left", "right"] = "left") -> KeptTokens:
@@ -153,7 +154,8 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
             raise ValueError(f"cannot pad to {length} tokens, the longest sample has {longest}: truncate() first.")
         most = max((len(sample.ids) for sample in samples), default=0)
         shape = self.batch_size
-        like = samples[0] if samples else self
+        # of a lazy stack without samples nothing says the dtype
+        like = samples[0] if samples else self if self.sizes is not None else KeptTokens(ids=NOTHING, sizes=NOTHING)
         sizes = like.sizes.new_zeros(len(samples), length)
         ids = like.ids.new_full((len(samples), most), UNSET_ID)
         for i, sample in enumerate(samples):
@@ -165,7 +167,15 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
         )
 
     def words(self, token: int, *, vocabulary: int) -> torch.Tensor:
-        """Return the ids, ascending, that one token of one sample was sampled from."""
+        """Return the ids, ascending, that one token of one sample was sampled from.
+
+        Raises:
+            ValueError: no token has this number, ``vocabulary`` is no count, or there are several samples.
+        """
+        if self.batch_dims:
+            raise ValueError(f"a token is one of one sample, got {self!r}: index the batch first")
+        _checks.check_number("token", token, -len(self.sizes), len(self.sizes) - 1, whole=True)
+        _checks.check_number("vocabulary", vocabulary, 1, 2**31 - 1, whole=True)
         wanted = torch.zeros_like(self.sizes, dtype=torch.bool)
         wanted[token] = True
         return dense_mask(*select_rows(self.ids, self.sizes, wanted), vocabulary)[0].nonzero()[:, 0]
@@ -186,7 +196,7 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
             lengths = sorted({len(sample.sizes) for sample in samples})
             rows = f"{lengths[0]}..{lengths[-1]}" if len(lengths) > 1 else str(lengths[0] if lengths else 0)
             cut = sum(int((sample.sizes != 0).sum()) for sample in samples)
-            ids = sum(int(sample.sizes.abs().sum()) for sample in samples)
+            ids = sum(int(sample.sizes.long().abs().sum()) for sample in samples)
         # meta and fake tensors; fields that are not set yet
         except (RuntimeError, AttributeError, KeyError, TypeError):
             return f"KeptTokens(batch_size={list(self.batch_size)})"
@@ -224,7 +234,7 @@ def _validate(
     for count in (num_tokens, None if tokens is None else len(tokens)):
         if count is not None:
             _checks.check_rows(name, len(sizes), count, hint="A sample has a size for each token.")
-    counts = sizes.abs().long()
+    counts = sizes.long().abs()
     if bool((empty := -sizes.long() >= vocabulary).any()):
         raise ValueError(
             f"token {int(empty.nonzero()[0, 0])} of {name} has nothing left to be sampled from: all {vocabulary} ids "
@@ -246,6 +256,11 @@ def _validate(
 
 
 def _check_chosen(name: str, places: torch.Tensor, sizes: torch.Tensor, tokens: torch.Tensor, vocabulary: int) -> None:
+    # prompts and pads may hold anything; an id outside would fall on another token's place
+    outside = (sizes != 0) & ((tokens < 0) | (tokens >= vocabulary))
+    if bool(outside.any()):
+        t = int(outside.nonzero()[0, 0])
+        raise ValueError(f"token {t} of {name} must be in 0..{vocabulary - 1}, got {int(tokens[t])}.")
     named = torch.isin(torch.arange(len(tokens), device=tokens.device) * vocabulary + tokens, places)
     wrong = ((sizes > 0) & ~named) | ((sizes < 0) & named)
     if bool(wrong.any()):

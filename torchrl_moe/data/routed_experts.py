@@ -185,7 +185,11 @@ class RoutedExperts(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
             rows = length - len(sample)
             widths = (0, 0, 0, 0, rows, 0) if side == "left" else (0, 0, 0, 0, 0, rows)
             padded.append(torch.nn.functional.pad(sample, widths, value=UNSET_EXPERT))
-        full = torch.stack(padded) if padded else self.full.new_empty(0, length, layers, top_k)
+        # of a lazy stack without samples nothing says the dtype
+        if not padded:
+            nothing = torch.empty(0, dtype=torch.int8) if self._is_empty_stack() else self.full
+            return self._with(nothing.new_empty(*batch, length, layers, top_k))
+        full = torch.stack(padded)
         return self._with(full.view(*batch, length, layers, top_k))
 
     @property
@@ -232,7 +236,9 @@ class RoutedExperts(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
         return _table(self.full.tolist(), tokens, max(2, max_rows))
 
     def _dims(self) -> tuple[int, ...]:
-        """Shape of ``full``; -1 where samples differ."""
+        """Shape of ``full``; -1 where samples differ, 0 where a lazy stack has none."""
+        if self._is_empty_stack():
+            return (*self.batch_size, 0, 0, 0)
         dims = tuple(self.get_item_shape("full"))
         _checks.check_shape("routed_experts", dims, (..., "T", "L", "K"), error=RouteShapeError)
         return dims
@@ -242,10 +248,16 @@ class RoutedExperts(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
 
     def _samples(self) -> list[torch.Tensor]:
         """One ``[T, L, K]`` per sample, in the order of the flattened batch."""
+        if self._is_empty_stack():
+            return []
         if self._is_dense():
             full = self.full
             return [full] if full.ndim == 3 else list(full.flatten(0, -4))
         return [sample for part in self.unbind(0) for sample in part._samples()]
+
+    def _is_empty_stack(self) -> bool:
+        """Whether it is a slice of a lazy stack without samples, which has no fields."""
+        return 0 in self.batch_size and "full" not in self.keys()
 
     def _with(self, full: torch.Tensor) -> RoutedExperts:
         return type(self)(full=full, batch_size=self.batch_size, device=self.device)
@@ -253,7 +265,7 @@ class RoutedExperts(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
     def _summary(self) -> str:
         """The repr, one line. A TensorDict that is printed calls it, so it must not raise."""
         dims = tuple(self.get_item_shape("full")) if "full" in self.keys() else ()
-        if len(dims) < 3:
+        if len(dims) < 3 or 0 in dims[-2:]:
             return f"RoutedExperts(shape={list(dims)})"
         samples = self._samples()
         first = samples[0] if samples else self.full
