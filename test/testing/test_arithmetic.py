@@ -182,6 +182,9 @@ def lists_are_stacks() -> Iterator[None]:
 class Calculator(FakeAsyncVLLM):
     """An engine that answers the questions it lists, by their place in the batch, and gets others nearly right."""
 
+    def get_tokenizer(self) -> Any:
+        return CharacterTokenizer()
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         tokenizer = CharacterTokenizer()
         completions = super().generate(*args, **kwargs)

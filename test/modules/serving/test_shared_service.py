@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import ray
@@ -420,26 +419,6 @@ def test_two_real_replicas_on_two_nodes_answer_alike_and_so_they_do_for_another_
     assert {completion.metrics.replica for completion in many} == {0, 1}
     assert ray_pair.get_tokenizer().encode("Hi, world") == IDS
     assert ray_pair.collective_rpc("torchrl_moe_router_layers") == [[[1, 2, 3]], [[1, 2, 3]]]
-
-
-@pytest.mark.ray
-@pytest.mark.engine
-def test_torchrls_own_wrapper_generates_by_real_replicas(ray_pair: AsyncVLLM) -> None:
-    from tensordict import TensorDict, set_list_to_stack
-    from torchrl.modules.llm.backends.vllm import RLvLLMEngine
-    from torchrl.modules.llm.policies import Text, vLLMWrapper
-
-    assert isinstance(ray_pair, RLvLLMEngine)
-    prompts = ["Hi, world", "1+1="]
-    greedy = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
-    with set_list_to_stack(True):
-        policy = vLLMWrapper(ray_pair, input_mode="text", generate_kwargs=greedy)
-        rows = policy(TensorDict(text=Text(prompt=prompts, batch_size=2), batch_size=2)).unbind(0)
-    for row, completion in zip(rows, ray_pair.generate(prompts, GREEDY, use_tqdm=False), strict=True):
-        (answer,) = completion.outputs
-        assert row["tokens", "response"].tolist() == answer.token_ids.tolist()
-        assert row["text", "response"] == answer.text
-        assert np.abs(row["log_probs", "response"].numpy() - answer.logprobs).max() <= 1e-5
 
 
 def actor_process(replica: Any) -> psutil.Process:
