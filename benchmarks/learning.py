@@ -24,7 +24,7 @@ QWEN3 = ("rollout.temperature=0.6", "rollout.top_p=0.95", "rollout.top_k=20")
 """The sampling settings that Qwen3's model card recommends."""
 FAULTS = {
     **{
-        name: f"hooks=[torchrl_moe.testing.faults:{name}]"
+        name: f"hooks=[torchrl_moe.testing.fake_engine:{name}]"
         for name in ("shift_routes", "wrong_ids", "shuffle_advantages")
     },
     "no_sync": "engine.sync_every=1000",

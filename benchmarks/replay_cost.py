@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from benchmarks.report import Row, finish, median_range
 from torchrl_moe.modules import RouterReplay
 from torchrl_moe.modules.replay.binding import Binding
-from torchrl_moe.modules.replay.incoming import bind_routes
+from torchrl_moe.modules.replay.router_replay import bind_routes
 from torchrl_moe.testing import make_tiny_moe
 
 PAIRS, ROUTER_PAIRS, CHECKS = 15, 41, 11

@@ -17,7 +17,7 @@ from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.collectors.schedule import Schedule
 from torchrl_moe.modules import vLLMWrapper
 from torchrl_moe.trainers.config import ModelConfig
-from torchrl_moe.trainers.model_sizes import ModelSizes, model_config_of
+from torchrl_moe.trainers.plan import ModelSizes, model_config_of
 
 GPUS = (8, 64, 512)
 STRONG_ANSWERS = 1024

@@ -9,11 +9,11 @@ import sys
 import pytest
 from transformers import GenerationMixin
 
-from torchrl_moe import _compat_generation
+from torchrl_moe import _compat_transformers as _compat_generation
 
 
 def test_importing_it_imports_neither_library() -> None:
-    code = "import sys, torchrl_moe._compat_generation; print({'transformers', 'torchrl'} & set(sys.modules))"
+    code = "import sys, torchrl_moe._compat_transformers; print({'transformers', 'torchrl'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from torchrl_moe._imports import without_collections
+from torchrl_moe._lazy import without_collections
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,9 @@ import pytest
 
 from support.sources import ROOT, package_sources
 from torchrl_moe import __version__
-from torchrl_moe.cli import explain, packages
-from torchrl_moe.cli.engines import ENGINES
+from torchrl_moe.cli import doctor as packages
+from torchrl_moe.cli import models as explain
+from torchrl_moe.cli.services import ENGINES
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]

@@ -86,7 +86,7 @@ def plain_tokenizer(tokenizer: Any) -> Any:
     return getattr(tokenizer, "transformers_tokenizer", tokenizer)
 
 
-SCHEDULERS = "torchrl_moe.modules.backends.vllm.schedulers"
+SCHEDULERS = "torchrl_moe.modules.backends.vllm.forced_routing"
 METHOD_VARIABLE = "VLLM_WORKER_MULTIPROC_METHOD"
 BIND_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 
@@ -201,7 +201,7 @@ def register_weight_engine() -> None:
 
     with contextlib.suppress(ValueError):  # registered already
         WeightTransferEngineFactory.register_engine(
-            WEIGHT_BACKEND, "torchrl_moe.modules.backends.vllm.weights.worker", "WeightEngine"
+            WEIGHT_BACKEND, "torchrl_moe.modules.backends.vllm.worker", "WeightEngine"
         )
 
 

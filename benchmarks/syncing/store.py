@@ -29,7 +29,7 @@ from torch import Tensor
 
 from benchmarks.report import Row, median_range
 from torchrl_moe._errors import ManifestMismatch
-from torchrl_moe.modules.backends.vllm.weights.engine import EngineWeights
+from torchrl_moe.modules.backends.vllm.weights import EngineWeights
 from torchrl_moe.weight_update.store import Manifest, VersionsWriter, WeightStoreReader, WeightStoreWriter
 
 SIZES = {"400 MB": 400_000_000, "2 GB": 2_000_000_000}

@@ -26,7 +26,7 @@ BELOW: dict[str, set[str]] = {
     "objectives": {"data", "ops"},  # never modules: tensordict keys are the interface
     # the public face, and any file straight in it
     "modules": {"modules.policies", "modules.backends.vllm", "modules.backends.transformers"},
-    "modules.policies": {"modules.serving", "modules.replay", "_compat_generation", "_compat_transformers"},
+    "modules.policies": {"modules.serving", "modules.replay", "_compat_transformers"},
     "modules.serving": {"modules.backends"},
     "modules.backends.ray": {"modules.backends.process"},  # an actor hosts an engine process, of whatever engine
     # a worker replays as the trainer does
@@ -40,13 +40,11 @@ BELOW: dict[str, set[str]] = {
     "render": {"_checks", "_compat", "_lazy"},  # takes plain data, so anyone may import it
     "_checks": {"_errors"},
     "_compat": {"_errors"},
-    "_compat_generation": set(),
     "_compat_memory": set(),
     "_compat_transformers": set(),
     "errors": {"_errors"},  # its public face
     "_errors": set(),
-    "_imports": set(),
-    "_lazy": {"_imports"},
+    "_lazy": set(),
     "": set(),  # the package's own __init__: it loads nothing, so anyone may import it
 }
 ONLY_IN_FUNCTIONS = {
@@ -60,22 +58,22 @@ PLACES: dict[str, tuple[str, ...]] = {
         "_compat",
     ),
     "ray": (  # they place actors
-        *(f"modules.backends.ray.{file}" for file in ("actor", "actor_link", "cluster")),
+        *(f"modules.backends.ray.{file}" for file in ("actor", "ray_replica", "cluster")),
         "collectors.remote_host",
     ),
     "transformers": (
         "modules.policies",
         "modules.replay",
         "modules.backends.transformers",
-        "modules.backends.tokenizer_files",
+        "modules.backends.checkpoint",
         "testing",
         "trainers.placement",  # how ranks share what it loads
         "trainers.policy_model",
-        "trainers.model_sizes",
+        "trainers.plan",
         "cli.models",  # the model that a command is given
     ),
 }
-COMPAT = {"_compat", "_compat_generation", "_compat_memory", "_compat_transformers", "modules.backends.vllm"}
+COMPAT = {"_compat", "_compat_memory", "_compat_transformers", "modules.backends.vllm"}
 """Files that may touch private names of vLLM, TorchRL and transformers."""
 PURE: dict[str, set[str]] = {
     "ops": {"torch"},
@@ -149,15 +147,15 @@ def test_the_rooms_form_a_dag() -> None:
         ("data/x.py", "from torchrl_moe.modules import LoadBalancer"),
         ("data/x.py", "from ..modules import serving"),
         ("data/x.py", "def f():\n    import torchrl_moe.objectives.functional"),
-        ("collectors/x.py", "from torchrl_moe.trainers.prompts import PromptSet"),
+        ("collectors/x.py", "from torchrl_moe.trainers.prompt_sources import PromptSet"),
         ("trainers/x.py", "from torchrl_moe.testing import make_tiny_moe"),
-        ("testing/x.py", "from torchrl_moe.trainers.prompts import PromptSet"),
+        ("testing/x.py", "from torchrl_moe.trainers.prompt_sources import PromptSet"),
         ("objectives/grpo.py", "from torchrl_moe.modules.replay import RouterReplay"),
         ("objectives/grpo.py", "if TYPE_CHECKING:\n    from torchrl_moe.modules.replay import RouterReplay"),
         ("modules/serving/x.py", "from torchrl_moe.modules import LoadBalancer"),
         ("modules/serving/x.py", "from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper"),
         ("modules/serving/x.py", "from torchrl_moe.modules.backends.vllm.local import LocalReplica"),
-        ("modules/backends/vllm/x.py", "from torchrl_moe.modules.serving.balancing.balancer import Lease"),
+        ("modules/backends/vllm/x.py", "from torchrl_moe.modules.serving.balancer import Lease"),
         ("modules/policies/x.py", "from torchrl_moe.modules.backends.vllm.local import LocalReplica"),
         ("weight_update/store/x.py", "from torchrl_moe.weight_update.transports.base import Receiver"),
         ("weight_update/transports/x.py", "from torchrl_moe.modules.backends.replica import Replica"),

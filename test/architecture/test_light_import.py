@@ -20,7 +20,7 @@ LIGHT = {
     f"from {PACKAGE}.data import *": "data/__init__.py",
     f"from {PACKAGE}.ops import *": "ops/__init__.py",
     f"import {PACKAGE}.objectives.functional": "objectives/functional/__init__.py",
-    f"from {PACKAGE}.modules import LoadBalancer, Lease": "modules/serving/balancing/balancer.py",
+    f"from {PACKAGE}.modules import LoadBalancer, Lease": "modules/serving/balancer.py",
     f"from {PACKAGE}.modules import AsyncVLLM": "modules/serving/async_vllm.py",
 }
 """Statement -> the file without which there is nothing to check."""

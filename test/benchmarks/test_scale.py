@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.scale import Assumptions, Step, bound, replicas_of
-from torchrl_moe.trainers.model_sizes import ModelSizes
+from torchrl_moe.trainers.plan import ModelSizes
 
 SIZES = ModelSizes(
     parameters=1000,

@@ -15,9 +15,8 @@ import pytest
 from support.engines import EngineShelf
 from torchrl_moe import __version__
 from torchrl_moe.cli import doctor
-from torchrl_moe.cli.machine import Machine, Place
+from torchrl_moe.cli.doctor import Machine, Package, Place
 from torchrl_moe.cli.main import main
-from torchrl_moe.cli.packages import Package
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.testing import FakeAsyncVLLM
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from torchrl_moe.cli import engines
+from torchrl_moe.cli import services as engines
 from torchrl_moe.cli.command import BadUse
-from torchrl_moe.cli.engines import engine_arguments, started
+from torchrl_moe.cli.services import engine_arguments, started
 from torchrl_moe.modules import AsyncVLLM
 
 

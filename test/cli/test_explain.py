@@ -9,7 +9,7 @@ import pytest
 
 from torchrl_moe._errors import ReplicaDiedError, RequestRefusedError, UnsupportedRouterError
 from torchrl_moe.cli.command import BadUse
-from torchrl_moe.cli.explain import explain
+from torchrl_moe.cli.models import explain
 
 
 def raised_from(error: Exception, cause: Exception) -> Exception:

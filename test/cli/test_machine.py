@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from torchrl_moe.cli.machine import Machine, Place
+from torchrl_moe.cli.doctor import Machine, Place
 
 
 def test_a_folder_that_is_not_there_is_no_place(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrl_moe.cli.packages import TESTED, Package, installed_packages
+from torchrl_moe.cli.doctor import TESTED, Package, installed_packages
 
 ROOT = Path(__file__).parents[2]
 REQUIRED = [

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from torchrl_moe.cli import top
+from torchrl_moe.cli import services as top
 from torchrl_moe.cli.main import main
-from torchrl_moe.cli.services import Exported
-from torchrl_moe.cli.top import table
+from torchrl_moe.cli.services import Exported, table
 from torchrl_moe.modules import AsyncVLLM
 
 ROW = {"replica": 0, "state": "SERVING", "version": 3, "cache_usage": 0.25, "tokens_per_second": 1200.0}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from torchrl_moe.cli import engines
+from torchrl_moe.cli import services as engines
 from torchrl_moe.cli.main import main
 from torchrl_moe.cli.train import configurations
 from torchrl_moe.trainers import GRPOConfig, script

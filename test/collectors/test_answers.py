@@ -11,7 +11,7 @@ import pytest
 
 from support.completions import cut
 from support.waiting import in_thread, until
-from torchrl_moe.collectors.answers import Answers, snapshots
+from torchrl_moe.collectors.workflow import Answers, snapshots
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.testing import FakeAsyncVLLM
 

@@ -25,8 +25,7 @@ from support.collecting import TOKENIZER, Questions, chat, new_weights, plain, p
 from support.waiting import HOUR, in_thread, until
 from torchrl_moe._errors import CollectionError, CollectionStalledError, GenerationTimeout, ReplicaDiedError
 from torchrl_moe.collectors import AsyncLLMCollector, rollouts
-from torchrl_moe.collectors.answers import snapshots
-from torchrl_moe.collectors.workflow import Ask
+from torchrl_moe.collectors.workflow import Ask, snapshots
 from torchrl_moe.modules import vLLMWrapper
 from torchrl_moe.testing import FakeAsyncVLLM
 

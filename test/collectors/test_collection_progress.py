@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchrl_moe.collectors.collection_progress import CollectionProgress
+from torchrl_moe.collectors.reports import CollectionProgress
 
 
 def last_line(text: str) -> str:

@@ -8,9 +8,8 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
-from torchrl_moe.collectors import collection_stats
-from torchrl_moe.collectors.collection_stats import CollectionStats
-from torchrl_moe.collectors.group import Group
+from torchrl_moe.collectors import group as collection_stats
+from torchrl_moe.collectors.group import CollectionStats, Group
 from torchrl_moe.collectors.prompt_stream import Prompt
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from support.collecting import Questions, chat, policy_of, queries
 from torchrl_moe._errors import CollectionError
-from torchrl_moe.collectors.collector_host import CollectorHost
-from torchrl_moe.collectors.packed import unpack
+from torchrl_moe.collectors.collector_host import CollectorHost, unpack
 from torchrl_moe.testing import FakeAsyncVLLM
 
 

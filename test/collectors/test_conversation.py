@@ -15,12 +15,11 @@ from torchrl.data.llm import History
 
 from support.collecting import TOKENIZER, chat, policy_of
 from torchrl_moe._errors import RequestRefusedError
-from torchrl_moe.collectors.conversation import Conversation
 from torchrl_moe.collectors.environments import EnvironmentPool
+from torchrl_moe.collectors.workflow import Conversation
 from torchrl_moe.modules import vLLMWrapper
-from torchrl_moe.modules.backends.kept_ids import KeptIds
-from torchrl_moe.modules.backends.replica import Completion
-from torchrl_moe.modules.policies.sample_request import SampleRequest
+from torchrl_moe.modules.backends.replica import Completion, KeptIds
+from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest
 from torchrl_moe.testing import FakeAsyncVLLM
 
 

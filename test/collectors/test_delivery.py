@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from support.waiting import in_thread, until
-from torchrl_moe.collectors.delivery import Delivery
+from torchrl_moe.collectors.rollouts import Delivery
 
 
 def batch(number: int) -> TensorDict:

@@ -12,9 +12,9 @@ from torchrl.envs import EnvBase, Transform
 
 from support.collecting import chat, policy_of
 from support.waiting import HOUR
-from torchrl_moe.collectors.episode import Episode, gather
+from torchrl_moe.collectors.environments import Episode, gather
 from torchrl_moe.modules.backends.replica import Completion
-from torchrl_moe.modules.policies.sample_request import SampleRequest
+from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest
 from torchrl_moe.testing import FakeAsyncVLLM
 
 

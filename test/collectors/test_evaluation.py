@@ -19,8 +19,8 @@ from support.interrupts import Interrupt
 from support.waiting import HOUR, until
 from torchrl_moe._errors import RequestRefusedError
 from torchrl_moe.collectors import AsyncLLMCollector
+from torchrl_moe.collectors.async_collector import evaluate
 from torchrl_moe.collectors.environments import EnvironmentTimeoutError
-from torchrl_moe.collectors.evaluation import evaluate
 from torchrl_moe.testing import FakeAsyncVLLM
 
 

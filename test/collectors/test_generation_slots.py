@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from torchrl_moe._errors import EngineError, StaleReplicaError
-from torchrl_moe.collectors.collection_stats import CollectionStats
-from torchrl_moe.collectors.generation_slots import GenerationSlots
+from torchrl_moe.collectors.group import CollectionStats
+from torchrl_moe.collectors.rollouts import GenerationSlots
 from torchrl_moe.testing import FakeAsyncVLLM
 
 
@@ -43,7 +43,7 @@ def test_no_more_than_so_many_are_in_flight(count: Any, most: int) -> None:
 
 
 def test_a_replica_with_new_weights_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchrl_moe.collectors.generation_slots.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("torchrl_moe.collectors.rollouts.RETRY_SECONDS", 0.0)
     stats = CollectionStats()
     engine = Engine(stats, stale=2)
     asyncio.run(GenerationSlots(engine, 1, stats).answer({}))

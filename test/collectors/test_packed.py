@@ -10,7 +10,7 @@ from tensordict import TensorDict, lazy_stack
 
 from support.collecting import Questions, chat, plain, policy_of
 from torchrl_moe.collectors import AsyncLLMCollector
-from torchrl_moe.collectors.packed import pack, unpack
+from torchrl_moe.collectors.collector_host import pack, unpack
 from torchrl_moe.testing import FakeAsyncVLLM
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.int8, torch.int64, torch.bool, torch.bfloat16]

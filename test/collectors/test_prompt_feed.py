@@ -8,7 +8,7 @@ import torch
 from torchrl.envs.llm.transforms import DataLoadingPrimer
 
 from support.collecting import Questions
-from torchrl_moe.collectors.prompt_feed import PromptFeed
+from torchrl_moe.collectors.prompt_stream import PromptFeed
 
 
 def primer_of(data: Any = None, **kwargs: Any) -> DataLoadingPrimer:

@@ -13,8 +13,8 @@ from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, Masks, Text, Tokens
 
 from support.collecting import TOKENIZER, policy_of
-from torchrl_moe.collectors.sample_reader import SampleReader
-from torchrl_moe.render.token_sample import rows_of
+from torchrl_moe.collectors.reports import SampleReader
+from torchrl_moe.render.tokens import rows_of
 from torchrl_moe.testing import FakeAsyncVLLM
 
 READER = SampleReader(SimpleNamespace(tokenizer=TOKENIZER))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from support.values import VALUES
+from torchrl_moe.collectors.arguments import Settings
 from torchrl_moe.collectors.schedule import Schedule
-from torchrl_moe.collectors.settings import Settings
 
 
 def test_the_defaults_are_those_of_the_collector() -> None:

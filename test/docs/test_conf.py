@@ -26,7 +26,7 @@ def conf() -> ModuleType:
 @pytest.mark.parametrize(
     ("text", "linked"),
     [
-        ("[a](../torchrl_moe/cli/top.py)", "[a](path:/../torchrl_moe/cli/top.py)"),
+        ("[a](../torchrl_moe/cli/services.py)", "[a](path:/../torchrl_moe/cli/services.py)"),
         ("[a](../Makefile#L3)", "[a](path:/../Makefile)"),
         ("[a](../tutorials/03_collectors.ipynb)", "[a](/notebooks/03_collectors.ipynb)"),
         ("[a](ray.md#a), [b](#c), [d](https://x.org/../y)", "[a](/ray.md#a), [b](#c), [d](https://x.org/../y)"),

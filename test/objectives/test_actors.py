@@ -13,7 +13,7 @@ from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDict
 from torch import Tensor
 
 from support.rollouts import VOCABULARY, BigramActor, GivenActor, ragged, samples
-from torchrl_moe.objectives.actors import check_actor, score_reference, score_tokens
+from torchrl_moe.objectives.batch import check_actor, score_reference, score_tokens
 
 ATTENTION = ("masks", "all_attention_mask")
 TD = ragged(samples([(2, 3), (1, 1)]))

@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchrl_moe.objectives.corrections import Correction, Corrections, Thresholds
-from torchrl_moe.objectives.ratios import PolicyRatios
+from torchrl_moe.objectives.corrections import Correction, Corrections, PolicyRatios, Thresholds
 
 MASK = torch.tensor([[True, True], [False, True]])
 LOG_RHO = torch.tensor([[3.0, 0.5], [9.0, 1.25]], dtype=torch.float64).log()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from support.rollouts import dense, ragged, samples
-from torchrl_moe.objectives.inputs import LossInputs, LossKeys
+from torchrl_moe.objectives.batch import LossInputs, LossKeys
 
 PLAIN = LossInputs(
     masking="rlhf", reference=False, proximal=False, staleness=False, ref_side="left", ref_fill=float("nan")

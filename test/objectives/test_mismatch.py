@@ -17,7 +17,7 @@ from torch import Tensor
 from support.html_table import TableReader
 from support.rollouts import BigramActor, dense, ragged, sample, samples
 from torchrl_moe.objectives import CollapseThresholds, MismatchKeys, MismatchMetrics
-from torchrl_moe.render.numbers import number_text
+from torchrl_moe.render.tables import number_text
 
 NAN, L, LN4 = float("nan"), math.log(1.5), math.log(4)
 LOG_PROBS = ("log_probs", "full")

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from support.rollouts import by_hand, ragged, samples
 from torchrl_moe.objectives import GRPOLoss, Thresholds
-from torchrl_moe.objectives.inputs import LossInputs, LossKeys
-from torchrl_moe.objectives.ratios import PolicyRatios, Proximal, policy_ratios
+from torchrl_moe.objectives.batch import LossInputs, LossKeys
+from torchrl_moe.objectives.corrections import PolicyRatios, Proximal, policy_ratios
 
 NAN = float("nan")
 

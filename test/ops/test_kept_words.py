@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchrl_moe.ops.kept_words import KeptWords
+from torchrl_moe.ops.linear_head import KeptWords
 
 IDS, SIZES = torch.tensor([4, 0, 3, 3, 1], dtype=torch.int32), torch.tensor([2, 0, -1, 0, 2], dtype=torch.int8)
 KEPT = KeptWords(IDS, SIZES)

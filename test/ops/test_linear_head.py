@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchrl_moe.ops.kept_words import KeptWords
-from torchrl_moe.ops.linear_head import LinearHead, RowScores, backward_tiles, forward_tiles
+from torchrl_moe.ops.linear_head import KeptWords, LinearHead, RowScores, backward_tiles, forward_tiles
 
 ROWS, WORDS = 7, 13
 GENERATOR = torch.Generator().manual_seed(0)

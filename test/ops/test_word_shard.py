@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from support.ranks import run_as_ranks
 from torchrl_moe.ops import LogitTransform, selected_log_probs
-from torchrl_moe.ops.word_shard import WordShard
+from torchrl_moe.ops.linear_head import WordShard
 
 ROWS, WORDS, SIZE, CUT = 7, 31, 6, 16  # DTensor cuts 31 words so
 TOKENS = torch.tensor([0, 30, 15, 20, 4, 4, 25])

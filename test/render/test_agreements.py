@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchrl_moe.render.agreements import agreement_figure, layer_agreement
+from torchrl_moe.render.routes import agreement_figure, layer_agreement
 
 NAN = np.nan
 ENGINE = np.array([[[-1, -1], [0, 1]], [[-1, -1], [2, 3]], [[-1, -1], [0, 3]], [[-1, -1], [-1, -1]]], dtype=np.int8)

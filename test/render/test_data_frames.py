@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from torchrl_moe.render.data_frames import data_frame
+from torchrl_moe.render.tables import data_frame
 
 
 def test_each_row_is_a_row() -> None:

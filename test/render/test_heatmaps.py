@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrl_moe.render.heatmaps import expert_agreement, expert_figure, expert_load
+from torchrl_moe.render.routes import expert_agreement, expert_figure, expert_load
 
 NAN = np.nan
 # three tokens, three layers (the first is dense), two of four experts

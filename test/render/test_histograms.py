@@ -10,7 +10,7 @@ import pytest
 import torch
 from matplotlib.patches import StepPatch
 
-from torchrl_moe.render.histograms import log_ratio_figure
+from torchrl_moe.render.curves import log_ratio_figure
 
 
 def steps(figure: object) -> list[StepPatch]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrl_moe.render.kept_numbers import kept_counts, kept_figure, kept_label, kept_rows
+from torchrl_moe.render.routes import kept_counts, kept_figure, kept_label, kept_rows
 
 
 def test_counts_by_hand() -> None:

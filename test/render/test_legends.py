@@ -11,13 +11,8 @@ from matplotlib import style
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from torchrl_moe.render.agreements import agreement_figure
-from torchrl_moe.render.curves import PHASES, training_figure
-from torchrl_moe.render.histograms import log_ratio_figure
-from torchrl_moe.render.kept_numbers import kept_figure
-from torchrl_moe.render.legends import legend_above
-from torchrl_moe.render.loads import load_figure
-from torchrl_moe.render.staleness import staleness_figure
+from torchrl_moe.render.curves import PHASES, legend_above, log_ratio_figure, staleness_figure, training_figure
+from torchrl_moe.render.routes import agreement_figure, kept_figure, load_figure
 from torchrl_moe.render.timelines import timeline_figure
 
 

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from torchrl_moe.render.loads import load_figure
+from torchrl_moe.render.routes import load_figure
 
 
 def test_steps_hold_until_the_end() -> None:

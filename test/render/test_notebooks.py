@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from torchrl_moe.render.notebooks import in_notebook, show_html
+from torchrl_moe.render.tables import in_notebook, show_html
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def test_a_notebook_has_a_kernel(shell: Any, expected: bool, monkeypatch: pytest
 
 
 def test_nothing_is_imported_to_know_it() -> None:
-    code = "import sys; from torchrl_moe.render.notebooks import in_notebook as f; print(f(), 'IPython' in sys.modules)"
+    code = "import sys; from torchrl_moe.render.tables import in_notebook as f; print(f(), 'IPython' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["False", "False"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchrl_moe.render.numbers import number_text, share_text
+from torchrl_moe.render.tables import number_text, share_text
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from torchrl_moe.render.palette import HUES, OTHERS, Fill, shades
+from torchrl_moe.render.curves import HUES, OTHERS, Fill, shades
 
 LIGHT, DARK = (255, 255, 255), (17, 17, 17)  # pages, with their texts:
 TEXT = {LIGHT: (34, 34, 34), DARK: (221, 221, 221)}

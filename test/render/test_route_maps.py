@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrl_moe.render.route_maps import routes_figure
+from torchrl_moe.render.routes import routes_figure
 
 NAN = np.nan
 # three tokens, three layers (the first is dense), two experts for each token; the last has no route

@@ -10,8 +10,9 @@ from tensordict import TensorDict, lazy_stack
 
 from support.token_rollouts import TOKENIZER, rollout
 from torchrl_moe.collectors import AsyncLLMCollector, LLMCollector, RayLLMCollector
-from torchrl_moe.render import samples, show_samples
-from torchrl_moe.render.token_scale import Color
+from torchrl_moe.render import show_samples
+from torchrl_moe.render import tokens as samples
+from torchrl_moe.render.tokens import Color
 from torchrl_moe.trainers import MoEGRPOTrainer
 
 TD = lazy_stack([rollout("q", "ab", versions=[0, 1]), rollout("q", "c")])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrl_moe.render.staleness import staleness_figure
+from torchrl_moe.render.curves import staleness_figure
 
 
 def test_versions_and_ages_by_hand() -> None:

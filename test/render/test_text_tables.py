@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from torchrl_moe.render.text_tables import one_line, print_table
+from torchrl_moe.render.tables import one_line, print_table
 
 NASTY = "[red]x[/red] [/] :smile: \\[bold]"
 HEADER = ("name", "text", "n")

@@ -5,10 +5,7 @@ from __future__ import annotations
 from html.parser import HTMLParser
 
 from support.token_rollouts import TOKENIZER, rollout, sample, token
-from torchrl_moe.render.samples import MOST_TOKENS
-from torchrl_moe.render.token_html import describe, samples_html
-from torchrl_moe.render.token_sample import read_samples
-from torchrl_moe.render.token_scale import make_scale
+from torchrl_moe.render.tokens import MOST_TOKENS, describe, make_scale, read_samples, samples_html
 
 NASTY = "<script>alert('1')</script>\" onmouseover=\"x"
 

@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from support.token_rollouts import sample, token
-from torchrl_moe.render.token_runs import print_samples, samples_text
-from torchrl_moe.render.token_scale import make_scale
+from torchrl_moe.render.tokens import make_scale, print_samples, samples_text
 
 SHOWN = [
     sample(

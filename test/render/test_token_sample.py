@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from support.token_rollouts import TOKENIZER, rollout
-from torchrl_moe.render.token_sample import TokenSample, read_samples, rows_of
+from torchrl_moe.render.tokens import TokenSample, read_samples, rows_of
 
 
 def read(td: Any, n: int = 4, most: int = 256, **kwargs: Any) -> list[TokenSample]:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from support.token_rollouts import sample, token
-from torchrl_moe.render.palette import HUES, OTHERS
-from torchrl_moe.render.token_scale import make_scale
+from torchrl_moe.render.curves import HUES, OTHERS
+from torchrl_moe.render.tokens import make_scale
 
 
 def test_versions_keep_their_colors_from_batch_to_batch() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from support.token_rollouts import TOKENIZER
-from torchrl_moe.render.token_text import TokenTexts
+from torchrl_moe.render.tokens import TokenTexts
 
 
 def test_ascii_markers_and_line_breaks() -> None:

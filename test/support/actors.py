@@ -14,7 +14,7 @@ import ray
 from support.processes import TESTS
 from torchrl_moe.modules.backends.ray import actor
 from torchrl_moe.modules.backends.ray.actor import ReplicaActor
-from torchrl_moe.modules.backends.ray.ray_service import RayService
+from torchrl_moe.modules.backends.ray.cluster import RayService
 from torchrl_moe.modules.backends.vllm import engine_args
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchrl_moe.modules.replay.binding import UNSET, Binding
 from torchrl_moe.modules.replay.discovery import RouterSite
-from torchrl_moe.modules.replay.incoming import bind_routes
+from torchrl_moe.modules.replay.router_replay import bind_routes
 
 U = UNSET
 SITES = [RouterSite(layer, f"layers.{layer}.gate", 8, 2, 2) for layer in (1, 2)]

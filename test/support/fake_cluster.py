@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import ray
 
-from torchrl_moe.modules.backends.ray import actor_link
+from torchrl_moe.modules.backends.ray import ray_replica as actor_link
 from torchrl_moe.modules.backends.ray.actor import Description
-from torchrl_moe.modules.backends.ray.listener import Address
-from torchrl_moe.modules.backends.ray.ray_service import RayService
+from torchrl_moe.modules.backends.ray.cluster import RayService
+from torchrl_moe.modules.backends.ray.replica_host import Address
 
 NOWHERE = Address(host="127.0.0.1", port=9, key=b"")  # nobody listens there
 

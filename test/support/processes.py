@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 
 from support import toy_kind
-from torchrl_moe.modules.backends.process.replica import LocalReplica
+from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 from torchrl_moe.modules.backends.replica import Request
 from torchrl_moe.modules.backends.vllm.kind import engine_environment
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from torchrl_moe.modules.policies.prompt_reading import Source
+from torchrl_moe.modules.policies.prompts import Source
 from torchrl_moe.testing import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()

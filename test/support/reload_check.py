@@ -85,7 +85,7 @@ def reloader(model: nn.Module, config: Any) -> Callable[[dict[str, Tensor]], Non
     import vllm.v1.worker.cpu.shm  # noqa: F401 - as in a worker: what has no accelerator does nothing
     from vllm.config import set_current_vllm_config
 
-    from torchrl_moe.modules.backends.vllm.weights.worker import WeightEngine
+    from torchrl_moe.modules.backends.vllm.worker import WeightEngine
 
     worker = WeightEngine(None, config, CPU, model)
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from torchrl_moe.modules.backends.replica import Completion, Request
-from torchrl_moe.modules.backends.reports import ProbeReport, ReplicaInfo
+from torchrl_moe.modules.backends.replica import Completion, ProbeReport, ReplicaInfo, Request
 from torchrl_moe.testing.fake_engine import FakeReplica
 
 Act = BaseException | Callable[[], Any]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from torchrl_moe.modules.backends.replica import Request
-from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
+from torchrl_moe.modules.serving.balancer import LoadBalancer
 from torchrl_moe.modules.serving.in_flight import Call, InFlight
 from torchrl_moe.modules.serving.requests import placements
 

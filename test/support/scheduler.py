@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_moe import _compat
-from torchrl_moe.modules.backends.vllm.weights.weight_check import KEY
+from torchrl_moe.modules.backends.vllm.weight_check import KEY
 
 BLOCK = 16
 
@@ -27,7 +27,7 @@ class Steps:
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
         from vllm.v1.structured_output import StructuredOutputManager
 
-        from torchrl_moe.modules.backends.vllm import schedulers
+        from torchrl_moe.modules.backends.vllm import forced_routing as schedulers
 
         args = AsyncEngineArgs(
             model=str(folder),

@@ -8,10 +8,9 @@ from typing import Any
 
 from support.waiting import HOUR, until
 from torchrl_moe.modules.backends.replica import Request
-from torchrl_moe.modules.serving.fault_policy import FaultPolicy
+from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
 from torchrl_moe.modules.serving.service import GenerationService
-from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import FakeReplica
 

@@ -22,8 +22,7 @@ from torchrl_moe.trainers.config import GRPOConfig, OptimConfig, RolloutConfig
 from torchrl_moe.trainers.learner import Learner
 from torchrl_moe.trainers.placement import Placement
 from torchrl_moe.trainers.policy_model import PolicyModel
-from torchrl_moe.trainers.rank_group import join_ranks
-from torchrl_moe.trainers.shares import shares
+from torchrl_moe.trainers.ranks import join_ranks, shares
 
 MODEL: Mapping[str, Any] = {"num_hidden_layers": 3, "vocab_size": 260}  # transformers 5.19 splits a head over TP evenly
 SHAPES = ((3, 4), (3, 9), (2, 7), (2, 2), (5, 1), (5, 3), (1, 3), (1, 12))

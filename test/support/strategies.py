@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchrl_moe.modules.serving.balancing.strategy import RoutingContext, Strategy
 from torchrl_moe.modules.serving.candidates import Candidates, TableEntry
+from torchrl_moe.modules.serving.strategies import RoutingContext, Strategy
 
 
 class Says(Strategy):

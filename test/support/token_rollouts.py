@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from torchrl_moe.data import KeptTokens
-from torchrl_moe.render.token_sample import ShownToken, TokenSample
+from torchrl_moe.render.tokens import ShownToken, TokenSample
 from torchrl_moe.testing import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()

@@ -19,8 +19,8 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from torchrl_moe import _compat
-from torchrl_moe.modules.backends.process.stats_feed import Load
-from torchrl_moe.modules.backends.reports import ReplicaInfo
+from torchrl_moe.modules.backends.process.engine_program import Load
+from torchrl_moe.modules.backends.replica import ReplicaInfo
 from torchrl_moe.modules.backends.vllm import engine_process, engine_requests
 
 TICK_SECONDS = 0.01

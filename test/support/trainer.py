@@ -23,8 +23,7 @@ from support.services import RestartingService
 from support.waiting import until
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.modules.backends.replica import Completion, Request
-from torchrl_moe.modules.serving.fault_policy import FaultPolicy
-from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState
 from torchrl_moe.testing.fake_engine import FakeReplica
 
 FAULTS = FaultPolicy(first_delay=0.001, longest_delay=0.02, max_restarts=1 << 20, attempts=1 << 20, probe=math.inf)

@@ -19,13 +19,12 @@ from support.waiting import until
 from torchrl_moe.data import KeptTokens
 from torchrl_moe.data.kept_tokens import dense_mask
 from torchrl_moe.modules import AsyncVLLM
-from torchrl_moe.modules.backends.kept_ids import KeptIds
-from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, OnResume, Request
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds, OnResume, Request
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.weight_update.store import Manifest, WeightStoreWriter
 from torchrl_moe.weight_update.transports.base import StageOptions, Transport
 from torchrl_moe.weight_update.transports.gloo import GlooTransport
-from torchrl_moe.weight_update.transports.memmap import MemmapTransport
+from torchrl_moe.weight_update.transports.registry import MemmapTransport
 
 SECONDS = 60.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 FACING = ("_compat", "modules/backends/vllm/")
-ABOUT_OTHERS = ("_compat_memory.py", "_compat_generation.py", "_compat_transformers.py")  # torch and transformers
+ABOUT_OTHERS = ("_compat_memory.py", "_compat_transformers.py", "_compat_transformers.py")  # torch and transformers
 """Where names mean objects of vLLM, but for the latter."""
 
 OBJECTS = {
@@ -23,17 +23,19 @@ OBJECTS = {
     "_compat.py:_check_adapter:layer": "vllm.lora.lora_weights.LoRALayerWeights",
     "scheduler_stats": "vllm.v1.metrics.stats.SchedulerStats",
     "iteration_stats": "vllm.v1.metrics.stats.IterationStats",
-    "modules/backends/vllm/outputs.py:output": "vllm.outputs.RequestOutput",
-    "modules/backends/vllm/outputs.py:metrics": "vllm.v1.metrics.stats.RequestStateStats",
-    "modules/backends/vllm/outputs.py:logprobs": "vllm.logprobs.FlatLogprobs | list[dict[int, vllm.logprobs.Logprob]]",
-    "modules/backends/vllm/prompt_scores.py:sampling_params": "vllm.sampling_params.SamplingParams",
+    "modules/backends/vllm/engine_requests.py:output": "vllm.outputs.RequestOutput",
+    "modules/backends/vllm/engine_requests.py:metrics": "vllm.v1.metrics.stats.RequestStateStats",
+    "modules/backends/vllm/engine_requests.py:logprobs": (
+        "vllm.logprobs.FlatLogprobs | list[dict[int, vllm.logprobs.Logprob]]"
+    ),
+    "modules/backends/vllm/sampling.py:sampling_params": "vllm.sampling_params.SamplingParams",
     "modules/backends/vllm/sampling.py:encoder": "vllm.v1.serial_utils.MsgpackEncoder",
     "modules/backends/vllm/sampling.py:decoder": "vllm.v1.serial_utils.MsgpackDecoder",
-    "modules/backends/vllm/weights/weight_check.py:_sent": "vllm.v1.engine.output_processor.RequestOutputCollector",
+    "modules/backends/vllm/weight_check.py:_sent": "vllm.v1.engine.output_processor.RequestOutputCollector",
     # the engine core's process
     "request": "vllm.v1.request.Request",
     "queue": "vllm.v1.core.sched.request_queue.RequestQueue",
-    "modules/backends/vllm/schedulers.py:one": "vllm.v1.request.Request",
+    "modules/backends/vllm/forced_routing.py:one": "vllm.v1.request.Request",
     # a worker's process
     "batch": "vllm.v1.worker.gpu.input_batch.InputBatch",
     "lists": "vllm.v1.outputs.SamplingMaskLists",
@@ -42,9 +44,7 @@ OBJECTS = {
     "model_runner": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
     "method": "vllm.model_executor.layers.fused_moe.fused_moe_method_base.FusedMoEMethodBase",
     "router": "vllm.model_executor.layers.fused_moe.router.base_router.BaseRouter",
-    "modules/backends/vllm/worker_extension.py:weight_transfer_engine": (
-        "torchrl_moe.modules.backends.vllm.weights.worker.WeightEngine"
-    ),
+    "modules/backends/vllm/worker.py:weight_transfer_engine": ("torchrl_moe.modules.backends.vllm.worker.WeightEngine"),
     # no objects of vLLM
     "model": "plain",  # a torch module
     "tokenizer": "plain",  # of transformers
@@ -53,14 +53,14 @@ OBJECTS = {
 """A name, or ``file:name``, or ``file:function:name`` -> its class, as an annotation; ``plain`` is none of vLLM's."""
 
 MIXED_INTO = {
-    "torchrl_moe.modules.backends.vllm.worker_extension.WorkerExtension": "vllm.v1.worker.gpu_worker.Worker",
+    "torchrl_moe.modules.backends.vllm.worker.WorkerExtension": "vllm.v1.worker.gpu_worker.Worker",
 }
 """A class of ours -> the one of vLLM that it is mixed into."""
 
 FIELDS = {
     "modules/backends/vllm/engine_args.py:DEFAULTS": "vllm.engine.arg_utils.AsyncEngineArgs",
     "modules/backends/vllm/continuation.py:STATEFUL": "vllm.sampling_params.SamplingParams",
-    "modules/backends/kept_ids.py:KEEPS_ALL": "vllm.sampling_params.SamplingParams",
+    "modules/backends/replica.py:KEEPS_ALL": "vllm.sampling_params.SamplingParams",
 }
 """``file:name`` of a tuple or a mapping of fields' names -> their class."""
 
@@ -68,7 +68,7 @@ UNRESOLVED = {
     "modules/backends/vllm/adapters.py:getattr(lora, name)": "all fields that vLLM's own class lists",
     "modules/backends/vllm/cpu_kernels.py:*": "tensors; the parameters of the kernels that it replaces are looked up",
     "modules/backends/vllm/formula_kernel.py:*": "values inside a Triton kernel",
-    "modules/backends/vllm/schedulers.py:getattr(self, name)": "a queue of waiting requests, found by its class",
+    "modules/backends/vllm/forced_routing.py:getattr(self, name)": "a queue of waiting requests, found by its class",
     "_compat.py:one": "the handle that vLLM's CPU kernel sets on a layer: the tests of weight updates need it",
     "modules/backends/vllm/engine_args.py:getattr(engine_args, field.name)": "all fields that vLLM's own class lists",
     "modules/backends/vllm/sampling.py:getattr(params, name)": "the names of KEEPS_ALL",

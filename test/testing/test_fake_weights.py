@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from torchrl_moe._errors import DigestMismatch, EngineError, ManifestMismatch, ReplicaDiedError
-from torchrl_moe.modules.backends.replica import Replica
-from torchrl_moe.modules.backends.reports import SwapReport
+from torchrl_moe.modules.backends.replica import Replica, SwapReport
 from torchrl_moe.testing.fake_weights import FakeFleet, FakeWeightReplica, SoftError, Stall
 from torchrl_moe.weight_update.store import WeightStoreWriter
 from torchrl_moe.weight_update.transports.base import StageOptions

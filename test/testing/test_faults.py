@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, lazy_stack
 
-from torchrl_moe.testing.faults import shift_routes, shuffle_advantages, wrong_ids
+from torchrl_moe.testing.fake_engine import shift_routes, shuffle_advantages, wrong_ids
 
 ROUTES = torch.tensor([[[0, 1]], [[2, 3]], [[3, 0]], [[-1, -1]]], dtype=torch.int8)
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from torchrl_moe.testing import make_tiny_moe
-from torchrl_moe.testing.arithmetic import ArithmeticTask, CharacterTokenizer
-from torchrl_moe.testing.practised_tiny_moe import SIZES, practised_tiny_moe
-from torchrl_moe.testing.warm_up import WarmUp, answer_log_probs, encode, warm_up
+from torchrl_moe.testing.arithmetic import ArithmeticTask, CharacterTokenizer, WarmUp, answer_log_probs, encode, warm_up
+from torchrl_moe.testing.tiny_moe import SIZES, practised_tiny_moe
 
 TASK = ArithmeticTask(digits=1, held_out=90)
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}

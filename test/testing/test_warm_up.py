@@ -9,8 +9,15 @@ import pytest
 import torch
 
 from torchrl_moe.testing import make_tiny_moe
-from torchrl_moe.testing.arithmetic import ArithmeticTask, CharacterTokenizer
-from torchrl_moe.testing.warm_up import WarmUp, answer_log_probs, encode, forget_carry, warm_up
+from torchrl_moe.testing.arithmetic import (
+    ArithmeticTask,
+    CharacterTokenizer,
+    WarmUp,
+    answer_log_probs,
+    encode,
+    forget_carry,
+    warm_up,
+)
 from torchrl_moe.trainers.compose import load_config
 
 

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import HashStore
 
 from torchrl_moe._errors import RankError
-from torchrl_moe.trainers.attempt import attempt_of
+from torchrl_moe.trainers.ranks import attempt_of
 
 
 def attempts(store: HashStore, ranks: list[int], seconds: float = 60.0) -> list[str]:

@@ -7,7 +7,7 @@ import torch
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from torchrl_moe._errors import MissingEntryError
-from torchrl_moe.trainers.batch_metrics import batch_metrics, sample_rewards
+from torchrl_moe.trainers.run_record import batch_metrics, sample_rewards
 
 
 def row(group: int, reward: float, tokens: int, version: int, *, done: bool = True, cut: bool = False) -> TensorDict:

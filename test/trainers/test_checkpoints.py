@@ -18,11 +18,10 @@ from support.ranks import run_as_ranks
 from support.waiting import until
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 from torchrl_moe.trainers import checkpoints as checkpoints_module
-from torchrl_moe.trainers.checkpoints import Checkpoints, NothingKept, RandomNumbers
+from torchrl_moe.trainers.checkpoints import Checkpoints, NothingKept, RandomNumbers, TrainedState
 from torchrl_moe.trainers.config import ConfigError, LoRAConfig, ModelConfig
 from torchrl_moe.trainers.policy_model import PolicyModel
-from torchrl_moe.trainers.rank_group import Ranks, join_ranks
-from torchrl_moe.trainers.trained_state import TrainedState
+from torchrl_moe.trainers.ranks import Ranks, join_ranks
 
 
 class Kept:

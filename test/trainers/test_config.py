@@ -20,10 +20,10 @@ from torchrl_moe.trainers.config import (
     GRPOConfig,
     LoRAConfig,
     OptimConfig,
+    Settings,
     as_dict,
     as_yaml,
 )
-from torchrl_moe.trainers.settings import Settings
 
 
 def changed(name: str, value: Any) -> GRPOConfig:

@@ -19,14 +19,13 @@ from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 
 from support.collecting import TOKENIZER, policy_of
 from torchrl_moe.collectors import AsyncLLMCollector
-from torchrl_moe.collectors.packed import pack, unpack
+from torchrl_moe.collectors.collector_host import pack, unpack
 from torchrl_moe.collectors.prompt_stream import PromptStream
 from torchrl_moe.collectors.workflow import is_episode_function
 from torchrl_moe.objectives import GRPOAdvantage
 from torchrl_moe.testing import FakeAsyncVLLM
-from torchrl_moe.trainers.episode import TAKEN, PromptEpisode
-from torchrl_moe.trainers.prompts import load_prompts
-from torchrl_moe.trainers.rewards import Rewards
+from torchrl_moe.trainers.prompt_sources import load_prompts
+from torchrl_moe.trainers.rewards import TAKEN, PromptEpisode, Rewards
 
 ROWS = [{"prompt": f"q{i}", "answer": i} for i in range(6)]
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "q0", "name": None}]

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from torchrl_moe.trainers.evaluation import Evaluation
+from torchrl_moe.trainers.roles import Evaluation
 
 
 def test_it_runs_beside_and_is_waited_for() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torchrl_moe.trainers.folders import exchange, recover
+from torchrl_moe.trainers.run_folder import exchange, recover
 
 
 def folder(path: Path, content: str) -> Path:

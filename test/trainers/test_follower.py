@@ -12,10 +12,9 @@ from tensordict import TensorDict
 from support.training import fake_config, fake_model
 from torchrl_moe.testing import ByteTokenizer
 from torchrl_moe.trainers.config import ModelConfig
-from torchrl_moe.trainers.follower import Follower
-from torchrl_moe.trainers.parcel import pack
 from torchrl_moe.trainers.policy_model import PolicyModel
-from torchrl_moe.trainers.rank_group import Ranks
+from torchrl_moe.trainers.ranks import Ranks, pack
+from torchrl_moe.trainers.roles import Follower
 
 
 class Second(Ranks):

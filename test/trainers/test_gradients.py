@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchrl_moe.trainers.gradients import by_mesh, clip_gradients
-from torchrl_moe.trainers.rank_group import Ranks
+from torchrl_moe.trainers.learner import by_mesh, clip_gradients
+from torchrl_moe.trainers.ranks import Ranks
 
 
 def weights(*gradients: list[float]) -> list[Tensor]:

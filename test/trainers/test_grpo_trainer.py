@@ -50,13 +50,12 @@ from torchrl_moe._compat_transformers import lowered
 from torchrl_moe._errors import CollectionError, EngineError, UnsupportedRouterError
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors, model_metadata
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
+from torchrl_moe.testing.fake_engine import shift_routes, wrong_ids
 from torchrl_moe.testing.fake_weights import FakeFleet
-from torchrl_moe.testing.faults import shift_routes, wrong_ids
 from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer
-from torchrl_moe.trainers.checkpoints import Checkpoints
+from torchrl_moe.trainers.checkpoints import Checkpoints, TrainedState
 from torchrl_moe.trainers.config import LossConfig
 from torchrl_moe.trainers.script import main
-from torchrl_moe.trainers.trained_state import TrainedState
 
 Make = Callable[..., MoEGRPOTrainer]
 
@@ -141,7 +140,7 @@ def test_the_exported_model_is_the_trained_one(first_run: MoEGRPOTrainer) -> Non
 @pytest.mark.engine
 @pytest.mark.parametrize("fault", [shift_routes, wrong_ids])
 def test_a_fault_on_purpose_is_noticed(run: Make, fault: Any) -> None:
-    trainer = run("steps=2", f"hooks=[torchrl_moe.testing.faults:{fault.__name__}]", "eval.max_mismatch=null")
+    trainer = run("steps=2", f"hooks=[torchrl_moe.testing.fake_engine:{fault.__name__}]", "eval.max_mismatch=null")
     trainer.train()
     rows = rows_of(trainer.record.folder)
     assert "agreement" in failed_checks(rows)
@@ -151,7 +150,7 @@ def test_a_fault_on_purpose_is_noticed(run: Make, fault: Any) -> None:
 @pytest.mark.engine
 @pytest.mark.soak
 def test_advantages_of_other_answers_teach_nothing(first_run: MoEGRPOTrainer, tmp_path: Path) -> None:
-    config = short(tmp_path, "hooks=[torchrl_moe.testing.faults:shuffle_advantages]")
+    config = short(tmp_path, "hooks=[torchrl_moe.testing.fake_engine:shuffle_advantages]")
     with MoEGRPOTrainer(config=config, engine=first_run.rollout_engine.engine) as trainer:
         trainer.train()
     assert "learning" in failed_checks(rows_of(tmp_path))

@@ -6,7 +6,7 @@ import pytest
 
 from torchrl_moe.trainers import ConfigError
 from torchrl_moe.trainers.compose import load_config
-from torchrl_moe.trainers.hardware_config import HardwareConfig
+from torchrl_moe.trainers.config import HardwareConfig
 
 
 def test_a_link_of_ones_own_is_added_to_the_others() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torchrl_moe.trainers.health import HealthMonitor
+from torchrl_moe.trainers.run_record import HealthMonitor
 
 
 def rows(**columns: list[Any]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from torchrl_moe.trainers.interruption import finishing
+from torchrl_moe.trainers.grpo_trainer import finishing
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def test_a_signal_from_outside_has_its_exit_code(name: str) -> None:
     program = f"""
 import signal
 signal.signal(signal.{name}, signal.SIG_DFL)
-from torchrl_moe.trainers.interruption import finishing
+from torchrl_moe.trainers.grpo_trainer import finishing
 with finishing(lambda: None, lambda: print("ended", flush=True), 60):
     signal.raise_signal(signal.{name})
     print("finished")

@@ -11,11 +11,11 @@ import pytest
 from support.training import fake_config, fake_fleet, fake_model
 from torchrl_moe.testing import ByteTokenizer
 from torchrl_moe.testing.fake_weights import FakeFleet
-from torchrl_moe.trainers import leader as leader_module
+from torchrl_moe.trainers import roles as leader_module
 from torchrl_moe.trainers.checkpoints import Checkpoints
 from torchrl_moe.trainers.config import ConfigError, ModelConfig
-from torchrl_moe.trainers.leader import Leader
 from torchrl_moe.trainers.policy_model import PolicyModel
+from torchrl_moe.trainers.roles import Leader
 
 
 @pytest.fixture

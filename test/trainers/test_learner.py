@@ -14,7 +14,7 @@ from torch import Tensor
 from support.rollouts import byte_row
 from support.routes import random_routes
 from torchrl_moe.modules import TransformersWrapper
-from torchrl_moe.modules.policies.adapters import LoraLayers
+from torchrl_moe.modules.policies.unstack import LoraLayers
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 from torchrl_moe.trainers.config import GRPOConfig, LoRAConfig, LossConfig, ModelConfig, OptimConfig
 from torchrl_moe.trainers.learner import Learner, learning_rate

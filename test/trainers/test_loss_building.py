@@ -13,9 +13,9 @@ from torchrl_moe import objectives
 from torchrl_moe.modules import TransformersWrapper, vLLMWrapper
 from torchrl_moe.objectives import GRPOLoss
 from torchrl_moe.testing import FakeAsyncVLLM, make_tiny_moe
-from torchrl_moe.trainers import loss_building
+from torchrl_moe.trainers import learner as loss_building
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, LoRAConfig, LossConfig, ModelConfig
-from torchrl_moe.trainers.loss_building import advantages, build_loss, build_reference
+from torchrl_moe.trainers.learner import advantages, build_loss, build_reference
 from torchrl_moe.trainers.policy_model import PolicyModel
 
 

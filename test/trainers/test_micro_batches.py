@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_moe.trainers.micro_batches import micro_batches, micro_batches_of_ranks
-from torchrl_moe.trainers.rank_group import Ranks
+from torchrl_moe.trainers.learner import micro_batches, micro_batches_of_ranks
+from torchrl_moe.trainers.ranks import Ranks
 
 
 def test_without_a_limit_all_is_one_part() -> None:

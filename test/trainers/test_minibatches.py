@@ -8,8 +8,8 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from torchrl_moe.trainers.minibatches import Minibatches
-from torchrl_moe.trainers.rank_group import Ranks
+from torchrl_moe.trainers.learner import Minibatches
+from torchrl_moe.trainers.ranks import Ranks
 
 
 def batch_of(count: int) -> TensorDict:

@@ -13,7 +13,7 @@ from torchrl_moe.modules.policies.unstack import model_metadata
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.trainers import ConfigError
 from torchrl_moe.trainers.config import LoRAConfig, ModelConfig
-from torchrl_moe.trainers.model_sizes import KNOWN, ModelSizes, activation_bytes, model_config_of
+from torchrl_moe.trainers.plan import KNOWN, ModelSizes, activation_bytes, model_config_of
 from torchrl_moe.trainers.policy_model import prepared
 
 QWEN, OLMOE = "Qwen/Qwen3-30B-A3B", "allenai/OLMoE-1B-7B-0125"

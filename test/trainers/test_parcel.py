@@ -8,7 +8,7 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.data.llm import History
 
 from torchrl_moe.data import RoutedExperts
-from torchrl_moe.trainers.parcel import pack, unpack
+from torchrl_moe.trainers.ranks import pack, unpack
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8, torch.bool]
 

@@ -17,14 +17,13 @@ from transformers import AutoModelForCausalLM
 
 from support.ranks import run_as_ranks
 from support.shared_training import MODEL, SHARES_IN_ALL_WAYS, grouped_batch, one_step, possible, settings, steps
-from torchrl_moe.modules.policies.adapters import whole
-from torchrl_moe.modules.policies.unstack import checkpoint_tensors
+from torchrl_moe.modules.policies.unstack import checkpoint_tensors, whole
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
-from torchrl_moe.trainers.model_sizes import model_config_of
 from torchrl_moe.trainers.placement import Placement, decoder_layers
+from torchrl_moe.trainers.plan import model_config_of
 from torchrl_moe.trainers.policy_model import PolicyModel
-from torchrl_moe.trainers.rank_group import join_ranks
+from torchrl_moe.trainers.ranks import join_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

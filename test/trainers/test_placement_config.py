@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchrl_moe.trainers.compose import load_config
-from torchrl_moe.trainers.config import ConfigError
-from torchrl_moe.trainers.placement_config import PlacementConfig
+from torchrl_moe.trainers.config import ConfigError, PlacementConfig
 
 
 def test_by_default_fsdp2_has_all_ranks() -> None:

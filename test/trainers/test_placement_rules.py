@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
-from torchrl_moe.trainers.placement_rules import check_placement
+from torchrl_moe.trainers.placement import check_placement
 
 
 def config_of(**changes: Any) -> GRPOConfig:

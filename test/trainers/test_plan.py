@@ -18,8 +18,7 @@ from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 from torchrl_moe.trainers import ConfigError, GRPOConfig
 from torchrl_moe.trainers.compose import load_config
 from torchrl_moe.trainers.learner import Learner
-from torchrl_moe.trainers.plan import RunPlan
-from torchrl_moe.trainers.plan_row import ENGINE, HOST, TRAINER, UPDATE
+from torchrl_moe.trainers.plan import ENGINE, HOST, TRAINER, UPDATE, RunPlan
 from torchrl_moe.trainers.policy_model import PolicyModel
 from torchrl_moe.trainers.script import main
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchrl_moe.trainers.config import GRPOConfig
-from torchrl_moe.trainers.plan_row import ranks_of_host, shards, share_of
+from torchrl_moe.trainers.plan import ranks_of_host, shards, share_of
 
 
 def test_the_largest_share_counts() -> None:

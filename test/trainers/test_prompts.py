@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from support.data_sets import FakeDataset, FakeDatasetDict
 from torchrl_moe.collectors.prompt_stream import PromptStream
-from torchrl_moe.trainers.prompts import PromptSet, load_prompts
+from torchrl_moe.trainers.prompt_sources import PromptSet, load_prompts
 
 ROWS = [{"prompt": f"q{i}", "answer": i} for i in range(20)]
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1="}]

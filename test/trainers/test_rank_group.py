@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from support.ranks import run_as_ranks
 from torchrl_moe._errors import RankError
-from torchrl_moe.trainers import rendezvous
+from torchrl_moe.trainers import ranks as rendezvous
 from torchrl_moe.trainers.config import ConfigError
-from torchrl_moe.trainers.rank_group import Ranks, join_ranks
+from torchrl_moe.trainers.ranks import Ranks, join_ranks
 
 
 def talk() -> dict[str, Any]:

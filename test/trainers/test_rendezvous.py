@@ -13,8 +13,8 @@ from torch.distributed import HashStore
 
 from support.waiting import until
 from torchrl_moe._errors import RankError
-from torchrl_moe.trainers import rendezvous
-from torchrl_moe.trainers.rendezvous import Rendezvous
+from torchrl_moe.trainers import ranks as rendezvous
+from torchrl_moe.trainers.ranks import Rendezvous
 
 
 class Party:

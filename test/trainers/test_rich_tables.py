@@ -15,7 +15,7 @@ def test_without_rich_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         importlib.import_module("torchrl_moe.trainers.rich_tables")
 
 
-@pytest.mark.parametrize("name", ["plan", "run_reports", "script", "summary"])
+@pytest.mark.parametrize("name", ["plan", "run_record", "script"])
 def test_all_tables_come_from_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, f"torchrl_moe.trainers.{name}", raising=False)
     monkeypatch.delitem(sys.modules, "torchrl_moe.trainers.rich_tables", raising=False)

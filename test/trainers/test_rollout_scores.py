@@ -18,7 +18,7 @@ from torchrl_moe.modules import TransformersWrapper
 from torchrl_moe.modules.policies.scoring_model import ScoringModel
 from torchrl_moe.objectives import GRPOLoss
 from torchrl_moe.testing import make_tiny_moe
-from torchrl_moe.trainers.rollout_scores import RolloutScores
+from torchrl_moe.trainers.learner import RolloutScores
 
 SHAPES = [(3, 4), (2, 7), (5, 1), (1, 3)]
 """Tokens of prompt and answer."""

@@ -20,8 +20,8 @@ from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 from torchrl_moe.trainers.compose import CONFIGS, load_config
 from torchrl_moe.trainers.config import ConfigError, DataConfig, EvalConfig, GRPOConfig, RolloutConfig
-from torchrl_moe.trainers.episode import PromptEpisode
-from torchrl_moe.trainers.rollout_source import TASKS, RolloutSource
+from torchrl_moe.trainers.rewards import PromptEpisode
+from torchrl_moe.trainers.rollout_engine import TASKS, RolloutSource
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(10)]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchrl_moe.trainers.config import ConfigError
-from torchrl_moe.trainers.run_lock import RunLock
+from torchrl_moe.trainers.run_folder import RunLock
 
 
 def test_a_second_run_is_refused_until_the_first_ends(tmp_path: Path) -> None:

@@ -30,10 +30,11 @@ from support.waiting import until
 from torchrl_moe._errors import RankError
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.testing import ByteTokenizer
-from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer, rendezvous
+from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer
+from torchrl_moe.trainers import ranks as rendezvous
 from torchrl_moe.trainers.compose import load_config
-from torchrl_moe.trainers.parcel import unpack
 from torchrl_moe.trainers.placement import Placement
+from torchrl_moe.trainers.ranks import unpack
 from torchrl_moe.trainers.script import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,7 +9,7 @@ import pytest
 
 from support.html_table import TableReader
 from torchrl_moe.trainers.config import GRPOConfig
-from torchrl_moe.trainers.run_reports import RunReports
+from torchrl_moe.trainers.run_record import RunReports
 
 
 class Run(RunReports):

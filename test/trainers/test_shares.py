@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 
-from torchrl_moe.trainers.shares import balanced, shares
+from torchrl_moe.trainers.ranks import balanced, shares
 
 
 def spread(loads: list[int], parts: list[list[int]]) -> float:

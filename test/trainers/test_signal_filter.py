@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tensordict import TensorDict, lazy_stack
 
-from torchrl_moe.trainers.signal_filter import SignalFilter
+from torchrl_moe.trainers.roles import SignalFilter
 
 
 def group(*rewards: float) -> Any:

@@ -11,12 +11,10 @@ import torch
 from support.training import fake_model
 from torchrl_moe.testing import ByteTokenizer
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
-from torchrl_moe.trainers.config import ConfigError, GRPOConfig, LoRAConfig, ModelConfig
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig, LoRAConfig, ModelConfig, PlacementConfig
 from torchrl_moe.trainers.placement import Placement
-from torchrl_moe.trainers.placement_config import PlacementConfig
-from torchrl_moe.trainers.policy_model import PolicyModel
-from torchrl_moe.trainers.rank_group import Ranks
-from torchrl_moe.trainers.starting_model import new_start, starting_model
+from torchrl_moe.trainers.policy_model import PolicyModel, new_start, starting_model
+from torchrl_moe.trainers.ranks import Ranks
 
 MADE = f"{__name__}:made"
 

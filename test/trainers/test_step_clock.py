@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from torchrl_moe.trainers import step_clock
-from torchrl_moe.trainers.step_clock import StepClock
+from torchrl_moe.trainers import grpo_trainer as step_clock
+from torchrl_moe.trainers.grpo_trainer import StepClock
 
 
 def test_phases_add_up_and_a_step_begins_with_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from torchrl_moe.trainers.summary import summary
+from torchrl_moe.trainers.run_record import summary
 
 
 def row(step: int, **changes: Any) -> dict[str, Any]:

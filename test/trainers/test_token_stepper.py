@@ -14,7 +14,7 @@ from torch import Tensor
 from support.rollouts import BigramActor, dense, ragged, samples
 from torchrl_moe._errors import DivergedError
 from torchrl_moe.objectives import GRPOLoss
-from torchrl_moe.trainers.token_stepper import TokenStepper, lengths_of
+from torchrl_moe.trainers.learner import TokenStepper, lengths_of
 
 SHAPES = [(2, 3), (1, 7), (3, 2), (2, 5), (4, 1), (1, 4)]
 

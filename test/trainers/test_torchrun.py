@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from torchrl_moe.trainers import torchrun
+from torchrl_moe.trainers import ranks as torchrun
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}

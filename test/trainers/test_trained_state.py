@@ -20,12 +20,11 @@ from support.sharded import whole
 from support.shared_training import MODEL, VERSION, grouped_batch, learner_of, possible, settings
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
+from torchrl_moe.trainers.checkpoints import TrainedState
 from torchrl_moe.trainers.config import GRPOConfig, LoRAConfig, ModelConfig
 from torchrl_moe.trainers.placement import Placement
 from torchrl_moe.trainers.policy_model import PolicyModel
-from torchrl_moe.trainers.rank_group import Ranks, join_ranks
-from torchrl_moe.trainers.shares import shares
-from torchrl_moe.trainers.trained_state import TrainedState
+from torchrl_moe.trainers.ranks import Ranks, join_ranks, shares
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

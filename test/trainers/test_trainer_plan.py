@@ -6,9 +6,7 @@ import pytest
 
 from torchrl_moe.trainers.compose import load_config
 from torchrl_moe.trainers.config import GRPOConfig
-from torchrl_moe.trainers.model_sizes import ModelSizes, model_config_of
-from torchrl_moe.trainers.plan_row import HOST, TRAINER
-from torchrl_moe.trainers.trainer_plan import longest, of_trainer
+from torchrl_moe.trainers.plan import HOST, TRAINER, ModelSizes, longest, model_config_of, of_trainer
 
 HIDDEN, INNER, TOP_K = 2048, 768, 8  # of Qwen3-30B-A3B
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from torchrl_moe.trainers.yaml_text import yaml_text
+from torchrl_moe.trainers.config import yaml_text
 
 
 def test_keys_keep_their_order() -> None:
@@ -22,10 +22,10 @@ def test_what_is_not_plain_is_refused() -> None:
 
 
 def test_without_yaml_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "torchrl_moe.trainers.yaml_text")
+    monkeypatch.delitem(sys.modules, "torchrl_moe.trainers.config")
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ImportError, match=r"configurations need PyYAML: pip install 'torchrl_moe\[train\]'"):
-        importlib.import_module("torchrl_moe.trainers.yaml_text")
+        importlib.import_module("torchrl_moe.trainers.config")
 
 
 def test_configurations_come_from_there(monkeypatch: pytest.MonkeyPatch) -> None:

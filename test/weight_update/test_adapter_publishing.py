@@ -16,10 +16,9 @@ from torchrl_moe.modules.policies.unstack import model_metadata
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
-from torchrl_moe.weight_update.adapter_publishing import AdapterPublisher
 from torchrl_moe.weight_update.options import SourceOptions, StoreOptions
-from torchrl_moe.weight_update.publishing import Published
-from torchrl_moe.weight_update.source.lora import adapter_files
+from torchrl_moe.weight_update.publishing import AdapterPublisher, Published
+from torchrl_moe.weight_update.source import adapter_files
 from torchrl_moe.weight_update.store import WeightStoreReader
 
 peft = pytest.importorskip("peft")

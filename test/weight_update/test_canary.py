@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchrl_moe.testing import make_tiny_moe
-from torchrl_moe.weight_update.canary import canary_of
+from torchrl_moe.weight_update.options import canary_of
 
 
 def test_log_probs_are_those_of_the_prompts_own_tokens() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torchrl_moe.modules.backends.checkpoint import checkpoint_metadata
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.weight_update import get_model_metadata
-from torchrl_moe.weight_update.metadata import trained_model
+from torchrl_moe.weight_update.source import trained_model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -21,8 +21,7 @@ from torchrl_moe.modules.policies.unstack import checkpoint_tensors, model_metad
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.testing.fake_weights import EXPECTED, FakeFleet
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
-from torchrl_moe.weight_update.canary import canary_of
-from torchrl_moe.weight_update.options import SourceOptions, StoreOptions
+from torchrl_moe.weight_update.options import SourceOptions, StoreOptions, canary_of
 from torchrl_moe.weight_update.publishing import Published, Publisher
 from torchrl_moe.weight_update.store import WeightStoreReader
 

@@ -21,7 +21,7 @@ from support.weights import value_in, weights
 from torchrl_moe.testing.fake_weights import EXPECTED, FakeFleet
 from torchrl_moe.weight_update import VLLMWeightReceiver, VLLMWeightSender, VLLMWeightSyncScheme
 from torchrl_moe.weight_update.scheme import _remove_orphans
-from torchrl_moe.weight_update.sender_transport import SenderTransport
+from torchrl_moe.weight_update.sender import SenderTransport
 from torchrl_moe.weight_update.store.writing import WriterLock
 
 

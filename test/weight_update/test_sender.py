@@ -29,14 +29,13 @@ from support.weights import Connect, always, soft, value_in, weights
 from torchrl_moe._errors import EngineError, ManifestMismatch, NoReplicaError, ReplicaDiedError, WeightSyncError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
-from torchrl_moe.modules.serving.fault_policy import FaultPolicy
-from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM, make_tiny_moe
 from torchrl_moe.testing.fake_weights import EXPECTED, FakeFleet, FakeWeightReplica
 from torchrl_moe.weight_update import VLLMWeightSyncScheme, get_model_metadata
-from torchrl_moe.weight_update.canary import canary_of
+from torchrl_moe.weight_update.options import canary_of
 from torchrl_moe.weight_update.sender import VLLMWeightSender
-from torchrl_moe.weight_update.transports.memmap import MemmapTransport
+from torchrl_moe.weight_update.transports.registry import MemmapTransport
 
 # -- the good case ----------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import pytest
 
 from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
-from torchrl_moe.weight_update.target import check_numbers, engine_of
+from torchrl_moe.weight_update.sender import check_numbers, engine_of
 
 
 def test_gpus_per_replica_is_tensor_times_pipeline_times_data_parallel() -> None:

@@ -19,7 +19,7 @@ from torchrl_moe._errors import EngineError, SyncTimeout, WeightSyncError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.weight_update.transports.base import StageOptions
-from torchrl_moe.weight_update.transports.gloo_group import GlooGroup
+from torchrl_moe.weight_update.transports.gloo import GlooGroup
 
 Make = Callable[..., Versions]
 

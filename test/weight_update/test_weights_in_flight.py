@@ -18,7 +18,7 @@ from support.versions import Versions, ask, let_run, random_ids
 from support.waiting import until
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.replica import Completion, OnResume, Request, Scoring
-from torchrl_moe.modules.serving.scores import ONE_TOKEN
+from torchrl_moe.modules.serving.requests import ONE_TOKEN
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchrl_moe.cli.command import FINE, PROBLEM, BadUse, Command, Output, listing, note
-from torchrl_moe.cli.engines import ENGINES, add_engine_arguments, check_engine, engine_arguments, started
 from torchrl_moe.cli.models import MODEL_HELP, check_weights_of, config_of, load, model_folder
+from torchrl_moe.cli.services import ENGINES, add_engine_arguments, check_engine, engine_arguments, started
 
 if TYPE_CHECKING:
     from torchrl_moe.testing.conformance import Settings

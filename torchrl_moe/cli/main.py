@@ -16,9 +16,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torchrl_moe import __version__
-from torchrl_moe.cli import conformance, doctor, probe, top, train
+from torchrl_moe.cli import conformance, doctor, probe, train
+from torchrl_moe.cli import services as top
 from torchrl_moe.cli.command import BAD_USE, FINE, INTERRUPTED, Command, NamedStream, Output
-from torchrl_moe.cli.explain import STDOUT, explain
+from torchrl_moe.cli.models import STDOUT, explain
 
 __all__ = ["COMMANDS", "main"]
 

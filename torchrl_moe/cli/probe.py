@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_moe.cli.command import FINE, PROBLEM, BadUse, Command, Output, note
-from torchrl_moe.cli.engines import ENGINES, add_engine_arguments, check_engine, started
 from torchrl_moe.cli.models import MODEL_HELP, check_weights_of, config_of, load, model_folder
+from torchrl_moe.cli.services import ENGINES, add_engine_arguments, check_engine, started
 
 __all__ = ["COMMAND", "PROMPTS", "read_prompts"]
 

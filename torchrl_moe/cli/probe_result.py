@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from torchrl_moe.objectives.mismatch import CollapseThresholds, MismatchMetrics
-from torchrl_moe.render.text_tables import plain_table
+from torchrl_moe.render.tables import plain_table
 
 __all__ = ["Figures", "ProbeResult"]
 

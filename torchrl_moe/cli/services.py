@@ -6,19 +6,42 @@ can only tell that it is there, and how to see more.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import http.client
+import json
 import os
+import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torchrl_moe.cli.command import BadUse
-from torchrl_moe.cli.explain import missing_extra
+from torchrl_moe.cli.command import FINE, PROBLEM, BadUse, Command, Output, note
+from torchrl_moe.cli.models import missing_extra
 
-__all__ = ["Exported", "LocalDriver", "Service", "connected", "local_drivers"]
+if TYPE_CHECKING:
+    from torchrl_moe.modules import AsyncVLLM
+
+__all__ = [
+    "COMMAND",
+    "DTYPES",
+    "ENGINES",
+    "Exported",
+    "LocalDriver",
+    "Service",
+    "add_engine_arguments",
+    "check_engine",
+    "check_installed",
+    "connected",
+    "engine_arguments",
+    "local_drivers",
+    "started",
+    "table",
+]
 
 TITLE = "torchrl_moe::"
 MODULES = "torchrl_moe.modules.backends."
@@ -62,8 +85,7 @@ def connected(name: str | None, namespace: str | None) -> Iterator[tuple[str, Se
 
 
 def _only(namespace: str | None) -> str:
-    from torchrl_moe.modules.backends.ray.cluster import join_cluster, running_services
-    from torchrl_moe.modules.backends.ray.ray_service import NAMESPACE
+    from torchrl_moe.modules.backends.ray.cluster import NAMESPACE, join_cluster, running_services
 
     join_cluster(start=False)
     names = list(running_services(namespace or NAMESPACE))
@@ -171,7 +193,7 @@ def exported_rows(text: str) -> list[dict[str, Any]]:
     """Return a row for each replica of a text in Prometheus' format, with the keys of ``stats()``."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    from torchrl_moe.modules.serving.metrics_table import OF_THE_ENGINE, OF_THE_TABLE
+    from torchrl_moe.modules.serving.stats import OF_THE_ENGINE, OF_THE_TABLE
 
     names = {f"{PREFIX}{one.exported}": one for one in (*OF_THE_TABLE, *OF_THE_ENGINE) if one.exported}
     rows: dict[int, dict[str, Any]] = {}
@@ -191,3 +213,230 @@ def exported_rows(text: str) -> list[dict[str, Any]]:
         queries = row.get("cache_queries", 0.0)
         row["hit_rate"] = row.get("cache_hits", 0.0) / queries if queries else 0.0
     return [rows[index] for index in sorted(rows)]
+
+
+# ``torchrl-moe top``: the replicas of a running service, as a table that is redrawn.
+
+
+COLUMNS: Mapping[str, tuple[str, str]] = {
+    "replica": ("replica", "#{:.0f}"),
+    "state": ("state", "{}"),
+    "version": ("version", "{:.0f}"),
+    "inflight": ("in flight", "{:.0f}"),
+    "running": ("running", "{:.0f}"),
+    "waiting": ("queued", "{:.0f}"),
+    "cache_usage": ("KV use", "{:.0%}"),
+    "hit_rate": ("prefix hits", "{:.0%}"),
+    "tokens_per_second": ("tokens/s", "{:,.0f}"),
+    "requests": ("requests", "{:,.0f}"),
+    "restarts": ("restarts", "{:.0f}"),
+    "last_error": ("last error", "{}"),
+}
+"""Key of ``stats()`` -> name of the column, and how a value is written."""
+ERROR_CHARACTERS = 60
+LONGEST_INTERVAL = 86400
+"""Seconds."""
+BAD = {"DEAD", "QUARANTINED"}
+
+Show = Callable[[str, dict[str, Any]], None]
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", metavar="NAME", help="name of a service in Ray (default: the only one)")
+    parser.add_argument("--namespace", help="Ray namespace of the service (default: torchrl_moe)")
+    parser.add_argument("--url", help="address of the metrics that a driver exports, for a service that is not in Ray")
+    parser.add_argument("--once", action="store_true", help="print one table and exit")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between tables (default: 1)")
+
+
+def _run(options: argparse.Namespace, output: Output) -> int:
+    if not 0 < options.interval <= LONGEST_INTERVAL:
+        raise BadUse(
+            f"--interval {options.interval:g}: it must be above 0 seconds and at most a day, {LONGEST_INTERVAL}"
+        )
+    if options.url is not None and options.name is not None:
+        raise BadUse("give NAME, for a service in Ray, or --url, for a service that exports metrics, not both")
+    with _service(options) as (name, service):
+        if options.once:
+            rows = service.stats()
+            output.show(table(name, rows), _plain(name, rows))
+            return PROBLEM if any(row.get("state") in BAD for row in rows) else FINE
+        with contextlib.suppress(KeyboardInterrupt), _screen(output) as show:  # Ctrl-C is how it ends
+            while True:
+                rows = service.stats()
+                text = f"{table(name, rows)}\n{datetime.now():%H:%M:%S}, Ctrl-C ends"
+                show(text, _plain(name, rows))
+                time.sleep(options.interval)
+    return FINE
+
+
+@contextlib.contextmanager
+def _service(options: argparse.Namespace) -> Iterator[tuple[str, Service]]:
+    if options.url is not None:
+        yield options.url, Exported(options.url)
+        return
+    note("looking for the service in the Ray cluster ...")
+    with connected(options.name, options.namespace) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def _screen(output: Output) -> Iterator[Show]:
+    """Yield a function that shows a text: on a terminal with rich in place of the previous text, else below it."""
+    if find_spec("rich") is None or output.is_json or not output.stream.isatty():
+        yield lambda text, data: output.show(text, data, indent=None)
+        return
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(auto_refresh=False) as live:
+        yield lambda text, _: live.update(Text(text, no_wrap=True), refresh=True)
+
+
+def table(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a line for each replica, and one for all.
+
+    >>> print(table("mine", [{"replica": 0, "state": "SERVING", "version": 3, "tokens_per_second": 1200.0}]))
+    mine: 1 of 1 serving, 1,200 tokens/s
+    replica  state    version  tokens/s
+         #0  SERVING        3     1,200
+    """
+    from torchrl_moe.render.tables import plain_table
+
+    keys = [key for key in COLUMNS if any(row.get(key) not in (None, "") for row in rows)]
+    header = [COLUMNS[key][0] for key in keys]
+    cells = [[_cell(key, row.get(key)) for key in keys] for row in rows]
+    serving = sum(row.get("state") == "SERVING" for row in rows)
+    speed = sum(row.get("tokens_per_second") or 0.0 for row in rows)
+    summary = f"{title}: {serving} of {len(rows)} serving, {speed:,.0f} tokens/s"
+    return plain_table(summary, header, cells, wide=("state", "last error"))
+
+
+def _cell(key: str, value: Any) -> str:
+    if value is None or value == "":
+        return ""
+    if key == "last_error":
+        from torchrl_moe.render.tables import one_line
+
+        return one_line(str(value).partition("\n")[0], ERROR_CHARACTERS)
+    return COLUMNS[key][1].format(value)
+
+
+def _plain(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {"service": name, "time": time.time(), "replicas": [dict(row) for row in rows]}
+
+
+COMMAND = Command(
+    name="top",
+    help="a live table of a running service",
+    description="Shows the replicas of a service: state, version of the weights, requests, cache, tokens/s. A service "
+    "in Ray is found by its name, a service with backend='local' by the metrics that its driver exports.",
+    examples=[
+        ("torchrl-moe top", "the only service in the Ray cluster"),
+        ("torchrl-moe top policy --interval 5", "the service named policy, every 5 seconds"),
+        ("torchrl-moe top --url http://localhost:9000/metrics", "a service whose driver exports metrics"),
+        ("torchrl-moe top policy --once --json", "for scripts; exit code 1 if a replica is dead"),
+    ],
+    add_arguments=_add_arguments,
+    run=_run,
+    after_interrupt="the service keeps running",
+)
+
+
+# Engines that a command starts for itself: small, with one replica; they end with the command.
+
+
+ENGINES = ("vllm", "transformers")
+DTYPES = ("bfloat16", "float32", "float16")
+MOST_TOKENS = 2048
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser, dtype: str) -> None:
+    """Add the options of every command that starts an engine."""
+    parser.add_argument("--dtype", choices=DTYPES, default=dtype, help=f"dtype of the engine (default: {dtype})")
+    parser.add_argument(
+        "--engine-arg",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="engine_args",
+        help="a vLLM engine argument, with its value as JSON or text; may be given several times",
+    )
+
+
+def engine_arguments(pairs: Sequence[str]) -> dict[str, Any]:
+    """Return engine arguments of ``KEY=VALUE``.
+
+    Raises:
+        BadUse: one has no ``=``.
+
+    >>> engine_arguments(["tensor_parallel_size=2", "load_format=dummy"])
+    {'tensor_parallel_size': 2, 'load_format': 'dummy'}
+    """
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key.isidentifier():
+            raise BadUse(f"--engine-arg {pair}: write it as KEY=VALUE, such as tensor_parallel_size=2")
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+    return found
+
+
+def check_engine(kind: str, given: Sequence[str]) -> None:
+    """Refuse an engine that is not installed, or arguments that it does not have, before anything is loaded.
+
+    Raises:
+        BadUse: vLLM is asked for and not installed, or an argument is none.
+        ValueError: the engine has no such argument.
+    """
+    arguments = engine_arguments(given)
+    if "model" in arguments:
+        raise BadUse(f"--engine-arg model={arguments['model']}: the model is the first argument, MODEL")
+    check_installed(kind, "--engine transformers")
+    from torchrl_moe.modules.backends.engine_kind import find_kind
+
+    find_kind(f"torchrl_moe.modules.backends.{kind}.kind").arguments_of({"model": "?", **arguments})
+
+
+def check_installed(kind: str, instead: str) -> None:
+    """Refuse an engine that is not installed; ``instead`` is the option that chooses the other engine.
+
+    Raises:
+        BadUse: vLLM is asked for, and is not installed.
+    """
+    if kind == "vllm" and find_spec("vllm") is None:
+        raise BadUse(
+            "vLLM is not installed: pip install 'torchrl_moe[vllm]' (a CPU needs its own build, see docs/install.md), "
+            f"or use {instead}"
+        )
+
+
+@contextlib.contextmanager
+def started(folder: str, config: Any, kind: str, dtype: str, given: Sequence[str]) -> Iterator[AsyncVLLM]:
+    """Start an engine of a model; it ends with the context.
+
+    Args:
+        folder: of the model, or a hub name.
+        config: its transformers configuration.
+        kind: one of ``ENGINES``.
+        dtype: to compute in.
+        given: engine arguments of the user's, ``KEY=VALUE``.
+
+    Raises:
+        BadUse: vLLM is not installed.
+        EngineError: it did not come up.
+    """
+    arguments = engine_arguments(given)
+    check_installed(kind, "--engine transformers")
+    from torchrl_moe.modules import AsyncVLLM
+
+    longest = int(getattr(config.get_text_config(), "max_position_embeddings", MOST_TOKENS) or MOST_TOKENS)
+    defaults: dict[str, Any] = {"dtype": dtype, "max_model_len": min(longest, MOST_TOKENS)}
+    if kind == "vllm":
+        defaults["enforce_eager"] = True  # on a GPU, too: it starts sooner
+    note(f"starting {kind} ...")
+    with AsyncVLLM.from_pretrained(folder, engine=kind, **{**defaults, **arguments}) as engine:  # type: ignore[arg-type]
+        yield engine

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_moe.cli.command import FINE, BadUse, Command, Output, listing
-from torchrl_moe.cli.engines import check_installed
+from torchrl_moe.cli.services import check_installed
 
 if TYPE_CHECKING:
     from torchrl_moe.trainers.config import GRPOConfig

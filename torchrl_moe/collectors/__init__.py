@@ -7,15 +7,15 @@ from torchrl_moe._lazy import attach
 if TYPE_CHECKING:
     from torchrl_moe.collectors.async_collector import AsyncLLMCollector as AsyncLLMCollector
     from torchrl_moe.collectors.llm_collector import LLMCollector as LLMCollector
-    from torchrl_moe.collectors.ray_async_llm_collector import RayAsyncLLMCollector as RayAsyncLLMCollector
-    from torchrl_moe.collectors.ray_llm_collector import RayLLMCollector as RayLLMCollector
+    from torchrl_moe.collectors.ray_collectors import RayAsyncLLMCollector as RayAsyncLLMCollector
+    from torchrl_moe.collectors.ray_collectors import RayLLMCollector as RayLLMCollector
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
             "AsyncLLMCollector": ".async_collector",
             "LLMCollector": ".llm_collector",
-            "RayAsyncLLMCollector": ".ray_async_llm_collector",
-            "RayLLMCollector": ".ray_llm_collector",
+            "RayAsyncLLMCollector": ".ray_collectors",
+            "RayLLMCollector": ".ray_collectors",
         },
     )

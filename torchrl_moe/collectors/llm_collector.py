@@ -24,8 +24,7 @@ from torchrl_moe.collectors.arguments import (
     refuse_version_tracker,
 )
 from torchrl_moe.collectors.environments import primer_of, with_versions
-from torchrl_moe.collectors.prompt_feed import PromptFeed
-from torchrl_moe.collectors.prompt_stream import Prompt
+from torchrl_moe.collectors.prompt_stream import Prompt, PromptFeed
 from torchrl_moe.collectors.reports import Reports
 
 __all__ = ["LLMCollector"]

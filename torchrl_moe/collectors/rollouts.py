@@ -7,12 +7,15 @@ thread asks for a batch and waits for a future.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, TypeVar
 
 from tensordict import TensorDictBase, lazy_stack
 
@@ -22,23 +25,133 @@ from torchrl_moe._errors import (
     EngineError,
     ReplicaDiedError,
     RequestRefusedError,
+    StaleReplicaError,
 )
-from torchrl_moe.collectors.answers import Answers
-from torchrl_moe.collectors.collection_stats import CollectionStats
-from torchrl_moe.collectors.environments import EnvironmentPool, EnvironmentTimeoutError
-from torchrl_moe.collectors.episode import gather
-from torchrl_moe.collectors.generation_slots import GenerationSlots
-from torchrl_moe.collectors.group import Group
+from torchrl_moe.collectors.arguments import Settings
+from torchrl_moe.collectors.environments import EnvironmentPool, EnvironmentTimeoutError, gather
+from torchrl_moe.collectors.group import CollectionStats, Group
 from torchrl_moe.collectors.prompt_stream import Prompt, PromptStream
 from torchrl_moe.collectors.schedule import Schedule
-from torchrl_moe.collectors.settings import Settings
-from torchrl_moe.collectors.workflow import Workflow
+from torchrl_moe.collectors.workflow import Answers, Workflow
 from torchrl_moe.modules.backends.replica import Completion
-from torchrl_moe.modules.policies.sample_request import SampleRequest
-from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
-from torchrl_moe.modules.serving.sampling_parameters import SamplingParameters
+from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest, vLLMWrapper
+from torchrl_moe.modules.serving.requests import SamplingParameters
 
-__all__ = ["Rollouts"]
+__all__ = ["Delivery", "GenerationSlots", "Rollouts"]
+
+
+# Hands a batch from the collector's loop to the trainer: exactly one of them owns it, whatever interrupts.
+
+
+T = TypeVar("T")
+
+
+class Delivery:
+    """Hands each batch over once. Until a batch is accepted, the collector owns it.
+
+    Args:
+        wait: returns a future's result, or raises if nothing will fulfil it any more.
+    """
+
+    def __init__(self, wait: Callable[[Future[TensorDictBase]], TensorDictBase] = Future.result) -> None:
+        self._wait = wait
+        self._awaited: Future[TensorDictBase] | None = None
+        self._turn = threading.Lock()  # threads that wait for batches do so one after the other
+        self._still = threading.RLock()  # held while a batch changes its owner
+
+    def take(
+        self,
+        ask: Callable[[Future[TensorDictBase]], object],
+        accept: Callable[[TensorDictBase], T],
+        waiting: AbstractContextManager[object],
+    ) -> T:
+        """Wait for the next batch; after a Ctrl-C, or an error in ``accept``, the next call takes the same batch.
+
+        Args:
+            ask: called with a future, which it fulfils with the next batch, ``[rows]``; a second call with it has no
+                effect.
+            accept: gets the batch; once it returns, the batch is the trainer's.
+            waiting: a context manager that is entered while there is no batch.
+
+        Returns:
+            What ``accept`` returns.
+
+        Raises:
+            Exception: what the future ended with, or what ``ask`` or ``accept`` raises.
+        """
+        with self._turn:
+            with self._still:
+                if self._awaited is None:
+                    self._awaited = Future()
+                ask(self._awaited)
+            try:
+                with waiting:
+                    batch = self._wait(self._awaited)
+            except Exception:
+                self._awaited = None
+                raise
+            with self._still:
+                accepted = accept(batch)
+                self._awaited = None
+            return accepted
+
+    @contextmanager
+    def still(self) -> Iterator[Future[TensorDictBase] | None]:
+        """Hand nothing over within the context; yields the future of a batch that the trainer does not own yet."""
+        with self._still:
+            yield self._awaited
+
+
+# Requests to an engine, a limited number at a time.
+
+
+RETRY_SECONDS = 0.1
+
+
+class GenerationSlots:
+    """Bounds how many answers are generated at a time.
+
+    Args:
+        engine: generates the answers.
+        count: answers at a time; ``"auto"``: as many as the engine admits.
+        stats: counts answers in flight.
+    """
+
+    def __init__(self, engine: Any, count: int | Literal["auto"], stats: CollectionStats) -> None:
+        self._engine = engine
+        self._room: contextlib.AbstractAsyncContextManager[None] = (
+            contextlib.nullcontext() if count == "auto" else asyncio.Semaphore(count)
+        )
+        self._stats = stats
+
+    async def answer(self, arguments: dict[str, Any]) -> Completion:
+        """Generate one answer, holding a slot meanwhile.
+
+        Args:
+            arguments: of the engine's ``agenerate``.
+
+        Raises:
+            EngineError: the request was aborted, or the engine failed.
+        """
+        async with self._room:
+            self._stats.in_flight += 1
+            try:
+                completion = await self._ask(arguments)
+            finally:
+                self._stats.in_flight -= 1
+        if completion.aborted:
+            raise EngineError(f"request {completion.request_id!r} was aborted", [completion])
+        return completion
+
+    async def _ask(self, arguments: dict[str, Any]) -> Completion:
+        while True:
+            try:
+                completion: Completion = await self._engine.agenerate(**arguments)
+            except StaleReplicaError:  # the replica with the newest weights died; others will get them
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                return completion
+
 
 LOG = logging.getLogger(__name__)
 STOP_SECONDS = 5.0

@@ -16,7 +16,7 @@ from tensordict import TensorClass, lazy_stack
 
 from torchrl_moe import _checks
 from torchrl_moe.data.routed_experts import refuse_casts
-from torchrl_moe.render.kept_numbers import kept_rows
+from torchrl_moe.render.routes import kept_rows
 from torchrl_moe.render.tables import html_table
 
 __all__ = ["KeptTokens", "dense_mask", "select_rows"]

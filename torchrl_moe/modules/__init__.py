@@ -24,27 +24,27 @@ if TYPE_CHECKING:
     from torchrl_moe.modules.policies.probe import probe_replay as probe_replay
     from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper as TransformersWrapper
     from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper as vLLMWrapper
-    from torchrl_moe.modules.replay.freezing import freeze_routers as freeze_routers
-    from torchrl_moe.modules.replay.incoming import Packing as Packing
+    from torchrl_moe.modules.replay.discovery import freeze_routers as freeze_routers
+    from torchrl_moe.modules.replay.router_replay import Packing as Packing
     from torchrl_moe.modules.replay.router_replay import RouterReplay as RouterReplay
     from torchrl_moe.modules.serving.async_vllm import AsyncVLLM as AsyncVLLM
     from torchrl_moe.modules.serving.async_vllm import make_async_vllm_engine as make_async_vllm_engine
-    from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer as LoadBalancer
-    from torchrl_moe.modules.serving.fault_policy import FaultPolicy as FaultPolicy
-    from torchrl_moe.modules.serving.lease import Lease as Lease
+    from torchrl_moe.modules.serving.balancer import Lease as Lease
+    from torchrl_moe.modules.serving.balancer import LoadBalancer as LoadBalancer
+    from torchrl_moe.modules.serving.candidates import FaultPolicy as FaultPolicy
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
             "AsyncVLLM": ".serving.async_vllm",
             "ChatHistory": "torchrl.modules.llm",
-            "FaultPolicy": ".serving.fault_policy",
+            "FaultPolicy": ".serving.candidates",
             "LLMWrapperBase": "torchrl.modules.llm",
-            "Lease": ".serving.lease",
-            "LoadBalancer": ".serving.balancing.balancer",
+            "Lease": ".serving.balancer",
+            "LoadBalancer": ".serving.balancer",
             "LogProbs": "torchrl.modules.llm",
             "Masks": "torchrl.modules.llm",
-            "Packing": ".replay.incoming",
+            "Packing": ".replay.router_replay",
             "ReplayError": ".._errors",
             "RouteShapeError": ".._errors",
             "RouteValueError": ".._errors",
@@ -53,7 +53,7 @@ else:
             "Tokens": "torchrl.modules.llm",
             "TransformersWrapper": ".policies.transformers_wrapper",
             "UnsupportedRouterError": ".._errors",
-            "freeze_routers": ".replay.freezing",
+            "freeze_routers": ".replay.discovery",
             "make_async_vllm_engine": ".serving.async_vllm",
             "probe_replay": ".policies.probe",
             "vLLMWrapper": ".policies.vllm_wrapper",

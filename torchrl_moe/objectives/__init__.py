@@ -2,7 +2,7 @@
 
 ``functional`` holds the maths, in torch only; a loss module reads tensordict keys, calls those functions and writes
 keys. No model and no
-engine is imported here: an actor is anything with a ``score`` method, see :mod:`torchrl_moe.objectives.actors`.
+engine is imported here: an actor is anything with a ``score`` method, see :mod:`torchrl_moe.objectives.batch`.
 
 What a script imports from ``torchrl.objectives.llm`` is here under the same name. Classes that need no change are
 TorchRL's own and load on first use, because they import vllm, ray and transformers.
@@ -22,52 +22,52 @@ if TYPE_CHECKING:
     from torchrl.objectives.llm import SFTLossOutput as SFTLossOutput
     from torchrl.objectives.llm import k3_kl_token_estimate as k3_kl_token_estimate
 
-    from torchrl_moe.objectives.actors import ScoringActor as ScoringActor
     from torchrl_moe.objectives.advantages import DrGRPOAdvantage as DrGRPOAdvantage
     from torchrl_moe.objectives.advantages import GroupAdvantage as GroupAdvantage
     from torchrl_moe.objectives.advantages import GRPOAdvantage as GRPOAdvantage
     from torchrl_moe.objectives.advantages import ReinforcePlusPlusAdvantage as ReinforcePlusPlusAdvantage
     from torchrl_moe.objectives.advantages import RLOOAdvantage as RLOOAdvantage
-    from torchrl_moe.objectives.cispo import CISPOLoss as CISPOLoss
+    from torchrl_moe.objectives.batch import LossKeys as LossKeys
+    from torchrl_moe.objectives.batch import ScoringActor as ScoringActor
     from torchrl_moe.objectives.corrections import Correction as Correction
     from torchrl_moe.objectives.corrections import Thresholds as Thresholds
-    from torchrl_moe.objectives.dapo import DAPO as DAPO
-    from torchrl_moe.objectives.dppo import DPPOLoss as DPPOLoss
+    from torchrl_moe.objectives.family import DAPO as DAPO
+    from torchrl_moe.objectives.family import CISPOLoss as CISPOLoss
+    from torchrl_moe.objectives.family import DPPOLoss as DPPOLoss
+    from torchrl_moe.objectives.family import GSPOLoss as GSPOLoss
+    from torchrl_moe.objectives.family import SAPOLoss as SAPOLoss
+    from torchrl_moe.objectives.grpo import CISPOLossOutput as CISPOLossOutput
+    from torchrl_moe.objectives.grpo import DAPOLossOutput as DAPOLossOutput
     from torchrl_moe.objectives.grpo import GRPOLoss as GRPOLoss
-    from torchrl_moe.objectives.gspo import GSPOLoss as GSPOLoss
-    from torchrl_moe.objectives.inputs import LossKeys as LossKeys
+    from torchrl_moe.objectives.grpo import GRPOLossOutput as GRPOLossOutput
+    from torchrl_moe.objectives.grpo import LLMLossOutput as LLMLossOutput
+    from torchrl_moe.objectives.grpo import sum_over_ranks as sum_over_ranks
     from torchrl_moe.objectives.mismatch import CollapseThresholds as CollapseThresholds
     from torchrl_moe.objectives.mismatch import MismatchKeys as MismatchKeys
     from torchrl_moe.objectives.mismatch import MismatchMetrics as MismatchMetrics
     from torchrl_moe.objectives.moe_router import MoERouterLoss as MoERouterLoss
     from torchrl_moe.objectives.moe_router import MoERouterLossOutput as MoERouterLossOutput
-    from torchrl_moe.objectives.normalisation import sum_over_ranks as sum_over_ranks
-    from torchrl_moe.objectives.output import CISPOLossOutput as CISPOLossOutput
-    from torchrl_moe.objectives.output import DAPOLossOutput as DAPOLossOutput
-    from torchrl_moe.objectives.output import GRPOLossOutput as GRPOLossOutput
-    from torchrl_moe.objectives.output import LLMLossOutput as LLMLossOutput
-    from torchrl_moe.objectives.sapo import SAPOLoss as SAPOLoss
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "DAPO": ".dapo",
-            "CISPOLoss": ".cispo",
-            "CISPOLossOutput": ".output",
+            "DAPO": ".family",
+            "CISPOLoss": ".family",
+            "CISPOLossOutput": ".grpo",
             "CollapseThresholds": ".mismatch",
             "Correction": ".corrections",
-            "DAPOLossOutput": ".output",
-            "DPPOLoss": ".dppo",
+            "DAPOLossOutput": ".grpo",
+            "DPPOLoss": ".family",
             "DistillationLoss": "torchrl.objectives.llm",
             "DistillationLossOutput": "torchrl.objectives.llm",
             "DrGRPOAdvantage": ".advantages",
             "GRPOAdvantage": ".advantages",
             "GRPOLoss": ".grpo",
-            "GRPOLossOutput": ".output",
-            "GSPOLoss": ".gspo",
+            "GRPOLossOutput": ".grpo",
+            "GSPOLoss": ".family",
             "GroupAdvantage": ".advantages",
-            "LLMLossOutput": ".output",
-            "LossKeys": ".inputs",
+            "LLMLossOutput": ".grpo",
+            "LossKeys": ".batch",
             "MCAdvantage": "torchrl.objectives.llm",
             "MCAdvantageSelector": "torchrl.objectives.llm",
             "MismatchKeys": ".mismatch",
@@ -77,12 +77,12 @@ else:
             "RLOOAdvantage": ".advantages",
             "RayMCAdvantage": "torchrl.objectives.llm",
             "ReinforcePlusPlusAdvantage": ".advantages",
-            "SAPOLoss": ".sapo",
+            "SAPOLoss": ".family",
             "SFTLoss": "torchrl.objectives.llm",
             "SFTLossOutput": "torchrl.objectives.llm",
-            "ScoringActor": ".actors",
+            "ScoringActor": ".batch",
             "Thresholds": ".corrections",
             "k3_kl_token_estimate": "torchrl.objectives.llm",
-            "sum_over_ranks": ".normalisation",
+            "sum_over_ranks": ".grpo",
         },
     )

@@ -7,18 +7,17 @@ log-prob. The losses derived from it replace only the surrogate, :meth:`GRPOLoss
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import torch
-from tensordict import NestedKey, TensorDictBase
-from torch import Tensor
+from tensordict import NestedKey, TensorClass, TensorDictBase
+from torch import Tensor, distributed
 from torchrl.objectives import LossModule
 
 from torchrl_moe import _checks
 from torchrl_moe.objectives import functional as F
-from torchrl_moe.objectives.actors import TokenScores, check_actor, score_reference, score_tokens
 from torchrl_moe.objectives.arguments import (
     aggregation_of,
     check_choice,
@@ -29,15 +28,128 @@ from torchrl_moe.objectives.arguments import (
     check_unused,
     clip_range,
 )
-from torchrl_moe.objectives.batch import Masking, TokenBatch, TokenReader
-from torchrl_moe.objectives.corrections import Correction, Corrections, Thresholds
-from torchrl_moe.objectives.inputs import LossInputs, LossKeys
+from torchrl_moe.objectives.batch import (
+    LossInputs,
+    LossKeys,
+    Masking,
+    TokenBatch,
+    TokenReader,
+    TokenScores,
+    check_actor,
+    score_reference,
+    score_tokens,
+)
+from torchrl_moe.objectives.corrections import (
+    Correction,
+    Corrections,
+    PolicyRatios,
+    Proximal,
+    Thresholds,
+    policy_ratios,
+)
 from torchrl_moe.objectives.moe_router import MoERouterLoss
-from torchrl_moe.objectives.output import GRPOLossOutput, LLMLossOutput
-from torchrl_moe.objectives.ratios import PolicyRatios, Proximal, policy_ratios
 from torchrl_moe.ops.masked import masked_mean
 
-__all__ = ["GRPOLoss"]
+__all__ = ["CISPOLossOutput", "DAPOLossOutput", "GRPOLoss", "GRPOLossOutput", "LLMLossOutput", "sum_over_ranks"]
+
+
+# The outputs of the losses. Each loss names its class as ``output_type``, as TorchRL's losses do.
+
+
+class LLMLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy takes "nocast" for a type
+    """What a loss returns: ``loss_*`` are to be summed, the others are detached and describe the valid tokens."""
+
+    loss_objective: Tensor
+    clip_fraction: Tensor
+    """Share of tokens whose ratio lies outside the clip range, or that the loss's own trust region blocks."""
+    kl_approx: Tensor
+    """Mean of ``log μ - log π``."""
+    ESS: Tensor
+    """Effective sample size of the ratios π/μ, as a share of the tokens."""
+    num_dropped_tokens: Tensor
+    """Number of tokens with a value that is NaN or infinite, 0 if all is well: a log-prob of the actor or the proximal
+    policy, a sample log-prob where the masking strategy names responses, or an entropy (left out of the entropy terms
+    only)."""
+    masked_fraction: Tensor | None = None
+    """Share of tokens that the corrections leave out."""
+    mean_weight: Tensor | None = None
+    """Mean weight of the tokens; masked tokens count as 0."""
+    entropy: Tensor | None = None
+    loss_entropy: Tensor | None = None
+    loss_kl_to_ref: Tensor | None = None
+    kl_to_ref: Tensor | None = None
+    loss_kl_to_inference: Tensor | None = None
+    kl_to_inference: Tensor | None = None
+    loss_load_balancing: Tensor | None = None
+    """This field and the next ones need a ``router_loss``, see :class:`~torchrl_moe.objectives.MoERouterLossOutput`."""
+    loss_z: Tensor | None = None
+    expert_load: Tensor | None = None
+    load_entropy: Tensor | None = None
+    max_load: Tensor | None = None
+    num_dropped_rows: Tensor | None = None
+
+
+class GRPOLossOutput(LLMLossOutput):
+    """Output of :class:`~torchrl_moe.objectives.GRPOLoss`, and of derived losses without their own class."""
+
+
+class DAPOLossOutput(LLMLossOutput):
+    """Of :class:`~torchrl_moe.objectives.DAPO`."""
+
+
+class CISPOLossOutput(LLMLossOutput):
+    """Of :class:`~torchrl_moe.objectives.CISPOLoss`."""
+
+
+# Denominators of a whole batch, summed over the ranks that share it.
+
+
+Key = TypeVar("Key")
+Number = TypeVar("Number", float, Tensor)
+
+
+def sum_over_ranks(
+    denominators: Mapping[Key, Number],
+    group: distributed.ProcessGroup | None = None,
+    *,
+    gradients_are_averaged: bool = True,
+    device: torch.device | str = "cpu",
+) -> dict[Key, Number]:
+    """Sum the denominators of each rank's part of a batch, in one collective for all numbers.
+
+    With the result in each part, data parallel training gets the gradients of the whole batch, however it is split.
+
+    Args:
+        denominators: of this rank's part, see :meth:`torchrl_moe.objectives.GRPOLoss.denominators` and
+            :meth:`torchrl_moe.objectives.MoERouterLoss.totals`; numbers, or tensors of counts. The same keys and shapes
+            on each rank, in the same order.
+        group: the ranks that share the batch; default: all.
+        gradients_are_averaged: whether gradients are averaged over ranks, as DDP and FSDP do; the sums are then divided
+            by the number of ranks. ``False`` if gradients are summed.
+        device: of the message: one that the group's backend supports, ``"cuda"`` for NCCL.
+
+    Returns:
+        The sums: numbers for numbers; for tensors, float64 tensors on the same device.
+
+    Raises:
+        ValueError: no process group is initialised.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        raise ValueError(
+            "sum_over_ranks needs a process group, and none is initialised: call torch.distributed.init_process_group "
+            "first. A single process can use the denominators of its batch directly."
+        )
+    given = list(denominators.values())
+    tensors = [torch.as_tensor(value, dtype=torch.float64) for value in given]
+    numbers = torch.cat([tensor.flatten().to(device) for tensor in tensors])
+    distributed.all_reduce(numbers, group=group)
+    if gradients_are_averaged:
+        numbers /= distributed.get_world_size(group)
+    sums = []
+    for value, tensor, part in zip(given, tensors, numbers.split([t.numel() for t in tensors]), strict=True):
+        total = part.view(tensor.shape).to(tensor.device)
+        sums.append(cast(Number, total if isinstance(value, Tensor) else total.item()))
+    return dict(zip(denominators, sums, strict=True))
 
 
 class GRPOLoss(LossModule):
@@ -45,7 +157,7 @@ class GRPOLoss(LossModule):
 
     `arXiv 2402.03300 <https://arxiv.org/abs/2402.03300>`_, eq. 3; ``low != high`` is DAPO's Clip-Higher, arXiv
     2503.14476, eq. 10. π is the actor, μ the policy that generated the tokens. With ``proximal_policy`` the objective
-    is decoupled: ``r = π / prox``, see :mod:`torchrl_moe.objectives.ratios`.
+    is decoupled: ``r = π / prox``, see :mod:`torchrl_moe.objectives.corrections`.
 
     TorchRL's ``GRPOLoss``, with these differences:
 
@@ -64,7 +176,7 @@ class GRPOLoss(LossModule):
     log-prob of a token that the strategy selects.
 
     Args:
-        actor_network: π: anything with ``score`` (:class:`~torchrl_moe.objectives.actors.ScoringActor`), or TorchRL's
+        actor_network: π: anything with ``score`` (:class:`~torchrl_moe.objectives.batch.ScoringActor`), or TorchRL's
             wrappers with ``generate=False``.
         clip_epsilon: one number for both ``low`` and ``high``, or a pair. They become the buffers ``clip_epsilon_low``
             and ``clip_epsilon_high``, which may be assigned numbers.
@@ -87,7 +199,7 @@ class GRPOLoss(LossModule):
         kl_to_ref_coeff: adds ``loss_kl_to_ref``, the KL to the reference. ``None`` or 0 switch it off.
         kl_to_inference_coeff: adds ``loss_kl_to_inference``, to the rollout policy. With 0 it is only measured.
         kl_estimator: of both: ``"k1"``, ``"k2"`` or ``"k3"``; for their gradients see
-            :mod:`torchrl_moe.objectives.functional.kl`.
+            :mod:`torchrl_moe.objectives.functional`.
         kl_off_policy: whether to weight both by π/μ, so that their gradient is that of the KL off policy too.
         kl_clamp: clamps both per token to ``±kl_clamp``, before the coefficient; a clamped token has no gradient from
             them. ``None`` switches it off.
@@ -101,7 +213,7 @@ class GRPOLoss(LossModule):
         router_loss: a :class:`~torchrl_moe.objectives.MoERouterLoss` of the same actor: its terms are returned too,
             from the router logits of the one forward pass.
 
-    Keys, for :meth:`set_keys`: those of :class:`~torchrl_moe.objectives.inputs.LossKeys`. ``advantage`` is ``[T, 1]``
+    Keys, for :meth:`set_keys`: those of :class:`~torchrl_moe.objectives.batch.LossKeys`. ``advantage`` is ``[T, 1]``
     per token or ``[1, 1]`` per sample; ``num_valid_tokens``, ``num_sequences`` and ``sum_weights`` may be absent.
 
     Raises:

@@ -19,8 +19,7 @@ from torchrl_moe.objectives.batch import Masking, TokenReader
 from torchrl_moe.objectives.uniform_sample import UniformSample, Values
 from torchrl_moe.ops.divergence import extreme_fraction, k1, k3
 from torchrl_moe.ops.masked import masked_mean
-from torchrl_moe.render.numbers import number_text
-from torchrl_moe.render.tables import html_table
+from torchrl_moe.render.tables import html_table, number_text
 
 __all__ = ["CollapseThresholds", "MismatchKeys", "MismatchMetrics"]
 

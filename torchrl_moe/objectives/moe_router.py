@@ -57,7 +57,7 @@ class MoERouterLoss(LossModule):
     empty ``mask`` if ``score`` takes one.
 
     Args:
-        actor_network: anything with ``score`` (:class:`~torchrl_moe.objectives.actors.ScoringActor`) that accepts
+        actor_network: anything with ``score`` (:class:`~torchrl_moe.objectives.batch.ScoringActor`) that accepts
             ``router_logits``.
         top_k: K, experts per token.
         load_balancing_coeff: 1e-2 is Switch's.

@@ -13,13 +13,153 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf, isqrt
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
-from torchrl_moe.ops.kept_words import KeptWords, LeftOut
+from torchrl_moe import _checks
 
-__all__ = ["Gradients", "LinearHead", "RowScores", "backward_tiles", "forward_tiles"]
+__all__ = [
+    "Gradients",
+    "KeptWords",
+    "LeftOut",
+    "LinearHead",
+    "RowScores",
+    "WordShard",
+    "backward_tiles",
+    "forward_tiles",
+    "join",
+    "own_part",
+]
+
+
+# The words (token ids of the vocabulary) that each row's softmax runs over, and their places in the tiles of a head.
+#
+# The lists are as short as sampling made them (the k of a top_k, the bans) and stay lists: no mask ``[N, V]`` exists.
+#
+# Letters: N rows, V words, M ids of all rows together.
+
+
+@dataclass(frozen=True, slots=True)
+class KeptWords:
+    """``sizes[n]`` ids of ``ids`` belong to row n, those of earlier rows first.
+
+    ``sizes[n] > 0``: the row's words are these; ``< 0``: all but these (its absolute value counts them); 0: all. An id
+    that a row lists twice counts once.
+
+    ``ids`` are signed integers ``[M]``, ``sizes`` ``[N]``.
+
+    >>> kept = KeptWords(torch.tensor([2, 0, 1]), torch.tensor([0, -1, 2]))
+    >>> kept.select(torch.tensor([True, False, True]))
+    KeptWords(ids=tensor([0, 1]), sizes=tensor([0, 2]))
+    """
+
+    ids: Tensor
+    sizes: Tensor
+
+    def check_shapes(self, rows: int) -> None:
+        """Check what needs no values.
+
+        Raises:
+            ValueError: wrong rank or number of sizes, or not signed integers.
+        """
+        _checks.check_rank("ids of kept", self.ids, 1)
+        _checks.check_integer("ids of kept", self.ids, signed=True)
+        _checks.check_integer("sizes of kept", self.sizes, signed=True)
+        _checks.check_shape("sizes of kept", self.sizes.shape, (rows,), hint="There is a size for each row.")
+
+    def check_values(self, tokens: Tensor, vocabulary: int) -> None:
+        """Check the ids against the sizes and the tokens ``[N]`` that were chosen.
+
+        Raises:
+            ValueError: another number of ids than the sizes say, an id out of range, or a token that is not among the
+                words of its row.
+        """
+        total = int(self.sizes.long().abs().sum())
+        if total != len(self.ids):
+            raise ValueError(f"the sizes of kept say {total} ids, and there are {len(self.ids)}.")
+        rows, ids = self.rows(), self.ids.long()
+        outside = (ids < 0) | (ids >= vocabulary)
+        named = torch.zeros(len(tokens), dtype=torch.long, device=tokens.device)
+        named.index_add_(0, rows, (ids == tokens[rows]).long())
+        wrong = torch.where(self.sizes > 0, named == 0, (self.sizes < 0) & (named > 0))
+        if not bool(outside.any() | wrong.any()):
+            return
+        if bool(outside.any()):
+            place = int(outside.nonzero()[0, 0])
+            row, word = int(rows[place]), int(ids[place])
+            raise ValueError(f"ids of kept must be in 0..{vocabulary - 1}, row {row} has {word}.")
+        row = int(wrong.nonzero()[0, 0])
+        raise ValueError(
+            f"row {row}: token {int(tokens[row])} is not among the words that kept gives this row. Pass size 0 for rows"
+            " whose token was not sampled."
+        )
+
+    def rows(self) -> Tensor:
+        """Return the row of each id, int64 ``[M]``."""
+        every = torch.arange(len(self.sizes), device=self.sizes.device)
+        return every.repeat_interleave(self.sizes.long().abs(), output_size=len(self.ids))
+
+    def select(self, wanted: Tensor) -> KeptWords:
+        """Return the words of some rows, bool ``[N]``."""
+        return KeptWords(self.ids[wanted[self.rows()]], self.sizes[wanted])
+
+    def tiled(self, height: int, width: int, vocabulary: int, first: int = 0) -> LeftOut:
+        """Sort the ids by the tiles in which they lie.
+
+        Args:
+            height: rows of a tile; the last one of a column of tiles may have fewer.
+            width: words of a tile; likewise.
+            vocabulary: V, or how many words there are here, of which ``first`` is the first.
+            first: ids before it, and those after the last word, lie in no tile.
+        """
+        down, across = (-(-size // step) for size, step in ((len(self.sizes), height), (vocabulary, width)))
+        rows, ids = self.rows(), self.ids.long() - first
+        here = (ids >= 0) & (ids < vocabulary)
+        rows, ids = rows[here], ids[here]
+        tiles = ids.div(width, rounding_mode="floor") * down + rows.div(height, rounding_mode="floor")
+        places = (tiles.mul_(height * width) + rows.remainder_(height) * width + ids % width).sort().values
+        starts = torch.arange(down * across + 1, device=places.device) * (height * width)
+        return LeftOut(self.sizes > 0, places, torch.searchsorted(places, starts).tolist(), height, width, down)
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Fills a tile's words that are left out; made by :meth:`KeptWords.tiled`.
+
+    Tiles are numbered down each column of tiles first. ``places`` are int64 ``[M]``, sorted: tile, row in the tile and
+    word in the tile as one number. Those of tile t lie in ``places[ends[t]:ends[t + 1]]``. ``only`` is bool ``[N]``:
+    the row lists its words, not those it lacks.
+    """
+
+    only: Tensor
+    places: Tensor
+    ends: list[int]
+    height: int
+    width: int
+    down: int
+
+    def fill_(self, tile: Tensor, words: slice, rows: slice, value: Any) -> Tensor:
+        """Write ``value`` where a word is left out of a row, in place.
+
+        >>> kept = KeptWords(torch.tensor([0, 1, 2]), torch.tensor([0, -1, 2]))
+        >>> kept.tiled(3, 4, 4).fill_(torch.ones(3, 4), slice(0, 4), slice(0, 3), 0)
+        tensor([[1., 1., 1., 1.],
+                [0., 1., 1., 1.],
+                [0., 1., 1., 0.]])
+        """
+        number = words.start // self.width * self.down + rows.start // self.height
+        places = self.places[self.ends[number] : self.ends[number + 1]] - number * self.height * self.width
+        row, column = places.div(self.width, rounding_mode="floor"), places % self.width
+        only = self.only[rows]
+        listed = torch.where(only[row], tile[row, column], value)
+        tile.masked_fill_(only[:, None], value)
+        tile[row, column] = listed
+        return tile
+
 
 _FLOOR = -1e4  # its exponential is 0 in every dtype
 _FAINT = -80.0  # its exponential vanishes beside 1, and is quick to compute: one of 0 takes ten times longer on CPU
@@ -252,3 +392,89 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype in (torch.float16, torch.bfloat16):
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a, b)
+
+
+# A head whose vocabulary is sharded over ranks: combines what each rank scores over its own words.
+#
+# Each rank has the same rows and a part of the vocabulary, as under tensor parallelism. Three numbers per row are
+# sent in forward, and the gradient of the hidden states is summed in backward; logits stay where they are.
+#
+# Letters: N rows, V words of all ranks, R ranks.
+
+
+@dataclass(frozen=True, slots=True)
+class WordShard:
+    """The words of this rank: of V words those from ``first`` on, as many as its part of the weight has rows.
+
+    ``mesh`` is the DTensor's, of one dimension.
+    """
+
+    mesh: Any
+    first: int
+    words: int
+
+    @classmethod
+    def of(cls, weight: Tensor) -> WordShard | None:
+        """Return the shard of a weight ``[V, H]``; ``None`` if it is not a DTensor.
+
+        Raises:
+            ValueError: a DTensor that is not sharded by words, or that leaves a rank without any.
+        """
+        mesh: Any = getattr(weight, "device_mesh", None)
+        if mesh is None:
+            return None
+        placements = weight.placements  # type: ignore[attr-defined]
+        if mesh.ndim != 1 or not placements[0].is_shard(0):
+            raise ValueError(f"weight must be cut by words, [Shard(0)] on a mesh of one dimension, got {placements}.")
+        each = -(-len(weight) // mesh.size())  # as DTensor cuts it
+        if each * (mesh.size() - 1) >= len(weight):
+            raise ValueError(f"weight has {len(weight)} words, too few for {mesh.size()} ranks: one would have none.")
+        return cls(mesh, min(mesh.get_local_rank() * each, len(weight)), len(weight))
+
+    @property
+    def group(self) -> str:
+        """The name of the ranks' process group."""
+        return str(self.mesh.get_group().group_name)
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """Return hidden states unchanged; in backward, the ranks' parts of their gradient are summed.
+
+        Raises:
+            ValueError: they are a DTensor.
+        """
+        if hasattr(hidden, "device_mesh"):
+            raise ValueError("hidden states must be whole and local where weight is cut by words, got a DTensor.")
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        whole = DTensor.from_local(hidden, self.mesh, [Replicate()], run_check=False)
+        return whole.to_local(grad_placements=[Partial()])
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, differentiably; return any other tensor unchanged."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def join(own: RowScores, group: str) -> RowScores:
+    """Return the scores over all words, from those over each rank's own; a collective.
+
+    With s the log-sum-exp of a rank, S that of all, and H the entropy over a rank's words, the entropy over all is
+    ``S - sum_r e^(s_r - S) (s_r - H_r)``.
+
+    Args:
+        own: where another rank has the token, ``chosen`` is 0.
+        group: the name of the ranks' process group.
+    """
+    has_entropy = len(own.entropy) > 0
+    parts = torch.stack([own.chosen, own.log_sum, *([own.entropy] if has_entropy else [])])
+    find = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    ranks: dist.ProcessGroup = find(dist.GroupName(group))  # an operator's arguments are numbers and strings
+    gathered = [torch.empty_like(parts) for _ in range(dist.get_world_size(ranks))]
+    dist.all_gather(gathered, parts, group=ranks)
+    chosen, log_sums, *entropies = torch.stack(gathered).unbind(1)
+    log_sum = log_sums.logsumexp(0)
+    if not has_entropy:
+        return RowScores(chosen.sum(0), log_sum, own.entropy)
+    spread = log_sum - ((log_sums - log_sum).exp() * (log_sums - entropies[0])).sum(0)
+    return RowScores(chosen.sum(0), log_sum, spread)

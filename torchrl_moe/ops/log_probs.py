@@ -15,9 +15,16 @@ import torch
 from torch import Tensor
 
 from torchrl_moe import _checks
-from torchrl_moe.ops.kept_words import KeptWords
-from torchrl_moe.ops.linear_head import LinearHead, RowScores, backward_tiles, forward_tiles
-from torchrl_moe.ops.word_shard import WordShard, join, own_part
+from torchrl_moe.ops.linear_head import (
+    KeptWords,
+    LinearHead,
+    RowScores,
+    WordShard,
+    backward_tiles,
+    forward_tiles,
+    join,
+    own_part,
+)
 
 __all__ = ["LogitTransform", "selected_log_probs"]
 

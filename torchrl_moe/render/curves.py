@@ -2,12 +2,106 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torchrl_moe.render.legends import legend_above
+import numpy as np
 
-__all__ = ["training_figure"]
+__all__ = [
+    "HUES",
+    "OTHERS",
+    "Fill",
+    "legend_above",
+    "log_ratio_figure",
+    "shades",
+    "staleness_figure",
+    "training_figure",
+]
+
+
+# Where legends go: above what they explain, so that nothing drawn lies under them.
+
+
+POINTS_PER_INCH = 72
+
+
+def legend_above(axes: Any, title: str = "") -> None:
+    """Set a panel's title, and between it and the panel a legend, in as few lines as fit.
+
+    Args:
+        axes: of matplotlib, with labelled artists.
+        title: of the panel.
+    """
+    labels = axes.get_legend_handles_labels()[1]
+    pad = None
+    # A legend wider than its panel's share would leave the panel itself no room.
+    room = axes.figure.bbox.width / axes.get_gridspec().ncols
+    for columns in range(len(labels), 0, -1):
+        legend = axes.legend(
+            loc="lower center",
+            bbox_to_anchor=(0.5, 1.0),
+            ncols=columns,
+            frameon=False,
+            fontsize="small",
+            columnspacing=1.2,
+            handlelength=1.5,
+        )
+        box = legend.get_window_extent()
+        pad = max(24.0, 8.0 + box.height * POINTS_PER_INCH / axes.figure.dpi)
+        if box.width <= room:
+            break
+    axes.set_title(title, pad=pad)
+
+
+# Colors behind text: told apart by people who are color-blind, and legible on a light page and on a dark one.
+#
+# They are Okabe and Ito's, mostly transparent: text keeps the page's own color.
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """A color behind text: red, green and blue of 0 to 255, and how opaque it is, 0 to 1."""
+
+    red: int
+    green: int
+    blue: int
+    alpha: float
+
+    @property
+    def css(self) -> str:
+        """The value of a CSS ``background``."""
+        return f"rgba({self.red},{self.green},{self.blue},{self.alpha:g})"
+
+    @property
+    def on_white(self) -> str:
+        """The solid color that it is on white, as ``#rrggbb``: for a terminal, under black text."""
+        parts = (round(255 + (part - 255) * self.alpha) for part in (self.red, self.green, self.blue))
+        return "#" + "".join(f"{part:02x}" for part in parts)
+
+
+HUES = (
+    Fill(86, 180, 233, 0.45),  # sky blue
+    Fill(230, 159, 0, 0.45),  # orange
+    Fill(0, 158, 115, 0.45),  # bluish green
+    Fill(204, 121, 167, 0.45),  # reddish purple
+    Fill(240, 228, 66, 0.38),  # yellow
+    Fill(0, 114, 178, 0.45),  # blue
+    Fill(213, 94, 0, 0.45),  # vermilion
+)
+"""One for each thing that has a name; seven can be told apart, what is beyond them shares :data:`OTHERS`."""
+OTHERS = Fill(128, 128, 128, 0.3)
+
+
+def shades(count: int) -> list[Fill]:
+    """Return so many steps of one hue, from none to strong: for what has an order.
+
+    >>> [fill.alpha for fill in shades(3)]
+    [0.0, 0.25, 0.5]
+    """
+    return [Fill(230, 159, 0, round(0.5 * step / max(1, count - 1), 3)) for step in range(count)]
+
 
 PHASES = ("generate", "score", "train", "sync")
 FEW = 10
@@ -77,4 +171,94 @@ def training_figure(rows: Sequence[Mapping[str, Any]], title: str = "") -> Any:
             axes.set_xlim(steps[0] - 0.5, steps[-1] + 0.5)
         axes.grid(alpha=0.3)
     figure.suptitle(title)
+    return figure
+
+
+# The distribution of log-ratios between two policies.
+
+
+def log_ratio_figure(log_ratios: Mapping[str, Any], tau: float = 2.0, bins: int = 81, title: str = "") -> Any:
+    """Draw what share of the tokens has which ``log π - log μ``, on a log scale: the tails are what matters.
+
+    Args:
+        log_ratios: by label (with and without replay, say), numbers of any shape; what is not finite is left out.
+        tau: lines are drawn at ``±log τ``; F(τ), arXiv 2510.11370, is the share of tokens beyond them.
+        bins: their number, the same for all labels.
+        title: of the figure.
+
+    Returns:
+        A matplotlib figure.
+    """
+    from torchrl_moe.render.figures import NotebookFigure
+
+    if not tau > 1:
+        raise ValueError(f"tau must be greater than 1, got {tau}: it bounds a ratio that is 1 where policies agree.")
+    if bins < 1:
+        raise ValueError(f"bins must be at least 1, got {bins}.")
+    flat = {label: np.asarray(values, dtype=np.float64).reshape(-1) for label, values in log_ratios.items()}
+    flat = {label: values[np.isfinite(values)] for label, values in flat.items()}
+    widest = max((abs(values).max() for values in flat.values() if len(values)), default=0.0)
+    edges = np.linspace(-1, 1, bins + 1) * (widest or 1.0)
+    figure = NotebookFigure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for label, values in flat.items():
+        shares = np.histogram(values, edges)[0] / max(1, len(values))
+        axes.stairs(shares, edges, label=f"{label}, {len(values)} tokens")
+    for bound in (-math.log(tau), math.log(tau)):
+        axes.axvline(bound, linestyle=":", color="grey")
+    if widest:
+        axes.set_yscale("log")
+    axes.set(xlabel="log-prob, trainer - engine", ylabel="share of tokens")
+    axes.grid(alpha=0.3)
+    legend_above(axes, title)
+    return figure
+
+
+# Which weights a batch was sampled with, against those it is trained on, batch by batch.
+
+
+def staleness_figure(versions: Sequence[Any], trained: Sequence[int], title: str = "") -> Any:
+    """Draw, for each batch, the oldest, the mean and the newest version that sampled its tokens, and the trainer's.
+
+    Args:
+        versions: for each batch, integers of any shape, -1 for tokens that were not sampled:
+            ``("policy_versions", "full")``.
+        trained: for each batch, the version that it was trained on; that it is behind is its staleness.
+        title: of the figure.
+
+    Returns:
+        A matplotlib figure.
+
+    Raises:
+        ImportError: matplotlib is missing; the message names the extra.
+        ValueError: not a version for each batch, or a token that is newer than it.
+    """
+    from torchrl_moe.render.figures import NotebookFigure, whole_ticks
+
+    if len(versions) != len(trained):
+        raise ValueError(f"there are {len(versions)} batches, and {len(trained)} versions that they were trained on")
+    rows = []
+    for batch, (tokens, now) in enumerate(zip(versions, trained, strict=True)):
+        known = np.asarray(tokens).reshape(-1)
+        known = known[known >= 0]
+        if known.size and known.max() > now:
+            raise ValueError(f"batch {batch} was trained on version {now}, and has tokens of version {known.max()}")
+        if known.size:
+            rows.append((batch, known.min(), known.mean(), known.max(), now))
+    batches, oldest, mean, last, newest = np.array(rows, dtype=np.float64).reshape(-1, 5).T
+    figure = NotebookFigure(figsize=(8, 5.5), layout="constrained")
+    above, below = figure.subplots(2, sharex=True, height_ratios=[2, 1])
+    above.step(range(len(trained)), trained, where="mid", color="C1", label="trained on")
+    above.fill_between(batches, oldest, last, alpha=0.3, color="C0", linewidth=0, label="oldest to newest token")
+    above.plot(batches, mean, "o-", color="C0", label="mean of its tokens")
+    above.set(ylabel="weight version")
+    below.bar(batches, newest - oldest, color="C0", alpha=0.3, label="greatest")
+    below.plot(batches, newest - mean, "o-", color="C0", label="mean")
+    below.set(ylabel="staleness, versions", xlabel="batch")
+    for axes in (above, below):
+        whole_ticks(axes.xaxis)
+        axes.grid(alpha=0.3)
+    whole_ticks(above.yaxis)
+    legend_above(above, title or "versions of the weights, batch by batch")
+    legend_above(below)
     return figure

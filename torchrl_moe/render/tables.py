@@ -2,10 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import sys
+from collections.abc import Mapping, Sequence
 from html import escape
+from typing import Any
 
-__all__ = ["html_table"]
+__all__ = [
+    "data_frame",
+    "html_table",
+    "in_notebook",
+    "number_text",
+    "one_line",
+    "plain_table",
+    "print_table",
+    "share_text",
+    "show_html",
+]
+
+
+# Numbers as people read them.
+
+
+def number_text(value: float | None) -> str:
+    """Return a number in few characters; ``–`` for what is not known.
+
+    >>> [number_text(value) for value in (True, 12345, 0.25, 1.5e-7, None, float("nan"))]
+    ['True', '12,345', '0.25', '1.5e-07', '–', '–']
+    """
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "–"
+    if isinstance(value, bool) or not math.isfinite(value):
+        return str(value)
+    return f"{int(value):,}" if float(value).is_integer() and abs(value) < 1e15 else f"{value:,.4g}"
+
+
+def share_text(value: float | None) -> str:
+    """Return a share of 0 to 1 in percent; ``–`` for what is not known.
+
+    >>> [share_text(value) for value in (0.123, 1.0, None)]
+    ['12.3%', '100.0%', '–']
+    """
+    return "–" if value is None or math.isnan(value) else f"{value:.1%}"
+
 
 CELL = "padding: 0.15em 0.7em; border: none; text-align: {}; white-space: nowrap;"
 RULE = "border-{}: 1px solid rgba(128, 128, 128, 0.5);"  # visible on white and on black
@@ -52,3 +91,125 @@ def _row(tag: str, cells: Sequence[str], rule: str = "") -> str:
 
 def _cell(tag: str, position: int, text: str) -> str:
     return f'<{tag} style="{CELL.format("left" if position < 2 else "right")}">{escape(text)}</{tag}>'
+
+
+# Tables for terminals, by rich if it is installed; texts of any kind stay in their cells and are shown as they are.
+
+
+WIDTH = 140
+"""Characters of a line where it is not a terminal's."""
+
+
+def one_line(text: str, characters: int) -> str:
+    """Return a text in one line of printable characters, its middle cut out if it is long.
+
+    Args:
+        text: anything; what cannot be printed (line breaks, terminal codes) is shown as Python would write it.
+        characters: the most that are returned, at least 1.
+
+    >>> one_line("a\\nb\\x1b[31m", 80)
+    'a\\\\nb\\\\x1b[31m'
+    >>> one_line("abcdefghi", 5)
+    'ab…hi'
+    """
+    if characters < 1:
+        raise ValueError(f"characters must be at least 1, got {characters}")
+    if len(text) <= characters:
+        text = _printable(text)
+        if len(text) <= characters:
+            return text
+    tail = (characters - 1) // 2
+    head = characters - 1 - tail
+    return f"{_printable(text[:head])[:head]}…{_printable(text[-tail:])[-tail:] if tail else ''}"
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
+
+
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], wide: Sequence[str] = ()) -> None:
+    """Print a table: by rich, which also knows notebooks, or as plain text in columns.
+
+    Args:
+        title: above it.
+        header: names of the columns.
+        rows: texts, one per column. Nothing in them is read as markup.
+        wide: columns of running text: they stand left, and are broken into lines; the others stand right.
+
+    Raises:
+        ValueError: a row of another length than the header.
+    """
+    for row in rows:
+        if len(row) != len(header):
+            raise ValueError(f"a row has {len(row)} cells, the header {len(header)}: {row!r}")
+    try:
+        from rich.box import HORIZONTALS
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        print(plain_table(title, header, rows, wide))
+        return
+    console = Console()
+    if not (console.is_terminal or console.is_jupyter):
+        console = Console(width=WIDTH)
+    table = Table(title=Text(title), title_justify="left", box=HORIZONTALS, show_lines=True, collapse_padding=True)
+    for name in header:
+        table.add_column(Text(name), justify="left" if name in wide else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table)
+
+
+def plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], wide: Sequence[str] = ()) -> str:
+    """Return a table as text, in columns; arguments as in :func:`print_table`, but that no line is broken.
+
+    >>> print(plain_table("sizes", ["name", "bytes"], [["a", "1"], ["b", "20"]], wide=["name"]))
+    sizes
+    name  bytes
+    a         1
+    b        20
+    """
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if name in wide else cell.rjust(width)
+            for name, cell, width in zip(header, row, widths, strict=True)
+        ).rstrip()
+        for row in (header, *rows)
+    ]
+    return "\n".join([title, *lines])
+
+
+# Rows as a pandas ``DataFrame``; pandas is an extra.
+
+
+def data_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Return a ``DataFrame`` with a row for each mapping, and a column for each of their keys.
+
+    Raises:
+        ImportError: pandas is missing; the message names the extra.
+    """
+    try:
+        import pandas
+    except ImportError as error:
+        raise ImportError("tables need pandas: pip install 'torchrl_moe[render]'") from error
+    return pandas.DataFrame(rows)
+
+
+# Whether a notebook is there to show something, and showing it.
+
+
+def in_notebook() -> bool:
+    """Whether this runs in a Jupyter kernel; nothing is imported to know that."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
+def show_html(html: str, text: str) -> None:
+    """Show HTML in a notebook; where that shows none, in a diff, say, it shows the text."""
+    from IPython import display
+
+    show: Any = display.display  # it has no types
+    show({"text/html": html, "text/plain": text}, raw=True)

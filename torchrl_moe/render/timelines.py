@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchrl_moe.render.legends import legend_above
+from torchrl_moe.render.curves import legend_above
 
 __all__ = ["timeline_figure"]
 

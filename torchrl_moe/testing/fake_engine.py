@@ -15,20 +15,73 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
 
 from torchrl_moe._checks import check_number
 from torchrl_moe._errors import EngineError, ReplicaDiedError
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.commands import Commands
-from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, PauseMode, Request
-from torchrl_moe.modules.backends.reports import ProbeReport, ReplicaInfo, ReplicaStats
-from torchrl_moe.modules.serving.engine_interface import EngineInterface
-from torchrl_moe.modules.serving.fault_policy import FaultPolicy
-from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.modules.backends.replica import (
+    Completion,
+    CompletionMetrics,
+    PauseMode,
+    ProbeReport,
+    ReplicaInfo,
+    ReplicaStats,
+    Request,
+)
+from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState
+from torchrl_moe.modules.serving.service import EngineInterface
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 from torchrl_moe.testing.fake_model import FakeModel, Script, tokens_to_come
 
-__all__ = ["FakeAsyncVLLM", "FakeReplica"]
+__all__ = ["FakeAsyncVLLM", "FakeReplica", "shift_routes", "shuffle_advantages", "wrong_ids"]
+
+
+# Deliberate faults, as hooks of a training run: a check that notices none of them checks nothing.
+#
+# ``hooks=[torchrl_moe.testing.fake_engine:shift_routes]`` puts one into a run.
+
+
+ROUTES = ("routed_experts", "full")
+
+
+def shift_routes(trainer: Any) -> None:
+    """Give each token the experts of the token before it."""
+    trainer.collector.postproc = _on_routes(lambda routes: torch.cat([routes[-1:], routes[:-1]]))
+
+
+def wrong_ids(trainer: Any) -> None:
+    """Replace each expert by the one with the next number."""
+
+    def other(routes: Tensor) -> Tensor:
+        return torch.where(routes < 0, routes, (routes + 1) % (int(routes.max()) + 1))
+
+    trainer.collector.postproc = _on_routes(other)
+
+
+def shuffle_advantages(trainer: Any) -> None:
+    """Shuffle the advantages over the answers."""
+
+    def shuffled(batch: TensorDictBase) -> TensorDictBase:
+        order = torch.randperm(len(batch)).tolist()
+        for row, advantage in zip(batch.unbind(0), [batch[i].get("advantage").clone() for i in order], strict=True):
+            row.set("advantage", advantage)
+        return batch
+
+    trainer.register_op("batch_process", shuffled)
+
+
+def _on_routes(change: Callable[[Tensor], Tensor]) -> Callable[[TensorDictBase], TensorDictBase]:
+    def changed(batch: TensorDictBase) -> TensorDictBase:
+        for sample in batch.unbind(0):
+            sample.set(ROUTES, change(sample.get(ROUTES)))
+        return batch
+
+    return changed
+
 
 LAYOUT = RoutingLayout(num_layers=4, moe_layers=(1, 2, 3), top_k=2, num_experts=8)
 

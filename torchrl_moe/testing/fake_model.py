@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrl_moe.data import UNSET_EXPERT, RoutingLayout
-from torchrl_moe.modules.backends.kept_ids import KeptIds
-from torchrl_moe.modules.backends.replica import CompletionOutput, Request
+from torchrl_moe.modules.backends.replica import CompletionOutput, KeptIds, Request
 from torchrl_moe.modules.backends.request_routes import RequestRoutes
 from torchrl_moe.modules.backends.vllm.continuation import join
 from torchrl_moe.testing.byte_tokenizer import NUM_BYTES, ByteTokenizer

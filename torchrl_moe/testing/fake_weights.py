@@ -19,14 +19,12 @@ import torch
 from torch import Tensor
 
 from torchrl_moe._errors import EngineError
-from torchrl_moe.modules.backends.replica import PauseMode
-from torchrl_moe.modules.backends.reports import ReplicaInfo, SwapReport
-from torchrl_moe.modules.backends.weight_claim import WeightClaim, WeightOwner
+from torchrl_moe.modules.backends.replica import PauseMode, ReplicaInfo, SwapReport, WeightClaim, WeightOwner
+from torchrl_moe.modules.serving.candidates import ReplicaState
 from torchrl_moe.modules.serving.service import GenerationService
-from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing.fake_engine import FakeAsyncVLLM, FakeReplica
 from torchrl_moe.weight_update.store import Manifest, WeightStoreReader, check_tensors, copy_adapter
-from torchrl_moe.weight_update.store.adapters import ADAPTER_FILES
+from torchrl_moe.weight_update.store.reader import ADAPTER_FILES
 from torchrl_moe.weight_update.transports.base import Receiver, StageReport
 from torchrl_moe.weight_update.transports.registry import open_receiver
 

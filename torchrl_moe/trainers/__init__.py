@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from torchrl_moe.trainers.config import EngineConfig as EngineConfig
     from torchrl_moe.trainers.config import EvalConfig as EvalConfig
     from torchrl_moe.trainers.config import GRPOConfig as GRPOConfig
+    from torchrl_moe.trainers.config import HardwareConfig as HardwareConfig
     from torchrl_moe.trainers.config import LogConfig as LogConfig
     from torchrl_moe.trainers.config import LoRAConfig as LoRAConfig
     from torchrl_moe.trainers.config import LossConfig as LossConfig
     from torchrl_moe.trainers.config import ModelConfig as ModelConfig
     from torchrl_moe.trainers.config import OptimConfig as OptimConfig
+    from torchrl_moe.trainers.config import PlacementConfig as PlacementConfig
     from torchrl_moe.trainers.config import RolloutConfig as RolloutConfig
     from torchrl_moe.trainers.grpo_trainer import MoEGRPOTrainer as MoEGRPOTrainer
-    from torchrl_moe.trainers.hardware_config import HardwareConfig as HardwareConfig
-    from torchrl_moe.trainers.placement_config import PlacementConfig as PlacementConfig
     from torchrl_moe.trainers.plan import RunPlan as RunPlan
 else:
     __getattr__, __dir__, __all__ = attach(
@@ -32,14 +32,14 @@ else:
             "EngineConfig": ".config",
             "EvalConfig": ".config",
             "GRPOConfig": ".config",
-            "HardwareConfig": ".hardware_config",
+            "HardwareConfig": ".config",
             "LoRAConfig": ".config",
             "LogConfig": ".config",
             "LossConfig": ".config",
             "MoEGRPOTrainer": ".grpo_trainer",
             "ModelConfig": ".config",
             "OptimConfig": ".config",
-            "PlacementConfig": ".placement_config",
+            "PlacementConfig": ".config",
             "RolloutConfig": ".config",
             "RunPlan": ".plan",
             "load_config": ".compose",

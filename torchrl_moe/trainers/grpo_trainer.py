@@ -6,13 +6,17 @@ import copy
 import inspect
 import logging
 import math
+import os
 import random
 import shutil
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -23,36 +27,120 @@ from tqdm.auto import tqdm
 
 from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
-from torchrl_moe.trainers import torchrun
-from torchrl_moe.trainers.batch_metrics import batch_metrics
-from torchrl_moe.trainers.checkpoints import Checkpoints, NothingKept
-from torchrl_moe.trainers.config import ConfigError, GRPOConfig
-from torchrl_moe.trainers.evaluation import Evaluation
-from torchrl_moe.trainers.follower import Follower
+from torchrl_moe.trainers import ranks as torchrun
+from torchrl_moe.trainers.checkpoints import Checkpoints, NothingKept, TrainedState
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig, nearest
 from torchrl_moe.trainers.function_names import import_function
-from torchrl_moe.trainers.health import HealthMonitor
-from torchrl_moe.trainers.interruption import finishing
-from torchrl_moe.trainers.leader import Leader
-from torchrl_moe.trainers.learner import Learner
-from torchrl_moe.trainers.loss_building import advantages
-from torchrl_moe.trainers.micro_batches import in_rows
-from torchrl_moe.trainers.minibatches import Minibatches
-from torchrl_moe.trainers.parcel import pack
+from torchrl_moe.trainers.learner import Learner, Minibatches, advantages, in_rows
 from torchrl_moe.trainers.placement import Placement
-from torchrl_moe.trainers.rank_group import join_ranks
-from torchrl_moe.trainers.rollout_engine import check_arguments
-from torchrl_moe.trainers.rollout_source import RolloutSource
-from torchrl_moe.trainers.run_record import Row
-from torchrl_moe.trainers.run_reports import RunReports
-from torchrl_moe.trainers.settings import nearest
-from torchrl_moe.trainers.shares import shares
-from torchrl_moe.trainers.starting_model import starting_model
-from torchrl_moe.trainers.step_clock import StepClock
-from torchrl_moe.trainers.trained_state import TrainedState
+from torchrl_moe.trainers.policy_model import starting_model
+from torchrl_moe.trainers.ranks import join_ranks, pack, shares
+from torchrl_moe.trainers.roles import Evaluation, Follower, Leader
+from torchrl_moe.trainers.rollout_engine import RolloutSource, check_arguments
+from torchrl_moe.trainers.run_record import HealthMonitor, Row, RunReports, batch_metrics
 
-__all__ = ["MoEGRPOTrainer"]
+__all__ = ["MoEGRPOTrainer", "StepClock", "finishing"]
+
+
+# ``StepClock``: seconds of each phase of a training step.
+
+
+class StepClock:
+    """Counts seconds by phase.
+
+    Attributes:
+        seconds: phase -> seconds, of this step.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._began = time.perf_counter()
+
+    def begin(self) -> None:
+        """Begin a step, and its first phase."""
+        self.seconds = {}
+        self.begin_phase()
+
+    def begin_phase(self) -> None:
+        """Begin a phase that :meth:`end` ends."""
+        self._began = time.perf_counter()
+
+    def end(self, phase: str) -> None:
+        """Count the time since :meth:`begin_phase` towards a phase."""
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - self._began
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Count the time inside the context towards a phase."""
+        self.begin_phase()
+        try:
+            yield
+        finally:
+            self.end(phase)
+
+
+# Signals that end a run: the running step may finish and be saved first.
+
 
 LOG = logging.getLogger(__name__)
+
+USUAL: dict[signal.Signals, Any] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
+"""Ctrl-C, what batch schedulers send, and the end of a terminal (without nohup) -> what Python does then."""
+
+
+@contextmanager
+def finishing(ask: Callable[[], None], end: Callable[[], object], seconds: float) -> Iterator[None]:
+    """Let what runs in the context finish when the process is told to end; then the signal has its usual effect.
+
+    A second signal, or the deadline, ends it at once. Handlers of the user's own stay, and so does everything outside
+    the main thread, where Python hears no signals.
+
+    Args:
+        ask: called at the first signal: asks to finish soon.
+        end: called in the end, before a signal that ends the process without any clean-up has its effect.
+        seconds: that finishing may take; 0: signals end it at once.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    ours = [number for number, usual in USUAL.items() if is_main and seconds and signal.getsignal(number) is usual]
+    heard: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        del frame
+        if heard:
+            give_back()
+            signal.raise_signal(number)
+            return
+        heard.append(number)
+        timer.start()
+        LOG.warning(
+            "%s: the running step is finished and saved, in at most %g s; a second signal ends the run at once",
+            signal.Signals(number).name,
+            seconds,
+        )
+        ask()
+
+    def give_back() -> None:
+        for number in ours:
+            signal.signal(number, USUAL[number])
+
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), lambda: os.kill(os.getpid(), heard[0]))
+    timer.daemon = True
+    for number in ours:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        give_back()
+    if heard:
+        if heard[0] != signal.SIGINT:  # a KeyboardInterrupt leaves clean-up to the contexts that it passes
+            end()
+        signal.raise_signal(heard[0])
+
 
 SHOWN = {
     "reward": ".2f",

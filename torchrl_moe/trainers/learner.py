@@ -2,22 +2,641 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor, nn
+from torchrl.trainers import OptimizationStepper, Trainer, TrainerHookBase
 
+from torchrl_moe import objectives
+from torchrl_moe._errors import DivergedError
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
-from torchrl_moe.trainers.config import GRPOConfig, OptimConfig
-from torchrl_moe.trainers.gradients import by_mesh
-from torchrl_moe.trainers.loss_building import build_loss, build_reference
+from torchrl_moe.modules.policies.unstack import has_adapters
+from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
+from torchrl_moe.modules.replay.discovery import EXPERT_COUNTS
+from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
+from torchrl_moe.objectives.grpo import GRPOLoss
+from torchrl_moe.objectives.mismatch import CollapseThresholds, MismatchMetrics
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig, OptimConfig
 from torchrl_moe.trainers.placement import Placement
 from torchrl_moe.trainers.policy_model import PolicyModel
-from torchrl_moe.trainers.rollout_scores import RolloutScores
-from torchrl_moe.trainers.token_stepper import TokenStepper
+from torchrl_moe.trainers.ranks import Ranks
 
-__all__ = ["Learner", "learning_rate"]
+__all__ = [
+    "Learner",
+    "Minibatches",
+    "Reference",
+    "RolloutScores",
+    "TokenStepper",
+    "advantages",
+    "build_loss",
+    "build_reference",
+    "by_mesh",
+    "clip_gradients",
+    "in_rows",
+    "learning_rate",
+    "lengths_of",
+    "micro_batches",
+    "micro_batches_of_ranks",
+    "total_norm",
+]
+
+
+# The norm of a gradient, and clipping it, with weights on one device or sharded over ranks.
+
+
+def by_mesh(weights: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return weights grouped by device mesh and placements: a foreach operation needs them to agree in both."""
+    groups: dict[Any, list[Tensor]] = {}
+    for weight in weights:
+        groups.setdefault((getattr(weight, "device_mesh", None), getattr(weight, "placements", None)), []).append(
+            weight
+        )
+    return list(groups.values())
+
+
+def total_norm(groups: Iterable[Sequence[Tensor]], ranks: Ranks) -> float:
+    """Return the 2-norm over groups of tensors, each of one mesh, of all ranks; NaN if that of any is not finite."""
+    squares = 0.0
+    for group in groups:
+        norm: Any = nn.utils.get_total_norm(group)
+        squares += float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm) ** 2
+    norms = ranks.gather(math.sqrt(squares) if math.isfinite(squares) else math.nan)
+    return max(norms) if all(map(math.isfinite, norms)) else math.nan
+
+
+def clip_gradients(weights: Iterable[Tensor], limit: float | None, ranks: Ranks) -> float:
+    """Clip the gradient to a maximum norm; return the norm before clipping.
+
+    Args:
+        weights: those without a gradient are skipped.
+        limit: maximum norm; ``None``: no clipping.
+        ranks: that share the weights; all must call. All get the same norm, so either all skip a step or none does.
+
+    Returns:
+        The 2-norm over all weights of all ranks; not finite if that of any rank is not.
+    """
+    groups = by_mesh(weight for weight in weights if weight.grad is not None)
+    total = total_norm([[weight.grad for weight in group if weight.grad is not None] for group in groups], ranks)
+    if limit is not None and math.isfinite(total):
+        for group in groups:
+            nn.utils.clip_grads_with_norm_(group, limit, torch.tensor(total))
+    return total
+
+
+# Splitting a batch by tokens, so that each part fits into memory.
+
+
+def in_rows(batch: TensorDictBase) -> TensorDictBase:
+    """Return a batch, ``[B]``, whose parts share its rows: what is written to one of them is in the other.
+
+    Parts of a dense TensorDict would be copies. A lazy stack is such a batch already, and keeps its rows.
+    """
+    return lazy_stack(list(batch.unbind(0)))
+
+
+def micro_batches(lengths: Sequence[int], max_tokens: int | None, at_least: int = 0) -> list[list[int]]:
+    """Return the samples of each part: padded to its longest sample, a part has at most ``max_tokens`` tokens.
+
+    Samples of similar length are grouped, longest first, to keep padding low. A sample that is longer than
+    ``max_tokens`` is a part of its own.
+
+    Args:
+        lengths: tokens of each sample.
+        max_tokens: of a part; ``None``: all samples are one part.
+        at_least: least number of parts; those with most samples are halved, and when each has one sample, empty parts
+            are added.
+
+    Raises:
+        ValueError: ``max_tokens`` is below 1.
+
+    >>> micro_batches([5, 9, 4, 8], max_tokens=18)
+    [[1, 3], [0, 2]]
+    """
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+    whole = [list(range(len(lengths)))] if lengths else []
+    parts = whole if max_tokens is None else _packed(lengths, max_tokens)
+    while len(parts) < at_least:
+        largest = max(range(len(parts)), key=lambda i: len(parts[i]), default=0)
+        samples = parts[largest] if parts else []
+        if len(samples) < 2:
+            return parts + [[]] * (at_least - len(parts))
+        half = len(samples) // 2
+        parts[largest : largest + 1] = [samples[:half], samples[half:]]
+    return parts
+
+
+def _packed(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    parts: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):  # stable: ties keep their order
+        longest = lengths[parts[-1][0]] if parts else 0
+        if parts and longest * (len(parts[-1]) + 1) <= max_tokens:
+            parts[-1].append(index)
+        else:
+            parts.append([index])
+    return parts
+
+
+def micro_batches_of_ranks(lengths: Sequence[int], max_tokens: int | None, ranks: Ranks) -> list[list[int]]:
+    """Return the samples of each part, as many parts on each rank: forward passes of a shared model are collectives.
+
+    All ranks must call. A rank with too few samples gets empty parts, for which it runs a sample and discards the
+    result.
+    """
+    own = micro_batches(lengths, max_tokens)
+    return micro_batches(lengths, max_tokens, max(ranks.gather(len(own))))
+
+
+# ``Minibatches``: the parts of a batch that the optimizer steps on one after the other.
+
+
+class Minibatches(TrainerHookBase):
+    """Gives the optimizer a batch in parts, in a new order in each epoch.
+
+    With several ranks, each splits its own share. Ranks that see the same samples split them in the same way.
+
+    Args:
+        count: optimizer steps per epoch; a batch with fewer samples gets one step per sample.
+        ranks: of the run; all use the random seed that rank 0 draws.
+    """
+
+    def __init__(self, count: int, ranks: Ranks | None = None) -> None:
+        self.count, self._ranks = count, ranks or Ranks()
+        self._parts: Iterator[TensorDictBase] = iter(())
+
+    def begin(self, batch: TensorDictBase) -> TensorDictBase:
+        """Begin an epoch: shuffle the samples, by torch's global generator."""
+        if self.count == 1:
+            self._parts = iter((batch,))
+        else:
+            seed = self._ranks.from_first(int(torch.randint(1 << 62, ())), "minibatches")
+            drawn = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
+            order = drawn.tensor_split(min(self.count, len(batch)))
+            self._parts = (batch[part.tolist()] for part in order)
+        return batch
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        """Return the next part.
+
+        Raises:
+            StopIteration: the epoch is over, as TorchRL's trainer expects.
+        """
+        del batch
+        return next(self._parts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: checkpoints are taken between batches."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take nothing."""
+        del state_dict
+
+    def register(self, trainer: Trainer, name: str = "minibatches") -> None:
+        """Register at the stages that it serves."""
+        trainer.register_module(name, self)
+        trainer.register_op("pre_epoch", self.begin)
+        trainer.register_op("process_optim_batch", self)
+
+
+# ``TokenStepper``: one optimizer step on a minibatch, in micro-batches of bounded token count.
+
+
+LOG = logging.getLogger(__name__)
+
+
+def lengths_of(batch: TensorDictBase) -> list[int]:
+    """Return the number of tokens of each sample, its prompt included."""
+    return [len(sample.get(("tokens", "full"))) for sample in batch.unbind(0)]
+
+
+class TokenStepper(OptimizationStepper):
+    """Steps on the gradient of a whole minibatch, however it is split.
+
+    The loss of every part is divided by the tokens of the whole minibatch, so the gradients of the parts add up to its
+    gradient, to rounding. The same holds if each rank has a share of it. Samples without an advantage are skipped if
+    the loss gives them no gradient. A step whose gradient is not finite is skipped, logged, and counted.
+
+    Args:
+        loss: the policy's.
+        optimizer: of float32 weights.
+        schedule: of the learning rate; stepped once for each optimizer step that is not skipped.
+        max_tokens: of a micro-batch, padding included; ``None``: a minibatch is one micro-batch.
+        max_grad_norm: the gradient is clipped to this norm; ``None``: it is not.
+        precision: makes the context of a forward pass.
+        placement: the ranks that share the model, each with its own minibatch; default: one.
+        max_bad_steps: steps in a row that may be skipped.
+    """
+
+    def __init__(
+        self,
+        loss: GRPOLoss,
+        optimizer: torch.optim.Optimizer,
+        schedule: torch.optim.lr_scheduler.LambdaLR,
+        *,
+        max_tokens: int | None,
+        max_grad_norm: float | None,
+        precision: Callable[[], AbstractContextManager[Any]],
+        placement: Placement | None = None,
+        max_bad_steps: int = 10,
+    ) -> None:
+        self._placement = placement or Placement()
+        self.ranks = self._placement.ranks
+        self.loss, self.optimizer, self.schedule = loss, optimizer, schedule
+        self.max_tokens, self.max_grad_norm, self.precision = max_tokens, max_grad_norm, precision
+        self.skipped, self.max_bad_steps, self._bad = 0, max_bad_steps, 0
+        self._metrics: list[dict[str, float]] = []
+
+    def step(self, trainer: Trainer, sub_batch: TensorDictBase) -> TensorDictBase:
+        """Make one step; return the loss terms, summed over parts, and the means of metrics over their tokens.
+
+        Raises:
+            DivergedError: too many steps in a row were skipped, or a weight is not finite after the step.
+        """
+        del trainer
+        lr = self.lr
+        self.ranks.meet("a step")
+        metrics = self.accumulate(sub_batch)
+        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        norm = clip_gradients(weights, self.max_grad_norm, self.ranks)
+        if math.isfinite(norm):
+            self._bad = 0
+            self.optimizer.step()
+            self.schedule.step()
+            # they would go to the engine, and into a checkpoint
+            if not math.isfinite(total_norm(by_mesh(weight.detach() for weight in weights), self.ranks)):
+                raise DivergedError(
+                    "the weights are not finite after this step: resume from the last checkpoint with a lower optim.lr"
+                )
+        else:
+            self.skipped, self._bad = self.skipped + 1, self._bad + 1
+            LOG.warning("a gradient of norm %s: the step is skipped, %d so far", norm, self.skipped)
+            if self._bad >= self.max_bad_steps:
+                raise DivergedError(
+                    f"optim.max_bad_steps={self.max_bad_steps} gradients in a row are not finite: the rewards, the "
+                    "coefficients of the loss or the weights are, resume from the last checkpoint with others"
+                )
+        self.optimizer.zero_grad(set_to_none=True)
+        metrics |= {"grad_norm": torch.tensor(norm), "lr": torch.tensor(lr)}
+        self._metrics.append({name: float(value) for name, value in metrics.items()})
+        return TensorDict(metrics, batch_size=[])
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the means over all steps since the last call; ``loss`` is the sum of all terms."""
+        taken, self._metrics = self._metrics, []
+        names = dict.fromkeys(name for metrics in taken for name in metrics)
+        means = {name: statistics.mean(metrics.get(name, math.nan) for metrics in taken) for name in names}
+        total = sum(value for name, value in means.items() if name.startswith("loss_"))
+        return {**means, "loss": total, "ess": means["ESS"], "skipped_steps": float(self.skipped)} if means else {}
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def accumulate(self, batch: TensorDictBase) -> dict[str, Tensor]:
+        """Accumulate a minibatch's gradient; return its metrics over all ranks, each ``[]``."""
+        batch = in_rows(batch)  # a hook may have made it dense
+        kept = [i for i, sample in enumerate(batch.unbind(0)) if self._has_gradient(sample)] or [0]  # metrics of one
+        lengths = lengths_of(batch)
+        split = micro_batches_of_ranks([lengths[i] for i in kept], self.max_tokens, self.ranks)
+        parts = [batch[[kept[i] for i in part]] for part in split if part]
+        shortest = batch[[min(kept, key=lambda i: lengths[i])]]
+        idle = len(split) - len(parts)  # extra passes, because other ranks have more parts
+        self._set_denominators(batch, parts, [shortest] * idle)
+        sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(()))
+        tokens = 0.0
+        for rows in parts:
+            out = self._backward(rows)
+            count = float(sum(len(row.get(("tokens", "response"))) for row in rows.unbind(0)))
+            tokens += count
+            for name, value in out.items():
+                if value.ndim == 0:
+                    sums[name] = sums[name] + value.detach().float().cpu() * (1.0 if _adds_up(name) else count)
+        for _ in range(idle):
+            self._backward(shortest, weight=0.0)
+        return self._whole(sums, tokens)
+
+    def _backward(self, rows: TensorDictBase, weight: float = 1.0) -> Any:
+        with self.precision():
+            out = self.loss(rows)
+        total = sum(value for name, value in out.items() if name.startswith("loss_"))
+        assert isinstance(total, Tensor)
+        (total if weight == 1.0 else total * weight).backward()
+        return out
+
+    def _whole(self, sums: dict[str, Tensor], tokens: float) -> dict[str, Tensor]:
+        """Return metrics of all ranks; their losses are averaged, as their gradients are: see :meth:`Ranks.sum`."""
+        every = self._placement.gather((dict(sums), tokens))
+        total = sum(count for _, count in every)
+        return {
+            name: sum((one[name] for one, _ in every), torch.zeros(()))
+            / (len(every) if name.startswith("loss_") else 1.0 if _adds_up(name) else max(total, 1.0))
+            for name in sums
+        }
+
+    def _set_denominators(
+        self, batch: TensorDictBase, parts: Sequence[TensorDictBase], idle: Sequence[TensorDictBase]
+    ) -> None:
+        """Store in each sample the denominators of the whole minibatch's losses."""
+        numbers: dict[Any, Any] = dict(self.loss.denominators(batch))
+        router_loss = self.loss.router_loss
+        if router_loss is not None and (len(parts) > 1 or self.ranks.size > 1):
+            with self.precision():
+                numbers.update(router_loss.totals(parts))
+                if idle:
+                    router_loss.totals(idle)
+        for key, number in self.ranks.sum(numbers).items():
+            value = torch.as_tensor(number)
+            batch.set(key, value.expand(*batch.batch_size, *value.shape))
+
+    def _has_gradient(self, sample: TensorDictBase) -> bool:
+        loss = self.loss
+        penalties = loss.entropy_bonus or loss.kl_to_ref_coeff or loss.kl_to_inference_coeff
+        if penalties or loss.router_loss is not None:
+            return True
+        return bool(sample.get(loss.tensor_keys.advantage).any())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the schedule's state and the number of skipped steps; the optimizer is a separate component."""
+        return {"schedule": self.schedule.state_dict(), "skipped": self.skipped}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the schedule and the number of skipped steps."""
+        self.schedule.load_state_dict(state_dict["schedule"])
+        self.skipped = state_dict["skipped"]
+
+
+def _adds_up(name: str) -> bool:
+    """Whether a metric is summed over parts; the others are averaged."""
+    return name.startswith(("loss_", "num_"))
+
+
+# ``RolloutScores``: a batch's mismatch, proximal and reference log-probs, before the first update.
+
+
+PROX_KEY, REFERENCE_KEY = "prox", "ref_log_probs"
+MISMATCH_COLUMNS = {
+    "mismatch_kl": "k3",
+    "dlogp_mean": "dlogp_mean",
+    "dlogp_max": "dlogp_max",
+    "extreme_fraction": "extreme_fraction",
+}
+"""Column of a run's record -> metric of :class:`~torchrl_moe.objectives.MismatchMetrics`."""
+
+
+class RolloutScores:
+    """Scores rollouts by the current policy, and by the reference.
+
+    Under R2 this is the forward pass that records the experts. If nothing needs the policy's scores, and no mismatch is
+    due, there is no forward pass. With several ranks each scores its own share; metrics are of all ranks.
+
+    Args:
+        actor: the policy.
+        loss: what reads the results; its keys are set.
+        reference: writes ``("ref_log_probs", "full")``; ``None``: the loss needs none, or scores the reference itself.
+        max_tokens: of a micro-batch, pads included.
+        precision: makes the context of a forward pass.
+        placement: the ranks that share the model; default: one.
+    """
+
+    def __init__(
+        self,
+        actor: TransformersWrapper,
+        loss: GRPOLoss,
+        reference: Callable[[TensorDictBase], TensorDictBase] | None,
+        *,
+        max_tokens: int | None,
+        precision: Callable[[], AbstractContextManager[Any]],
+        placement: Placement | None = None,
+    ) -> None:
+        self._placement = placement or Placement()
+        self.actor, self.loss, self.reference = actor, loss, reference
+        self.max_tokens, self.precision = max_tokens, precision
+        self.writes_prox = loss.proximal_policy == "recomputed"
+        # one for the whole run: it remembers that it has warned
+        self._watch = _metrics(CollapseThresholds() if self._placement.ranks.is_first else None)
+        # under R2 a second forward pass would record again: it gets a copy of the batch
+        self.scorer = actor.get_new_version(measure_agreement=actor.replay == "R3")
+        self.live = actor.get_new_version(replay="none") if actor.replay == "R3" else None
+        if self.writes_prox:
+            loss.set_keys(prox_log_prob=(PROX_KEY, "full"))
+        if reference is not None:
+            loss.set_keys(ref_log_probs=(REFERENCE_KEY, "full"))
+
+    @torch.no_grad()
+    def __call__(self, batch: TensorDictBase, version: int, with_mismatch: bool) -> dict[str, float]:
+        """Score a batch, in place; return the mismatch between trainer and engine, if requested.
+
+        Args:
+            batch: ``[B]``, as collected.
+            version: of the weights.
+            with_mismatch: whether to measure the mismatch, with replay and without.
+        """
+        found = _Found()
+        scores = with_mismatch or self.writes_prox or self.actor.replay == "R2"
+        for part, counts in self._parts(batch) if scores else ():
+            with self.precision():
+                log_probs, spread, _ = self.scorer.score(part, entropy=with_mismatch)
+            if self.writes_prox:
+                self._write(part, log_probs)
+            if not with_mismatch:
+                continue
+            unaided = None
+            if self.live is not None:
+                with self.precision():
+                    unaided = self.live.score(part.copy(), entropy=False)[0]
+            if counts:
+                assert spread is not None
+                found.add(part, version, log_probs, spread, unaided)
+        if self.reference is not None:  # last: it follows the experts that R2 has recorded by now
+            for part, _ in self._parts(batch):
+                with self.precision():
+                    self.reference(part)
+        return _Found.of(self._placement.gather(found)).columns(self._watch) if with_mismatch else {}
+
+    def _parts(self, batch: TensorDictBase) -> Iterator[tuple[TensorDictBase, bool]]:
+        """Yield micro-batches, and whether they count: copies that do not give all ranks as many passes."""
+        lengths = lengths_of(batch)
+        for part in micro_batches_of_ranks(lengths, self.max_tokens, self._placement.ranks):
+            shortest = min(range(len(lengths)), key=lambda i: lengths[i])
+            yield (batch[part], True) if part else (batch[[shortest]].clone(), False)
+
+    @staticmethod
+    def _write(part: TensorDictBase, log_probs: torch.Tensor) -> None:
+        """Give each sample its row, without the padding on the left."""
+        for sample, row in zip(part.unbind(0), log_probs, strict=True):
+            sample.set((PROX_KEY, "full"), row[len(row) - len(sample.get(("tokens", "full"))) :].cpu())
+
+
+class _Found:
+    """Metrics of a batch, to be combined over all ranks."""
+
+    def __init__(self) -> None:
+        self.metrics, self.live = _metrics(), _metrics()
+        self.entropy = self.tokens = 0.0
+
+    def add(
+        self,
+        part: TensorDictBase,
+        version: int,
+        log_probs: torch.Tensor,
+        spread: torch.Tensor,
+        unaided: torch.Tensor | None,
+    ) -> None:
+        """Add a micro-batch: its scores, entropies, and scores by the live router."""
+        self.metrics.update(part, log_probs, version=version)
+        known = _sampled(part, log_probs)
+        self.entropy += float(spread[known].sum())
+        self.tokens += float(known.sum())
+        if unaided is not None:
+            self.live.update(part, unaided)
+
+    @classmethod
+    def of(cls, every: Sequence[_Found]) -> _Found:
+        """Combine the metrics of all ranks."""
+        first, *others = every
+        for other in others:
+            first.metrics.merge(other.metrics)
+            first.live.merge(other.live)
+            first.entropy, first.tokens = first.entropy + other.entropy, first.tokens + other.tokens
+        return first
+
+    def columns(self, watch: MismatchMetrics) -> dict[str, float]:
+        """Return the columns of a run's record; ``watch`` warns of a mismatch that was not there in the last batch."""
+        watch.reset()
+        watch.merge(self.metrics)
+        found, unaided = watch.compute(), self.live.compute()
+        columns = {
+            name: found[f"mismatch/{metric}"]
+            for name, metric in MISMATCH_COLUMNS.items()
+            if f"mismatch/{metric}" in found
+        }
+        if "mismatch/dlogp_mean" in unaided:
+            columns["dlogp_live"] = unaided["mismatch/dlogp_mean"]
+        if "routing/agreement" in found:
+            columns["agreement"] = found["routing/agreement"]
+        return {**columns, "entropy": self.entropy / max(self.tokens, 1.0)}
+
+
+def _metrics(thresholds: CollapseThresholds | None = None) -> MismatchMetrics:
+    return MismatchMetrics(sample_size=1, thresholds=thresholds)  # no percentile is needed
+
+
+def _sampled(part: TensorDictBase, log_probs: torch.Tensor) -> torch.Tensor:
+    sampled = part.get(("log_probs", "full"), as_padded_tensor=True, padding_side="left", padding_value=torch.nan)
+    return sampled.isfinite().to(log_probs.device)
+
+
+# The loss, the advantages and the reference that a configuration names.
+
+
+TOP_K = ("num_experts_per_tok", "moe_topk")
+Reference = Callable[[TensorDictBase], TensorDictBase]
+
+
+def build_loss(actor: TransformersWrapper, config: GRPOConfig) -> GRPOLoss:
+    """Return the loss of a run.
+
+    Raises:
+        ConfigError: there is no such loss, or it does not accept an argument.
+    """
+    where = _where(config, actor.model)
+    by_adapter = _needs_reference(config.loss.arguments) and where == "adapter"
+    top_k, experts = config.loss.router.get("top_k"), _of_model(actor, EXPERT_COUNTS)
+    if top_k is not None and experts is not None and top_k > experts:
+        raise ConfigError(f"loss.router.top_k={top_k} is more than the {experts} experts of the model")
+    return config.loss.build(actor, _of_model(actor, TOP_K), **({"reference": "adapter"} if by_adapter else {}))
+
+
+def _of_model(actor: TransformersWrapper, names: Sequence[str]) -> int | None:
+    """Return the first number of a model's configuration that it has, by any of these names."""
+    text_config: Any = actor.model.config.get_text_config()  # type: ignore[union-attr, operator]
+    found = (getattr(text_config, name, None) for name in names)
+    return next((number for number in found if isinstance(number, int) and number), None)
+
+
+def _needs_reference(arguments: dict[str, Any]) -> bool:
+    return bool(arguments.get("kl_to_ref_coeff")) or arguments.get("kl_mask_threshold") is not None
+
+
+def _where(config: GRPOConfig, model: Any) -> str:
+    """Return which kind of reference to use.
+
+    Raises:
+        ConfigError: the adapter is asked for, and the model has none.
+    """
+    where, adapted = config.loss.reference, has_adapters(model)
+    if where == "adapter" and not adapted:
+        raise ConfigError("loss.reference=adapter needs an adapter to switch off: set model.lora.rank")
+    return ("adapter" if adapted else "model") if where == "auto" else where
+
+
+def build_reference(
+    actor: TransformersWrapper, policy_model: PolicyModel, config: GRPOConfig, placement: Placement | None = None
+) -> tuple[Reference | None, Callable[[], None]]:
+    """Return what writes the reference's log-probs, if the loss reads any, and a function that shuts it down.
+
+    Raises:
+        ConfigError: an engine as reference of a model that is neither in a folder nor on the hub, or of several ranks.
+    """
+    where = _where(config, policy_model.model) if _needs_reference(config.loss.arguments) else "adapter"
+    shared = placement is not None and placement.is_shared  # a sharded model cannot be copied: it is loaded again
+    if where == "adapter":  # the loss scores it itself
+        return None, _nothing
+    if where == "model":
+        follows = config.loss.replay != "none"  # as a switched-off adapter does: both score the same routes
+        second = PolicyModel.load(policy_model.source, None, config.model, placement).model if shared else None
+        return actor.reference(second, replay=follows).get_new_version(log_probs_key=REFERENCE_KEY), _nothing
+    if shared:
+        raise ConfigError("loss.reference=engine is for one rank: set loss.reference=model, which ranks share")
+    if policy_model.source is None:
+        raise ConfigError("loss.reference=engine needs a model that is in a folder or on the hub: set model.source")
+    which: Any = {"engine": config.engine.kind}
+    engine = AsyncVLLM.from_pretrained(policy_model.source, **which, **config.engine.arguments)
+    scorer = vLLMWrapper(
+        engine,
+        tokenizer=policy_model.tokenizer,
+        input_mode="tokens",
+        generate=False,
+        replay="R3" if config.loss.replay == "R3" else "none",  # without R3 the rollouts carry no experts to follow
+        log_probs_key=REFERENCE_KEY,
+    )
+    return scorer, engine.shutdown
+
+
+def _nothing() -> None:
+    return None
+
+
+def advantages(name: str, batch: TensorDictBase) -> TensorDictBase:
+    """Return a batch with ``"advantage"``, one number for each row.
+
+    Args:
+        name: ``"grpo"``, ``"rloo"``, ``"dr_grpo"`` or ``"reinforce_plus_plus"``.
+        batch: ``[rows]``, whole groups.
+    """
+    kinds: dict[str, Callable[[], objectives.GroupAdvantage]] = {
+        "grpo": objectives.GRPOAdvantage,
+        "rloo": objectives.RLOOAdvantage,
+        "dr_grpo": objectives.DrGRPOAdvantage,
+        "reinforce_plus_plus": lambda: objectives.ReinforcePlusPlusAdvantage(_samples(batch)),
+    }
+    found: TensorDictBase = kinds[name]().inv(batch)
+    return found
+
+
+def _samples(batch: TensorDictBase) -> int:
+    return sum(bool(row.get(("next", "done")).any()) for row in batch.unbind(0))
+
 
 GAP = 0.1  # nats; rounding in float32 is below 1e-4
 

@@ -2,30 +2,465 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from torchrl_moe.trainers.config import ConfigError, GRPOConfig
-from torchrl_moe.trainers.model_sizes import ModelSizes, model_config_of
-from torchrl_moe.trainers.placement_rules import check_axes
-from torchrl_moe.trainers.plan_row import (
-    ENGINE,
-    FLOAT32,
-    HOST,
-    TRAINER,
-    UPDATE,
-    PlanRow,
-    ranks_of_host,
-    shards,
-    share_of,
-)
+from torchrl_moe._compat_memory import peak_bytes, without_memory
+from torchrl_moe.modules.backends.checkpoint import check_reachable
+from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection
+from torchrl_moe.modules.policies.unstack import LoraLayers, base_model, has_adapters
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig, ModelConfig
+from torchrl_moe.trainers.placement import check_axes
+from torchrl_moe.trainers.policy_model import prepared
 from torchrl_moe.trainers.rich_tables import Table
-from torchrl_moe.trainers.trainer_plan import compute_dtype, longest, of_trainer, over
 
-__all__ = ["RunPlan"]
+__all__ = [
+    "ENGINE",
+    "FLOAT32",
+    "HOST",
+    "TRAINER",
+    "UPDATE",
+    "ModelSizes",
+    "PlanRow",
+    "RunPlan",
+    "activation_bytes",
+    "compute_dtype",
+    "longest",
+    "model_config_of",
+    "of_trainer",
+    "over",
+    "ranks_of_host",
+    "shards",
+    "share_of",
+]
+
+
+# ``PlanRow``: a line of a plan, and the machines that it can refer to.
+
+
+TRAINER, ENGINE, HOST, UPDATE = "trainer, each GPU", "engine, each GPU", "host of the trainer", "weight update"
+FLOAT32 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """A line of a plan.
+
+    Attributes:
+        part: which machine it is for.
+        item: what takes the memory or bandwidth.
+        bytes: upper bound.
+        how: the calculation, in words.
+        at_once: whether it exists at the same time as the other items of its part.
+    """
+
+    part: str
+    item: str
+    bytes: int
+    how: str
+    at_once: bool = True
+
+
+def share_of(numbers: int, shards: int, each: int) -> int:
+    """Return the bytes of the largest share, when elements of ``each`` bytes are split into so many shares."""
+    return -(-numbers // shards) * each
+
+
+def shards(config: GRPOConfig) -> int:
+    """Return the number of ranks that a weight is split over."""
+    return config.hardware.trainer_gpus // config.placement.replicate
+
+
+def ranks_of_host(config: GRPOConfig) -> int:
+    """Return the number of ranks on rank 0's host."""
+    return min(config.hardware.trainer_gpus, config.hardware.gpus_per_host)
+
+
+# ``ModelSizes``: the size of a model, computed from its configuration; no weights are loaded or allocated.
+
+
+KNOWN = {
+    "Qwen/Qwen3-30B-A3B": "qwen3_30b_a3b",
+    "allenai/OLMoE-1B-7B-0125-Instruct": "olmoe_1b_7b",
+    "allenai/OLMoE-1B-7B-0125": "olmoe_1b_7b",
+}
+"""Hub models whose ``config.json`` is in the package, so that a plan needs no network."""
+MODELS = Path(__file__).parent / "configs" / "models"
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERT_WIDTHS = ("moe_intermediate_size", "intermediate_size")
+TOP_KS = ("num_experts_per_tok", "moe_topk", "moe_k")
+DENSE_FIRST = "first_k_dense_replace"
+"""The config key of DeepSeek's families for the number of leading layers without experts."""
+
+
+def model_config_of(source: str) -> Any:
+    """Return the transformers configuration of a folder, a hub name, or a hub model that is known here.
+
+    Raises:
+        ConfigError: there is none, or the hub cannot be reached.
+
+    >>> model_config_of("Qwen/Qwen3-30B-A3B").num_hidden_layers
+    48
+    """
+    from transformers import AutoConfig
+
+    kept = KNOWN.get(source)
+    try:
+        if not kept:
+            check_reachable(source)
+        return AutoConfig.from_pretrained(MODELS / f"{kept}.json" if kept else source)
+    except (OSError, ValueError) as error:
+        raise ConfigError.of(f"model.source={source}", error) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """A key for cached results: two are equal if the model and its training settings, written out, are."""
+
+    described: str
+    hf_config: Any = field(compare=False)
+    model_config: ModelConfig = field(compare=False)
+
+    @classmethod
+    def of(cls, hf_config: Any, model_config: ModelConfig) -> _Settings:
+        values = json.dumps(hf_config.to_dict(), sort_keys=True, default=str)
+        attention = getattr(hf_config, "_attn_implementation", None)
+        return cls(f"{type(hf_config)} {values} {attention} {model_config}", hf_config, model_config)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """Sizes of a model, as element counts, not bytes.
+
+    Attributes:
+        parameters: of the whole model, an adapter's too.
+        trained: parameters that training changes.
+        adapter: parameters of an adapter; 0 without one.
+        adapted: parameters of the weights that an adapter adds to.
+        layer: parameters of the largest decoder layer.
+        outside: parameters outside the decoder layers: embedding, head, last norm.
+        experts: parameters of all experts.
+        largest: elements of the largest weight.
+        hidden: size of a token's hidden state.
+        expert_width: intermediate size of an expert.
+        layers: number of decoder layers.
+        top_k: experts per token; 0 for a dense model.
+        num_experts: experts to choose from.
+        kv: elements per token in the engine's KV cache, over all layers.
+        kv_heads: the most GPUs of a replica that the KV cache can be split over; latent attention has 1.
+    """
+
+    parameters: int
+    trained: int
+    adapter: int
+    adapted: int
+    layer: int
+    outside: int
+    experts: int
+    largest: int
+    hidden: int
+    expert_width: int
+    layers: int
+    top_k: int
+    num_experts: int
+    kv: int
+    kv_heads: int
+
+    @classmethod
+    def of(cls, hf_config: Any, model_config: ModelConfig) -> ModelSizes:
+        """Count; the result for equal arguments is kept.
+
+        Args:
+            hf_config: a transformers configuration.
+            model_config: of the run: its adapter.
+        """
+        return cls._counted(_Settings.of(hf_config, model_config))
+
+    @classmethod
+    @lru_cache(maxsize=32)
+    def _counted(cls, settings: _Settings) -> ModelSizes:
+        hf_config, model_config = settings.hf_config, settings.model_config
+        text = hf_config.get_text_config()
+        with torch.device("meta"):
+            model = prepared(_made(hf_config, torch.float32), _without_checkpointing(model_config), torch.float32)
+        counts = {name: weight.numel() for name, weight in model.named_parameters()}
+        layers = number_of_layers(text)
+        by_layer = [sum(n for name, n in counts.items() if f"layers.{i}." in name) for i in range(layers)]
+        adapter = sum(n for name, n in counts.items() if "lora_" in name)
+        return cls(
+            parameters=sum(counts.values()),
+            trained=sum(weight.numel() for weight in model.parameters() if weight.requires_grad),
+            adapter=adapter,
+            adapted=_adapted(model),
+            layer=max(by_layer),
+            outside=sum(counts.values()) - sum(by_layer),
+            experts=sum(n for name, n in counts.items() if ".experts." in name and "lora_" not in name),
+            largest=max(counts.values()),
+            hidden=int(text.hidden_size),
+            expert_width=_first(text, EXPERT_WIDTHS),
+            layers=layers,
+            top_k=_first(text, TOP_KS),
+            num_experts=_first(text, EXPERT_COUNTS),
+            kv=layers * _kv_per_layer(text),
+            kv_heads=_kv_heads(text),
+        )
+
+    @property
+    def route_bytes(self) -> int:
+        """Bytes of a token's recorded experts, as ``("routed_experts", "full")`` holds them."""
+        return self.layers * self.top_k * (1 if self.num_experts <= 128 else 2)
+
+
+def number_of_layers(text_config: Any) -> int:
+    """Return the number of decoder layers."""
+    return int(text_config.num_hidden_layers)
+
+
+def activation_bytes(
+    hf_config: Any, model_config: ModelConfig, sequences: int, tokens: int, dtype: torch.dtype, *, sharded: bool = False
+) -> int:
+    """Return the peak bytes that a forward and backward pass need besides weights and their gradients.
+
+    Two models with the same layers are run on shapes alone (meta tensors), one a layer deeper than the other; each
+    further layer is assumed to take the difference. Attention is the CPU's implementation which, like flash attention,
+    keeps no attention scores. The result for equal arguments is kept.
+
+    Args:
+        hf_config: a transformers configuration.
+        model_config: of the run: adapter and activation checkpointing.
+        sequences: of a micro-batch.
+        tokens: of each.
+        dtype: of forward passes.
+        sharded: whether weights are gathered in that dtype (FSDP2), instead of being cast where they are used.
+    """
+    return _activation_bytes(_Settings.of(hf_config, model_config), sequences, tokens, dtype, sharded)
+
+
+@lru_cache(maxsize=64)
+def _activation_bytes(settings: _Settings, sequences: int, tokens: int, dtype: torch.dtype, sharded: bool) -> int:
+    hf_config, model_config = settings.hf_config, settings.model_config
+    text = hf_config.get_text_config()
+    layers = number_of_layers(text)
+    # with a single layer the peak is elsewhere
+    fewer = min(int(getattr(text, DENSE_FIRST, 0) or 0) + 2, layers)
+    given = (model_config, sequences, tokens, dtype, sharded)
+    least = _peak(_cut(hf_config, fewer), *given)
+    if fewer == layers:
+        return least
+    return least + (layers - fewer) * (_peak(_cut(hf_config, fewer + 1), *given) - least)
+
+
+def _peak(
+    hf_config: Any, model_config: ModelConfig, sequences: int, tokens: int, dtype: torch.dtype, sharded: bool
+) -> int:
+    with without_memory():
+        frozen = model_config.lora.rank > 0
+        model = prepared(_made(hf_config, dtype if frozen or sharded else torch.float32), model_config, dtype)
+        for weight in model.parameters():
+            if sharded:
+                weight.data = weight.data.to(dtype)  # as it is gathered
+            if weight.requires_grad:
+                weight.grad = torch.zeros_like(weight)  # accumulated by earlier micro-batches
+        autocast: AbstractContextManager[Any] = nullcontext()
+        if not sharded and dtype != torch.float32:
+            autocast = torch.autocast("cpu", dtype)
+        return peak_bytes(lambda: _step(model, sequences, tokens, autocast))
+
+
+def _step(model: nn.Module, sequences: int, tokens: int, precision: AbstractContextManager[Any]) -> None:
+    """Run a forward and backward pass as the trainer does: scores of all tokens, no logits."""
+    scoring = ScoringModel(model)
+    scoring.splits = True  # the check needs real values
+    ids = torch.zeros(sequences, tokens, dtype=torch.long)
+    inputs = {"input_ids": ids, "position_ids": torch.arange(tokens).expand(sequences, -1)}
+    rows = torch.arange(ids.numel())
+    selection = Selection(rows=rows, tokens=ids.flatten(), temperature=1.0, entropy=True)
+    with precision:
+        log_probs, _, _ = scoring(inputs, selection)
+    log_probs.sum().backward()
+
+
+def _made(hf_config: Any, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(copy.deepcopy(hf_config), dtype=dtype)
+
+
+def _cut(hf_config: Any, layers: int) -> Any:
+    """Return the configuration of a model of fewer layers."""
+    cut = copy.deepcopy(hf_config)
+    text = cut.get_text_config()
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+    text.num_hidden_layers = layers
+    return cut
+
+
+def _without_checkpointing(config: ModelConfig) -> ModelConfig:
+    plain = copy.copy(config)
+    plain.activation_checkpointing = False
+    return plain
+
+
+def _adapted(model: Any) -> int:
+    if not has_adapters(model):
+        return 0
+    base = base_model(model)
+    lora = LoraLayers(base)
+    weights = dict(lora.own_weights(base.state_dict()))
+    return sum(weights[key].numel() for key in lora.in_use())
+
+
+def _kv_heads(text: Any) -> int:
+    if getattr(text, "kv_lora_rank", None):
+        return 1
+    return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+
+
+def _kv_per_layer(text: Any) -> int:
+    """Return the number of elements that a layer's cache holds per token."""
+    latent = getattr(text, "kv_lora_rank", None)
+    if latent:  # DeepSeek's latent attention: one vector, and the rotated part of the keys
+        return int(latent) + int(text.qk_rope_head_dim)
+    heads = _kv_heads(text)
+    width = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    return 2 * heads * width
+
+
+def _first(text: Any, names: tuple[str, ...]) -> int:
+    return next((int(getattr(text, name)) for name in names if getattr(text, name, None)), 0)
+
+
+# The trainer's part of a plan: what each rank holds, and what it gets from the others.
+
+
+EXCHANGED = 4
+"""Rows of hidden states that an exchange holds per token and expert, besides the experts' input: rows sent,
+rows received back, the same rows reordered, and weighted (transformers 5.23, ``AllToAllEP``)."""
+
+
+def compute_dtype(config: GRPOConfig) -> torch.dtype:
+    """Return the dtype of the trainer's forward passes on a GPU."""
+    return torch.float32 if config.model.dtype == "float32" else torch.bfloat16
+
+
+def over(config: GRPOConfig) -> str:
+    """Return the text by which a plan says how weights are split."""
+    return f" / {shards(config)} ranks" if shards(config) > 1 else ""
+
+
+def longest(config: GRPOConfig, hf_config: Any) -> int:
+    """Return the token count of the longest sequence that the engine accepts."""
+    text = hf_config.get_text_config()
+    return int(config.engine.arguments.get("max_model_len") or text.max_position_embeddings)
+
+
+def of_trainer(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> Iterator[PlanRow]:
+    """Yield what each rank of the trainer holds."""
+    ranks, dtype = config.hardware.trainer_gpus, compute_dtype(config)
+    yield from _states(config, sizes)
+    if ranks > 1:
+        yield from _gathered(config, sizes)
+    if _has_reference_model(config, sizes):
+        copy = share_of(sizes.parameters, shards(config), dtype.itemsize)
+        yield PlanRow(TRAINER, "reference model", copy, f"a second model{over(config)}")
+    sequences, tokens = _micro_batch(config, hf_config)
+    used = activation_bytes(hf_config, config.model, sequences, tokens, dtype, sharded=ranks > 1)
+    shape = f"{sequences} sequences of {tokens:,} tokens"
+    checkpointed = ", layers computed again" if config.model.activation_checkpointing else ""
+    yield PlanRow(TRAINER, "a micro-batch", used, f"forward and backward of {shape}{checkpointed}", at_once=False)
+    if config.placement.expert_parallel > 1:
+        yield from _exchanged(config, sizes, sequences * tokens)
+    if not config.placement.cpu_offload:
+        step = share_of(sizes.trained, shards(config), FLOAT32)
+        yield PlanRow(TRAINER, "an optimizer step", step, "a number beside each trained one", at_once=False)
+
+
+def _states(config: GRPOConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
+    """Yield weights, gradients and moments: of each rank, or, if they are offloaded, of all ranks of a host."""
+    split, width = shards(config), compute_dtype(config).itemsize
+    frozen = sizes.parameters - sizes.trained
+    part, times, how = TRAINER, 1, over(config)
+    if config.placement.cpu_offload:
+        part, times = HOST, ranks_of_host(config)
+        how += f" x {times} of this host (placement.cpu_offload)"
+    weights = share_of(sizes.trained, split, FLOAT32) + share_of(frozen, split, width)
+    what = f"{sizes.trained:,} x 4 B" + (f" + {frozen:,} x {width} B" if frozen else "")
+    yield PlanRow(part, "weights", times * weights, f"{what}{how}")
+    gradients = times * share_of(sizes.trained, split, FLOAT32)
+    yield PlanRow(part, "gradients", gradients, f"{sizes.trained:,} x 4 B{how}")
+    yield PlanRow(part, "AdamW's moments", 2 * gradients, f"{sizes.trained:,} x 8 B{how}")
+
+
+def _gathered(config: GRPOConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
+    """Yield what a rank briefly holds unsharded: two layers, what is in no layer, and a weight being written."""
+    own, width = config.placement, compute_dtype(config).itemsize
+
+    def of_rank(numbers: int, experts: int) -> int:
+        return -(-(numbers - experts) // own.tensor_parallel) + -(-experts // own.expert_parallel)
+
+    layer = of_rank(sizes.layer, min(sizes.layer, sizes.experts // sizes.layers))
+    if own.reshard_after_forward:
+        numbers = 2 * layer + of_rank(sizes.outside, 0)
+        how = f"2 layers of {layer:,}, and what is in none, x {width} B"
+    else:
+        numbers, how = of_rank(sizes.parameters, sizes.experts), f"all layers x {width} B (placement)"
+    if own.expert_parallel > 1:
+        how += f"; experts / {own.expert_parallel}"
+    yield PlanRow(TRAINER, "gathered layers", numbers * width, how)
+    if sizes.trained == sizes.parameters:
+        yield PlanRow(TRAINER, "gradients that are being reduced", layer * FLOAT32, "1 layer x 4 B")
+    part, times = (HOST, ranks_of_host(config)) if own.cpu_offload else (TRAINER, 1)
+    count = f" x {times} ranks" if own.cpu_offload else ""
+    yield PlanRow(
+        part,
+        "a weight that is gathered to be written",
+        times * sizes.largest * FLOAT32,
+        f"{sizes.largest:,} x 4 B{count}, when the model is saved; less in a weight update",
+        at_once=False,
+    )
+
+
+def _exchanged(config: GRPOConfig, sizes: ModelSizes, tokens: int) -> Iterator[PlanRow]:
+    """Yield what expert parallelism needs: for tokens in transit, and on the rank whose experts get most of them."""
+    width, own = compute_dtype(config).itemsize, config.placement
+    rows = -(-tokens // own.tensor_parallel) * sizes.top_k
+    sent = EXCHANGED * rows * sizes.hidden * width
+    shape = f"{rows:,} tokens and experts x {sizes.hidden:,} x {width} B"
+    yield PlanRow(TRAINER, "tokens on their way to experts", sent, f"{EXCHANGED} x {shape}")
+    more = max(min(config.hardware.expert_imbalance, own.expert_parallel), 1) - 1
+    of_row = 2 * sizes.hidden + 3 * sizes.expert_width  # in and out; gate, up and their product
+    kept = 1 if config.model.activation_checkpointing else sizes.layers
+    how = f"{1 + more:g} times the mean (hardware.expert_imbalance): {more:g} x {rows:,} x {of_row:,} x {width} B"
+    layers = f" x {kept} layers" if kept > 1 else ""
+    busy = int(more * rows) * of_row * width * kept
+    yield PlanRow(TRAINER, "more tokens on the busiest rank", busy, f"{how}{layers}")
+
+
+def _has_reference_model(config: GRPOConfig, sizes: ModelSizes) -> bool:
+    arguments, where = config.loss.arguments, config.loss.reference
+    is_read = bool(arguments.get("kl_to_ref_coeff")) or arguments.get("kl_mask_threshold") is not None
+    return is_read and (where == "model" or (where == "auto" and not sizes.adapter))
+
+
+def _micro_batch(config: GRPOConfig, hf_config: Any) -> tuple[int, int]:
+    """Return the sequences of a micro-batch, and the tokens of each: all as long as they can be."""
+    tokens = longest(config, hf_config)
+    answers = config.rollout.prompts_per_step * config.rollout.group_size // config.optim.minibatches
+    answers = max(1, answers * config.placement.tensor_parallel // config.hardware.trainer_gpus)
+    if config.optim.max_tokens is None:
+        return answers, tokens
+    return max(1, min(answers, config.optim.max_tokens // tokens)), tokens
+
 
 ADAM = 8
 """Bytes of the two moments of a trained parameter."""

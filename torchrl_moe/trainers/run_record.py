@@ -6,16 +6,41 @@ import contextlib
 import csv
 import json
 import logging
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+import statistics
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from tensordict import TensorDictBase
+from torch import Tensor
 from torchrl.record.loggers import Logger
 
-__all__ = ["COLUMNS", "Row", "RunRecord", "what_a_run_left", "what_no_run_wrote"]
+from torchrl_moe._checks import renamed
+from torchrl_moe._errors import MissingEntryError
+from torchrl_moe.render.curves import training_figure
+from torchrl_moe.render.tables import data_frame, html_table, number_text
+from torchrl_moe.render.tokens import Color
+from torchrl_moe.trainers.config import GRPOConfig
+from torchrl_moe.trainers.policy_model import PolicyModel
+from torchrl_moe.trainers.ranks import Ranks
+from torchrl_moe.trainers.rich_tables import Table
+
+__all__ = [
+    "COLUMNS",
+    "HealthMonitor",
+    "Row",
+    "RunRecord",
+    "RunReports",
+    "batch_metrics",
+    "sample_rewards",
+    "summary",
+    "what_a_run_left",
+    "what_no_run_wrote",
+]
 
 LOG = logging.getLogger(__name__)
 
@@ -59,7 +84,7 @@ class RunRecord:
         self._rewrite()
         self._keep_samples(self._before)
         (self.folder / "config.yaml").write_text(self._config)
-        (self.folder / "versions.json").write_text(json.dumps(_versions(), indent=1))
+        (self.folder / "versions.json").write_text(json.dumps(_package_versions(), indent=1))
 
     def add(self, metrics: Mapping[str, Any]) -> Row:
         """Append a step, to ``metrics.csv`` and to the loggers; missing metrics become empty cells."""
@@ -143,7 +168,7 @@ def _texts(sample: TensorDictBase) -> dict[str, str]:
     return {}
 
 
-def _versions() -> dict[str, str]:
+def _package_versions() -> dict[str, str]:
     found = {}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -185,3 +210,314 @@ def what_a_run_left(folder: Path) -> str:
         "a model": (folder / "model" / "config.json").is_file(),
     }
     return ", ".join(name for name, is_there in found.items() if is_there)
+
+
+# What a batch of rollouts looks like, in numbers.
+
+
+def batch_metrics(batch: TensorDictBase, version: int) -> dict[str, float]:
+    """Return metrics of a batch as it was collected.
+
+    Args:
+        batch: ``[rows]``; the rows of a sample (its turns) are contiguous, and its last row is done.
+        version: of the trainer's weights.
+
+    Returns:
+        ``reward`` and ``reward_std``, mean and standard deviation over samples of the sum of their rewards;
+        ``uniform_groups``, the share of groups whose samples have the same reward; ``length``, generated tokens of a
+        row; ``truncated``, the share of rows that reached their last token; ``staleness``, the mean over generated
+        tokens of ``version`` less the version that sampled them; ``tokens``, how many were generated.
+    """
+    rows = batch.unbind(0)
+    lengths = [len(row.get(("tokens", "response"))) for row in rows]
+    rewards, groups = sample_rewards(rows)
+    ages = [version - versions[versions >= 0].float() for versions in map(_versions, rows)]
+    tokens = sum(lengths)
+    cut = ["finish_reason" in row.keys() and row["finish_reason"] == "length" for row in rows]  # noqa: SIM118
+    return {
+        "reward": statistics.mean(rewards),
+        "reward_std": statistics.pstdev(rewards),
+        "uniform_groups": sum(len(set(group)) == 1 for group in groups) / len(groups),
+        "length": tokens / len(rows),
+        "truncated": sum(cut) / len(rows),
+        "staleness": sum(float(age.sum()) for age in ages) / max(sum(map(len, ages)), 1),
+        "tokens": float(tokens),
+        **_named_rewards(rows),
+    }
+
+
+def _versions(row: TensorDictBase) -> Tensor:
+    versions: Tensor = row.get(("policy_versions", "full"))
+    return versions
+
+
+def sample_rewards(rows: Sequence[TensorDictBase]) -> tuple[list[float], list[list[float]]]:
+    """Return the rewards of samples, all of them and by group.
+
+    Raises:
+        MissingEntryError: a row has no reward.
+    """
+    groups: dict[int, list[float]] = {}
+    total = 0.0
+    for row in rows:
+        reward = row.get(("next", "reward"), None)
+        if reward is None:
+            raise MissingEntryError(
+                "the rows have no reward: there is nothing at ('next', 'reward'). Give the environment a transform "
+                "that writes it, or the trainer a dataset and rewards"
+            )
+        total += float(reward.sum())
+        if bool(row.get(("next", "done")).any()):
+            groups.setdefault(int(row.get("group_id")), []).append(total)
+            total = 0.0
+    return [reward for group in groups.values() for reward in group], list(groups.values())
+
+
+def _named_rewards(rows: Sequence[TensorDictBase]) -> dict[str, float]:
+    """Return the mean of each reward function."""
+    named = rows[0].get("rewards", None)
+    if named is None:
+        return {}
+    found: dict[str, float] = {}
+    for name in sorted(named.keys()):
+        values = [float(row.get(("rewards", name)).sum()) for row in rows]
+        known = [value for value in values if not math.isnan(value)]  # NaN: the function abstained
+        found |= {f"reward/{name}": statistics.mean(known)} if known else {}
+    return found
+
+
+# ``HealthMonitor``: warns when a run looks as if it is about to collapse, or learns nothing.
+
+
+RECENT = 5
+"""Number of rows that a sign is judged on."""
+ENTROPY_SHARE, REWARD_SHARE, NORM_FACTOR = 0.1, 0.5, 10.0
+TRUNCATED_SHARE, UNIFORM_SHARE, MARGIN = 0.5, 0.9, 1.05
+Rows = Sequence[Mapping[str, Any]]
+
+
+class HealthMonitor:
+    """Reads a run's rows; each sign is logged once, and again if it returns after it had gone.
+
+    ==================  ========================================================================================
+    entropy             below a tenth of the first one measured: the policy is overconfident, and no longer explores
+    reward              half of the mean of the best five steps, or less
+    gradient            ten times the median before it
+    truncated answers   more than half were cut at ``max_new_tokens``
+    uniform groups      nine of ten groups have the same reward throughout, so there is nothing to learn from
+    replay              trainer and engine are no closer with replay than without
+    ==================  ========================================================================================
+
+    The mismatch itself has its own thresholds, :class:`~torchrl_moe.objectives.CollapseThresholds`.
+
+    >>> rows = [{"truncated": 0.75} for _ in range(5)]
+    >>> HealthMonitor().check(rows)
+    ['0.75 of the last answers were cut at max_new_tokens: raise it, or the policy learns to be cut']
+    """
+
+    def __init__(self) -> None:
+        self._shown: set[str] = set()
+
+    def check(self, rows: Rows) -> list[str]:
+        """Return the signs that are new, and log them.
+
+        Args:
+            rows: of ``metrics.csv``, all of the run.
+        """
+        found = {name: text for name, sign in SIGNS.items() if (text := sign(rows))}
+        new = [text for name, text in found.items() if name not in self._shown]
+        self._shown = set(found)
+        for text in new:
+            LOG.warning("%s", text)
+        return new
+
+
+def _values(rows: Rows, name: str) -> list[float]:
+    return [float(row[name]) for row in rows if row.get(name, "") not in ("", None)]
+
+
+def _recent(rows: Rows, name: str) -> float | None:
+    """Return the mean of the last steps, once there are enough of them."""
+    values = _values(rows, name)[-RECENT:]
+    return statistics.mean(values) if len(values) == RECENT else None
+
+
+def _entropy(rows: Rows) -> str:
+    values = _values(rows, "entropy")
+    if len(values) < 2 or not values[-1] < ENTROPY_SHARE * values[0]:
+        return ""
+    return (
+        f"the entropy fell from {values[0]:.2g} to {values[-1]:.2g} nats: the policy no longer explores; "
+        "lower the learning rate, or add an entropy bonus"
+    )
+
+
+def _reward(rows: Rows) -> str:
+    values = _values(rows, "reward")
+    windows = [statistics.mean(values[i : i + RECENT]) for i in range(len(values) - RECENT + 1)]
+    if len(values) < 2 * RECENT or max(windows) <= 0 or windows[-1] > REWARD_SHARE * max(windows):
+        return ""
+    return f"the reward fell from {max(windows):.2f} to {windows[-1]:.2f}: go back to an earlier checkpoint"
+
+
+def _gradient(rows: Rows) -> str:
+    values = _values(rows, "grad_norm")
+    if len(values) <= RECENT:
+        return ""
+    usual = statistics.median(values[:-1])
+    if not values[-1] > NORM_FACTOR * usual > 0:
+        return ""
+    return f"the gradient has norm {values[-1]:.2g}, usually {usual:.2g}"
+
+
+def _truncated(rows: Rows) -> str:
+    share = _recent(rows, "truncated")
+    if share is None or share <= TRUNCATED_SHARE:
+        return ""
+    return f"{share:.2f} of the last answers were cut at max_new_tokens: raise it, or the policy learns to be cut"
+
+
+def _uniform(rows: Rows) -> str:
+    share = _recent(rows, "uniform_groups")
+    if share is None or share < UNIFORM_SHARE:
+        return ""
+    return (
+        f"in {share:.2f} of the last groups all answers have the same reward, and no advantage: the prompts are "
+        "too easy or too hard, or the reward is always the same"
+    )
+
+
+def _replay(rows: Rows) -> str:
+    live, replayed, age = (_recent(rows, name) for name in ("dlogp_live", "dlogp_mean", "staleness"))
+    if live is None or replayed is None or age:  # the age of tokens changes both
+        return ""
+    if not replayed > MARGIN * live > 1e-6:  # below that, the difference is rounding
+        return ""
+    return f"trainer and engine are {replayed:.1e} apart with replay and {live:.1e} without: replay does not help here"
+
+
+SIGNS: dict[str, Callable[[Rows], str]] = {
+    "entropy": _entropy,
+    "reward": _reward,
+    "gradient": _gradient,
+    "truncated": _truncated,
+    "uniform": _uniform,
+    "replay": _replay,
+}
+
+
+# One table: the results of a run, and how much of the mismatch between trainer and engine replay removed.
+
+
+PHASES = ("generate", "score", "train", "sync")
+EDGE = 5
+"""Steps at either end of a run whose mean reward is compared."""
+
+
+def summary(rows: Rows, held_out: float | None) -> Table:
+    """Return the table of a run.
+
+    Args:
+        rows: of ``metrics.csv``, at least one.
+        held_out: mean reward on held-out prompts at the end; ``None``: there are none.
+    """
+    table = Table(title="summary")
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    reward = _column(rows, "reward")
+    first, last = _mean(reward[:EDGE]), _mean(reward[-EDGE:])
+    table.add_row(f"mean rollout reward, first and last {EDGE} steps", f"{first:.2f} -> {last:.2f}")
+    if held_out is not None:
+        start = "".join(f"{value:.2f} -> " for value in _column(rows, "held_out_reward")[:1])
+        table.add_row("held-out problems, greedy, start and end", f"{start}{held_out:.2f}")
+    for phase in PHASES:
+        if seconds := _column(rows, f"seconds_{phase}"):
+            table.add_row(f"seconds per step, {phase}", f"{_mean(seconds):.3f}")
+    _add_mismatch(table, rows)
+    return table
+
+
+def _add_mismatch(table: Table, rows: Rows) -> None:
+    """Add the effect of replay on the rollouts of all measured steps; without replay, add nothing."""
+    live, agreement = _column(rows, "dlogp_live"), _column(rows, "agreement")
+    if not live or not agreement:
+        return
+    before, after = _mean(live), _mean(_column(rows, "dlogp_mean"))
+    removed = 1 - after / before if before else 0.0
+    table.add_section()
+    table.add_row("mean |log-prob, trainer - engine|, live router", f"{before:.1e}")
+    table.add_row("... with the engine's experts replayed", f"{after:.1e}")
+    table.add_row("rows where the live router agrees with the engine", f"{_mean(agreement):.1%}")
+    table.add_row(f"replay {'removes' if removed >= 0 else 'adds'}", f"{abs(removed):.0%} of the mismatch")
+
+
+def _column(rows: Rows, name: str) -> list[float]:
+    return [float(row[name]) for row in rows if row.get(name, "") != ""]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+# ``RunReports``: the tables, figures and files that a run shows its user.
+
+
+class RunReports:
+    """Tables, figures and files of a run; the trainer holds the run itself."""
+
+    config: GRPOConfig
+    policy_model: PolicyModel
+    record: RunRecord
+    steps_done: int
+    collector: Any
+    ranks: Ranks
+
+    @abstractmethod
+    def evaluate(self) -> float | None:
+        """Return the mean reward of greedy answers to held-out prompts; ``None``: nothing is held out."""
+
+    def summary(self) -> Table:
+        """Return a table of the run's results, and of the effect of replay."""
+        if not self.record.rows:
+            raise RuntimeError("no step has run: there is nothing to summarise")
+        return summary(self.record.rows, self.evaluate())
+
+    def plot(self) -> Any:
+        """Return a figure of reward, mismatch, length and seconds per phase."""
+        return training_figure(self.record.rows, f"GRPO, replay={self.config.loss.replay}")
+
+    @renamed(colour="color")
+    def show_samples(
+        self, n: int = 4, characters: int = 160, *, color: Color | None = None, layer: int | None = None
+    ) -> None:
+        """Print the newest samples, as a table, or token by token in color; see :meth:`LLMCollector.show_samples`."""
+        self.collector.show_samples(n, characters, color=color, layer=layer)
+
+    def to_pandas(self) -> Any:
+        """Return a ``DataFrame`` with a row for each step."""
+        return data_frame(self.record.rows).replace("", None)
+
+    def save_pretrained(self, folder: str | Path | None = None) -> Path:
+        """Write model, tokenizer and generation config as the hub has them; default: ``model`` in ``config.out``.
+
+        Weights are written in ``config.save.dtype``, by default that of the source.
+
+        All ranks must call it; rank 0 writes.
+        """
+        with self.ranks.guard():
+            self.ranks.meet("writing the model", patient=True)
+            where = Path(folder) if folder is not None else self.record.folder / "model"
+            return self.policy_model.save(where, self.config.save.dtype)
+
+    def __repr__(self) -> str:
+        model, config = type(self.policy_model.model).__name__, self.config
+        return (
+            f"MoEGRPOTrainer({model}, {config.loss.name}, replay={config.loss.replay!r}, step {self.steps_done} of "
+            f"{config.steps}, max_staleness={config.rollout.max_staleness}, out={config.out!r})"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return the last row as a table, for notebooks."""
+        row = self.record.rows[-1] if self.record.rows else {}
+        cells = [(name, number_text(value)) for name, value in row.items() if value != ""]
+        return html_table(repr(self), ("metric of the last step", "value"), cells, note="" if row else "no step yet")

@@ -13,16 +13,15 @@ import torch
 from tensordict import set_list_to_stack
 
 from torchrl_moe._errors import RankError, UnsupportedRouterError
-from torchrl_moe.trainers.checkpoints import SHARDS
+from torchrl_moe.trainers.checkpoints import SHARDS, TrainedState
 from torchrl_moe.trainers.compose import CONFIGS, load_config, saved_config
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, as_yaml
 from torchrl_moe.trainers.grpo_trainer import MoEGRPOTrainer
 from torchrl_moe.trainers.placement import Placement
 from torchrl_moe.trainers.plan import RunPlan
-from torchrl_moe.trainers.rank_group import Ranks
+from torchrl_moe.trainers.policy_model import starting_model
+from torchrl_moe.trainers.ranks import Ranks
 from torchrl_moe.trainers.rich_tables import Console
-from torchrl_moe.trainers.starting_model import starting_model
-from torchrl_moe.trainers.trained_state import TrainedState
 
 __all__ = ["export", "main", "run", "show_plan"]
 

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from torchrl_moe.weight_update.double_buffer import VLLMDoubleBufferTransport as VLLMDoubleBufferTransport
     from torchrl_moe.weight_update.double_buffer import VLLMDoubleBufferWeightReceiver as VLLMDoubleBufferWeightReceiver
     from torchrl_moe.weight_update.double_buffer import VLLMDoubleBufferWeightSender as VLLMDoubleBufferWeightSender
-    from torchrl_moe.weight_update.metadata import get_model_metadata as get_model_metadata
     from torchrl_moe.weight_update.receiver import VLLMWeightReceiver as VLLMWeightReceiver
     from torchrl_moe.weight_update.report import SyncReport as SyncReport
     from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme as VLLMWeightSyncScheme
     from torchrl_moe.weight_update.sender import VLLMWeightSender as VLLMWeightSender
+    from torchrl_moe.weight_update.source import get_model_metadata as get_model_metadata
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
@@ -30,6 +30,6 @@ else:
             "VLLMWeightReceiver": ".receiver",
             "VLLMWeightSender": ".sender",
             "VLLMWeightSyncScheme": ".scheme",
-            "get_model_metadata": ".metadata",
+            "get_model_metadata": ".source",
         },
     )

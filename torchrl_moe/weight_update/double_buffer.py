@@ -24,12 +24,11 @@ from torchrl_moe.weight_update.receiver import VLLMWeightReceiver
 from torchrl_moe.weight_update.report import SyncReport
 from torchrl_moe.weight_update.rolling import RollingSwap, waits_for_update
 from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
-from torchrl_moe.weight_update.sender import VLLMWeightSender
-from torchrl_moe.weight_update.sender_transport import SenderTransport
-from torchrl_moe.weight_update.source.layout import Weights
+from torchrl_moe.weight_update.sender import SenderTransport, VLLMWeightSender
+from torchrl_moe.weight_update.source import Weights
 from torchrl_moe.weight_update.store import WeightStoreReader
 from torchrl_moe.weight_update.store.flat import check_digest
-from torchrl_moe.weight_update.transports.memmap import MemmapTransport
+from torchrl_moe.weight_update.transports.registry import MemmapTransport
 
 __all__ = [
     "VLLMDoubleBufferSyncScheme",

@@ -13,22 +13,35 @@ from torch import Tensor, nn
 
 from torchrl_moe._errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.modules.policies.unstack import ModelWeights
-from torchrl_moe.weight_update.canary import canary_of
-from torchrl_moe.weight_update.metadata import trained_model
-from torchrl_moe.weight_update.options import SourceOptions, StoreOptions
+from torchrl_moe.weight_update.options import SourceOptions, StoreOptions, canary_of
 from torchrl_moe.weight_update.report import ReplicaSync, SyncReport
-from torchrl_moe.weight_update.source.layout import Dtypes, Kinds, Source, Weights, cast_kinds, source_of
-from torchrl_moe.weight_update.source.ranks import agreed, dtypes_of_first, from_first, is_first
+from torchrl_moe.weight_update.source import (
+    Dtypes,
+    Kinds,
+    Source,
+    Weights,
+    adapter_files,
+    agreed,
+    cast_kinds,
+    check_adapter,
+    check_shapes,
+    dtypes_of_first,
+    from_first,
+    is_first,
+    source_of,
+    trained_model,
+)
 from torchrl_moe.weight_update.store import (
     Manifest,
     VersionsWriter,
     WeightStoreReader,
     WeightStoreWriter,
+    adapter_tensors,
     check_tensors,
 )
 from torchrl_moe.weight_update.store.writing import naming_the_folder
 
-__all__ = ["Published", "Publisher"]
+__all__ = ["AdapterPublisher", "Published", "Publisher"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +136,7 @@ class Publisher:
         weights all must call it, and rank 0's number counts. Each casts its part to what is written before it sends it.
 
         Args:
-            weights: see :func:`~torchrl_moe.weight_update.source.layout.source_of`.
+            weights: see :func:`~torchrl_moe.weight_update.source.source_of`.
             number: returns the version's number; its error reaches the other ranks.
 
         Raises:
@@ -267,3 +280,57 @@ def _unchanged(source: Source, before: str) -> Iterator[tuple[str, Tensor]]:
             "the weights were changed while they were copied: call sender.wait_published() before the "
             "optimiser's step, or sender.guard(optimizer) once"
         )
+
+
+# Writing versions of an adapter to the weight store; the base weights are not sent.
+
+
+class AdapterPublisher(Publisher):
+    """Writes versions of a peft model's adapter; arguments as for :class:`Publisher`."""
+
+    def register(self, model: nn.Module) -> None:
+        """Set the model whose adapter is sent by default; its base may be quantised.
+
+        Raises:
+            ValueError: it has no adapter that vLLM would apply as peft does.
+            ManifestMismatch: the adapter is not for the engine's weights.
+        """
+        module = trained_model(model)
+        _check(module, self.expected)
+        self._module = module
+
+    def check(self, expected: Kinds) -> None:
+        """Check that the registered model's adapter, if there is one, fits an engine's weights; raises as above."""
+        if self._module is not None:
+            _check(self._module, expected)
+
+    def expect(self, expected: Kinds, engine_dtype: torch.dtype | None) -> None:
+        """Store the engine's tensors."""
+        self.expected, self.engine_dtype = expected, engine_dtype
+
+    def _source(self, weights: Weights | None) -> Source:
+        model = self._module if weights is None else self._given(weights)
+        if model is None:
+            raise RuntimeError("publish: no model; call register_model(model) first, or pass one")
+        _check(model, self.expected)  # what is active may have changed
+        tensors = adapter_tensors(adapter_files(model))
+        return Source(
+            {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, lambda: iter(tensors.items())
+        )
+
+    def _kinds(self, source: Source) -> Kinds:
+        return source.kinds
+
+    def _new_writer(self, store: StoreOptions) -> VersionsWriter:
+        return VersionsWriter(store.folder, store.keep_versions)
+
+    def _given(self, weights: Weights) -> nn.Module:
+        if not isinstance(weights, nn.Module):
+            raise ValueError(f"lora='adapter' sends the adapter of a peft model, got {type(weights).__name__}")
+        return trained_model(weights)
+
+
+def _check(model: nn.Module, expected: Kinds | None) -> None:
+    check_adapter(model)
+    if expected is not None:
+        check_shapes(model, expected)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchrl_moe.modules.serving.service import GenerationService
-from torchrl_moe.weight_update.metadata import check_metadata
 from torchrl_moe.weight_update.options import Scheme
 from torchrl_moe.weight_update.rolling import waits_for_update
-from torchrl_moe.weight_update.target import check_numbers, engine_of, tensors_of
+from torchrl_moe.weight_update.sender import check_numbers, engine_of, tensors_of
+from torchrl_moe.weight_update.source import check_metadata
 
 __all__ = ["VLLMWeightReceiver"]
 

@@ -6,9 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from torchrl_moe.render.data_frames import data_frame
-from torchrl_moe.render.tables import html_table
-from torchrl_moe.render.text_tables import one_line, plain_table
+from torchrl_moe.render.tables import data_frame, html_table, one_line, plain_table
 
 __all__ = ["ReplicaSync", "SyncReport"]
 

@@ -29,13 +29,10 @@ from torchrl_moe._errors import (
     WeightsOwnedError,
     WeightSyncError,
 )
-from torchrl_moe.modules.backends.replica import PauseMode, Replica
-from torchrl_moe.modules.backends.reports import SwapReport
-from torchrl_moe.modules.backends.weight_claim import this_process
-from torchrl_moe.modules.serving.candidates import Recovery
+from torchrl_moe.modules.backends.replica import PauseMode, Replica, SwapReport, this_process
+from torchrl_moe.modules.serving.candidates import GONE, Recovery, ReplicaState
 from torchrl_moe.modules.serving.replica_table import TableEntry
 from torchrl_moe.modules.serving.service import GenerationService
-from torchrl_moe.modules.serving.states import GONE, ReplicaState
 from torchrl_moe.weight_update.options import SwapOptions
 from torchrl_moe.weight_update.publishing import Published
 from torchrl_moe.weight_update.report import ReplicaSync, SyncReport

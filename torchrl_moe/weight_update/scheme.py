@@ -32,8 +32,7 @@ from torchrl_moe.weight_update.options import (
     one_of,
 )
 from torchrl_moe.weight_update.receiver import VLLMWeightReceiver
-from torchrl_moe.weight_update.sender import VLLMWeightSender
-from torchrl_moe.weight_update.sender_transport import SenderTransport
+from torchrl_moe.weight_update.sender import SenderTransport, VLLMWeightSender
 from torchrl_moe.weight_update.store.writing import LOCK, WriterLock, at_end
 from torchrl_moe.weight_update.transports.base import StageOptions
 

@@ -2,32 +2,85 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from tensordict import TensorDict
 from torch import nn
 
-from torchrl_moe._errors import WeightSyncError
-from torchrl_moe.weight_update.adapter_publishing import AdapterPublisher
-from torchrl_moe.weight_update.metadata import check_metadata
-from torchrl_moe.weight_update.options import Scheme
-from torchrl_moe.weight_update.publishing import Published, Publisher
+from torchrl_moe._errors import NoReplicaError, ReplicaDiedError, WeightSyncError
+from torchrl_moe.modules.serving.replica_table import TableEntry
+from torchrl_moe.modules.serving.service import GenerationService
+from torchrl_moe.weight_update.options import Scheme, SyncOptions
+from torchrl_moe.weight_update.publishing import AdapterPublisher, Published, Publisher
 from torchrl_moe.weight_update.report import SyncReport
 from torchrl_moe.weight_update.rolling import SYNCABLE, RollingSwap, Staged, waits_for_update
-from torchrl_moe.weight_update.source.layout import Weights
-from torchrl_moe.weight_update.source.ranks import is_first
-from torchrl_moe.weight_update.target import check_numbers, engine_of, tensors_of
-from torchrl_moe.weight_update.transports.base import Transport
+from torchrl_moe.weight_update.source import Kinds, Weights, check_metadata, is_first
+from torchrl_moe.weight_update.store import WeightStoreReader
+from torchrl_moe.weight_update.transports.base import Transport, workers_of
 from torchrl_moe.weight_update.transports.registry import open_transport
 
-__all__ = ["VLLMWeightSender"]
+__all__ = ["SenderTransport", "VLLMWeightSender", "check_numbers", "engine_of", "tensors_of"]
+
+
+# The engine that weights are sent to: checks of its type, its size and its tensors.
+
+
+def engine_of(vllm_engine: Any) -> GenerationService:
+    """Return an engine whose weights can be updated.
+
+    Raises:
+        ValueError: it is not an ``AsyncVLLM``.
+    """
+    if not isinstance(vllm_engine, GenerationService):
+        raise ValueError(
+            f"vllm_engine must be an AsyncVLLM, got {type(vllm_engine).__name__}: pass what "
+            "torchrl_moe.modules.AsyncVLLM.from_pretrained() or make_async_vllm_engine() returned"
+        )
+    return vllm_engine
+
+
+def check_numbers(engine: GenerationService, options: SyncOptions) -> None:
+    """Compare an engine with the numbers of a scheme.
+
+    Raises:
+        ValueError: they differ.
+    """
+    count, wanted = engine.num_replicas, options.collective.gpus_per_replica
+    if options.num_replicas not in (None, count):
+        raise ValueError(f"num_replicas={options.num_replicas}, but the engine has {count}")
+    if options.swapping.must_hold(count) > count:
+        raise ValueError(f"min_serving={options.swapping.min_serving}, but the engine has {count} replicas")
+    size = workers_of(engine.infos[0]) if engine.infos else 1
+    if wanted not in (None, size):
+        raise ValueError(f"gpus_per_replica={wanted}, but each replica of the engine has {size} workers")
+
+
+def tensors_of(engine: GenerationService, entries: Iterable[TableEntry], seconds: float) -> Kinds:
+    """Ask the first living replica for its tensors.
+
+    Args:
+        engine: only for the error.
+        entries: its replicas that can be asked.
+        seconds: the deadline.
+
+    Raises:
+        NoReplicaError: none is alive.
+        EngineError: it does not answer.
+    """
+    for entry in entries:
+        with contextlib.suppress(ReplicaDiedError):
+            kinds: Kinds = entry.replica.metadata(seconds)
+            return kinds
+    raise NoReplicaError(f"no replica serves: {engine!r}")
 
 
 class VLLMWeightSender:
@@ -380,3 +433,97 @@ def _number(call: str, version: Any) -> int:
     if isinstance(version, bool) or not hasattr(version, "__index__"):
         raise TypeError(f"{call}: version must be an int, as publish() returns it, got {version!r}")
     return operator.index(version)
+
+
+# TorchRL's transport methods over a sender and the weight store: what ``create_transport`` of a scheme returns.
+
+
+class SenderScheme(Scheme, Protocol):
+    """A scheme that makes senders."""
+
+    def create_sender(self) -> VLLMWeightSender:
+        """Return the trainer's side."""
+
+
+class SenderTransport:
+    """Sends with its own sender, made on first use, and reads from the weight store.
+
+    Args:
+        scheme: the options.
+        vllm_engine: passed to the sender by :meth:`init_all_workers_group`; may be set later.
+    """
+
+    def __init__(self, scheme: SenderScheme, vllm_engine: Any = None) -> None:
+        self._scheme, self.vllm_engine = scheme, vllm_engine
+        self._sender: VLLMWeightSender | None = None
+        self._store = WeightStoreReader(scheme.options.store.seen_as)
+
+    def _sending(self) -> VLLMWeightSender:
+        if self._sender is None:
+            self._sender = self._scheme.create_sender()
+        return self._sender
+
+    def init_all_workers_group(
+        self, model_metadata: Mapping[str, Any] | None = None, gpus_per_replica: int | None = None
+    ) -> None:
+        """Prepare the engine's replicas, as the sender's method of this name does.
+
+        Args:
+            model_metadata: as there.
+            gpus_per_replica: TorchRL's; the scheme's is compared with the engine.
+
+        Raises:
+            ValueError: :attr:`vllm_engine` is not an ``AsyncVLLM``, or ``gpus_per_replica`` is not the scheme's.
+        """
+        if gpus_per_replica not in (None, self._scheme.options.collective.gpus_per_replica):
+            raise ValueError(f"gpus_per_replica={gpus_per_replica}: give it to the scheme")
+        self._sending().init_all_workers_group(model_metadata, self.vllm_engine)
+
+    def send_weights(self, model_id: str, weights: Weights) -> None:
+        """Send as the sender's ``update_weights`` does.
+
+        Args:
+            model_id: TorchRL's, which only names the model in a log there.
+            weights: a model, or names and tensors.
+
+        Raises:
+            RuntimeError: the scheme needs an engine, and there is none yet.
+            WeightSyncError: too few replicas hold the version.
+        """
+        del model_id
+        self._sending().update_weights(weights)
+
+    def receive_weights(
+        self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
+    ) -> TensorDict | None:
+        """Return a copy of the newest version in the weight store, flat, or ``None`` if there is none.
+
+        Args:
+            timeout: TorchRL's; nothing is waited for.
+            weights: refused.
+            model: refused.
+            strategy: refused.
+
+        Raises:
+            ValueError: ``weights``, ``model`` or ``strategy`` was given.
+            ManifestMismatch: the version was replaced meanwhile by newer ones.
+        """
+        del timeout
+        given = {"weights": weights, "model": model, "strategy": strategy}
+        if named := [name for name, value in given.items() if value is not None]:
+            raise ValueError(f"{', '.join(named)}: weights are returned, not loaded: load them yourself")
+        version = self._store.newest()
+        if version is None:
+            return None
+        with self._store.reading(self._store.manifest(version), verify=True) as found:
+            return TensorDict({name: tensor.clone() for name, tensor in found.items()})
+
+    def check_connection(self) -> bool:
+        """Whether what is sent can arrive: the sender has an engine."""
+        return self._sender is not None and self._sender.has_engine
+
+    def shutdown(self) -> None:
+        """Shut the sender down. Idempotent."""
+        if self._sender is not None:
+            self._sender.shutdown()
+        self._store.close()

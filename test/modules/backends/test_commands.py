@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from torchrl_moe.modules.backends.commands import Commands
-from torchrl_moe.modules.backends.replica import Replica
-from torchrl_moe.modules.backends.reports import ReplicaStats, SwapReport
-from torchrl_moe.modules.backends.weight_claim import WeightClaim
+from torchrl_moe.modules.backends.replica import Replica, ReplicaStats, SwapReport, WeightClaim
 from torchrl_moe.weight_update.transports.base import StageReport
 
 STAGED = StageReport(seconds=1.0, nbytes=8, digest="d")

@@ -24,7 +24,7 @@ from support.processes import ids_request, toy_replica
 from support.waiting import until
 from torchrl_moe._errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules import AsyncVLLM
-from torchrl_moe.modules.backends.process.replica import LocalReplica
+from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 from torchrl_moe.modules.backends.replica import Completion, Replica, Request
 from torchrl_moe.modules.backends.transformers import kind as transformers_kind
 from torchrl_moe.testing.fake_engine import FakeReplica

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torchrl_moe._errors import EngineError
 from torchrl_moe.data import KeptTokens
 from torchrl_moe.data.kept_tokens import dense_mask
-from torchrl_moe.modules.backends.kept_ids import KeptIds, leaves_words_out, name_kept
+from torchrl_moe.modules.backends.replica import KeptIds, leaves_words_out, name_kept
 
 INF = float("inf")
 

@@ -12,9 +12,16 @@ import numpy as np
 import pytest
 
 from support import toy_kind
-from torchrl_moe.modules.backends.process.replica import LocalReplica
-from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, Replica, Request
-from torchrl_moe.modules.backends.reports import ReplicaInfo, ReplicaStats
+from torchrl_moe.modules.backends.process.process_replica import LocalReplica
+from torchrl_moe.modules.backends.replica import (
+    Completion,
+    CompletionMetrics,
+    CompletionOutput,
+    Replica,
+    ReplicaInfo,
+    ReplicaStats,
+    Request,
+)
 from torchrl_moe.testing.fake_engine import FakeReplica
 
 
@@ -83,7 +90,7 @@ def test_requests_infos_and_stats_cannot_be_changed() -> None:
 
 def test_the_protocol_loads_neither_an_engine_nor_transformers() -> None:
     code = (
-        "import sys; import torchrl_moe.modules.backends.replica, torchrl_moe.modules.backends.process.replica;"
+        "import sys; import torchrl_moe.modules.backends.replica, torchrl_moe.modules.backends.process.process_replica;"
         "print([name for name in ('vllm', 'ray', 'transformers', 'tensordict', 'torchrl') if name in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from torchrl_moe.modules.backends.reports import ProbeReport, ReplicaInfo, ReplicaStats, SwapReport
+from torchrl_moe.modules.backends.replica import ProbeReport, ReplicaInfo, ReplicaStats, SwapReport
 from torchrl_moe.weight_update.transports.base import StageReport
 
 

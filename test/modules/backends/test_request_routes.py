@@ -9,8 +9,7 @@ import pytest
 
 from torchrl_moe._errors import RouteShapeError, RouteValueError
 from torchrl_moe.data import RoutingLayout
-from torchrl_moe.modules.backends.kept_ids import KeptIds
-from torchrl_moe.modules.backends.replica import CompletionOutput, Request, Scoring
+from torchrl_moe.modules.backends.replica import CompletionOutput, KeptIds, Request, Scoring
 from torchrl_moe.modules.backends.request_routes import RequestRoutes, check_rows, rows_of_answer
 
 LAYOUT = RoutingLayout(num_layers=2, moe_layers=(1,), top_k=2, num_experts=8)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from torchrl_moe.modules.backends.checkpoint import load_tokenizer, tokenizer_files
 from torchrl_moe.modules.backends.process import wire
-from torchrl_moe.modules.backends.tokenizer_files import load_tokenizer, tokenizer_files
 from torchrl_moe.testing import ByteTokenizer
 
 

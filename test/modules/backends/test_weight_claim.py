@@ -7,7 +7,7 @@ import os
 import pytest
 
 from torchrl_moe._errors import WeightSyncError
-from torchrl_moe.modules.backends.weight_claim import WeightClaim, WeightOwner, this_process
+from torchrl_moe.modules.backends.replica import WeightClaim, WeightOwner, this_process
 
 
 def test_a_driver_that_lives_keeps_its_claim_and_each_claim_raises_the_epoch() -> None:

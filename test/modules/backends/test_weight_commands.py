@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from torchrl_moe._errors import WeightSyncError
-from torchrl_moe.modules.backends.reports import SwapReport
-from torchrl_moe.modules.backends.weight_commands import WeightCommands
+from torchrl_moe.modules.backends.commands import WeightCommands
+from torchrl_moe.modules.backends.replica import SwapReport
 from torchrl_moe.weight_update.transports.base import StageReport
 
 HOW: dict[str, Any] = {"verify": "digest", "threads": 1, "manifest": None}

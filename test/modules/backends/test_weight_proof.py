@@ -7,7 +7,7 @@ import math
 import pytest
 
 from torchrl_moe._errors import WeightSyncError
-from torchrl_moe.modules.backends.weight_proof import compare_log_probs
+from torchrl_moe.modules.backends.commands import compare_log_probs
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,14 @@ import torch
 from torch import nn
 
 from support.adapters import takes_adapters
-from torchrl_moe.modules.policies.adapters import LoraLayers, base_model, has_adapters, whole
-from torchrl_moe.modules.policies.unstack import ModelWeights, checkpoint_tensors
+from torchrl_moe.modules.policies.unstack import (
+    LoraLayers,
+    ModelWeights,
+    base_model,
+    checkpoint_tensors,
+    has_adapters,
+    whole,
+)
 from torchrl_moe.testing import make_tiny_moe
 
 peft = pytest.importorskip("peft")

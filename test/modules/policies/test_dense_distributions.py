@@ -9,8 +9,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
-from torchrl_moe.modules.policies.dense_distributions import DenseDistributions
 from torchrl_moe.modules.policies.scoring import ScoringBatch, read_batch
+from torchrl_moe.modules.policies.scoring_wrapper import DenseDistributions
 from torchrl_moe.objectives.batch import TokenReader
 
 FULL, ATTENTION, ASSISTANT = ("tokens", "full"), ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")

@@ -10,13 +10,13 @@ from tensordict import TensorDict
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import Text
 
-from torchrl_moe.modules.policies.full_sequences import (
+from torchrl_moe.modules.policies.prompts import Source
+from torchrl_moe.modules.policies.scoring_wrapper import (
     FullSequence,
     pad_scored,
     read_sequences,
     scored_tensordict,
 )
-from torchrl_moe.modules.policies.prompt_reading import Source
 from torchrl_moe.testing import ByteTokenizer
 
 PAD, END = 256, 258

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torchrl.modules.llm.policies import LLMWrapperBase
 
-from torchrl_moe.modules.policies.generate_kwargs import engine_arguments_of, overridden, sampling_params_of
+from torchrl_moe.modules.policies.wrapper_arguments import engine_arguments_of, overridden, sampling_params_of
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ from torchrl.modules.llm.policies import Text
 
 from support.prompt_sources import TOKENIZER, source_of
 from torchrl_moe.modules import RouterReplay
-from torchrl_moe.modules.policies.generated_answers import Generation
-from torchrl_moe.modules.policies.generation_settings import GenerationSettings
 from torchrl_moe.modules.policies.rollout import RolloutKeys
+from torchrl_moe.modules.policies.transformers_generation import Generation, GenerationSettings
 from torchrl_moe.testing import make_tiny_moe
 
 pytestmark = pytest.mark.usefixtures("one_thread")

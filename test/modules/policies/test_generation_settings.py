@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
-from torchrl_moe.modules.policies.generation_settings import (
+from torchrl_moe.modules.policies.transformers_generation import (
     GenerationSettings,
     changes_of,
     leaves_words_out,

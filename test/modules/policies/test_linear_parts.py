@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from torchrl_moe.modules.policies.linear_parts import linear_parts, logit_transform, obstacle
+from torchrl_moe.modules.policies.unstack import linear_parts, logit_transform, obstacle
 from torchrl_moe.ops import LogitTransform
 
 HIDDEN = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))

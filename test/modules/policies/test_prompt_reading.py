@@ -14,7 +14,7 @@ from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, Masks, Text, Tokens
 
 from support.prompt_sources import TOKENIZER, source_of
-from torchrl_moe.modules.policies.prompt_reading import require_key
+from torchrl_moe.modules.policies.prompts import require_key
 from torchrl_moe.testing import ByteTokenizer
 
 SOURCE = source_of("history")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 
-from torchrl_moe.modules.policies.request_keys import request_arguments
+from torchrl_moe.modules.policies.wrapper_arguments import request_arguments
 
 
 def batch(key: str, value: Any) -> list[TensorDictBase]:

@@ -14,8 +14,7 @@ from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
 from torchrl_moe._errors import RouteShapeError
 from torchrl_moe.data import KeptTokens, RoutedExperts, RoutingLayout
-from torchrl_moe.modules.backends.kept_ids import KeptIds
-from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds
 from torchrl_moe.modules.policies.rollout import (
     RolloutKeys,
     answer_tensordict,

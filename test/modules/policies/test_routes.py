@@ -14,8 +14,7 @@ from torch import Tensor
 from support.routes import experts_seen, random_routes
 from torchrl_moe._errors import ReplayError, RouteShapeError, RouteValueError, RoutingError
 from torchrl_moe.modules import TransformersWrapper
-from torchrl_moe.modules.policies.routes import read_routes
-from torchrl_moe.modules.policies.scoring import read_batch
+from torchrl_moe.modules.policies.scoring import read_batch, read_routes
 from torchrl_moe.testing import make_tiny_moe
 
 TOKENS, MASK, ROUTES = ("tokens", "full"), ("masks", "all_attention_mask"), ("routed_experts", "full")

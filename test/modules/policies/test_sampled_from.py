@@ -11,8 +11,8 @@ from torch import Tensor
 
 from torchrl_moe.data import KeptTokens
 from torchrl_moe.data.kept_tokens import dense_mask
-from torchrl_moe.modules.policies.sampled_from import parts_by_temperature, read_sampling, says_nothing
 from torchrl_moe.modules.policies.scoring import ScoringBatch, read_batch
+from torchrl_moe.modules.policies.scoring_model import parts_by_temperature, read_sampling, says_nothing
 
 V = 5
 LENGTHS = (2, 4, 3)

@@ -10,8 +10,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from torchrl_moe.data import KeptTokens
-from torchrl_moe.modules.backends.kept_ids import KeptIds
-from torchrl_moe.modules.policies.sampling_entry import (
+from torchrl_moe.modules.backends.replica import KeptIds
+from torchrl_moe.modules.policies.rollout import (
     check_earlier_turn,
     pad_sampling,
     refuse_changed_values,

@@ -14,7 +14,7 @@ from torchrl.modules.llm.policies import ChatHistory, Text, Tokens
 from support.prompt_sources import TOKENIZER, source_of
 from torchrl_moe.data import KeptTokens
 from torchrl_moe.modules.policies.scoring import ScoringBatch
-from torchrl_moe.modules.policies.text_scoring import (
+from torchrl_moe.modules.policies.scoring_wrapper import (
     encode,
     log_prob_entry,
     mask_entry,

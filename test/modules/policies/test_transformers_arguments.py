@@ -13,7 +13,7 @@ from torch import nn
 from support.families import build
 from torchrl_moe._errors import UnsupportedRouterError
 from torchrl_moe.modules import RouterReplay
-from torchrl_moe.modules.policies.transformers_arguments import (
+from torchrl_moe.modules.policies.transformers_wrapper import (
     complete,
     model_of,
     pad_of,

@@ -15,8 +15,7 @@ from transformers import GenerationConfig
 from torchrl_moe.data import KeptTokens
 from torchrl_moe.modules import RouterReplay
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
-from torchrl_moe.modules.policies.generation_settings import GenerationSettings, temperature_of
-from torchrl_moe.modules.policies.transformers_generation import generate_answers
+from torchrl_moe.modules.policies.transformers_generation import GenerationSettings, generate_answers, temperature_of
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -25,8 +25,7 @@ from torchrl_moe._errors import UnsupportedRouterError
 from torchrl_moe.modules import TransformersWrapper
 from torchrl_moe.modules.policies.rollout import stack_answers
 from torchrl_moe.objectives import GRPOLoss
-from torchrl_moe.objectives.actors import score_tokens
-from torchrl_moe.objectives.batch import TokenReader
+from torchrl_moe.objectives.batch import TokenReader, score_tokens
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -24,8 +24,7 @@ from support.strategies import Says
 from torchrl_moe._errors import EngineError, GenerationTimeout
 from torchrl_moe.data import KeptTokens, RoutedExperts
 from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
-from torchrl_moe.modules.backends.kept_ids import KeptIds
-from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, Request
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds, Request
 from torchrl_moe.modules.policies import vllm_wrapper
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 

@@ -20,8 +20,7 @@ from support.toy_moe import ToyMoE, ToyRouter
 from torchrl_moe._errors import RouteShapeError, RouteValueError, RoutingError
 from torchrl_moe.data import RoutedExperts
 from torchrl_moe.modules.replay.discovery import RouterSite
-from torchrl_moe.modules.replay.incoming import Packing
-from torchrl_moe.modules.replay.router_replay import RouterReplay
+from torchrl_moe.modules.replay.router_replay import Packing, RouterReplay
 
 
 def jagged(*samples: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from support.html_table import TableReader
-from torchrl_moe.modules.replay.report import ReplayReport
+from torchrl_moe.modules.replay.router_replay import ReplayReport
 
 DONE = {"replayed": 1400, "live": 4, "refused": 0, "agreement": 0.875}
 

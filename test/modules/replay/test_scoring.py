@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchrl_moe.modules.replay.scoring import ScoreTracer, describe_scoring
+from torchrl_moe.modules.replay.interception import ScoreTracer, describe_scoring
 
 HIDDEN = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
 WEIGHT = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))

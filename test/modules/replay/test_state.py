@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from torchrl_moe._errors import ReplayError
-from torchrl_moe.modules.replay.binding import Binding
-from torchrl_moe.modules.replay.state import ReplayState
+from torchrl_moe.modules.replay.binding import Binding, ReplayState
 
 
 def bound() -> Binding:

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from support.clock import Clock
 from support.requests import waiting_request
-from torchrl_moe.modules.serving.admission import PRIORITY_SECONDS, Admission
+from torchrl_moe.modules.serving.dispatch import PRIORITY_SECONDS, Admission
 from torchrl_moe.modules.serving.in_flight import InFlight
 
 

@@ -19,11 +19,8 @@ from torchrl_moe.modules import AsyncVLLM, LoadBalancer
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.backends.sampling_fields import FIELDS
 from torchrl_moe.modules.serving import launch
-from torchrl_moe.modules.serving.balancing.hierarchy import Settings
-from torchrl_moe.modules.serving.balancing.prefix_aware import PrefixAware
-from torchrl_moe.modules.serving.balancing.sessions import SessionAffinity
-from torchrl_moe.modules.serving.balancing.simple import KVCache, PowerOfTwo
-from torchrl_moe.modules.serving.fault_policy import FaultPolicy
+from torchrl_moe.modules.serving.candidates import FaultPolicy
+from torchrl_moe.modules.serving.strategies import KVCache, PowerOfTwo, PrefixAware, SessionAffinity, Settings
 from torchrl_moe.testing import FakeAsyncVLLM
 
 THROWN: list[Any] = [*VALUES, 2**70]

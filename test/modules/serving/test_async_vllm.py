@@ -36,7 +36,7 @@ from torchrl_moe._errors import EngineError, GenerationTimeout, ReplicaDiedError
 from torchrl_moe.data import RoutedExperts
 from torchrl_moe.modules import AsyncVLLM, make_async_vllm_engine
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
-from torchrl_moe.modules.serving.fault_policy import FaultPolicy
+from torchrl_moe.modules.serving.candidates import FaultPolicy
 
 ROOT = Path(__file__).parents[3]
 
@@ -58,7 +58,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         scripted.made.append(replica)
         return replica
 
-    monkeypatch.setattr("torchrl_moe.modules.backends.process.replica.LocalReplica", make)
+    monkeypatch.setattr("torchrl_moe.modules.backends.process.process_replica.LocalReplica", make)
     monkeypatch.delenv("TORCHRL_VLLM_TIMEOUT_SECONDS", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     return scripted

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from support.clock import Clock
-from torchrl_moe.modules.serving.breaker import Breaker, BreakerState
-from torchrl_moe.modules.serving.fault_policy import FaultPolicy
+from torchrl_moe.modules.serving.candidates import Breaker, BreakerState, FaultPolicy
 
 POLICY = FaultPolicy(breaker_failures=3, breaker_window=10.0, breaker_cooldown=5.0, breaker_trials=2)
 

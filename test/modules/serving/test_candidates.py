@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from torchrl_moe.modules.serving.candidates import Candidates, TableEntry, load_bound
+from torchrl_moe.modules.serving.candidates import Candidates, ReplicaState, TableEntry, load_bound
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
-from torchrl_moe.modules.serving.states import ReplicaState
 
 
 def entries(*inflight: int) -> list[TableEntry]:

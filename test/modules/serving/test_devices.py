@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchrl_moe.modules.serving.devices import DeviceSets, devices_of_trainer, ranks_here, visible_devices
+from torchrl_moe.modules.serving.launch import DeviceSets, devices_of_trainer, ranks_here, visible_devices
 
 
 class Machine:

@@ -32,16 +32,14 @@ from torchrl_moe._errors import (
 )
 from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.modules.serving import dispatch as dispatch_module
-from torchrl_moe.modules.serving.admission import Admission
-from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
-from torchrl_moe.modules.serving.balancing.strategy import Strategy
-from torchrl_moe.modules.serving.candidates import Recovery
-from torchrl_moe.modules.serving.dispatch import Dispatcher
+from torchrl_moe.modules.serving.balancer import LoadBalancer
+from torchrl_moe.modules.serving.candidates import Recovery, ReplicaState
+from torchrl_moe.modules.serving.dispatch import Admission, Dispatcher
 from torchrl_moe.modules.serving.event_loop import EventLoop
 from torchrl_moe.modules.serving.in_flight import Call
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
 from torchrl_moe.modules.serving.requests import placements
-from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.modules.serving.strategies import Strategy
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 

@@ -16,8 +16,8 @@ from support.engines import EngineShelf
 from support.processes import PYTHONPATH
 from torchrl_moe._errors import EngineError
 from torchrl_moe.modules import AsyncVLLM
-from torchrl_moe.modules.serving import actors
-from torchrl_moe.modules.serving.engine_interface import EngineInterface
+from torchrl_moe.modules.serving import balancer as actors
+from torchrl_moe.modules.serving.service import EngineInterface
 from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import FakeReplica
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torchrl_moe.modules.serving.fault_policy import FaultPolicy
+from torchrl_moe.modules.serving.candidates import FaultPolicy
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ import pytest
 from support.completions import cut
 from torchrl_moe._errors import NoReplicaError, ReplicaDiedError, StaleReplicaError
 from torchrl_moe.modules.backends.replica import Completion, Request
-from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
+from torchrl_moe.modules.serving.balancer import LoadBalancer
+from torchrl_moe.modules.serving.candidates import ReplicaState
 from torchrl_moe.modules.serving.in_flight import Call, InFlight
 from torchrl_moe.modules.serving.requests import Placement
-from torchrl_moe.modules.serving.states import ReplicaState
 from torchrl_moe.testing.fake_engine import FakeReplica
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from torchrl_moe.modules.backends.process.replica import LocalReplica
+from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 from torchrl_moe.modules.backends.ray import cluster
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 from torchrl_moe.modules.backends.vllm import kind

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
-from torchrl_moe.modules.serving.lease import Lease
+from torchrl_moe.modules.serving.balancer import Lease, LoadBalancer
 
 
 def inflight(balancer: LoadBalancer) -> list[int]:

@@ -20,9 +20,8 @@ from torchrl_moe._errors import (
     RequestRefusedError,
 )
 from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput
-from torchrl_moe.modules.serving.metrics import BOUNDS, MOST_RECENT, Histogram, Metrics
-from torchrl_moe.modules.serving.metrics_table import COUNTERS, OUTCOMES
-from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.modules.serving.candidates import ReplicaState
+from torchrl_moe.modules.serving.stats import BOUNDS, COUNTERS, MOST_RECENT, OUTCOMES, Histogram, Metrics
 from torchrl_moe.testing.fake_engine import FakeReplica
 
 

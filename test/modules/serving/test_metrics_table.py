@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from torchrl_moe.modules.backends.reports import ReplicaStats
-from torchrl_moe.modules.serving.metrics_table import (
+from torchrl_moe.modules.backends.replica import ReplicaStats
+from torchrl_moe.modules.serving.candidates import ReplicaState
+from torchrl_moe.modules.serving.replica_table import ReplicaTable
+from torchrl_moe.modules.serving.stats import (
     COUNTERS,
     ENGINE_COUNTERS,
     OF_THE_ENGINE,
@@ -14,8 +16,6 @@ from torchrl_moe.modules.serving.metrics_table import (
     breaker_state,
     replica_row,
 )
-from torchrl_moe.modules.serving.replica_table import ReplicaTable
-from torchrl_moe.modules.serving.states import ReplicaState
 
 STATS = ReplicaStats(running=3, cache_queries=200, cache_hits=50, steps=70)
 

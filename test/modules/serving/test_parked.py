@@ -6,13 +6,11 @@ from typing import Any
 
 from support.requests import named_requests
 from torchrl_moe._errors import NoReplicaError
-from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
-from torchrl_moe.modules.serving.in_flight import Call, InFlight
-from torchrl_moe.modules.serving.parked import Parked
-from torchrl_moe.modules.serving.placing import GROUP
+from torchrl_moe.modules.serving.balancer import LoadBalancer
+from torchrl_moe.modules.serving.candidates import ReplicaState
+from torchrl_moe.modules.serving.in_flight import GROUP, Call, InFlight, Parked
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
 from torchrl_moe.modules.serving.requests import placements
-from torchrl_moe.modules.serving.states import ReplicaState
 
 
 class Yard:

@@ -10,14 +10,11 @@ import pytest
 from support.requests import named_requests
 from support.strategies import Says
 from torchrl_moe.modules.backends.replica import Request
-from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
-from torchrl_moe.modules.serving.candidates import Recovery
-from torchrl_moe.modules.serving.fault_policy import FaultPolicy
-from torchrl_moe.modules.serving.in_flight import Call
-from torchrl_moe.modules.serving.placing import GROUP, needs, prospect, take_lease, takes
+from torchrl_moe.modules.serving.balancer import LoadBalancer
+from torchrl_moe.modules.serving.candidates import FaultPolicy, Recovery, ReplicaState
+from torchrl_moe.modules.serving.in_flight import GROUP, Call, needs, prospect, take_lease, takes
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
 from torchrl_moe.modules.serving.requests import placements
-from torchrl_moe.modules.serving.states import ReplicaState
 
 
 def balancer(*states: str, **faults: Any) -> LoadBalancer:

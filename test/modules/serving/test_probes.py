@@ -10,12 +10,10 @@ import pytest
 from support.clock import Clock
 from support.replicas import ScriptedReplica
 from torchrl_moe._errors import EngineError
-from torchrl_moe.modules.backends.reports import ProbeReport
-from torchrl_moe.modules.serving.breaker import BreakerState
-from torchrl_moe.modules.serving.fault_policy import FaultPolicy
-from torchrl_moe.modules.serving.probes import ProbeHistory, Probes, Stalled
+from torchrl_moe.modules.backends.replica import ProbeReport
+from torchrl_moe.modules.serving.candidates import BreakerState, FaultPolicy, ReplicaState
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
-from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.modules.serving.supervisor import ProbeHistory, Probes, Stalled
 
 WELL = ProbeReport(core_answered=True)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torchrl_moe.modules.serving.progress import Progress
+from torchrl_moe.modules.serving.service import Progress
 
 COMPLETION: Any = SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * 5)])
 

@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.services import ask
-from torchrl_moe.modules.backends.reports import ReplicaStats
-from torchrl_moe.modules.serving.metrics import BOUNDS
-from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.modules.backends.replica import ReplicaStats
+from torchrl_moe.modules.serving.candidates import ReplicaState
+from torchrl_moe.modules.serving.stats import BOUNDS
 from torchrl_moe.testing.fake_engine import FakeReplica
 
 

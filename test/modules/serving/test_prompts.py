@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torchrl_moe.modules.backends.replica import Completion, Request
-from torchrl_moe.modules.serving.prompts import normalise_prompts
+from torchrl_moe.modules.serving.requests import normalise_prompts
 from torchrl_moe.testing.fake_engine import FakeReplica
 
 

@@ -10,11 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from support.services import listening
-from torchrl_moe.modules.backends.reports import ReplicaStats
-from torchrl_moe.modules.serving.candidates import CacheUsage, Recovery
-from torchrl_moe.modules.serving.fault_policy import FaultPolicy
+from torchrl_moe.modules.backends.replica import ReplicaStats
+from torchrl_moe.modules.serving.candidates import CacheUsage, FaultPolicy, Recovery, ReplicaState
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
-from torchrl_moe.modules.serving.states import ReplicaState
 
 
 def test_replicas_start_out_as_told() -> None:

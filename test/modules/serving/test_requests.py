@@ -14,9 +14,9 @@ from tensordict import lazy_stack
 from torchrl_moe._errors import RouteValueError
 from torchrl_moe.data import RoutedExperts
 from torchrl_moe.modules.backends.replica import Completion
-from torchrl_moe.modules.serving.prompts import PromptBatch
 from torchrl_moe.modules.serving.requests import (
     Placement,
+    PromptBatch,
     check_timeout,
     common_fields,
     integers,

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from support.completions import cut
-from torchrl_moe.modules.backends.kept_ids import KeptIds
-from torchrl_moe.modules.backends.replica import Completion, Request
-from torchrl_moe.modules.serving.resumption import check_resume, request_to_resume, whole
+from torchrl_moe.modules.backends.replica import Completion, KeptIds, Request
+from torchrl_moe.modules.serving.requests import check_resume, request_to_resume, whole
 from torchrl_moe.testing.fake_engine import LAYOUT, FakeReplica
 
 PARAMS = {"max_tokens": 8, "logprobs": 0, "n": 2}

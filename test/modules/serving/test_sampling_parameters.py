@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from torchrl_moe.modules.serving.sampling_parameters import SamplingParameters
+from torchrl_moe.modules.serving.requests import SamplingParameters
 
 GIVEN = {"max_tokens": 8, "temperature": 0.7}
 

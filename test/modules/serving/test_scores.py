@@ -16,10 +16,8 @@ from support.versions import random_ids
 from torchrl_moe._errors import EngineError, RequestRefusedError
 from torchrl_moe.data import KeptTokens
 from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
-from torchrl_moe.modules.backends.kept_ids import KeptIds
-from torchrl_moe.modules.backends.replica import Completion, Scoring
-from torchrl_moe.modules.serving.prompts import normalise_prompts
-from torchrl_moe.modules.serving.scores import scores_of, scorings
+from torchrl_moe.modules.backends.replica import Completion, KeptIds, Scoring
+from torchrl_moe.modules.serving.requests import normalise_prompts, scores_of, scorings
 
 ONE = normalise_prompts([5, 6, 7])
 TWO = normalise_prompts([[5, 6, 7], [8]])

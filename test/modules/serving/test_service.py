@@ -26,13 +26,12 @@ from support.services import HOUR, QUICK, ask, slow_if, submitted, until_running
 from support.strategies import Says
 from support.waiting import in_thread, until
 from torchrl_moe._errors import EngineError, GenerationTimeout, NoReplicaError, RequestRefusedError, StaleReplicaError
-from torchrl_moe.modules.backends.replica import Completion, Request
-from torchrl_moe.modules.backends.reports import ReplicaStats
-from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
-from torchrl_moe.modules.serving.balancing.strategy import Strategy
+from torchrl_moe.modules.backends.replica import Completion, ReplicaStats, Request
+from torchrl_moe.modules.serving.balancer import LoadBalancer
+from torchrl_moe.modules.serving.candidates import ReplicaState
 from torchrl_moe.modules.serving.replica_service import ReplicaService
 from torchrl_moe.modules.serving.service import GenerationService
-from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.modules.serving.strategies import Strategy
 from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import LAYOUT, FakeReplica
 

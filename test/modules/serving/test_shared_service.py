@@ -25,14 +25,12 @@ from support.waiting import until
 from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.ray import cluster
-from torchrl_moe.modules.backends.ray.cluster import running_services
+from torchrl_moe.modules.backends.ray.cluster import NAMESPACE, running_services
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
-from torchrl_moe.modules.backends.ray.ray_service import NAMESPACE
-from torchrl_moe.modules.backends.weight_claim import WeightClaim
-from torchrl_moe.modules.serving import shared_service
-from torchrl_moe.modules.serving.candidates import Recovery
-from torchrl_moe.modules.serving.fault_policy import FaultPolicy
-from torchrl_moe.modules.serving.shared_service import SharedService
+from torchrl_moe.modules.backends.replica import WeightClaim
+from torchrl_moe.modules.serving import async_vllm as shared_service
+from torchrl_moe.modules.serving.async_vllm import SharedService
+from torchrl_moe.modules.serving.candidates import FaultPolicy, Recovery
 from torchrl_moe.testing.fake_engine import FakeReplica
 
 OTHER_DRIVER = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchrl_moe.modules.serving.states import TRANSITIONS, ReplicaState, check_transition
+from torchrl_moe.modules.serving.candidates import TRANSITIONS, ReplicaState, check_transition
 
 # from (row) to (column): x may, . may not
 TABLE = """

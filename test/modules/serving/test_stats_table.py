@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from support.html_table import TableReader
-from torchrl_moe.modules.backends.reports import ReplicaStats
+from torchrl_moe.modules.backends.replica import ReplicaStats
+from torchrl_moe.modules.serving.candidates import ReplicaState
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
-from torchrl_moe.modules.serving.states import ReplicaState
-from torchrl_moe.modules.serving.stats_table import (
+from torchrl_moe.modules.serving.stats import (
     SHOWN_REPLICAS,
     Totals,
     describe,

@@ -11,10 +11,10 @@ from typing import Any
 from support.requests import waiting_request
 from support.waiting import PATIENCE
 from torchrl_moe.modules.backends.replica import Completion, Request
-from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
+from torchrl_moe.modules.serving.balancer import LoadBalancer
+from torchrl_moe.modules.serving.dispatch import Submissions
 from torchrl_moe.modules.serving.event_loop import EventLoop
 from torchrl_moe.modules.serving.in_flight import InFlight
-from torchrl_moe.modules.serving.submissions import Submissions
 
 
 class Slow:

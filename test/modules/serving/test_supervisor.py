@@ -20,10 +20,9 @@ from support.replicas import ScriptedReplica
 from support.services import HOUR, QUICK, RestartingService, ask, listening
 from support.waiting import PATIENCE, in_thread, until
 from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError, WeightSyncError
-from torchrl_moe.modules.backends.reports import ProbeReport
+from torchrl_moe.modules.backends.replica import ProbeReport
 from torchrl_moe.modules.serving import supervisor as supervisor_module
-from torchrl_moe.modules.serving.candidates import Recovery
-from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.modules.serving.candidates import Recovery, ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import FakeReplica
 
@@ -668,7 +667,7 @@ def test_a_service_that_is_forgotten_is_collected() -> None:
 AT_EXIT = """
 import time, weakref
 from torchrl_moe.modules.serving import supervisor
-from torchrl_moe.modules.serving.fault_policy import FaultPolicy
+from torchrl_moe.modules.serving.candidates import FaultPolicy
 from torchrl_moe.testing import FakeAsyncVLLM
 
 supervisor.TICK_SECONDS = 0.02

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from support.sequences import NAN, Run
-from torchrl_moe.objectives.functional.tokens import check_tokens, select, sequence_mean, sequence_sum
+from torchrl_moe.objectives.functional import check_tokens, select, sequence_mean, sequence_sum
 
 VALUE = torch.tensor([[1.0, 3.0, NAN], [5.0, 60.0, 70.0], [8.0, 9.0, 9.0]])
 MASK = torch.tensor([[True, True, False], [True, False, False], [False, False, False]])

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from torchrl_moe.testing.conformance.background import in_thread, result
-from torchrl_moe.testing.conformance.findings import DoesNotHold
+from torchrl_moe.testing.conformance.report import DoesNotHold
 
 
 def test_a_result_and_an_error_come_through() -> None:

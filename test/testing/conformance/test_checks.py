@@ -11,7 +11,7 @@ import pytest
 from support.conformance import shared_moe
 from support.conforming_engine import QUICK, ConformingEngine
 from support.faulty_engines import FAULTS, TOKEN_SECONDS
-from torchrl_moe.modules.replay import handles
+from torchrl_moe.modules.replay import router_replay as handles
 from torchrl_moe.testing import conformance, make_tiny_moe
 from torchrl_moe.testing.conformance import CHECKS, Answer, NotOffered, check
 
@@ -106,7 +106,7 @@ def test_a_model_is_given_back_even_if_the_engine_fails_at_the_end() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         check(Interrupts(), model, only=["rows"])
-    assert handles.owner(model) is None
+    assert handles.owner_of(model) is None
     assert model.training
 
 
@@ -133,5 +133,5 @@ def test_an_engine_that_cannot_be_given_its_weights_back_has_a_report() -> None:
     ]
     assert report["own weights"].seen == "OSError: the engine is gone"
     assert "restart it" in report["own weights"].advice
-    assert handles.owner(model) is None
+    assert handles.owner_of(model) is None
     assert model.training

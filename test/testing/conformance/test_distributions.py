@@ -10,8 +10,8 @@ import torch
 
 from support.conforming_engine import distribution
 from torchrl_moe.testing.conformance import Sampling
-from torchrl_moe.testing.conformance.distributions import sampled_log_probs
-from torchrl_moe.testing.conformance.log_prob_checks import SAMPLINGS
+from torchrl_moe.testing.conformance.checks import SAMPLINGS
+from torchrl_moe.testing.conformance.judge import sampled_log_probs
 
 LOGITS = torch.tensor([[math.log(0.5), math.log(0.3), math.log(0.2)]])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchrl_moe.testing.conformance.findings import RouteFaults
+from torchrl_moe.testing.conformance.report import RouteFaults
 
 
 def test_missing_and_wrong_rows_count() -> None:

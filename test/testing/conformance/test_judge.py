@@ -13,10 +13,9 @@ import torch
 from support.conformance import shared_moe
 from support.conforming_engine import QUICK, ConformingEngine
 from torchrl_moe.testing.conformance import Answer, NotOffered, Sampling, Settings
-from torchrl_moe.testing.conformance.findings import DoesNotHold
-from torchrl_moe.testing.conformance.judge import Judge
+from torchrl_moe.testing.conformance.judge import Judge, Sampled
 from torchrl_moe.testing.conformance.reference import Reference
-from torchrl_moe.testing.conformance.sampled import Sampled
+from torchrl_moe.testing.conformance.report import DoesNotHold
 
 PROMPT = (9, 30, 201)
 

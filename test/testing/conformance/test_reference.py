@@ -11,7 +11,7 @@ from torch import Tensor
 from support.conformance import shared_moe
 from support.conforming_engine import small_moe
 from torchrl_moe._errors import RouteValueError
-from torchrl_moe.modules.replay import handles
+from torchrl_moe.modules.replay import router_replay as handles
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.testing.conformance import NotOffered
@@ -119,7 +119,7 @@ def test_a_model_is_left_as_it_was() -> None:
     assert not model.training
     reference.close()
     assert model.training
-    assert handles.owner(model) is None
+    assert handles.owner_of(model) is None
     replay = RouterReplay(model)
     Reference(model).close()
-    assert handles.owner(model) is replay
+    assert handles.owner_of(model) is replay

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from torchrl_moe.testing.conformance import Answer, NotOffered, Sampling
-from torchrl_moe.testing.conformance.findings import DoesNotHold
-from torchrl_moe.testing.conformance.sampled import Sampled
+from torchrl_moe.testing.conformance.judge import Sampled
+from torchrl_moe.testing.conformance.report import DoesNotHold
 
 
 def sampled(**given: Any) -> Sampled:

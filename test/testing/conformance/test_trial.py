@@ -10,8 +10,8 @@ import torch
 from support.conformance import shared_moe
 from support.conforming_engine import QUICK, ConformingEngine
 from torchrl_moe.testing.conformance import Answer, NotOffered, Sampling, check
-from torchrl_moe.testing.conformance.findings import DoesNotHold
 from torchrl_moe.testing.conformance.reference import Reference
+from torchrl_moe.testing.conformance.report import DoesNotHold
 from torchrl_moe.testing.conformance.trial import Trial
 
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from torchrl_moe._errors import ManifestMismatch
 from torchrl_moe.modules.policies.unstack import ModelWeights, checkpoint_tensors, model_metadata
 from torchrl_moe.testing import make_tiny_moe
-from torchrl_moe.weight_update.source.layout import cast_kinds, source_of
+from torchrl_moe.weight_update.source import cast_kinds, source_of
 
 F32, F16, BF16, I64 = torch.float32, torch.float16, torch.bfloat16, torch.int64
 FP8 = torch.float8_e4m3fn

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchrl_moe.weight_update.source.ranks import agreed, dtypes_of_first, from_first, is_first
+from torchrl_moe.weight_update.source import agreed, dtypes_of_first, from_first, is_first
 
 
 def test_a_process_by_itself_is_the_first() -> None:

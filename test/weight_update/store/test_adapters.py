@@ -11,7 +11,7 @@ import xxhash
 
 from torchrl_moe._errors import DigestMismatch, ManifestMismatch
 from torchrl_moe.weight_update.store import Manifest, VersionsWriter, adapter_tensors, copy_adapter
-from torchrl_moe.weight_update.store.adapters import ADAPTER_FILES
+from torchrl_moe.weight_update.store.reader import ADAPTER_FILES
 
 CONFIG, MODEL = ADAPTER_FILES
 

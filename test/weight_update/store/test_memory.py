@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from torchrl_moe.weight_update.store.memory import available_memory
+from torchrl_moe.weight_update.store.writing import available_memory
 
 GB = 1 << 30
 

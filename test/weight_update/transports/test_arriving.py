@@ -11,7 +11,7 @@ import torch
 
 from torchrl_moe._errors import DigestMismatch
 from torchrl_moe.weight_update.store import WeightStoreReader, WeightStoreWriter
-from torchrl_moe.weight_update.transports.arriving import Digests, as_tensor, tensor_in
+from torchrl_moe.weight_update.transports.gloo import Digests, as_tensor, tensor_in
 
 TENSORS = {"a": torch.arange(100.0).view(10, 10), "b": torch.tensor(2.5, dtype=torch.bfloat16), "c": torch.empty(0, 3)}
 

@@ -23,8 +23,7 @@ from torchrl_moe.testing.fake_weights import FakeWeightReplica
 from torchrl_moe.weight_update.store import Manifest, WeightStoreReader, WeightStoreWriter
 from torchrl_moe.weight_update.transports import gloo
 from torchrl_moe.weight_update.transports.base import StageOptions, StageReport
-from torchrl_moe.weight_update.transports.gloo import GlooReceiver, GlooTransport
-from torchrl_moe.weight_update.transports.gloo_group import GlooGroup
+from torchrl_moe.weight_update.transports.gloo import GlooGroup, GlooReceiver, GlooTransport
 from torchrl_moe.weight_update.transports.meeting import MeetingPlace
 
 # -- the trainer's end ------------------------------------------------------------------------------------------------

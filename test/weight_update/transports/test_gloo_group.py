@@ -12,7 +12,7 @@ import torch
 
 from support.waiting import until
 from torchrl_moe._errors import ReplicaDiedError, SyncTimeout
-from torchrl_moe.weight_update.transports.gloo_group import GlooGroup
+from torchrl_moe.weight_update.transports.gloo import GlooGroup
 from torchrl_moe.weight_update.transports.meeting import Meeting, MeetingPlace, board_of
 
 TIMEOUT = 20.0

@@ -11,7 +11,7 @@ from torchrl_moe._errors import EngineError, ManifestMismatch
 from torchrl_moe.testing.fake_weights import FakeWeightReplica
 from torchrl_moe.weight_update.store import WeightStoreWriter
 from torchrl_moe.weight_update.transports.base import StageOptions
-from torchrl_moe.weight_update.transports.memmap import MemmapReceiver, MemmapTransport
+from torchrl_moe.weight_update.transports.registry import MemmapReceiver, MemmapTransport
 
 # -- the trainer's end ------------------------------------------------------------------------------------------------
 

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from torchrl_moe.testing.fake_weights import FakeWeightReplica
-from torchrl_moe.weight_update.transports.gloo import GlooReceiver
-from torchrl_moe.weight_update.transports.gloo_group import GlooGroup
+from torchrl_moe.weight_update.transports.gloo import GlooGroup, GlooReceiver
 from torchrl_moe.weight_update.transports.meeting import MeetingPlace
-from torchrl_moe.weight_update.transports.memmap import MemmapReceiver, MemmapTransport
-from torchrl_moe.weight_update.transports.registry import open_receiver, open_transport
+from torchrl_moe.weight_update.transports.registry import MemmapReceiver, MemmapTransport, open_receiver, open_transport
 
 # -- the trainer's end ------------------------------------------------------------------------------------------------
 

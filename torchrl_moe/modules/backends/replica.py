@@ -10,34 +10,367 @@ Letters: P prompt tokens, G generated tokens, L decoder layers, K experts per to
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import MISSING, dataclass, field, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrl_moe.modules.backends.kept_ids import KeptIds
-from torchrl_moe.modules.backends.reports import ProbeReport, ReplicaInfo, ReplicaStats, SwapReport
-from torchrl_moe.modules.backends.weight_claim import WeightClaim
+from torchrl_moe._errors import EngineError, WeightSyncError
+from torchrl_moe.data import RoutingLayout
 from torchrl_moe.weight_update.transports.base import StageReport
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 __all__ = [
     "Completion",
     "CompletionMetrics",
     "CompletionOutput",
+    "KeptIds",
     "OnResume",
     "PauseMode",
+    "ProbeReport",
     "Replica",
+    "ReplicaInfo",
+    "ReplicaStats",
     "Request",
     "Scoring",
+    "SwapReport",
+    "WeightClaim",
+    "WeightOwner",
+    "leaves_words_out",
+    "name_kept",
     "nothing_yet",
+    "this_process",
 ]
+
+
+# The words that sampling left for each token of an answer, as flat arrays, on their way from a worker to a rollout.
+#
+# A worker reports words token by token; a *step* is its report on one token: ``[position, *ids]``, empty where no
+# word was left out. The ids are those that were kept or, where fewer were removed, the removed ones, as ``~id``.
+#
+# Letters: G tokens of an answer, M ids of all its tokens together, R requests of a batch, V vocabulary.
+
+
+NOTHING = np.empty(0, np.int32)
+KEEPS_ALL: Mapping[str, tuple[Any, ...]] = {
+    "top_k": (None, 0, -1),
+    "top_p": (None, 1, 1.0),
+    "min_p": (None, 0, 0.0),
+    "min_tokens": (None, 0),
+    "bad_words": (None, [], ()),
+    "allowed_token_ids": (None,),
+    "structured_outputs": (None,),
+}
+"""Sampling parameters that leave words out -> values with which they do not."""
+
+
+def leaves_words_out(value_of: Callable[[str], Any]) -> str | None:
+    """Return a sampling parameter that may leave words out of what a token is drawn from; ``None`` if there is none.
+
+    Args:
+        value_of: the value of a parameter, by its name.
+
+    >>> leaves_words_out({"top_p": 0.95}.get), leaves_words_out({"top_p": 1.0, "top_k": -1}.get)
+    ('top_p', None)
+    """
+    return next((name for name, values in KEEPS_ALL.items() if value_of(name) not in values), None)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptIds:
+    """See :class:`~torchrl_moe.data.KeptTokens`, whose fields these become.
+
+    Shapes:
+        - ids: int32 ``[M]``
+        - sizes: int32 ``[G]``: n ids that were kept, or -n that were removed; 0: no word was left out
+    """
+
+    ids: NDArray[np.int32]
+    sizes: NDArray[np.int32]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return self.ids.nbytes + self.sizes.nbytes
+
+    @classmethod
+    def of_steps(cls, steps: Sequence[NDArray[np.int32]], tokens: int) -> KeptIds | None:
+        """Join the steps of an answer of ``tokens`` tokens; ``None`` if no word was left out of any.
+
+        Raises:
+            EngineError: a token comes twice or out of order, or has no words at all.
+
+        >>> steps = [np.array([0, 5, 7]), np.array([]), np.array([2, ~3])]
+        >>> KeptIds.of_steps(steps, 4)
+        KeptIds(ids=array([5, 7, 3], dtype=int32), sizes=array([ 2,  0, -1,  0], dtype=int32))
+        """
+        said = [step for step in steps if len(step) and step[0] < tokens]
+        places = [int(step[0]) for step in said]
+        if any(one >= later for one, later in pairwise(places)) or any(len(step) == 1 for step in said):
+            raise EngineError(
+                f"the engine reported kept words for the tokens {places}: positions must ascend, and each needs a word"
+            )
+        if not said:
+            return None
+        sizes = np.zeros(tokens, np.int32)
+        for step in said:
+            sizes[step[0]] = len(step) - 1 if step[1] >= 0 else 1 - len(step)
+        ids = np.concatenate([step[1:] for step in said]).astype(np.int32, copy=False)
+        return cls(np.where(ids < 0, ~ids, ids), sizes)
+
+    @classmethod
+    def of_masks(cls, masks: Sequence[Sequence[int]], tokens: int) -> KeptIds | None:
+        """Join the words of each of ``tokens`` tokens, ``~id`` if they are those that were removed; empty: all kept.
+
+        Raises:
+            EngineError: some were left out, and there are not as many masks as tokens.
+
+        >>> KeptIds.of_masks([[5, 7], [], [~3]], 3)
+        KeptIds(ids=array([5, 7, 3], dtype=int32), sizes=array([ 2,  0, -1], dtype=int32))
+        """
+        if not any(len(mask) for mask in masks):
+            return None
+        if len(masks) != tokens:
+            raise EngineError(f"the engine reported the kept words of {len(masks)} tokens, of an answer of {tokens}")
+        steps = [np.array([place, *mask], np.int32) for place, mask in enumerate(masks) if len(mask)]
+        return cls.of_steps(steps, tokens)
+
+    def first(self, tokens: int) -> KeptIds:
+        """Return the words of the first ``tokens`` tokens."""
+        sizes = self.sizes[:tokens]
+        return KeptIds(self.ids[: int(np.abs(sizes).sum())], sizes)
+
+    @classmethod
+    def join(cls, parts: Sequence[KeptIds | None], tokens: Sequence[int]) -> KeptIds | None:
+        """Join the parts of an answer, each with its number of tokens; ``None`` if no word was left out of any part."""
+        if not any(part is not None for part in parts):
+            return None
+        filled = [
+            cls(np.empty(0, np.int32), np.zeros(count, np.int32)) if part is None else part
+            for part, count in zip(parts, tokens, strict=True)
+        ]
+        return cls(np.concatenate([part.ids for part in filled]), np.concatenate([part.sizes for part in filled]))
+
+
+def name_kept(log_probs: Tensor, positions: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int64]] | None:
+    """Return the steps of a batch, concatenated, and their offsets; ``None`` if all words were kept.
+
+    Args:
+        log_probs: ``[R, V]``, -inf for words that were left out.
+        positions: of the token of each request in its answer.
+
+    Returns:
+        ``[N]``, and ``[R + 1]``.
+    """
+    kept = (log_probs > float("-inf")).cpu().numpy()
+    vocabulary = kept.shape[1]
+    steps = []
+    for row, count, position in zip(kept, np.count_nonzero(kept, axis=1).tolist(), positions, strict=True):
+        if count == vocabulary:
+            steps.append(NOTHING)
+            continue
+        ids = np.flatnonzero(row) if 2 * count <= vocabulary else ~np.flatnonzero(~row)
+        steps.append(np.concatenate([[position], ids]).astype(np.int32))
+    offsets = np.cumsum([0, *map(len, steps)])
+    return (np.concatenate(steps), offsets) if offsets[-1] else None
+
+
+# What a replica reports: once it serves, while it does, and after a command. All are plain data classes.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaInfo:
+    """What a replica reports once it serves.
+
+    ``layout`` is ``None`` if no routes are captured. ``dtype``: torch's name of what the model computes in, if known.
+    ``why_live``: why the engine cannot follow recorded experts; empty if it can.
+    """
+
+    model: str
+    layout: RoutingLayout | None
+    max_model_len: int
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    engine_version: str = ""
+    dtype: str = ""
+    why_live: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStats:
+    """A replica's own stats, read at one moment; counts are since its engine started.
+
+    Attributes:
+        running: answers being generated.
+        waiting: requests in the engine's queue.
+        cache_usage: share of KV blocks in use, 0 to 1.
+        tokens_per_second: generated during the last second.
+        requests: finished, aborted ones included; the next five fields count only finished requests.
+        completions: answers.
+        prompt_tokens: of their prompts.
+        cached_tokens: those of them found in the prefix cache.
+        generated_tokens: of their answers.
+        generation_seconds: from arrival to end, summed.
+        cache_queries: prompt tokens looked up in the prefix cache, as requests are scheduled.
+        cache_hits: those found.
+        preemptions: times that a request lost its KV blocks to others and must be recomputed.
+        steps: of the engine.
+        step_at: when the last one ended, in seconds since the epoch; 0 before the first.
+        weights_version: of the weights that the engine serves, from any driver; 0 for the checkpoint's.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    cache_usage: float = 0.0
+    tokens_per_second: float = 0.0
+    requests: int = 0
+    completions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    generation_seconds: float = 0.0
+    cache_queries: int = 0
+    cache_hits: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    step_at: float = 0.0
+    weights_version: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens found in the prefix cache, 0 to 1; 0 before the first."""
+        return self.cache_hits / self.cache_queries if self.cache_queries else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapReport:
+    """How far a replica got with a version: seconds pausing, loading, and paused in total; or why it failed.
+
+    One that was not ``started`` still has its old weights. ``unproved`` says why there was no weight check.
+    """
+
+    started: bool = True
+    pausing_seconds: float = 0.0
+    loading_seconds: float = 0.0
+    paused_seconds: float = 0.0
+    unproved: str = ""
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeReport:
+    """The health of an engine, as the process that owns it reports: the reply to the command ``probe``.
+
+    Attributes:
+        core_answered: whether the engine core answered a ping in time; one in the middle of a long step does not.
+        stopped: whether one of the engine's processes is stopped by a signal.
+        cpu_seconds: CPU time of its processes, without the owner's.
+    """
+
+    core_answered: bool
+    stopped: bool = False
+    cpu_seconds: float = 0.0
+
+
+# Who may change a replica's weights: one driver at a time, by an epoch that every claim raises.
+#
+# A driver that lost its claim learns it from the first command of the old epoch, which is refused before anything is
+# paused: so two drivers never load halves of two versions. A claim ends with its driver, or when the driver gives it
+# up.
+
+
+def this_process() -> str:
+    """Return the name of this driver, for messages."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightClaim:
+    """The reply to a claim.
+
+    Attributes:
+        epoch: of this claim; 0 if it was refused.
+        owner: the name of the driver that owns the weights now.
+    """
+
+    epoch: int
+    owner: str
+
+
+class WeightOwner:
+    """The driver that owns a replica's weights, and the epoch of its claim; kept in the engine process."""
+
+    def __init__(self) -> None:
+        self._epoch = 0
+        self._driver: str | None = None
+        self._name = ""
+
+    def claim(self, driver: str, name: str, takeover: bool) -> WeightClaim:
+        """Give a driver the weights, if none owns them, if it owns them already, or by ``takeover``.
+
+        Args:
+            driver: its id, by which it is known when it leaves.
+            name: its name, for messages.
+            takeover: whether to take them from a driver that lives.
+        """
+        if self._driver not in (None, driver) and not takeover:
+            return WeightClaim(epoch=0, owner=self._name)
+        self._epoch, self._driver, self._name = self._epoch + 1, driver, name
+        return WeightClaim(epoch=self._epoch, owner=name)
+
+    def check(self, epoch: int) -> None:
+        """Refuse a command of an older claim.
+
+        Raises:
+            WeightSyncError: another driver has claimed the weights since; the message names it.
+        """
+        if epoch != self._epoch:
+            whose = "a driver that is gone" if self._driver is None else self._name
+            raise WeightSyncError(
+                f"the replica takes its weights from {whose} now: call init_all_workers_group(takeover=True) to take "
+                "them back"
+            )
+
+    def why_not_swap(self, epoch: int, version: int, digest: str, staged: str) -> str:
+        """Return why a version may not be swapped in, or "": the claim is old, or another version was staged last.
+
+        Args:
+            epoch: of the claim that the command goes with.
+            version: its number, for the message.
+            digest: of what the driver wants; "" names nothing.
+            staged: the digest of what was staged last; "" if nothing is.
+        """
+        try:
+            self.check(epoch)
+        except WeightSyncError as error:
+            return str(error)
+        return "" if digest and digest == staged else f"version {version} is not what was staged last"
+
+    def holds(self, epoch: int) -> bool:
+        """Whether a claim is the last one, and of a driver that lives."""
+        return epoch == self._epoch and self._driver is not None
+
+    def give_up(self, epoch: int) -> None:
+        """End a claim, unless another came since."""
+        if epoch == self._epoch:
+            self._driver = None
+
+    def left(self, driver: str) -> None:
+        """End the claim of a driver that is gone."""
+        if self._driver == driver:
+            self._driver = None
+
 
 PauseMode = Literal["keep", "wait", "abort"]
 OnResume = Literal["forced", "live"]

@@ -11,9 +11,7 @@ from tqdm.auto import tqdm
 
 from torchrl_moe.modules.policies.scoring import read_batch, read_rows
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
-from torchrl_moe.render.numbers import number_text, share_text
-from torchrl_moe.render.tables import html_table
-from torchrl_moe.render.text_tables import plain_table
+from torchrl_moe.render.tables import html_table, number_text, plain_table, share_text
 
 __all__ = ["Mismatch", "ReplayProbe", "probe_replay"]
 

@@ -10,47 +10,489 @@ One argument, ``replay``, selects the experts that the forward pass uses:
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, lazy_stack
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
-from torchrl.modules.llm.policies import ChatHistory
+from torchrl.data.llm import History
+from torchrl.modules.distributions import LLMMaskedCategorical
+from torchrl.modules.llm.policies import ChatHistory, LLMWrapperBase, LogProbs, Masks, Text, Tokens
 
 from torchrl_moe import _checks
 from torchrl_moe._errors import UnsupportedRouterError
-from torchrl_moe.modules.policies.dense_distributions import DenseDistributions
-from torchrl_moe.modules.policies.prompt_reading import Source
-from torchrl_moe.modules.policies.routes import (
+from torchrl_moe.modules.policies.prompts import Chat, Source, prompts_from_text, require_key
+from torchrl_moe.modules.policies.rollout import SAMPLING
+from torchrl_moe.modules.policies.scoring import (
     RECORDED,
     UNUSED,
+    Layout,
+    ScoringBatch,
+    align,
     has_recorded,
+    missing,
     no_routes,
     note_routing,
+    pad_left,
+    read_batch,
     read_routes,
+    read_rows,
+    samples_of,
     write_recorded,
 )
-from torchrl_moe.modules.policies.sampled_from import UNSAID, SampledFrom, read_sampling, says_nothing
-from torchrl_moe.modules.policies.scoring import Layout, ScoringBatch, align, read_batch, samples_of
-from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection
-from torchrl_moe.modules.policies.text_scoring import (
-    encode,
-    log_prob_entry,
-    mask_entry,
-    refuse_other_tokens,
-    token_entry,
-    without_pads,
+from torchrl_moe.modules.policies.scoring_model import (
+    UNSAID,
+    SampledFrom,
+    ScoringModel,
+    Selection,
+    read_sampling,
+    says_nothing,
 )
-from torchrl_moe.modules.replay.discovery import discover, number_of_layers
-from torchrl_moe.modules.replay.incoming import OnBadRoutes, Packing
-from torchrl_moe.modules.replay.parallelism import computing_device, summed_again
-from torchrl_moe.modules.replay.router_replay import RouterReplay
+from torchrl_moe.modules.replay.discovery import computing_device, discover, number_of_layers, summed_again
+from torchrl_moe.modules.replay.router_replay import OnBadRoutes, Packing, RouterReplay
 
-__all__ = ["ScoringWrapper"]
+__all__ = [
+    "DenseDistributions",
+    "Encoded",
+    "FullSequence",
+    "ScoringWrapper",
+    "encode",
+    "log_prob_entry",
+    "mask_entry",
+    "pad_scored",
+    "read_sequences",
+    "refuse_other_tokens",
+    "scored_tensordict",
+    "token_entry",
+    "without_pads",
+]
+
+
+# ``get_dist`` and its masked variants: the dense distributions that TorchRL's stock losses ask a wrapper for.
+#
+# They hold logits ``[B, T, V]``. Our losses call ``score``, which makes none.
+
+
+class DenseDistributions(LLMWrapperBase):
+    """The part of a wrapper that answers TorchRL's losses."""
+
+    tokens_key: str
+    masks_key: str
+
+    @abstractmethod
+    def _batch(self, td: TensorDictBase) -> ScoringBatch:
+        """Return the tokens of ``td``."""
+
+    @abstractmethod
+    def _token_logits(self, td: TensorDictBase, batch: ScoringBatch) -> Tensor:
+        """Return ``[B, T, V]``: row t holds the logits of token t's own distribution."""
+
+    def _dist(self, td: TensorDictBase, mask_key: NestedKey | None) -> LLMMaskedCategorical:
+        """Return the dense distributions of all tokens, or of those that the mask at ``mask_key`` selects."""
+        if mask_key is None:
+            return self._masked_dist(td, None)
+        mask = read_rows(td, mask_key, False, self._batch(td).lengths)
+        if mask is None:
+            raise missing(td, mask_key)
+        return self._masked_dist(td, mask)
+
+    def _masked_dist(self, td: TensorDictBase, mask: Tensor | None) -> LLMMaskedCategorical:
+        batch = self._batch(td)
+        if mask is not None and mask.shape != batch.mask.shape:
+            raise ValueError(f"the mask has shape {list(mask.shape)}, the padded tokens have {list(batch.mask.shape)}")
+        keep = batch.scored if mask is None else mask.to(batch.mask.device).bool() & batch.scored
+        return LLMMaskedCategorical(logits=self._token_logits(td, batch), mask=keep)
+
+    def get_dist(
+        self,
+        tensordict: TensorDictBase,
+        tensordict_out: None = None,
+        logits_key: NestedKey = "logits",
+        mask_key: NestedKey | None = None,
+        as_padded_tensor: bool | None = None,
+        as_nested_tensor: bool | None = None,
+        padding_value: float | None = None,
+        padding_side: str = "left",
+        layout: torch.layout | None = None,
+    ) -> LLMMaskedCategorical:
+        """Return the distributions of all tokens, or of those that the mask at ``mask_key`` selects.
+
+        They are dense and padded on the left, and nothing is written. The other arguments exist for compatibility with
+        TorchRL, and must not request anything else.
+
+        Raises:
+            KeyError: there is no mask at ``mask_key``.
+            ValueError: another layout was requested.
+        """
+        _check_dense(logits_key, padding_side)
+        if tensordict_out is not None or as_nested_tensor or as_padded_tensor is False:
+            raise ValueError(
+                "get_dist returns dense distributions and writes nothing: leave tensordict_out, as_nested_tensor and "
+                "as_padded_tensor out"
+            )
+        if padding_value not in (None, 0.0) or layout not in (None, torch.strided):
+            raise ValueError(f"pads are masked out and dense, got padding_value={padding_value}, layout={layout}")
+        return self._dist(tensordict, mask_key)
+
+    def _get_dist_with_prompt_mask(
+        self,
+        tensordict: TensorDictBase,
+        tokens_key: NestedKey | None = None,
+        logits_key: NestedKey = "logits",
+        assistant_mask_key: NestedKey | None = None,
+        attention_mask_key: NestedKey | None = None,
+        padding_side: str = "left",
+    ) -> LLMMaskedCategorical:
+        """Return the distributions of the tokens after the prompt or, without a prompt, of the assistant's tokens."""
+        prompts = tensordict.get(tokens_key or (self.tokens_key, "prompt"), None, as_list=True)
+        if prompts is None:
+            return self._get_dist_with_assistant_mask(tensordict, assistant_mask_key, logits_key, padding_side)
+        _check_dense(logits_key, padding_side)
+        batch = self._batch(tensordict)
+        rows = [torch.arange(length) >= len(p) for length, p in zip(batch.lengths, prompts, strict=True)]
+        mask = pad_left(rows, False)
+        if attention_mask_key is not None:
+            attended = read_rows(tensordict, attention_mask_key, False, batch.lengths)
+            mask = mask if attended is None else mask & attended.bool().to(mask.device)
+        return self._masked_dist(tensordict, mask)
+
+    def _get_dist_with_assistant_mask(
+        self,
+        tensordict: TensorDictBase,
+        assistant_mask_key: NestedKey | None = None,
+        logits_key: NestedKey = "logits",
+        padding_side: str = "left",
+    ) -> LLMMaskedCategorical:
+        _check_dense(logits_key, padding_side)
+        return self._dist(tensordict, assistant_mask_key or (self.masks_key, "all_assistant_mask"))
+
+    def _get_dist_with_attention_mask(
+        self,
+        tensordict: TensorDictBase,
+        attention_mask_key: NestedKey | None = None,
+        logits_key: NestedKey = "logits",
+        padding_side: str = "left",
+    ) -> LLMMaskedCategorical:
+        _check_dense(logits_key, padding_side)
+        return self._dist(tensordict, attention_mask_key)
+
+    def _get_dist_with_custom_mask(
+        self, tensordict: TensorDictBase, mask: Tensor, logits_key: NestedKey = "logits", padding_side: str = "left"
+    ) -> LLMMaskedCategorical:
+        _check_dense(logits_key, padding_side)
+        return self._masked_dist(tensordict, mask)
+
+
+def _check_dense(logits_key: NestedKey, padding_side: str) -> None:
+    """Refuse options of TorchRL's masked distributions that are not supported here."""
+    if padding_side != "left" or logits_key != "logits":
+        raise ValueError(
+            f"distributions are padded on the left and made from 'logits', got padding_side={padding_side!r} and "
+            f"logits_key={logits_key!r}"
+        )
+
+
+# Text and chats as the tokens that a scorer reads, and as the entries that it writes beside their log-probs.
+
+
+MARKS = re.compile(r"{%-?\s*generation\s*-?%}")
+"""The markers of the assistant's text in a template."""
+STAND_IN = "\u241ftorchrl_moe\u241f"
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Tokens of a batch: ``ids`` int64 ``[T]`` of each sample, their texts, and the assistant masks, bool ``[T]``."""
+
+    ids: list[Tensor]
+    texts: list[str]
+    assistant: list[Tensor] | None = None
+
+    def text_entry(self) -> Any:
+        """Return the ``Text`` of the batch, of which only ``full`` is known."""
+        return lazy_stack([Text(full=text) for text in self.texts])
+
+
+def encode(td: TensorDictBase, source: Source) -> Encoded:
+    """Read the full text or chat of each sample, and encode it.
+
+    Args:
+        td: batch size ``[B]``.
+        source: where to read it, and how to render it. A chat is rendered without a generation prompt.
+
+    Raises:
+        ValueError: a sample has none.
+        TypeError: a history of another type.
+    """
+    require_key(td.unbind(0), source.input_key, source.input_mode)
+    if source.input_mode == "text":
+        found = prompts_from_text(td.get(source.input_key), source.tokenizer, source.tokenizer_kwargs)
+        return Encoded([torch.tensor(ids, dtype=torch.long) for ids in found.ids], found.texts)
+    key = source.input_key
+    chats = [_rendered(Chat.of(one.get(key), key).history, source, source.options(one)) for one in td.unbind(0)]
+    masks = [mask for _, mask, _ in chats if mask is not None]
+    return Encoded(
+        [ids for ids, _, _ in chats], [text for _, _, text in chats], masks if len(masks) == len(chats) else None
+    )
+
+
+def _rendered(history: History, source: Source, options: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, str]:
+    """Return the ids of one chat, the mask of the assistant's tokens, and the text."""
+    template = source.template(options.get("tools"))
+    ids, assistant, text = _rendered_by(template, history, source, options)
+    if template is not None and source.chat_template is None and source.chat_template_name is None:
+        # TorchRL's losses use the assistant mask of the template that it guesses: use the same one, if possible
+        others, guessed, _ = _rendered_by(None, history, source, options)
+        assistant = guessed if torch.equal(ids, others) else assistant
+    return ids, assistant, text
+
+
+def _rendered_by(
+    template: str | None, history: History, source: Source, options: Mapping[str, Any]
+) -> tuple[Tensor, Tensor | None, str]:
+    how = {"tokenizer": source.tokenizer, "chat_template": template, "add_generation_prompt": False, **options}
+    text = history.apply_chat_template(**how)
+    marked = template is None or MARKS.search(template) is not None
+    # without markers TorchRL takes the first occurrence of the text, which may be in a question
+    tokens = history.apply_chat_template(
+        **how, tokenize=True, padding=False, return_dict=True, return_assistant_tokens_mask=marked
+    )
+    ids = tokens.get("input_ids").long()
+    if not marked:
+        return ids, _spoken(history.tolist(tolist_first=True), source.tokenizer, template, text, ids, options), text
+    mask = tokens.get("assistant_masks", None)
+    return ids, None if mask is None else mask.bool(), text
+
+
+def _spoken(
+    chat: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    template: str | None,
+    text: str,
+    ids: Tensor,
+    options: Mapping[str, Any],
+) -> Tensor | None:
+    """Return which tokens are the assistant's text, bool ``[T]``; ``None`` if the template changes that text.
+
+    Its position is found by rendering a placeholder instead of it.
+    """
+    turns = [turn for turn in chat if turn["role"] != "<none>"]  # of a ragged batch
+    said = [turn["content"] or "" for turn in turns if turn["role"] == "assistant"]
+    if not all(isinstance(words, str) for words in said) or not getattr(tokenizer, "is_fast", False):
+        return None
+    blank = [{**turn, "content": STAND_IN} if turn["role"] == "assistant" else turn for turn in turns]
+    parts = tokenizer.apply_chat_template(
+        blank, chat_template=template, tokenize=False, add_generation_prompt=False, **options
+    ).split(STAND_IN)
+    if len(parts) != len(said) + 1:
+        return None
+    spans, place = [], 0
+    for part, words in zip(parts, [*said, ""], strict=True):
+        begin = place + len(part)
+        if text[place:begin] != part:
+            return None
+        words = words if text.startswith(words, begin) else words.strip()  # as many templates strip it
+        if not text.startswith(words, begin):
+            return None
+        place = begin + len(words)
+        spans.append((begin, place))
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    if place != len(text) or encoded["input_ids"] != ids.tolist():
+        return None
+    return torch.tensor([any(a < end and b > begin for begin, end in spans) for a, b in encoded["offset_mapping"]])
+
+
+# -- entries ----------------------------------------------------------------------------------------------------------
+
+
+def token_entry(rows: Sequence[Tensor], pad: int | None) -> Any:
+    """Return the ``Tokens`` of a batch, in full; padded on the left with ``pad``, if there is one."""
+    if pad is None:
+        return lazy_stack([Tokens(full=row, padded=False) for row in rows])
+    return Tokens(full=pad_left(rows, pad), padded=True, batch_size=[len(rows)])
+
+
+def mask_entry(attention: Sequence[Tensor], assistant: Sequence[Tensor] | None, padded: bool) -> Any:
+    """Return the ``Masks`` of a batch."""
+    if not padded:
+        spoken: Sequence[Tensor | None] = [None] * len(attention) if assistant is None else assistant
+        pairs = zip(attention, spoken, strict=True)
+        return lazy_stack([Masks(all_attention_mask=a, all_assistant_mask=b, padded=False) for a, b in pairs])
+    return Masks(
+        all_attention_mask=pad_left(attention, False),
+        all_assistant_mask=None if assistant is None else pad_left(assistant, False),
+        padded=True,
+        batch_size=[len(attention)],
+    )
+
+
+def log_prob_entry(batch: ScoringBatch, log_probs: Tensor, padded: bool) -> Any:
+    """Return the ``LogProbs`` of a batch, from ``[B, T]``."""
+    if padded:
+        return LogProbs(full=log_probs, padded=True, batch_size=[len(log_probs)])
+    return lazy_stack([LogProbs(full=row, padded=False) for row in batch.split(log_probs)])
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+def refuse_other_tokens(td: TensorDictBase, tokens_key: str, ids: Sequence[Tensor]) -> None:
+    """Refuse samples of truncated sampling whose text encodes to tokens other than those sampled.
+
+    The kept words are known only for the sampled tokens.
+
+    Raises:
+        ValueError: see above.
+    """
+    for i, (sample, row) in enumerate(zip(td.unbind(0), ids, strict=True)):
+        own, kept = sample.get((tokens_key, "full"), None), sample.get((SAMPLING, "kept"), None)
+        if kept is not None and (own is None or not torch.equal(own.cpu(), row)):
+            raise ValueError(
+                f"sample {i} says from which words its tokens were sampled, and its text makes other tokens: score it "
+                "with input_mode='tokens', or exclude 'sampling'"
+            )
+
+
+def without_pads(ids: Tensor, pad: int) -> Tensor:
+    """Return the mask, bool ``[B, T]``, of the tokens between the padding at both ends of each row.
+
+    >>> without_pads(torch.tensor([[0, 0, 5, 0, 6], [7, 8, 0, 0, 0]]), 0).int().tolist()
+    [[0, 0, 1, 1, 1], [1, 1, 0, 0, 0]]
+    """
+    real = ids != pad
+    return real.cummax(-1).values & real.flip(-1).cummax(-1).values.flip(-1)
+
+
+# Full sequences (prompt and answer) of every input kind, as a wrapper scores them, and the entries that it writes.
+#
+# Tokens keep their layout, padding included; text and chats are encoded, without padding. Letters: T tokens.
+
+
+@dataclass(slots=True)
+class FullSequence:
+    """One sequence.
+
+    Shapes:
+        - ids: int64 ``[T]``
+        - mask: bool ``[T]``, tokens that are not padding
+        - assistant: bool ``[T]``, the assistant's tokens; ``None`` if that is not known
+
+    ``text`` and ``history`` are what it was made from.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    assistant: Tensor | None = None
+    text: str | None = None
+    history: History | None = None
+
+
+def read_sequences(samples: Sequence[TensorDictBase], source: Source) -> list[FullSequence]:
+    """Read a sequence from each sample, batch size ``[]``.
+
+    Tokens have the mask that is at ``source.masks_key``, or else at ``source.attention_mask_key``. Without one, padding
+    at both ends is ignored; if the pad token also ends turns, the first one after the tokens is real.
+
+    Raises:
+        ValueError: a sample has nothing at ``source.input_key``, or a mask does not fit its tokens.
+        TypeError: an entry that should be a ``History`` is not.
+    """
+    if source.input_mode == "tokens":
+        require_key(samples, source.input_key, source.input_mode)
+        return [_tokens(sample, source, i) for i, sample in enumerate(samples)]
+    stack = lazy_stack(list(samples))
+    encoded = encode(stack, source)
+    spoken: Sequence[Tensor | None] = encoded.assistant or [None] * len(encoded.ids)
+    chats: Sequence[History | None] = [None] * len(encoded.ids)
+    if source.input_mode == "history":
+        chats = list(stack.get(source.input_key).unbind(0))
+    return [
+        FullSequence(ids, torch.ones_like(ids, dtype=torch.bool), assistant, text, chat)
+        for ids, assistant, text, chat in zip(encoded.ids, spoken, encoded.texts, chats, strict=True)
+    ]
+
+
+def _tokens(sample: TensorDictBase, source: Source, position: int) -> FullSequence:
+    ids = sample.get(source.input_key)
+    for key in ((source.masks_key, "all_attention_mask"), source.attention_mask_key):
+        mask = None if key is None else sample.get(key, None)
+        if mask is not None and mask.shape != ids.shape:
+            raise ValueError(
+                f"sample {position}: {key!r} has shape {list(mask.shape)} and {source.input_key!r} {list(ids.shape)}: "
+                "both must have been cut or padded alike, or take the mask out"
+            )
+        if mask is not None:
+            return FullSequence(ids, mask.bool())
+    return FullSequence(ids, _real(ids, source.pad, getattr(source.tokenizer, "eos_token_id", None)))
+
+
+def _real(ids: Tensor, pad: int | None, end: int | None) -> Tensor:
+    """Return which tokens are real, where no mask says so."""
+    real = torch.ones_like(ids, dtype=torch.bool)
+    if pad is None:
+        return real
+    (places,) = torch.where(ids != pad)
+    if not len(places):
+        return ~real
+    real[: places[0]] = False
+    real[places[-1] + (2 if pad == end else 1) :] = False
+    return real
+
+
+def scored_tensordict(sequence: FullSequence, log_probs: Tensor, keys: Mapping[str, Any]) -> TensorDict:
+    """Return what is written of one sequence, batch size ``[]``.
+
+    Args:
+        sequence: the sequence.
+        log_probs: float32 ``[T]``, 0 on pads and on the first token.
+        keys: where ``tokens``, ``masks``, ``log_probs``, ``text`` and ``history`` go.
+    """
+    masks = {"all_attention_mask": sequence.mask}
+    if sequence.assistant is not None:
+        masks["all_assistant_mask"] = sequence.assistant
+    source: dict[Any, Any] = {
+        keys["tokens"]: Tokens(full=sequence.ids, padded=False),
+        keys["masks"]: Masks(**masks, padded=False),
+        keys["log_probs"]: LogProbs(full=log_probs, padded=False),
+    }
+    if sequence.text is not None:
+        source[keys["text"]] = Text(full=sequence.text)
+    if sequence.history is not None:
+        source[keys["history"]] = ChatHistory(full=sequence.history)
+    return TensorDict(source)
+
+
+def pad_scored(scored: Sequence[TensorDictBase], pad_token_id: int, keys: Mapping[str, Any]) -> TensorDict:
+    """Stack what is written of several sequences densely, batch size ``[B]``: tokens padded on the left, and all else.
+
+    Args:
+        scored: of each sequence, from :func:`scored_tensordict`.
+        pad_token_id: what pads tokens.
+        keys: as there.
+    """
+    batch = [len(scored)]
+    padded = TensorDict(batch_size=batch)
+    for name, kind, value in (("tokens", Tokens, pad_token_id), ("masks", Masks, False), ("log_probs", LogProbs, 0.0)):
+        rows = [one.get(keys[name]) for one in scored]
+        leaves = [leaf for leaf in ("full", "all_attention_mask", "all_assistant_mask") if _has(rows[0], leaf)]
+        entry = {leaf: pad_left([row.get(leaf) for row in rows], value) for leaf in leaves}
+        padded.set(keys[name], kind(**entry, padded=True, batch_size=batch))
+    for name in ("text", "history"):
+        rows = [one.get(keys[name], None) for one in scored]
+        if rows[0] is not None:
+            padded.set(keys[name], lazy_stack(rows))
+    return padded
+
+
+def _has(entry: Any, leaf: str) -> bool:
+    return entry.get(leaf, None) is not None
 
 
 class ScoringWrapper(DenseDistributions):

@@ -18,9 +18,205 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_moe._errors import ManifestMismatch
-from torchrl_moe.modules.policies.adapters import LoraLayers, base_model, has_adapters, whole
+from torchrl_moe.ops.log_probs import LogitTransform
 
-__all__ = ["ModelWeights", "check_dense", "checkpoint_tensors", "model_metadata"]
+__all__ = [
+    "LoraLayers",
+    "ModelWeights",
+    "base_model",
+    "check_dense",
+    "checkpoint_tensors",
+    "has_adapters",
+    "linear_parts",
+    "logit_transform",
+    "model_metadata",
+    "obstacle",
+]
+
+
+# LoRA adapters of peft, seen from their base weights: merged sums computed one tensor at a time, nothing changed.
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether peft has added adapters to a model's weights."""
+    return hasattr(model, "get_base_model") or bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """Return the transformers model inside peft's wrapper, or the model itself."""
+    base: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return base
+
+
+class LoraLayers:
+    """The layers of a base model that peft has replaced by ones with adapters.
+
+    Args:
+        base: the model with the layers in it.
+
+    Raises:
+        TypeError: adapters that are not LoRA, or not a plain sum ``W + scale * B A``.
+    """
+
+    def __init__(self, base: nn.Module) -> None:
+        self._layers: dict[str, list[Any]] = {}  # state-dict key of the base weight -> layers that add to it
+        self._saved: dict[str, str] = {}  # modules trained beside the adapters -> the active copy's name
+        for name, module in base.named_modules():
+            if hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
+                self._saved[name] = str(module.active_adapter)
+            if not hasattr(module, "base_layer"):
+                continue
+            if not hasattr(module, "get_delta_weight") or not hasattr(module, "lora_A"):
+                raise TypeError(
+                    f"{name} has an adapter that is not LoRA ({type(module).__name__}): call model.merge_and_unload() "
+                    "and send the merged model"
+                )
+            layer: Any = module
+            if getattr(layer, "lora_variant", None) or any(getattr(layer, "lora_bias", {}).values()):
+                raise TypeError(
+                    f"{name} has an adapter that is not a plain sum of weights (DoRA, or a bias): call "
+                    "model.merge_and_unload() and send the merged model"
+                )
+            parameter = getattr(layer, "parameter_name", "weight")
+            self._layers.setdefault(f"{_without_layers(name)}.{parameter}", []).append(layer)
+
+    def own_weights(self, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield a state dict's base weights under the names that they have without adapters."""
+        for key, tensor in state.items():
+            if ".lora_" in key or ".original_module." in key:
+                continue
+            for name, adapter in self._saved.items():
+                key = key.replace(f"{name}.modules_to_save.{adapter}.", f"{name}.")
+            if ".modules_to_save." not in key:
+                yield _without_layers(key), tensor
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._layers
+
+    def in_use(self) -> Iterator[str]:
+        """Yield the state-dict keys of weights that an active adapter adds to."""
+        return (key for key in self._layers if any(self._active(key)))
+
+    def _active(self, key: str) -> Iterator[tuple[Any, str]]:
+        for layer in self._layers[key]:
+            for adapter in layer.active_adapters:
+                if adapter in layer.scaling and adapter not in layer.merged_adapters:
+                    yield layer, adapter
+
+    @torch.no_grad()
+    def merged(self, key: str, weight: Tensor) -> Tensor:
+        """Return a weight with its active adapters added, as ``merge_and_unload`` would; ``weight`` is not changed.
+
+        The sum is rounded once. peft does the same, except for embeddings, whose adapter it rounds first.
+        """
+        total = weight
+        for layer, adapter in self._active(key):
+            delta = whole(layer.get_delta_weight(adapter)).to(total.device)
+            total = (total + delta).to(weight.dtype)
+        return total
+
+
+def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a sharded tensor gathered, for which all ranks must call; any other tensor is returned as it is.
+
+    Args:
+        tensor: it may be sharded.
+        dtype: if a floating-point tensor is wider, each rank casts its part to this before sending it; ``None``: no
+            cast.
+    """
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    if dtype is not None and tensor.is_floating_point() and dtype.itemsize < tensor.dtype.itemsize:
+        tensor = tensor.to(dtype)
+    gathered: Tensor = tensor.full_tensor()
+    return gathered
+
+
+def _without_layers(key: str) -> str:
+    while ".base_layer" in key:
+        key = key.replace(".base_layer", "")
+    return key
+
+
+# A language model's head as a sum of matrix products: a linear layer, alone or with LoRA adapters.
+#
+# peft's layers are recognised by their attributes; peft is not imported.
+
+
+def obstacle(module: nn.Module) -> str:
+    """Return why a head is not a sum of matrix products; empty if it is one."""
+    head = _active(module)
+    linear = _base(head)
+    # tensor parallelism replaces the forward of a linear layer whose weight is a DTensor: that is supported
+    shared = head is linear and hasattr(getattr(linear, "weight", None), "device_mesh")
+    if not shared and ("forward" in head.__dict__ or "forward" in linear.__dict__):
+        return "its forward is replaced, for example by a hook that moves its weights"
+    if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
+        return f"it ends in {type(linear).__name__}, which is not a linear layer"
+    for name in _adapters(head):
+        if name in getattr(head, "lora_variant", {}):
+            return f"its adapter {name!r} is {type(head.lora_variant[name]).__name__}, not plain LoRA"
+        if head.lora_B[name].bias is not None:
+            return f"its adapter {name!r} has a bias"
+    return ""
+
+
+def linear_parts(module: nn.Module, hidden: Tensor) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+    """Return inputs ``[N, H_i]``, weights ``[V, H_i]`` and a bias whose products add up to ``head(hidden)``.
+
+    Under tensor parallelism weight and bias are DTensors.
+
+    A LoRA adapter ``scale * B A`` is the part with input ``scale * A hidden`` and weight ``B``: the product ``B A``,
+    which is as large as the head, is never computed, and a frozen head gets no gradient.
+    """
+    head = _active(module)
+    linear = _base(head)
+    if getattr(head, "merged", False) and head.disable_adapters:
+        head.unmerge()  # as its own forward does
+    hiddens, weights = [hidden], [linear.weight]
+    for name in _adapters(head):
+        down, up = head.lora_A[name], head.lora_B[name]
+        narrow = down(head.lora_dropout[name](hidden.to(down.weight.dtype)))
+        hiddens.append(narrow * head.scaling[name])
+        weights.append(up.weight)
+    return hiddens, weights, linear.bias
+
+
+def logit_transform(config: Any) -> LogitTransform:
+    """Return the transform that a model applies to its head's output, from the known config keys of transformers."""
+    if config is not None and hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    scale = 1.0
+    for name in ("logit_scale", "lm_head_multiplier"):
+        scale *= _positive(config, name) or 1.0
+    scale /= _positive(config, "logits_scaling") or 1.0
+    return LogitTransform(scale=scale, soft_cap=_positive(config, "final_logit_softcapping"))
+
+
+def _positive(config: Any, name: str) -> float | None:
+    value = getattr(config, name, None)
+    return float(value) if isinstance(value, int | float) and 0 < value < float("inf") else None
+
+
+def _active(head: Any) -> Any:
+    """Return the module that runs: if peft trains the whole head, its copy, or the original if that is switched off."""
+    copies = getattr(head, "modules_to_save", None)
+    if not isinstance(copies, nn.ModuleDict):
+        return head
+    names = [] if head.disable_adapters else [name for name in head.active_adapters if name in copies]
+    return copies[names[0]] if names else head.original_module
+
+
+def _base(head: Any) -> Any:
+    return getattr(head, "base_layer", head) if hasattr(head, "lora_A") else head
+
+
+def _adapters(head: Any) -> list[str]:
+    """Return the LoRA adapters that currently add to the head's output."""
+    if not hasattr(head, "lora_A") or head.disable_adapters or head.merged:
+        return []
+    return [name for name in head.active_adapters if name in head.lora_A]
+
 
 TensorKind = tuple[torch.dtype, torch.Size]
 SHOWN_NAMES = 4

@@ -3,30 +3,302 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDictBase, lazy_stack
+from torch import Tensor
 
-from torchrl_moe._errors import EngineError
-from torchrl_moe.modules.policies.engine_scorer import EngineScorer
-from torchrl_moe.modules.policies.generate_kwargs import engine_arguments_of, sampling_params_of
-from torchrl_moe.modules.policies.prompt_reading import check_templates, refuse_batching
+from torchrl_moe._compat_transformers import standard_names
+from torchrl_moe._errors import EngineError, ReplayError
+from torchrl_moe.data import KeptTokens
+from torchrl_moe.data.kept_tokens import select_rows
+from torchrl_moe.modules.policies.prompts import check_templates, refuse_batching
+from torchrl_moe.modules.policies.rollout import SAMPLING
+from torchrl_moe.modules.policies.scoring import ScoringBatch, no_routes, read_batch, read_routes
+from torchrl_moe.modules.policies.scoring_model import UNSAID, read_sampling, says_nothing
+from torchrl_moe.modules.policies.scoring_wrapper import FullSequence, scored_tensordict
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
-from torchrl_moe.modules.serving.sampling_parameters import SamplingParameters
+from torchrl_moe.modules.serving.requests import SamplingParameters
 from torchrl_moe.modules.serving.service import GenerationService
 
 __all__ = [
+    "EngineScorer",
     "changed_arguments",
+    "engine_arguments_of",
     "engine_of",
     "keeps_routes",
     "model_of",
+    "overridden",
     "refuse",
+    "request_argument",
+    "request_arguments",
     "sampling_parameters_of",
+    "sampling_params_of",
     "scorer_of",
     "split_arguments",
     "tokenizer_of",
 ]
+
+
+# Translates TorchRL's ``generate_kwargs`` to vLLM's sampling parameters, as a mapping, and engine arguments.
+
+
+# Common name -> vLLM's. If both are given, vLLM's own wins, as in TorchRL.
+RENAMED = {"max_new_tokens": "max_tokens", "num_return_sequences": "n", "stop_sequences": "stop"}
+# Beam search is not supported here; a value that means "off" is accepted.
+BEAM_ONLY = {"num_beams": (None, 1), "length_penalty": (None, 1.0), "early_stopping": (None, False)}
+# Not sampling parameters, but arguments of the engine's own ``generate``.
+FOR_ENGINE = ("actor_index", "lora_request", "on_resume")
+
+
+def engine_arguments_of(generate_kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of the engine's ``generate`` among ``generate_kwargs``, and the others.
+
+    >>> engine_arguments_of({"actor_index": 1, "max_new_tokens": 8})
+    ({'actor_index': 1}, {'max_new_tokens': 8})
+    """
+    others = dict(generate_kwargs or {})
+    return {name: others.pop(name) for name in FOR_ENGINE if name in others}, others
+
+
+def sampling_params_of(generate_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the fields of vLLM's ``SamplingParams`` that ``generate_kwargs`` ask for.
+
+    Raises:
+        ValueError: a beam-search setting, ``do_sample=False`` with a temperature, or a value that TorchRL refuses: a
+            negative temperature, a ``top_p`` outside 0 to 1, a ``top_k`` or a ``repetition_penalty`` that is not
+            positive.
+
+    >>> sampling_params_of({"max_new_tokens": 8, "do_sample": False})
+    {'max_tokens': 8, 'temperature': 0.0}
+    """
+    given = dict(generate_kwargs or {})
+    if given.get("temperature", 0.0) is None:
+        del given["temperature"]  # TorchRL treats it as a temperature other than 0
+    given = standard_names(given)
+    for name, off in BEAM_ONLY.items():
+        value = given.pop(name, None)
+        if value not in off:
+            raise ValueError(f"generate_kwargs[{name!r}]={value!r}: vLLM samples and has no beam search; leave it out")
+    params = {RENAMED.get(name, name): value for name, value in given.items() if RENAMED.get(name) not in given}
+    if params.pop("do_sample", None) is False:
+        params["temperature"] = 0.0
+    if isinstance(params.get("logprobs"), bool):
+        params["logprobs"] = 0 if params["logprobs"] else None
+    return params
+
+
+def overridden(params: Mapping[str, Any], generate_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sampling parameters as the ``generate_kwargs`` of one call change them.
+
+    >>> overridden({"max_tokens": 8, "temperature": 0.0}, {"do_sample": True, "max_new_tokens": 4})
+    {'max_tokens': 4}
+    """
+    changes = sampling_params_of(generate_kwargs)
+    merged = {**params, **changes}
+    if generate_kwargs.get("do_sample") and "temperature" not in changes and not params.get("temperature", 1.0):
+        del merged["temperature"]  # it made the old parameters greedy
+    return merged
+
+
+# What a batch says about its requests besides their prompts: keys at its root, one value per sample, read if present.
+#
+# | key | a sample's value |
+# | --- | --- |
+# | ``"session_id"`` | text or a number, the same for all turns of a rollout |
+# | ``"group_id"`` | text or a number, the same for answers that belong together: they come from one weight version |
+# | ``"priority"`` | int; lower is earlier |
+# | ``"min_version"`` | int: the oldest acceptable weight version |
+# | ``"request_context"`` | a mapping, for your own balancing strategy |
+#
+# In a batch ``[B]`` numbers are an int tensor ``[B]`` or ``[B, 1]``; text, and anything else, is a list or a
+# ``NonTensorStack`` of ``B`` entries, or one ``NonTensorData`` for all. A context may also be a TensorDict in the
+# batch. A sample of a lazy stack may lack the key. Unset are ``None`` and, for all but the priority, the number -1.
+
+
+UNSET = -1
+ARGUMENTS = {
+    "session_id": "session_ids",
+    "group_id": "group_ids",
+    "priority": "priority",
+    "min_version": "min_version",
+    "request_context": "request_context",
+}
+"""Key -> the argument of the engine's ``generate`` that it becomes."""
+
+
+def request_arguments(samples: Sequence[TensorDictBase]) -> dict[str, list[Any]]:
+    """Return arguments of the engine's ``generate``, one entry per sample, for each key that any sample has.
+
+    Raises:
+        ValueError: a sample has several values at one key.
+    """
+    found: dict[str, list[Any]] = {}
+    for i, sample in enumerate(samples):
+        for key in ARGUMENTS.keys() & set(sample.keys()):
+            values = found.setdefault(ARGUMENTS[key], [0 if key == "priority" else None] * len(samples))
+            value = _plain(sample.get(key), key, i)
+            if key == "priority":
+                values[i] = 0 if value is None else value
+            elif not _is_unset(value):
+                values[i] = value
+    return found
+
+
+def request_argument(sample: TensorDictBase) -> dict[str, Any]:
+    """Return the same for one sample, as arguments of ``agenerate``: ``session_id``, ``group_id`` and so on."""
+    found = request_arguments([sample])
+    return {key: found[name][0] for key, name in ARGUMENTS.items() if name in found}
+
+
+def _is_unset(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and value == UNSET)
+
+
+def _plain(value: Any, key: str, sample: int) -> Any:
+    """Return a sample's value as plain Python."""
+    if isinstance(value, NonTensorData):
+        value = value.data
+    if isinstance(value, NonTensorStack | Tensor | np.ndarray):
+        value = value.tolist()
+    elif isinstance(value, TensorDictBase):
+        return value.to_dict()
+    while isinstance(value, list) and len(value) == 1:  # of a batch [B, 1]
+        (value,) = value
+    if isinstance(value, list):
+        raise ValueError(
+            f"sample {sample}: {key!r} is {value!r}; give each sample one value: a tensor [B] or [B, 1], or a list or "
+            "NonTensorStack of B entries"
+        )
+    return value.item() if isinstance(value, np.generic) else value
+
+
+# Log-probs of full sequences by an engine: what ``vLLMWrapper(generate=False)`` does.
+#
+# Tokens of a rollout follow the recorded experts (R3), at the temperature and over the words that the batch gives.
+# Text and chats are encoded, perhaps to tokens other than those sampled, so the routes and kept words of the sampled
+# tokens do not apply. No gradient flows through it: it gives old log-probs from a replica that is serving anyway, or
+# those of a reference policy from an engine that is never synced, in place of a second model in the trainer.
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineScorer:
+    """Scores rollouts with an engine.
+
+    Args:
+        engine: a service.
+        replay: ``"R3"``: tokens follow the experts at ``routed_experts_key``; ``"none"``: the engine's weights route.
+        temperature: see :class:`TransformersWrapper`.
+        tokens_key, mask_key, routed_experts_key, sampled_key: where to read; the last is the key of an engine's
+        log-probs: samples that have them should also say how they were sampled, otherwise a warning is shown.
+        arguments: of the engine's ``score``: ``actor_index``, ``lora_request``, ``timeout_seconds``, ``use_tqdm``.
+    """
+
+    engine: GenerationService
+    replay: Literal["R3", "none"] = "R3"
+    temperature: float | None = None
+    tokens_key: Any = ("tokens", "full")
+    mask_key: Any = ("masks", "all_attention_mask")
+    routed_experts_key: Any = ("routed_experts", "full")
+    sampled_key: Any = ("log_probs", "full")
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def in_keys(self) -> list[Any]:
+        """The keys that it reads from every sample besides its sequence."""
+        return [self.routed_experts_key] if self.replay == "R3" else []
+
+    def answers(
+        self, samples: Sequence[TensorDictBase], sequences: Sequence[FullSequence], keys: Mapping[str, Any]
+    ) -> list[TensorDictBase]:
+        """Return the output of each sample; see :meth:`score`, and ``scored_tensordict``.
+
+        Args:
+            samples: of the batch, batch size ``[]`` each.
+            sequences: as read from the samples.
+            keys: where to write.
+
+        Raises:
+            ValueError: text or a chat of a sample whose kept words may belong to other tokens.
+        """
+        rows = [self._row(*pair, i) for i, pair in enumerate(zip(samples, sequences, strict=True))]
+        scores = self.score(lazy_stack(rows))
+        return [scored_tensordict(one, row, keys) for one, row in zip(sequences, scores, strict=True)]
+
+    def _row(self, sample: TensorDictBase, sequence: FullSequence, position: int) -> TensorDictBase:
+        """Return a sample with its sequence where :meth:`score` reads it, and the other entries that it reads."""
+        if sequence.text is None:
+            row = sample.copy()
+        else:
+            if sample.get((SAMPLING, "kept"), None) is not None:
+                raise ValueError(
+                    f"sample {position} says which words each token was sampled from, and text may be encoded to other "
+                    f"tokens: input_mode='tokens' scores those; or exclude {SAMPLING!r}, and all words count"
+                )
+            row = sample.select(SAMPLING, "min_version", strict=False).copy()
+        row.set(self.tokens_key, sequence.ids)
+        return row.set(self.mask_key, sequence.mask)
+
+    def score(self, td: TensorDictBase) -> list[Tensor]:
+        """Return the log-probs of each sample's tokens, float32 ``[T]``; 0 on pads and on first tokens.
+
+        Args:
+            td: batch size ``[B]``, dense or lazily stacked. ``"min_version"``, one per sample, is read if present.
+
+        Raises:
+            RoutingError: the routes that ``replay`` needs are missing, or do not fit.
+            ValueError: a batch that was not sampled at ``temperature``, or a sample without real tokens.
+        """
+        batch = read_batch(td, self.tokens_key, self.mask_key)
+        if self.temperature is None and (unsaid := says_nothing(td, self.sampled_key)) is not None:
+            warnings.warn(UNSAID.format(unsaid), stacklevel=4)
+        sampled_from = read_sampling(td, batch, self.temperature)
+        routes = self._routes(td, batch)
+        real = batch.split(batch.mask)
+        if empty := [i for i, mask in enumerate(real) if not mask.any()]:
+            raise ValueError(f"sample {empty[0]} has no tokens but pads")
+        rows = [] if routes is None else batch.split(routes)
+        scores = self.engine.score(
+            [ids[mask] for ids, mask in zip(batch.split(batch.ids), real, strict=True)],
+            None if routes is None else [one[mask] for one, mask in zip(rows, real, strict=True)],
+            temperature=sampled_from.temperatures.tolist(),
+            kept=[_of_tokens(kept, mask) for kept, mask in zip(sampled_from.kept, real, strict=True)],
+            min_version=request_arguments(td.unbind(0)).get("min_version"),
+            **self.arguments,
+        )
+        assert isinstance(scores, list)  # a list of sequences was passed
+        return [_laid_out(one, mask) for one, mask in zip(scores, real, strict=True)]
+
+    def _routes(self, td: TensorDictBase, batch: ScoringBatch) -> Tensor | None:
+        if self.replay == "none":
+            return None
+        layout = self.engine.routing_layout
+        if layout is None:
+            raise ReplayError("replay='R3' needs an engine that captures routes: pass replay='none' for this one")
+        tail = (layout.num_layers, layout.top_k)
+        routes = read_routes(td, self.routed_experts_key, batch, tail, "raise")
+        if routes is None:
+            raise no_routes("R3", self.routed_experts_key)
+        return routes
+
+
+def _of_tokens(kept: KeptTokens | None, mask: Tensor) -> KeptTokens | None:
+    if kept is None:
+        return None
+    ids, sizes = select_rows(kept.ids, kept.sizes, mask)
+    return KeptTokens(ids=ids, sizes=sizes)
+
+
+def _laid_out(scores: Tensor, mask: Tensor) -> Tensor:
+    row = torch.zeros(len(mask))
+    row[mask] = scores.nan_to_num(0.0)
+    return row
+
 
 INPUT_MODES = ("history", "text", "tokens")
 OF_GENERATING = ("num_samples", "return_routed_experts")

@@ -5,18 +5,29 @@ Letters: B sequences, T tokens, N = B * T rows, L decoder layers, K experts per 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrl_moe._errors import ReplayError
 from torchrl_moe.modules.replay.discovery import RouterSite
 from torchrl_moe.modules.replay.interception import OwnChoice
 
-__all__ = ["UNSET", "Binding", "LayerReport", "Recording", "live_rows"]
+__all__ = [
+    "UNSET",
+    "Binding",
+    "LayerReport",
+    "Recording",
+    "ReplayState",
+    "live_rows",
+    "release_checkpoints",
+    "wrap_checkpoints",
+]
 
 UNSET = -1
 
@@ -216,3 +227,195 @@ def _widened(choice: Tensor, width: int) -> Tensor:
     if choice.shape[1] == width:
         return choice
     return choice[:, torch.arange(width, device=choice.device) % choice.shape[1]]
+
+
+# Which binding is active on a model, and in which thread: contexts, and the runs of checkpointed layers.
+#
+# A router asks here which routes to follow. Two places may hold them, and a checkpointed layer goes before the
+# context, because its second run comes when the context is closed, or belongs to another micro-batch:
+#
+# .. code-block:: text
+#
+# open context checkpointed layer a router follows with replay.replay(A): a layer without checkpointing A - A a
+# checkpointed layer A A, captured A with replay.replay(B): B - B loss_of_A.backward(), second run -, or B A, restored
+# A
+
+
+_TWO_THREADS = "another thread has a context of this model open: one thread at a time"
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """An active binding; ``recompute``: in a checkpointed layer's second run."""
+
+    binding: Binding | None = None
+    recompute: bool = False
+
+
+class _Layer(threading.local):
+    """The binding of the checkpointed layer that runs in this thread; ``None`` outside of one.
+
+    Per thread: autograd runs the backward of each device in its own thread.
+    """
+
+    def __init__(self) -> None:
+        self.held: _Held | None = None  # set in every thread, so that a compiled graph can look at it
+
+
+class ReplayState:
+    """The state that the handles of one model look up while they run: the active binding, and its thread.
+
+    Plain attributes rather than a context variable, so that a compiled graph can read them. A copy, or an unpickled
+    state, starts without a binding and without an owner: the original's contexts do not reach a copied model.
+    """
+
+    def __init__(self, owner: object | None = None) -> None:
+        self.owner = owner
+        self.used = False
+        """Whether a context was opened, whose forward pass may have a backward still to come."""
+        self._open = _Held()
+        self._thread: int | None = None
+        self._layer = _Layer()
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReplayState, ()
+
+    @property
+    def owned(self) -> bool:
+        """Whether a ``RouterReplay`` owns the handles."""
+        return self.owner is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a context is open."""
+        return self._open.binding is not None
+
+    @property
+    def recompute(self) -> bool:
+        """Whether this thread is in a checkpointed layer's second run."""
+        return self._layer.held is not None and self._layer.held.recompute
+
+    @property
+    def binding(self) -> Binding | None:
+        """The active binding.
+
+        Raises:
+            ReplayError: it is another thread's, or this is a recompute that :meth:`recomputing` does not hold.
+        """
+        held = self._open if self._layer.held is None else self._layer.held
+        if torch.compiler.is_compiling():
+            return held.binding
+        if self.used and not held.recompute and torch._C._current_graph_task_id() != -1:
+            raise ReplayError(
+                "a router runs inside backward(), in a recompute whose routes are not known: checkpoint the layers "
+                "with model.gradient_checkpointing_enable(), which is activation_checkpointing_enable() from "
+                "transformers 5.23 on, or torch's checkpoint_wrapper, and not with a torch.utils.checkpoint call of "
+                "your own"
+            )
+        if held is self._open and held.binding is not None and self._thread != threading.get_ident():
+            raise ReplayError(_TWO_THREADS)
+        return held.binding
+
+    @contextmanager
+    def opened(self, binding: Binding) -> Iterator[None]:
+        """Make ``binding`` the active one.
+
+        Raises:
+            ReplayError: there is one already, or this model's handles were removed.
+        """
+        with self._lock:
+            if not self.owned:
+                raise ReplayError("this RouterReplay was removed from its model: make a new one")
+            if self.is_open and self._thread != threading.get_ident():
+                raise ReplayError(_TWO_THREADS)
+            if self.is_open or self._layer.held is not None:
+                raise ReplayError("a context of this model is open already: close it first, they do not nest")
+            # without gradients, too: they may be enabled inside
+            self.used = True
+            self._open, self._thread = _Held(binding), threading.get_ident()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open, self._thread = _Held(), None
+
+    @contextmanager
+    def recomputing(self, binding: Binding | None, again: bool) -> Iterator[None]:
+        """Run a checkpointed layer in this thread with the binding of its forward pass, then restore the previous one.
+
+        Args:
+            binding: the one captured; ``None``: the layer ran natively.
+            again: whether this is its second run or a later one.
+        """
+        before, self._layer.held = self._layer.held, _Held(binding, again)
+        try:
+            yield
+        finally:
+            self._layer.held = before
+
+
+# Keeping a binding for a checkpointed layer's second run, which happens in ``backward``.
+#
+# By then the context may be closed, or belong to another micro-batch. So the binding is captured in the layer's
+# forward, and restored only for its recompute::
+#
+# with replay.replay(A): forward layer captures A with replay.replay(B): forward layer captures B loss_A.backward()
+# recompute under A, although B was last loss_B.backward() recompute under B
+#
+# transformers runs a checkpointed layer through one of the attributes ``NAMES``, torch's ``checkpoint_wrapper``
+# through the other. Enabling checkpointing overwrites it, so it is wrapped again whenever a context opens.
+
+
+NAMES = ("_gradient_checkpointing_func", "checkpoint_fn")
+
+
+class _Captured:
+    """A checkpointed layer's function; its first call is the forward, every later one a recompute."""
+
+    def __init__(self, state: ReplayState, function: Any) -> None:
+        self._state = state
+        self._binding = state.binding
+        self._function = function
+        self._calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._calls += 1
+        recompute = self._calls > 1
+        if recompute and self._binding is not None and not self._state.owned:
+            raise ReplayError("remove() came before the backward of a checkpointed forward pass: call it after")
+        with self._state.recomputing(self._binding, recompute):
+            return self._function(*args, **kwargs)
+
+
+class _Checkpoint:
+    """Stands in for a layer's checkpoint function."""
+
+    def __init__(self, state: ReplayState, checkpoint: Any) -> None:
+        self.state = state
+        self.checkpoint = checkpoint
+
+    def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.checkpoint(_Captured(self.state, function), *args, **kwargs)
+
+
+def _checkpoints(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    for module in model.modules():
+        for name in NAMES:
+            checkpoint = module.__dict__.get(name)
+            if checkpoint is not None:
+                yield module, name, checkpoint
+
+
+def wrap_checkpoints(model: nn.Module, state: ReplayState) -> None:
+    """Wrap the checkpoint function of every layer that has one and is not wrapped yet."""
+    for module, name, checkpoint in _checkpoints(model):
+        if not isinstance(checkpoint, _Checkpoint):
+            setattr(module, name, _Checkpoint(state, checkpoint))
+
+
+def release_checkpoints(model: nn.Module) -> None:
+    """Put the layers' own functions back."""
+    for module, name, checkpoint in _checkpoints(model):
+        if isinstance(checkpoint, _Checkpoint):
+            setattr(module, name, checkpoint.checkpoint)

@@ -20,20 +20,79 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_moe._errors import UnsupportedRouterError
-from torchrl_moe.modules.replay.interception import TopKObserver
-from torchrl_moe.modules.replay.parallelism import computing_device
-from torchrl_moe.modules.replay.scoring import OWN_CODE, ScoreTracer, describe_scoring
+from torchrl_moe.modules.replay.interception import OWN_CODE, ScoreTracer, TopKObserver, describe_scoring
 
 __all__ = [
     "RouterSite",
     "arriving",
     "check_replayed",
+    "computing_device",
     "discover",
     "dry_inputs",
     "expert_counts",
+    "freeze_routers",
     "has_experts",
     "number_of_layers",
+    "refused_parallelism",
+    "summed_again",
 ]
+
+
+# Properties of a model that several ranks share: the device it computes on, and whether replay supports it.
+#
+# Sharded parameters are DTensors, whose mesh names the device and, if it was given names, the axes.
+
+
+REFUSED_AXES = {
+    "cp": "context parallelism: a rank sees a part of each sequence, and routes are laid out as the whole",
+    "sp": "sequence parallelism: a rank sees a part of each sequence, and routes are laid out as the whole",
+    "pp": "pipeline parallelism: a rank has a part of the layers, and runs no whole forward pass",
+    "etp": "expert-tensor parallelism: the experts of an expert-parallel rank are cut over ranks once more",
+}
+"""Names of mesh axes, as torchtitan, accelerate and transformers have them."""
+
+
+def computing_device(model: nn.Module) -> torch.device:
+    """Return the device on which a model runs.
+
+    That of its parameters; of sharded ones, the mesh's: under ``CPUOffloadPolicy`` FSDP2 keeps parameters in host
+    memory, and brings them to the device when they are needed.
+    """
+    first = next(model.parameters())
+    kind = getattr(getattr(first, "device_mesh", None), "device_type", first.device.type)
+    return first.device if kind == first.device.type else torch.device(kind)
+
+
+def refused_parallelism(model: nn.Module) -> str:
+    """Return the kind of parallelism that replay does not support in a model, and why; empty if there is none."""
+    axes = [("pp", getattr(_distributed_config(model), "pp_size", 1))]
+    for parameter in model.parameters():
+        mesh: Any = getattr(parameter, "device_mesh", None)
+        if mesh is not None:
+            axes += zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)
+    return next((REFUSED_AXES[name] for name, size in axes if name in REFUSED_AXES and size > 1), "")
+
+
+def summed_again(model: nn.Module) -> str:
+    """Return the name of a parameter whose gradient the next backward pass would corrupt; empty if there is none.
+
+    Under tensor parallelism transformers sums the gradients of norms over ranks after each backward pass, including
+    what earlier passes accumulated (5.23, style ``replicated_with_grad_allreduce``), unless FSDP also shards them.
+    """
+    plan = getattr(model, "tp_plan", None)
+    if not isinstance(plan, dict) or getattr(_distributed_config(model), "tp_size", 1) == 1:
+        return ""
+    for name, parameter in model.named_parameters():
+        module = re.sub(r"\.\d+\.", ".*.", name.rpartition(".")[0])
+        grad = parameter.grad if plan.get(module) == "replicated_with_grad_allreduce" else None
+        if grad is not None and not hasattr(parameter, "device_mesh") and bool(grad.any()):
+            return name
+    return ""
+
+
+def _distributed_config(model: nn.Module) -> Any:
+    return getattr(getattr(model, "config", None), "distributed_config", None)
+
 
 LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -305,3 +364,33 @@ def check_replayed(
                     f"{where}: under a replay, experts get a weight that is 0 or not finite if the router would not "
                     "have chosen them. It masks scores, by groups or by a threshold, in a way that cannot be opened."
                 )
+
+
+# Freezing routers: training continues with fixed router weights.
+
+
+def freeze_routers(model: nn.Module) -> list[str]:
+    """Set ``requires_grad=False`` on the parameters of every router; return their names.
+
+    A frozen router still chooses other experts when its hidden states change. Call this before the optimizer is made;
+    ``parameter.requires_grad_(True)`` undoes it. Runs a small forward pass to find the routers. Where a family ranks
+    experts in the block that holds them, experts and shared experts stay trainable.
+
+    Args:
+        model: a transformers MoE for causal language modelling, with a ``RouterReplay`` or without.
+
+    Raises:
+        UnsupportedRouterError: no router was found.
+
+    >>> from torchrl_moe.testing import make_tiny_moe
+    >>> freeze_routers(make_tiny_moe("mixtral", num_hidden_layers=2))
+    ['model.layers.0.mlp.gate.weight', 'model.layers.1.mlp.gate.weight']
+    """
+    modules = dict(model.named_modules())
+    frozen = []
+    for site in discover(model):
+        for name, parameter in modules[site.name].named_parameters():
+            if "expert" not in name:
+                parameter.requires_grad_(False)
+                frozen.append(f"{site.name}.{name}")
+    return frozen

@@ -10,23 +10,448 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchrl_moe._errors import ReplayError, RoutingError, UnsupportedRouterError
-from torchrl_moe.modules.replay import handles
-from torchrl_moe.modules.replay.binding import UNSET, Binding, LayerReport, Recording
-from torchrl_moe.modules.replay.checkpointing import wrap_checkpoints
-from torchrl_moe.modules.replay.discovery import arriving, check_replayed, discover, dry_inputs, number_of_layers
-from torchrl_moe.modules.replay.incoming import OnBadRoutes, Packing, bind_routes
-from torchrl_moe.modules.replay.parallelism import computing_device, refused_parallelism
-from torchrl_moe.modules.replay.report import ReplayReport, routers_table
-from torchrl_moe.modules.replay.state import ReplayState
+from torchrl_moe import _checks
+from torchrl_moe._errors import ReplayError, RouteShapeError, RouteValueError, RoutingError, UnsupportedRouterError
+from torchrl_moe.modules.replay.binding import (
+    UNSET,
+    Binding,
+    LayerReport,
+    Recording,
+    ReplayState,
+    live_rows,
+    release_checkpoints,
+    wrap_checkpoints,
+)
+from torchrl_moe.modules.replay.discovery import (
+    RouterSite,
+    arriving,
+    check_replayed,
+    computing_device,
+    discover,
+    dry_inputs,
+    number_of_layers,
+    refused_parallelism,
+)
+from torchrl_moe.modules.replay.interception import TopK, TopKInterception
+from torchrl_moe.render.tables import html_table, number_text, one_line, plain_table, share_text
 
-__all__ = ["Recording", "RouterReplay", "evaluating"]
+__all__ = [
+    "ON_BAD_ROUTES",
+    "OnBadRoutes",
+    "Packing",
+    "Recording",
+    "ReplayReport",
+    "RouterReplay",
+    "belong_to",
+    "bind_routes",
+    "evaluating",
+    "install",
+    "owner_of",
+    "routers_table",
+    "uninstall",
+]
+
+
+# What a ``RouterReplay`` found, and what its last context did, layer by layer.
+
+
+HEADER = ("layer", "replayed rows", "live rows", "refused rows", "agreement")
+ROUTERS = ("layer", "module", "experts", "top-k", "scoring")
+LAYERS = 64
+CHARACTERS = 60
+
+
+class ReplayReport(dict[int, dict[str, Any]]):
+    """A mapping, layer -> what :meth:`RouterReplay.report` says of it, that is printed as a table.
+
+    >>> ReplayReport({3: {"replayed": 14, "live": 4, "refused": 0, "agreement": None}})
+    replay of 1 layers
+    layer  replayed rows  live rows  refused rows  agreement
+        3             14          4             0          –
+    """
+
+    @property
+    def _title(self) -> str:
+        known = [row["agreement"] for row in self.values() if row["agreement"] is not None]
+        mean = f", mean agreement {share_text(sum(known) / len(known))}" if known else ""
+        return f"replay of {len(self)} layers{mean}" if self else "replay: no context has come to its end yet"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows = [
+            (
+                str(layer),
+                *(number_text(row[name]) for name in ("replayed", "live", "refused")),
+                share_text(row["agreement"]),
+            )
+            for layer, row in list(self.items())[:LAYERS]
+        ]
+        return rows + [(f"… {len(self) - LAYERS} more", "", "", "", "")] * (len(self) > LAYERS)
+
+    def __repr__(self) -> str:
+        return plain_table(self._title, HEADER, self._rows()) if self else self._title
+
+    def _repr_html_(self) -> str:
+        note = "agreement: replayed rows in which the router by itself chooses the same experts; – if not measured"
+        return html_table(self._title, HEADER, self._rows(), note=note if self else "")
+
+
+def routers_table(title: str, sites: Sequence[RouterSite]) -> str:
+    """Return routers as a table for notebooks, one row each, of the first layers."""
+    rows = [
+        (
+            str(site.layer),
+            one_line(site.name, CHARACTERS),
+            str(site.num_experts),
+            str(site.top_k),
+            one_line(site.scoring, CHARACTERS),
+        )
+        for site in sites[:LAYERS]
+    ]
+    rows += [(f"… {len(sites) - LAYERS} more", "", "", "", "")] * (len(sites) > LAYERS)
+    return html_table(title, ROUTERS, rows)
+
+
+# Handles on a model's modules while it has a ``RouterReplay``: they replace the forward of a few modules.
+#
+# A handle is an object in the module's own ``__dict__``, not a closure: a deep copy or a pickle of the model holds
+# handles of its own modules, which do nothing until a ``RouterReplay`` is made for that model.
+
+
+Jitter: TypeAlias = tuple[nn.Module, str, float]
+
+
+class _Handle:
+    """Stands in for ``module.forward``."""
+
+    def __init__(self, module: nn.Module, state: ReplayState) -> None:
+        self.module = module
+        self.state = state
+        self.shadowed = module.__dict__.get("forward")  # another library's replacement
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, looked up late: FSDP and parametrizations change its class."""
+        if self.shadowed is not None:
+            return self.shadowed(*args, **kwargs)
+        # Not a bound method: Dynamo would look that up again.
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+class _RouterHandle(_Handle):
+    """On a router: runs its forward under the active binding."""
+
+    def __init__(self, module: nn.Module, state: ReplayState, site: RouterSite) -> None:
+        super().__init__(module, state)
+        self.site = site
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        binding, recompute = self.state.binding, self.state.recompute
+        if binding is None:
+            return self.forward(*args, **kwargs)
+        if binding.measure:  # in a recompute too: selective checkpointing matches results by their order
+            binding.compare(self.site, self._own_choice(*args, **kwargs))
+        site = self.site
+
+        def choose(scores: Tensor, own: Any) -> Tensor:
+            return binding.choose(site, scores, own, recompute)
+
+        def groups(scores: Tensor, own: Any, top_k: int) -> Tensor:
+            return binding.groups(site, scores, own, top_k)
+
+        opening = None if binding.routes is None else groups
+        with TopKInterception(site.num_experts, site.top_k, site.rank, choose, opening):
+            return self.forward(*args, **kwargs)
+
+    def _own_choice(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the experts ``[N, K]`` that the router chooses in a separate run, with its own groups."""
+        chosen: list[Tensor] = []
+
+        def choose(scores: Tensor, own: Any) -> Tensor:
+            result: TopK = own(None)
+            chosen.append(result.indices.reshape(len(scores), -1))
+            return chosen[-1]
+
+        site = self.site
+        with torch.no_grad(), TopKInterception(site.num_experts, site.top_k, site.rank, choose):
+            self.forward(*args, **kwargs)
+        return chosen[-1]
+
+
+class _LayerHandle(_Handle):
+    """On a decoder layer: it sees the batch's ``[B, T]``, routers see rows. Stores the routers' original jitter."""
+
+    def __init__(self, module: nn.Module, state: ReplayState, jitter: list[Jitter]) -> None:
+        super().__init__(module, state)
+        self.jitter = jitter
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        binding: Binding | None = self.state.binding
+        if binding is not None:
+            hidden = args[0] if args else kwargs.get("hidden_states")
+            if not isinstance(hidden, Tensor) or hidden.ndim < 3:
+                got = f"shape {list(hidden.shape)}" if isinstance(hidden, Tensor) else f"keywords {sorted(kwargs)}"
+                raise ReplayError(
+                    f"a decoder layer ({type(self.module).__name__}) must be called with hidden states [B, T, H], "
+                    f"first or as hidden_states, got {got}: the batch that routes are laid out for cannot be seen"
+                )
+            binding.see_batch(tuple(hidden.shape[:2]))
+        return self.forward(*args, **kwargs)
+
+
+def _handles(model: nn.Module) -> Iterator[_Handle]:
+    """Outermost first where a module has two."""
+    for module in model.modules():
+        handle = module.__dict__.get("forward")
+        while isinstance(handle, _Handle):
+            yield handle
+            handle = handle.shadowed
+
+
+def owner_of(model: nn.Module) -> object | None:
+    """Return the ``RouterReplay`` that owns handles on this model; a deep copy's handles have no owner."""
+    return next((handle.state.owner for handle in _handles(model) if handle.state.owner is not None), None)
+
+
+def belong_to(model: nn.Module, state: ReplayState) -> bool:
+    """Whether the handles on this model look their binding up in ``state``."""
+    return any(handle.state is state for handle in _handles(model))
+
+
+def install(model: nn.Module, sites: Sequence[RouterSite], state: ReplayState) -> None:
+    """Put a handle on every router, and on the first decoder layer that has one; switch the routers' jitter off."""
+    modules = dict(model.named_modules())
+    for site in sites:
+        router = modules[site.name]
+        router.forward = _RouterHandle(router, state, site)
+    layer = modules[sites[0].layer_name]
+    layer.forward = _LayerHandle(layer, state, _silence_jitter(model))
+
+
+def uninstall(model: nn.Module) -> None:
+    """Remove every handle, and restore the routers' jitter."""
+    for handle in list(_handles(model)):
+        if isinstance(handle, _LayerHandle):
+            for module, name, value in handle.jitter:
+                setattr(module, name, value)
+        if handle.shadowed is None:
+            del handle.module.forward
+        else:
+            handle.module.forward = handle.shadowed
+    release_checkpoints(model)
+
+
+def _silence_jitter(model: nn.Module) -> list[Jitter]:
+    """Set router jitter to 0, since it would change the scores of a replay; return the values to restore."""
+    found = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if "jitter" in name and isinstance(value, float) and value > 0
+    ]
+    for module, name, _ in found:
+        setattr(module, name, 0.0)
+    return found
+
+
+# Incoming routes: read in the layout of the batch, and checked once, before a forward pass may use them.
+#
+# In any layout, the rows of the real tokens are checked as one list, sample after sample, so a message names the same
+# sample and token for a padded, a packed and a jagged batch.
+#
+# Letters: B sequences, T tokens, M real tokens of all sequences, N = B * T rows, L decoder layers, K experts per
+# token.
+
+
+OnBadRoutes = Literal["raise", "live"]
+ON_BAD_ROUTES: tuple[OnBadRoutes, ...] = ("raise", "live")
+
+_BATCH = "Routes are laid out as the batch; L counts all decoder layers, dense ones too."
+_ENGINE = "For what an engine returned, RoutedExperts.from_vllm."
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """The positions of a batch's tokens in a model's input, which may hold several sequences in a row.
+
+    Args:
+        index: int64 ``[B, T]``, the position of each real token in the flattened input.
+        shape: of the input, ``(R, W)``.
+    """
+
+    index: Tensor
+    shape: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Incoming:
+    """Routes ``[M, L, K]`` of the real tokens, and their positions in the model's input.
+
+    Args:
+        rows: in memory that nothing else uses.
+        lengths: real tokens of each sample.
+        shape: of the input, ``(B, T)`` or, packed, ``(R, W)``.
+        places: positions of the rows in the flattened input: bool ``[N]`` or int64 ``[M]``; ``None`` if it holds
+            nothing else.
+    """
+
+    rows: Tensor
+    lengths: Sequence[int]
+    shape: tuple[int, int]
+    places: Tensor | None
+
+    def laid_out(self) -> Tensor:
+        """Return ``[N, L, K]``, -1 on pads."""
+        if self.places is None:
+            return self.rows
+        flat = self.rows.new_full((self.shape[0] * self.shape[1], *self.rows.shape[1:]), UNSET)
+        flat[self.places] = self.rows
+        return flat
+
+
+def bind_routes(
+    routes: Any,
+    sites: Sequence[RouterSite],
+    num_layers: int,
+    *,
+    attention_mask: Tensor | None = None,
+    measure: bool = False,
+    on_bad_routes: OnBadRoutes = "raise",
+    device: torch.device | None = None,
+    packing: Packing | None = None,
+) -> Binding:
+    """Check routes and bind them to one forward pass; see :meth:`RouterReplay.replay`."""
+    if on_bad_routes not in ON_BAD_ROUTES:
+        raise ValueError(f"on_bad_routes must be one of {ON_BAD_ROUTES}, got {on_bad_routes!r}")
+    incoming = _read(routes, attention_mask, (num_layers, max(site.top_k for site in sites)), device)
+    if packing is not None:
+        incoming = _packed(incoming, packing)
+    refused = _check_values(incoming, sites, on_bad_routes)
+    flat = incoming.laid_out()
+    known = flat[..., 0] != UNSET
+    replayed = tuple(known.sum(0).tolist())
+    layers = [site.layer for site in sites]
+    return Binding(
+        layers=tuple(layers),
+        routes=flat,
+        shape=incoming.shape,
+        known=known,
+        replayed=replayed,
+        complete=tuple(count == len(flat) for count in replayed),
+        live=live_rows(known, layers),
+        refused=refused,
+        refused_rows=sum(incoming.lengths[i] for i in refused),
+        measure=measure,
+    )
+
+
+def _read(routes: Any, mask: Tensor | None, tail: tuple[int, int], device: torch.device | None) -> _Incoming:
+    """Check everything but the ids, and concatenate the rows."""
+    given = _tensor(routes)
+    _checks.check_integer("routes", given, signed=True, error=RouteValueError, hint=_ENGINE)
+    if given.is_nested:
+        return _read_jagged(given.detach().unbind(), mask, tail, device or given.device)
+    _checks.check_shape("routes", given.shape, ("B", "T", *tail), error=RouteShapeError, hint=_BATCH)
+    batch, length = given.shape[:2]
+    rows = given.detach().flatten(0, 1)
+    if mask is None:
+        return _Incoming(rows.to(device or given.device, copy=True), [length] * batch, (batch, length), None)
+    hint = "It is that of the batch, [B, T]."
+    _checks.check_shape("attention_mask", mask.shape, (batch, length), error=RouteShapeError, hint=hint)
+    keep = mask.bool().flatten()
+    rows = rows[keep.to(given.device)].to(device or given.device)
+    return _Incoming(rows, mask.bool().sum(1).tolist(), (batch, length), keep.to(rows.device))
+
+
+def _packed(incoming: _Incoming, packing: Packing) -> _Incoming:
+    """Return the same rows, for an input with other token positions."""
+    shape = incoming.shape
+    hint = "A place for each token of [B, T]."
+    _checks.check_shape("packing.index", packing.index.shape, shape, error=RouteShapeError, hint=hint)
+    if packing.index.dtype != torch.int64:
+        raise RouteValueError(f"packing.index must have dtype torch.int64, got {packing.index.dtype}")
+    places = packing.index.flatten().to(incoming.rows.device)
+    places = places if incoming.places is None else places[incoming.places]
+    _check_places(places, packing.shape)
+    return replace(incoming, shape=packing.shape, places=places)
+
+
+def _check_places(places: Tensor, shape: tuple[int, int]) -> None:
+    """Check that real tokens have positions inside the input, each a different one."""
+    ordered = places.sort().values
+    wrong = (ordered < 0) | (ordered >= shape[0] * shape[1])
+    wrong[1:] |= ordered[1:] == ordered[:-1]
+    if bool(wrong.any()):
+        raise RouteValueError(
+            f"packing.index holds {int(ordered[wrong][0])}, which is out of range or there twice; the places of real "
+            f"tokens are distinct, from 0 to {shape[0] * shape[1] - 1} for an input of {list(shape)}. Give the "
+            "attention_mask if some are placeholders of pads."
+        )
+
+
+def _read_jagged(
+    samples: Sequence[Tensor], mask: Tensor | None, tail: tuple[int, int], device: torch.device
+) -> _Incoming:
+    for i, sample in enumerate(samples):
+        _checks.check_shape(f"routes of sample {i}", sample.shape, ("T", *tail), error=RouteShapeError, hint=_BATCH)
+    rows, lengths = torch.cat(list(samples)).to(device), [len(sample) for sample in samples]
+    if mask is None:
+        return _Incoming(rows, lengths, (1, len(rows)), None)
+    _checks.check_shape("attention_mask", mask.shape, (len(lengths), "T"), error=RouteShapeError)
+    for i, (got, wanted) in enumerate(zip(lengths, mask.bool().sum(1).tolist(), strict=True)):
+        hint = "A row for each token that attention_mask keeps."
+        _checks.check_rows(f"routes of sample {i}", got, wanted, hint=hint)
+    return _Incoming(rows, lengths, (mask.shape[0], mask.shape[1]), mask.bool().flatten().to(device))
+
+
+def _tensor(routes: Any) -> Tensor:
+    full = getattr(routes, "full", routes)
+    try:
+        given = torch.as_tensor(full.copy() if isinstance(full, np.ndarray) else full)  # it may be read-only
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RouteValueError(f"routes must be a tensor of integers, got {type(routes).__name__}: {error}") from error
+    if given.layout is not (torch.jagged if given.is_nested else torch.strided):
+        raise RouteValueError(f"routes must be dense or nested jagged, got layout {given.layout}")
+    return given
+
+
+def _check_values(incoming: _Incoming, sites: Sequence[RouterSite], on_bad_routes: OnBadRoutes) -> tuple[int, ...]:
+    """Check every id; return the refused samples, whose rows are set to -1.
+
+    Layers with another E or K are checked separately, and a smaller K leaves trailing -1.
+    """
+    rows, lengths = incoming.rows, incoming.lengths
+    names = _checks.RowNames((len(lengths),), lengths)
+    bad = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+    kinds = sorted({(site.num_experts, site.top_k) for site in sites})
+    for num_experts, top_k in kinds:
+        layers = [site.layer for site in sites if (site.num_experts, site.top_k) == (num_experts, top_k)]
+        part = rows[..., :top_k]
+        if len(kinds) > 1:
+            others = [site.layer for site in sites if site.layer not in layers]
+            part = part.index_fill(1, torch.tensor(others, device=rows.device), UNSET)
+        surplus = (rows[:, layers, top_k:] != UNSET).any(-1)
+        if on_bad_routes == "live":
+            bad |= _checks.find_bad_routes(part, layers, num_experts) | surplus.any(-1)
+            continue
+        _checks.check_routes(part, layers, num_experts, where=names.row)
+        if bool(surplus.any()):
+            row, i = surplus.nonzero()[0].tolist()
+            raise RouteValueError(
+                f"routed_experts: {names.row(row)}, layer {layers[i]} holds {rows[row, layers[i]].tolist()}; its "
+                f"router chooses {top_k} experts, so columns {top_k} and up must be -1"
+            )
+    if not bool(bad.any()):
+        return ()
+    sample_of = torch.repeat_interleave(torch.tensor(lengths, device=rows.device))
+    samples = sample_of[bad].unique()
+    rows[torch.isin(sample_of, samples)] = UNSET
+    return tuple(samples.tolist())
 
 
 class RouterReplay:
@@ -61,7 +486,7 @@ class RouterReplay:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        owner = handles.owner(model)
+        owner = owner_of(model)
         if owner is not None:
             raise ReplayError(
                 f"this model has a RouterReplay already: use it, RouterReplay.of(model), or call its remove(). It is "
@@ -70,7 +495,7 @@ class RouterReplay:
         reason = refused_parallelism(model)
         if reason:
             raise UnsupportedRouterError(f"{type(model).__name__} cannot be replayed under {reason}")
-        handles.uninstall(model)  # handles of the model that this one is a copy of
+        uninstall(model)  # handles of the model that this one is a copy of
         self.model = model
         self._state = ReplayState(owner=self)
         self._last: dict[int, LayerReport] = {}
@@ -79,7 +504,7 @@ class RouterReplay:
             with evaluating(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 self.sites = discover(model)
                 self.num_layers = number_of_layers(model)
-                handles.install(model, self.sites, self._state)
+                install(model, self.sites, self._state)
                 self._self_test()
         except BaseException:
             self.remove()
@@ -88,12 +513,12 @@ class RouterReplay:
     @classmethod
     def of(cls, model: nn.Module) -> RouterReplay:
         """Return the ``RouterReplay`` that a model has; a new one if it has none."""
-        owner = handles.owner(model)
+        owner = owner_of(model)
         return owner if isinstance(owner, cls) else cls(model)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if handles.belong_to(self.model, self._state):  # not if it was removed
+        if belong_to(self.model, self._state):  # not if it was removed
             self._state.owner = self
 
     # -- what was found ---------------------------------------------------------------------------------------------
@@ -233,7 +658,7 @@ class RouterReplay:
         if not self._state.owned:
             return
         self._state.owner = None
-        handles.uninstall(self.model)
+        uninstall(self.model)
 
     # -- construction -----------------------------------------------------------------------------------------------
 

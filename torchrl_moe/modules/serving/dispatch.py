@@ -12,32 +12,177 @@ Those that may have killed it are tried again alone (``suspects.py``), so that t
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
+import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
-from torchrl_moe._errors import (
-    EngineError,
-    NoReplicaError,
-    ReplicaDiedError,
-    RequestRefusedError,
-    StaleReplicaError,
-)
-from torchrl_moe.modules.backends.replica import Completion
-from torchrl_moe.modules.serving.admission import Admission
+from torchrl_moe._checks import check_number
+from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError, RequestRefusedError, StaleReplicaError
+from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.modules.serving.event_loop import EventLoop, wake
-from torchrl_moe.modules.serving.in_flight import Call, InFlight
-from torchrl_moe.modules.serving.parked import Parked
-from torchrl_moe.modules.serving.placing import prospect, take_lease
+from torchrl_moe.modules.serving.in_flight import ALONE_SECONDS, Call, InFlight, Parked, Suspects, prospect, take_lease
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
-from torchrl_moe.modules.serving.submissions import Submissions, abort_on
-from torchrl_moe.modules.serving.suspects import ALONE_SECONDS, Suspects
 
-__all__ = ["Dispatcher"]
+__all__ = ["PRIORITY_SECONDS", "Admission", "Dispatcher", "Submissions", "abort_on"]
+
+
+# Sends requests to replicas, and returns their outcomes to the loop.
+
+
+LOG = logging.getLogger(__name__)
+
+Ended: TypeAlias = Callable[[InFlight, "Future[Completion]"], object]
+
+
+class Submissions:
+    """Sends the requests placed in one turn of the loop, in one message per replica. Used only in the loop.
+
+    Args:
+        loop: woken once for all outcomes that arrive meanwhile.
+    """
+
+    def __init__(self, loop: EventLoop) -> None:
+        self._loop = loop
+        self._outgoing: dict[Any, dict[InFlight, Ended]] = {}  # by replica
+        self._lock = threading.Lock()
+        self._back: list[tuple[InFlight, Ended, Future[Completion]]] = []  # other threads add to it
+
+    def put(self, request: InFlight, ended: Ended) -> None:
+        """Send a request to the replica of its lease at the end of this turn.
+
+        Args:
+            request: with its lease.
+            ended: called in the loop with the request and the replica's future, once that is done.
+        """
+        assert request.lease is not None
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self._hand_over)
+        self._outgoing.setdefault(request.lease.replica, {})[request] = ended
+
+    def remove(self, request: InFlight) -> bool:
+        """Withdraw a request; return whether it was not sent yet. Then its outcome is not reported."""
+        outgoing = {} if request.lease is None else self._outgoing.get(request.lease.replica, {})
+        return outgoing.pop(request, None) is not None
+
+    def _hand_over(self) -> None:
+        outgoing, self._outgoing = self._outgoing, {}
+        for replica, requests in outgoing.items():
+            futures = _submit(replica, [request.request for request in requests]) if requests else ()
+            for (request, ended), future in zip(requests.items(), futures, strict=True):
+                future.add_done_callback(partial(self._take_back, request, ended))
+
+    def _take_back(self, request: InFlight, ended: Ended, future: Future[Completion]) -> None:
+        """Record the end of a request; called from any thread."""
+        with self._lock:
+            is_first = not self._back
+            self._back.append((request, ended, future))
+        if is_first:
+            self._loop.call(self._collect)
+
+    def _collect(self) -> None:
+        with self._lock:
+            back, self._back = self._back, []
+        loop = asyncio.get_running_loop()
+        for request, ended, future in back:  # each by itself, so that an error in one does not affect the others
+            loop.call_soon(ended, request, future)
+
+
+def _submit(replica: Any, requests: Sequence[Request]) -> Sequence[Future[Completion]]:
+    """Send requests. If that fails, perhaps after some were sent, the error is the outcome of all of them."""
+    try:
+        futures: Sequence[Future[Completion]] = replica.submit(requests)
+    except BaseException as error:
+        failed: Future[Completion] = Future()
+        failed.set_exception(error)
+        abort_on(replica, [request.request_id for request in requests])
+        if not isinstance(error, Exception):
+            raise
+        return [failed] * len(requests)
+    return futures
+
+
+def abort_on(replica: Any, request_ids: Sequence[str]) -> None:
+    """Abort requests on a replica; an error is logged, because the other replicas must be told too."""
+    try:
+        replica.abort(request_ids)
+    except Exception as error:
+        LOG.exception("requests could not be aborted on a replica: %r", error)
+
+
+# Admission: how many requests the engines run at a time, and which request is next.
+#
+# A request that arrives when the service is full waits here, as one small record, not as a message in an engine.
+
+
+PRIORITY_SECONDS = 30.0
+
+
+class Admission:
+    """Places for requests, given by priority, and by order of arrival within a priority. For one thread.
+
+    No request starves: a priority number one higher counts like arriving 30 seconds later, so a request that has waited
+    that much longer goes first. A later request is never ahead of one with the same priority. Each step costs the
+    logarithm of the number of waiting requests.
+
+    Args:
+        limit: number of places; ``None`` for no limit.
+        clock: seconds.
+    """
+
+    def __init__(self, limit: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        check_number("max_concurrent_requests", limit, 1, whole=True, none=True)
+        self.limit = limit
+        self.taken = 0
+        """Places in use."""
+        self._clock = clock
+        self._numbers = itertools.count()
+        self._waiting: dict[int, InFlight] = {}  # by number
+        self._turns: list[tuple[float, int]] = []  # a heap: their turns, and some of requests that were removed
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a place."""
+        return len(self._waiting)
+
+    def put(self, request: InFlight) -> None:
+        """Queue a request for a place; one that waited before keeps its old turn."""
+        if request.turn is None:
+            at = self._clock() + request.request.priority * PRIORITY_SECONDS
+            request.turn = at, next(self._numbers)
+        self._waiting[request.turn[1]] = request
+        heapq.heappush(self._turns, request.turn)
+
+    def remove(self, request: InFlight) -> bool:
+        """Remove a request from the queue; return whether it was there."""
+        if request.turn is None or self._waiting.pop(request.turn[1], None) is None:
+            return False
+        if len(self._turns) > 2 * len(self._waiting) + 64:
+            self._turns = [one.turn for one in self._waiting.values() if one.turn is not None]
+            heapq.heapify(self._turns)
+        return True
+
+    def next(self) -> InFlight | None:
+        """Give a place to the next request; ``None`` if there is no place, or none waits."""
+        if not self._waiting or (self.limit is not None and self.taken >= self.limit):
+            return None
+        request = None
+        while request is None:
+            _, number = heapq.heappop(self._turns)
+            request = self._waiting.pop(number, None)
+        self.taken += 1
+        return request
+
+    def give_back(self) -> None:
+        """Release a place."""
+        self.taken -= 1
+
 
 ABORT_GRACE_SECONDS = 5.0
 STOP_SECONDS = 5.0

@@ -13,13 +13,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, TypeVar
 
 from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
-from torchrl_moe.modules.backends.replica import PauseMode, Replica
-from torchrl_moe.modules.backends.reports import ReplicaInfo
-from torchrl_moe.modules.serving.candidates import Recovery
+from torchrl_moe.modules.backends.replica import PauseMode, Replica, ReplicaInfo
+from torchrl_moe.modules.serving.candidates import GONE, FaultPolicy, Recovery, ReplicaState
 from torchrl_moe.modules.serving.event_loop import EventLoop
-from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.replica_table import ReplicaTable, TableEntry
-from torchrl_moe.modules.serving.states import GONE, ReplicaState
 from torchrl_moe.modules.serving.supervisor import WORDS_SECONDS, Bring, Supervisor
 
 __all__ = ["CALL_SECONDS", "SILENT", "Fleet"]

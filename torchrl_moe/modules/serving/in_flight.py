@@ -19,18 +19,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from torchrl_moe._errors import EngineError, GenerationTimeout, NoReplicaError, ReplicaDiedError, StaleReplicaError
 from torchrl_moe.modules.backends.replica import Completion, Request, nothing_yet
-from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
-from torchrl_moe.modules.serving.lease import Lease
-from torchrl_moe.modules.serving.requests import Placement
-from torchrl_moe.modules.serving.resumption import whole
-from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.modules.serving.balancer import Lease, LoadBalancer
+from torchrl_moe.modules.serving.candidates import GONE, Recovery, ReplicaState, TableEntry
+from torchrl_moe.modules.serving.replica_table import ReplicaTable
+from torchrl_moe.modules.serving.requests import Placement, whole
 
-__all__ = ["Call", "InFlight"]
+__all__ = [
+    "GROUP",
+    "LAST_SENT",
+    "Call",
+    "InFlight",
+    "Needs",
+    "Parked",
+    "Suspects",
+    "may_wait_for",
+    "needs",
+    "prospect",
+    "take_lease",
+    "takes",
+]
 
 LOG = logging.getLogger(__name__)
 
@@ -188,3 +203,338 @@ class Call:
             f"{what}; finished and partial answers are in .partial. Raise timeout_seconds, "
             "lower max_tokens, or continue with generate(resume=error.partial)."
         )
+
+
+# Which replica takes a request now, and which one it can wait for.
+
+
+Needs = tuple[object, ...]
+"""What requests have in common so that a replica that takes one of them takes all."""
+
+GROUP = -1
+"""Stands for waiting for the outcome of other requests of the group, instead of for a replica."""
+
+
+def needs(request: InFlight) -> Needs:
+    """Return what a request needs from its replica."""
+    call, where = request.call, request.placement
+    priority = request.request.priority  # an urgent request does not wait behind another one
+    return id(call.balancer), where.actor_index, where.min_version, where.group_id, priority, call.timeout is None
+
+
+def take_lease(request: InFlight, alone_at: int | None = None) -> Lease:
+    """Take a lease for a request; on the replica ``alone_at``, if that is reserved for it.
+
+    Raises:
+        NoReplicaError: no replica serves.
+        StaleReplicaError: none holds the version asked for.
+        IndexError: there is no replica of the index that the call names.
+    """
+    balancer, where, asked = request.call.balancer, request.placement, request.request
+    prompt = asked.prompt if asked.prompt_token_ids is None else asked.prompt_token_ids
+    at = where.min_version, prompt, where.session_id, where.group_id
+    if alone_at is not None:
+        return balancer.acquire_at(alone_at, *at, alone=True)
+    if where.actor_index is not None:
+        return balancer.acquire_at(where.actor_index, *at)
+    return balancer.acquire(prompt, where.session_id, where.min_version, where.request_context, where.group_id)
+
+
+def takes(request: InFlight, version: int) -> bool:
+    """Whether a request may go to a replica of a version. The caller holds the table's lock."""
+    least, pinned = request.placement.min_version, _pinned(request)
+    return (least is None or version >= least) and pinned in (None, version)
+
+
+def prospect(request: InFlight) -> int | None:
+    """Return the index of a replica that may later take a request that none takes now, or :data:`GROUP`.
+
+    ``None`` if it would wait in vain. The caller holds the table's lock.
+    """
+    balancer, where = request.call.balancer, request.placement
+    if where.group_id is not None and balancer.groups.may_begin_again(where.group_id):
+        return GROUP
+    table, named = balancer.replica_table, where.actor_index
+    for entry in table if named is None else (table[named],):
+        if _suits(request, entry) and _comes(entry, request.call.timeout is not None):
+            return entry.index
+    return None
+
+
+def may_wait_for(request: InFlight, entry: TableEntry) -> bool:
+    """Whether a replica takes a request, now or later, once it is idle. The caller holds the table's lock."""
+    if request.placement.actor_index not in (None, entry.index) or entry.leaving or not _suits(request, entry):
+        return False
+    serves = entry.state is ReplicaState.SERVING and not entry.breaker.barred
+    return serves or _comes(entry, request.call.timeout is not None)
+
+
+def _suits(request: InFlight, entry: TableEntry) -> bool:
+    # one that is restarted or updated gets the latest version; one that drains keeps its version
+    table, version = request.call.balancer.replica_table, _pinned(request)
+    return version in (None, entry.version, table.latest_version)
+
+
+def _pinned(request: InFlight) -> int | None:
+    """Return the version that a request's group is on, if it has one."""
+    group = request.placement.group_id
+    return None if group is None else request.call.balancer.groups.version(group)
+
+
+def _comes(entry: TableEntry, has_deadline: bool) -> bool:
+    if entry.leaving:
+        return False
+    if entry.state is ReplicaState.SERVING:
+        return entry.breaker.barred or entry.reserved
+    if entry.state in GONE:
+        return entry.recovery is Recovery.SUPERVISOR
+    # the awaited update may come from the very thread that waits for this request
+    return entry.recovery is not Recovery.UPDATE or has_deadline
+
+
+# Parked requests, which no replica took, and which of them a change affects.
+#
+# Requests with the same needs are of one kind: the first of them is tried for all. What each kind waits for is
+# recorded, so that a change of one replica does not retry a thousand kinds.
+
+
+@dataclass(slots=True)
+class _Kind:
+    waits_for: int  # see placing.prospect
+    requests: OrderedDict[InFlight, None] = field(default_factory=OrderedDict)  # in order of arrival
+
+    @property
+    def first(self) -> InFlight:
+        return next(iter(self.requests))
+
+
+class Parked:
+    """Requests that wait for a replica. Used only in the thread of the service's loop.
+
+    Args:
+        table: the replicas.
+    """
+
+    def __init__(self, table: ReplicaTable) -> None:
+        self._table = table
+        self._kinds: dict[Needs, _Kind] = {}
+        self._groups: dict[str, dict[Needs, None]] = {}  # the kinds of each group
+        self._settled: set[str] = set()  # since the last call; other threads add, under the table's lock
+        self._seen = 0  # changes of the table, at the last call
+
+    def __len__(self) -> int:
+        return sum(len(kind.requests) for kind in self._kinds.values())
+
+    def __bool__(self) -> bool:
+        return bool(self._kinds)
+
+    def join(self, request: InFlight) -> bool:
+        """Park a request behind others with its needs; return whether there are any."""
+        kind = self._kinds.get(needs(request)) if self._kinds else None
+        if kind is None:
+            return False
+        request.refusal = kind.first.refusal
+        kind.requests[request] = None
+        return True
+
+    def put_first(self, request: InFlight, waits_for: int) -> None:
+        """Park a request that was tried, ahead of others with its needs. The caller holds the table's lock."""
+        if not self._kinds:
+            self._seen = self._table.changes
+        key = needs(request)
+        kind = self._kinds.setdefault(key, _Kind(waits_for))
+        if (group := request.placement.group_id) is not None:
+            self._groups.setdefault(group, {})[key] = None
+        kind.waits_for = waits_for
+        kind.requests[request] = None
+        kind.requests.move_to_end(request, last=False)
+
+    def alike(self, request: InFlight) -> list[InFlight]:
+        """Return those that have the needs of a request, in order of arrival."""
+        kind = self._kinds.get(needs(request)) if self._kinds else None
+        return [] if kind is None else list(kind.requests)
+
+    def next_alike(self, request: InFlight) -> list[InFlight]:
+        """Return the first of those that have the needs of a request, if there is one."""
+        kind = self._kinds.get(needs(request))
+        return [] if kind is None else [kind.first]
+
+    def remove(self, request: InFlight) -> bool:
+        """Remove a request; return whether it was parked."""
+        key = needs(request)
+        kind = self._kinds.get(key)
+        if kind is None or request not in kind.requests:
+            return False
+        del kind.requests[request]
+        if not kind.requests:
+            del self._kinds[key]
+            if (group := request.placement.group_id) is not None:
+                del self._groups[group][key]
+                if not self._groups[group]:
+                    del self._groups[group]
+        return True
+
+    def settle(self, group: str) -> None:
+        """Note that a group's outcome is settled, for others of the group. The caller holds the table's lock."""
+        if group in self._groups:
+            self._settled.add(group)
+
+    def concerned(self) -> list[InFlight]:
+        """Return the first request of each kind that a change affected since the last call, in order of arrival."""
+        firsts: dict[InFlight, None] = {}
+        with self._table.lock:
+            for group in self._settled:
+                firsts |= {self._kinds[key].first: None for key in self._groups.get(group, ())}
+            self._settled.clear()
+            if self._seen != self._table.changes:
+                changed = self._table.changed_since(self._seen)
+                self._seen = self._table.changes
+                versions = {entry.version for entry in changed if entry.may_take}
+                firsts |= dict.fromkeys(self._firsts({entry.index for entry in changed}, versions))
+        return sorted(firsts, key=lambda request: request.turn or (0.0, 0))
+
+    def _firsts(self, changed: set[int], versions: set[int]) -> Iterator[InFlight]:
+        """Yield kinds that wait for a changed replica, or that a replica now serving their version may take."""
+        for kind in self._kinds.values():
+            first, named = kind.first, kind.first.placement.actor_index
+            if named is not None:
+                concerned = named in changed
+            else:
+                concerned = kind.waits_for in changed or any(takes(first, version) for version in versions)
+            if concerned:
+                yield first
+
+
+# Requests under which a replica died, while it is not known whether one of them killed it.
+#
+# A request that kills does so when it arrives. So those that were sent last to a replica that died are tried again
+# one by one, last first, on a replica that runs nothing else: then a second death is its own, and nobody else's.
+# After a second the next may join it, since most deaths are accidents, and answers may take minutes. The others go on
+# at once, like new ones. All that a second replica dies under are tried here, each alone to its end.
+
+
+LAST_SENT = 8
+"""How many of the requests that were sent last to a replica are suspected of its death."""
+ALONE_SECONDS = 1.0
+"""How long one is tried before the next joins it, the first time."""
+
+
+class Suspects:
+    """Requests that wait to be tried alone. Used only in the thread of the service's loop.
+
+    Args:
+        table: the replicas.
+
+    Attributes:
+        tried: the request that is tried now.
+        is_alone: whether it has had its replica to itself since it began.
+    """
+
+    def __init__(self, table: ReplicaTable) -> None:
+        self._table = table
+        self._sent: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # replica -> requests so far
+        self._waiting: list[InFlight] = []
+        self._place: TableEntry | None = None  # that takes no others
+        self._joined: list[InFlight] = []  # that were tried there before, and may still run
+        self.tried: InFlight | None = None
+        self.is_alone = False
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def sent(self, request: InFlight) -> None:
+        """Number a request that goes to the replica of its lease."""
+        assert request.lease is not None
+        request.met_dead = request.lease.replica.death is not None
+        self._sent[request.lease.replica] = request.number = self._sent.get(request.lease.replica, 0) + 1
+
+    def add(self, request: InFlight, replica: Any) -> None:
+        """Take in a request whose replica died, unless it need not be alone yet."""
+        if request.deaths > 1 or request.number > self._sent.get(replica, 0) - LAST_SENT:
+            self._waiting.append(request)
+            self._waiting.sort(key=lambda one: -one.number)
+
+    def holds(self, request: InFlight) -> bool:
+        """Whether a request waits here."""
+        return request in self._waiting
+
+    def remove(self, request: InFlight) -> bool:
+        """Remove a request that waits; return whether it did."""
+        if request not in self._waiting:
+            return False
+        self._waiting.remove(request)
+        self._free()
+        return True
+
+    def next(self) -> InFlight | None:
+        """Return the next request to try, with a lease on an idle replica; ``None`` while it waits for one.
+
+        If it has no lease, it would wait in vain: the usual way says why.
+        """
+        if self.tried is not None or not self._waiting:
+            return None
+        request = self._waiting[0]
+        with self._table.lock:
+            place = self._reserved_for(request)
+            if place is not None and (place.state is not ReplicaState.SERVING or place.breaker.barred):
+                request.refusal = NoReplicaError(f"no replica is serving: {self._table!r}")
+                return None  # the table tells when it is there
+            request.refusal = None
+            beside = self._beside() if request.deaths == 1 else []
+            if place is not None and place.inflight > len(beside):
+                return None  # and when it is idle
+            self._waiting.pop(0)
+            if place is not None:
+                try:
+                    request.lease, self.tried = take_lease(request, alone_at=place.index), request
+                    self.is_alone = not beside
+                except (NoReplicaError, StaleReplicaError) as why:
+                    request.refusal = why
+            self._free()
+        return request
+
+    def ended(self, request: InFlight, killed: bool = False) -> list[InFlight]:
+        """Note that a request is over, or that the next may join it; return those that need not be alone any more.
+
+        Args:
+            request: any.
+            killed: whether its replica died: if it was alone there, it did that, and the first death is explained.
+        """
+        if request is not self.tried:
+            return []
+        cleared: list[InFlight] = []
+        if killed and self.is_alone:
+            cleared, self._waiting = self._waiting, []
+            for one in cleared:
+                one.deaths = 0
+        self.tried = None
+        self._joined.append(request)
+        self._beside()
+        self._free()
+        return cleared
+
+    def _beside(self) -> list[InFlight]:
+        """Return those that were tried on the reserved replica before, and still run there."""
+        replica = None if self._place is None else self._place.replica
+        self._joined = [one for one in self._joined if one.lease is not None and one.lease.replica is replica]
+        return self._joined
+
+    def _reserved_for(self, request: InFlight) -> TableEntry | None:
+        """Return the replica that the request will have, from which others are kept away; ``None``: there is none."""
+        if self._place is not None and not may_wait_for(request, self._place):
+            self._let_go()
+        fitting = [entry for entry in self._table if may_wait_for(request, entry)]
+        if self._place is None and fitting:
+            # one that is idle; else one that is about to come, and then is; else the one that soon may be
+            self._place = min(fitting, key=lambda entry: (entry.inflight, entry.state is not ReplicaState.SERVING))
+            self._table.set_reserved(self._place.index, True)
+        return self._place
+
+    def _free(self) -> None:
+        if self.tried is None and not self._waiting:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._place is not None:
+            place, self._place = self._place, None
+            self._table.set_reserved(place.index, False)

@@ -16,18 +16,21 @@ from typing import Any, Self
 from torchrl_moe._checks import check_bool, check_number, shown
 from torchrl_moe._errors import EngineError
 from torchrl_moe.data import RoutingLayout
-from torchrl_moe.modules.backends.replica import PauseMode, Replica
-from torchrl_moe.modules.backends.reports import ReplicaStats
-from torchrl_moe.modules.serving.candidates import TableEntry
+from torchrl_moe.modules.backends.replica import PauseMode, Replica, ReplicaStats
+from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.event_loop import EventLoop
-from torchrl_moe.modules.serving.fault_policy import FaultPolicy
 from torchrl_moe.modules.serving.fleet import CALL_SECONDS, SILENT, Fleet
-from torchrl_moe.modules.serving.metrics import Metrics
-from torchrl_moe.modules.serving.metrics_table import replica_row
-from torchrl_moe.modules.serving.prometheus import ServiceCollector, prometheus_text
-from torchrl_moe.modules.serving.states import ReplicaState
-from torchrl_moe.modules.serving.stats_table import SHOWN_REPLICAS, Totals, describe, service_html
-from torchrl_moe.render.data_frames import data_frame
+from torchrl_moe.modules.serving.stats import (
+    SHOWN_REPLICAS,
+    Metrics,
+    ServiceCollector,
+    Totals,
+    describe,
+    prometheus_text,
+    replica_row,
+    service_html,
+)
+from torchrl_moe.render.tables import data_frame
 
 __all__ = ["ReplicaService"]
 
@@ -335,7 +338,7 @@ class ReplicaService:
 
         All are queried at the same time. One that does not answer shows the stats that it sent last; a dead one shows
         no engine stats. ``supervisor_error`` is ``None`` while deaths and stalls are being detected. Counts start with
-        its engine; see :class:`~torchrl_moe.modules.backends.reports.ReplicaStats`.
+        its engine; see :class:`~torchrl_moe.modules.backends.replica.ReplicaStats`.
         """
         self._check_running("stats")
         _check_timeout(timeout_seconds)

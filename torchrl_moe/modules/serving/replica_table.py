@@ -11,11 +11,18 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from torchrl_moe.modules.serving.balancing.groups import Groups
-from torchrl_moe.modules.serving.breaker import Breaker, BreakerState
-from torchrl_moe.modules.serving.candidates import CacheUsage, Candidates, Recovery, TableEntry
-from torchrl_moe.modules.serving.fault_policy import FaultPolicy
-from torchrl_moe.modules.serving.states import ReplicaState, check_transition
+from torchrl_moe.modules.serving.candidates import (
+    Breaker,
+    BreakerState,
+    CacheUsage,
+    Candidates,
+    FaultPolicy,
+    Groups,
+    Recovery,
+    ReplicaState,
+    TableEntry,
+    check_transition,
+)
 
 __all__ = ["ReplicaTable", "TableEntry"]
 

@@ -5,32 +5,250 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_args
+from typing import Any, NoReturn, TypeVar, get_args
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from torchrl_moe._checks import check_bool, check_instance, check_number, shown
-from torchrl_moe._errors import RouteValueError
-from torchrl_moe.modules.backends.replica import Completion, OnResume, Request
+from torchrl_moe._checks import check_bool, check_instance, check_number, check_routes, shown
+from torchrl_moe._errors import EngineError, RouteValueError
+from torchrl_moe.data import KeptTokens, RoutingLayout
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds, OnResume, Request, Scoring
+from torchrl_moe.modules.backends.request_routes import rows_of_answer
 from torchrl_moe.modules.backends.sampling_fields import check_answers, check_fields, check_object, check_text
-from torchrl_moe.modules.serving.fault_policy import FaultPolicy
-from torchrl_moe.modules.serving.prompts import Prompt, PromptBatch
-from torchrl_moe.modules.serving.resumption import request_to_resume
+from torchrl_moe.modules.serving.candidates import FaultPolicy
 
 __all__ = [
+    "ONE_TOKEN",
     "Placement",
+    "Prompt",
+    "PromptBatch",
+    "SamplingParameters",
+    "check_resume",
     "check_service",
     "check_timeout",
     "common_fields",
     "integers",
     "make_request",
+    "normalise_prompts",
     "one_each",
     "placements",
+    "request_to_resume",
     "rows_each",
+    "scores_of",
+    "scorings",
+    "whole",
 ]
+
+
+# What ``generate`` accepts, in one form: a list of prompts, each text, token ids, or a completion to resume.
+#
+# vLLM and TorchRL users pass strings, token lists, arrays, tensors, ``TextPrompt``/``TokensPrompt`` dictionaries, and
+# lists of each; the rules for what counts as one prompt are here and nowhere else.
+
+
+Prompt = str | NDArray[np.int32] | Completion
+FINISH_REASONS = ("abort", "length", "stop", "repetition")  # vLLM's
+LARGEST_ID = int(np.iinfo(np.int32).max)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBatch:
+    """Prompts in input order. ``single`` says that the caller passed one prompt, not a list, and gets one answer."""
+
+    prompts: list[Prompt]
+    single: bool
+
+
+def normalise_prompts(prompts: Any = None, prompt_token_ids: Any = None, resume: Any = None) -> PromptBatch:
+    """Bring the three ways of passing prompts to one form. A list of ints is one prompt.
+
+    Raises:
+        ValueError: none or several are given, the list is empty, a prompt is empty, or an id or, in ``resume``, a
+            finish reason is none.
+        TypeError: an entry is not a prompt, or in ``resume`` not a :class:`Completion`.
+
+    >>> normalise_prompts("hi").single, normalise_prompts([1, 2]).single, normalise_prompts([[1, 2]]).single
+    (True, True, False)
+    """
+    ways = {"prompts": prompts, "prompt_token_ids": prompt_token_ids, "resume": resume}
+    given = {name: source for name, source in ways.items() if source is not None}
+    if len(given) > 1:
+        raise ValueError(f"cannot specify both {' and '.join(given)}: pass one of them")
+    if not given:
+        raise ValueError("must specify either prompts or prompt_token_ids, or resume")
+    ((name, source),) = given.items()
+    if resume is not None:
+        return _completions(resume)
+    if _is_one(source):
+        return PromptBatch([_prompt(source, name)], single=True)
+    if not isinstance(source, Sequence) and getattr(source, "ndim", 0) < 1:
+        raise TypeError(f"{name} must be text, token ids or a list of them, got {type(source).__name__}")
+    items = list(source)
+    if not items:
+        raise ValueError(f"{name} cannot be empty")
+    return PromptBatch([_prompt(item, f"{name}[{i}]") for i, item in enumerate(items)], single=False)
+
+
+def _completions(resume: Any) -> PromptBatch:
+    single = isinstance(resume, Completion)
+    items = [resume] if single else list(resume) if isinstance(resume, list | tuple) else None
+    if items is None or not all(isinstance(item, Completion) for item in items):
+        kinds = type(resume).__name__ if items is None else f"a list with {_first_other(items)}"
+        raise TypeError(f"resume must be a Completion or a list of them, such as an error's .partial, got {kinds}")
+    if not items:
+        raise ValueError("resume cannot be empty: the error that it is from did not end a generate")
+    for i, item in enumerate(items):
+        if not item.outputs or (item.prompt is None and not len(item.prompt_token_ids)):
+            raise ValueError(f"resume[{i}] has no {'prompt' if item.outputs else 'answer'}")
+        if len(item.prompt_token_ids):
+            _ids(item.prompt_token_ids, f"resume[{i}], prompt")
+        for output in item.outputs:
+            if len(output.token_ids):
+                _ids(output.token_ids, f"resume[{i}], answer {output.index}")
+            if output.finish_reason not in FINISH_REASONS:  # else it would count as complete
+                raise ValueError(
+                    f"resume[{i}], answer {output.index}: finish_reason must be one of {', '.join(FINISH_REASONS)}, "
+                    f"got {output.finish_reason!r}"
+                )
+    return PromptBatch(items, single)
+
+
+def _first_other(items: list[Any]) -> str:
+    return next(f"{type(item).__name__} at {i}" for i, item in enumerate(items) if not isinstance(item, Completion))
+
+
+def _is_one(source: Any) -> bool:
+    if isinstance(source, str | Mapping):
+        return True
+    if hasattr(source, "ndim"):
+        return bool(source.ndim == 1)
+    return isinstance(source, Sequence) and len(source) > 0 and isinstance(source[0], int | np.integer)
+
+
+def _prompt(item: Any, name: str) -> Prompt:
+    if isinstance(item, list):  # the usual case, and the slowest to test for other types
+        return _ids(item, name)
+    if isinstance(item, Mapping):
+        keys = [key for key in ("prompt_token_ids", "prompt") if item.get(key) is not None]
+        if not keys:
+            raise TypeError(f"{name} has neither 'prompt_token_ids' nor 'prompt'; its keys are {sorted(item)}")
+        return _prompt(item[keys[0]], f"{name}[{keys[0]!r}]")
+    if isinstance(item, str):
+        if not item:
+            raise ValueError(f"{name} is an empty prompt")
+        if "prompt_token_ids" in name:
+            raise TypeError(f"{name} must be token ids, got {shown(item)}: pass text as prompts")
+        check_text(name, item)
+        return item
+    if not hasattr(item, "ndim") and not isinstance(item, Sequence):
+        raise TypeError(f"{name} must be text or token ids, got {type(item).__name__}")
+    return _ids(item, name)
+
+
+def _ids(item: Any, name: str) -> NDArray[np.int32]:
+    if not hasattr(item, "ndim") and not {bool, np.bool_}.isdisjoint(map(type, item)):  # numpy takes True for 1
+        at, bad = next((i, one) for i, one in enumerate(item) if isinstance(one, bool | np.bool_))
+        raise TypeError(f"{name} must be a flat list of integer token ids, got {bad} at {at}")
+    ids = _array(item, name)
+    if ids.size == 0:
+        raise ValueError(f"{name} is an empty prompt")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be a flat list of integer token ids, got shape {ids.shape} of {ids.dtype}")
+    least, most = np.minimum.reduce(ids), np.maximum.reduce(ids)
+    if least < 0:
+        raise ValueError(f"{name} holds the negative token id {least}; take padding out first")
+    if most > LARGEST_ID:
+        raise ValueError(f"{name} holds the token id {most}; the largest possible one is {LARGEST_ID}")
+    return ids.astype(np.int32)
+
+
+def _array(item: Any, name: str) -> NDArray[Any]:
+    try:
+        return np.asarray(item.cpu() if isinstance(item, torch.Tensor) else item)
+    except (TypeError, ValueError) as error:  # a dtype unknown to numpy, or rows of different lengths
+        raise TypeError(f"{name} must be a flat list of integer token ids: {error}") from error
+
+
+# Resuming completions: the requests for them, the checks, and those that need no engine.
+#
+# Letters: P prompt tokens, G tokens so far, L decoder layers, K experts per token.
+
+
+def request_to_resume(completion: Completion, **fields: Any) -> Request:
+    """Return the request that finishes a completion; one without tokens starts from its prompt."""
+    ids = completion.prompt_token_ids.astype(np.int32)
+    if not completion.aborted or any(len(output.token_ids) for output in completion.outputs):
+        return Request(prompt_token_ids=ids, resume=completion, **fields)
+    if completion.prompt is not None:
+        return Request(prompt=completion.prompt, **fields)
+    return Request(prompt_token_ids=ids, **fields)
+
+
+def whole(request: Request) -> Completion | None:
+    """Return the answer of a request whose completion is already complete."""
+    given = request.resume
+    return None if given is None or given.aborted else given
+
+
+def check_resume(request: Request, position: int, layout: RoutingLayout | None) -> None:
+    """Check that a completion to resume fits the engine's routers and the request's parameters.
+
+    Args:
+        request: resumes a completion, or does not.
+        position: of the completion in the user's list.
+        layout: the engine's routers; ``None`` if it captures no routes.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    given = request.resume
+    if given is None or whole(request) is not None:
+        return
+    answers = request.param("n") or 1
+    if [output.index for output in given.outputs] != list(range(answers)):
+        raise ValueError(
+            f"resume[{position}] has {len(given.outputs)} answers, but sampling_params ask for n={answers}: pass those "
+            "that it started with"
+        )
+    for output in given.outputs:
+        if len(output.token_ids) and (wrong := _wrong(request, given, output, layout)):
+            raise ValueError(f"resume[{position}], answer {output.index}: {wrong}")
+
+
+def _wrong(request: Request, given: Completion, output: CompletionOutput, layout: RoutingLayout | None) -> str:
+    tokens, prompt = len(output.token_ids), len(given.prompt_token_ids)
+    kept = None if output.kept is None else output.kept.sizes
+    values = {"policy_versions": output.policy_versions, "logprobs": output.logprobs, "kept": kept}
+    lengths = {name: len(value) for name, value in values.items() if value is not None}
+    if not prompt or any(length != tokens for length in lengths.values()):
+        return f"no completion of an engine: {prompt} prompt tokens, {tokens} tokens, lengths {lengths}"
+    if output.kept is not None and np.abs(output.kept.sizes).sum() != len(output.kept.ids):
+        named, said = len(output.kept.ids), int(np.abs(output.kept.sizes).sum())
+        return f"no completion of an engine: it has {named} kept ids, and their sizes say {said}"
+    if output.logprobs is None and request.param("logprobs") is not None:
+        return "it has no log-probs, which sampling_params ask for: pass those that it started with"
+    if layout is None or not request.return_routed_experts:
+        return ""
+    if output.routed_experts is None:
+        return "it has no routes: pass return_routed_experts=False, as when it started"
+    rows = output.routed_experts
+    expected = (prompt + tokens - 1, layout.num_layers, layout.top_k)
+    if rows.shape != expected:
+        return f"its routes have shape {list(rows.shape)}, but this engine gives {list(expected)}"
+    if rows.dtype.kind not in "ui" or (rows.size and not 0 <= rows.min() <= rows.max() < layout.num_experts):
+        held = f"{rows.min()}..{rows.max()}" if rows.size else "none"
+        return f"its routes are {held} of {rows.dtype}, but this engine has experts 0..{layout.num_experts - 1}"
+    try:
+        check_routes(torch.from_numpy(rows_of_answer(rows, layout)), layout.moe_layers, layout.num_experts)
+    except RouteValueError as error:
+        return str(error)
+    return ""
+
 
 T = TypeVar("T")
 MOST_BYTES = 1 << 31  # of routes: a million tokens of the largest models
@@ -251,3 +469,134 @@ def check_timeout(seconds: float | None) -> float | None:
     """Return it, or raise ``ValueError`` if it is no positive number; an infinite one is no limit."""
     check_number("timeout_seconds", seconds, above=0, none=True, infinite=True)
     return None if seconds == math.inf else seconds
+
+
+# A wrapper's sampling parameters, readable by attributes like vLLM's ``SamplingParams``.
+
+
+class SamplingParameters(Mapping[str, Any]):
+    """Fields of vLLM's ``SamplingParams`` that were given, as a mapping that does not change.
+
+    Attributes read as those of vLLM's object; of a field that was not given, its default there.
+
+    >>> params = SamplingParameters({"max_tokens": 8})
+    >>> params.max_tokens, params["max_tokens"], "n" in params
+    (8, 8, False)
+    """
+
+    __slots__ = ("_given",)
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        object.__setattr__(self, "_given", dict(given))
+
+    def __getitem__(self, name: str) -> Any:
+        return self._given[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._given)
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # what pickle and copy look for, too
+            raise AttributeError(name)
+        if name in self._given:
+            return self._given[name]
+        from torchrl_moe.modules.backends.vllm.sampling import default_of
+
+        return default_of(name)
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(
+            f"sampling_params.{name} = {value!r} would change nothing: pass {name}= to a call, or generate_kwargs= to "
+            "get_new_version"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._given,)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._given!r})"
+
+
+# Scores of given tokens: from the arguments of ``score`` to requests, and from completions to tensors.
+#
+# Letters: T tokens of a sequence.
+
+
+LEAST = 1e-20
+"""Temperature: a float32 logit that is divided by less is infinite."""
+ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
+"""Sampling of the extra token, which is dropped: vLLM generates at least one token per prompt."""
+
+
+def scorings(batch: PromptBatch, temperature: Any, kept: Any) -> list[Scoring]:
+    """Return how each sequence is scored.
+
+    Args:
+        batch: the sequences.
+        temperature: of all, or of each.
+        kept: the ids that each token was sampled from: :class:`~torchrl_moe.data.KeptTokens` for one sequence; a list
+            for several, with ``None`` where no id was cut off; ``None`` if none was in any.
+
+    Raises:
+        ValueError: text, a temperature that is not positive, a list of another length, or kept ids for another number
+            of tokens.
+    """
+    count = len(batch.prompts)
+    sequences = [prompt for prompt in batch.prompts if isinstance(prompt, np.ndarray)]
+    if len(sequences) < count:
+        raise ValueError("score takes token ids: text may be encoded to others than those that were sampled")
+    values = _numbers(temperature)
+    if values.ndim > 1:
+        raise ValueError(f"temperature must be a number, or one per sequence, got shape {list(values.shape)}")
+    temperatures = [float(values)] * count if values.ndim == 0 else values.tolist()
+    if not batch.single and kept is not None and not isinstance(kept, list | tuple):
+        raise ValueError(f"kept must be a list with KeptTokens or None for each sequence, got {shown(kept)}")
+    words = [None] * count if kept is None else [kept] if batch.single else list(kept)
+    for name, given in (("temperature", temperatures), ("kept", words)):
+        if len(given) != count:
+            raise ValueError(f"{name} must have one entry per sequence: got {len(given)} for {count} sequences")
+    return [
+        Scoring(temperature=value, kept=_scored_ids(one, len(ids), i))
+        for i, (ids, value, one) in enumerate(zip(sequences, temperatures, words, strict=True))
+    ]
+
+
+def _numbers(temperature: Any) -> NDArray[np.float64]:
+    """Return a temperature, or one per sequence, as an array."""
+    listed = temperature.tolist() if hasattr(temperature, "tolist") else temperature
+    for one in listed if isinstance(listed, list | tuple) else [listed]:
+        if not isinstance(one, list | tuple):  # of another rank: refused by its shape
+            check_number("temperature", one, above=0, hint="At 0 every log-prob is 0.")
+            check_number("temperature", one, LEAST, hint="Below, logits are infinite.")
+    return np.asarray(listed, np.float64)
+
+
+def _scored_ids(kept: Any, tokens: int, position: int) -> KeptIds | None:
+    if kept is None:
+        return None
+    if not isinstance(kept, KeptTokens) or kept.batch_dims:
+        raise ValueError(f"kept[{position}] must be the KeptTokens of one sequence, or None, got {shown(kept)}")
+    if len(kept.sizes) != tokens:
+        raise ValueError(f"kept[{position}] is for {len(kept.sizes)} tokens, and there are {tokens}")
+    ids, sizes = (np.asarray(part.cpu(), np.int32) for part in (kept.ids, kept.sizes))
+    said = int(np.abs(sizes).sum())
+    if said > len(ids):
+        raise ValueError(f"kept[{position}] has {len(ids)} ids, and its sizes say {said}: cut both at the same token")
+    return KeptIds(ids[:said], sizes)
+
+
+def scores_of(completions: Sequence[Completion]) -> list[Tensor]:
+    """Return the log-probs of each sequence, float32 ``[T]``.
+
+    Raises:
+        EngineError: a request was aborted, and has none.
+    """
+    found = []
+    for completion in completions:
+        if completion.prompt_logprobs is None:
+            raise EngineError(f"request {completion.request_id!r} was aborted before its tokens had scores")
+        found.append(torch.from_numpy(completion.prompt_logprobs.copy()))
+    return found

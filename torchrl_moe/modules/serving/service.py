@@ -8,41 +8,85 @@ from __future__ import annotations
 
 import itertools
 import random
+import socket
+import sys
+import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, Self
 
+import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from torchrl_moe._checks import check_bool, shown
 from torchrl_moe._errors import NoReplicaError
 from torchrl_moe.modules.backends.replica import Completion, OnResume, Replica, Request
-from torchrl_moe.modules.serving.admission import Admission
-from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
-from torchrl_moe.modules.serving.balancing.strategy import Strategy
-from torchrl_moe.modules.serving.dispatch import Dispatcher
-from torchrl_moe.modules.serving.fault_policy import FaultPolicy
+from torchrl_moe.modules.serving.balancer import WEIGHTS, ActorHandle, LoadBalancer
+from torchrl_moe.modules.serving.candidates import FaultPolicy
+from torchrl_moe.modules.serving.dispatch import Admission, Dispatcher
 from torchrl_moe.modules.serving.fleet import CALL_SECONDS
 from torchrl_moe.modules.serving.in_flight import Call
-from torchrl_moe.modules.serving.progress import Progress
-from torchrl_moe.modules.serving.prompts import normalise_prompts
 from torchrl_moe.modules.serving.replica_service import ReplicaService
 from torchrl_moe.modules.serving.requests import (
+    ONE_TOKEN,
     Placement,
+    check_resume,
     check_service,
     check_timeout,
     common_fields,
     integers,
     make_request,
+    normalise_prompts,
     one_each,
     placements,
     rows_each,
+    scores_of,
+    scorings,
+    whole,
 )
-from torchrl_moe.modules.serving.resumption import check_resume, whole
-from torchrl_moe.modules.serving.scores import ONE_TOKEN, scores_of, scorings
+from torchrl_moe.modules.serving.strategies import Strategy
 
-__all__ = ["GenerationService"]
+__all__ = ["EngineInterface", "GenerationService", "Progress"]
+
+
+# The progress bar of a call.
+
+
+class Progress:
+    """A bar with tokens per second.
+
+    Args:
+        total: requests.
+        shown: whether to show it, on a terminal or in a notebook; a log file gets none.
+        what: the bar's label.
+    """
+
+    def __init__(self, total: int, shown: bool, what: str = "generate") -> None:
+        self._bar = tqdm(total=total, desc=what, unit="req", disable=None if shown else True)
+        self._shown = not self._bar.disable
+        self._tokens = 0
+        self._started = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+
+    def add(self, completion: Completion) -> None:
+        """Count a finished request; from any thread, one at a time."""
+        if not self._shown:
+            return
+        self._tokens += sum(len(output.token_ids) for output in completion.outputs)
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        self._bar.set_postfix_str(f"{self._tokens / seconds:.0f} tok/s", refresh=False)
+        self._bar.update()
+
 
 DEFAULT_SAMPLING_PARAMS = {"logprobs": 0}  # the sampled token's own log-prob, which RL always needs
 # Four times vLLM's usual batch: no engine runs empty, and all further requests wait here, as small records.
@@ -377,3 +421,120 @@ class GenerationService(ReplicaService):
         self._check_running("create_load_balancer")
         self.load_balancer = LoadBalancer(self, strategy, **kwargs)
         return self.load_balancer
+
+
+# What TorchRL's code uses of an engine besides ``generate``: its ``RLvLLMEngine``, and related methods.
+#
+# Names and meanings are TorchRL's; what has no meaning here is refused, with what to do instead.
+
+
+BASE = "torchrl.modules.llm.backends.vllm.base"
+WEIGHT_CALLS = frozenset({"init_weight_update_group", "load_weights_from_storage", "update_weight_broadcast"})
+"""Methods of the workers that TorchRL's weight updates call."""
+
+
+class EngineInterface(GenerationService):
+    """A service that TorchRL's code accepts as its own engine: ``isinstance(service, RLvLLMEngine)`` holds."""
+
+    _master_port: int | None = None
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[EngineInterface]:
+        """The class. ``isinstance`` asks for it: only then is it known that TorchRL is loaded, which takes seconds."""
+        base = getattr(sys.modules.get(BASE), "RLvLLMEngine", None)
+        if base is not None:
+            base.register(EngineInterface)
+        return type(self)
+
+    def __reduce__(self) -> Any:
+        """Refuse: no other process could reach the replicas.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled: its replicas are children of this process. With backend='ray' "
+            "an engine pickles as a handle that joins it; or have policy_factory make the policy where it is used: "
+            "lambda: vLLMWrapper(AsyncVLLM.connect('name'))"
+        )
+
+    # -- actors -----------------------------------------------------------------------------------------------------
+
+    @property
+    def actors(self) -> list[ActorHandle]:
+        """Handles of the replicas, in place of TorchRL's actors; their methods can be called directly."""
+        return [ActorHandle(self, entry.index) for entry in self.replica_table]
+
+    # -- what the weight sync asks ----------------------------------------------------------------------------------
+
+    def get_tp_size(self) -> int:
+        """Return the number of devices that one replica spreads its tensors over."""
+        self._check_running("get_tp_size")
+        return self.infos[0].tensor_parallel_size
+
+    def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """Return checkpoint name -> (dtype, shape) of every tensor, experts one by one, as the checkpoint has them."""
+        self._check_running("get_model_metadata")
+        return self._fleet.alive()[0].replica.metadata(CALL_SECONDS)
+
+    def get_master_address(self) -> str:
+        """Return the address for your own process group. Our senders do not need it."""
+        return "127.0.0.1"
+
+    def get_master_port(self) -> int:
+        """Return a port for it, free at the first call, and the same each time."""
+        if self._master_port is None:
+            with socket.socket() as probe:
+                probe.bind(("", 0))
+                self._master_port = int(probe.getsockname()[1])
+        return self._master_port
+
+    def init_weight_update_group(self) -> None:
+        """Do nothing if a sender has this engine: it has opened what weights come by. TorchRL's updaters call this.
+
+        Raises:
+            RuntimeError: the service is not running, or no sender has it.
+        """
+        self._check_running("init_weight_update_group")
+        self._check_sender("init_weight_update_group")
+
+    def collective_rpc(
+        self, method: str, timeout: float | None = None, args: Any = (), kwargs: Any = None
+    ) -> list[Any]:
+        """Call a method of every vLLM worker of every replica, and wait; one list of results per replica.
+
+        Plain data only. TorchRL returns Ray references in their place.
+
+        Raises:
+            RuntimeError: the service is not running.
+            ValueError: a method by which TorchRL sends weights; the message says what to do instead.
+            EngineError: there is no such method, or it failed.
+        """
+        if method in WEIGHT_CALLS:
+            raise ValueError(f"collective_rpc({method!r}): {WEIGHTS}")
+        return super().collective_rpc(method, timeout, args, kwargs)
+
+    # -- tests of what the workers hold -----------------------------------------------------------------------------
+
+    def save_model_params(self) -> None:
+        """Make every worker keep a copy of its parameters in host memory, for :meth:`validate_model_params`."""
+        self.collective_rpc("torchrl_moe_save_params")
+
+    def validate_model_params(self, function: Callable[[Mapping[str, torch.Tensor], torch.nn.Module], Any]) -> Any:
+        """Run a check of yours inside every worker: ``function(saved_params, model)``.
+
+        The function is pickled by value where it cannot be imported, and unpickled in the engine's own processes, which
+        trust this process. Names and layouts are vLLM's: fused projections, packed experts.
+
+        Returns:
+            What the function returned, which must be plain data: one list per replica, with one value per worker.
+
+        Raises:
+            EngineError: the function raised; the message ends with its error.
+        """
+        import cloudpickle
+
+        from torchrl_moe.modules.backends.process import wire
+
+        answers = self.collective_rpc("torchrl_moe_validate", args=(cloudpickle.dumps(function),))
+        return [[wire.decode(answer[0], answer[1:]) for answer in workers] for workers in answers]

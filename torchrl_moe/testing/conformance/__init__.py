@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torchrl_moe.testing.conformance.checks import check as check
     from torchrl_moe.testing.conformance.report import CheckResult as CheckResult
     from torchrl_moe.testing.conformance.report import ConformanceReport as ConformanceReport
-    from torchrl_moe.testing.conformance.service import ServiceAdapter as ServiceAdapter
-    from torchrl_moe.testing.conformance.settings import Settings as Settings
+    from torchrl_moe.testing.conformance.report import Settings as Settings
+    from torchrl_moe.testing.conformance.trial import ServiceAdapter as ServiceAdapter
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
@@ -31,8 +31,8 @@ else:
             "EngineAdapter": ".adapter",
             "NotOffered": ".adapter",
             "Sampling": ".adapter",
-            "ServiceAdapter": ".service",
-            "Settings": ".settings",
+            "ServiceAdapter": ".trial",
+            "Settings": ".report",
             "check": ".checks",
         },
     )

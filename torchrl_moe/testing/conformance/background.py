@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from torchrl_moe.testing.conformance.findings import DoesNotHold
+from torchrl_moe.testing.conformance.report import DoesNotHold
 
 __all__ = ["in_thread", "result"]
 

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 
 from torchrl_moe.testing.conformance.adapter import Aborts, NotOffered, Sampling
 from torchrl_moe.testing.conformance.background import in_thread, result
-from torchrl_moe.testing.conformance.findings import DoesNotHold
+from torchrl_moe.testing.conformance.report import DoesNotHold
 
 if TYPE_CHECKING:
-    from torchrl_moe.testing.conformance.judge import Judge
-    from torchrl_moe.testing.conformance.sampled import Sampled
+    from torchrl_moe.testing.conformance.judge import Judge, Sampled
     from torchrl_moe.testing.conformance.trial import Trial
 
 __all__ = ["Crossed", "crossed_by_update", "cut_midway"]

@@ -5,7 +5,7 @@ Letters: P prompt tokens, G generated tokens, T = P + G, L decoder layers, K exp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,17 +13,127 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from torchrl_moe._errors import RoutingError
 from torchrl_moe.data import RoutingLayout
-from torchrl_moe.testing.conformance.adapter import NotOffered
-from torchrl_moe.testing.conformance.distributions import sampled_log_probs
-from torchrl_moe.testing.conformance.findings import DoesNotHold, RouteFaults
+from torchrl_moe.testing.conformance.adapter import Answer, NotOffered, Sampling
 from torchrl_moe.testing.conformance.reference import Followed, Reference
-from torchrl_moe.testing.conformance.sampled import Sampled
-from torchrl_moe.testing.conformance.settings import Settings
+from torchrl_moe.testing.conformance.report import DoesNotHold, RouteFaults, Settings
 
-__all__ = ["Judge"]
+__all__ = ["Judge", "Sampled", "sampled_log_probs"]
+
+
+# An answer together with its prompt.
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """An answer, and its prompt."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    answer: Answer
+
+    @property
+    def tokens(self) -> list[int]:
+        """The answer's ids ``[G]``."""
+        return [int(token) for token in self.answer.token_ids]
+
+    @property
+    def ids(self) -> Tensor:
+        """Prompt and answer, int64 ``[T]``."""
+        return torch.tensor([*self.prompt, *self.tokens])
+
+    def with_routes(self, routes: Any) -> Sampled:
+        """Return the same with other routes."""
+        return replace(self, answer=replace(self.answer, routed_experts=routes))
+
+    def check_log_probs(self) -> None:
+        """Raise as :attr:`log_probs` does."""
+        self.log_probs  # noqa: B018
+
+    @property
+    def log_probs(self) -> Tensor:
+        """Log-probs of the answer's tokens, float32 ``[G]``.
+
+        Raises:
+            NotOffered: there are none.
+            DoesNotHold: there are more or fewer than tokens.
+        """
+        if self.answer.log_probs is None:
+            raise NotOffered("answers have no log-probs")
+        values = torch.tensor([float(value) for value in self.answer.log_probs])
+        if len(values) != len(self.tokens):
+            raise DoesNotHold(f"{len(values)} log-probs for {len(self.tokens)} tokens")
+        return values
+
+    @property
+    def versions(self) -> list[int]:
+        """Versions of the answer's tokens; errors as of :attr:`log_probs`."""
+        if self.answer.versions is None:
+            raise NotOffered("answers have no versions")
+        values = [int(value) for value in self.answer.versions]
+        if len(values) != len(self.tokens):
+            raise DoesNotHold(f"{len(values)} versions for {len(self.tokens)} tokens")
+        return values
+
+
+# The distribution that a token was sampled from, by transformers' own logits processors.
+#
+# Only presence and frequency penalties, which transformers does not have, are written here.
+#
+# Letters: T tokens, P of the prompt, G of the answer, V vocabulary.
+
+
+def sampled_log_probs(logits: Tensor, ids: Tensor, prompt_tokens: int, sampling: Sampling) -> Tensor:
+    """Return the log-probs float32 ``[G]`` of an answer's tokens under the distribution that each was sampled from.
+
+    Penalties come first, then the temperature, then top-k, top-p and min-p. A token that they exclude has -inf.
+
+    Args:
+        logits: ``[T, V]``, each row for the token that follows.
+        ids: ``[T]``, prompt and answer.
+        prompt_tokens: P.
+        sampling: how the answer was sampled.
+
+    >>> logits = torch.tensor([[0.0, 0.0, -9.0]]).expand(3, 3)
+    >>> sampled_log_probs(logits, torch.tensor([2, 0, 1]), 1, Sampling(top_k=2)).exp()
+    tensor([0.5000, 0.5000])
+    """
+    found = []
+    for place in range(prompt_tokens, len(ids)):
+        seen, row = ids[None, :place], logits[None, place - 1].clone()
+        for processor in _processors(sampling):
+            row = processor(seen, row)
+            if isinstance(processor, RepetitionPenaltyLogitsProcessor):
+                row = _penalised(row, ids[prompt_tokens:place], sampling)
+        found.append(row.log_softmax(-1)[0, ids[place]])
+    return torch.stack(found) if found else logits.new_zeros(0)
+
+
+def _processors(sampling: Sampling) -> Iterator[LogitsProcessor]:
+    yield RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty))
+    yield TemperatureLogitsWarper(float(sampling.temperature))
+    if sampling.top_k > 0:
+        yield TopKLogitsWarper(int(sampling.top_k))
+    if sampling.top_p < 1:
+        yield TopPLogitsWarper(float(sampling.top_p))
+    if sampling.min_p > 0:
+        yield MinPLogitsWarper(float(sampling.min_p))
+
+
+def _penalised(row: Tensor, answer: Tensor, sampling: Sampling) -> Tensor:
+    """Subtract presence and frequency penalties from a row ``[1, V]``; they count the answer's tokens so far."""
+    counts = torch.bincount(answer, minlength=row.shape[-1]).to(row)
+    return row - sampling.presence_penalty * (counts > 0) - sampling.frequency_penalty * counts
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,7 @@ import pytest
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.testing.conformance.adapter import EngineAdapter
 from torchrl_moe.testing.conformance.checks import CHECKS, open_trial, run_check
-from torchrl_moe.testing.conformance.report import CheckResult, ConformanceReport
-from torchrl_moe.testing.conformance.settings import Settings
+from torchrl_moe.testing.conformance.report import CheckResult, ConformanceReport, Settings
 from torchrl_moe.testing.conformance.trial import Trial
 
 __all__ = [

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from torchrl_moe._errors import UnsupportedRouterError
 from torchrl_moe.data import RoutingLayout
-from torchrl_moe.modules.replay import handles
+from torchrl_moe.modules.replay import router_replay as handles
 from torchrl_moe.modules.replay.interception import TopKObserver
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 from torchrl_moe.testing.conformance.adapter import NotOffered
@@ -154,7 +154,7 @@ class Reference:
 
 def _replay_of(model: nn.Module) -> RouterReplay | None:
     """Return the existing ``RouterReplay`` of a model."""
-    owner = handles.owner(model)
+    owner = handles.owner_of(model)
     return owner if isinstance(owner, RouterReplay) else None
 
 

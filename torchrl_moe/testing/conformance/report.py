@@ -8,10 +8,103 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
-from torchrl_moe.render.tables import html_table
-from torchrl_moe.render.text_tables import plain_table
+from torchrl_moe.render.tables import html_table, plain_table
 
-__all__ = ["CheckResult", "ConformanceReport", "Verdict"]
+__all__ = ["CheckResult", "ConformanceReport", "DoesNotHold", "Finding", "RouteFaults", "Settings", "Verdict"]
+
+
+# How an engine is asked, and what counts as equal.
+
+
+LEAST = {"answer": 2, "long_prompt": 2, "long_answer": 4, "samples": 2, "vocabulary": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Settings of the requests to an engine, and tolerances.
+
+    The defaults are for float32 on both sides, which proves the mapping. In bfloat16 the scores of routers and words
+    differ by rounding alone: set the two tolerances that your model needs.
+
+    Raises:
+        ValueError: an invalid setting.
+    """
+
+    tolerance: float = 1e-4
+    """Of log-probs."""
+    tie: float = 1e-5
+    """Experts whose router scores differ by no more than this are tied: either choice is right."""
+    prompts: tuple[int, ...] = (1, 5, 17, 40)
+    """Tokens of the prompts of plain answers."""
+    answer: int = 12
+    """Tokens of a plain answer."""
+    long_prompt: int = 300
+    """Tokens of a prompt that is prefilled in several chunks, and cached: several times
+    the tokens of an engine step, and of a cache block."""
+    long_answer: int = 150
+    """Tokens of an answer that is interrupted."""
+    samples: int = 3
+    """Answers to one prompt, for ``n > 1``."""
+    vocabulary: int = 256
+    """Prompts have ids below this, or below the model's vocabulary if that is smaller, special ids left out."""
+    seed: int = 0
+    """Seed of prompts and of altered weights."""
+    patience: float = 120.0
+    """Seconds that a call of ``generate`` or ``resume`` may take."""
+
+    def __post_init__(self) -> None:
+        if not self.tolerance > 0:
+            raise ValueError(f"tolerance must be positive, got {self.tolerance:g}")
+        if not self.tie >= 0:
+            raise ValueError(f"tie must not be negative, got {self.tie:g}")
+        if not self.prompts or min(self.prompts) < 1:
+            raise ValueError(f"prompts must be lengths of at least 1, got {self.prompts}")
+        for name, least in LEAST.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+
+# What a check finds: a number, or a failure that cannot be given as a number.
+
+
+class DoesNotHold(Exception):
+    """A check fails in a way that cannot be given as a number; the message says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check found: how far ``off`` the engine is, in the unit that ``seen`` names, and how far it may be."""
+
+    off: float
+    allowed: float
+    seen: str
+
+
+@dataclass(frozen=True, slots=True)
+class RouteFaults:
+    """How correct an answer's routes are: rows ``(token, layer)`` without a route, wrong rows, and ties.
+
+    ``wrong`` is ``None`` where there is no model to compare with. ``largest`` is the largest gap of a router's scores.
+    """
+
+    rows: int
+    missing: int
+    wrong: int | None
+    ties: int = 0
+    largest: float = 0.0
+    first: str = ""
+
+    @property
+    def count(self) -> int:
+        """Number of missing and wrong rows."""
+        return self.missing + (self.wrong or 0)
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        judged = "no model to judge them" if self.wrong is None else f"{self.wrong} wrong, {self.ties} ties"
+        return f"{self.rows} rows of tokens and layers: {self.missing} missing, {judged}{self.first}"
+
 
 Verdict: TypeAlias = Literal["holds", "does not hold", "not offered"]
 HEADER = ("check", "verdict", "off by", "allowed", "seen")

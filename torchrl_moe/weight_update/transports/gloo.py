@@ -11,31 +11,197 @@ tensors are views of it, and never copied before they are loaded.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor
 
 from torchrl_moe._errors import ManifestMismatch, ReplicaDiedError, SyncTimeout, TorchRLMoEError, WeightSyncError
-from torchrl_moe.weight_update.store import Manifest, WeightStoreReader
-from torchrl_moe.weight_update.transports.arriving import Digests, as_tensor, tensor_in
+from torchrl_moe.weight_update.store import Manifest, TensorEntry, WeightStoreReader
+from torchrl_moe.weight_update.store.flat import check_digest
+from torchrl_moe.weight_update.store.writing import at_end
 from torchrl_moe.weight_update.transports.base import Peer, StageOptions, StageReport, asked, workers_of
-from torchrl_moe.weight_update.transports.gloo_group import BUFFER_BYTES, SENDER, GlooGroup
 from torchrl_moe.weight_update.transports.meeting import Meeting, MeetingPlace, board_of
 
-__all__ = ["GlooReceiver", "GlooTransport"]
+__all__ = ["BUFFER_BYTES", "SENDER", "Digests", "GlooGroup", "GlooReceiver", "GlooTransport", "as_tensor", "tensor_in"]
+
+
+# A gloo communicator of its own between one sender and the workers of one replica, to send flat bytes through.
+#
+# It is independent of ``torch.distributed``'s default group in either process. Where its ranks meet, workers also
+# announce that they are ready: so nothing is sent to one that will not read.
+
+
+BUFFER_BYTES = 64 << 20
+SENDER = 0
+LOOPBACK = "127.0.0.1"
+LEAST_SECONDS = 0.001
+
+dist: Any = torch.distributed  # its stubs leave out groups
+
+
+class GlooGroup:
+    """One communicator. Making it waits until all ranks are there. It ends when it is dropped.
+
+    ``GLOO_SOCKET_IFNAME`` chooses the interface, as it does for torch.
+
+    Args:
+        meeting: where the ranks meet; closed with the group.
+        rank: 0 sends.
+        world_size: the sender and the workers.
+        timeout: seconds to connect with the others, once all are there.
+        buffer_bytes: sent at a time; the same on all ranks.
+
+    Raises:
+        SyncTimeout: not all came.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        buffer_bytes: int = BUFFER_BYTES,
+    ) -> None:
+        options = [_options(timeout)]
+        self.rank, self.world_size = rank, world_size
+        self._meeting, self._buffer_bytes = meeting, buffer_bytes
+        self._transfers = 0
+        try:
+            # this frame holds no options, nor their sockets: if this fails, a log may keep the error with its frames
+            self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", meeting), rank, world_size, options.pop())
+        except BaseException as error:
+            meeting.close()
+            if not isinstance(error, RuntimeError | TimeoutError):
+                raise
+            raise SyncTimeout(
+                f"the {world_size} ranks of a gloo group did not meet within {round(timeout, 1):g} s: {error}"
+            ) from None
+        self._end = at_end(self, _end, self._group, meeting)
+
+    def broadcast(self, flat: Tensor, deadline: float, on_bucket: Callable[[int], None]) -> None:
+        """Send ``flat`` from the sender to all workers, or receive it, in buckets.
+
+        Args:
+            flat: uint8 ``[N]``, of the same N on all ranks.
+            deadline: by ``time.monotonic()``.
+            on_bucket: called after each bucket with the number of bytes so far; if it raises, the transfer ends.
+
+        Raises:
+            SyncTimeout: the deadline passed.
+            RuntimeError: of gloo: another rank is gone.
+        """
+        group = self._group
+        if group is None:
+            raise RuntimeError("the group was closed")
+        for start in range(0, len(flat), self._buffer_bytes):
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = SENDER, 0
+            options.timeout = timedelta(seconds=max(deadline - time.monotonic(), LEAST_SECONDS))
+            try:
+                group.broadcast([flat[start : start + self._buffer_bytes]], options).wait()
+            except RuntimeError as error:
+                if time.monotonic() < deadline:
+                    raise
+                raise SyncTimeout(f"{start} of {len(flat)} bytes were sent when the time was up: {error}") from None
+            on_bucket(min(start + self._buffer_bytes, len(flat)))
+        self._transfers += 1
+
+    def announce(self) -> None:
+        """Announce, as a worker, that the next transfer will be read."""
+        self._meeting.set(f"ready/{self._transfers}/{self.rank}", b"")
+
+    def all_ready(self) -> bool:
+        """Whether all workers have announced the next transfer."""
+        keys = [f"ready/{self._transfers}/{rank}" for rank in range(1, self.world_size)]
+        return bool(self._meeting.check(keys))
+
+    def close(self) -> None:
+        """End the communicator and its threads; ranks that wait for this one get an error. Idempotent."""
+        self._end()
+        self._group = None
+
+
+def _options(timeout: float) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    options._devices = [
+        dist.ProcessGroupGloo.create_device(**({"interface": interface} if interface else {"hostname": LOOPBACK}))
+    ]
+    options._timeout = timedelta(seconds=timeout)
+    return options
+
+
+def _end(group: Any, meeting: Meeting) -> None:
+    group.abort()
+    meeting.close()
+
+
+# A version's flat bytes as they arrive: the tensors in them, and whether their digests are those published.
+
+
+def as_tensor(flat: Any) -> Tensor:
+    """Return bytes as a tensor, without a copy, and without torch's warning that they cannot be written to."""
+    if not len(flat):
+        return torch.empty(0, dtype=torch.uint8)
+    memory = (ctypes.c_uint8 * len(flat)).from_address(flat.ctypes.data)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def tensor_in(flat: Tensor, entry: TensorEntry) -> Tensor:
+    """Return a tensor of a version as a view of its bytes, uint8 ``[N]``."""
+    if not entry.nbytes:
+        return torch.empty(entry.shape, dtype=entry.torch_dtype)
+    return flat[entry.offset : entry.offset + entry.nbytes].view(entry.torch_dtype).view(entry.shape)
+
+
+class Digests:
+    """Compares the tensors that have arrived, while others arrive.
+
+    Args:
+        manifest: the version.
+        flat: where its bytes are received, uint8 ``[N]``.
+        pool: its threads compare; ``None``: nothing is compared.
+    """
+
+    def __init__(self, manifest: Manifest, flat: Tensor, pool: ThreadPoolExecutor | None) -> None:
+        self._version, self._pool = manifest.version, pool
+        self._left = sorted(manifest.entries, key=lambda entry: entry.offset, reverse=True)
+        self._bytes: Any = flat.numpy()
+        self._jobs: list[Future[None]] = []
+
+    def arrived(self, count: int) -> None:
+        """Note that the first ``count`` bytes have arrived."""
+        whole = []
+        while self._left and self._left[-1].end <= count:
+            whole.append(self._left.pop())
+        if self._pool is not None:
+            self._jobs.append(self._pool.submit(self._compare, whole))
+
+    def _compare(self, entries: list[TensorEntry]) -> None:
+        for entry in entries:
+            check_digest(self._version, entry, self._bytes[entry.offset : entry.end].data)
+
+    def result(self) -> None:
+        """Raise the ``DigestMismatch`` that was found, if any."""
+        for job in self._jobs:
+            job.result()
+
 
 RANK_OFFSET = 1  # of a replica's workers, behind the trainer
 POLL_SECONDS = 0.002
-LEAST_SECONDS = 0.001
 GRACE_SECONDS = 5.0  # that a replica gets to say why a transfer failed
 
 # -- the trainer's end ------------------------------------------------------------------------------------------------

@@ -11,11 +11,10 @@ import pytest
 
 from support.processes import ids_request
 from torchrl_moe._errors import EngineError
-from torchrl_moe.modules.backends.process import engine_program, packing, wire
-from torchrl_moe.modules.backends.process.engine_program import EngineProgram
-from torchrl_moe.modules.backends.process.stats_feed import Load
-from torchrl_moe.modules.backends.replica import Completion, Request
-from torchrl_moe.modules.backends.reports import ReplicaInfo, ReplicaStats
+from torchrl_moe.modules.backends.process import engine_program, wire
+from torchrl_moe.modules.backends.process import wire as packing
+from torchrl_moe.modules.backends.process.engine_program import EngineProgram, Load
+from torchrl_moe.modules.backends.replica import Completion, ReplicaInfo, ReplicaStats, Request
 
 
 class Inbox:

@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_moe.modules.backends.kept_ids import KeptIds
-from torchrl_moe.modules.backends.process import packing, wire
-from torchrl_moe.modules.backends.process.packing import pack_completions, pack_requests, unpack_completions
-from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, Request
+from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.process import wire as packing
+from torchrl_moe.modules.backends.process.wire import pack_completions, pack_requests, unpack_completions
+from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, KeptIds, Request
 
 LAYERS, TOP_K = 3, 2
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=5)

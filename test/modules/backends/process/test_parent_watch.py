@@ -21,8 +21,9 @@ import pytest
 
 from support.processes import group
 from support.waiting import until
-from torchrl_moe.modules.backends.process import parent_watch, wire
-from torchrl_moe.modules.backends.process.parent_watch import Inbox
+from torchrl_moe.modules.backends.process import engine_program as parent_watch
+from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.process.engine_program import Inbox
 
 
 class Line:
@@ -139,7 +140,7 @@ def leader(code: str) -> subprocess.Popen[bytes]:
     """A process that leads a group of three: a child of its own and Python's resource tracker are in it."""
     start = (
         "import subprocess, sys; from multiprocessing import resource_tracker;"
-        "from torchrl_moe.modules.backends.process import parent_watch;"
+        "from torchrl_moe.modules.backends.process import engine_program as parent_watch;"
         "subprocess.Popen(['sleep', '600']); resource_tracker.ensure_running(); print('up', end='');"
     )
     arguments = [sys.executable, "-c", f"{start} sys.stdin.read(); {code}"]
@@ -186,13 +187,13 @@ def test_a_member_that_is_stopped_is_killed_too() -> None:
 
 
 def test_ending_without_a_group_of_ones_own_ends_oneself_only() -> None:
-    code = "from torchrl_moe.modules.backends.process.parent_watch import end_group; end_group()"
+    code = "from torchrl_moe.modules.backends.process.engine_program import end_group; end_group()"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 1
 
 
 LOOK_ON = """
 import os, time
-from torchrl_moe.modules.backends.process.parent_watch import end_with_leader
+from torchrl_moe.modules.backends.process.engine_program import end_with_leader
 while {wait} and os.getppid() == os.getpgrp():
     time.sleep(0.01)
 end_with_leader()
@@ -294,7 +295,7 @@ def test_a_process_whose_name_is_cut_within_a_character_disturbs_nobody(tmp_path
 def test_nobody_looks_on_where_no_driver_started_the_process() -> None:
     environment = {name: value for name, value in os.environ.items() if name != parent_watch.FOLDER_VARIABLE}
     code = (
-        "import os, threading; from torchrl_moe.modules.backends.process.parent_watch import end_with_leader;"
+        "import os, threading; from torchrl_moe.modules.backends.process.engine_program import end_with_leader;"
         "assert os.getpgrp() != os.getpid(); end_with_leader(); print(threading.active_count())"
     )
     assert subprocess.check_output([sys.executable, "-c", code], env=environment) == b"1\n"

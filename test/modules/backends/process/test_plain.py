@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_moe.data import RoutingLayout
-from torchrl_moe.modules.backends.process.plain import Packed, from_plain, to_plain
-from torchrl_moe.modules.backends.reports import ProbeReport, ReplicaInfo, ReplicaStats, SwapReport
+from torchrl_moe.modules.backends.process.wire import Packed, from_plain, to_plain
+from torchrl_moe.modules.backends.replica import ProbeReport, ReplicaInfo, ReplicaStats, SwapReport
 from torchrl_moe.weight_update.transports.base import StageReport
 
 

@@ -28,9 +28,8 @@ from support.processes import group, ids_request, process_of, toy_environment, t
 from support.waiting import HOUR, PATIENCE, until
 from torchrl_moe._errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.process import child
-from torchrl_moe.modules.backends.process.replica import LocalReplica
-from torchrl_moe.modules.backends.replica import Request
-from torchrl_moe.modules.backends.reports import ProbeReport
+from torchrl_moe.modules.backends.process.process_replica import LocalReplica
+from torchrl_moe.modules.backends.replica import ProbeReport, Request
 from torchrl_moe.modules.backends.vllm import kind
 
 START = 120.0  # generous: two seconds, on a machine of its own

@@ -7,9 +7,9 @@ import dataclasses
 
 import pytest
 
-from torchrl_moe.modules.backends.process import stats_feed
-from torchrl_moe.modules.backends.process.stats_feed import Load, StatsFeed
-from torchrl_moe.modules.backends.reports import ReplicaStats
+from torchrl_moe.modules.backends.process import engine_program as stats_feed
+from torchrl_moe.modules.backends.process.engine_program import Load, StatsFeed
+from torchrl_moe.modules.backends.replica import ReplicaStats
 
 
 class Bench:

@@ -23,11 +23,17 @@ from support.fake_cluster import FakeActor, FakeCluster
 from support.processes import PYTHONPATH, group, ids_request, is_gone
 from support.waiting import HOUR, PATIENCE, until
 from torchrl_moe._errors import EngineError, ReplicaDiedError
-from torchrl_moe.modules.backends.ray import actor_link, cluster
-from torchrl_moe.modules.backends.ray.actor_link import ActorLink
-from torchrl_moe.modules.backends.ray.cluster import end_service, find_service, running_services
-from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
-from torchrl_moe.modules.backends.ray.ray_service import NAMESPACE, RayService, parse_group_name
+from torchrl_moe.modules.backends.ray import cluster
+from torchrl_moe.modules.backends.ray import ray_replica as actor_link
+from torchrl_moe.modules.backends.ray.cluster import (
+    NAMESPACE,
+    RayService,
+    end_service,
+    find_service,
+    parse_group_name,
+    running_services,
+)
+from torchrl_moe.modules.backends.ray.ray_replica import ActorLink, RayReplica
 
 START = 120.0
 
@@ -190,7 +196,7 @@ KILLED_WHILE_PLACING = """
 import os, sys, threading
 import ray
 from support.actors import ray_service, toy_actors
-from torchrl_moe.modules.backends.ray.actor_link import ActorLink
+from torchrl_moe.modules.backends.ray.ray_replica import ActorLink
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 address, *names = sys.argv[1:]
 ray.init(address=address, log_to_driver=False, logging_level="error")

@@ -13,9 +13,8 @@ from multiprocessing import AuthenticationError
 import pytest
 
 from support.waiting import until
-from torchrl_moe.modules.backends.ray import listener as listener_module
-from torchrl_moe.modules.backends.ray.listener import LateConnection, Listener, dial
-from torchrl_moe.modules.backends.ray.sealed import SealedConnection
+from torchrl_moe.modules.backends.ray import replica_host as listener_module
+from torchrl_moe.modules.backends.ray.replica_host import LateConnection, Listener, SealedConnection, dial
 
 
 @pytest.fixture

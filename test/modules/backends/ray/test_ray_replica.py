@@ -15,8 +15,8 @@ from support.processes import group, ids_request
 from support.waiting import until
 from torchrl_moe._errors import ReplicaDiedError
 from torchrl_moe.modules.backends.process import wire
-from torchrl_moe.modules.backends.ray.listener import dial
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
+from torchrl_moe.modules.backends.ray.replica_host import dial
 
 
 class HostLink:

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from torchrl_moe.modules.backends.ray.ray_service import (
+from torchrl_moe.modules.backends.ray.cluster import (
     RayService,
     forwarded_environment,
     parse_actor_name,

@@ -15,9 +15,9 @@ import pytest
 from support.hosts import ToyHost
 from support.processes import group, ids_request
 from support.waiting import until
-from torchrl_moe.modules.backends.process import child, packing, wire
-from torchrl_moe.modules.backends.ray.listener import dial
-from torchrl_moe.modules.backends.ray.replica_host import ReplicaHost, driver_of, named_after, wrap
+from torchrl_moe.modules.backends.process import child, wire
+from torchrl_moe.modules.backends.process import wire as packing
+from torchrl_moe.modules.backends.ray.replica_host import ReplicaHost, dial, driver_of, named_after, wrap
 
 
 class Driver:

@@ -10,7 +10,7 @@ from multiprocessing import AuthenticationError
 import numpy as np
 import pytest
 
-from torchrl_moe.modules.backends.ray.sealed import (
+from torchrl_moe.modules.backends.ray.replica_host import (
     CHUNK_BYTES,
     NONCE_BYTES,
     NUMBER_BYTES,

@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 
 from torchrl_moe.data import RoutingLayout
-from torchrl_moe.modules.backends.kept_ids import KeptIds
-from torchrl_moe.modules.backends.replica import CompletionOutput
-from torchrl_moe.modules.backends.transformers.answer import Answer, Draw
-from torchrl_moe.modules.backends.transformers.sampling import read_sampling
-from torchrl_moe.modules.backends.transformers.words import Words
+from torchrl_moe.modules.backends.replica import CompletionOutput, KeptIds
+from torchrl_moe.modules.backends.transformers.answer import Answer, Draw, Words, read_sampling
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()

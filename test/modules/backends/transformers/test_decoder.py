@@ -15,11 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from support.plain import TOLERANCE, answers, check_output, chosen, loaded, log_probs, save, sets, step
 from torchrl_moe._compat_transformers import cache_argument
-from torchrl_moe.modules.backends.kept_ids import KeptIds
-from torchrl_moe.modules.backends.replica import Scoring
-from torchrl_moe.modules.backends.transformers.decoder import BatchDecoder
+from torchrl_moe.modules.backends.replica import KeptIds, Scoring
+from torchrl_moe.modules.backends.transformers.decoder import BatchDecoder, Sampler
 from torchrl_moe.modules.backends.transformers.loading import Loaded, _decoder
-from torchrl_moe.modules.backends.transformers.sampler import Sampler
 from torchrl_moe.testing.tiny_moe import make_tiny_moe
 
 GREEDY = {"temperature": 0.0}

@@ -23,7 +23,7 @@ from support.versions import SECONDS, Versions, ask, let_run, random_ids
 from support.waiting import until
 from torchrl_moe._errors import EngineError, RequestRefusedError
 from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, vLLMWrapper
-from torchrl_moe.modules.backends.process.stats_feed import Load
+from torchrl_moe.modules.backends.process.engine_program import Load
 from torchrl_moe.modules.backends.transformers.engine_process import EngineProcess
 from torchrl_moe.modules.backends.transformers.loading import Loaded
 from torchrl_moe.testing.tiny_moe import make_tiny_moe

@@ -11,10 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchrl_moe.modules.backends.transformers.answer import Answer, Draw
-from torchrl_moe.modules.backends.transformers.sampler import Sampler
-from torchrl_moe.modules.backends.transformers.sampling import read_sampling
-from torchrl_moe.modules.backends.transformers.words import Words
+from torchrl_moe.modules.backends.transformers.answer import Answer, Draw, Words, read_sampling
+from torchrl_moe.modules.backends.transformers.decoder import Sampler
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 
 WORDS = Words(ByteTokenizer())

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from torchrl_moe.modules.backends.transformers import sampling
-from torchrl_moe.modules.backends.transformers.sampling import Sampling, read_sampling
+from torchrl_moe.modules.backends.transformers import answer as sampling
+from torchrl_moe.modules.backends.transformers.answer import Sampling, read_sampling
 
 
 def vllm_fields() -> dict[str, Any]:

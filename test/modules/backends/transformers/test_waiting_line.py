@@ -9,9 +9,8 @@ import pytest
 
 from support.processes import ids_request
 from torchrl_moe.modules.backends.replica import Scoring
+from torchrl_moe.modules.backends.transformers.decoder import Running, WaitingLine
 from torchrl_moe.modules.backends.transformers.loading import Loaded
-from torchrl_moe.modules.backends.transformers.running import Running
-from torchrl_moe.modules.backends.transformers.waiting_line import WaitingLine
 
 TOKEN_BYTES = 10
 

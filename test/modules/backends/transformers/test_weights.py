@@ -15,8 +15,8 @@ from torch import Tensor
 from support.plain import TOLERANCE, Bench, loaded, serve
 from torchrl_moe._errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.modules.backends.replica import Scoring
+from torchrl_moe.modules.backends.transformers.engine_process import EngineWeights, exchange
 from torchrl_moe.modules.backends.transformers.loading import Loaded
-from torchrl_moe.modules.backends.transformers.weights import EngineWeights, exchange
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 from torchrl_moe.testing.tiny_moe import make_tiny_moe

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchrl_moe.modules.backends.transformers.words import Words
+from torchrl_moe.modules.backends.transformers.answer import Words
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchrl_moe.modules.backends.kept_ids import KeptIds
-from torchrl_moe.modules.backends.replica import CompletionOutput, Request
+from torchrl_moe.modules.backends.replica import CompletionOutput, KeptIds, Request
 from torchrl_moe.modules.backends.vllm.continuation import can_continue, join, request_for_rest, sampling_for_rest
 
 P = 4  # prompt tokens

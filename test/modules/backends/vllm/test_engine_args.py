@@ -17,7 +17,7 @@ from transformers import AutoConfig
 import torchrl_moe
 from torchrl_moe import _compat
 from torchrl_moe._errors import EngineError
-from torchrl_moe.cli.engines import started
+from torchrl_moe.cli.services import started
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.vllm import engine_args
@@ -167,7 +167,7 @@ def test_defaults_give_way_to_the_user(moe: str) -> None:
 def test_the_worker_extension_is_where_the_argument_says() -> None:
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    from torchrl_moe.modules.backends.vllm.worker_extension import WorkerExtension
+    from torchrl_moe.modules.backends.vllm.worker import WorkerExtension
 
     assert resolve_obj_by_qualname(WORKER_EXTENSION) is WorkerExtension
 

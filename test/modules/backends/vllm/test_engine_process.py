@@ -17,15 +17,15 @@ from support import toy_engine
 from support.processes import ids_request
 from support.waiting import PATIENCE, until
 from torchrl_moe._errors import EngineError
-from torchrl_moe.modules.backends.process import engine_program, packing, stats_feed, wire
-from torchrl_moe.modules.backends.process.replica import LocalReplica
-from torchrl_moe.modules.backends.process.stats_feed import Load
-from torchrl_moe.modules.backends.replica import Completion, PauseMode, Request
-from torchrl_moe.modules.backends.reports import ReplicaInfo, ReplicaStats
-from torchrl_moe.modules.backends.tokenizer_files import load_tokenizer
+from torchrl_moe.modules.backends.checkpoint import load_tokenizer
+from torchrl_moe.modules.backends.process import engine_program, wire
+from torchrl_moe.modules.backends.process import engine_program as stats_feed
+from torchrl_moe.modules.backends.process import wire as packing
+from torchrl_moe.modules.backends.process.engine_program import Load
+from torchrl_moe.modules.backends.process.process_replica import LocalReplica
+from torchrl_moe.modules.backends.replica import Completion, PauseMode, ReplicaInfo, ReplicaStats, Request, WeightClaim
 from torchrl_moe.modules.backends.vllm import engine_requests
 from torchrl_moe.modules.backends.vllm.engine_process import EngineProcess
-from torchrl_moe.modules.backends.weight_claim import WeightClaim
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 
 

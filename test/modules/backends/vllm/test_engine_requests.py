@@ -17,11 +17,10 @@ import pytest
 from vllm.exceptions import RetryableRequestError
 
 from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, Request
-from torchrl_moe.modules.backends.vllm import engine_requests
+from torchrl_moe.modules.backends.vllm import engine_requests, weights
 from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
-from torchrl_moe.modules.backends.vllm.weights import engine as weights
-from torchrl_moe.modules.backends.vllm.weights.engine import EngineWeights
-from torchrl_moe.modules.backends.vllm.weights.weight_check import WeightCheck
+from torchrl_moe.modules.backends.vllm.weight_check import WeightCheck
+from torchrl_moe.modules.backends.vllm.weights import EngineWeights
 
 PROMPT = [7, 8, 9]
 

@@ -22,6 +22,7 @@ from torchrl_moe._errors import ReplayError, RequestRefusedError, RouteValueErro
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.replica import Completion
+from torchrl_moe.modules.backends.vllm.engine_requests import Forced, attach
 from torchrl_moe.modules.backends.vllm.forced_routing import (
     FORMULAS,
     ForcedRouting,
@@ -30,7 +31,6 @@ from torchrl_moe.modules.backends.vllm.forced_routing import (
     through_topk,
     why_live,
 )
-from torchrl_moe.modules.backends.vllm.forced_rows import Forced, attach
 
 # -- one worker's steps -----------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import numpy as np
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.replica import Request
 from torchrl_moe.modules.backends.request_routes import RequestRoutes
-from torchrl_moe.modules.backends.vllm.forced_rows import Forced, attach, attached, forced_in, forced_of
+from torchrl_moe.modules.backends.vllm.engine_requests import Forced, attach, attached, forced_in, forced_of
 
 LAYOUT = RoutingLayout(num_layers=3, moe_layers=(1, 2), top_k=2, num_experts=300)
 ROWS = np.full((4, 3, 2), -1, np.int16)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from torchrl_moe.modules.backends.process.stats_feed import Load
+from torchrl_moe.modules.backends.process.engine_program import Load
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from torchrl_moe._errors import EngineError
 from torchrl_moe.modules.backends.replica import CompletionMetrics, Request
-from torchrl_moe.modules.backends.vllm.outputs import completion_from_vllm, sampled_logprobs
+from torchrl_moe.modules.backends.vllm.engine_requests import completion_from_vllm, sampled_logprobs
 
 ROUTES = np.arange(4 * 2 * 2, dtype=np.uint8).reshape(4, 2, 2)
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from support.waiting import until
-from torchrl_moe.modules.backends.reports import ProbeReport
+from torchrl_moe.modules.backends.replica import ProbeReport
 from torchrl_moe.modules.backends.vllm.probe import EngineProbe
 
 SPIN = "while True: pass"

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchrl_moe.modules.backends.kept_ids import KeptIds
-from torchrl_moe.modules.backends.replica import Scoring
-from torchrl_moe.modules.backends.vllm.prompt_scores import adjust_scores, adjusted, prompt_logprobs, scoring_params
+from torchrl_moe.modules.backends.replica import KeptIds, Scoring
+from torchrl_moe.modules.backends.vllm.sampling import adjust_scores, adjusted, prompt_logprobs, scoring_params
 
 LOGITS = torch.tensor([[0.0, 2.0, 4.0, -2.0], [1.0, 1.0, 1.0, 1.0]])
 KEPT = KeptIds(np.array([1, 2, 0], np.int32), np.array([0, 0, 2, -1, 0], np.int32))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from torchrl_moe.modules.backends.replica import CompletionOutput
-from torchrl_moe.modules.backends.vllm.request_part import Part
+from torchrl_moe.modules.backends.vllm.engine_requests import Part
 
 
 def output(index: int, tokens: int, reason: str) -> CompletionOutput:

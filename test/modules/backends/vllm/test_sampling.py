@@ -13,7 +13,7 @@ import pytest
 from support.engines import ADAPTED
 from torchrl_moe._compat import vllm_client_errors
 from torchrl_moe.modules import AsyncVLLM
-from torchrl_moe.modules.backends.process.plain import from_plain, to_plain
+from torchrl_moe.modules.backends.process.wire import from_plain, to_plain
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder, check_bad_words
 from torchrl_moe.testing import ByteTokenizer

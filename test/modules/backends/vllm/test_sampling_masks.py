@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from torchrl_moe.data.kept_tokens import dense_mask
-from torchrl_moe.modules.backends.kept_ids import KeptIds
-from torchrl_moe.modules.backends.vllm.sampling_masks import can_report, lift_top_k_rule, report_kept, shortest
+from torchrl_moe.modules.backends.replica import KeptIds
+from torchrl_moe.modules.backends.vllm.sampling import can_report, lift_top_k_rule, report_kept, shortest
 
 WORDS = 9
 

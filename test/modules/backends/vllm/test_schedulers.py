@@ -11,14 +11,14 @@ import pytest
 
 from support.engines import EngineShelf
 from support.scheduler import Steps
-from torchrl_moe.modules.backends.vllm.forced_rows import Forced, attach, forced_in, forced_of
+from torchrl_moe.modules.backends.vllm.engine_requests import Forced, attach, forced_in, forced_of
 
 
 def test_the_schedulers_are_those_that_vllm_would_take() -> None:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from torchrl_moe.modules.backends.vllm.schedulers import AsyncMoEScheduler, MoEScheduler
+    from torchrl_moe.modules.backends.vllm.forced_routing import AsyncMoEScheduler, MoEScheduler
 
     assert MoEScheduler.__bases__ == (Scheduler,)
     assert AsyncMoEScheduler.__mro__[1:4] == (MoEScheduler, AsyncScheduler, Scheduler)
@@ -35,7 +35,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import RequestStatus
 
-    from torchrl_moe.modules.backends.vllm.schedulers import MoEScheduler
+    from torchrl_moe.modules.backends.vllm.forced_routing import MoEScheduler
 
     def preempt(self: Any, request: Any, timestamp: float, drop_stale_output: bool) -> None:
         request.status = RequestStatus.PREEMPTED
@@ -153,7 +153,7 @@ def keys_of(rows: Any, start: int, stop: int, salt: str | None = None) -> Any:
     """The extra keys of one block of a request of vLLM's, which follows these rows."""
     from vllm.v1.core import block_pool, kv_cache_utils
 
-    from torchrl_moe.modules.backends.vllm import schedulers
+    from torchrl_moe.modules.backends.vllm import forced_routing as schedulers
 
     schedulers._key_blocks_by_rows()
     ours = kv_cache_utils.generate_block_hash_extra_keys

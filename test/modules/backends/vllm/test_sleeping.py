@@ -11,9 +11,9 @@ import pytest
 
 from support.llm import FakeLLM
 from torchrl_moe._errors import EngineError, WeightSyncError
-from torchrl_moe.modules.backends.reports import SwapReport
-from torchrl_moe.modules.backends.vllm.sleeping import EngineSleep
-from torchrl_moe.modules.backends.vllm.weights.engine import EngineWeights
+from torchrl_moe.modules.backends.replica import SwapReport
+from torchrl_moe.modules.backends.vllm.engine_process import EngineSleep
+from torchrl_moe.modules.backends.vllm.weights import EngineWeights
 
 PAUSE = ("pause", "wait", True)
 

@@ -12,7 +12,7 @@ import torch
 
 from torchrl_moe import _compat
 from torchrl_moe.modules.backends.process import wire
-from torchrl_moe.modules.backends.vllm.worker_extension import WorkerExtension
+from torchrl_moe.modules.backends.vllm.worker import WorkerExtension
 from torchrl_moe.weight_update.store import WeightStoreWriter
 
 

@@ -21,12 +21,10 @@ from hypothesis.stateful import (
 from support.clock import Clock
 from support.strategies import Says
 from torchrl_moe._errors import EngineError, NoReplicaError, StaleReplicaError
-from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
-from torchrl_moe.modules.serving.balancing.strategy import RoutingContext, Strategy
-from torchrl_moe.modules.serving.candidates import Candidates, TableEntry
-from torchrl_moe.modules.serving.lease import Lease
+from torchrl_moe.modules.serving.balancer import Lease, LoadBalancer
+from torchrl_moe.modules.serving.candidates import TRANSITIONS, Candidates, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
-from torchrl_moe.modules.serving.states import TRANSITIONS, ReplicaState
+from torchrl_moe.modules.serving.strategies import RoutingContext, Strategy
 from torchrl_moe.testing import FakeAsyncVLLM
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from torchrl_moe.modules.serving.balancing import groups as groups_module
-from torchrl_moe.modules.serving.balancing.groups import Groups
+from torchrl_moe.modules.serving import candidates as groups_module
+from torchrl_moe.modules.serving.candidates import Groups
 
 
 def test_the_first_request_settles_the_version() -> None:

@@ -11,12 +11,20 @@ from typing import Any
 import pytest
 
 from support.strategies import Says
-from torchrl_moe.modules.serving.balancing.hierarchy import STRATEGIES, Hierarchy, Settings, make_strategy
-from torchrl_moe.modules.serving.balancing.prefix_aware import PrefixAware
-from torchrl_moe.modules.serving.balancing.sessions import SessionAffinity
-from torchrl_moe.modules.serving.balancing.simple import KVCache, LeastRequests, PowerOfTwo, RoundRobin
-from torchrl_moe.modules.serving.balancing.strategy import RoutingContext
 from torchrl_moe.modules.serving.candidates import Candidates, TableEntry
+from torchrl_moe.modules.serving.strategies import (
+    STRATEGIES,
+    Hierarchy,
+    KVCache,
+    LeastRequests,
+    PowerOfTwo,
+    PrefixAware,
+    RoundRobin,
+    RoutingContext,
+    SessionAffinity,
+    Settings,
+    make_strategy,
+)
 
 CONTEXT = RoutingContext()
 

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from torchrl_moe.modules.serving.balancing.balancer import Lease, LoadBalancer
-from torchrl_moe.modules.serving.balancing.prefix_aware import PrefixAware
-from torchrl_moe.modules.serving.balancing.strategy import RoutingContext
-from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.modules.serving.balancer import Lease, LoadBalancer
+from torchrl_moe.modules.serving.candidates import ReplicaState
+from torchrl_moe.modules.serving.strategies import PrefixAware, RoutingContext
 
 TEMPLATE = list(range(100))
 

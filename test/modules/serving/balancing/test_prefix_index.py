@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_moe.modules.serving.balancing.prefix_index import HOLDERS, PrefixIndex, prompt_bytes, prompt_keys
+from torchrl_moe.modules.serving.strategies import HOLDERS, PrefixIndex, prompt_bytes, prompt_keys
 
 TOKENS = st.lists(st.integers(0, 3), max_size=200)
 
@@ -88,9 +88,7 @@ def test_a_lone_surrogate_is_text_too() -> None:
 
 
 def test_keys_are_the_same_in_every_process() -> None:
-    code = (
-        "from torchrl_moe.modules.serving.balancing.prefix_index import *; print(prompt_keys(*prompt_bytes('x' * 100)))"
-    )
+    code = "from torchrl_moe.modules.serving.strategies import *; print(prompt_keys(*prompt_bytes('x' * 100)))"
     printed = {
         subprocess.run(
             [sys.executable, "-c", code],

@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 
 from support.clock import Clock
-from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
-from torchrl_moe.modules.serving.balancing.sessions import SessionAffinity
-from torchrl_moe.modules.serving.states import ReplicaState
+from torchrl_moe.modules.serving.balancer import LoadBalancer
+from torchrl_moe.modules.serving.candidates import ReplicaState
+from torchrl_moe.modules.serving.strategies import SessionAffinity
 
 
 def balancer(num_replicas: int, **kwargs: object) -> tuple[LoadBalancer, SessionAffinity]:
@@ -146,7 +146,7 @@ def test_without_a_session_the_next_strategy_is_asked() -> None:
 
 
 def test_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchrl_moe.modules.serving.balancing.sessions.MOST_SESSIONS", 3)
+    monkeypatch.setattr("torchrl_moe.modules.serving.strategies.MOST_SESSIONS", 3)
     lb, strategy = balancer(2)
     for i in range(10):
         turn(lb, f"{i}")

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from torchrl_moe.modules.serving.balancing.simple import (
+from torchrl_moe.modules.serving.candidates import Candidates, ReplicaState
+from torchrl_moe.modules.serving.replica_table import ReplicaTable
+from torchrl_moe.modules.serving.strategies import (
     KVCache,
     LeastRequests,
     PowerOfTwo,
     RoundRobin,
+    RoutingContext,
+    Strategy,
 )
-from torchrl_moe.modules.serving.balancing.strategy import RoutingContext, Strategy
-from torchrl_moe.modules.serving.candidates import Candidates
-from torchrl_moe.modules.serving.replica_table import ReplicaTable
-from torchrl_moe.modules.serving.states import ReplicaState
 
 CONTEXT = RoutingContext()
 

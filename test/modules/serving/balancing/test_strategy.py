@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from torchrl_moe.modules.serving.balancing.balancer import LoadBalancer
-from torchrl_moe.modules.serving.balancing.strategy import RoutingContext, Strategy
+from torchrl_moe.modules.serving.balancer import LoadBalancer
 from torchrl_moe.modules.serving.candidates import Candidates, TableEntry
+from torchrl_moe.modules.serving.strategies import RoutingContext, Strategy
 
 
 class Diary(Strategy):

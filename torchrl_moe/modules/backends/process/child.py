@@ -27,8 +27,8 @@ from typing import IO, Any, Protocol
 
 from torchrl_moe.modules.backends.engine_kind import EngineKind
 from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.process.engine_program import DRIVER_VARIABLE, FOLDER_VARIABLE, kill_group
 from torchrl_moe.modules.backends.process.fork_server import CannotFork, Launch, fork_server
-from torchrl_moe.modules.backends.process.parent_watch import DRIVER_VARIABLE, FOLDER_VARIABLE, kill_group
 
 __all__ = ["Child", "Process", "configuration"]
 

@@ -14,27 +14,272 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
+import dataclasses
 import gc
 import os
 import pickle
+import shutil
 import signal
 import sys
+import threading
+import time
 import traceback
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
-from torchrl_moe.modules.backends.process import packing, wire
-from torchrl_moe.modules.backends.process.parent_watch import Inbox, end_group, end_group_later
-from torchrl_moe.modules.backends.process.plain import Packed
-from torchrl_moe.modules.backends.process.stats_feed import Load, StatsFeed
-from torchrl_moe.modules.backends.replica import Completion, Request
-from torchrl_moe.modules.backends.reports import ReplicaInfo, ReplicaStats
+import psutil
 
-__all__ = ["EngineProgram", "OpenEngine", "Send", "run_engine", "run_script"]
+from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.process import wire as packing
+from torchrl_moe.modules.backends.process.wire import Packed
+from torchrl_moe.modules.backends.replica import Completion, ReplicaInfo, ReplicaStats, Request
+
+__all__ = [
+    "DRIVER_VARIABLE",
+    "FOLDER_VARIABLE",
+    "EngineProgram",
+    "Inbox",
+    "Load",
+    "OpenEngine",
+    "Send",
+    "StatsFeed",
+    "end_group",
+    "end_group_later",
+    "end_with_leader",
+    "kill_group",
+    "run_engine",
+    "run_script",
+]
+
+
+# The engine's stats, sent to the driver unasked, a few times a second, when they have changed.
+#
+# The driver keeps the last ones, so reading them costs the engine nothing.
+
+
+FEED_SECONDS = 0.25
+RATE_READINGS = 5  # the rate is that of the last second
+
+
+@dataclasses.dataclass(slots=True)
+class Load:
+    """The engine's report of its last step, and counts since it started; :class:`ReplicaStats` explains most of it.
+
+    ``tokens`` counts generated tokens as they are made, not when their request ends.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    cache_usage: float = 0.0
+    tokens: int = 0
+    cache_queries: int = 0
+    cache_hits: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    step_at: float = 0.0
+
+
+class StatsFeed:
+    """Sends stats that have changed, and adds the rate at which tokens are generated.
+
+    Args:
+        load: counts the tokens.
+        read: returns the current stats.
+        send: sends a message to the driver.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        load: Load,
+        read: Callable[[], ReplicaStats],
+        send: Callable[[tuple[str, ReplicaStats]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._load = load
+        self._read = read
+        self._send = send
+        self._clock = clock
+        self._sent: ReplicaStats | None = None
+        self._readings: deque[tuple[float, int]] = deque([(clock(), load.tokens)], RATE_READINGS)
+        self._rate = 0.0
+
+    def stats(self) -> ReplicaStats:
+        """Return the current stats."""
+        return dataclasses.replace(self._read(), tokens_per_second=self._rate)
+
+    def tick(self) -> None:
+        """Take a reading, and send the stats if they are not those sent before."""
+        self._readings.append((self._clock(), self._load.tokens))
+        (first_at, first), (last_at, last) = self._readings[0], self._readings[-1]
+        self._rate = (last - first) / (last_at - first_at) if last_at > first_at else 0.0
+        stats = self.stats()
+        if stats != self._sent:
+            self._sent = stats
+            self._send(("stats", stats))
+
+    async def run(self) -> None:
+        """Tick until cancelled."""
+        while True:
+            self.tick()
+            await asyncio.sleep(FEED_SECONDS)
+
+
+# What ties an engine process to its driver: messages arrive here, and the whole process group ends when no more can.
+#
+# Nothing here knows an engine. The process must be the leader of its process group, as :class:`LocalReplica` starts
+# it. vLLM's own processes, which are in the group too, watch both the leader and the driver
+# (:func:`end_with_leader`).
+
 
 WATCH_SECONDS = 0.5
+EXIT_SECONDS = 8.0  # that the process gets to end by itself; less than the driver's patience
+KILL_ROUNDS, KILL_SECONDS = 100, 0.01
+ORPHANED_SECONDS = 0.05
+FOLDER_VARIABLE = "TORCHRL_MOE_REPLICA_FOLDER"  # of log and sockets
+DRIVER_VARIABLE = "TORCHRL_MOE_DRIVER"  # its process id
+ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)  # only its exit code is still to be read
+TRACKER = "multiprocessing.resource_tracker"
+
+
+class Inbox:
+    """Reads the driver's messages in its own thread, and ends the group when the driver ends.
+
+    A driver is gone at end of file, or when ``driver_is_gone`` says so: a process that it forked may hold its end of
+    the socket open. While the engine starts, it occupies the event loop, so the group is then ended at once.
+
+    Args:
+        connection: the socket to the driver.
+        driver_is_gone: whether the driver's process has ended; asked twice a second.
+        loop: the event loop that reads ``messages``.
+    """
+
+    def __init__(
+        self, connection: Connection, driver_is_gone: Callable[[], bool], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.messages: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
+        self.serving = False
+        self._connection = connection
+        self._driver_is_gone = driver_is_gone
+        self._loop = loop
+        self._ended = threading.Event()
+        for task in (self._read, self._watch_driver):
+            threading.Thread(target=task, name="inbox", daemon=True).start()
+
+    def put(self, *message: Any) -> None:
+        """Add a message from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the reader
+            self._loop.call_soon_threadsafe(self.messages.put_nowait, message)
+
+    def _read(self) -> None:
+        try:
+            while (message := wire.receive(self._connection))[0] != "shutdown":
+                self.put(*message)
+        except (EOFError, OSError):
+            time.sleep(ORPHANED_SECONDS)  # a dying driver's socket closes before its process is gone
+            return
+        finally:
+            self._end()
+
+    def _watch_driver(self) -> None:
+        while not self._driver_is_gone():
+            if self._ended.wait(WATCH_SECONDS):
+                return
+        self._end()
+
+    def _end(self) -> None:
+        self._ended.set()
+        if not self.serving:
+            end_group()
+        end_group_later()
+        self.put("shutdown")
+
+
+def end_group(code: int = 1) -> None:
+    """Kill this process and everything that it started, at once."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.getpgrp() == os.getpid():  # else it was run by hand, in a shell's group
+        kill_group(os.getpid())
+    folder, driver = os.environ.get(FOLDER_VARIABLE), os.environ.get(DRIVER_VARIABLE)
+    if folder and driver and not _is_gone(os.getpid()) and _is_gone(int(driver)):  # else the driver removes it
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(code)
+
+
+def end_group_later() -> None:
+    """End the group in a few seconds, unless it ends by itself before: with a stuck event loop it does not."""
+    timer = threading.Timer(EXIT_SECONDS, end_group)
+    timer.daemon = True
+    timer.start()
+
+
+def kill_group(leader: int) -> None:
+    """Kill a process group, except the caller and Python's resource tracker.
+
+    The tracker ends by itself when the others are gone, and removes the shared memory that they left behind: vLLM's
+    processes leave some even after a clean exit.
+    """
+    for _ in range(KILL_ROUNDS):  # a member may fork while it is killed; one that waits for a disk dies later
+        members = _members(leader)
+        if not members:
+            return
+        for member in members:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        time.sleep(KILL_SECONDS)
+
+
+def end_with_leader() -> None:
+    """Have this process, which is not the leader, end the group once both the leader and its driver are gone.
+
+    The leader ends the group when the driver dies, and the driver when the leader does; but both may be killed at once,
+    and vLLM's engine core would run on forever. Does nothing in a process that no driver started, or where processes
+    cannot be inspected.
+    """
+    leader, folder, driver = os.getpgrp(), os.environ.get(FOLDER_VARIABLE), os.environ.get(DRIVER_VARIABLE)
+    if _is_gone(os.getpid()):  # there is no /proc
+        return
+    if folder and driver and leader not in (0, os.getpid()):  # 0: it is outside this process's namespace
+        threading.Thread(target=_watch, args=({leader, int(driver)}, folder), name="parent_watch", daemon=True).start()
+
+
+def _watch(keepers: set[int], folder: str) -> None:
+    while keepers := {pid for pid in keepers if not _is_gone(pid)}:
+        time.sleep(WATCH_SECONDS)
+    try:
+        kill_group(os.getpgrp())
+    except OSError:  # no file can be opened any more
+        os.killpg(0, signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() in ENDED
+    except psutil.NoSuchProcess:
+        return True
+    except (psutil.Error, OSError):  # unknown: too many files are open, for example
+        return False
+
+
+def _members(leader: int) -> list[psutil.Process]:
+    found = []
+    for pid in psutil.pids():
+        with contextlib.suppress(psutil.Error, OSError):  # it is gone
+            if pid == os.getpid() or os.getpgid(pid) != leader:
+                continue
+            process = psutil.Process(pid)
+            if process.status() not in ENDED and TRACKER not in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
 MESSAGE_BYTES = 64 << 20  # beyond which completions continue in another one
 SMALL_BYTES = 1 << 10  # of what is not an array
 

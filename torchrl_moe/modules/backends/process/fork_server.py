@@ -24,8 +24,8 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import IO
 
+from torchrl_moe.modules.backends.process.engine_program import kill_group
 from torchrl_moe.modules.backends.process.fork_server_process import Request, readable
-from torchrl_moe.modules.backends.process.parent_watch import kill_group
 
 __all__ = ["CannotFork", "ForkServer", "ForkedProcess", "Launch", "fork_server", "key_of"]
 

@@ -34,8 +34,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import NoReturn, TypeAlias
 
-from torchrl_moe._imports import without_collections
-from torchrl_moe.modules.backends.process.parent_watch import FOLDER_VARIABLE, kill_group
+from torchrl_moe._lazy import without_collections
+from torchrl_moe.modules.backends.process.engine_program import FOLDER_VARIABLE, kill_group
 
 __all__ = ["main", "readable"]
 

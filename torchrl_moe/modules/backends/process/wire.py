@@ -8,33 +8,242 @@ Nothing that is read here runs code. This file knows neither vLLM nor processes;
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from pathlib import PurePath
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrl_moe.modules.backends.process.plain import NUMBERS, from_plain, to_plain
+from torchrl_moe.data import RoutingLayout
+from torchrl_moe.modules.backends.replica import (
+    Completion,
+    CompletionMetrics,
+    CompletionOutput,
+    KeptIds,
+    ProbeReport,
+    ReplicaInfo,
+    ReplicaStats,
+    Request,
+    Scoring,
+    SwapReport,
+    WeightClaim,
+)
+from torchrl_moe.weight_update.transports.base import StageReport
 
 __all__ = [
     "MOST_FRAME_BYTES",
+    "NOWHERE",
+    "NUMBERS",
     "Frames",
     "Outbox",
+    "Packed",
     "Parcel",
     "Stream",
+    "completion_bytes",
     "encode",
+    "from_plain",
     "hang_up",
     "open_parcel",
+    "pack_completions",
+    "pack_requests",
+    "packed_ids",
     "parcel",
     "receive",
+    "rename",
+    "to_plain",
+    "unpack_completions",
+    "unpack_requests",
 ]
+
+
+# The plain form of what is sent between processes: data that msgpack knows, and that runs no code when it is read.
+#
+# Numbers, text, bytes and arrays of numbers stand for themselves, and so do mappings whose keys are numbers or text.
+# A sequence begins with a tag that says what it is: ``["list", ...]``, ``["tuple", ...]``, ``["ReplicaInfo",
+# fields]`` for one of our data classes, found by name in a closed registry. What users pass loses its class: an
+# object with fields (vLLM's ``SamplingParams``, ``LoRARequest``) becomes the mapping of them, an enum its value, a
+# path its text.
+
+
+NUMBERS = "biuf"
+"""Kinds of numpy dtypes that may be sent: booleans, integers, floats."""
+
+CARRIERS = {
+    kind.__name__: kind
+    for kind in (ProbeReport, ReplicaInfo, ReplicaStats, RoutingLayout, StageReport, SwapReport, WeightClaim)
+}
+BITS = 64  # of a number in msgpack
+KEYS = (bool, int, float, str)
+
+
+class Packed(dict[str, Any]):
+    """A dictionary that is plain already, to any depth: it is sent without a look at its content."""
+
+
+def to_plain(value: Any) -> Any:
+    """Return the plain form of a value.
+
+    Raises:
+        ValueError: it has none; the message names its class.
+    """
+    try:
+        return _to_plain(value)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply, or contains itself") from error
+
+
+def _to_plain(value: Any) -> Any:
+    kind = type(value)
+    if (convert := _BY_TYPE.get(kind)) is not None:
+        return convert(value)
+    if kind.__module__ == "torch" and kind.__name__ in ("dtype", "Size"):
+        return _of_torch(value)
+    for kinds, convert in _BY_BASE:
+        if isinstance(value, kinds):
+            return convert(value)
+    if (fields := _fields_of(value)) is not None:
+        return _mapping(fields)
+    raise ValueError(
+        f"{kind.__module__}.{kind.__qualname__} has no plain form: {_shown(value)}. What can be sent to an engine "
+        "process and back: numbers, text, bytes, lists, tuples, mappings and numpy arrays"
+    )
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:80]
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _integer(value: int) -> int:
+    if value.bit_length() >= BITS:
+        raise ValueError(f"{value} has no plain form: integers have at most {BITS - 1} bits")
+    return int(value)
+
+
+def _sequence(word: str) -> Callable[[Any], list[Any]]:
+    return lambda value: [word, *map(_to_plain, value)]
+
+
+def _mapping(value: Mapping[Any, Any]) -> dict[Any, Any]:
+    for key in value:
+        if isinstance(key, int):
+            _integer(key)
+        if not isinstance(key, KEYS):
+            raise ValueError(f"a mapping with the key {_shown(key)} has no plain form: keys are numbers or text")
+    return {(key.value if isinstance(key, Enum) else key): _to_plain(item) for key, item in value.items()}
+
+
+def _array(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    if value.dtype.kind not in NUMBERS:
+        raise ValueError(f"an array of dtype {value.dtype} has no plain form: arrays hold numbers")
+    return value
+
+
+def _carrier(value: Any) -> list[Any]:
+    return [type(value).__name__, _mapping(_fields_of(value) or {})]
+
+
+def _fields_of(value: Any) -> dict[str, Any] | None:
+    """Return the public fields that an object can be made with; ``None`` if its class has none."""
+    if isinstance(value, type):
+        return None
+    if isinstance(value, msgspec.Struct):
+        names = value.__struct_fields__
+    elif dataclasses.is_dataclass(value):
+        names = tuple(field.name for field in dataclasses.fields(value) if field.init)
+    else:
+        return None
+    return {name: getattr(value, name) for name in names if not name.startswith("_")}
+
+
+def _of_torch(value: Any) -> list[Any]:
+    if type(value).__name__ == "Size":
+        return ["torch.Size", *value]
+    return ["torch.dtype", str(value).removeprefix("torch.")]
+
+
+_BY_TYPE: dict[type, Callable[[Any], Any]] = {
+    type(None): _itself,
+    bool: _itself,
+    int: _integer,
+    float: _itself,
+    str: _itself,
+    bytes: _itself,
+    dict: _mapping,
+    list: _sequence("list"),
+    tuple: _sequence("tuple"),
+    np.ndarray: _array,
+    Packed: lambda value: ["packed", dict(value)],
+    **dict.fromkeys(CARRIERS.values(), _carrier),
+}
+_BY_BASE: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
+    (Enum, lambda value: _to_plain(value.value)),
+    (np.generic, lambda value: _to_plain(value.item())),
+    (int, _integer),
+    (float, float),
+    (str, str),
+    ((bytes, bytearray, memoryview), bytes),
+    (PurePath, str),
+    (Mapping, _mapping),
+    (list, _sequence("list")),
+    (tuple, _sequence("tuple")),
+)
+
+
+def from_plain(value: Any) -> Any:
+    """Undo :func:`to_plain`, except for what has lost its class.
+
+    Raises:
+        ValueError: it is not the plain form of anything.
+    """
+    if type(value) is dict:
+        return {key: from_plain(item) for key, item in value.items()}
+    if type(value) is not list:
+        return value
+    word, *rest = value or [None]
+    if word == "list":
+        return [from_plain(item) for item in rest]
+    if word == "tuple":
+        return tuple([from_plain(item) for item in rest])
+    if word == "packed" and len(rest) == 1 and type(rest[0]) is dict:
+        return Packed(rest[0])
+    if isinstance(word, str) and word in CARRIERS and len(rest) == 1 and type(rest[0]) is dict:
+        return _carrier_from(CARRIERS[word], rest[0])
+    if word in ("torch.dtype", "torch.Size"):
+        return _to_torch(word, rest)
+    raise ValueError(f"not the plain form of anything: a sequence that begins with {_shown(word)}")
+
+
+def _carrier_from(kind: type, fields: dict[str, Any]) -> Any:
+    try:
+        return kind(**{name: from_plain(item) for name, item in fields.items()})
+    except TypeError as error:  # from another release of this package
+        raise ValueError(f"not a {kind.__name__} of this version: {error}") from error
+
+
+def _to_torch(word: str, rest: list[Any]) -> Any:
+    import torch  # here, since an actor reads no such thing and does without torch
+
+    if word == "torch.Size":
+        return torch.Size(rest)
+    dtype = getattr(torch, str(rest[0]), None) if len(rest) == 1 else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no dtype {rest}")
+    return dtype
+
 
 LOG = logging.getLogger(__name__)
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
@@ -253,3 +462,199 @@ def hang_up(connection: Stream) -> None:
     """End the traffic both ways without closing the descriptor, which another thread may be reading."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
         duplicate.shutdown(socket.SHUT_RDWR)
+
+
+# How requests and completions are packed: one flat array per field for a whole batch, and the rest as rows.
+
+
+NOWHERE = -1  # the replica of a completion that none has finished
+
+
+def _concatenate(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.empty(0, dtype)
+
+
+def _split(flat: NDArray[Any], lengths: NDArray[np.int64]) -> list[NDArray[Any]]:
+    """Split into copies: a piece that is kept must not keep the whole message alive."""
+    stops = np.cumsum(lengths)
+    return [flat[stop - length : stop].copy() for stop, length in zip(stops.tolist(), lengths.tolist(), strict=True)]
+
+
+def packed_ids(packed: Packed) -> list[str]:
+    """Return the request ids of packed requests or completions, in order."""
+    return [row[0] for row in packed["rest"]]
+
+
+def rename(packed: Packed, name: Callable[[str], str]) -> Packed:
+    """Return packed requests or completions under other request ids; the arrays are shared."""
+    return Packed({**packed, "rest": [(name(row[0]), *row[1:]) for row in packed["rest"]]})
+
+
+def pack_requests(requests: Sequence[Request]) -> Packed:
+    """Flatten requests; a prompt given as text has length -1 in ``lengths``. What requests share is sent once.
+
+    Raises:
+        ValueError: something that a user passed with one has no plain form.
+    """
+    ids = [request.prompt_token_ids for request in requests]
+    options = [(request.sampling_params, request.lora_request, request.guided_options) for request in requests]
+    keys = [tuple(map(id, of_one)) for of_one in options]
+    distinct = dict(zip(keys, options, strict=True))
+    places = {key: place for place, key in enumerate(distinct)}
+    resumed = {i: request.resume for i, request in enumerate(requests) if request.resume is not None}
+    return Packed(
+        ids=_concatenate([row for row in ids if row is not None], np.int32),
+        lengths=np.array([-1 if row is None else len(row) for row in ids], np.int64),
+        rest=[(r.request_id, r.prompt, r.priority, r.return_routed_experts, r.on_resume) for r in requests],
+        scoring={i: _pack_scoring(r.scoring) for i, r in enumerate(requests) if r.scoring is not None},
+        forced={i: r.routed_experts for i, r in enumerate(requests) if r.routed_experts is not None},
+        options=to_plain(list(distinct.values())),
+        places=[places[key] for key in keys],
+        resumed=list(resumed),
+        resume=dict(pack_completions(list(resumed.values()))) if resumed else None,
+    )
+
+
+def unpack_requests(packed: Packed) -> list[Request]:
+    """Undo :func:`pack_requests`; requests that shared their parameters share them again."""
+    lengths = packed["lengths"]
+    ids = iter(_split(packed["ids"], lengths[lengths >= 0]))
+    options = from_plain(packed["options"])
+    given = unpack_completions(packed["resume"], NOWHERE) if packed["resumed"] else []
+    resumed = dict(zip(packed["resumed"], given, strict=True))
+    requests = []
+    rows = zip(lengths.tolist(), packed["rest"], packed["places"], strict=True)
+    for i, (length, row, place) in enumerate(rows):
+        request_id, prompt, priority, routes, on_resume = row
+        params, lora, guided = options[place]
+        requests.append(
+            Request(
+                request_id=request_id,
+                sampling_params=params,
+                prompt_token_ids=next(ids) if length >= 0 else None,
+                prompt=prompt,
+                priority=priority,
+                lora_request=lora,
+                guided_options=guided,
+                return_routed_experts=routes,
+                resume=resumed.get(i),
+                routed_experts=packed["forced"].get(i),
+                scoring=_unpack_scoring(packed["scoring"].get(i)),
+                on_resume=on_resume,
+            )
+        )
+    return requests
+
+
+def _pack_scoring(scoring: Scoring) -> tuple[Any, ...]:
+    kept = scoring.kept
+    return (scoring.temperature, *(() if kept is None else (kept.ids, kept.sizes)))
+
+
+def _unpack_scoring(packed: Sequence[Any] | None) -> Scoring | None:
+    if packed is None:
+        return None
+    temperature, *kept = packed
+    return Scoring(temperature=temperature, kept=KeptIds(*kept) if kept else None)
+
+
+def pack_completions(completions: Sequence[Completion]) -> Packed:
+    """Flatten completions. All routes of one engine share ``[L, K]`` and dtype, so they concatenate along rows."""
+    outputs = [output for completion in completions for output in completion.outputs]
+    logprobs = [output.logprobs for output in outputs]
+    routes = [output.routed_experts for output in outputs]
+    kept = [rows for rows in routes if rows is not None]
+    words = [output.kept for output in outputs]
+    return Packed(
+        prompt_ids=_concatenate([c.prompt_token_ids for c in completions], np.int32),
+        prompt_lengths=np.array([len(c.prompt_token_ids) for c in completions], np.int64),
+        ids=_concatenate([o.token_ids for o in outputs], np.int32),
+        lengths=np.array([len(o.token_ids) for o in outputs], np.int64),
+        versions=_concatenate([o.policy_versions for o in outputs], np.int32),
+        logprobs=_concatenate([row for row in logprobs if row is not None], np.float32),
+        kept_ids=_concatenate([k.ids for k in words if k is not None], np.int32),
+        kept_sizes=_concatenate([k.sizes for k in words if k is not None], np.int32),
+        kept_lengths=np.array([-1 if k is None else len(k.ids) for k in words], np.int64),
+        has_logprobs=[row is not None for row in logprobs],
+        routes=np.concatenate(kept) if kept else None,
+        route_lengths=np.array([-1 if rows is None else len(rows) for rows in routes], np.int64),
+        outputs=[(o.index, o.text, o.finish_reason, o.stop_reason, o.resume) for o in outputs],
+        scores=_concatenate([c.prompt_logprobs for c in completions if c.prompt_logprobs is not None], np.float32),
+        has_scores=[c.prompt_logprobs is not None for c in completions],
+        rest=[
+            (
+                c.request_id,
+                c.prompt,
+                c.num_cached_tokens,
+                len(c.outputs),
+                c.metrics.queue_seconds,
+                c.metrics.first_token_seconds,
+                c.metrics.total_seconds,
+            )
+            for c in completions
+        ],
+    )
+
+
+def completion_bytes(completion: Completion) -> int:
+    """Return how many bytes the arrays of a completion take."""
+    arrays: list[NDArray[Any] | None] = [completion.prompt_token_ids, completion.prompt_logprobs]
+    for output in completion.outputs:
+        arrays += [output.token_ids, output.policy_versions, output.logprobs, output.routed_experts]
+        arrays += [] if output.kept is None else [output.kept.ids, output.kept.sizes]
+    return sum(array.nbytes for array in arrays if array is not None)
+
+
+def unpack_completions(packed: Packed, replica: int) -> list[Completion]:
+    """Undo :func:`pack_completions`; ``replica`` is stamped on the metrics."""
+    outputs = iter(_unpack_outputs(packed))
+    prompts = _split(packed["prompt_ids"].astype(np.int64), packed["prompt_lengths"])
+    scored = np.array(packed["has_scores"], bool)
+    scores = iter(_split(packed["scores"], packed["prompt_lengths"][scored]))
+    completions = []
+    for prompt_ids, has_scores, (request_id, prompt, cached, count, queued, first, total) in zip(
+        prompts, packed["has_scores"], packed["rest"], strict=True
+    ):
+        metrics = CompletionMetrics(
+            queue_seconds=queued, first_token_seconds=first, total_seconds=total, replica=replica
+        )
+        completions.append(
+            Completion(
+                request_id=request_id,
+                prompt=prompt,
+                prompt_token_ids=prompt_ids,
+                num_cached_tokens=cached,
+                outputs=[next(outputs) for _ in range(count)],
+                metrics=metrics,
+                prompt_logprobs=next(scores) if has_scores else None,
+            )
+        )
+    return completions
+
+
+def _unpack_outputs(packed: Packed) -> list[CompletionOutput]:
+    lengths, route_lengths = packed["lengths"], packed["route_lengths"]
+    ids = _split(packed["ids"].astype(np.int64), lengths)
+    versions = _split(packed["versions"], lengths)
+    logprobs = iter(_split(packed["logprobs"], lengths[np.array(packed["has_logprobs"], bool)]))
+    kept = route_lengths[route_lengths >= 0]
+    routes = iter(_split(packed["routes"], kept) if len(kept) else ())
+    named = packed["kept_lengths"]
+    words = zip(
+        _split(packed["kept_ids"], named[named >= 0]), _split(packed["kept_sizes"], lengths[named >= 0]), strict=True
+    )
+    return [
+        CompletionOutput(
+            index=index,
+            token_ids=ids[i],
+            text=text,
+            finish_reason=finish_reason,
+            policy_versions=versions[i],
+            logprobs=next(logprobs) if packed["has_logprobs"][i] else None,
+            routed_experts=next(routes) if route_lengths[i] >= 0 else None,
+            stop_reason=stop_reason,
+            kept=KeptIds(*next(words)) if named[i] >= 0 else None,
+            resume=resume,
+        )
+        for i, (index, text, finish_reason, stop_reason, resume) in enumerate(packed["outputs"])
+    ]

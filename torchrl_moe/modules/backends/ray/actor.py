@@ -12,9 +12,8 @@ from typing import Any
 import ray
 
 from torchrl_moe.modules.backends.engine_kind import find_kind
-from torchrl_moe.modules.backends.ray.listener import Address
-from torchrl_moe.modules.backends.ray.ray_service import RayService
-from torchrl_moe.modules.backends.ray.replica_host import ReplicaHost
+from torchrl_moe.modules.backends.ray.cluster import RayService
+from torchrl_moe.modules.backends.ray.replica_host import Address, ReplicaHost
 
 __all__ = ["Description", "ReplicaActor", "actor_environment"]
 

@@ -13,20 +13,327 @@ engine process, see ``process/engine_program.py``; before the last one ``("tail"
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
+import logging
+import secrets
+import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from multiprocessing import AuthenticationError
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
 
 from torchrl_moe.modules.backends.engine_kind import EngineKind
 from torchrl_moe.modules.backends.process import wire
 from torchrl_moe.modules.backends.process.child import Child, configuration
-from torchrl_moe.modules.backends.process.packing import packed_ids
-from torchrl_moe.modules.backends.ray.listener import Address, Listener
-from torchrl_moe.modules.backends.ray.sealed import SealedConnection
+from torchrl_moe.modules.backends.process.wire import MOST_FRAME_BYTES, packed_ids
 
-__all__ = ["ReplicaHost", "driver_of", "named_after", "wrap"]
+__all__ = [
+    "Address",
+    "LateConnection",
+    "Listener",
+    "ReplicaHost",
+    "SealedConnection",
+    "TamperedError",
+    "dial",
+    "driver_of",
+    "named_after",
+    "wrap",
+]
+
+
+# A connection that authenticates every frame: its sender, its content and its place in the order.
+#
+# Both sides draw a nonce. From both nonces and the key they share, each derives a key per direction, so no frame of
+# another connection, or of the other direction, passes here. A frame is its length, its bytes, and the HMAC-SHA256 of
+# its number, its length and its bytes. Frames are authenticated, not encrypted.
+
+
+LOG = logging.getLogger(__name__)
+NONCE_BYTES = 32
+NUMBER_BYTES = 8
+CHUNK_BYTES = 1 << 18  # that are sent before they go into the MAC, so that the other side can start on them
+TAG_BYTES = hashlib.sha256().digest_size
+ACTOR, DRIVER = b"actor", b"driver"
+
+
+class TamperedError(OSError):
+    """A frame failed authentication, or is too large; the connection is closed."""
+
+
+class SealedConnection:
+    """One end of such a connection; one thread may write while another reads.
+
+    Args:
+        end: the socket, which is closed with the connection. Its timeout holds for the handshake.
+        key: that both sides have.
+        is_actor: which of the two sides this is.
+
+    Raises:
+        AuthenticationError: the other side has another key.
+        EOFError: it closed the connection.
+        OSError: it is gone, or says nothing for as long as the timeout is.
+    """
+
+    def __init__(self, end: socket.socket, key: bytes, is_actor: bool) -> None:
+        self._end = end
+        mine, theirs = (ACTOR, DRIVER) if is_actor else (DRIVER, ACTOR)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        end.sendall(nonce)
+        other = self._read(NONCE_BYTES).tobytes()
+        nonces = nonce + other if is_actor else other + nonce
+        session = hmac.digest(key, b"torchrl_moe" + nonces, "sha256")
+        self._sealing = hmac.new(hmac.digest(session, mine, "sha256"), digestmod="sha256")
+        self._proving = hmac.new(hmac.digest(session, theirs, "sha256"), digestmod="sha256")
+        self._sent = self._received = 0
+        self.send_bytes(mine)
+        try:
+            self.recv_bytes(len(theirs))
+        except TamperedError as error:
+            raise AuthenticationError("the other side has another key") from error
+        end.settimeout(None)
+
+    def send_bytes(self, buf: bytes | memoryview) -> None:
+        """Write one frame."""
+        length = len(buf).to_bytes(NUMBER_BYTES, "big")
+        mac = _begun(self._sealing, self._sent, length)
+        self._sent += 1
+        if len(buf) <= CHUNK_BYTES:
+            mac.update(buf)
+            self._end.sendall(b"".join((length, buf, mac.digest())))
+            return
+        self._end.sendall(length)
+        whole = memoryview(buf)
+        for start in range(0, len(buf), CHUNK_BYTES):
+            chunk = whole[start : start + CHUNK_BYTES]
+            self._end.sendall(chunk)
+            mac.update(chunk)
+        self._end.sendall(mac.digest())
+
+    def recv_bytes(self, maxlength: int | None = None) -> memoryview:
+        """Read one frame.
+
+        Raises:
+            EOFError: the other side is gone.
+            TamperedError: the frame is longer than it may be, or failed authentication; that is logged.
+            OSError: the connection broke.
+        """
+        most = MOST_FRAME_BYTES if maxlength is None else maxlength
+        header = self._read(NUMBER_BYTES).tobytes()
+        length = int.from_bytes(header, "big")
+        if length > most:
+            raise self._given_up(f"a frame of {length} bytes was announced; at most {most} are allowed")
+        mac = _begun(self._proving, self._received, header)
+        body = self._read(length, mac)
+        if not hmac.compare_digest(mac.digest(), self._read(TAG_BYTES)):
+            raise self._given_up("a frame failed authentication")
+        self._received += 1
+        return body
+
+    def _given_up(self, reason: str) -> TamperedError:
+        LOG.warning("the connection with %s is given up: %s", self._end.getpeername(), reason)
+        return TamperedError(reason)
+
+    def _read(self, size: int, mac: hmac.HMAC | None = None) -> memoryview:
+        """Read ``size`` bytes, and update a MAC with them on the way."""
+        view = np.empty(size, np.uint8).data
+        done = 0
+        while done < size:
+            count = self._end.recv_into(view[done : done + CHUNK_BYTES])
+            if not count:
+                raise EOFError
+            if mac is not None:
+                mac.update(view[done : done + count])
+            done += count
+        return view
+
+    def fileno(self) -> int:
+        """Return the descriptor of the socket."""
+        return self._end.fileno()
+
+    def close(self) -> None:
+        """Close it."""
+        self._end.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _begun(keyed: hmac.HMAC, number: int, length: bytes) -> hmac.HMAC:
+    """Return the MAC of a frame, begun with its number and its length."""
+    mac = keyed.copy()
+    mac.update(number.to_bytes(NUMBER_BYTES, "big") + length)
+    return mac
+
+
+# The socket between a driver and an actor: the actor listens, drivers connect, and both authenticate before they
+# talk.
+#
+# Ray carries the address and a key. Both sides prove that they have the key before anything else is read, and again
+# with each frame. This is a socket, and not actor calls: an actor call costs a millisecond each way, calls have no
+# order, and the end of a socket shows at once that the other side is gone.
+
+
+DIAL_SECONDS = 20
+RETRY_SECONDS = 0.2
+# A machine that is switched off sends nothing: it is probed after 10 s of silence, then every 5 s, and counts as gone
+# when three probes are unanswered. Linux sends no probes while data is unacknowledged: that has as long, in
+# milliseconds.
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where an actor listens, and the key that lets a driver in."""
+
+    host: str
+    port: int
+    key: bytes
+
+
+class Listener:
+    """Accepts drivers, each in its own thread.
+
+    Args:
+        host: the address to listen on.
+        welcome: called with the connection of each driver that has the key; returns when that driver is gone.
+    """
+
+    def __init__(self, host: str, welcome: Callable[[SealedConnection], None]) -> None:
+        self._welcome = welcome
+        self._closed = threading.Event()
+        self._socket = socket.create_server((host, 0))
+        self.address = Address(host=host, port=self._socket.getsockname()[1], key=secrets.token_bytes(32))
+        self._thread = threading.Thread(target=self._listen, name="listener", daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while not self._closed.is_set():
+            try:
+                visitor, _ = self._socket.accept()
+            except OSError:  # closed; or the visitor has left, or there are too many open files just now
+                self._closed.wait(RETRY_SECONDS)
+            else:
+                threading.Thread(target=self._let_in, args=(visitor,), name="driver", daemon=True).start()
+
+    def _let_in(self, visitor: socket.socket) -> None:
+        with (
+            contextlib.suppress(AuthenticationError, EOFError, OSError),
+            _prove(visitor, self.address.key, is_actor=True) as connection,
+        ):
+            self._welcome(connection)
+
+    def close(self) -> None:
+        """Accept no more connections; open ones stay."""
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # or the thread would continue waiting
+        self._socket.close()
+
+
+def dial(address: Address) -> SealedConnection:
+    """Return a connection to an actor's listener.
+
+    Raises:
+        OSError: nothing listens there, or nothing answers.
+        EOFError: it was closed at once.
+        AuthenticationError: the other side has another key.
+    """
+    caller = socket.create_connection((address.host, address.port), DIAL_SECONDS)
+    return _prove(caller, address.key, is_actor=False)
+
+
+def _prove(end: socket.socket, key: bytes, is_actor: bool) -> SealedConnection:
+    """Return the connection of a socket, once each side has shown that it has the key."""
+    with contextlib.ExitStack() as on_failure:
+        on_failure.enter_context(end)
+        _tune(end)
+        end.settimeout(DIAL_SECONDS)
+        try:
+            connection = SealedConnection(end, key, is_actor)
+        except TimeoutError as error:
+            raise TimeoutError(f"the other side said nothing for {DIAL_SECONDS} s") from error
+        on_failure.pop_all()
+    return connection
+
+
+def _tune(end: socket.socket) -> None:
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a message is written in pieces
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):
+            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class LateConnection:
+    """A connection that may be used before it exists: readers and writers wait until it does, or never will."""
+
+    def __init__(self) -> None:
+        self._known = threading.Event()
+        self._lock = threading.Lock()
+        self._real: SealedConnection | None = None
+
+    def become(self, real: SealedConnection) -> None:
+        """Take the connection, or close it if this one was given up."""
+        with self._lock:
+            if self._known.is_set():
+                real.close()
+            self._real = real
+            self._known.set()
+
+    def give_up(self) -> None:
+        """Declare that there will be none; does nothing if there is one."""
+        with self._lock:
+            self._known.set()
+
+    def _wait(self) -> SealedConnection:
+        self._known.wait()
+        if self._real is None:
+            raise EOFError("the connection was never made")
+        return self._real
+
+    def send_bytes(self, buf: bytes | memoryview) -> None:
+        """Write one frame."""
+        try:
+            self._wait().send_bytes(buf)
+        except EOFError as error:
+            raise OSError(str(error)) from error
+
+    def recv_bytes(self, maxlength: int | None = None) -> memoryview:
+        """Read one frame.
+
+        Raises:
+            EOFError: the other side is gone, or the connection was never made.
+        """
+        return self._wait().recv_bytes(maxlength)
+
+    def fileno(self) -> int:
+        """Return the descriptor of the socket.
+
+        Raises:
+            OSError: there is none.
+        """
+        if self._real is None:
+            raise OSError("the connection was never made")
+        return self._real.fileno()
+
+    def close(self) -> None:
+        """Close it, or give it up. No thread may still be reading it."""
+        self.give_up()
+        if self._real is not None:
+            self._real.close()
+
 
 SEPARATOR = "/"
 ENDS = ("failed", "died")

@@ -8,27 +8,305 @@ Letters: R answers of the batch, J that join, S columns, V words, L decoder laye
 
 from __future__ import annotations
 
+import asyncio
+import heapq
 import inspect
-from collections.abc import Iterator, Sequence
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import (
+    DynamicCache,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.cache_utils import DynamicLayer
 
 from torchrl_moe._compat_transformers import cache_argument
+from torchrl_moe.data import RoutingLayout
 from torchrl_moe.data.kept_tokens import dense_mask, select_rows
-from torchrl_moe.modules.backends.replica import Scoring
-from torchrl_moe.modules.backends.transformers.answer import Answer, Rows
-from torchrl_moe.modules.backends.transformers.sampler import Sampler
+from torchrl_moe.modules.backends.replica import (
+    Completion,
+    CompletionMetrics,
+    CompletionOutput,
+    Request,
+    Scoring,
+    name_kept,
+    nothing_yet,
+)
+from torchrl_moe.modules.backends.request_routes import RequestRoutes, check_rows, rows_of_answer
+from torchrl_moe.modules.backends.transformers.answer import Answer, Draw, Rows, Sampling, Words, read_sampling
+from torchrl_moe.modules.backends.transformers.engine_args import EngineArguments
 from torchrl_moe.modules.replay.binding import UNSET, Recording
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 
-__all__ = ["BatchDecoder"]
+__all__ = ["BatchDecoder", "RequestReader", "Running", "Sampler", "WaitingLine"]
+
+
+# A request in flight: its parts, whether it can be served, and its result so far.
+
+
+@dataclass(eq=False, slots=True)
+class Running:
+    """One request in flight.
+
+    Attributes:
+        answers: that are generated.
+        done: index -> an answer that was finished before this request.
+        kept: tokens that its answers had before.
+        joined_at: when its first answer joined the batch; 0 before.
+        token_at: when its first token was made; 0 before.
+        scores: log-probs of its prompt's tokens, float32 ``[P]``, once computed, if it asks for them.
+        over: set when its completion is sent.
+    """
+
+    request: Request
+    prompt_ids: list[int]
+    started: float = field(default_factory=time.monotonic)
+    answers: list[Answer] = field(default_factory=list)
+    done: dict[int, CompletionOutput] = field(default_factory=dict)
+    kept: int = 0
+    joined_at: float = 0.0
+    token_at: float = 0.0
+    scores: NDArray[np.float32] | None = None
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing left to compute."""
+        if self.request.scoring is not None:
+            return self.scores is not None
+        return all(answer.finish_reason is not None for answer in self.answers)
+
+    @property
+    def generated(self) -> int:
+        """Tokens that this request has generated."""
+        return sum(len(answer.tokens) for answer in self.answers) - self.kept
+
+    def completion(self) -> Completion:
+        """Return its completion so far; answers that still grow count as cut."""
+        request, began, given = self.request, self.started, self.request.resume
+        before = 0.0 if given is None else given.metrics.total_seconds
+        return Completion(
+            request_id=request.request_id,
+            prompt=request.prompt if given is None else given.prompt,
+            prompt_token_ids=np.array(self.prompt_ids, np.int64),
+            num_cached_tokens=0,
+            outputs=self._outputs(),
+            metrics=CompletionMetrics(
+                queue_seconds=max(self.joined_at - began, 0.0),
+                first_token_seconds=max(self.token_at - began, 0.0),
+                total_seconds=before + time.monotonic() - began,
+            ),
+            prompt_logprobs=self.scores,
+        )
+
+    def _outputs(self) -> list[CompletionOutput]:
+        if self.request.scoring is None:
+            grown = {one.index: one.output(self.request.return_routed_experts) for one in self.answers}
+            return [output for _, output in sorted({**self.done, **grown}.items())]
+        outputs = nothing_yet(self.request).outputs  # a scoring request has no answer
+        if self.scores is not None:
+            outputs[0].finish_reason = "length"
+        return outputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestReader:
+    """Turns requests into what runs, or refuses them.
+
+    Attributes:
+        arguments: of the engine.
+        max_model_len: tokens that a prompt and its answer may have.
+        vocabulary: how many words the model has.
+        token_bytes: bytes of a token's keys and values.
+        words: the tokenizer.
+        layout: the routers; ``None`` if no routes are recorded.
+        routes: which requests follow recorded experts.
+        device: of the random generators.
+    """
+
+    arguments: EngineArguments
+    max_model_len: int
+    vocabulary: int
+    token_bytes: int
+    words: Words
+    layout: RoutingLayout | None
+    routes: RequestRoutes
+    device: torch.device
+
+    def __call__(self, request: Request) -> Running:
+        """Return what a request asks for.
+
+        Raises:
+            ValueError: this engine cannot serve it.
+        """
+        if request.lora_request is not None:
+            raise ValueError("lora_request: engine='transformers' serves no adapters; vLLM does")
+        request = self.routes.checked(request)
+        sampling = read_sampling(request.sampling_params, request.guided_options)
+        given = request.prompt_token_ids
+        ids = self.words.encode(request.prompt or "") if given is None else given.tolist()
+        self._check_prompt(ids, scored=request.scoring is not None)
+        running = Running(request, ids)
+        if request.scoring is None:
+            for index in range(sampling.n):
+                self._add(running, sampling, index)
+        return running
+
+    def _add(self, running: Running, sampling: Sampling, index: int) -> None:
+        """Add an answer: as it is if it was finished before, else to generate, or to continue."""
+        request = running.request
+        before = None if request.resume is None else request.resume.outputs[index]
+        if before is not None and before.finish_reason != "abort":
+            running.done[index] = before
+            return
+        answer = Answer(running.prompt_ids, sampling, index, self.words, self.max_model_len, self.layout)
+        answer.followed, answer.how = request.routed_experts, self.routes.how(request)
+        if before is not None and len(before.token_ids):
+            self._check_first_part(answer, before)
+            answer.go_on_from(before)
+            running.kept += len(before.token_ids)
+        if sampling.seed is not None:  # without repeating random numbers of the first part
+            seed = sampling.seed + index + len(answer.tokens)
+            answer.generator = torch.Generator(self.device).manual_seed(seed)
+        self._check_room(answer)
+        running.answers.append(answer)
+
+    def _check_prompt(self, ids: list[int], scored: bool) -> None:
+        most = self.max_model_len - (not scored)
+        if not 1 <= len(ids) <= most:
+            raise ValueError(f"a prompt must have 1 to {most} tokens, got {len(ids)}: max_model_len is the limit")
+        self._check_words("a prompt", ids)
+
+    def _check_words(self, what: str, ids: list[int]) -> None:
+        if wrong := [token for token in ids if not 0 <= token < self.vocabulary]:
+            raise ValueError(f"{what} names token {wrong[0]}; the model has 0..{self.vocabulary - 1}")
+
+    def _check_first_part(self, answer: Answer, before: CompletionOutput) -> None:
+        """Refuse what cannot be read again: in the batch it would end the engine, and all other requests with it."""
+        ids = before.token_ids.tolist()
+        self._check_words(f"answer {before.index} to resume", ids)
+        if answer.how == "forced" and self.layout is not None and before.routed_experts is not None:
+            rows = rows_of_answer(before.routed_experts, self.layout)
+            check_rows(rows, len(answer.prompt_ids) + len(ids), self.layout)
+
+    def _check_room(self, answer: Answer) -> None:
+        budget, needed = self.arguments.kv_cache_memory_bytes, answer.longest * self.token_bytes
+        if budget is not None and needed > budget:
+            raise ValueError(
+                f"{answer.longest} tokens of prompt and answer need {needed} bytes of keys and values: raise "
+                f"kv_cache_memory_bytes={budget}, or lower max_tokens"
+            )
+
+
+# Draws tokens from logits, each row as its answer asks: the processors are transformers', their order is vLLM's.
+#
+# Letters: R answers, V words.
+
+
+NOTHING = np.empty(0, np.int32)
+
+
+class Sampler:
+    """Draws the next token of each answer of a batch.
+
+    Args:
+        device: of the logits.
+        seed: of the random numbers for answers without a seed of their own.
+    """
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def seed(self, seed: int) -> None:
+        """Seed the random numbers again."""
+        self._generator.manual_seed(seed)
+
+    def __call__(self, logits: Tensor, answers: Sequence[Answer]) -> list[Draw]:
+        """Return the next token of each answer; those that sample alike are drawn together.
+
+        Args:
+            logits: ``[R, V]``, of the answers in order.
+            answers: R.
+        """
+        alike: dict[Sampling, list[int]] = {}
+        for row, answer in enumerate(answers):
+            alike.setdefault(answer.sampling, []).append(row)
+        draws: dict[int, Draw] = {}
+        for sampling, rows in alike.items():
+            drawn = self._draw(logits[rows].float(), sampling, [answers[row] for row in rows])
+            draws.update(zip(rows, drawn, strict=True))
+        return [draws[row] for row in range(len(answers))]
+
+    def _draw(self, logits: Tensor, sampling: Sampling, answers: Sequence[Answer]) -> list[Draw]:
+        logits = _processed(logits, sampling, answers)
+        log_probs = logits.log_softmax(-1)
+        if sampling.is_greedy:
+            tokens = logits.argmax(-1)
+        else:  # an exponential race: each word's clock rings at the rate of its probability, and the first one wins
+            tokens = (log_probs.exp() / self._noise(log_probs, answers)).argmax(-1)
+        chosen = log_probs.gather(-1, tokens[:, None])[:, 0].tolist()
+        steps = [NOTHING] * len(answers)
+        if sampling.logprobs and sampling.leaves_words_out:
+            named = name_kept(log_probs, [0] * len(answers))
+            if named is not None:
+                flat, offsets = named
+                steps = [flat[start:stop] for start, stop in pairwise(offsets)]
+        return [Draw(*one) for one in zip(tokens.tolist(), chosen, steps, strict=True)]
+
+    def _noise(self, like: Tensor, answers: Sequence[Answer]) -> Tensor:
+        noise = torch.empty_like(like)
+        own = [row for row, answer in enumerate(answers) if answer.generator is not None]
+        if len(own) < len(answers):
+            noise.exponential_(generator=self._generator)
+        for row in own:
+            noise[row].exponential_(generator=answers[row].generator)
+        return noise
+
+
+def _processed(logits: Tensor, sampling: Sampling, answers: Sequence[Answer]) -> Tensor:
+    """Return the logits ``[R, V]`` of what is drawn from, -inf for words that are left out."""
+    for row, answer in enumerate(answers):
+        if sampling.repetition_penalty != 1:
+            ids = torch.tensor([answer.ids], device=logits.device)
+            penalise = RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty))
+            logits[row] = penalise(ids, logits[row : row + 1])[0]
+        if answer.tokens and (sampling.frequency_penalty or sampling.presence_penalty):
+            words, counts = torch.tensor(answer.tokens, device=logits.device).unique(return_counts=True)
+            logits[row, words] -= sampling.frequency_penalty * counts + sampling.presence_penalty
+        if masked := [word for word in answer.masked if word < logits.shape[1]]:
+            logits[row, masked] = float("-inf")
+    for warp in _warpers(sampling):
+        logits = warp(None, logits)
+    return logits
+
+
+@lru_cache(maxsize=256)
+def _warpers(sampling: Sampling) -> tuple[Callable[[None, Tensor], Tensor], ...]:
+    """Return the temperature, then what leaves words out, in vLLM's order; a greedy answer has neither."""
+    if sampling.is_greedy:
+        return ()
+    wanted: tuple[tuple[bool, Callable[[], Any]], ...] = (
+        (sampling.temperature != 1, lambda: TemperatureLogitsWarper(float(sampling.temperature))),
+        (sampling.min_p > 0, lambda: MinPLogitsWarper(float(sampling.min_p))),
+        (sampling.top_k > 0, lambda: TopKLogitsWarper(int(sampling.top_k))),
+        (sampling.top_p < 1, lambda: TopPLogitsWarper(float(sampling.top_p))),
+    )
+    return tuple(make() for is_wanted, make in wanted if is_wanted)
+
 
 SCORED_TOKENS = 256  # whose logits exist at a time
 CHECKED = (4, 6)  # tokens of the sequences that the model is tested with
@@ -295,3 +573,92 @@ def _drawn_by(logits: Tensor, scoring: Scoring, start: int) -> Tensor:
     wanted[start + 1 : start + 1 + len(logits)] = True
     mask = dense_mask(*select_rows(ids, sizes, wanted), logits.shape[1])
     return logits.masked_fill(~mask.to(logits.device), float("-inf"))
+
+
+# The answers that wait to join the batch, and the prompts that wait for their scores: who is next, and who fits.
+
+
+class WaitingLine:
+    """First come, first served, or by priority.
+
+    Args:
+        arguments: of the engine.
+        token_bytes: bytes of a token's keys and values.
+        may_run: whether a request may continue now.
+    """
+
+    def __init__(self, arguments: EngineArguments, token_bytes: int, may_run: Callable[[Running], bool]) -> None:
+        self._arguments, self._token_bytes, self._may_run = arguments, token_bytes, may_run
+        self._serial = itertools.count()
+        self._answers: list[tuple[int, int, Running, Answer]] = []  # a heap, as the next one
+        self._scored: list[tuple[int, int, Running]] = []
+
+    def __len__(self) -> int:
+        return len(self._answers) + len(self._scored)
+
+    def add(self, running: Running) -> None:
+        """Add a request's answers, or its prompt if it is to be scored."""
+        turn = running.request.priority if self._arguments.scheduling_policy == "priority" else 0
+        if running.request.scoring is not None:
+            heapq.heappush(self._scored, (turn, next(self._serial), running))
+        for answer in running.answers:
+            heapq.heappush(self._answers, (turn, next(self._serial), running, answer))
+
+    def drop(self, gone: Running) -> None:
+        """Remove a request."""
+        self._answers = [entry for entry in self._answers if entry[2] is not gone]
+        self._scored = [entry for entry in self._scored if entry[2] is not gone]
+        heapq.heapify(self._answers)
+        heapq.heapify(self._scored)
+
+    def next_scored(self) -> Running | None:
+        """Take the request whose prompt is scored next, if one may run."""
+        runs = [entry for entry in self._scored if self._may_run(entry[2])]
+        if not runs:
+            return None
+        first = min(runs)
+        self._scored.remove(first)
+        heapq.heapify(self._scored)
+        return first[2]
+
+    def joining(self, inside: Sequence[Answer], again: Sequence[Answer]) -> list[Answer]:
+        """Take what may join the batch now.
+
+        Args:
+            inside: the answers in it.
+            again: answers to be read again; they join before others.
+
+        Returns:
+            As many as there is room for and one step may read, where one may always be read; those of ``again`` first.
+        """
+        joining: list[Answer] = []
+        held, now, widest = [], time.monotonic(), 0
+        for answer in again:
+            widest = max(widest, len(answer.ids))
+            if self._is_too_much(len(joining), widest):
+                return joining
+            joining.append(answer)
+        while self._answers:
+            entry = heapq.heappop(self._answers)
+            _, _, running, answer = entry
+            if not self._may_run(running):
+                held.append(entry)
+                continue
+            widest = max(widest, len(answer.ids))
+            if self._is_too_much(len(joining), widest) or not self._has_room([*inside, *joining, answer]):
+                held.append(entry)
+                break
+            running.joined_at = running.joined_at or now
+            joining.append(answer)
+        for entry in held:
+            heapq.heappush(self._answers, entry)
+        return joining
+
+    def _is_too_much(self, others: int, widest: int) -> bool:
+        """Whether one more is too much for a step: all are padded to the widest."""
+        return others > 0 and (others + 1) * widest > self._arguments.max_num_batched_tokens
+
+    def _has_room(self, batch: Sequence[Answer]) -> bool:
+        budget = self._arguments.kv_cache_memory_bytes
+        needed = len(batch) * max(answer.longest for answer in batch) * self._token_bytes
+        return len(batch) <= self._arguments.max_num_seqs and (budget is None or needed <= budget)

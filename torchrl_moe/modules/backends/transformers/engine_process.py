@@ -6,23 +6,42 @@ The module's top level imports nothing heavy: a fork server imports it first, an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+import copy
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import psutil
+import torch
+from torch import Tensor
 
-from torchrl_moe.modules.backends.checkpoint import checkpoint_folder, checkpoint_metadata
-from torchrl_moe.modules.backends.process import packing
-from torchrl_moe.modules.backends.process.engine_program import EngineProgram, Send, run_engine, run_script
-from torchrl_moe.modules.backends.process.parent_watch import Inbox
-from torchrl_moe.modules.backends.process.plain import Packed
-from torchrl_moe.modules.backends.replica import PauseMode, Request
-from torchrl_moe.modules.backends.reports import ProbeReport, ReplicaStats, SwapReport
-from torchrl_moe.modules.backends.tokenizer_files import tokenizer_files
+from torchrl_moe._errors import WeightSyncError
+from torchrl_moe.modules.backends.checkpoint import checkpoint_folder, checkpoint_metadata, tokenizer_files
+from torchrl_moe.modules.backends.commands import WeightCommands, compare_log_probs
+from torchrl_moe.modules.backends.process import wire as packing
+from torchrl_moe.modules.backends.process.engine_program import EngineProgram, Inbox, Load, Send, run_engine, run_script
+from torchrl_moe.modules.backends.process.wire import Packed
+from torchrl_moe.modules.backends.replica import (
+    Completion,
+    PauseMode,
+    ProbeReport,
+    ReplicaStats,
+    Request,
+    Scoring,
+    SwapReport,
+)
+from torchrl_moe.modules.backends.transformers.answer import Answer
+from torchrl_moe.modules.backends.transformers.decoder import BatchDecoder, RequestReader, Running, WaitingLine
 from torchrl_moe.modules.backends.transformers.engine_args import build_engine_args
-from torchrl_moe.modules.backends.weight_commands import WeightCommands
-from torchrl_moe.weight_update.transports.base import StageReport
+from torchrl_moe.weight_update.store import Manifest, WeightStoreReader, check_tensors
+from torchrl_moe.weight_update.transports.base import Receiver, StageReport
+from torchrl_moe.weight_update.transports.registry import open_receiver
+
+__all__ = ["EngineRequests", "EngineWeights", "exchange"]
 
 
 class EngineProcess(EngineProgram, WeightCommands):
@@ -35,8 +54,6 @@ class EngineProcess(EngineProgram, WeightCommands):
     """
 
     def __init__(self, loaded: Any, inbox: Inbox, send: Send) -> None:
-        from torchrl_moe.modules.backends.transformers.engine_requests import EngineRequests
-        from torchrl_moe.modules.backends.transformers.weights import EngineWeights
 
         self.requests = EngineRequests(
             loaded.decoder, loaded.reader, lambda completion: send(("completion", completion)), self._refuse
@@ -168,9 +185,9 @@ def run(connection: Connection, driver_is_gone: Callable[[], bool]) -> None:
 
 def preload() -> str:
     """Import what an engine process imports; none of it keeps a process from being forked."""
-    from torchrl_moe.modules.backends.transformers import engine_requests, loading, weights
+    from torchrl_moe.modules.backends.transformers import loading
 
-    del engine_requests, loading, weights
+    del loading
     return ""
 
 
@@ -181,3 +198,401 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# The requests that an engine process over plain transformers runs, in one loop: admit what may join, then step.
+#
+# The model computes in one thread, a step at a time. Whatever else needs it, or must not see it in mid-step (an
+# abort, a pause, a snapshot, a weight swap), takes the turn between two steps; so nothing here is ever half done.
+
+
+T = TypeVar("T")
+BAD_REQUEST = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
+"""What reading a bad request may raise; it is refused, and the others continue."""
+
+
+class EngineRequests:
+    """Requests in flight, and the stats of those that are done.
+
+    Args:
+        decoder: computes.
+        reader: turns requests into what runs.
+        send: sends a completion to the driver.
+        refuse: takes the id of a request that cannot be served, and the error.
+
+    Attributes:
+        turn: held while the model computes.
+        version: of the weights.
+        load: of the engine, at its last step.
+        failure: the error that ended the engine.
+    """
+
+    def __init__(
+        self,
+        decoder: BatchDecoder,
+        reader: RequestReader,
+        send: Callable[[Completion], None],
+        refuse: Callable[[str, BaseException], None],
+    ) -> None:
+        self.decoder = decoder
+        self.turn = asyncio.Lock()
+        self.version = 0
+        self.load = Load()
+        self.failure: BaseException | None = None
+        self.counts = dict.fromkeys(("requests", "completions", "prompt_tokens", "generated_tokens"), 0)
+        self.seconds = 0.0
+        self._reader, self._send, self._refuse = reader, send, refuse
+        self._open: dict[str, Running] = {}
+        self._line = WaitingLine(reader.arguments, reader.token_bytes, self._may_run)
+        self._again: list[Answer] = []  # to be read again, before others join
+        self._aborted: set[str] = set()
+        self._changed = asyncio.Event()
+        self._paused_but: set[Running] | None = None  # the user's pause, and what it lets finish
+        self._draining: set[Running] | None = None  # what a swap lets finish before it begins
+        self._thread = ThreadPoolExecutor(1, "model")
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    async def compute(self, work: Callable[..., T], *args: Any) -> T:
+        """Run a function in the model's thread; the caller holds :attr:`turn`."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+
+    def start(self, request: Request) -> None:
+        """Take a request, or refuse it."""
+        try:
+            running = self._reader(request)
+        except BAD_REQUEST as error:
+            self._refuse(request.request_id, error)
+            return
+        self._open[request.request_id] = running
+        self._line.add(running)
+        self._changed.set()
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Cut requests short."""
+        self._aborted.update(name for name in request_ids if name in self._open)
+        self._changed.set()
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Work until cancelled. An error in the model's thread ends the engine, and is kept in :attr:`failure`."""
+        try:
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                async with self.turn:
+                    await self._work()
+        except Exception as error:
+            self.failure = error
+            raise
+
+    async def _work(self) -> None:
+        self._cut()
+        if not all(map(self._may_run, self._begun())):
+            return
+        if scored := self._line.next_scored():
+            await self._score(scored)
+            self._changed.set()
+        joining = self._line.joining(self.decoder.answers, self._again)
+        self._again = self._again[len(joining) :]  # they come first
+        if joining or self.decoder.answers:
+            await self.compute(self.decoder.step, joining, self.version)
+            self._note_step()
+            self._changed.set()
+        self._finish()
+
+    def _may_run(self, running: Running) -> bool:
+        return all(only is None or running in only for only in (self._paused_but, self._draining))
+
+    def _begun(self) -> list[Running]:
+        """Return the requests that have an answer in the batch."""
+        inside = {id(answer) for answer in (*self.decoder.answers, *self._again)}
+        return [one for one in self._open.values() if any(id(answer) in inside for answer in one.answers)]
+
+    async def _score(self, running: Running) -> None:
+        request, running.joined_at = running.request, time.monotonic()
+        work = self.decoder.score, running.prompt_ids, request.scoring, request.routed_experts
+        running.scores = await self.compute(*work)
+        running.token_at = time.monotonic()
+
+    def _note_step(self) -> None:
+        load, decoder, budget = self.load, self.decoder, self._reader.arguments.kv_cache_memory_bytes
+        load.steps += 1
+        load.step_at = time.time()
+        load.tokens += len(decoder.answers)
+        held = len(decoder.answers) * decoder.columns * decoder.token_bytes
+        load.cache_usage = min(held / budget, 1.0) if budget else 0.0
+        now = time.monotonic()
+        for running in self._begun():
+            running.token_at = running.token_at or now
+
+    # -- requests that are over -------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        self.decoder.leave([answer for answer in self.decoder.answers if answer.finish_reason is not None])
+        for running in [one for one in self._open.values() if one.is_done]:
+            self._end(running)
+        self.load.running, self.load.waiting = len(self.decoder.answers), len(self._line)
+
+    def _cut(self) -> None:
+        """End the requests that were aborted, as they are."""
+        names, self._aborted = self._aborted, set()
+        for name in names & self._open.keys():
+            running = self._open[name]
+            self.decoder.leave(running.answers)
+            self._again = [answer for answer in self._again if answer not in running.answers]
+            self._line.drop(running)
+            self._end(running)
+
+    def _end(self, running: Running) -> None:
+        del self._open[running.request.request_id]
+        self._aborted.discard(running.request.request_id)  # the id is free for another
+        self.counts["requests"] += 1
+        if running.request.scoring is None:
+            self.counts["completions"] += len(running.answers) + len(running.done)
+            self.counts["generated_tokens"] += running.generated
+        self.counts["prompt_tokens"] += len(running.prompt_ids)
+        self.seconds += time.monotonic() - running.started
+        running.over.set()
+        self._send(running.completion())
+
+    async def snapshot(self) -> list[Completion]:
+        """Return what each request has so far, without disturbing any."""
+        async with self.turn:
+            return [running.completion() for running in self._open.values()]
+
+    # -- pauses -----------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        """Pause the engine for the user.
+
+        Args:
+            mode: ``"keep"`` freezes what is in flight, ``"abort"`` cuts it, ``"wait"`` lets it finish.
+            clear_cache: whether what is frozen is read again when it continues.
+        """
+        if mode == "abort":
+            self.abort(list(self._open))
+        self._paused_but = finishing = set(self._open.values()) if mode == "wait" else set()
+        self._changed.set()
+        for running in finishing:
+            await running.over.wait()
+        async with self.turn:
+            self._cut()
+            if clear_cache:
+                self.read_again()
+
+    def resume(self) -> None:
+        """Undo :meth:`pause`."""
+        self._paused_but = None
+        self._changed.set()
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether requests in flight do not continue, since the user has paused the engine."""
+        only = self._paused_but
+        return only is not None and any(running not in only for running in self._open.values())
+
+    def read_again(self) -> None:
+        """Drop the keys and values of what runs, so that its tokens are read again; the caller holds :attr:`turn`."""
+        self._again += self.decoder.empty()
+
+    @asynccontextmanager
+    async def between_steps(self, mode: PauseMode) -> AsyncIterator[None]:
+        """Hold the turn; with ``"wait"``, requests in flight finish first, and new ones wait."""
+        try:
+            if mode == "wait":
+                self._draining = draining = set(self._open.values())
+                self._changed.set()
+                for running in draining:
+                    await running.over.wait()
+            async with self.turn:
+                yield
+        finally:
+            self._draining = None
+            self._changed.set()
+
+    def close(self) -> None:
+        """End the model's thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+# New weights in an engine over plain transformers: fetched and checked while it serves, loaded between two steps.
+#
+# The model object stays, its tensors are exchanged. A version is loaded by transformers' own loader, which stacks a
+# checkpoint's experts, into a second model; that lasts for a moment, and so does the memory of both. New weights must
+# pass the weight check before a token is made with them: if they fail, the old ones are put back, and no request has
+# noticed.
+
+
+TRANSPORTS = ("memmap", "gloo")
+PROBE_IDS = (0, 0)
+REPORTED = ("missing_keys", "unexpected_keys", "mismatched_keys")  # of transformers' loader
+
+
+class OnlyWorker:
+    """What a transport needs to know of a worker: this one is rank 0 of 1."""
+
+    data_parallel_index, world_size, rank = 0, 1, 0
+
+    @property
+    def parallel_config(self) -> OnlyWorker:
+        """Itself."""
+        return self
+
+
+class EngineWeights:
+    """The weights of one engine.
+
+    Args:
+        model: the model that serves.
+        source: the folder or hub name that it was loaded from.
+        requests: of the engine, whose ``version`` is that of the weights.
+        known: what the loader reported of the checkpoint; a version may lack no more.
+    """
+
+    def __init__(self, model: Any, source: str, requests: EngineRequests, known: Mapping[str, Any]) -> None:
+        self._model, self._source, self._requests, self._known = model, source, requests, known
+        self._receiver: Receiver | None = None
+        self._reader: WeightStoreReader | None = None
+        self._expected: dict[str, Any] = {}
+        self._staged: Manifest | None = None
+
+    async def init(self, transport: str, options: Mapping[str, Any]) -> None:
+        """Open a transport, and close the one before.
+
+        Raises:
+            ValueError: this engine does not support it.
+        """
+        if transport not in TRANSPORTS:
+            hint = "lora='merged'" if transport == "adapter" else "transport='memmap' or 'gloo'"
+            raise ValueError(f"engine='transformers' takes no weights by {transport!r}: use {hint}")
+        self.close()
+        self._receiver = open_receiver(transport, options, OnlyWorker())
+        self._reader = WeightStoreReader(options["folder"]) if transport == "memmap" else None
+        self._expected = await asyncio.to_thread(lambda: checkpoint_metadata(checkpoint_folder(self._source)))
+
+    def _open(self) -> Receiver:
+        if self._receiver is None:
+            raise WeightSyncError("the weight transport is not initialised: call init_all_workers_group() first")
+        return self._receiver
+
+    async def stage(self, version: int, verify: str, threads: int, manifest: str | None) -> StageReport:
+        """Fetch a version and check it, while requests run.
+
+        Raises:
+            WeightSyncError: the transport was not opened, or the version is not what the engine expects.
+        """
+        receiver, started = self._open(), time.perf_counter()
+        found = await asyncio.to_thread(self._fetch, receiver, version, verify == "digest", threads, manifest)
+        self._staged, seconds = found, time.perf_counter() - started
+        return StageReport(seconds=seconds, nbytes=found.nbytes, digest=found.digest, fetched=seconds)
+
+    def _fetch(self, receiver: Receiver, version: int, verify: bool, threads: int, manifest: str | None) -> Manifest:
+        found = receiver.manifest(version) if manifest is None else Manifest.from_json(manifest)
+        check_tensors(found.tensors, self._expected)
+        receiver.fetch(found, verify=verify, threads=threads)
+        if verify and self._reader is not None:
+            self._reader.verify(found, threads)
+        return found
+
+    async def swap(
+        self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, Any] | None, patience: float
+    ) -> SwapReport:
+        """Serve a version that was staged. Never raises for a failed update: the old weights serve on.
+
+        Args:
+            version: its number.
+            pause: ``"wait"`` lets requests in flight finish before; ``"abort"`` has them read their tokens again.
+            clear_cache: has them do so, too.
+            canary: the trainer's log-probs of a prompt, for the weight check; ``None``: any finite log-prob passes.
+            patience: unused: the weight check waits for nothing.
+        """
+        del patience
+        started = time.perf_counter()
+        if pause == "wait" and self._requests.is_frozen:
+            error = "the engine is paused with requests in flight, which cannot finish: resume() it first"
+            return SwapReport(started=False, error=error)
+        async with self._requests.between_steps(pause):
+            paused = time.perf_counter()
+            load = self._requests.compute(self._load, version, canary)
+            (error_or_none,) = await asyncio.gather(load, return_exceptions=True)
+            done = time.perf_counter()
+            if error_or_none is None:
+                self._requests.version = version
+                if clear_cache or pause == "abort":
+                    self._requests.read_again()
+        return SwapReport(
+            started=error_or_none is None,
+            pausing_seconds=paused - started,
+            loading_seconds=done - paused,
+            paused_seconds=done - started,
+            error=None if error_or_none is None else f"{type(error_or_none).__name__}: {error_or_none}",
+        )
+
+    def _load(self, version: int, canary: Mapping[str, Any] | None) -> None:
+        """Exchange the weights and check the new ones; if they fail, put the old ones back."""
+        staged = self._staged
+        if staged is None or staged.version != version:
+            raise WeightSyncError(f"version {version} is not what was staged last")
+        with self._open().reading(staged) as tensors:
+            before = exchange(self._model, tensors, self._known)
+        try:
+            self._prove(canary)
+        except BaseException:
+            _put(self._model, before)
+            raise
+
+    def _prove(self, canary: Mapping[str, Any] | None) -> None:
+        ids = PROBE_IDS if canary is None else canary["token_ids"]
+        scores = self._requests.decoder.score(ids, Scoring())[1:]
+        if not np.isfinite(scores).all():
+            raise WeightSyncError("the new weights give a log-prob that is not a number")
+        if canary is not None:
+            compare_log_probs(scores.tolist(), canary["log_probs"], canary["tolerance"])
+
+    def close(self) -> None:
+        """Close the transport. Idempotent."""
+        for one in (self._receiver, self._reader):
+            if one is not None:
+                one.close()
+        self._receiver = self._reader = self._staged = None
+
+
+def exchange(model: Any, tensors: Mapping[str, Tensor], known: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Give a model other weights, and return those that it had, by its own names.
+
+    Args:
+        model: of transformers; it stays the same object, and keeps its hooks.
+        tensors: by checkpoint name; they are copied.
+        known: what its loader reported of the checkpoint that it came from.
+
+    Raises:
+        WeightSyncError: they are not what the model is made of; then it is as it was.
+    """
+    fresh, info = type(model).from_pretrained(
+        None,
+        config=copy.deepcopy(model.config),
+        state_dict=dict(tensors),
+        dtype=model.dtype,
+        output_loading_info=True,
+    )
+    wrong = {name: sorted(map(str, set(info[name]) - set(known.get(name, ())))) for name in REPORTED}
+    if found := [f"{name} {', '.join(keys[:4])}" for name, keys in wrong.items() if keys]:
+        raise WeightSyncError(f"{type(model).__name__} cannot take these weights: {'; '.join(found)}")
+    theirs = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+    new = {
+        name: tensor.clone() if tensor.untyped_storage().data_ptr() in theirs else tensor
+        for name, tensor in fresh.state_dict().items()
+    }
+    before = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    _put(model, new)
+    return before
+
+
+def _put(model: Any, state: Mapping[str, Tensor]) -> None:
+    """Replace a model's tensors, by its own names; the new ones are not copied if they are on its device."""
+    with torch.no_grad():
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            tensor.data = state[name].to(tensor.device)

@@ -13,13 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from torchrl_moe._compat_transformers import check_whole
 from torchrl_moe._errors import UnsupportedRouterError
 from torchrl_moe.data import RoutingLayout
-from torchrl_moe.modules.backends.reports import ReplicaInfo
+from torchrl_moe.modules.backends.replica import ReplicaInfo
 from torchrl_moe.modules.backends.request_routes import RequestRoutes
-from torchrl_moe.modules.backends.transformers.decoder import BatchDecoder
+from torchrl_moe.modules.backends.transformers.answer import Words
+from torchrl_moe.modules.backends.transformers.decoder import BatchDecoder, RequestReader, Sampler
 from torchrl_moe.modules.backends.transformers.engine_args import EngineArguments
-from torchrl_moe.modules.backends.transformers.running import RequestReader
-from torchrl_moe.modules.backends.transformers.sampler import Sampler
-from torchrl_moe.modules.backends.transformers.words import Words
 from torchrl_moe.modules.replay.discovery import has_experts
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrl_moe.modules.backends.process.parent_watch import FOLDER_VARIABLE
+from torchrl_moe.modules.backends.process.engine_program import FOLDER_VARIABLE
 from torchrl_moe.modules.backends.vllm.sampling import check_wire
 
 __all__ = ["Adapters", "build_lora_request", "load_adapter", "unused_modules"]

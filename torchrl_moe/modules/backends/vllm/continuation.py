@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrl_moe.modules.backends.kept_ids import KeptIds
-from torchrl_moe.modules.backends.replica import CompletionOutput, OnResume, Request
+from torchrl_moe.modules.backends.replica import CompletionOutput, KeptIds, OnResume, Request
 
 __all__ = ["can_continue", "join", "request_for_rest", "sampling_for_rest"]
 

@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 
 from torchrl_moe import _compat
 from torchrl_moe._errors import EngineError
-from torchrl_moe.modules.backends.vllm.sampling_masks import can_report
+from torchrl_moe.modules.backends.vllm.sampling import can_report
 
 __all__ = [
     "RUNNER",
@@ -33,7 +33,7 @@ __all__ = [
 SUPPORTED = SpecifierSet(">=0.32,<0.34")  # as in pyproject.toml
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
-WORKER_EXTENSION = "torchrl_moe.modules.backends.vllm.worker_extension.WorkerExtension"
+WORKER_EXTENSION = "torchrl_moe.modules.backends.vllm.worker.WorkerExtension"
 
 # Why: log-probs are of the distribution that was sampled from; the answers of a group share their prompt's KV blocks; a
 # Ray executor hangs with route capture.

@@ -16,17 +16,222 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from torchrl_moe import _compat
-from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, OnResume, PauseMode, Request, nothing_yet
+from torchrl_moe.modules.backends.replica import (
+    Completion,
+    CompletionMetrics,
+    CompletionOutput,
+    KeptIds,
+    OnResume,
+    PauseMode,
+    Request,
+    nothing_yet,
+)
 from torchrl_moe.modules.backends.request_routes import RequestRoutes
+from torchrl_moe.modules.backends.sampling_fields import OURS
 from torchrl_moe.modules.backends.vllm import continuation
 from torchrl_moe.modules.backends.vllm.adapters import Adapters
-from torchrl_moe.modules.backends.vllm.forced_rows import attached
-from torchrl_moe.modules.backends.vllm.outputs import completion_from_vllm
-from torchrl_moe.modules.backends.vllm.request_part import Part
-from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder, check_bad_words
+from torchrl_moe.modules.backends.vllm.sampling import (
+    SamplingParamsBuilder,
+    check_bad_words,
+    prompt_logprobs,
+    scoring_params,
+)
 
-__all__ = ["EngineRequests"]
+__all__ = [
+    "EngineRequests",
+    "Forced",
+    "Part",
+    "attach",
+    "attached",
+    "completion_from_vllm",
+    "forced_in",
+    "forced_of",
+    "sampled_logprobs",
+]
+
+
+# From vLLM's ``RequestOutput`` to our :class:`Completion`: every decision about a vLLM output field is here.
+#
+# The functions read attributes only, so they need no vLLM import and are tested with plain objects.
+
+
+def sampled_logprobs(logprobs: Any) -> NDArray[np.float32] | None:
+    """Return the log-probs of the sampled tokens, float32 ``[G]``.
+
+    vLLM lists the sampled token first at each position, then the top ones that were asked for. Both of its
+    containers are read: ``FlatLogprobs`` and the list of one dictionary per position.
+    """
+    if logprobs is None:
+        return None
+    starts = getattr(logprobs, "start_indices", None)
+    if starts is not None:
+        return np.array(logprobs.logprobs, np.float32)[np.array(starts, np.int64)]
+    return np.array([next(iter(position.values())).logprob for position in logprobs], np.float32)
+
+
+def _metrics(metrics: Any) -> CompletionMetrics:
+    """Read vLLM's time stamps, all of the engine core's clock; a request that was cut before a stage has 0 there."""
+    if metrics is None:
+        return CompletionMetrics()
+    return CompletionMetrics(
+        queue_seconds=max(metrics.scheduled_ts - metrics.queued_ts, 0.0),
+        first_token_seconds=max(metrics.first_token_ts - metrics.queued_ts, 0.0),
+        total_seconds=max(metrics.last_token_ts - metrics.queued_ts, 0.0),
+    )
+
+
+def completion_from_vllm(output: Any, request: Request, version: int) -> Completion:
+    """Turn vLLM's final output of ``request`` into a :class:`Completion` of weight version ``version``."""
+    outputs = []
+    for item in sorted(output.outputs, key=lambda item: item.index):
+        token_ids = np.array(item.token_ids, np.int64)
+        outputs.append(
+            CompletionOutput(
+                index=item.index,
+                token_ids=token_ids,
+                text=item.text,
+                finish_reason=item.finish_reason,
+                stop_reason=item.stop_reason,
+                logprobs=sampled_logprobs(item.logprobs),
+                routed_experts=item.routed_experts if request.return_routed_experts else None,
+                policy_versions=np.full(len(token_ids), version, np.int32),
+                kept=KeptIds.of_masks(item.sampling_mask.token_ids if item.sampling_mask else (), len(token_ids)),
+            )
+        )
+    prompt_tokens = len(output.prompt_token_ids)
+    return Completion(
+        request_id=request.request_id,
+        prompt=output.prompt,
+        prompt_token_ids=np.array(output.prompt_token_ids, np.int64),
+        num_cached_tokens=output.num_cached_tokens or 0,
+        outputs=outputs,
+        metrics=_metrics(output.metrics),
+        prompt_logprobs=None
+        if request.scoring is None
+        else prompt_logprobs(output.prompt_token_id_logprobs, prompt_tokens),
+    )
+
+
+# One run of vLLM for a request of an engine process, and what of its answers stays when a swap has cut it.
+
+
+@dataclass(eq=False, slots=True)
+class Part:
+    """One run of vLLM for a request: of all of its answers, or of one from where it was cut.
+
+    Attributes:
+        name: vLLM's request id.
+        answers: how many it makes.
+        lora: vLLM's request of the adapter that makes them, if one does.
+        is_synced: whether that is the trainer's adapter, and not one that the request brought.
+        version: of all of its tokens, once the adapter was updated for later requests; ``None`` before.
+        cut: by the pause of a swap.
+        answer: the one that it continues; ``None`` for all of them.
+        restarted: answers to drop and to start again, since their first token may come after a swap, from an old cache.
+        lost: answer -> tokens that it had when it last lost its cache.
+    """
+
+    name: str
+    answers: int
+    lora: Any = None
+    is_synced: bool = False
+    version: int | None = None
+    cut: bool = False
+    answer: int | None = None
+    restarted: set[int] = field(default_factory=set)
+    lost: dict[int, int] = field(default_factory=dict)
+
+    def over(self, output: CompletionOutput) -> bool:
+        """Whether an answer is done, or was cut for good."""
+        return output.index not in self.restarted and not (self.cut and output.finish_reason == "abort")
+
+    def keeps(self, output: CompletionOutput, params: Any) -> bool:
+        """Whether what was generated of an answer is kept."""
+        if self.over(output):
+            return True
+        return output.index not in self.restarted and len(output.token_ids) > 0 and continuation.can_continue(params)
+
+
+# The experts that a request follows, on their way to the workers: inside the request's ``SamplingParams``.
+#
+# vLLM passes ``extra_args`` on unchanged, from its frontend to scheduler and workers, and drops them with the
+# request. So rows need no message of their own, except those of a request that loses its cache and is read again:
+# only the scheduler has what was recorded since.
+#
+# .. code-block:: text
+#
+# engine process scheduler (``schedulers.py``) worker (``forced_routing.py``) attach(params) ----> params: rows key
+# the cache blocks ----> params: rows of a new request preempted: keep the recorded rows ----> in the step's message:
+# rows of a resumed request
+#
+# Letters: P prompt tokens, L decoder layers, K experts per token.
+
+
+KEY = OURS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Forced:
+    """What a request follows.
+
+    Attributes:
+        rows: int8 or int16 ``[rows, L, K]`` for its first positions, -1 where the router chooses; ``None`` for none.
+        is_live: whether the router chooses again where the engine reads tokens again by itself.
+        is_recorded: whether the rows are all that was recorded for an answer's tokens; false if a user gave them.
+    """
+
+    rows: NDArray[np.integer[Any]] | None = None
+    is_live: bool = False
+    is_recorded: bool = False
+
+
+NOTHING = Forced()
+
+
+def attach(params: Any, forced: Forced) -> Any:
+    """Return vLLM's ``SamplingParams`` with what the request follows in them."""
+    if forced.rows is None and not forced.is_live:
+        return params
+    packed: dict[str, Any] = {"live": forced.is_live}
+    if forced.rows is not None:
+        packed |= {"rows": forced.rows.tobytes(), "dtype": forced.rows.dtype.str, "shape": list(forced.rows.shape)}
+    params = params.clone()
+    params.extra_args = {**(params.extra_args or {}), KEY: packed}
+    return params
+
+
+def attached(params: Any, request: Request, routes: RequestRoutes) -> Any:
+    """Return vLLM's ``SamplingParams`` with what a request asks for beyond them: rows to follow, and scores."""
+    if request.scoring is not None:
+        assert request.prompt_token_ids is not None  # the service makes such requests this way
+        params = scoring_params(params, request.scoring, request.prompt_token_ids)
+    if routes.why_live:
+        return params
+    return attach(params, Forced(rows=request.routed_experts, is_live=routes.how(request) == "live"))
+
+
+def forced_in(params: Any) -> Forced:
+    """Return what :func:`attach` put into ``SamplingParams``; the rows share its memory."""
+    packed: Mapping[str, Any] | None = ((params and params.extra_args) or {}).get(KEY)
+    if packed is None:
+        return NOTHING
+    rows = None
+    if "rows" in packed:
+        rows = np.frombuffer(packed["rows"], packed["dtype"]).reshape(packed["shape"])
+    return Forced(rows=rows, is_live=packed["live"])
+
+
+def forced_of(request: Any) -> Forced:
+    """Return what a request of vLLM's scheduler follows; looked up once."""
+    forced: Forced | None = getattr(request, "torchrl_moe_forced", None)
+    if forced is None:
+        forced = request.torchrl_moe_forced = forced_in(request.sampling_params)
+    return forced
+
 
 ABORT_SECONDS = 0.01
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from torchrl_moe.modules.backends.process.stats_feed import Load
+from torchrl_moe.modules.backends.process.engine_program import Load
 
 __all__ = ["LoadLogger"]
 

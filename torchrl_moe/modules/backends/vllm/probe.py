@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from torchrl_moe.modules.backends.reports import ProbeReport
+from torchrl_moe.modules.backends.replica import ProbeReport
 
 __all__ = ["EngineProbe"]
 

@@ -4,13 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from torchrl_moe.modules.backends.kept_ids import leaves_words_out
+from torchrl_moe.modules.backends.replica import Scoring, leaves_words_out
 
-__all__ = ["SamplingParamsBuilder", "check_bad_words", "check_wire", "default_of"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "SamplingParamsBuilder",
+    "adjust_scores",
+    "adjusted",
+    "can_report",
+    "check_bad_words",
+    "check_wire",
+    "default_of",
+    "lift_top_k_rule",
+    "prompt_logprobs",
+    "report_kept",
+    "scoring_params",
+    "shortest",
+    "why_unscored",
+]
 
 
 class SamplingParamsBuilder:
@@ -178,3 +196,215 @@ def _build(spec: Any, guided_options: Any) -> Any:
     params.output_kind = RequestOutputKind.FINAL_ONLY
     params.flat_logprobs = params.logprobs is not None
     return params
+
+
+# The words that sampling kept, as vLLM's Model Runner V2 reports them: here made small enough for any vocabulary.
+#
+# With ``return_sampling_mask`` vLLM lists the kept ids of every token, and demands a ``top_k`` that bounds their
+# number. Here a token from which no word was left out has no list, one from which a few were left out lists these,
+# and steps in which no request leaves any out compute none. So ``top_p``, ``min_p``, bans and grammars need no
+# ``top_k``.
+#
+# Letters: N requests of a step, R their sampled tokens, V vocabulary.
+
+
+def can_report(engine_args: Any) -> bool:
+    """Whether an engine of these arguments can report masks that are all a trainer needs to know.
+
+    It cannot if the user has logits processors, which may change values, or if log-probs are not those of the sampled
+    distribution.
+    """
+    return engine_args.logprobs_mode == "processed_logprobs" and not engine_args.logits_processors
+
+
+def lift_top_k_rule(engine: Any) -> bool:
+    """Let an ``AsyncLLM`` that reports masks take requests without a ``top_k``, and greedy ones; whether it reports.
+
+    Its frontend refuses them; the engine core, another process with a configuration of its own, does not.
+    """
+    reports: bool = engine.model_config.return_sampling_mask
+    engine.model_config.return_sampling_mask = False
+    return reports
+
+
+def report_kept(runner: Any) -> None:
+    """Make a worker's model runner report masks as described above. Idempotent."""
+    from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
+
+    class KeptMasks(SamplingMaskTensors):
+        """A step's masks, on their way to the CPU and into lists."""
+
+        def to_cpu_nonblocking(self) -> KeptMasks:
+            return KeptMasks(*super().to_cpu_nonblocking())
+
+        def tolists(self, num_sampled_tokens: NDArray[Any] | None = None) -> Any:
+            lists = super().tolists(num_sampled_tokens)
+            return lists._replace(
+                **dict(zip(("token_ids", "offsets"), _shortened(lists, self.vocab_size), strict=True))
+            )
+
+    sampler = runner.sampler
+    if "torchrl_moe_cuts" in vars(sampler):
+        return
+    sampler.torchrl_moe_cuts = cuts = np.zeros(runner.max_num_reqs, bool)  # by slot: whether its masks are wanted
+    sampler.torchrl_moe_on = True  # false while the cost is measured
+    add_request, sample = sampler.add_request, runner.sample
+
+    def add_and_note(req_idx: int, params: Any) -> None:
+        add_request(req_idx, params)
+        cuts[req_idx] = params.logprobs is not None and leaves_words_out(partial(getattr, params)) is not None
+
+    def sample_and_report(hidden_states: Any, batch: Any, grammar_output: Any) -> Any:
+        wanted = cuts[batch.idx_mapping_np] & sampler.torchrl_moe_on
+        sampler.return_sampling_mask = bool(wanted.any())
+        output, *rest = sample(hidden_states, batch, grammar_output)
+        masks = output.sampling_mask_tensors
+        if masks is not None:
+            if not wanted.all():  # no list for the others
+                unwanted = np.repeat(~wanted, masks.rows_per_request).nonzero()[0]
+                masks.counts[unwanted.tolist()] = 0
+            output.sampling_mask_tensors = KeptMasks(*masks)
+        return output, *rest
+
+    sampler.add_request, runner.sample = add_and_note, sample_and_report
+
+
+def _shortened(lists: Any, vocabulary: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Return the ids and offsets of a step's lists ``[R]``, each as :func:`shortest` has it."""
+    counts = np.diff(lists.offsets)
+    if 2 * counts.max(initial=0) <= vocabulary:
+        return lists.token_ids, lists.offsets
+    rows = [shortest(row, vocabulary) for row in np.split(lists.token_ids, lists.offsets[1:-1])]
+    offsets = np.cumsum([0, *map(len, rows)])
+    return np.concatenate(rows), offsets
+
+
+def shortest(kept: NDArray[np.int32], vocabulary: int) -> NDArray[np.int32]:
+    """Return the ids of kept words, or ``~id`` of the others where these are fewer; nothing where all were kept.
+
+    >>> shortest(np.array([0, 1, 3], np.int32), 4), shortest(np.array([2], np.int32), 4)
+    (array([-3], dtype=int32), array([2], dtype=int32))
+    """
+    if 2 * len(kept) <= vocabulary:
+        return kept
+    left_out = np.ones(vocabulary, bool)
+    left_out[kept] = False
+    return ~left_out.nonzero()[0].astype(np.int32)
+
+
+# Log-probs of a prompt's own tokens: what vLLM is asked for, and how its worker adjusts logits as the rollout's were.
+#
+# vLLM scores any words that a request names for each position (``prompt_logprob_token_ids``), normalised over all
+# words at temperature 1, whatever it samples with. Here a request names its own next token. Temperature and kept
+# words travel in its ``SamplingParams``, as its rows do (``forced_rows``), and the worker divides and masks logits by
+# them. (Naming all kept words instead would need no hook, but a rectangle of ids as wide as the longest list.)
+#
+# Letters: P prompt tokens, N tokens of a step, V vocabulary.
+
+
+KEY = "torchrl_moe_scoring"
+
+
+def scoring_params(params: Any, scoring: Scoring, token_ids: NDArray[Any]) -> Any:
+    """Return ``SamplingParams`` that ask for the log-probs of a prompt's tokens, and for no routes."""
+    params = params.clone()
+    params.routed_experts_prompt_start = len(token_ids)
+    params.skip_reading_prefix_cache = True  # a token that is not computed has no log-prob
+    if len(token_ids) > 1:
+        params.prompt_logprob_token_ids = np.ascontiguousarray(token_ids[1:, None], np.int32)
+    packed: dict[str, Any] = {"temperature": scoring.temperature}
+    if scoring.kept is not None:
+        packed |= {"ids": scoring.kept.ids.tobytes(), "sizes": scoring.kept.sizes.tobytes()}
+    if scoring.temperature != 1 or scoring.kept is not None:
+        params.extra_args = {**(params.extra_args or {}), KEY: packed}
+    return params
+
+
+def adjust_scores(runner: Any) -> None:
+    """Make a worker's model runner score each request by its own temperature and kept words. Idempotent.
+
+    vLLM computes the logits of one request after another, but does not say whose they are. So each request that has
+    something to adjust is handled in a call of its own.
+    """
+    worker = runner.prompt_logprobs_worker
+    if "torchrl_moe_params" in vars(worker):
+        return
+    params: dict[str, Any] = {}
+    worker.torchrl_moe_params = params
+    add_request, remove_request = worker.add_request, worker.remove_request
+    compute = worker.compute_prompt_token_id_logprobs
+
+    def add_and_note(req_id: str, req_idx: int, sampling_params: Any) -> None:
+        add_request(req_id, req_idx, sampling_params)
+        if KEY in (sampling_params.extra_args or {}):
+            params[req_id] = sampling_params
+
+    def remove_and_forget(req_id: str) -> None:
+        params.pop(req_id, None)
+        remove_request(req_id)
+
+    def compute_one_by_one(logits_fn: Any, hidden_states: Any, batch: Any, prompt_lens: Any) -> dict[str, Any]:
+        asked = worker.token_id_scores
+        if not any(name in params for name in asked):  # nearly every step
+            return compute(logits_fn, hidden_states, batch, prompt_lens)
+        starts = dict(zip(batch.req_ids, batch.num_computed_prefill_tokens_np.tolist(), strict=False))
+        adjusting = [name for name in asked if name in params and name in starts]  # in the same order on each rank
+        worker.token_id_scores = {name: scores for name, scores in asked.items() if name not in adjusting}
+        found = compute(logits_fn, hidden_states, batch, prompt_lens)
+        unfinished = worker.token_id_scores
+        for name in adjusting:
+            at = starts[name]  # position of the next logits
+
+            def of_request(hidden: Any, name: str = name) -> Any:
+                nonlocal at
+                at += len(hidden)
+                return adjusted(logits_fn(hidden), params[name], at - len(hidden))
+
+            worker.token_id_scores = {name: asked[name]}
+            found |= compute(of_request, hidden_states, batch, prompt_lens)
+            unfinished |= worker.token_id_scores
+        worker.token_id_scores = unfinished
+        return found
+
+    worker.add_request, worker.remove_request = add_and_note, remove_and_forget
+    worker.compute_prompt_token_id_logprobs = compute_one_by_one
+
+
+def adjusted(logits: Tensor, params: Any, start: int) -> Tensor:
+    """Return the logits ``[N, V]`` from which a prompt's tokens ``start + 1`` to ``start + N`` were drawn."""
+    packed = (params.extra_args or {}).get(KEY)
+    if packed is None:
+        return logits
+    logits = logits.float() / packed["temperature"]
+    if "sizes" not in packed:
+        return logits
+    import torch
+
+    from torchrl_moe.data.kept_tokens import dense_mask, select_rows
+
+    sizes = torch.from_numpy(np.frombuffer(packed["sizes"], np.int32).copy())
+    ids = torch.from_numpy(np.frombuffer(packed["ids"], np.int32).copy())
+    wanted = torch.zeros(len(sizes), dtype=torch.bool)
+    wanted[start + 1 : start + 1 + len(logits)] = True
+    mask = dense_mask(*select_rows(ids, sizes, wanted), logits.shape[1])
+    return logits.masked_fill(~mask.to(logits.device), float("-inf"))
+
+
+def prompt_logprobs(given: Any, tokens: int) -> NDArray[np.float32] | None:
+    """Return vLLM's log-probs of a prompt's tokens, float32 ``[P]``, NaN for the first; ``None`` if it was cut.
+
+    Args:
+        given: ``[P - 1, 1]``, or nothing.
+        tokens: P.
+    """
+    if given is None and tokens > 1:
+        return None
+    scores = np.full(tokens, np.nan, np.float32)
+    scores[1:] = () if given is None else np.asarray(given, np.float32)[:, 0]
+    return scores
+
+
+def why_unscored(model_config: Any) -> str:
+    """Return why an engine cannot score prompts as they were sampled, or ""."""
+    mode = model_config.logprobs_mode
+    return "" if mode.endswith("logprobs") else f"logprobs_mode={mode!r} gives logits"

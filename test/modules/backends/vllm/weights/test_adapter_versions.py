@@ -11,9 +11,9 @@ import pytest
 
 from support.llm import FakeLLM
 from torchrl_moe._errors import DigestMismatch, EngineError, ManifestMismatch, WeightSyncError
-from torchrl_moe.modules.backends.process.parent_watch import FOLDER_VARIABLE
-from torchrl_moe.modules.backends.vllm.weights import adapter_versions
-from torchrl_moe.modules.backends.vllm.weights.adapter_versions import FIRST_NUMBER, AdapterVersions
+from torchrl_moe.modules.backends.process.engine_program import FOLDER_VARIABLE
+from torchrl_moe.modules.backends.vllm import weights as adapter_versions
+from torchrl_moe.modules.backends.vllm.weights import FIRST_NUMBER, AdapterVersions
 from torchrl_moe.weight_update.store import VersionsWriter, adapter_tensors
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from torchrl_moe.modules.backends.reports import SwapReport
-from torchrl_moe.modules.backends.vllm.weights.commands import EngineWeightCommands
+from torchrl_moe.modules.backends.replica import SwapReport
+from torchrl_moe.modules.backends.vllm.weights import EngineWeightCommands
 from torchrl_moe.weight_update.transports.base import StageReport
 
 HOW: dict[str, Any] = {"verify": "digest", "threads": 1, "manifest": None}

@@ -30,9 +30,8 @@ from support.reference import TOLERANCE, Reference, route_mismatches
 from support.waiting import until
 from torchrl_moe._errors import DigestMismatch, EngineError, ManifestMismatch, ReplicaDiedError, WeightSyncError
 from torchrl_moe.modules import AsyncVLLM, FaultPolicy, vLLMWrapper
-from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
-from torchrl_moe.modules.backends.reports import SwapReport
-from torchrl_moe.modules.backends.vllm.weights.engine import EngineWeights
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, SwapReport
+from torchrl_moe.modules.backends.vllm.weights import EngineWeights
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
 from torchrl_moe.weight_update import SyncReport, VLLMWeightSyncScheme, get_model_metadata

@@ -10,8 +10,8 @@ import pytest
 
 from support.llm import FakeLLM
 from torchrl_moe._errors import WeightSyncError
-from torchrl_moe.modules.backends.vllm.weights import weight_check
-from torchrl_moe.modules.backends.vllm.weights.weight_check import WeightCheck, is_weight_check
+from torchrl_moe.modules.backends.vllm import weight_check
+from torchrl_moe.modules.backends.vllm.weight_check import WeightCheck, is_weight_check
 
 CANARY = {"token_ids": [5, 6, 7], "log_probs": [-1.0, -2.0], "tolerance": 1e-3}
 

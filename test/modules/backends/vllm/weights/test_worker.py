@@ -20,7 +20,7 @@ from support.processes import toy_environment
 from support.waiting import until
 from torchrl_moe._errors import DigestMismatch, ManifestMismatch, SyncTimeout, WeightSyncError
 from torchrl_moe.weight_update.store import Manifest, WeightStoreWriter
-from torchrl_moe.weight_update.transports.memmap import MemmapReceiver
+from torchrl_moe.weight_update.transports.registry import MemmapReceiver
 
 
 class Layer(nn.Module):
@@ -83,7 +83,7 @@ def store(tmp_path: Path) -> WeightStoreWriter:
 @pytest.fixture
 def worker(model: Model, store: WeightStoreWriter) -> Any:
     """The engine of one worker, its transport open."""
-    from torchrl_moe.modules.backends.vllm.weights.worker import InitInfo, WeightEngine
+    from torchrl_moe.modules.backends.vllm.worker import InitInfo, WeightEngine
 
     config = SimpleNamespace(parallel_config=None, model_config=SimpleNamespace(dtype=torch.float32))
     worker = WeightEngine(SimpleNamespace(), config, torch.device("cpu"), model)
@@ -196,7 +196,7 @@ def test_a_model_that_stops_reading_is_found(worker: Any, model: Model, store: W
 
 
 def test_a_transport_must_be_known_and_open(worker: Any, model: Model) -> None:
-    from torchrl_moe.modules.backends.vllm.weights.worker import InitInfo, WeightEngine
+    from torchrl_moe.modules.backends.vllm.worker import InitInfo, WeightEngine
 
     with pytest.raises(ValueError, match="unknown transport 'carrier pigeon'; the worker has 'memmap'"):
         worker.init_transfer_engine(InitInfo(transport="carrier pigeon", options={}))
@@ -346,7 +346,7 @@ def test_a_version_that_is_being_staged_continues_however_often_it_is_asked_for(
 def test_a_version_is_not_left_to_a_transport_that_was_given_up(
     worker: Any, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchrl_moe.modules.backends.vllm.weights.worker import InitInfo
+    from torchrl_moe.modules.backends.vllm.worker import InitInfo
 
     release = threading.Event()
     monkeypatch.setattr(MemmapReceiver, "fetch", lambda *_, **__: "" if release.wait(60.0) else "late")
@@ -390,7 +390,7 @@ class FakeReceiver:
 
 
 def begun_with(receiver: FakeReceiver, text: str = "", verify: bool = False, threads: int = 1) -> Any:
-    from torchrl_moe.modules.backends.vllm.weights.worker import Staging
+    from torchrl_moe.modules.backends.vllm.worker import Staging
 
     return Staging(text or Manifest(3, 0, ()).to_json(), receiver, verify=verify, threads=threads)  # type: ignore[arg-type]
 
@@ -433,7 +433,7 @@ def test_what_goes_wrong_in_the_thread_is_reported() -> None:
 
 
 def test_its_thread_is_polite_and_alone_in_that() -> None:
-    from torchrl_moe.modules.backends.vllm.weights.worker import NICENESS, TURN_SECONDS
+    from torchrl_moe.modules.backends.vllm.worker import NICENESS, TURN_SECONDS
 
     receiver = FakeReceiver()
     before = (sys.getswitchinterval(), os.getpriority(os.PRIO_PROCESS, 0))
@@ -460,7 +460,7 @@ def test_a_nicer_worker_stays_so_for_only_the_privileged_may_raise_a_priority() 
 
 
 def test_a_stream_counts_what_was_taken() -> None:
-    from torchrl_moe.modules.backends.vllm.weights.worker import TensorStream
+    from torchrl_moe.modules.backends.vllm.worker import TensorStream
 
     stream = TensorStream({"a": torch.zeros(1), "b": torch.ones(1), "c": torch.ones(2)})
     taking = iter(stream)

@@ -1,0 +1,379 @@
+"""A replica as its driver sees it: an engine process at the other end of one socket.
+
+:class:`EngineReplica` keeps the futures that the driver waits for, and fails them when the process is gone; it does not
+know where the process runs. A :class:`LocalReplica` needs no Ray: its process is a child of the driver, see
+``child.py``.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import itertools
+import os
+import re
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from torchrl_moe._errors import EngineError, ReplicaDiedError
+from torchrl_moe.modules.backends.checkpoint import load_tokenizer
+from torchrl_moe.modules.backends.commands import Commands
+from torchrl_moe.modules.backends.engine_kind import EngineKind
+from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.process import wire as packing
+from torchrl_moe.modules.backends.process.child import Child, configuration
+from torchrl_moe.modules.backends.replica import Completion, ProbeReport, ReplicaInfo, ReplicaStats, Request
+
+__all__ = ["EngineReplica", "Link", "LocalReplica"]
+
+READY = -1  # the number of the one result that answers no call
+
+
+class Link(Protocol):
+    """The driver's end of an engine process; :class:`Child` is one."""
+
+    @property
+    def connection(self) -> wire.Stream:
+        """The messages of the process."""
+
+    @property
+    def outbox(self) -> wire.Outbox:
+        """The messages to it."""
+
+    def end(self) -> None:
+        """End the process, or only this driver's connection if others use it. All callers wait for that. Idempotent."""
+
+    def end_and_forget(self) -> None:
+        """:meth:`end`, and remove what was kept for a look at what went wrong."""
+
+    def log_tail(self) -> str:
+        """Return its last errors, or its last lines."""
+
+
+LinkT = TypeVar("LinkT", bound=Link)
+
+
+class EngineReplica(Commands, Generic[LinkT]):
+    """See :class:`~torchrl_moe.modules.backends.replica.Replica` for the lifecycle of a replica.
+
+    Args:
+        index: place in the service.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.was_ended = False
+        self._lock = threading.Lock()
+        self._numbers: Iterator[Any] = itertools.count()
+        self._ready: Future[ReplicaInfo] = Future()
+        self._requests: dict[str, Future[Completion]] = {}
+        self._calls: dict[Any, Future[Any]] = {READY: self._ready}
+        self._death: str | None = None
+        self.last_stats: ReplicaStats | None = None
+        self._child: LinkT | None = None
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the engine process, without waiting for it; see the protocol.
+
+        Raises:
+            RuntimeError: it was started before.
+        """
+        if self._child is not None:
+            raise RuntimeError(f"replica {self.index} was started before: make a new one")
+        self._child = child = self._open()
+        # also runs at interpreter exit, if the user forgot shutdown()
+        self._end = weakref.finalize(self, child.end_and_forget)
+        threading.Thread(
+            target=_receive, args=(weakref.ref(self), child), name=f"replica-{self.index}", daemon=True
+        ).start()
+
+    @abc.abstractmethod
+    def _open(self) -> LinkT:
+        """Start the process, without waiting for it."""
+
+    @abc.abstractmethod
+    def _ending(self) -> str:
+        """Return how the process ended, after "replica 0"."""
+
+    def wait_ready(self, timeout: float) -> ReplicaInfo:
+        """Wait until the engine serves.
+
+        Raises:
+            ReplicaDiedError: the engine did not come up; the message ends with the end of its log.
+            EngineError: it did not come up in time.
+        """
+        self._started()
+        try:
+            return self._ready.result(timeout)
+        except FutureTimeout:
+            raise EngineError(
+                f"replica {self.index} was not ready within {timeout:.0f} s. Its log so far:\n{self._tail()}"
+            ) from None
+
+    def _started(self) -> LinkT:
+        if self._child is None:
+            raise RuntimeError(f"replica {self.index} was not started: call start() first")
+        return self._child
+
+    @property
+    def log_path(self) -> Path | None:
+        """The file that the process prints to; ``None`` before :meth:`start`, and where no such file is kept."""
+        return None
+
+    def log_tail(self) -> str:
+        """Return the last errors of that log, or its last lines; ``""`` where no such file is kept."""
+        return "" if self.log_path is None else self._tail()
+
+    @property
+    def death(self) -> str | None:
+        """Why it died, once that is known; ``None`` before."""
+        return self._death
+
+    def is_alive(self) -> bool:
+        """Whether the process is there and has not reported its engine's death."""
+        return self._child is not None and self._death is None
+
+    def shutdown(self) -> None:
+        """Ask the process to end, and end its whole group after a grace period. Idempotent."""
+        if self._child is None:
+            return
+        self._fail_all(f"replica {self.index} was shut down")
+        self._child.end()
+        self._end()
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
+        """Send requests in one message; see the protocol. A request id must not be in flight already."""
+        child = self._started()
+        futures: list[Future[Completion]] = [Future() for _ in requests]
+        sent = []
+        with self._lock:
+            for request, future in zip(requests, futures, strict=True):
+                if self._death is not None:
+                    future.set_exception(ReplicaDiedError(self._death))
+                elif request.request_id in self._requests:
+                    future.set_exception(
+                        ValueError(f"request id {request.request_id!r} is in flight already: give each one its own")
+                    )
+                else:
+                    self._requests[request.request_id] = future
+                    sent.append(request)
+        if sent:
+            self._send(child, sent)
+        return futures
+
+    def _send(self, child: LinkT, requests: Sequence[Request]) -> None:
+        """Send requests in one message; if that cannot be encoded, each by itself, so that only those at fault fail."""
+        try:
+            child.outbox.put(self._encode("generate", packing.pack_requests(requests)))
+        except BaseException as error:  # whatever a user's object raises as its fields are read
+            if isinstance(error, Exception) and len(requests) > 1:
+                for request in requests:
+                    self._send(child, [request])
+                return
+            for request in requests:
+                refusal = ValueError(f"the request cannot be sent to the engine process: {error}")
+                self._resolve(self._requests, request.request_id, refusal)
+            if not isinstance(error, Exception):
+                raise
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Abort requests; their futures resolve with what was generated so far."""
+        if self._death is None:
+            self._started().outbox.put(self._encode("abort", list(request_ids)))
+
+    # -- commands ---------------------------------------------------------------------------------------------------
+
+    def probe(self, core_seconds: float) -> Future[ProbeReport]:
+        """Probe the health of the process; see the protocol."""
+        report: Future[ProbeReport] = Future()
+        try:
+            _, answer = self._ask("probe", {"seconds": core_seconds})
+        except ReplicaDiedError as death:
+            report.set_exception(death)
+        else:
+            answer.add_done_callback(partial(_pass_on, report))
+        return report
+
+    def snapshot(self, timeout: float) -> list[Completion]:
+        """Return what each request in flight has so far; see the protocol."""
+        return packing.unpack_completions(self._command("snapshot", timeout), self.index)
+
+    def tokenizer(self, timeout: float) -> Any:
+        """Return the model's tokenizer, which is sent as its saved files."""
+        return load_tokenizer(super().tokenizer(timeout))
+
+    def _ask(self, name: str, arguments: Mapping[str, Any]) -> tuple[Any, Future[Any]]:
+        """Send a command to the process; return its number, and the future of its value, a parcel."""
+        child = self._started()
+        number = next(self._numbers)
+        frames = self._encode("call", number, name, wire.parcel(arguments))
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._death is not None:
+                raise ReplicaDiedError(self._death)
+            self._calls[number] = future
+        child.outbox.put(frames)
+        return number, future
+
+    def _command(self, name: str, timeout: float, /, **arguments: Any) -> Any:
+        """Run a command of the process and wait for its value."""
+        number, future = self._ask(name, arguments)
+        try:
+            return wire.open_parcel(future.result(timeout))
+        except FutureTimeout:
+            raise EngineError(f"replica {self.index} did not answer {name!r} within {timeout:g} s") from None
+        finally:
+            with self._lock:
+                self._calls.pop(number, None)
+
+    # -- plumbing ---------------------------------------------------------------------------------------------------
+
+    def _encode(self, *message: Any) -> wire.Frames:
+        return wire.encode(message)
+
+    def _handle(self, kind: str, *rest: Any) -> None:
+        """Act on one message of the process, in the receiver thread."""
+        if kind == "completions":
+            for completion in packing.unpack_completions(rest[0], self.index):
+                self._resolve(self._requests, completion.request_id, completion)
+        elif kind == "refused":
+            self._resolve(self._requests, rest[0], _error(*rest[1:]))
+        elif kind == "result":
+            self._resolve(self._calls, *rest)
+        elif kind == "error":
+            self._resolve(self._calls, rest[0], _error(*rest[1:]))
+        elif kind == "stats":
+            (self.last_stats,) = rest
+        elif kind == "ready":
+            self._resolve(self._calls, READY, rest[0])
+        elif kind == "failed":
+            self._fail_all(f"replica {self.index} did not start: {_with_cause(rest[0], self._tail())}")
+        else:
+            self._fail_all(f"replica {self.index} died: {_with_cause(rest[0], self._tail())}")
+
+    def _resolve(self, table: dict[Any, Future[Any]], key: Any, value: Any) -> None:
+        with self._lock:
+            future = table.pop(key, None)
+        if future is not None and future.set_running_or_notify_cancel():
+            if isinstance(value, Exception):
+                future.set_exception(value)
+            else:
+                future.set_result(value)
+
+    def _fail_all(self, reason: str) -> None:
+        """Fail everything that waits; the first reason stays."""
+        with self._lock:
+            if self._death is not None:
+                return
+            self._death = reason
+            waiting: list[Future[Any]] = [*self._requests.values(), *self._calls.values()]
+            self._requests.clear()
+            self._calls.clear()
+        for future in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(ReplicaDiedError(reason))
+
+    def _tail(self) -> str:
+        return self._started().log_tail()
+
+    def _lost(self) -> None:
+        """Note that the process closed its socket, whether or not it said why."""
+        if self._death is None:
+            stuck = self._started().outbox.overflowed
+            self._fail_all(
+                f"replica {self.index} " + ("did not keep up with what it was sent" if stuck else self._ending())
+            )
+
+
+class LocalReplica(EngineReplica[Child]):
+    """A replica whose engine process is a child of the driver.
+
+    Args:
+        index: place in the service.
+        kind: of the engine.
+        arguments: of the engine, by keyword.
+        environment: of the child.
+        log_folder: where the child's log is kept; by default it is removed with the child.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        kind: EngineKind,
+        arguments: Mapping[str, Any],
+        environment: Mapping[str, str],
+        log_folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(index)
+        self._kind = kind
+        self._arguments = dict(arguments)
+        self._environment = dict(environment)
+        self._log_folder = None if log_folder is None else Path(log_folder)
+
+    def _open(self) -> Child:
+        configure = configuration(self._arguments)
+        child = Child(self.index, self._kind, self._environment, self._log_folder)
+        child.outbox.put(configure)
+        return child
+
+    @property
+    def log_path(self) -> Path | None:
+        """The file that the child prints to; ``None`` before :meth:`start`."""
+        return None if self._child is None else self._child.log
+
+    def is_alive(self) -> bool:
+        """Whether the child runs and has not reported its engine's death."""
+        return super().is_alive() and self._started().is_alive()
+
+    def _ending(self) -> str:
+        return f"{self._started().ending()}. Its last log lines:\n{self._tail()}"
+
+
+def _pass_on(report: Future[ProbeReport], answer: Future[Any]) -> None:
+    error = answer.exception()
+    if error is None:
+        report.set_result(wire.open_parcel(answer.result()))
+    else:
+        report.set_exception(error)
+
+
+def _with_cause(words: str, tail: str) -> str:
+    """Return an engine's words and the end of its log; if they only point to that, after the first error there."""
+    found = re.search(r"\b((?:\w+\.)*\w*(?:Error|Exception): (?!.*root cause).+)", tail)
+    if "root cause" in words and found is not None:
+        words = f"{found[1]} ({words.split('. ')[0].rstrip('.')})"
+    return f"{words}\n{tail}"
+
+
+def _error(kind: str, text: str) -> Exception:
+    return ValueError(text) if kind == "value" else EngineError(text)
+
+
+def _receive(reference: weakref.ref[EngineReplica[Any]], child: Link) -> None:
+    """Handle messages until the process is gone, then clean up. The replica is held weakly: it may be collected."""
+    try:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                message = wire.receive(child.connection)
+                replica = reference()
+                if replica is None:
+                    break
+                replica._handle(*message)
+                del message, replica
+    finally:
+        # end the group first: a caller that learns of its death must find its memory free
+        child.end()
+        if (replica := reference()) is not None:
+            replica._lost()
+        child.outbox.close()
+        child.connection.close()

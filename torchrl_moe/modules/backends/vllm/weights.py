@@ -1,0 +1,582 @@
+"""The engine process's side of an adapter update: load a version beside the others, then give it to new requests.
+
+Nothing is paused. A request keeps the adapter that it began with, and vLLM keys cached prefixes by an adapter's name,
+which no two versions share. An adapter that vLLM evicts is read from its files again in the step that needs it, and one
+that cannot be read ends the engine. So each version is copied to files of our own, which stay until no request uses it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torchrl_moe import _compat
+from torchrl_moe._errors import ManifestMismatch, WeightSyncError
+from torchrl_moe.modules.backends.commands import WeightCommands
+from torchrl_moe.modules.backends.process.engine_program import FOLDER_VARIABLE
+from torchrl_moe.modules.backends.replica import Completion, PauseMode, SwapReport
+from torchrl_moe.modules.backends.vllm.adapters import build_lora_request, load_adapter, unused_modules
+from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
+from torchrl_moe.modules.backends.vllm.weight_check import WeightCheck
+from torchrl_moe.weight_update.store import Manifest, WeightStoreReader, check_tensors, copy_adapter
+from torchrl_moe.weight_update.transports.base import StageReport
+
+__all__ = ["AdapterVersions", "EngineWeightCommands", "EngineWeights"]
+
+FIRST_NUMBER = 1 << 30  # users count their own from 1
+LEAVE_SECONDS = 0.1  # between two checks whether an old adapter is still in use
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Loaded:
+    """An adapter in the engine: its version, vLLM's request of it, and our copy of its files."""
+
+    version: int
+    lora: Any
+    folder: Path
+
+
+class AdapterVersions:
+    """The versions of a trainer's adapter in one ``AsyncLLM``.
+
+    Args:
+        engine: the ``AsyncLLM``.
+        requests: of the engine; those without an adapter of their own get ours.
+        check: called with what is about to be done; raises if the engine cannot do that now.
+    """
+
+    def __init__(self, engine: Any, requests: EngineRequests, check: Callable[[str], None] = lambda _: None) -> None:
+        self._engine, self._requests, self._check = engine, requests, check
+        self._store: Path | None = None
+        self._numbers = itertools.count(FIRST_NUMBER)
+        self._staged: _Loaded | None = None
+        self._serving: _Loaded | None = None
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    def init(self, options: Mapping[str, Any], replaced: bool) -> None:
+        """Note the weight store's ``folder``.
+
+        Args:
+            options: with the folder.
+            replaced: whether the weights are no longer those that the engine was started from.
+
+        Raises:
+            ValueError: the engine was started without LoRA, or its weights were replaced.
+        """
+        if self._engine.vllm_config.lora_config is None:
+            raise ValueError(
+                "lora='adapter' needs an engine with LoRA, and this one was started without: pass enable_lora=True and "
+                "max_lora_rank=, at least the adapter's; on a CPU also lora_target_modules= without the experts, for "
+                "example ['qkv_proj', 'o_proj']. With max_loras=2 requests of two versions run side by side."
+            )
+        if replaced:
+            raise ValueError(
+                "lora='adapter' sends no weights, and this engine's were replaced by a sender's, so that a restarted "
+                "replica would not have them: start the engine from the model that the adapter is for"
+            )
+        self._store = Path(options["folder"])
+
+    async def stage(self, version: int) -> StageReport:
+        """Load a version, which no request uses yet.
+
+        Raises:
+            WeightSyncError: the store does not have it whole, or :meth:`init` was not called.
+            ManifestMismatch: the engine cannot load it, or would leave a part of it out.
+            EngineError: the engine sleeps.
+        """
+        self._check("the update of an adapter")
+        if self._store is None:
+            raise WeightSyncError("the weight transport is not initialised: call init_all_workers_group() first")
+        started = time.perf_counter()
+        folder = Path(tempfile.mkdtemp(prefix="adapter-", dir=os.environ.get(FOLDER_VARIABLE)))
+        try:
+            manifest = await asyncio.to_thread(copy_adapter, self._store, version, folder)
+            fetched = time.perf_counter()
+            adapter = await self._load(version, folder)
+        except BaseException:
+            shutil.rmtree(folder)
+            raise
+        self._retire(self._staged)
+        self._staged = adapter
+        return _report(manifest, started, fetched)
+
+    async def _load(self, version: int, folder: Path) -> _Loaded:
+        number = next(self._numbers)
+        fields = {"lora_name": f"synced-{number}", "lora_int_id": number, "lora_path": str(folder)}
+        unused: Any
+        (unused,) = await asyncio.gather(load_adapter(self._engine, fields), return_exceptions=True)
+        if isinstance(unused, BaseException):
+            raise ManifestMismatch(f"the engine cannot load adapter version {version}: {unused}")
+        if unused:
+            await self._engine.remove_lora(number)
+            raise ManifestMismatch(f"adapter version {version} {unused_modules(unused)}, or send lora='merged'")
+        return _Loaded(version, build_lora_request(fields), folder)
+
+    def swap(self, version: int) -> SwapReport:
+        """Give the version staged last to all new requests."""
+        adapter = self._staged
+        if adapter is None or adapter.version != version:
+            return SwapReport(started=False, error=f"adapter version {version} is not the one staged last")
+        self.leave()
+        self._staged, self._serving = None, adapter
+        self._requests.change_adapter(adapter.lora, version)
+        return SwapReport()
+
+    def leave(self) -> None:
+        """Remove the version in use, once no request uses it: another one, or whole weights have taken its place."""
+        self._retire(self._serving)
+        self._serving = None
+
+    def _retire(self, adapter: _Loaded | None) -> None:
+        if adapter is not None:
+            task = asyncio.get_running_loop().create_task(self._remove(adapter))
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+
+    async def _remove(self, adapter: _Loaded) -> None:
+        while self._requests.uses(adapter.lora):
+            await asyncio.sleep(LEAVE_SECONDS)
+        error: Any
+        (error,) = await asyncio.gather(self._engine.remove_lora(adapter.lora.lora_int_id), return_exceptions=True)
+        if not isinstance(error, BaseException):  # else the engine is ending
+            shutil.rmtree(adapter.folder, ignore_errors=True)
+
+
+def _report(manifest: Manifest, started: float, fetched: float) -> StageReport:
+    now = time.perf_counter()
+    return StageReport(
+        seconds=now - started,
+        nbytes=manifest.nbytes,
+        digest=manifest.digest,
+        fetched=fetched - started,
+        loaded=now - fetched,
+    )
+
+
+# The engine process's side of a weight update: stage a version while the engine serves, then swap it in.
+#
+# One transaction. Staging checks names, shapes and digests, and has the workers fetch the version. Swapping pauses,
+# loads, resumes and sends the weight check, which holds output back:
+#
+# .. code-block:: text
+#
+# stage (serving) --> pause --> load --> resume + weight check --> release held output +-- failed ---+--> drop it;
+# back to the old weights if intact, else stay paused
+#
+# Old weights are intact before the first tensor is loaded.
+
+
+SETTLE_SECONDS = 0.01  # between two polls for tokens that are still in transit
+POLL_SECONDS = (0.005, 0.1)  # between two polls of workers that stage: first, and at most
+
+
+class InFlight(Protocol):
+    """The requests of the engine, which a swap may cut short."""
+
+    def pausing(self, mode: PauseMode) -> None:
+        """Note that the engine is about to pause."""
+
+    def take_versions(self, delivered: Iterable[str]) -> dict[str, int]:
+        """Return the versions of requests that have tokens of other weights."""
+
+    async def leave_adapter(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
+        """Continue requests that use the trainer's adapter without it."""
+
+    def restart_answers(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
+        """Restart answers without tokens; ``delivered`` is request -> answer -> tokens."""
+
+    def read_again(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
+        """Note that answers lose their cache, so that their tokens are read again."""
+
+
+class EngineWeights:
+    """The weights of one ``AsyncLLM``.
+
+    Args:
+        engine: the ``AsyncLLM``.
+        expected: returns checkpoint name -> (dtype, shape) of what the engine was started from.
+    """
+
+    def __init__(self, engine: Any, expected: Callable[[], dict[str, Any]]) -> None:
+        self.engine = engine
+        self._read_expected = expected
+        self._expected: dict[str, Any] | None = None  # until a transport is open
+        self.version = 0
+        self.proved_version = 0  # of the last weights that passed the check
+        self.in_flight: InFlight | None = None
+        self._swaps = 0
+        self._left_paused = False  # by a failed swap, not by the user
+        self.user_paused = False
+        self.awake = asyncio.Event()  # otherwise new requests wait; see ``sleeping.py``
+        self.awake.set()
+        self.accepting = asyncio.Event()  # otherwise vLLM refuses new requests: it is paused, and not to keep them
+        self.accepting.set()
+        self._open_gate = asyncio.Event()  # for new requests
+        self._open_gate.set()
+        self._proved = asyncio.Event()  # for outgoing completions
+        self._proved.set()
+        self._held: set[str] = set()  # requests whose completion waits for ``_proved``
+        self._spoiled: set[str] = set()  # requests that may have tokens of failed weights
+        self.reader: WeightStoreReader | None = None
+        self._stagings = 0
+        self._marks: dict[str, list[tuple[int, dict[int, int]]]] = {}  # request -> version, tokens of each answer
+
+    async def init(self, transport: str, options: Mapping[str, Any]) -> None:
+        """Open the transport in the workers, and here."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        info = {"transport": transport, "options": dict(options)}
+        await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        self.reader = WeightStoreReader(options["folder"]) if transport == "memmap" else None
+        self._expected = await asyncio.to_thread(self._read_expected)
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the weights may differ from those that the engine was started from."""
+        return self._swaps > 0
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    async def salt(self) -> dict[str, str]:
+        """Return the salt that separates cached prefixes of different weights; waits for a running swap."""
+        while not (self.awake.is_set() and self._open_gate.is_set()):
+            await self.awake.wait()
+            await self._open_gate.wait()
+        # by swap, not by version: another trainer may count from zero
+        return {"cache_salt": f"swap-{self._swaps}"} if self._swaps else {}
+
+    async def no_swap(self) -> None:
+        """Wait until no swap is running."""
+        while not self._open_gate.is_set():  # the next swap may start before a waiter wakes
+            await self._open_gate.wait()
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        """Pause the engine for the user, after a running swap, which would resume what the user paused."""
+        await self.no_swap()
+        self.user_paused = True
+        if mode != "keep":
+            self.accepting.clear()
+        await self.engine.pause_generation(mode=mode, clear_cache=clear_cache)
+
+    async def resume(self) -> None:
+        """Resume the engine for the user, after a running swap, since half-loaded weights would generate.
+
+        Raises:
+            WeightSyncError: a swap failed and left neither the old weights nor good new ones.
+        """
+        await self.no_swap()
+        if self._left_paused:
+            raise WeightSyncError("a weight update failed in this engine: it must be updated, or restarted, first")
+        self.user_paused = False
+        await self.engine.resume_generation()
+        self.accepting.set()
+
+    async def deliver(self, completion: Completion) -> Completion | None:
+        """Return a completion with the versions of its tokens, once their weights have passed the check.
+
+        Returns:
+            None if they were not good: the request must start again.
+        """
+        self._held.add(completion.request_id)
+        try:
+            await self._proved.wait()
+        finally:
+            self._held.discard(completion.request_id)
+        if completion.request_id in self._spoiled:
+            self._spoiled.discard(completion.request_id)
+            return None
+        return self.stamp(completion)
+
+    def stamp(self, completion: Completion, keep: bool = False) -> Completion:
+        """Set the versions of tokens from before a swap; the others have the current version.
+
+        Args:
+            completion: changed in place.
+            keep: whether to remember the swaps, because the request continues.
+        """
+        marks = self._marks.get(completion.request_id, []) if keep else self._marks.pop(completion.request_id, [])
+        for version, counts in reversed(marks):
+            for output in completion.outputs:
+                output.policy_versions[: counts.get(output.index, 0)] = version
+        return completion
+
+    # -- staging ----------------------------------------------------------------------------------------------------
+
+    async def stage(self, version: int, verify: str, threads: int, manifest: str | None) -> StageReport:
+        """Check a version, and have the workers fetch it, while the engine serves.
+
+        Args:
+            version: its number.
+            verify: ``"digest"`` compares the digests of all bytes.
+            threads: that read and hash.
+            manifest: as JSON, for a transport that cannot look versions up.
+
+        Raises:
+            WeightSyncError: the transport was not initialised, the version is not what the engine expects, or a worker
+                could not stage it. The old weights keep serving.
+        """
+        if self._expected is None:
+            raise WeightSyncError("the weight transport is not initialised: call init_all_workers_group() first")
+        started = time.perf_counter()
+        found, nbytes, digest = await asyncio.to_thread(self._find, version, manifest, self._expected)
+        reports = await self._stage_in_workers(found, verify == "digest", threads)
+        verifying = time.perf_counter()
+        if self.reader is not None and verify == "digest":  # the workers only map the store
+            await asyncio.to_thread(self.reader.verify, found, threads)
+        ended = time.perf_counter()
+        return StageReport(
+            seconds=ended - started,
+            nbytes=nbytes,
+            digest=digest,
+            fetched=ended - verifying + max(report["fetched"] for report in reports),
+        )
+
+    def _find(self, version: int, manifest: str | None, expected: Mapping[str, Any]) -> tuple[Manifest, int, str]:
+        """Return the manifest of a version that fits, its bytes and digest; slow with many tensors."""
+        if manifest is not None:
+            found = Manifest.from_json(manifest)
+        elif self.reader is not None:
+            found = self.reader.manifest(version)
+        else:
+            raise WeightSyncError(f"the transport cannot look version {version} up: give its manifest")
+        check_tensors(found.tensors, expected)
+        return found, found.nbytes, found.digest
+
+    async def _stage_in_workers(self, found: Manifest, *options: Any) -> list[dict[str, Any]]:
+        """Let all workers stage a version, each in a thread; return their final reports."""
+        waiting, longest = POLL_SECONDS
+        self._stagings = mine = self._stagings + 1
+        while not all(await self.engine.collective_rpc("torchrl_moe_stage", args=(found.to_json(), *options))):
+            await asyncio.sleep(longest)  # an earlier version is still being fetched
+            self._check_newest(mine)
+        while True:
+            reports: list[dict[str, Any]] = await self.engine.collective_rpc("torchrl_moe_staged")
+            if not any(report["running"] for report in reports):
+                break
+            await asyncio.sleep(waiting)
+            self._check_newest(mine)
+            waiting = min(waiting * 1.5, longest)
+        for report in reports:
+            if report["error"] is not None:
+                raise WeightSyncError(f"version {found.version} could not be staged: {report['error']}")
+        return reports
+
+    def _check_newest(self, staging: int) -> None:
+        if staging != self._stagings:  # the driver has started another one
+            raise WeightSyncError("another version was staged meanwhile")
+
+    # -- swapping ---------------------------------------------------------------------------------------------------
+
+    async def swap(
+        self,
+        version: int,
+        pause: PauseMode,
+        clear_cache: bool,
+        canary: Mapping[str, Any] | None = None,
+        patience: float = math.inf,
+    ) -> SwapReport:
+        """Replace the weights. Does not raise for a failed update: the report says how far it got.
+
+        New requests wait, so that none reads old prefixes. A paused engine stays paused and gets no weight check.
+
+        Args:
+            version: what was staged.
+            pause: what happens to requests in flight.
+            clear_cache: drop cached prefixes.
+            canary: for :class:`WeightCheck`.
+            patience: seconds after which the driver gives up on the engine; the weight check gets half of what is left.
+        """
+        started = time.perf_counter()
+        self._open_gate.clear()
+        try:
+            return await self._swap(started, version, pause, clear_cache, canary, patience)
+        finally:
+            self._open_gate.set()
+
+    async def _swap(
+        self,
+        started: float,
+        version: int,
+        pause: PauseMode,
+        clear_cache: bool,
+        canary: Mapping[str, Any] | None,
+        patience: float,
+    ) -> SwapReport:
+        was_paused = self.user_paused
+        (error,) = await asyncio.gather(self._hold(pause, clear_cache), return_exceptions=True)
+        if error is not None:
+            touched = self._left_paused
+            await self._settle(error, restored=not touched, resume=not touched and not was_paused)
+            return SwapReport(started=touched, error=_words(error))
+        paused = time.perf_counter()
+        self._swaps += 1  # whatever the outcome, earlier cache entries must not be used afterwards
+        (error,) = await asyncio.gather(self._load(version), return_exceptions=True)
+        loaded = resumed = time.perf_counter()
+        restored = error is not None and not self._left_paused and await self._whole()
+        unproved = "the engine is paused" if error is None and was_paused else ""
+        if error is None:
+            self.version = version
+            if not was_paused:
+                self._proved.clear()
+                proving = self._prove(canary, before=pause == "keep", deadline=started + patience)
+                (said,) = await asyncio.gather(proving, return_exceptions=True)
+                if isinstance(said, BaseException):
+                    error = said
+                    await self._withdraw()
+                else:
+                    resumed, unproved = said
+        await self._settle(error, restored, resume=restored and not was_paused)
+        return SwapReport(
+            started=not restored,
+            pausing_seconds=paused - started,
+            loading_seconds=loaded - paused,
+            paused_seconds=resumed - started,
+            unproved=unproved,
+            error=_words(error),
+        )
+
+    async def _hold(self, pause: PauseMode, clear_cache: bool) -> None:
+        if self.in_flight is not None:
+            self.in_flight.pausing(pause)
+        if pause != "keep":  # an engine that the user has paused stays so afterwards, and takes no requests any more
+            self.accepting.clear()
+        await self.engine.pause_generation(mode=pause, clear_cache=clear_cache)
+        counts = await self._delivered()
+        made_by = {} if self.in_flight is None else self.in_flight.take_versions(counts)
+        self._marks = {
+            name: [*self._marks.get(name, []), (made_by.get(name, self.version), had)] for name, had in counts.items()
+        }
+        if self.in_flight is not None:
+            await self.in_flight.leave_adapter(counts)
+            (self.in_flight.read_again if clear_cache else self.in_flight.restart_answers)(counts)
+
+    async def _delivered(self) -> dict[str, dict[int, int]]:
+        """Return how many tokens each request of a paused engine has, by answer."""
+        seen, counts = None, _compat.delivered_tokens(self.engine)
+        while counts != seen:  # the last step's tokens may still be in transit
+            seen = counts
+            await asyncio.sleep(SETTLE_SECONDS)
+            counts = _compat.delivered_tokens(self.engine)
+        return counts
+
+    async def _load(self, version: int) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self.engine.start_weight_update()
+        await self.engine.update_weights(WeightTransferUpdateRequest(update_info={"version": version}))
+        await self.engine.finish_weight_update(str(version))
+
+    async def _whole(self) -> bool:
+        """Whether the model of every worker can run: then a failed load has not touched it."""
+        asked = self.engine.collective_rpc("torchrl_moe_whole")
+        whole: list[bool] | BaseException
+        (whole,) = await asyncio.gather(asked, return_exceptions=True)
+        return not isinstance(whole, BaseException) and all(whole)
+
+    async def _prove(self, canary: Mapping[str, Any] | None, before: bool, deadline: float) -> tuple[float, str]:
+        """Resume; return the time of that, and why the weights were not checked, if they were not.
+
+        Args:
+            canary: for :class:`WeightCheck`.
+            before: whether to send the check before resuming, so that the first step answers it. Otherwise nothing runs
+                ahead of it: all requests were aborted (and later releases accept none while paused).
+            deadline: when the driver gives up; the weight check gets half of what is left.
+        """
+        question = WeightCheck(self.engine, canary, f"weight-probe-{self._swaps}")
+        if before:
+            await question.send()
+        await self.engine.resume_generation()
+        resumed = time.perf_counter()
+        return resumed, await question.ask(max(deadline - resumed, 0.0) / 2)
+
+    async def _withdraw(self) -> None:
+        """Pause weights that failed their check, and drop what they generated. The old ones are gone.
+
+        Requests that ran meanwhile start again: even their cached prefixes may come from the failed weights.
+        """
+        await self.engine.pause_generation(mode="keep", clear_cache=False)
+        running = set(await self._delivered())
+        self._spoiled |= running | self._held
+        self._marks.clear()
+        await self.engine.abort(list(running))
+
+    async def _settle(self, error: BaseException | None, restored: bool, resume: bool) -> None:
+        """Resume the engine, or leave it paused if it has neither its old weights nor good new ones."""
+        self._left_paused = error is not None and not restored
+        if resume:
+            await self.engine.resume_generation()
+        if self._left_paused:
+            self.accepting.clear()
+        else:
+            if not self.user_paused:
+                self.accepting.set()
+            self.proved_version = self.version
+            self._proved.set()
+
+
+def _words(error: BaseException | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+# The weight commands of an engine process over vLLM, for a trainer that sends whole weights, or only an adapter.
+
+
+class EngineWeightCommands(WeightCommands):
+    """The part of ``EngineProcess`` that updates weights.
+
+    Args:
+        weights: of the engine.
+        requests: of the engine.
+        adapters: of a trainer that sends no weights.
+        swap: replaces weights, in an engine that may sleep; default: that of ``weights``.
+    """
+
+    def __init__(
+        self,
+        weights: EngineWeights,
+        requests: EngineRequests,
+        adapters: AdapterVersions,
+        swap: Callable[..., Awaitable[SwapReport]] | None = None,
+    ) -> None:
+        super().__init__()
+        self.weights, self.requests, self.adapters = weights, requests, adapters
+        self._swap_weights = swap or weights.swap
+        self._sends_adapters = False  # whether the trainer does, instead of weights
+
+    async def command_weights_version(self) -> int:
+        return self.weights.version
+
+    async def _open_transport(self, transport: str, options: Mapping[str, Any]) -> None:
+        if transport == "adapter":
+            self.adapters.init(options, self.weights.replaced)
+        else:
+            await self.weights.init(transport, options)
+        self._sends_adapters = transport == "adapter"
+
+    async def _stage(self, version: int, verify: str, threads: int, manifest: str | None) -> StageReport:
+        if self._sends_adapters:
+            return await self.adapters.stage(version)
+        return await self.weights.stage(version, verify, threads, manifest)
+
+    async def _swap(
+        self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, Any] | None, patience: float
+    ) -> SwapReport:
+        if self._sends_adapters:
+            return self.adapters.swap(version)
+        # whole weights have the adapter merged in, or none
+        adapter, self.requests.adapter = self.requests.adapter, None
+        report = await self._swap_weights(version, pause, clear_cache, canary, patience)
+        if report.started:
+            self.adapters.leave()
+        else:
+            self.requests.adapter = adapter
+        return report

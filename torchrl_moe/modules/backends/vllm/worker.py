@@ -1,0 +1,361 @@
+"""The worker's side of a weight update: vLLM's own weight-transfer interface, over a transport of ours.
+
+vLLM asks for its weight-transfer backend at start-up, before a transport is chosen. So every engine starts with this
+backend, and ``init_transfer_engine`` names the transport. A version is fetched and checked while the model generates.
+It gets into the model during a pause, by vLLM's layerwise reload:
+
+.. code-block:: text
+
+    start: take layers apart --> load: reassemble each when its last tensor arrives --> finish: reassemble the rest
+
+Until the end the model cannot run (``whole`` is False), so a load that fails midway costs the replica its weights.
+
+Imported in vLLM's worker processes only.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.utils.torch_utils import set_random_seed
+
+from torchrl_moe import _compat
+from torchrl_moe._errors import WeightSyncError
+from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.process.engine_program import end_with_leader
+from torchrl_moe.modules.backends.vllm import cpu_kernels
+from torchrl_moe.modules.backends.vllm.adapters import build_lora_request
+from torchrl_moe.modules.backends.vllm.forced_routing import follow_in_workers
+from torchrl_moe.modules.backends.vllm.sampling import adjust_scores, report_kept
+from torchrl_moe.weight_update.store import Manifest
+from torchrl_moe.weight_update.transports.base import Receiver
+from torchrl_moe.weight_update.transports.registry import open_receiver
+
+__all__ = ["InitInfo", "Staging", "UpdateInfo", "WeightEngine", "WorkerExtension"]
+
+NICENESS = 5
+TURN_SECONDS = 0.0005  # of Python's interpreter lock, instead of 5 ms
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Which transport, and what its receiver needs to know."""
+
+    transport: str
+    options: dict[str, Any]
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Which version to load."""
+
+    version: int
+
+
+class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Loads versions of the weights into the worker's model.
+
+    ``whole``: whether the model can run, because no layer is taken apart.
+    """
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.whole = True
+        self._receiver: Receiver | None = None
+        self._kernels: list[tuple[Any, Any]] = []
+        self._reading = ExitStack()  # of the version that is being loaded
+        self._staging: Staging | None = None
+        self._asked: tuple[Any, ...] | None = None  # the arguments of ``_staging``; None once another was asked for
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Open the transport, and close the previous one."""
+        receiver = open_receiver(init_info.transport, init_info.options, self)
+        self.shutdown()
+        self._receiver = receiver
+
+    def _open(self) -> Receiver:
+        if self._receiver is None:
+            raise RuntimeError("the weight transport is not initialised")
+        return self._receiver
+
+    # -- while the model generates ----------------------------------------------------------------------------------
+
+    def stage(self, manifest: str, *, verify: bool, threads: int) -> bool:
+        """Start to fetch a version. Returns at once.
+
+        The manifest is JSON, parsed in the thread. If this version is being staged already, that continues: some
+        workers may have started while another has to be asked again.
+
+        Returns:
+            False if an earlier version is still in the way: ask again.
+        """
+        receiver = self._open()
+        asked = (manifest, receiver, verify)
+        if self._staging is not None and self._staging.running:
+            if self._asked == asked:
+                return True
+            self._asked = None  # given up: what comes of it is not used
+            return False
+        self._asked = asked
+        self._staging = Staging(manifest, receiver, verify=verify, threads=threads)
+        return True
+
+    def staged(self) -> dict[str, Any]:
+        """Return the progress of staging, as :meth:`Staging.report` does."""
+        if self._staging is None:
+            raise RuntimeError("nothing was staged")
+        return self._staging.report()
+
+    # -- under the pause --------------------------------------------------------------------------------------------
+
+    def start_weight_update(self) -> None:
+        """Take the layers apart.
+
+        On CPU the packed expert kernels are dropped too: vLLM skips packing while one exists, and the experts
+        would then be read in the wrong layout.
+        """
+        self.whole = False
+        self._reading.close()  # of an unfinished update
+        if self.device.type == "cpu":
+            self._kernels += _compat.take_moe_kernels(self.model)
+        _compat.forget_half_loads(self.model)
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Load a version. Names, shapes and digests were checked before.
+
+        If it fails before the first tensor, the layers are put together as they were.
+        """
+        stream: TensorStream | None = None
+        receiver = self._open()
+        try:
+            manifest = self._manifest(update_info.version)
+            # until the update is finished: vLLM keeps tensors of layers that are not full, such as padded embeddings
+            stream = TensorStream(self._reading.enter_context(receiver.reading(manifest)))
+            self.model.load_weights(iter(stream))
+            stream.check_taken(manifest.version)
+        except BaseException:
+            if stream is None or not stream.taken:
+                self.finish_weight_update()
+            self._reading.close()
+            raise
+
+    def _manifest(self, version: int) -> Manifest:
+        """Return the manifest that was staged, since not every receiver can look one up."""
+        staged = None if self._staging is None else self._staging.manifest
+        return staged if staged is not None and staged.version == version else self._open().manifest(version)
+
+    def finish_weight_update(self) -> None:
+        """Reassemble the remaining layers, and restore the kernels of experts that were not loaded."""
+        with self._reading:
+            finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            _compat.pack_tied(self.model)
+        _compat.restore_moe_kernels(self._kernels)
+        self._kernels = []
+        self.whole = True
+
+    def shutdown(self) -> None:
+        """Close the receiver."""
+        if self._receiver is not None:
+            self._receiver.close()
+
+
+class TensorStream:
+    """A version's tensors, one by one, for a model's loader. ``taken`` counts how many it took.
+
+    Args:
+        tensors: name -> tensor.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.taken = 0
+        self._tensors = tensors
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._tensors.items():
+            self.taken += 1
+            yield name, tensor
+
+    def check_taken(self, version: int) -> None:
+        """Raise a ``WeightSyncError`` if the model left tensors behind."""
+        if self.taken != len(self._tensors):
+            raise WeightSyncError(f"the model took {self.taken} of {len(self._tensors)} tensors of version {version}")
+
+
+class Staging:
+    """A version on its way here: a thread fetches and checks it, while the worker's loop keeps generating.
+
+    Args:
+        manifest: the version's, as JSON.
+        receiver: the source.
+        verify: whether to compare the digests of what arrives.
+        threads: number of threads that read and hash.
+
+    Attributes:
+        manifest: the version's, once the thread has read it.
+    """
+
+    def __init__(self, manifest: str, receiver: Receiver, *, verify: bool, threads: int) -> None:
+        self.manifest: Manifest | None = None
+        self._text, self._receiver = manifest, receiver
+        self._verify, self._threads = verify, threads
+        self._fetched = 0.0
+        self._job = _run_politely(self._fetch)
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread is still running."""
+        return not self._job.done()
+
+    def report(self) -> dict[str, Any]:
+        """Return its progress, as plain data."""
+        if self.running:
+            return {"running": True}
+        error = self._job.exception()
+        return {
+            "running": False,
+            "fetched": self._fetched,
+            "error": None if error is None else f"{type(error).__name__}: {error}",
+        }
+
+    def _fetch(self) -> None:
+        started = time.perf_counter()
+        self.manifest = manifest = Manifest.from_json(self._text)
+        self._receiver.fetch(manifest, verify=self._verify, threads=self._threads)
+        self._fetched = time.perf_counter() - started
+
+
+def _run_politely(work: Callable[[], None]) -> Future[None]:
+    """Run a function in its own thread, at a lower priority, and with shorter turns of Python's interpreter lock.
+
+    With the usual 5 ms, a step of the worker's loop would wait for that lock at each of its many short calls.
+    """
+    executor = ThreadPoolExecutor(1, "weights")
+    job = executor.submit(_polite()(work))
+    executor.shutdown(wait=False)  # the thread ends with its job
+    return job
+
+
+@contextmanager
+def _polite() -> Iterator[None]:
+    if sys.platform == "linux":  # only there a thread has its own priority
+        thread = threading.get_native_id()
+        # only upwards: lowering the nice value needs a privilege
+        os.setpriority(os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(TURN_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+# What we add to vLLM's workers: methods that the engine process calls by name through ``collective_rpc``.
+#
+# It is imported inside worker processes only. Every method carries our prefix, because vLLM refuses an extension that
+# shares a name with its worker class. None of them waits for anything: while a worker runs one, it generates nothing.
+
+
+# vLLM imports this module in each worker before it makes the weight-transfer engine. Unlike an entry point, that needs
+# no installed package and cannot be filtered away by VLLM_PLUGINS.
+_compat.register_weight_engine()
+_compat.keep_cpu_experts_with_lora()
+_compat.refuse_bad_adapters()
+_compat.zero_new_blocks()
+cpu_kernels.register()
+follow_in_workers()
+end_with_leader()  # the engine core, this process's parent, does not watch its own parent
+
+
+class WorkerExtension:
+    """Mixed into vLLM's ``Worker``; the attributes without our prefix are the worker's own."""
+
+    model_runner: Any
+    weight_transfer_engine: Any
+    add_lora: Callable[[Any], bool]
+    torchrl_moe_saved: dict[str, Tensor]
+
+    def torchrl_moe_router_layers(self) -> list[int]:
+        """Return the sorted indices of the decoder layers that have a router.
+
+        Read from the modules of the model that runs, never from captured values: an untouched row is all zeros, and
+        zero is an expert.
+        """
+        return _compat.router_layer_ids(self.model_runner.get_model())
+
+    def torchrl_moe_set_seed(self, seed: int) -> None:
+        """Seed the random numbers from which requests without a seed get theirs; every worker alike, as at start-up."""
+        set_random_seed(seed)
+
+    def torchrl_moe_report(self, masks: bool) -> str:
+        """Report kept words if asked, and score as sampled; return why no request can follow experts, or ""."""
+        runner = self.model_runner
+        if runner.sampler is not None:  # the last pipeline stage samples
+            if masks:
+                report_kept(runner)
+            adjust_scores(runner)
+        return runner.torchrl_moe_forced.why_live if hasattr(runner, "torchrl_moe_forced") else ""
+
+    def torchrl_moe_masks(self, on: bool) -> None:
+        """Report kept words, or not, to measure the cost."""
+        self.model_runner.sampler.torchrl_moe_on = on
+
+    def torchrl_moe_runner(self) -> str:
+        """Return the class of the model runner."""
+        kind = type(self.model_runner)
+        return f"{kind.__module__}.{kind.__qualname__}"
+
+    def torchrl_moe_follow(self, on: bool) -> None:
+        """Follow, or route live, to measure the cost; do not leave an engine that reports that it follows at live."""
+        self.model_runner.torchrl_moe_forced.drive(on)
+
+    def torchrl_moe_stage(self, manifest: str, verify: bool, threads: int) -> bool:
+        """Begin to stage a version; see ``WeightEngine.stage``."""
+        began: bool = self.weight_transfer_engine.stage(manifest, verify=verify, threads=threads)
+        return began
+
+    def torchrl_moe_staged(self) -> dict[str, Any]:
+        """Return how far staging is; see ``Staging.report``."""
+        report: dict[str, Any] = self.weight_transfer_engine.staged()
+        return report
+
+    def torchrl_moe_whole(self) -> bool:
+        """Whether the model can run: no layer of it is taken apart."""
+        whole: bool = self.weight_transfer_engine.whole
+        return whole
+
+    def torchrl_moe_load_adapter(self, fields: dict[str, Any]) -> list[str]:
+        """Load an adapter, by the fields of vLLM's request; return the modules it names and this worker does not adapt.
+
+        Both in one call: with room for one adapter only, the next step may evict it for that of a running request.
+        """
+        self.add_lora(build_lora_request(fields))
+        return _compat.unused_adapter_modules(self.model_runner, fields["lora_int_id"])
+
+    def torchrl_moe_save_params(self) -> int:
+        """Keep a copy of the parameters in host memory, for :meth:`torchrl_moe_validate`; return how many."""
+        parameters = self.model_runner.get_model().named_parameters()
+        self.torchrl_moe_saved = {name: parameter.detach().to("cpu", copy=True) for name, parameter in parameters}
+        return len(self.torchrl_moe_saved)
+
+    def torchrl_moe_validate(self, function: bytes) -> list[bytes]:
+        """Return, in frames, what a pickled function of the saved parameters and the model returns."""
+        saved = getattr(self, "torchrl_moe_saved", {})
+        return [bytes(frame) for frame in wire.encode(pickle.loads(function)(saved, self.model_runner.get_model()))]

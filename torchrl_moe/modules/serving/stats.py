@@ -1,0 +1,493 @@
+"""Every metric of a service: its name in tables, its name and help in Prometheus, and where it is read.
+
+A replica's metrics are rows of ``stats()``; the service's own are counted by
+:class:`~torchrl_moe.modules.serving.stats.Metrics`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import threading
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+
+from torchrl_moe._errors import EngineError, GenerationTimeout, RequestRefusedError
+from torchrl_moe.modules.backends.replica import Completion, ReplicaStats
+from torchrl_moe.modules.serving.candidates import ReplicaState, TableEntry
+from torchrl_moe.modules.serving.replica_table import ReplicaTable
+from torchrl_moe.render.tables import html_table
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+__all__ = [
+    "COUNTERS",
+    "ENGINE_COUNTERS",
+    "OF_THE_ENGINE",
+    "OF_THE_TABLE",
+    "OUTCOMES",
+    "Histogram",
+    "Metrics",
+    "ReplicaMetric",
+    "ServiceCollector",
+    "Totals",
+    "breaker_state",
+    "describe",
+    "prometheus_text",
+    "replica_row",
+    "service_html",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaMetric:
+    """One metric of a replica.
+
+    Attributes:
+        name: its key in ``stats()``.
+        kind: a ``"counter"`` only grows, across restarts too; a ``"gauge"`` is a current value; a ``"label"`` is text.
+        read: returns it, from the replica table's entry or from the engine's own stats.
+        exported: its name in Prometheus; ``""``: it is not there.
+        meaning: Prometheus' help.
+        number: its value in Prometheus.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge", "label"]
+    read: Callable[[Any], Any]
+    exported: str = ""
+    meaning: str = ""
+    number: Callable[[Any], float] = float
+
+
+def breaker_state(entry: TableEntry) -> str:
+    """Return the state of a replica's circuit breaker: closed, unless it failed too often."""
+    return str(entry.breaker.state.value)
+
+
+def _of(
+    name: str, kind: Literal["counter", "gauge"], exported: str, meaning: str, attribute: str = ""
+) -> ReplicaMetric:
+    return ReplicaMetric(name, kind, attrgetter(attribute or name), exported, meaning)
+
+
+OF_THE_TABLE: tuple[ReplicaMetric, ...] = (
+    ReplicaMetric("replica", "label", attrgetter("index")),
+    ReplicaMetric("state", "label", attrgetter("state.name")),
+    _of("version", "gauge", "policy_version", "Version of the weights."),
+    _of("inflight", "gauge", "inflight_requests", "Requests sent to the replica that have not ended."),
+    ReplicaMetric("breaker", "label", breaker_state, "breaker_open", "1 unless the circuit breaker is closed.",
+                  lambda state: state != "closed"),
+    _of("restarts", "counter", "restarts", "Restarts of the replica."),
+    _of("not_finite_logprobs", "counter", "not_finite_logprobs", "Log-probs of its answers that were NaN or infinite.",
+        "not_finite"),
+    ReplicaMetric("last_error", "label", attrgetter("last_error")),
+)  # fmt: skip
+"""What the service knows of a replica: read from a :class:`TableEntry`."""
+
+OF_THE_ENGINE: tuple[ReplicaMetric, ...] = (
+    _of("running", "gauge", "running_sequences", "Answers being generated."),
+    _of("waiting", "gauge", "waiting_sequences", "Answers in the engine's queue."),
+    _of("cache_usage", "gauge", "kv_cache_usage_ratio", "Share of KV blocks in use, 0 to 1."),
+    _of("tokens_per_second", "gauge", "tokens_per_second", "Tokens generated, of the last second."),
+    _of("requests", "counter", "requests", "Requests that the engine ended."),
+    _of("completions", "counter", "sequences", "Answers that the engine ended."),
+    _of("prompt_tokens", "counter", "prompt_tokens", "Prompt tokens of ended requests."),
+    _of("cached_tokens", "counter", "cached_tokens", "Those of them found in the prefix cache."),
+    _of("generated_tokens", "counter", "generated_tokens", "Tokens of ended requests."),
+    _of("generation_seconds", "counter", "generation_seconds", "Seconds that requests spent in the engine, summed."),
+    _of("cache_queries", "counter", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    _of("cache_hits", "counter", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    _of("preemptions", "counter", "preemptions", "Requests that lost their KV blocks and were recomputed."),
+    _of("steps", "counter", "steps", "Steps of the engine."),
+    _of("step_at", "gauge", "last_step_timestamp_seconds", "When the engine last ended a step."),
+    _of("weights_version", "gauge", "", ""),
+    _of("hit_rate", "gauge", "", ""),
+)
+"""What an engine reports: read from its :class:`ReplicaStats`."""
+
+ENGINE_COUNTERS = tuple(metric.name for metric in OF_THE_ENGINE if metric.kind == "counter")
+
+OUTCOMES = {
+    "completed": "returned whole",
+    "aborted": "cut short: by an abort, Ctrl-C, a cancelled task, or an error of another request of the call",
+    "timed_out": "not finished at their deadline",
+    "refused": "that the engine or the service would not take",
+    "failed": "that a replica failed, or that found none to serve them",
+}
+"""The outcomes of requests: every request ends in one of them."""
+
+COUNTERS = {
+    "requests": "Requests given to the service.",
+    **{name: f"Requests {meaning}." for name, meaning in OUTCOMES.items()},
+    "retried": "Times that a request was started again on another replica.",
+    "sequences": "Answers returned.",
+    "prompt_tokens": "Prompt tokens of the requests that were answered.",
+    "cached_tokens": "Those of them found in a prefix cache.",
+    "generated_tokens": "Tokens of the answers.",
+    "generation_seconds": "Seconds from a request's arrival at its engine to its last token, summed.",
+}
+"""What the service counts of its requests."""
+
+
+def replica_row(entry: TableEntry, stats: ReplicaStats | None) -> dict[str, Any]:
+    """Return all metrics of a replica as one flat dictionary, without the engine's part if it reported none."""
+    row = {metric.name: metric.read(entry) for metric in OF_THE_TABLE}
+    return row if stats is None else row | {metric.name: metric.read(stats) for metric in OF_THE_ENGINE}
+
+
+# Outcomes and durations of a service's requests: counters, percentiles, histograms.
+#
+# Every request counts once in ``requests`` and once more when its call ends, by its outcome as the caller sees it.
+
+
+SECONDS = ("queue_seconds", "first_token_seconds", "total_seconds")
+BOUNDS = tuple(base * 10.0**power for power in range(-3, 3) for base in (1.0, 2.5, 5.0))
+MOST_RECENT = 2048
+
+Finished: TypeAlias = Callable[[Sequence[Completion]], None]
+
+
+class Histogram:
+    """Durations in seconds: counts per bucket since the start, and percentiles of the most recent ones.
+
+    Attributes:
+        counts: int, per bucket: up to each of ``BOUNDS`` (1 ms to 500 s), the last for all above.
+        total: sum of all values.
+    """
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BOUNDS) + 1)
+        self.total = 0.0
+        self._recent: deque[float] = deque(maxlen=MOST_RECENT)
+
+    def add(self, seconds: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(BOUNDS, seconds)] += 1
+        self.total += seconds
+        self._recent.append(seconds)
+
+    def percentiles(self) -> dict[str, float]:
+        """Return p50, p90 and p99 of the last 2048 values; nothing if there are none."""
+        if not self._recent:
+            return {}
+        values = np.quantile(np.array(self._recent), (0.5, 0.9, 0.99)).tolist()
+        return dict(zip(("p50", "p90", "p99"), values, strict=True))
+
+
+class Metrics:
+    """Counters and histograms of one service; safe to use from any thread.
+
+    Args:
+        enabled: whether anything is counted.
+
+    >>> metrics = Metrics()
+    >>> metrics.count("retried")
+    >>> metrics.summary()["retried"]
+    1
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self._lock = threading.Lock()
+        self._counts: dict[str, float] = dict.fromkeys(COUNTERS, 0)
+        self._histograms = {name: Histogram() for name in SECONDS}
+
+    def count(self, name: str, amount: float = 1) -> None:
+        """Add to a counter.
+
+        Raises:
+            ValueError: there is no such counter.
+        """
+        if name not in self._counts:
+            raise ValueError(f"no counter {name!r}; known: {', '.join(COUNTERS)}")
+        if self.enabled:
+            with self._lock:
+                self._counts[name] += amount
+
+    @contextlib.contextmanager
+    def call(self, requests: int, whole: Sequence[Completion] = ()) -> Iterator[Finished]:
+        """Count the requests of one call; the body passes its completions to the yielded function.
+
+        Args:
+            requests: how many.
+            whole: completions of the call that are not among the requests because they were complete before.
+        """
+        before = set(map(id, whole))
+        self.count("requests", requests)
+        try:
+            yield lambda completions: self._finish([one for one in completions if id(one) not in before])
+        except EngineError as error:
+            done = [one for one in error.partial if not one.aborted and id(one) not in before]
+            self._finish(done)
+            self.count(_outcome(error), requests - len(done))
+            raise
+        except ValueError:
+            self.count("refused", requests)
+            raise
+        except BaseException:
+            self.count("aborted", requests)
+            raise
+
+    def _finish(self, completions: Sequence[Completion]) -> None:
+        if not self.enabled:
+            return
+        with self._lock:
+            for completion in completions:
+                self._counts["aborted" if completion.aborted else "completed"] += 1
+                if completion.prompt_logprobs is None:  # else it was scored, and its one token is dropped
+                    self._counts["sequences"] += len(completion.outputs)
+                    self._counts["generated_tokens"] += sum(len(output.token_ids) for output in completion.outputs)
+                self._counts["prompt_tokens"] += len(completion.prompt_token_ids)
+                self._counts["cached_tokens"] += completion.num_cached_tokens
+                self._counts["generation_seconds"] += completion.metrics.total_seconds
+                for name, histogram in self._histograms.items():
+                    histogram.add(getattr(completion.metrics, name))
+
+    def summary(self) -> dict[str, float]:
+        """Return all counters, and p50, p90, p99 of the seconds of the last 2048 requests, for a logger.
+
+        Empty if metrics are off.
+        """
+        if not self.enabled:
+            return {}
+        with self._lock:
+            summary = dict(self._counts)
+            for name, histogram in self._histograms.items():
+                summary |= {f"{name}_{key}": value for key, value in histogram.percentiles().items()}
+            return summary
+
+    def histograms(self) -> dict[str, tuple[list[int], float]]:
+        """Return, by name, how many values fell in each bucket of ``BOUNDS`` and above, and the sum of all."""
+        with self._lock:
+            return {name: (list(h.counts), h.total) for name, h in self._histograms.items()}
+
+
+def _outcome(error: EngineError) -> str:
+    """Return the outcome of a call's unfinished requests when it ends with an error."""
+    if isinstance(error, RequestRefusedError):
+        return "refused"
+    return "timed_out" if isinstance(error, GenerationTimeout) else "failed"
+
+
+# Stats as tables: one row per replica, with counts that continue across its restarts.
+
+
+SHOWN_REPLICAS = 16
+SHOWN_ERROR_CHARACTERS = 80
+
+
+def _state(entry: TableEntry) -> str:
+    breaker = breaker_state(entry)
+    return entry.state.name if breaker == "closed" else f"{entry.state.name}, breaker {breaker}"
+
+
+class Totals:
+    """Counts of replicas since the service started: an engine's own counts restart at zero with it.
+
+    Read from the stats that replicas send by themselves; no engine is asked.
+
+    Args:
+        table: the replicas.
+    """
+
+    def __init__(self, table: ReplicaTable) -> None:
+        self._lock = threading.Lock()
+        self._replicas = {entry.index: entry.replica for entry in table}
+        self._before: defaultdict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(ENGINE_COUNTERS, 0.0))
+
+    def of(self, entry: TableEntry) -> dict[str, float]:
+        """Return the counts of one replica, including its earlier engines as far as their stats arrived."""
+        with self._lock:
+            before = self._before[entry.index]
+            if (last := self._replicas.setdefault(entry.index, entry.replica)) is not entry.replica:
+                before.update(_add(before, last.last_stats))
+                self._replicas[entry.index] = entry.replica
+            return _add(before, entry.replica.last_stats)
+
+
+def _add(counts: dict[str, float], stats: ReplicaStats | None) -> dict[str, float]:
+    return {name: value + getattr(stats, name, 0) for name, value in counts.items()}
+
+
+def describe(entry: TableEntry) -> str:
+    """Return one line on a replica, from the stats that it sent by itself."""
+    stats: ReplicaStats | None = entry.replica.last_stats
+    line = f"#{entry.index} {_state(entry)}, v{entry.version}, {entry.inflight} in flight"
+    if stats is not None and entry.state is not ReplicaState.DEAD:
+        line += (
+            f", {stats.running} running, {stats.waiting} queued, KV {stats.cache_usage:.0%}, "
+            f"prefix hits {stats.hit_rate:.0%}, {stats.tokens_per_second:.0f} tok/s"
+        )
+    return line + (f", restarts: {entry.restarts}" if entry.restarts else "")
+
+
+HEADER = ("replica", "state", "version", "in flight", "running", "queued", "KV use", "prefix hits", "tokens/s",
+          "requests", "restarts", "last error")  # fmt: skip
+
+
+def service_html(title: str, entries: Sequence[TableEntry], totals: Totals) -> str:
+    """Return a table of the replicas as HTML: the first 16 of them, and a row for all."""
+    done = [totals.of(entry) for entry in entries]
+    alive = [entry.replica.last_stats if entry.state is not ReplicaState.DEAD else None for entry in entries]
+    known = [stats or ReplicaStats() for stats in alive]
+    rows = [
+        _cells(entry, stats, int(counts["requests"]))
+        for entry, stats, counts in zip(entries[:SHOWN_REPLICAS], alive, done, strict=False)
+    ]
+    queries = sum(stats.cache_queries for stats in known)
+    usages = [stats.cache_usage for stats in alive if stats is not None]
+    footer = [
+        "all",
+        f"{sum(entry.state is ReplicaState.SERVING for entry in entries)} of {len(entries)} serving",
+        _span([entry.version for entry in entries]),
+        f"{sum(entry.inflight for entry in entries)}",
+        f"{sum(stats.running for stats in known)}",
+        f"{sum(stats.waiting for stats in known)}",
+        _share(math.fsum(usages) / len(usages) if usages else 0.0),
+        _share(sum(stats.cache_hits for stats in known) / queries if queries else 0.0),
+        f"{sum(stats.tokens_per_second for stats in known):,.0f}",
+        f"{sum(int(counts['requests']) for counts in done):,}",
+        f"{sum(entry.restarts for entry in entries)}",
+        "",
+    ]
+    hidden = len(entries) - len(rows)
+    return html_table(title, HEADER, rows, footer, f"and {hidden} more replicas" if hidden else "")
+
+
+def _cells(entry: TableEntry, stats: ReplicaStats | None, requests: int) -> list[str]:
+    engine = ["–"] * 5
+    if stats is not None:
+        engine = [
+            f"{stats.running}",
+            f"{stats.waiting}",
+            _share(stats.cache_usage),
+            _share(stats.hit_rate),
+            f"{stats.tokens_per_second:,.0f}",
+        ]
+    return [
+        f"#{entry.index}",
+        _state(entry),
+        f"{entry.version}",
+        f"{entry.inflight}",
+        *engine,
+        f"{requests:,}",
+        f"{entry.restarts}",
+        (entry.last_error or "").partition("\n")[0][:SHOWN_ERROR_CHARACTERS],
+    ]
+
+
+def _share(value: float) -> str:
+    return f"{value:.0%}"
+
+
+def _span(versions: Sequence[int]) -> str:
+    return f"{min(versions)}" if min(versions) == max(versions) else f"{min(versions)} to {max(versions)}"
+
+
+# The stats of a service as Prometheus reads them. A scrape reads what is known already and asks no engine.
+#
+# ``prometheus_client`` is an extra, imported on first use.
+
+
+PREFIX = "torchrl_moe_"
+
+
+def _prometheus() -> ModuleType:
+    try:
+        import prometheus_client
+        import prometheus_client.core
+    except ImportError as error:
+        raise ImportError(
+            "Prometheus text needs prometheus_client, an extra: pip install torchrl_moe[prometheus]"
+        ) from error
+    return prometheus_client
+
+
+class ServiceCollector:
+    """Gives a Prometheus registry the families of one service.
+
+    Counters of replicas continue over restarts. With metrics off, those of the service itself are left out.
+
+    Args:
+        table: the replicas.
+        totals: their counts.
+        metrics: the service's own.
+    """
+
+    def __init__(self, table: ReplicaTable, totals: Totals, metrics: Metrics) -> None:
+        self._families = _prometheus().core
+        self._table = table
+        self._totals = totals
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the families, as ``prometheus_client`` asks."""
+        yield from self._of_replicas()
+        if self._metrics.enabled:
+            yield from self._of_service()
+
+    def _of_replicas(self) -> Iterator[Any]:
+        entries = list(self._table)
+        states = self._families.GaugeMetricFamily(
+            f"{PREFIX}replica_state", "1 for the state that the replica is in.", labels=["replica", "state"]
+        )
+        for entry in entries:
+            for state in ReplicaState:
+                states.add_metric([str(entry.index), state.value], float(entry.state is state))
+        yield states
+        stats = [_living_stats(entry) for entry in entries]
+        totals = [self._totals.of(entry) for entry in entries]
+        for metrics, sources in ((OF_THE_TABLE, entries), (OF_THE_ENGINE, stats)):
+            for metric in metrics:
+                if not metric.exported:
+                    continue
+                counts = metric.kind == "counter"
+                family = self._families.CounterMetricFamily if counts else self._families.GaugeMetricFamily
+                one = family(f"{PREFIX}replica_{metric.exported}", metric.meaning, labels=["replica"])
+                for entry, source, total in zip(entries, sources, totals, strict=True):
+                    value = total.get(metric.name) if counts else None
+                    one.add_metric([str(entry.index)], metric.number(metric.read(source)) if value is None else value)
+                yield one
+
+    def _of_service(self) -> Iterator[Any]:
+        summary = self._metrics.summary()
+        finished = self._families.CounterMetricFamily(
+            f"{PREFIX}requests_finished", "Requests that are over, by what became of them.", labels=["outcome"]
+        )
+        for outcome in OUTCOMES:
+            finished.add_metric([outcome], summary[outcome])
+        yield finished
+        for name, meaning in COUNTERS.items():
+            if name not in OUTCOMES:
+                yield self._families.CounterMetricFamily(f"{PREFIX}{name}", meaning, value=summary[name])
+        for name, (counts, total) in self._metrics.histograms().items():
+            ends = [*(f"{bound:g}" for bound in BOUNDS), "+Inf"]
+            yield self._families.HistogramMetricFamily(
+                f"{PREFIX}request_{name}",
+                "Seconds of answered requests, from their arrival at the engine.",
+                buckets=list(zip(ends, itertools.accumulate(counts), strict=True)),
+                sum_value=total,
+            )
+
+
+def _living_stats(entry: TableEntry) -> ReplicaStats:
+    """Return the last stats of a replica that may still be in that condition, else zeros."""
+    gone = entry.state in (ReplicaState.DEAD, ReplicaState.STARTING)
+    return ReplicaStats() if gone else entry.replica.last_stats or ReplicaStats()
+
+
+def prometheus_text(collector: ServiceCollector) -> str:
+    """Return a collector's families in Prometheus' text format."""
+    client = _prometheus()
+    registry = client.CollectorRegistry()
+    registry.register(collector)
+    return str(client.generate_latest(registry).decode())

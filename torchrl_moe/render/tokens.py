@@ -1,0 +1,598 @@
+"""The text of a single token, printable: line breaks, bytes and markers are seen."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from itertools import groupby
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from torchrl_moe._checks import renamed
+from torchrl_moe.render.curves import HUES, OTHERS, Fill, shades
+from torchrl_moe.render.routes import KEPT_LABELS, kept_label
+from torchrl_moe.render.tables import in_notebook, show_html
+
+__all__ = [
+    "MOST_TOKENS",
+    "Color",
+    "Part",
+    "Scale",
+    "ShownToken",
+    "TokenSample",
+    "TokenTexts",
+    "make_scale",
+    "print_samples",
+    "read_samples",
+    "rows_of",
+    "samples_html",
+    "samples_text",
+    "show_samples",
+    "show_token_samples",
+]
+
+SEEN = {"\n": "↵\n", "\t": "→\t", "\r": "␍"}
+"""What stands for a character that would not be seen; a line break breaks the line besides."""
+
+MOST_PARTS = 4
+"""Tokens that one character, at most four bytes, is made of."""
+OUTSIDE = (IndexError, KeyError, OverflowError, TypeError, ValueError)
+"""What tokenizers raise at an id that is not in their vocabulary."""
+
+
+class TokenTexts:
+    """Texts of tokens, each decoded once.
+
+    Args:
+        tokenizer: with ``decode``, ``convert_ids_to_tokens`` and ``all_special_ids``; ``None``: a token is its number.
+
+    >>> TokenTexts(None).of([12, 7])
+    ['12 ', '7 ']
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._special = frozenset(getattr(tokenizer, "all_special_ids", ()))
+        self._texts: dict[tuple[int, ...], str | None] = {}
+
+    def is_special(self, token: int) -> bool:
+        """Whether a token is a marker, such as the end of a turn."""
+        return token in self._special
+
+    def of(self, tokens: Sequence[int]) -> list[str]:
+        """Return a text for each of some tokens that follow one another.
+
+        Of a character that several tokens make up, the first has it, and the others are a ``·``.
+        """
+        texts: list[str] = []
+        while len(texts) < len(tokens):
+            at = len(texts)
+            whole = next((n for n in range(1, MOST_PARTS + 1) if self._decoded(tuple(tokens[at : at + n]))), 1)
+            text = self._decoded(tuple(tokens[at : at + whole]))
+            texts += [self._name(tokens[at]) if text is None else "".join(map(_seen, text)), *["·"] * (whole - 1)]
+        return texts[: len(tokens)]
+
+    def _decoded(self, tokens: tuple[int, ...]) -> str | None:
+        """Return the text of tokens that make whole characters, otherwise ``None``."""
+        if tokens not in self._texts:
+            self._texts[tokens] = self._decode(tokens)
+        return self._texts[tokens]
+
+    def _decode(self, tokens: tuple[int, ...]) -> str | None:
+        if self._tokenizer is None:
+            return "".join(f"{token} " for token in tokens)
+        try:
+            text = str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+        except OUTSIDE:
+            return None
+        return None if not text or "\ufffd" in text else text
+
+    def _name(self, token: int) -> str:
+        """Return what the tokenizer calls a token that is no character."""
+        try:
+            name = self._tokenizer.convert_ids_to_tokens(token)
+        except OUTSIDE:
+            name = None
+        return f"⟨{token}⟩" if name is None else "".join(map(_seen, str(name)))
+
+
+def _seen(char: str) -> str:
+    return SEEN.get(char) or (char if char.isprintable() else char.encode("unicode_escape").decode("ascii"))
+
+
+# A rollout token by token, as plain data: what a figure of it, or a text, is made from.
+#
+# ``read_samples`` finds the tokens in a tensordict by its keys; it imports neither tensordict nor an engine.
+
+
+Part = str
+"""``prompt``, ``response`` (sampled), or ``observation``: neither, after the first sampled token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownToken:
+    """One token.
+
+    Attributes:
+        position: in its sequence, pads not counted.
+        id: in the vocabulary.
+        text: of it alone, printable.
+        part: of the rollout it stands in.
+        special: whether it is a marker and no text.
+        log_prob: of the policy that sampled it; ``None`` if there is none.
+        version: of the weights that sampled it; ``None`` if nothing did.
+        experts: by layer, those that it was routed to; layers without a route are left out.
+        kept: how many words it was sampled from; ``-n``: all but n; 0: all; ``None``: it was not sampled.
+    """
+
+    position: int
+    id: int
+    text: str
+    part: Part
+    special: bool = False
+    log_prob: float | None = None
+    version: int | None = None
+    experts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    kept: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSample:
+    """One rollout.
+
+    Attributes:
+        index: its row in the batch, all batch dimensions flattened.
+        tokens: those that are shown, in order; a number stands for so many that are not.
+        counts: tokens by part, those that are not shown too.
+        reward: the sum over the rollout; ``None`` if it has none.
+    """
+
+    index: int
+    tokens: Sequence[ShownToken | int]
+    counts: Mapping[Part, int]
+    reward: float | None = None
+
+    @property
+    def shown(self) -> list[ShownToken]:
+        """The tokens that are shown."""
+        return [token for token in self.tokens if isinstance(token, ShownToken)]
+
+    @property
+    def title(self) -> str:
+        """One line on it."""
+        counts = ", ".join(f"{count} {part}" for part, count in self.counts.items() if count)
+        reward = "" if self.reward is None else f", reward {self.reward:.4g}"
+        return f"sample {self.index}: {counts or 'no'} tokens{reward}"
+
+
+def rows_of(batch: Any) -> list[Any]:
+    """Return the rows of a tensordict of any batch size, in order, each of batch size ``[]``."""
+    if not batch.ndim:
+        return [batch]
+    parts = list(batch.unbind(0))
+    return parts if batch.ndim == 1 else [row for part in parts for row in rows_of(part)]
+
+
+def read_samples(td: Any, n: int, most: int, *, policy: Any = None, tokenizer: Any = None) -> list[TokenSample]:
+    """Return the last rollouts of a batch.
+
+    Args:
+        td: rollouts with ``("tokens", "full")``, of any batch size, padded or not.
+        n: how many.
+        most: tokens of each that are shown; of a longer one the end of the prompt, and both ends of what follows.
+        policy: names the keys (``tokens_key``, ``masks_key``, ``log_probs_key``), and has the tokenizer.
+        tokenizer: gives tokens their texts; without one they are shown as numbers.
+
+    Raises:
+        ValueError: ``n`` or ``most`` is below 1, there are no tokens, or an entry has not one value per token.
+        TypeError: ``tokenizer`` is no tokenizer.
+    """
+    for name, value in (("n", n), ("tokens", most)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if tokenizer is not None and not hasattr(tokenizer, "decode"):
+        raise TypeError(f"tokenizer must be a tokenizer of transformers, with decode(), got {tokenizer!r}")
+    rows = rows_of(td)
+    keys = {name: getattr(policy, f"{name}_key", None) or name for name in ("tokens", "masks", "log_probs")}
+    texts = TokenTexts(getattr(policy, "tokenizer", None) if tokenizer is None else tokenizer)
+    first = max(0, len(rows) - n)
+    return [_read(index, row, keys, most, texts) for index, row in enumerate(rows[first:], first)]
+
+
+def _read(index: int, row: Any, keys: Mapping[str, str], most: int, texts: TokenTexts) -> TokenSample:
+    ids = _array(row.get((keys["tokens"], "full"), None))
+    if ids is None:
+        raise ValueError(
+            f"there are no tokens at {(keys['tokens'], 'full')!r}: show_samples takes rollouts, of vLLMWrapper or a "
+            "collector; of another policy, pass policy=, which names its keys"
+        )
+    real = _array(row.get((keys["masks"], "all_attention_mask"), None))
+    real = np.ones(len(ids), bool) if real is None or len(real) != len(ids) else real.astype(bool)
+
+    def entry(key: Any) -> Any:
+        values = _array(row.get(key, None))
+        if values is not None and len(values) != len(ids):
+            raise ValueError(f"{key!r} has {len(values)} rows, and there are {len(ids)} tokens")
+        return None if values is None else values[real]
+
+    versions, log_probs = entry(("policy_versions", "full")), entry((keys["log_probs"], "full"))
+    routes, assistant = entry(("routed_experts", "full")), entry((keys["masks"], "all_assistant_mask"))
+    kept = row.get(("sampling", "kept"), None)
+    sizes = None if kept is None else _array(kept.sizes)[real]
+    prompt = _array(row.get((keys["tokens"], "prompt"), None))
+    prompts = 0 if prompt is None else int(real[: len(prompt)].sum())
+    sampled = _sampled(int(real.sum()), versions, assistant, log_probs, prompts)
+    parts = _parts(sampled)
+
+    real_ids = ids[real].tolist()
+    shown = _shown(parts, most)
+    written = dict(
+        zip((at for at in shown if at >= 0), texts.of([real_ids[at] for at in shown if at >= 0]), strict=True)
+    )
+
+    def token(at: int, token_id: int) -> ShownToken:
+        return ShownToken(
+            position=at,
+            id=token_id,
+            text=written[at],
+            special=texts.is_special(token_id),
+            part=parts[at],
+            log_prob=float(log_probs[at]) if log_probs is not None and math.isfinite(log_probs[at]) else None,
+            version=int(versions[at]) if versions is not None and versions[at] >= 0 else None,
+            experts={} if routes is None else _experts(routes[at]),
+            kept=None if not sampled[at] else 0 if sizes is None else int(sizes[at]),
+        )
+
+    reward = row.get(("next", "reward"), None)
+    return TokenSample(
+        index=index,
+        tokens=[-at if at < 0 else token(at, real_ids[at]) for at in shown],
+        counts={part: parts.count(part) for part in ("prompt", "response", "observation")},
+        reward=None if reward is None else float(_array(reward).sum()),
+    )
+
+
+def _array(value: Any) -> Any:
+    """Return a tensor as numpy, wherever it is; bfloat16, which numpy lacks, as float32."""
+    if value is None:
+        return None
+    value = value.detach().cpu()
+    return (value.float() if value.is_floating_point() else value).numpy()
+
+
+def _sampled(count: int, versions: Any, assistant: Any, log_probs: Any, prompts: int) -> Any:
+    """Say which tokens were sampled, bool ``[T]``, by the entry that knows it best."""
+    for known in (None if versions is None else versions >= 0, assistant):
+        if known is not None and known.any():
+            return known.astype(bool)
+    after = np.arange(count) >= prompts
+    return after if prompts or log_probs is None else np.isfinite(log_probs)
+
+
+def _parts(sampled: Any) -> list[Part]:
+    first = int(sampled.argmax()) if sampled.any() else len(sampled)
+    return [
+        "response" if is_sampled else "prompt" if at < first else "observation" for at, is_sampled in enumerate(sampled)
+    ]
+
+
+def _shown(parts: Sequence[Part], most: int) -> list[int]:
+    """Return the positions that are shown; ``-n`` stands for n that are not."""
+    prompts, after = parts.count("prompt"), len(parts) - parts.count("prompt")
+    before = min(prompts, max(most // 4, most - after))
+    room = most - before
+    head = after if after <= room else (room + 1) // 2
+    tail = 0 if after <= room else room - head
+    hidden = prompts - before, after - head - tail
+    return [
+        *([-hidden[0]] if hidden[0] else []),
+        *range(hidden[0], prompts + head),
+        *([-hidden[1]] if hidden[1] else []),
+        *range(len(parts) - tail, len(parts)),
+    ]
+
+
+def _experts(row: Any) -> dict[int, tuple[int, ...]]:
+    return {layer: tuple(e for e in experts if e >= 0) for layer, experts in enumerate(row.tolist()) if experts[0] >= 0}
+
+
+# What the color of a token means: a label for each, and a color for each label.
+
+
+Color = Literal["versions", "experts", "kept", "log_probs"]
+LIKELY = (0.9, 0.5, 0.1, 0.01)
+LIKELY_LABELS = ("p ≥ 0.9", "p 0.5 to 0.9", "p 0.1 to 0.5", "p 0.01 to 0.1", "p < 0.01")
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Labels of tokens.
+
+    Attributes:
+        title: what the labels are.
+        fills: label -> its color, in the order of a legend.
+        label: of a token; ``None`` if it has none.
+    """
+
+    title: str
+    fills: Mapping[str, Fill]
+    label: Callable[[ShownToken], str | None]
+
+    def fill(self, token: ShownToken) -> Fill | None:
+        """Return the color of a token; ``None`` if it has none."""
+        label = self.label(token)
+        return None if label is None else self.fills[label]
+
+
+def make_scale(samples: Sequence[TokenSample], color: Color = "versions", layer: int | None = None) -> Scale:
+    """Return what colors mean in some samples; the same in all of them.
+
+    Args:
+        samples: that are shown.
+        color: ``"versions"`` of the weights that sampled a token; ``"experts"``: the one that stands first in a layer;
+            ``"kept"``: how many words a token was sampled from; ``"log_probs"``: of the policy that sampled it.
+        layer: of the experts; by default the first that has routes.
+
+    Raises:
+        ValueError: another color, or a layer without routes.
+    """
+    if color not in get_args(Color):
+        raise ValueError(f"color must be one of {', '.join(map(repr, get_args(Color)))}, got {color!r}")
+    tokens = [token for sample in samples for token in sample.shown]
+    if color == "versions":
+        return _of_versions(tokens)
+    if color == "experts":
+        return _of_experts(tokens, layer)
+    labels, label = (KEPT_LABELS, _kept) if color == "kept" else (LIKELY_LABELS, _likely)
+    fills = dict(zip(labels, shades(len(labels))[:: -1 if color == "kept" else 1], strict=True))
+    title = "words that a token was sampled from" if color == "kept" else "probability of a sampled token"
+    seen = {found for token in tokens if (found := label(token)) is not None}
+    return Scale(title, {name: fill for name, fill in fills.items() if name in seen}, label)
+
+
+def _of_versions(tokens: Sequence[ShownToken]) -> Scale:
+    versions = sorted({token.version for token in tokens if token.version is not None})
+    named = versions if len(versions) <= len(HUES) else versions[-len(HUES) :]
+    fills = {"older": OTHERS} if len(named) < len(versions) else {}
+    by_number = len({version % len(HUES) for version in named}) == len(named)
+    for place, version in enumerate(named):  # by its number, if it can be: the next batch then has the same colors
+        fills[f"version {version}"] = HUES[version % len(HUES) if by_number else place]
+
+    def label(token: ShownToken) -> str | None:
+        if token.version is None:
+            return None
+        return f"version {token.version}" if token.version in named else "older"
+
+    return Scale("version of the weights that sampled a token", fills, label)
+
+
+def _of_experts(tokens: Sequence[ShownToken], layer: int | None) -> Scale:
+    layers = sorted({known for token in tokens for known in token.experts})
+    at = layer if layer is not None else layers[0] if layers else 0
+    if layers and at not in layers:
+        raise ValueError(f"layer {at} has no routes in these samples: take one of {', '.join(map(str, layers))}")
+    counts = Counter(token.experts[at][0] for token in tokens if at in token.experts)
+    most = len(HUES) + (len(counts) == len(HUES) + 1)  # eight experts need no grey for others
+    common = [expert for expert, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:most]]
+    fills = {f"expert {expert}": fill for expert, fill in zip(sorted(common), (*HUES, OTHERS), strict=False)}
+    if len(counts) > len(common):
+        fills["another expert"] = OTHERS
+
+    def label(token: ShownToken) -> str | None:
+        if at not in token.experts:
+            return None
+        first = token.experts[at][0]
+        return f"expert {first}" if first in common else "another expert"
+
+    return Scale(f"expert that stands first in layer {at}", fills, label)
+
+
+def _likely(token: ShownToken) -> str | None:
+    if token.log_prob is None:
+        return None
+    probability = math.exp(min(token.log_prob, 0.0))
+    return LIKELY_LABELS[sum(probability < bound for bound in LIKELY)]
+
+
+def _kept(token: ShownToken) -> str | None:
+    return None if token.kept is None else kept_label(token.kept)
+
+
+# Rollouts token by token in a terminal: in colors by rich, or as lines of text, one for each run of one label.
+
+
+def print_samples(samples: Sequence[TokenSample], scale: Scale) -> None:
+    """Print rollouts: in colors on a terminal if rich is installed, otherwise as :func:`samples_text`."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        print(samples_text(samples, scale))
+        return
+    console = Console()
+    if not console.is_terminal or console.no_color or not console.color_system:
+        print(samples_text(samples, scale), file=sys.stdout)
+        return
+    for line in _colored(samples, scale):
+        console.print(line, soft_wrap=True)
+
+
+def samples_text(samples: Sequence[TokenSample], scale: Scale) -> str:
+    """Return rollouts as lines of text: the part and the label of a run of tokens, and what it says."""
+    legend = ", ".join(scale.fills) or "not known"
+    lines = [f"{scale.title}: {legend}"]
+    for sample in samples:
+        lines.append(sample.title)
+        rows = list(_runs(sample, scale))
+        width = max((len(head) for head, _ in rows), default=0)
+        lines += [f"  {head.ljust(width)}  {text}" for head, text in rows]
+    return "\n".join(lines)
+
+
+def _runs(sample: TokenSample, scale: Scale) -> Iterator[tuple[str, str]]:
+    def head(token: ShownToken | int) -> str:
+        if isinstance(token, int):
+            return "…"
+        label = scale.label(token)
+        return token.part if label is None else f"{token.part}, {label}"
+
+    for name, run in groupby(sample.tokens, key=head):
+        tokens = list(run)
+        texts = [f"{token} more tokens" if isinstance(token, int) else token.text for token in tokens]
+        yield name, "".join(texts).replace("\n", "")  # a line break is seen: ↵
+
+
+def _colored(samples: Sequence[TokenSample], scale: Scale) -> Iterator[Any]:
+    from rich.text import Text
+
+    legend = Text(f"{scale.title}: ")
+    for label, fill in scale.fills.items():
+        legend.append(f" {label} ", f"black on {fill.on_white}").append(" ")
+    yield legend
+    for sample in samples:
+        yield Text(sample.title, "bold")
+        line, part = Text(), ""
+        for token in sample.tokens:
+            if isinstance(token, int):
+                line.append(f" … {token} more tokens … ", "italic")
+                continue
+            if token.part != part:
+                part = token.part
+                line.append(f"[{part}] ", "bold")
+            seen = scale.fill(token)
+            styles = [f"black on {seen.on_white}"] if seen is not None and seen.alpha else []
+            styles += ["underline"] * (token.part == "observation") + ["bold"] * token.special
+            line.append(token.text, " ".join(styles))
+        yield line
+
+
+# Rollouts token by token as HTML: no script, no colors of text, and a hover title on each token.
+
+
+BLOCK = "color:inherit;background:transparent;font-family:monospace;white-space:pre-wrap;overflow-wrap:anywhere;"
+LABEL = "font-size:smaller;font-weight:bold;opacity:0.8;"
+MARKER = "outline:1px solid rgba(128,128,128,0.8);"
+OBSERVED = "border-bottom:1px dashed rgba(128,128,128,0.9);"
+SHOWN_LAYERS = 8
+"""Layers of which a hover title names the experts."""
+
+
+def samples_html(samples: Sequence[TokenSample], scale: Scale, layer: int | None = None) -> str:
+    """Return rollouts as HTML; every text is escaped.
+
+    Args:
+        samples: that are shown.
+        scale: what colors mean.
+        layer: whose experts stand in the hover titles; by default the first eight that have routes.
+    """
+    body = "\n".join(_sample(sample, scale, layer) for sample in samples)
+    return f'<div style="color:inherit;background:transparent;">{_legend(samples, scale)}\n{body}</div>'
+
+
+def _legend(samples: Sequence[TokenSample], scale: Scale) -> str:
+    labels = [scale.label(token) for sample in samples for token in sample.shown]
+    entries = [
+        f'<span style="background:{fill.css};padding:0 0.4em;">{escape(label)}</span> ({labels.count(label)})'
+        for label, fill in scale.fills.items()
+    ]
+    marks = (
+        f'<span style="{MARKER}padding:0 0.4em;">special token</span> '
+        f'<span style="{OBSERVED}padding:0 0.4em;">not sampled, after the prompt</span>'
+    )
+    return f"<div>{escape(scale.title)}: {' '.join(entries) or 'not known'} &nbsp; {marks}</div>"
+
+
+def _sample(sample: TokenSample, scale: Scale, layer: int | None) -> str:
+    pieces, part, last = [], "", ""
+    for token in sample.tokens:
+        if isinstance(token, int):
+            pieces.append(f'<span style="{LABEL}">… {token} more tokens … </span>')
+            continue
+        if token.part != part:
+            broken = "" if not part or last.endswith("\n") else "<br>"
+            part = token.part
+            pieces.append(f'{broken}<span style="{LABEL}">[{part}] </span>')
+        pieces.append(_token(token, scale, layer))
+        last = token.text
+    title = f'<div style="margin-top:0.6em;"><b>{escape(sample.title)}</b></div>'
+    return f'{title}<div style="{BLOCK}">{"".join(pieces)}</div>'
+
+
+def _token(token: ShownToken, scale: Scale, layer: int | None) -> str:
+    fill = scale.fill(token)
+    style = f"background:{fill.css};" if fill is not None and fill.alpha else ""
+    style += (MARKER if token.special else "") + (OBSERVED if token.part == "observation" else "")
+    title = escape(describe(token, layer)).replace("\n", "&#10;")
+    return f'<span title="{title}"{f" style={chr(34)}{style}{chr(34)}" if style else ""}>{escape(token.text)}</span>'
+
+
+def describe(token: ShownToken, layer: int | None = None) -> str:
+    """Return all that is known of a token, in lines."""
+    lines = [f"token {token.position}, id {token.id}: {token.text.rstrip(chr(10))}"]
+    if token.log_prob is not None:
+        lines.append(f"log-prob {token.log_prob:.4g}")
+    if token.version is not None:
+        lines.append(f"version {token.version}")
+    if token.kept is not None:
+        words = "all words" if not token.kept else f"{token.kept} words" if token.kept > 0 else f"all but {-token.kept}"
+        lines.append(f"sampled from {words}")
+    layers = [known for known in token.experts if layer is None or known == layer]
+    lines += [f"layer {at}: experts {', '.join(map(str, token.experts[at]))}" for at in layers[:SHOWN_LAYERS]]
+    hidden = len(layers) - SHOWN_LAYERS
+    return "\n".join([*lines, *([f"and {hidden} more layers"] if hidden > 0 else [])])
+
+
+# Rollouts shown token by token, in a notebook or a terminal.
+
+
+MOST_TOKENS = 256
+
+
+@renamed(colour="color")
+def show_samples(
+    td: Any,
+    n: int = 4,
+    color: Color = "versions",
+    layer: int | None = None,
+    *,
+    tokenizer: Any = None,
+    policy: Any = None,
+    tokens: int = MOST_TOKENS,
+) -> None:
+    """Show the last rollouts of a batch token by token, colored by what is known of each token.
+
+    In a notebook a hover title says of a token its id, text, log-prob, version, number of kept words, and experts. In
+    a terminal it is rich that colors, and without rich, or in a file, each run of one label is a line.
+
+    Args:
+        td: rollouts of any batch size, of ``vLLMWrapper`` or a collector, padded or not; it is not changed.
+        n: how many.
+        color: ``"versions"`` of the weights that sampled a token; ``"experts"``: the one that stands first in
+            ``layer``; ``"kept"``: how many words a token was sampled from; ``"log_probs"``: of what sampled it.
+        layer: of the experts; by default the first that has routes.
+        tokenizer: gives tokens their texts; default: the policy's. Without one they are shown as numbers.
+        policy: a wrapper that names the keys, if they are not TorchRL's.
+        tokens: of each rollout that are shown; of a longer one the end of the prompt, and both ends of what follows.
+
+    Raises:
+        ValueError: there are no rollouts or no tokens, ``n`` or ``tokens`` is below 1, another color, or a layer
+            without routes.
+        TypeError: ``tokenizer`` is no tokenizer.
+    """
+    samples = read_samples(td, n, tokens, policy=policy, tokenizer=tokenizer)
+    if not samples:
+        raise ValueError("there are no rollouts to show: the batch is empty")
+    show_token_samples(samples, color, layer)
+
+
+def show_token_samples(samples: Sequence[TokenSample], color: Color = "versions", layer: int | None = None) -> None:
+    """Show rollouts that were read before, by another process, say; arguments as in :func:`show_samples`."""
+    scale = make_scale(samples, color, layer)
+    if in_notebook():
+        show_html(samples_html(samples, scale, layer), samples_text(samples, scale))
+    else:
+        print_samples(samples, scale)

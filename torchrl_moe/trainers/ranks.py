@@ -1,0 +1,587 @@
+"""Which ranks were started together: ``torchrun`` keeps its store when it starts them again."""
+
+from __future__ import annotations
+
+import heapq
+import io
+import os
+import pickle
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, distributed
+from torch.distributed import (  # type: ignore[attr-defined]
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+from torch.distributed.rendezvous import rendezvous
+
+from torchrl_moe._errors import RankError
+from torchrl_moe.objectives.grpo import Key, Number, sum_over_ranks
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig
+
+__all__ = [
+    "RankGroup",
+    "Ranks",
+    "Rendezvous",
+    "attempt_of",
+    "balanced",
+    "go_on_after_a_restart",
+    "is_launched",
+    "join_ranks",
+    "launch_of",
+    "local_rank",
+    "may_restart",
+    "note_launch",
+    "pack",
+    "shares",
+    "unpack",
+]
+
+PAUSE = 0.01
+"""Seconds between two polls of the store."""
+
+
+def attempt_of(store: Store, rank: int, size: int, seconds: float) -> str:
+    """Return a name shared by the ranks that were started together, and by no others.
+
+    Addresses of ranks that are gone may be in the store. The number of restarts cannot tell them apart: a host counts
+    the failures of its own ranks only (torch 2.13), so two hosts may have different numbers. Each rank asks under a
+    name that was never used before, and rank 0 answers; requests left by older ranks are answered too, and nobody reads
+    those answers.
+
+    Args:
+        store: that all ranks reach.
+        rank: number of this rank.
+        size: number of ranks.
+        seconds: how long a rank waits for another.
+
+    Raises:
+        RankError: a rank did not arrive in time.
+    """
+    own, deadline = uuid.uuid4().hex, time.monotonic() + seconds
+    if rank:
+        store.set(f"asks/{rank}", own)
+        try:
+            store.wait([f"answer/{own}"], timedelta(seconds=seconds))
+        except RuntimeError as error:
+            raise RankError(f"start: rank 0 did not come within {seconds:g} s") from error
+        attempt = str(store.get(f"answer/{own}").decode())
+        store.set(f"{attempt}/{rank}", "")
+        return attempt
+    missing = list(range(1, size))
+    while missing:
+        for other in missing:
+            if store.check([f"asks/{other}"]):
+                store.set(f"answer/{store.get(f'asks/{other}').decode()}", own)
+        missing = [other for other in missing if not store.check([f"{own}/{other}"])]
+        if missing and time.monotonic() > deadline:
+            names = ", ".join(map(str, missing))
+            raise RankError(f"start: rank(s) {names} did not come within {seconds:g} s")
+        time.sleep(PAUSE)
+    return own
+
+
+# ``Rendezvous``: where ranks wait for one another, on a key-value store instead of inside a collective.
+
+
+FAILED, LEFT = "failed", "left"
+SHORTEST, LONGEST = 0.001, 0.25
+"""Least and greatest seconds between two polls of the store; in between, a twentieth of the time waited so far."""
+FAREWELL = 5.0
+"""Seconds that rank 0, which hosts the store, stays alive so that the others can read why it ends."""
+
+
+class Rendezvous:
+    """Lets ranks begin a phase together, and reports which of them is missing, or why one has failed.
+
+    A collective that one rank never enters blocks the others, and nothing names the missing rank. So ranks meet before
+    each phase that has collectives: no rank is in one while another does something else, such as sending weights to an
+    engine.
+
+    Args:
+        store: that all ranks reach; rank 0's process holds it.
+        rank: number of this rank.
+        size: number of ranks.
+        seconds: how long a rank waits for another.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, seconds: float) -> None:
+        self._store, self.rank, self.size, self.seconds = store, rank, size, seconds
+        self.phase = "start"
+        self._number = 0
+
+    def meet(self, phase: str, patient: bool = False) -> None:
+        """Wait until all ranks begin a phase.
+
+        Args:
+            phase: its name, for messages.
+            patient: whether the others wait without limit for rank 0, which may be waiting for the engine.
+
+        Raises:
+            RankError: a rank did not arrive in time, is gone, has failed, or begins another phase.
+        """
+        self.phase, number = phase, self._number
+        self._number += 1
+        try:
+            self._store.set(f"{number}/{self.rank}", phase)
+            if self._store.add(f"{number}/count", 1) == self.size:
+                self._store.set(f"{number}/all", phase)
+            began = time.monotonic()
+            while not self._wait(lambda: self._has(f"{number}/all"), began, self.seconds):
+                missing = self._missing(f"{number}/")
+                if patient and 0 in missing:
+                    began = time.monotonic()
+                elif missing:
+                    raise RankError(self._tell(f"{phase}: {_names(missing)} did not come within {self.seconds:g} s"))
+            other = self._store.get(f"{number}/all").decode()
+            self._forget(number - 1)  # all ranks that are here have left the previous phase
+        except RuntimeError as error:
+            raise RankError(f"{phase}: rank 0 is gone, or cannot be reached: {_line(error)}") from error
+        if other != phase:  # the collectives that follow would hang, or mix up data
+            told = f"rank {self.rank} is at {phase!r} where another is at {other!r}"
+            raise RankError(self._tell(f"{told}: start all ranks alike, with a folder that all see"))
+
+    def _wait(self, is_there: Callable[[], bool], began: float, seconds: float) -> bool:
+        """Return whether a key appeared in time; raise the error that another rank has reported meanwhile."""
+        while True:
+            if self._has(FAILED):  # checked first: a late rank would complete a phase that others gave up
+                raise RankError(self._store.get(FAILED).decode())
+            if is_there():
+                return True
+            waited = time.monotonic() - began
+            if waited > seconds:
+                return False
+            time.sleep(min(max(waited / 20, SHORTEST), LONGEST))
+
+    def _has(self, key: str) -> bool:
+        return bool(self._store.check([key]))
+
+    def _missing(self, prefix: str) -> list[int]:
+        return [rank for rank in range(self.size) if not self._has(f"{prefix}{rank}")]
+
+    def _forget(self, number: int) -> None:
+        keys = [f"{number}/{self.rank}"] + ([f"{number}/count", f"{number}/all"] if self.rank == 0 else [])
+        for key in keys if number >= 0 else ():
+            self._store.delete_key(key)
+
+    def cause(self, error: BaseException) -> str:
+        """Report an error here to the others; return its cause, if that is another rank, else ``""``.
+
+        The error of a collective names no rank: then another rank has failed and reported it, or is gone, which a roll
+        call detects. Any other error is this rank's own.
+        """
+        try:
+            if isinstance(error, RuntimeError) and _is_of_collective(error):
+                return self._cause_of_collective(error)
+            self._tell(f"rank {self.rank} failed (last met: {self.phase}): {type(error).__name__}: {_line(error)}")
+        except RuntimeError:  # the store is gone, and so is rank 0
+            return f"{self.phase}: rank 0 is gone" if self.rank else ""
+        except RankError as other:
+            return str(other)
+        return ""
+
+    def _cause_of_collective(self, error: RuntimeError) -> str:
+        self._store.set(f"here/{self.rank}", "")
+        began, wanted = time.monotonic(), [f"here/{rank}" for rank in range(self.size)]
+        self._wait(lambda: all(map(self._has, wanted)), began, min(self.seconds, FAREWELL))
+        missing = self._missing("here/")
+        who = f"{_names(missing)} gone" if missing else "a collective failed"
+        return self._tell(f"{self.phase}: {who}: {_line(error)}")
+
+    def _tell(self, message: str) -> str:
+        """Leave a message for all ranks; return the first message that any rank left."""
+        return str(self._store.compare_set(FAILED, "", message).decode())
+
+    def leave(self) -> None:
+        """Sign off. Rank 0, which hosts the store, waits a limited time for the others to do so."""
+        try:
+            self._store.add(LEFT, 1)
+            began = time.monotonic()
+            while self.rank == 0 and self._store.add(LEFT, 0) < self.size and time.monotonic() - began < FAREWELL:
+                time.sleep(10 * SHORTEST)
+        except RuntimeError:  # rank 0 is gone already
+            return
+
+
+def _names(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+
+
+def _is_of_collective(error: RuntimeError) -> bool:
+    """Whether a process group raised the error: gloo has no exception class of its own."""
+    text = str(error).lower()
+    return type(error).__name__.startswith("Dist") or any(word in text for word in ("gloo", "nccl", "pair closure"))
+
+
+# Splitting a batch over ranks: whole groups, so that each rank has about as many tokens as any other.
+
+
+Bin = tuple[int, tuple[int, ...]]
+"""A load, and the items that add up to it."""
+
+
+def balanced(loads: Sequence[int], count: int, at_least: int = 1) -> list[list[int]]:
+    """Split items into ``count`` parts whose loads are nearly equal; return the items of each part.
+
+    Uses the differencing method of Karmarkar and Karp: the two least even partitions are merged, the heaviest part of
+    one with the lightest of the other, until one partition is left. The heaviest part is never lighter than the
+    heaviest item. Otherwise, with eight items per part, parts are within 5 % of the mean if loads are sums of eight
+    log-normal lengths.
+
+    Args:
+        loads: of each item.
+        count: number of parts.
+        at_least: least number of items in each part.
+
+    Returns:
+        Indices in rising order, for each part.
+
+    Raises:
+        ValueError: there are too few items.
+
+    >>> balanced([5, 4, 3, 2], 2)
+    [[0, 3], [1, 2]]
+    """
+    if len(loads) < count * at_least:
+        raise ValueError(f"{len(loads)} items are too few for {count} parts of at least {at_least}")
+    empty: Bin = (0, ())
+    heap = [(-load, i, [(load, (i,)), *[empty] * (count - 1)]) for i, load in enumerate(loads)]
+    heapq.heapify(heap)
+    for number in range(len(loads), 2 * len(loads) - 1):
+        (_, _, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
+        merged = [_joined(heavy, light) for heavy, light in zip(one, reversed(other), strict=True)]
+        merged.sort(key=lambda part: -part[0])
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
+    parts = [list(items) for _, items in heap[0][2]]
+    _even_out(parts, loads, at_least)
+    return [sorted(part) for part in parts]
+
+
+def _joined(one: Bin, other: Bin) -> Bin:
+    return one[0] + other[0], one[1] + other[1]
+
+
+def _even_out(parts: list[list[int]], loads: Sequence[int], at_least: int) -> None:
+    """Move the lightest items of the longest parts to parts with too few items."""
+    while len(poorest := min(parts, key=len)) < at_least:
+        richest = max(parts, key=len)
+        lightest = min(richest, key=lambda item: loads[item])
+        richest.remove(lightest)
+        poorest.append(lightest)
+
+
+def shares(batch: TensorDictBase, count: int, at_least: int = 1) -> list[TensorDictBase]:
+    """Split a batch into whole groups, balanced by tokens.
+
+    Args:
+        batch: ``[rows]`` with ``"group_id"``, a lazy stack.
+        count: number of shares.
+        at_least: least number of groups in each share.
+
+    Returns:
+        ``count`` batches; rows keep their order.
+
+    Raises:
+        ValueError: there are fewer groups than are needed.
+    """
+    groups: dict[int, list[int]] = {}
+    for place, row in enumerate(batch.unbind(0)):
+        groups.setdefault(int(row.get("group_id")), []).append(place)
+    rows, samples = list(groups.values()), batch.unbind(0)
+    loads = [sum(len(samples[place].get(("tokens", "full"))) for place in places) for places in rows]
+    parts = balanced(loads, count, at_least)
+    return [batch[sorted(place for group in part for place in rows[group])] for part in parts]
+
+
+# A batch as bytes, for another rank: ten times faster than pickling it directly, tensor by tensor.
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as arrays, because torch would make an archive of each."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return how to rebuild a plain tensor; everything else is pickled as usual."""
+        if type(obj) is not Tensor or obj.layout != torch.strided or obj.is_quantized:
+            return NotImplemented
+        dense = obj.detach().cpu().clone(memory_format=torch.contiguous_format)
+        return _tensor, (dense.flatten().view(torch.uint8).numpy(), dense.dtype, dense.shape)
+
+
+def _tensor(content: np.ndarray[Any, Any], dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    return torch.from_numpy(content).view(dtype).view(shape)
+
+
+def pack(batch: Any) -> bytes:
+    """Return a batch as bytes; tensors of a device come back on the CPU, without gradients.
+
+    >>> unpack(pack({"ids": torch.tensor([3, 5]), "text": "a"}))
+    {'ids': tensor([3, 5]), 'text': 'a'}
+    """
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5).dump(batch)
+    return stream.getvalue()
+
+
+def unpack(content: bytes) -> Any:
+    """Return what :func:`pack` was given."""
+    return pickle.loads(content)
+
+
+# What ``torchrun`` tells a rank: in its environment, and through the store that it keeps.
+
+
+RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCH = ".launch"
+"""The file that names the launch that a folder's run belongs to."""
+PATIENCE = timedelta(seconds=60)
+
+
+def is_launched() -> bool:
+    """Whether this process is one of several ranks that a launcher has started."""
+    return all(name in os.environ for name in RENDEZVOUS) and int(os.environ["WORLD_SIZE"]) > 1
+
+
+def local_rank() -> int:
+    """This rank's number on its machine, which is also the index of its GPU."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def may_restart() -> bool:
+    """Whether all ranks will be started again if one fails (``--max-restarts``)."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+
+
+def launch_of() -> str:
+    """Return a name shared by all ranks that one ``torchrun`` launch starts, across restarts, and by no others.
+
+    The name is kept in the store that ``torchrun`` keeps across restarts. Its restart count would not do: a host counts
+    only the failures of its own ranks, and none when ranks restart because a host joined or left (torch 2.13).
+
+    Returns:
+        ``""``, if nothing will be restarted, or there is no such store.
+    """
+    has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and all(map(os.environ.get, RENDEZVOUS))
+    if not may_restart() or not has_store:
+        return ""
+    store, *_ = next(rendezvous("env://", timeout=PATIENCE))
+    return str(store.compare_set("torchrl_moe/launch", "", uuid.uuid4().hex).decode())
+
+
+def note_launch(folder: Path, launch: str) -> None:
+    """Record in a folder which launch its run belongs to, before any other file of that run; ``""``: to none."""
+    if launch:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / LAUNCH).write_text(launch)
+    else:
+        (folder / LAUNCH).unlink(missing_ok=True)
+
+
+def go_on_after_a_restart(config: GRPOConfig, launch: str) -> None:
+    """Make a restarted run resume, since no user is there to request it.
+
+    Args:
+        config: ``resume`` is set if the run in its folder belongs to this launch.
+        launch: what :func:`launch_of` returned.
+
+    Raises:
+        ConfigError: the folder holds an older run, or that is unknown: a restart would not know which run to continue.
+    """
+    folder = Path(config.out)
+    if config.resume or not may_restart() or not (folder / "config.yaml").exists():
+        return
+    noted = folder / LAUNCH
+    config.resume = launch != "" and noted.exists() and noted.read_text() == launch
+    if config.resume:
+        config.overwrite = False
+    elif not config.overwrite or launch == "":
+        raise ConfigError(
+            f"out={config.out} holds a run of another start already, and with --max-restarts a run resumes by itself: "
+            "name another folder, set resume=true to continue with that one, or overwrite=true to replace it"
+        )
+
+
+# ``Ranks``: the processes that train one model, and what they exchange besides the model's own collectives.
+
+
+T = TypeVar("T")
+PATIENCE_WITH_FILES = 10
+"""Factor on the timeout while a rank writes: disks are slow, and nothing else is blocked meanwhile."""
+
+
+class Ranks:
+    """A single process; :class:`RankGroup` is several.
+
+    Attributes:
+        rank: number of this rank.
+        size: number of ranks.
+        files: a separate group for files written in the background; ``None`` where there is no group.
+    """
+
+    rank, size = 0, 1
+    files: distributed.ProcessGroup | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which has the engine, the collector and the run's folder."""
+        return self.rank == 0
+
+    def meet(self, phase: str, patient: bool = False) -> None:
+        """Wait until all ranks are here, see :meth:`Rendezvous.meet`."""
+
+    def gather(self, value: T) -> list[T]:
+        """Return the value of each rank; all must call. Values are pickled, so keep them small."""
+        return [value]
+
+    def from_first(self, value: T, phase: str) -> T:
+        """Return rank 0's value, however long it takes; all must call."""
+        del phase
+        return value
+
+    def scatter(self, values: Sequence[T] | None) -> T:
+        """Return this rank's part of rank 0's list, which has one part per rank; all must call."""
+        assert values is not None
+        return values[0]
+
+    def sum(self, denominators: Mapping[Key, Number]) -> dict[Key, Number]:
+        """Sum the denominators of losses, scaled for gradients that are averaged over ranks."""
+        return dict(denominators)
+
+    def copy_first(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Copy rank 0's tensors, which are on the CPU, into those of the other ranks; all must call."""
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Report an error raised inside to the other ranks; if its cause is another rank, name that rank.
+
+        Raises:
+            RankError: another rank has failed or is gone.
+        """
+        yield
+
+    def close(self) -> None:
+        """End the process group, if it was made here. Idempotent."""
+
+
+class RankGroup(Ranks):
+    """The ranks of the default process group.
+
+    Args:
+        seconds: how long one waits for another.
+        owns_group: whether to end the default group with this.
+    """
+
+    def __init__(self, seconds: float, owns_group: bool) -> None:
+        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+        self._owns_group, self._closed = owns_group, False
+        timeout = timedelta(seconds=seconds)
+        # separate groups: these collectives never mix with the model's, nor those of files with those of a step
+        self._group = distributed.new_group(backend="gloo", timeout=timeout)
+        self.files = distributed.new_group(backend="gloo", timeout=PATIENCE_WITH_FILES * timeout)
+        host = os.environ.get("MASTER_ADDR", "localhost")
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if self.is_first else None
+        box = [store.port if store is not None else 0]
+        distributed.broadcast_object_list(box, group=self._group)
+        store = store or TCPStore(host, box[0], is_master=False, timeout=timeout)
+        self._rendezvous = Rendezvous(store, self.rank, self.size, seconds)
+
+    def meet(self, phase: str, patient: bool = False) -> None:
+        self._rendezvous.meet(phase, patient)
+
+    def gather(self, value: T) -> list[T]:
+        boxes: list[Any] = [None] * self.size
+        distributed.all_gather_object(boxes, value, group=self._group)
+        return boxes
+
+    def from_first(self, value: T, phase: str) -> T:
+        self.meet(phase, patient=True)
+        box = [value]
+        distributed.broadcast_object_list(box, group=self._group)
+        return box[0]
+
+    def scatter(self, values: Sequence[T] | None) -> T:
+        box: list[Any] = [None]
+        distributed.scatter_object_list(box, None if values is None else list(values), group=self._group)
+        found: T = box[0]
+        return found
+
+    def sum(self, denominators: Mapping[Key, Number]) -> dict[Key, Number]:
+        return sum_over_ranks(denominators, self._group)
+
+    def copy_first(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            distributed.broadcast(tensor, 0, group=self._group)
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        try:
+            yield
+        except RankError:
+            raise
+        except BaseException as error:
+            cause = self._rendezvous.cause(error)
+            if cause:
+                raise RankError(cause) from error
+            raise
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._rendezvous.leave()
+        if not self._owns_group:
+            distributed.destroy_process_group(self._group)
+            distributed.destroy_process_group(self.files)
+        elif distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+def join_ranks(seconds: float, collective_seconds: float | None = None) -> Ranks:
+    """Return the ranks of this run: of the existing process group, or of the one that a launcher has configured.
+
+    Args:
+        seconds: how long one waits for another.
+        collective_seconds: how long a collective of the default group may take, if it is made here; an existing group
+            keeps its timeout; ``None``: ``seconds``.
+
+    Raises:
+        ConfigError: this rank sees no GPU with its local rank's index.
+        RankError: another rank did not arrive in time.
+    """
+    owns_group = not distributed.is_initialized() and is_launched()
+    if owns_group:
+        with_cuda = torch.cuda.is_available()
+        if with_cuda:
+            torch.cuda.set_device(_own_gpu())
+        backend = "cpu:gloo,cuda:nccl" if with_cuda else "gloo"
+        timeout = timedelta(seconds=seconds)
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        store = PrefixStore(attempt_of(store, rank, size, seconds), store)
+        deadline = timeout if collective_seconds is None else timedelta(seconds=collective_seconds)
+        distributed.init_process_group(backend, timeout=deadline, store=store, rank=rank, world_size=size)
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return Ranks()
+    return RankGroup(seconds, owns_group)
+
+
+def _own_gpu() -> int:
+    own, count = local_rank(), torch.cuda.device_count()
+    if own >= count:
+        raise ConfigError(
+            f"LOCAL_RANK={own}: a rank uses the GPU of this index; {count} are visible. Start no more ranks than a "
+            "machine has GPUs, and let each see all of them (CUDA_VISIBLE_DEVICES)"
+        )
+    return own
