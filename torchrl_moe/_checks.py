@@ -48,9 +48,6 @@ _ROWS = (
 def renamed(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Accept arguments under their former names too, with a DeprecationWarning, until the next release.
 
-    Args:
-        **names: former name -> name.
-
     >>> @renamed(colour="color")
     ... def paint(color="red"):
     ...     return color
@@ -92,17 +89,6 @@ def check_number(
     hint: str = "",
 ) -> None:
     """Raise ``ValueError`` unless ``value`` is a number of Python's or numpy's, and in range. No bool is a number.
-
-    Args:
-        name: of the argument.
-        value: what was given.
-        least: the smallest that is allowed; ``None``: no bound.
-        most: the largest.
-        above: what it must exceed, instead of ``least``.
-        whole: whether it must be an integer; an integer is always a float, too.
-        none: whether ``None`` is allowed.
-        infinite: whether infinity is allowed. NaN never is.
-        hint: a sentence that says what to do.
 
     >>> check_number("max_tokens", 1.5, 1, whole=True, none=True)
     Traceback (most recent call last):
@@ -193,14 +179,6 @@ def check_shape(
 ) -> None:
     """Raise ``error`` unless ``shape`` fits ``expected``.
 
-    Args:
-        name: what the shape belongs to.
-        shape: the shape that was given.
-        expected: per dimension the required int, or a str that names a free size; a leading ``...`` matches any number
-            of dimensions.
-        error: the class raised.
-        hint: a sentence that says what to do.
-
     >>> check_shape("routes", (9, 5, 2), (..., "T", 4, 2))
     Traceback (most recent call last):
     ValueError: routes must have shape [..., T, 4, 2], got [9, 5, 2].
@@ -280,18 +258,7 @@ def check_route_dtype(name: str, dtype: torch.dtype, wanted: torch.dtype, num_ex
 def check_engine_rows(
     rows: np.ndarray[Any, Any], shape: tuple[int, int, int], num_experts: int, dense_layers: Sequence[int] = ()
 ) -> None:
-    """Check the rows an engine returned for one sequence, before anything is written.
-
-    Args:
-        rows: integer array ``[T - 1, L, K]``, none negative, zero on the dense layers.
-        shape: ``(T, L, K)``, where T counts prompt and response tokens.
-        num_experts: E.
-        dense_layers: layers without a router.
-
-    Raises:
-        RouteShapeError: wrong rank, row count, layer count or width.
-        RouteValueError: not integers, an id outside ``0..E-1``, or an id on a dense layer.
-    """
+    """Check the rows an engine returned for one sequence, before anything is written."""
     num_tokens, *rest = shape
     if rows.dtype.kind not in "ui":
         check_integer("engine rows", rows, error=RouteValueError, hint="vLLM returns uint8 or uint16.")
@@ -318,10 +285,6 @@ def _raise_engine_value(rows: np.ndarray[Any, Any], bad: np.ndarray[Any, Any], a
 
 class RowNames:
     """Names samples and rows in messages.
-
-    Args:
-        batch: batch shape; empty for a single sample, which messages then do not name.
-        lengths: rows of each sample, in the order of the flattened batch.
 
     >>> names = RowNames((2,), [3, 5])
     >>> names.of("routed_experts", 1), names.row(4)
@@ -353,19 +316,7 @@ def check_routes(
     keep: torch.Tensor | None = None,
     where: Callable[[int], str] = "row {}".format,
 ) -> None:
-    """Check the values of routes and name the first row that is wrong.
-
-    Args:
-        routes: signed integer tensor ``[N, L, K]``.
-        moe_layers: layers that have a router; all others must be -1.
-        num_experts: E.
-        keep: bool ``[N]``; rows where it is False are pads and must be -1. None means no pads.
-        where: names row n in the message.
-
-    Raises:
-        RouteValueError: an id is outside ``-1..E-1``; a row is partly -1, holds one expert twice, is all zeros (K >= 2)
-            or is set on a dense layer or a pad.
-    """
+    """Check the values of routes and name the first row that is wrong."""
     check_rank("routes", routes, 3, error=RouteShapeError)
     check_integer("routes", routes, signed=True, error=RouteValueError)
     for start, bad in _bad_chunks(routes, moe_layers, num_experts, keep):

@@ -28,9 +28,6 @@ def standard_names(generate_kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return ``generate_kwargs`` by TorchRL's common names, checked as its own wrappers check them (0.14).
 
     Its public wrappers do so in their constructors only.
-
-    Raises:
-        ValueError: a number out of range, or ``do_sample=False`` with a temperature.
     """
     from torchrl.modules.llm.policies import LLMWrapperBase
 
@@ -42,9 +39,6 @@ def chat_template_named(name: str) -> str:
     """Return one of TorchRL's chat templates, or one that was added with its ``add_chat_template`` (0.14).
 
     Its public names only render a ``History``, which has no field for all that a message may have.
-
-    Raises:
-        ValueError: there is none of this name.
     """
     from torchrl.data.llm.history import _CHAT_TEMPLATES
 
@@ -69,9 +63,6 @@ def cache_argument(arguments: Collection[str]) -> str:
 
     It is ``cache`` from 5.24 on, where the older name warns, and remote code may keep that one.
 
-    Args:
-        arguments: the names that the forward pass takes.
-
     >>> cache_argument(["input_ids", "cache"]), cache_argument(["input_ids", "past_key_values"])
     ('cache', 'past_key_values')
     """
@@ -82,10 +73,6 @@ def checkpoint_activations(model: Any, **arguments: Any) -> None:
     """Have a model compute its activations again in the backward pass.
 
     The method has another name from 5.23 on, where the older one warns.
-
-    Args:
-        model: of transformers.
-        **arguments: of ``torch.utils.checkpoint.checkpoint``; ``use_reentrant`` is False unless given.
     """
     arguments = {"use_reentrant": False, **arguments}
     if hasattr(model, "activation_checkpointing_enable"):
@@ -99,10 +86,6 @@ def lowered(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
     ``model.to(dtype)`` would round what transformers keeps in float32 too: correction biases, from 5.24 on many
     families' routers, and buffers that no checkpoint has, such as the frequencies of rotary embeddings.
-
-    Args:
-        model: changed in place; one that is not of transformers is converted as a whole.
-        dtype: to convert to.
     """
     if dtype not in (torch.bfloat16, torch.float16) or not hasattr(model, "_keep_in_fp32_modules_strict"):
         return model.to(dtype)
@@ -138,16 +121,7 @@ INCOMPLETE = "config.json is of another model, or the weights are incomplete: wr
 
 
 def load_whole(source: object, load: Callable[..., Any], **arguments: Any) -> Any:
-    """Return what ``from_pretrained`` loads, if all of it was stored: transformers makes the rest up, at random.
-
-    Args:
-        source: of the model, for messages.
-        load: calls ``from_pretrained``.
-        **arguments: of it.
-
-    Raises:
-        ValueError: the stored weights lack some of the model's, or have other shapes.
-    """
+    """Return what ``from_pretrained`` loads, if all of it was stored: transformers makes the rest up, at random."""
     try:
         model, report = load(source, output_loading_info=True, **arguments)
     except RuntimeError as error:

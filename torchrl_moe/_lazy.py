@@ -41,17 +41,6 @@ def attach(
 
     Type checkers do not see this: a room also imports the same names under ``TYPE_CHECKING``.
 
-    Args:
-        package_name: ``__name__`` of the room.
-        exports: public name -> the module that has it: a file of ours, relative to the room (``".routed_experts"``), or
-            another package's, by its full name; ``""``: the name is a submodule itself.
-
-    Returns:
-        ``__getattr__``, ``__dir__`` and ``__all__``, to be bound at the top level of the room's ``__init__``.
-
-    Raises:
-        ValueError: a name is that of its own file too: once the file is imported, the name is the module.
-
     Example:
         >>> load, _, names = attach("torchrl_moe", {"TorchRLMoEError": "._errors"})
         >>> names

@@ -21,12 +21,7 @@ class BadUse(Exception):
 
 
 class NamedStream:
-    """A text stream whose errors name it, as errors of files name their path.
-
-    Args:
-        stream: takes the text.
-        name: of the stream, the ``filename`` of an ``OSError``.
-    """
+    """A text stream whose errors name it, as errors of files name their path."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self._stream = stream
@@ -53,23 +48,13 @@ class NamedStream:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where results go: stdout, where nothing else is written under ``--json``.
-
-    Attributes:
-        stream: takes them.
-        is_json: whether they are JSON.
-    """
+    """Where results go: stdout, where nothing else is written under ``--json``."""
 
     stream: TextIO | NamedStream
     is_json: bool
 
     def show(self, text: str, data: Any, *, indent: int | None = 2) -> None:
         """Write a result.
-
-        Args:
-            text: for people.
-            data: the same as plain data, for ``--json``. NaN and infinity, which JSON lacks, become null.
-            indent: of JSON; ``None``: one line.
 
         >>> Output(sys.stdout, is_json=True).show("", {"a": (1, float("nan"))}, indent=None)
         {"a": [1, null]}
@@ -81,18 +66,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One command.
-
-    Attributes:
-        name: as it is typed.
-        help: one line for the list of commands.
-        description: what it does, for its own help.
-        examples: pairs of a line to type and what it does.
-        add_arguments: adds its options to a parser.
-        run: does it; returns the exit code.
-        after_interrupt: what to do after a Ctrl-C.
-        keeps_logs: whether warnings and logs of libraries are shown, as of a long run.
-    """
+    """One command."""
 
     name: str
     help: str

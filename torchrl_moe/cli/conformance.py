@@ -34,12 +34,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def adapter_by_name(name: str) -> Any:
-    """Return an adapter by name: an object with ``generate``, or what a class or function of that name makes.
-
-    Raises:
-        BadUse: another form, no such module or name, or what is found cannot generate.
-
-    """
+    """Return an adapter by name: an object with ``generate``, or what a class or function of that name makes."""
     made = _named(name)
     if isinstance(made, type) or not hasattr(made, "generate"):
         made = made()

@@ -51,18 +51,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """This machine.
-
-    Attributes:
-        system: name and processor.
-        python: version.
-        cores: that this process may use.
-        memory: bytes in all, and bytes that are free for new processes.
-        free_memory: see ``memory``.
-        places: folders that runs write to.
-        gpus: names and bytes; empty on a machine without CUDA.
-        cuda: torch's CUDA version; ``None``: a build for CPUs, or no torch.
-    """
+    """This machine."""
 
     system: str
     python: str
@@ -152,17 +141,7 @@ TESTED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """A package that this one uses.
-
-    Attributes:
-        name: of the distribution that is installed, or would be.
-        installed: its version; ``None``: it is not there.
-        needed: the versions that work, as a pip range; ``""``: any.
-        extra: that installs it; ``""``: it is always needed.
-        tested: the version that the project's tests ran with, if they depend on it.
-        problem: what is wrong with it; ``""``: nothing.
-        mend: what to do about that.
-    """
+    """A package that this one uses."""
 
     name: str
     installed: str | None
@@ -174,11 +153,7 @@ class Package:
 
 
 def installed_packages() -> list[Package]:
-    """Return the packages that this one needs, then those of its extras.
-
-    Raises:
-        PackageNotFoundError: this package is not installed itself, so it does not know.
-    """
+    """Return the packages that this one needs, then those of its extras."""
     found: dict[str, Package] = {}
     for name, needed, extra in _requirements():
         found.setdefault(name, _package(name, needed, extra))

@@ -28,14 +28,7 @@ PROGRAM = "torchrl-moe"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        arguments: of the command line; default: this process's.
-
-    Returns:
-        The exit code: 0 if all is well, 1 for a problem that was found, 2 for bad use, 130 after a Ctrl-C.
-    """
+    """Run a command."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     command = next((one for one in COMMANDS if one.name == options.command), None)

@@ -56,11 +56,7 @@ SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 @contextlib.contextmanager
 def model_folder(source: str) -> Iterator[str]:
-    """Give the folder or hub name of a model; ``tiny`` is made for as long as the context is open.
-
-    Raises:
-        BadUse: there is no model in that folder, or the name can be neither.
-    """
+    """Give the folder or hub name of a model; ``tiny`` is made for as long as the context is open."""
     if source != TINY or Path(source).is_dir():
         check_source(source)
         yield source
@@ -73,12 +69,7 @@ def model_folder(source: str) -> Iterator[str]:
 
 
 def check_weights_of(source: str) -> None:
-    """Refuse a model whose weights cannot be had, before torch is loaded: that takes seconds.
-
-    Raises:
-        BadUse: see :func:`check_source`.
-        ValueError: a folder without weights, or a hub name, and the hub does not answer.
-    """
+    """Refuse a model whose weights cannot be had, before torch is loaded: that takes seconds."""
     if source == TINY and not Path(source).is_dir():
         return
     check_source(source)
@@ -91,11 +82,7 @@ def check_weights_of(source: str) -> None:
 
 
 def check_source(source: str) -> None:
-    """Refuse what can be neither a model's folder nor a hub name, without asking the hub.
-
-    Raises:
-        BadUse: there is no model in that folder, or the name can be neither.
-    """
+    """Refuse what can be neither a model's folder nor a hub name, without asking the hub."""
     from torchrl_moe.modules.backends.checkpoint import is_written_as_path
 
     path = Path(source)
@@ -109,11 +96,7 @@ def check_source(source: str) -> None:
 
 
 def config_of(source: str) -> Any:
-    """Return the transformers configuration of a folder or hub name.
-
-    Raises:
-        BadUse: there is none, or it cannot be fetched.
-    """
+    """Return the transformers configuration of a folder or hub name."""
     from torchrl_moe.trainers.config import ConfigError
     from torchrl_moe.trainers.plan import model_config_of
 
@@ -130,11 +113,7 @@ def config_of(source: str) -> Any:
 
 
 def load(folder: str, dtype: str) -> Any:
-    """Load a model for scoring, onto the GPU if there is one.
-
-    Raises:
-        BadUse: its weights cannot be loaded.
-    """
+    """Load a model for scoring, onto the GPU if there is one."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -48,9 +48,6 @@ def read_prompts(file: str) -> list[str]:
     """Return the prompts of a file: a text a line, or JSON lines with a key ``prompt``. Empty lines are left out.
 
     A file is JSON lines if its name ends in ``.jsonl``, or if its first line is an object with that key.
-
-    Raises:
-        BadUse: there is no such file, none is in it, or a line of JSON has no prompt.
     """
     try:
         lines = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines()]

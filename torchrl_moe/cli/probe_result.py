@@ -64,15 +64,7 @@ ROWS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """What was found.
-
-    Attributes:
-        title: of model and dtypes.
-        tokens: sampled tokens that were compared.
-        live: the mismatch with the trainer's own router.
-        replayed: with the engine's experts.
-        agreement: layer -> share of rows in which the live router chooses the engine's experts.
-    """
+    """What was found."""
 
     title: str
     tokens: int
@@ -82,11 +74,7 @@ class ProbeResult:
 
     @classmethod
     def of(cls, title: str, replayed: MismatchMetrics, live: MismatchMetrics) -> ProbeResult:
-        """Put collected metrics together.
-
-        Raises:
-            ValueError: there is no sampled token to compare.
-        """
+        """Put collected metrics together."""
         found = replayed.compute()
         if not found.get("mismatch/tokens"):
             raise ValueError("the answers have no tokens to compare: give other prompts, or --max-new-tokens")

@@ -61,15 +61,7 @@ class Service(Protocol):
 
 @contextmanager
 def connected(name: str | None, namespace: str | None) -> Iterator[tuple[str, Service]]:
-    """Join a service of the Ray cluster, and leave it again.
-
-    Args:
-        name: as its maker named it; ``None``: the only one that runs.
-        namespace: as its maker gave it.
-
-    Raises:
-        BadUse: Ray is not installed, no cluster is found, or no such service runs; the message names what does.
-    """
+    """Join a service of the Ray cluster, and leave it again."""
     if find_spec("ray") is None:
         raise BadUse(f"services with a name run in Ray: top {missing_extra('ray')}. {_where_else()}")
     from torchrl_moe._errors import EngineError
@@ -160,11 +152,7 @@ def _where_else() -> str:
 
 
 class Exported:
-    """A service by the metrics that its driver exports over HTTP, in Prometheus' format.
-
-    Args:
-        url: of the metrics, such as ``http://localhost:9000/metrics``.
-    """
+    """A service by the metrics that its driver exports over HTTP, in Prometheus' format."""
 
     def __init__(self, url: str) -> None:
         if not url.startswith(("http://", "https://")):
@@ -172,11 +160,7 @@ class Exported:
         self.url = url
 
     def stats(self) -> list[dict[str, Any]]:
-        """Fetch the metrics; see :class:`Service`.
-
-        Raises:
-            BadUse: nothing answers there, or what does has no replicas.
-        """
+        """Fetch the metrics; see :class:`Service`."""
         try:
             with urllib.request.urlopen(self.url, timeout=FETCH_SECONDS) as answer:
                 text = answer.read().decode()
@@ -367,9 +351,6 @@ def add_engine_arguments(parser: argparse.ArgumentParser, dtype: str) -> None:
 def engine_arguments(pairs: Sequence[str]) -> dict[str, Any]:
     """Return engine arguments of ``KEY=VALUE``.
 
-    Raises:
-        BadUse: one has no ``=``.
-
     >>> engine_arguments(["tensor_parallel_size=2", "load_format=dummy"])
     {'tensor_parallel_size': 2, 'load_format': 'dummy'}
     """
@@ -386,12 +367,7 @@ def engine_arguments(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def check_engine(kind: str, given: Sequence[str]) -> None:
-    """Refuse an engine that is not installed, or arguments that it does not have, before anything is loaded.
-
-    Raises:
-        BadUse: vLLM is asked for and not installed, or an argument is none.
-        ValueError: the engine has no such argument.
-    """
+    """Refuse an engine that is not installed, or arguments that it does not have, before anything is loaded."""
     arguments = engine_arguments(given)
     if "model" in arguments:
         raise BadUse(f"--engine-arg model={arguments['model']}: the model is the first argument, MODEL")
@@ -402,11 +378,7 @@ def check_engine(kind: str, given: Sequence[str]) -> None:
 
 
 def check_installed(kind: str, instead: str) -> None:
-    """Refuse an engine that is not installed; ``instead`` is the option that chooses the other engine.
-
-    Raises:
-        BadUse: vLLM is asked for, and is not installed.
-    """
+    """Refuse an engine that is not installed; ``instead`` is the option that chooses the other engine."""
     if kind == "vllm" and find_spec("vllm") is None:
         raise BadUse(
             "vLLM is not installed: pip install 'torchrl_moe[vllm]' (a CPU needs its own build, see docs/install.md), "
@@ -416,19 +388,7 @@ def check_installed(kind: str, instead: str) -> None:
 
 @contextlib.contextmanager
 def started(folder: str, config: Any, kind: str, dtype: str, given: Sequence[str]) -> Iterator[AsyncVLLM]:
-    """Start an engine of a model; it ends with the context.
-
-    Args:
-        folder: of the model, or a hub name.
-        config: its transformers configuration.
-        kind: one of ``ENGINES``.
-        dtype: to compute in.
-        given: engine arguments of the user's, ``KEY=VALUE``.
-
-    Raises:
-        BadUse: vLLM is not installed.
-        EngineError: it did not come up.
-    """
+    """Start an engine of a model; it ends with the context."""
     arguments = engine_arguments(given)
     check_installed(kind, "--engine transformers")
     from torchrl_moe.modules import AsyncVLLM

@@ -135,11 +135,7 @@ def refuse_version_tracker(track_policy_version: Any) -> None:
 
 
 def one_env(env: Any) -> EnvBase:
-    """Return the environment.
-
-    Raises:
-        TypeError: it is neither an environment nor a callable that makes one.
-    """
+    """Return the environment."""
     env = env() if callable(env) and not isinstance(env, EnvBase) and not is_episode_function(env) else env
     if not isinstance(env, EnvBase):
         raise TypeError(
@@ -150,11 +146,7 @@ def one_env(env: Any) -> EnvBase:
 
 
 def one_policy(policy: Any, factory: Callable[[], Any] | None) -> Any:
-    """Return the policy; one of ours in history mode sends the ids of earlier turns.
-
-    Raises:
-        ValueError: none or both are given.
-    """
+    """Return the policy; one of ours in history mode sends the ids of earlier turns."""
     if (policy is None) == (factory is None):
         raise ValueError("pass either policy= or policy_factory=")
     policy = factory() if factory is not None else policy
@@ -191,12 +183,7 @@ class Source(NamedTuple):
 
 
 def source_of(env: EnvLike, dataloader: Iterable[Any] | None, group_size: int | None) -> Source:
-    """Return where samples come from. Data and group size are those of the environment if they are not given.
-
-    Raises:
-        TypeError: ``env`` is neither an environment, a callable that makes one nor an async function.
-        ValueError: there is no data, or the group size is below 1.
-    """
+    """Return where samples come from. Data and group size are those of the environment if they are not given."""
     check_number("group_size", group_size, 1, 1 << 16, whole=True, none=True)
     if is_episode_function(env):
         return Source(env, None, _data(dataloader), group_size or 1)

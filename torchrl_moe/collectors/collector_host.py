@@ -63,15 +63,7 @@ class CollectorHost:
         self._pauses: list[AbstractContextManager[None]] = []
 
     def make(self, kind: str, arguments: Mapping[str, Any]) -> int | None:
-        """Make the collector.
-
-        Args:
-            kind: its name in ``torchrl_moe.collectors``.
-            arguments: by name.
-
-        Returns:
-            Its ``dialog_turns_per_batch``.
-        """
+        """Make the collector."""
         self._made = getattr(import_module("torchrl_moe.collectors"), kind)(**arguments)
         turns: int | None = self._made.dialog_turns_per_batch
         return turns
@@ -83,11 +75,7 @@ class CollectorHost:
         return self._made
 
     def next(self, is_writer: bool = False) -> bytes:
-        """Return a packed tuple of the next batch, or of the ``None`` in its place; an empty tuple at the end.
-
-        Args:
-            is_writer: whether it is for a buffer; then asking does not mean that the last batch was trained on.
-        """
+        """Return a packed tuple of the next batch, or of the ``None`` in its place; an empty tuple at the end."""
         self._collector.is_paced_by_updates = is_writer
         self._batches = iter(self._collector) if self._batches is None else self._batches
         try:
@@ -119,11 +107,7 @@ class CollectorHost:
         self._collector.increment_version()
 
     def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
-        """Set what is applied to each batch.
-
-        Raises:
-            RuntimeError: it is set already.
-        """
+        """Set what is applied to each batch."""
         if self._collector.postproc is not None:
             raise RuntimeError("postproc is set already")
         self._collector.postproc = postproc

@@ -59,15 +59,7 @@ environment copies each leaf several times and routes are the largest."""
 
 
 class Episode:
-    """Runs one environment's samples.
-
-    Args:
-        policy: reads prompts and lays out answers.
-        generate: asks the engine.
-        in_thread: calls a function with the environment, of batch size ``[k]``, and further arguments.
-        max_turns: of a sample.
-        generate_kwargs: change the policy's.
-    """
+    """Runs one environment's samples."""
 
     def __init__(
         self,
@@ -85,15 +77,7 @@ class Episode:
         """Each turn's data, ``[k]``."""
 
     async def run(self, data: TensorDictBase) -> list[TensorDictBase]:
-        """Run it and return each turn's data.
-
-        Args:
-            data: batch size ``[k]``, what the environment is reset with.
-
-        Raises:
-            ValueError: some samples are done after a turn and others are not, or a sample is not done after
-                ``max_turns``.
-        """
+        """Run it and return each turn's data."""
         root, requests = await self._in_thread(self._reset, data)
         while requests:
             asked = [self._generate(request, i) for i, request in enumerate(requests)]
@@ -169,9 +153,6 @@ def take_dataloader(env: EnvBase) -> tuple[EnvBase, Iterable[Any] | None, int | 
     """Return an environment without its ``DataLoadingPrimer``, the dataloader of that, and its repeats.
 
     The given environment stays as it is; one without a primer is returned itself.
-
-    Raises:
-        ValueError: its data comes from a Ray actor, whose position cannot be known.
     """
     transforms = _transforms(env)
     if any(isinstance(transform, RayDataLoadingPrimer) for transform in transforms):
@@ -202,11 +183,7 @@ class _AnswerVersions(Transform):
 
 
 def with_versions(env: EnvBase) -> EnvBase:
-    """Make an environment write the version of each answer to ``next`` too.
-
-    Raises:
-        ValueError: it steps its samples independently.
-    """
+    """Make an environment write the version of each answer to ``next`` too."""
     if isinstance(env, AsyncEnvPool):
         raise ValueError("track_policy_version=True: TorchRL's AsyncEnvPool takes no transform; leave it out")
     return env.append_transform(_AnswerVersions())
@@ -226,11 +203,7 @@ def rows_of_primer(primer: DataLoadingPrimer) -> Iterable[Any]:
 
 
 def with_batch_size(env: EnvBase, group_size: int) -> EnvBase:
-    """Return an environment that holds one sample, or a whole group.
-
-    Raises:
-        ValueError: it holds another number of samples, and is not a ``ChatEnv``, which can be rebuilt.
-    """
+    """Return an environment that holds one sample, or a whole group."""
     if tuple(env.batch_size) in ((1,), (group_size,)):
         return env
     base = env.base_env if isinstance(env, TransformedEnv) else env
@@ -270,10 +243,6 @@ class Threads(ThreadPoolExecutor):
 
     A plain pool would fill up with such calls, and the process would wait for them at its end. The threads end after
     their calls, once this is shut down or garbage collected.
-
-    Args:
-        most: threads at a time, besides those that are given up.
-        name: of the threads.
     """
 
     def __init__(self, most: int, name: str) -> None:
@@ -282,12 +251,7 @@ class Threads(ThreadPoolExecutor):
         self._end = weakref.finalize(self, self._state.end)
 
     def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Call a function in a thread.
-
-        Raises:
-            CollectionError: too many calls that were given up still run.
-            RuntimeError: the threads have ended.
-        """
+        """Call a function in a thread."""
         return self._state.add(partial(function, *args, **kwargs))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -401,14 +365,7 @@ def _name(function: Any) -> str:
 
 
 class EnvironmentPool:
-    """Environments, each used by one thread at a time, and their threads.
-
-    Args:
-        first: an environment.
-        make: makes another one like it. Then an environment of batch size ``(1,)`` belongs to its sample from reset to
-            done, because tools keep state. Without ``make``, all samples share ``first``, call by call, and all state
-            must be in the data.
-    """
+    """Environments, each used by one thread at a time, and their threads."""
 
     def __init__(self, first: EnvBase, make: Callable[[], EnvBase] | None) -> None:
         self.group_size = first.batch_size[0]
@@ -433,27 +390,14 @@ class EnvironmentPool:
         max_turns: int = MAX_TURNS,
         **generate_kwargs: Any,
     ) -> list[TensorDictBase]:
-        """Run the samples of one environment; see :class:`Episode`.
-
-        Args:
-            policy: reads prompts and lays out answers.
-            generate: asks the engine.
-            data: ``[]``, what every sample is reset with.
-            timeout: seconds that a call of the environment may take; then it raises :class:`EnvironmentTimeoutError`.
-            max_turns: of a sample.
-            **generate_kwargs: change the policy's.
-        """
+        """Run the samples of one environment; see :class:`Episode`."""
         async with self.lend(timeout) as in_thread:
             samples = lazy_stack([data.copy() for _ in range(self.group_size)])
             return await Episode(policy, generate, in_thread, max_turns, **generate_kwargs).run(samples)
 
     @asynccontextmanager
     async def lend(self, timeout: float | None) -> AsyncIterator[InThread]:
-        """Reserve an environment for an episode; yields a function that calls another one with it, in a thread.
-
-        Args:
-            timeout: seconds that a call may take; then it raises :class:`EnvironmentTimeoutError`.
-        """
+        """Reserve an environment for an episode; yields a function that calls another one with it, in a thread."""
         mine = await self._take() if self._is_kept else None
 
         async def in_thread(function: Callable[..., T], *arguments: Any) -> T:

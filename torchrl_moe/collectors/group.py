@@ -18,19 +18,7 @@ __all__ = ["CollectionStats", "Group"]
 
 @dataclass(slots=True)
 class Group:
-    """A prompt and the group of answers to it.
-
-    Attributes:
-        number: its index in the order of starting.
-        prompt: from the data.
-        begun_at: monotonic seconds.
-        begun_version: of the newest weights when it started.
-        rows: once complete, one TensorDict per answer and turn, ``[rows]``.
-        oldest: the version of its oldest token.
-        is_ready: whether it may be trained on.
-        ready_at: monotonic seconds when it was complete.
-        tokens: generated for it.
-    """
+    """A prompt and the group of answers to it."""
 
     number: int
     prompt: Prompt
@@ -43,16 +31,7 @@ class Group:
     tokens: int = 0
 
     def complete(self, episodes: list[list[TensorDictBase]], only_last: bool, version_in_next: bool = False) -> None:
-        """Take the rows of its episodes, sample by sample, each with its turns in order.
-
-        Args:
-            episodes: of each, the turns, ``[k]``.
-            only_last: whether to keep only the last turn of each sample.
-            version_in_next: whether rows have their version in ``next`` too, as TorchRL's do.
-
-        Raises:
-            ValueError: a reward is NaN or infinite.
-        """
+        """Take the rows of its episodes, sample by sample, each with its turns in order."""
         samples: list[list[TensorDictBase]] = []
         for turns in episodes:
             samples += [list(rows) for rows in zip(*(turn.unbind(0) for turn in turns), strict=True)]
@@ -73,11 +52,7 @@ class Group:
         self.ready_at = time.monotonic()
 
     def state_dict(self, version: int) -> dict[str, Any]:
-        """Return a complete group for a checkpoint; later changes to its rows do not affect it.
-
-        Args:
-            version: the newest.
-        """
+        """Return a complete group for a checkpoint; later changes to its rows do not affect it."""
         assert self.rows is not None
         return {
             "position": self.prompt.position,
@@ -99,12 +74,7 @@ class Group:
 
 
 class CollectionStats:
-    """Counts of a collector, and metrics of its last batch. One thread writes; any may read.
-
-    Attributes:
-        in_flight: answers that are being generated.
-        failures: groups that failed in their environment, their reward, or the engine.
-    """
+    """Counts of a collector, and metrics of its last batch. One thread writes; any may read."""
 
     def __init__(self) -> None:
         self.failures = 0

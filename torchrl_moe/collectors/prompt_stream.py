@@ -20,12 +20,7 @@ __all__ = ["Prompt", "PromptFeed", "PromptStream"]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One row of the data.
-
-    Attributes:
-        position: how many rows came before it, those of earlier epochs included.
-        data: batch size ``[]``: what the environment is reset with, such as ``"query"``.
-    """
+    """One row of the data."""
 
     position: int
     data: TensorDictBase
@@ -39,14 +34,6 @@ class Prompt:
 
 class PromptStream:
     """Endless rows of a dataloader, which is iterated again when it is exhausted.
-
-    Args:
-        dataloader: yields mappings or TensorDicts, of one row or of a batch. It can be iterated repeatedly; its
-            ``generator``, its sampler's or else torch's global one decides the order.
-
-    Raises:
-        TypeError: it yields something else.
-        ValueError: it yields nothing.
 
     >>> stream = PromptStream([{"query": ["a", "b"]}, {"query": ["c"]}])
     >>> [next(stream).data["query"] for _ in range(4)]
@@ -112,11 +99,7 @@ class PromptStream:
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self, unfinished: Iterable[Prompt] = ()) -> dict[str, Any]:
-        """Return the position of the stream.
-
-        Args:
-            unfinished: rows that were read but must come again; the state keeps them.
-        """
+        """Return the position of the stream."""
         again = {prompt.position: prompt.data for prompt in (*self._again, *unfinished)}
         return {
             "position": self._position,
@@ -179,10 +162,8 @@ def _rng(dataloader: Any) -> torch.Generator:
 
 
 class PromptFeed:
-    """Gives each sample of an environment a prompt when it is reset, and keeps that prompt until it has been yielded.
-
-    Args:
-        primer: from now on it draws from here instead of from its dataloader.
+    """Gives each sample of an environment a prompt when it is reset, and keeps that prompt until it has been
+    yielded.
     """
 
     def __init__(self, primer: DataLoadingPrimer) -> None:
@@ -196,11 +177,7 @@ class PromptFeed:
         primer.default_value = self
 
     def __call__(self, reset: Tensor | None = None) -> TensorDictBase:
-        """Return a prompt for each sample that is reset; see ``DataLoadingPrimer``.
-
-        Args:
-            reset: bool ``[k]`` or ``[k, 1]``; ``None``, or ``[]``: one sample without a batch dimension.
-        """
+        """Return a prompt for each sample that is reset; see ``DataLoadingPrimer``."""
         if reset is None or not reset.ndim:
             return self._draw(0)
         samples = reset.reshape(len(reset), -1).any(-1).nonzero()[:, 0].tolist()
@@ -232,11 +209,7 @@ class PromptFeed:
                 prompts.popleft()
 
     def give_back(self, finished: Sequence[Prompt] = ()) -> None:
-        """Draw all open prompts again, before any other.
-
-        Args:
-            finished: open prompts that the caller holds.
-        """
+        """Draw all open prompts again, before any other."""
         self._copies = deque(self._unfinished(finished))
         self._open.clear()
 
@@ -245,20 +218,12 @@ class PromptFeed:
         return sorted(held, key=lambda prompt: prompt.position)
 
     def state_dict(self, finished: Sequence[Prompt] = ()) -> dict[str, Any]:
-        """Return the position in the data and the open prompts.
-
-        Args:
-            finished: open prompts that the caller holds.
-        """
+        """Return the position in the data and the open prompts."""
         copies = [(prompt.position, prompt.data) for prompt in self._unfinished(finished)]
         return {**self.stream.state_dict(), "copies": copies}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where another feed stopped: its open prompts come first.
-
-        Raises:
-            ValueError: the data can be read only once, and rows of it have been yielded.
-        """
+        """Continue where another feed stopped: its open prompts come first."""
         if isinstance(self._data, Iterator):
             held = {prompt.position: prompt.data for prompt in self._unfinished([])}
             if list(held) != list(range(self.stream.position)):

@@ -93,11 +93,7 @@ class RayCollector(BaseCollector):
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the :class:`CollectorHost`.
-
-        Raises:
-            CollectionError: the actor was shut down, or has died.
-        """
+        """Call a method of the :class:`CollectorHost`."""
         if self._is_over:
             raise CollectionError("the collector was shut down")
         return self._host.wait(self._host.begin(method, *arguments))
@@ -383,10 +379,8 @@ class RayCollector(BaseCollector):
         return f"{type(self).__name__}({self._shown('__repr__')[1]})"
 
     def _shown(self, method: str) -> tuple[bool, str]:
-        """Return what the local collector says of itself, or false and why it says nothing; nobody waits long for it.
-
-        Args:
-            method: of the collector, without arguments.
+        """Return what the local collector says of itself, or false and why it says nothing; nobody waits long for
+        it.
         """
         try:
             if self._is_over:

@@ -26,11 +26,7 @@ HOW_TO_SEND = {
 
 
 def actor_options(remote_config: Mapping[str, Any] | None, **resources: float | None) -> dict[str, Any]:
-    """Return Ray's options for the actor.
-
-    Raises:
-        ValueError: resources are given twice, and differ.
-    """
+    """Return Ray's options for the actor."""
     options = {"max_concurrency": CALLS, **(remote_config or {})}
     for name, asked in resources.items():
         if asked is not None and options.setdefault(name, asked) != asked:
@@ -39,23 +35,7 @@ def actor_options(remote_config: Mapping[str, Any] | None, **resources: float | 
 
 
 class RemoteHost:
-    """A :class:`CollectorHost` in an actor. It ends with :meth:`end`, with this object and with this process.
-
-    Args:
-        kind: the collector's name in ``torchrl_moe.collectors``.
-        arguments: the collector's.
-        options: Ray's, for the actor.
-        ray_init_config: for ``ray.init``, if this process is not connected to a cluster; ``None``: an existing one, or
-            a new one.
-
-    Attributes:
-        dialog_turns_per_batch: the collector's.
-
-    Raises:
-        TypeError: an argument cannot be sent to an actor.
-        CollectionError: the actor was not placed in time.
-        Exception: what the collector's constructor raises.
-    """
+    """A :class:`CollectorHost` in an actor. It ends with :meth:`end`, with this object and with this process."""
 
     def __init__(
         self,
@@ -77,21 +57,13 @@ class RemoteHost:
             raise
 
     def begin(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the :class:`CollectorHost`; return a reference to its result.
-
-        Raises:
-            CollectionError: Ray was shut down.
-        """
+        """Call a method of the :class:`CollectorHost`; return a reference to its result."""
         if not ray.is_initialized():  # a call would start another cluster
             raise CollectionError("Ray was shut down, and the collector's actor with it")
         return getattr(self._actor, method).remote(*arguments)
 
     def wait(self, reference: Any) -> Any:
-        """Wait for a method's result; errors are raised as they were in the actor.
-
-        Raises:
-            CollectionError: the actor has died, or its error cannot be pickled.
-        """
+        """Wait for a method's result; errors are raised as they were in the actor."""
         try:
             return ray.get(reference)
         except RayTaskError as error:
@@ -106,13 +78,7 @@ class RemoteHost:
         return bool(ray.wait([reference], timeout=seconds)[0])
 
     def end(self, seconds: float, awaited: Any, *arguments: Any) -> None:
-        """Shut the collector down and end the actor, whatever state it is in.
-
-        Args:
-            seconds: that the collector gets to shut down.
-            awaited: a reference to a result that is no longer needed, or ``None``.
-            arguments: of :meth:`CollectorHost.shutdown`.
-        """
+        """Shut the collector down and end the actor, whatever state it is in."""
         if ray.is_initialized():  # else it is gone
             try:
                 self.is_done(self._actor.shutdown.remote(*arguments), seconds)

@@ -28,11 +28,8 @@ __all__ = ["CollectionProgress", "CollectionRecord", "Reports", "SampleReader"]
 
 
 class CollectionProgress:
-    """A progress bar over answers. As a context manager it closes at the end and on an error; a Ctrl-C leaves it open.
-
-    Args:
-        total: number of answers; below 0 if there is no end.
-        shown: whether to show it; otherwise nothing is created or printed.
+    """A progress bar over answers. As a context manager it closes at the end and on an error; a Ctrl-C leaves it
+    open.
     """
 
     def __init__(self, total: int, shown: bool) -> None:
@@ -46,12 +43,7 @@ class CollectionProgress:
             self._bar = tqdm(total=self._total, initial=answers, desc="collect", unit="answer", dynamic_ncols=True)
 
     def show(self, answers: int, metrics: Mapping[str, float]) -> None:
-        """Show how many answers there are; the same call again changes nothing.
-
-        Args:
-            answers: all of them so far.
-            metrics: shown beside it, rounded.
-        """
+        """Show how many answers there are; the same call again changes nothing."""
         self.begin(answers)
         if self._bar is not None:
             self._bar.set_postfix(metrics, refresh=False)
@@ -81,11 +73,7 @@ ABSENT = "–"
 
 
 class SampleReader:
-    """Reads rows; a missing value is shown as ``–``.
-
-    Args:
-        policy: names the keys (default: TorchRL's keys), and has the tokenizer for rows without texts.
-    """
+    """Reads rows; a missing value is shown as ``–``."""
 
     COLUMNS = ("group", "prompt", "answer", "reward", "tokens", "version", "segments", "finish_reason")
     WIDE = ("prompt", "answer")
@@ -199,15 +187,6 @@ NOT_KEPT = ("batches", "total_frames", "completed", "requested_frames_per_batch"
 class CollectionRecord:
     """The batches of a collector, the newest :data:`LIMIT` of them, and its waits for them. Thread-safe.
 
-    Args:
-        limit: how many rows are kept; 10 000 take 20 MB.
-        clock: monotonic seconds.
-
-    Attributes:
-        batch: the last batch that was yielded, not a copy; ``None`` before the first.
-        batches: how many were yielded, including those no longer kept.
-        waited: seconds that the trainer has waited for batches.
-
     >>> record = CollectionRecord()
     >>> with record.wait():
     ...     pass
@@ -236,12 +215,7 @@ class CollectionRecord:
                 self.waited += self._clock() - began
 
     def add(self, batch: TensorDictBase, metrics: Mapping[str, Any]) -> None:
-        """Record a batch that is yielded. It is kept, not copied, until the next one.
-
-        Args:
-            batch: the batch.
-            metrics: of the batch, plain numbers by name.
-        """
+        """Record a batch that is yielded. It is kept, not copied, until the next one."""
         with self._lock:
             waited = self.waited - self._waited_before
             self._rows.append({"time": datetime.now(UTC), "batch": self.batches, "waited": waited, **metrics})
@@ -277,26 +251,14 @@ class Reports(BaseCollector):
     record: CollectionRecord
 
     def _begin_reports(self, policy: Any, settings: Mapping[str, Any], total_dialog_turns: int, verbose: bool) -> None:
-        """Make what reports need.
-
-        Args:
-            policy: names the keys of rows.
-            settings: shown in :meth:`_repr_html_`.
-            total_dialog_turns: answers after which the collection ends; -1 for never.
-            verbose: whether to show a bar.
-        """
+        """Make what reports need."""
         self.record = CollectionRecord()
         self._shown_settings = settings
         self._progress = CollectionProgress(total_dialog_turns, verbose)
         self._samples = SampleReader(policy)
 
     def _report(self, batch: TensorDictBase, frames: int) -> None:
-        """Record a batch that is yielded; if it comes again after a Ctrl-C, it is recorded once.
-
-        Args:
-            batch: any batch size.
-            frames: answers so far, this batch included.
-        """
+        """Record a batch that is yielded; if it comes again after a Ctrl-C, it is recorded once."""
         if batch is not self.record.batch:
             now = {name: value for name, value in self.stats().items() if name not in NOT_KEPT}
             self.record.add(batch, {**self._samples.metrics(batch), **now, "frames": frames})

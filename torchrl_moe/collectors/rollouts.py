@@ -47,11 +47,7 @@ T = TypeVar("T")
 
 
 class Delivery:
-    """Hands each batch over once. Until a batch is accepted, the collector owns it.
-
-    Args:
-        wait: returns a future's result, or raises if nothing will fulfil it any more.
-    """
+    """Hands each batch over once. Until a batch is accepted, the collector owns it."""
 
     def __init__(self, wait: Callable[[Future[TensorDictBase]], TensorDictBase] = Future.result) -> None:
         self._wait = wait
@@ -65,20 +61,7 @@ class Delivery:
         accept: Callable[[TensorDictBase], T],
         waiting: AbstractContextManager[object],
     ) -> T:
-        """Wait for the next batch; after a Ctrl-C, or an error in ``accept``, the next call takes the same batch.
-
-        Args:
-            ask: called with a future, which it fulfils with the next batch, ``[rows]``; a second call with it has no
-                effect.
-            accept: gets the batch; once it returns, the batch is the trainer's.
-            waiting: a context manager that is entered while there is no batch.
-
-        Returns:
-            What ``accept`` returns.
-
-        Raises:
-            Exception: what the future ended with, or what ``ask`` or ``accept`` raises.
-        """
+        """Wait for the next batch; after a Ctrl-C, or an error in ``accept``, the next call takes the same batch."""
         with self._turn:
             with self._still:
                 if self._awaited is None:
@@ -109,13 +92,7 @@ RETRY_SECONDS = 0.1
 
 
 class GenerationSlots:
-    """Bounds how many answers are generated at a time.
-
-    Args:
-        engine: generates the answers.
-        count: answers at a time; ``"auto"``: as many as the engine admits.
-        stats: counts answers in flight.
-    """
+    """Bounds how many answers are generated at a time."""
 
     def __init__(self, engine: Any, count: int | Literal["auto"], stats: CollectionStats) -> None:
         self._engine = engine
@@ -125,14 +102,7 @@ class GenerationSlots:
         self._stats = stats
 
     async def answer(self, arguments: dict[str, Any]) -> Completion:
-        """Generate one answer, holding a slot meanwhile.
-
-        Args:
-            arguments: of the engine's ``agenerate``.
-
-        Raises:
-            EngineError: the request was aborted, or the engine failed.
-        """
+        """Generate one answer, holding a slot meanwhile."""
         async with self._room:
             self._stats.in_flight += 1
             try:
@@ -168,16 +138,7 @@ GROUP_ERRORS = (RequestRefusedError, ReplicaDiedError)  # other engine errors af
 
 
 class Rollouts:
-    """Running groups, and those that wait for the trainer. Use it only in its event loop.
-
-    Args:
-        policy: generates with its engine.
-        environments: run the samples and give the rewards.
-        prompts: the data.
-        settings: of the collector.
-        schedule: the order of the groups.
-        stats: what is counted.
-    """
+    """Running groups, and those that wait for the trainer. Use it only in its event loop."""
 
     def __init__(
         self,
@@ -218,12 +179,7 @@ class Rollouts:
     # -- the trainer's side -----------------------------------------------------------------------------------------
 
     def ask(self, future: Future[TensorDictBase], trained: bool = True) -> None:
-        """Fulfil a future with the next batch; the first call starts the collection.
-
-        Args:
-            future: a second call with the same one has no effect.
-            trained: whether all earlier batches have been trained on; else each weight update confirms one batch.
-        """
+        """Fulfil a future with the next batch; the first call starts the collection."""
         if future.done() or future in self._asked:
             return
         if not self._has_begun:
@@ -438,12 +394,7 @@ class Rollouts:
     def state_dict(
         self, awaited: Future[TensorDictBase] | None = None, cut: Mapping[str, Completion] | None = None
     ) -> dict[str, Any]:
-        """Return the position in the data, the running prompts with their answers so far, and the complete groups.
-
-        Args:
-            awaited: the trainer's future; if it is fulfilled, its batch still belongs to this collection.
-            cut: partial answers, by request id.
-        """
+        """Return the position in the data, the running prompts with their answers so far, and the complete groups."""
         self._see_version()  # an update may have come since the last turn, and the ages count from here
         untaken = self._given[1] if self._given is not None and self._given[0] is awaited else []
         under_way = [group.prompt for group in self.groups.values() if not group.is_ready]
@@ -459,11 +410,7 @@ class Rollouts:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state: complete groups and running prompts are put in line in the order of the data.
-
-        Raises:
-            RuntimeError: groups have started already, or the collection has ended.
-        """
+        """Continue from a state: complete groups and running prompts are put in line in the order of the data."""
         if self._has_begun or self.error is not None:
             raise RuntimeError("load_state_dict must be called before the first batch is asked for")
         self._prompts.load_state_dict(state["prompts"])

@@ -36,16 +36,6 @@ class _Place:
 class Schedule:
     """The line of groups, from their start to the trainer.
 
-    Args:
-        groups_per_batch: P.
-        max_staleness: S; with 0, a batch starts when the last one has been trained on.
-        order: which groups of the line a batch may be made of.
-        window: W as a share of the (S + 1) P groups that may be in line; read for ``"window"`` only.
-        over_sample: how many times (S + 1) P groups may be in line; the surplus gets too old and must be dropped.
-
-    Raises:
-        ValueError: an argument is out of its range.
-
     >>> schedule = Schedule(groups_per_batch=2, max_staleness=0, order="fifo")
     >>> [schedule.begin() for _ in range(2)], schedule.may_begin
     ([0, 1], False)
@@ -192,13 +182,7 @@ class Schedule:
             del self._line[place.at]
 
     def updated(self, times: int = 1, by_update: bool = False) -> None:
-        """Note that the weights have changed.
-
-        Args:
-            times: how often.
-            by_update: whether each update confirms one batch. Else as many updates as there were between batches
-                confirm all batches that were taken.
-        """
+        """Note that the weights have changed."""
         self._updates += times
         if by_update:
             self._trained = min(self._trained + times, self._given)

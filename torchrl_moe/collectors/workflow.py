@@ -59,15 +59,7 @@ user. ``"text"``: text. ``"tokens"``: ids."""
 
 
 class Conversation:
-    """The turns of one sample.
-
-    Args:
-        policy: reads prompts and lays out answers.
-        generate: asks the engine.
-        data: ``[]``, what each row carries; read when the rows are made.
-        generate_kwargs: change the policy's.
-        max_turns: how many answers it may ask for.
-    """
+    """The turns of one sample."""
 
     def __init__(
         self,
@@ -103,18 +95,6 @@ class Conversation:
 
         A prompt that continues an earlier answer sends its token ids; its log-probs, routes and versions are in the new
         answer too.
-
-        Args:
-            prompt: see :data:`PromptLike`.
-            tools: JSON schemas or functions, for the chat template; default: the sample's ``"tools"``.
-            chat_template_kwargs: further arguments of it; default: the sample's.
-            **generate_kwargs: change the policy's for this answer.
-
-        Raises:
-            TypeError: the policy reads another kind of prompt, or one without a chat template.
-            EngineError: there is no answer.
-            RuntimeError: the sample's episode has ended.
-            ValueError: it has asked ``max_turns`` times already.
         """
         if self._asked >= self._max_turns:
             raise too_many_turns(self._max_turns, "the episode asks for another answer")
@@ -148,15 +128,7 @@ class Conversation:
             await asyncio.wait(self._under_way)
 
     def rows(self, reward: Any) -> list[TensorDictBase]:
-        """Return a row ``[]`` for each answer, in the order of the requests; the last row is done.
-
-        Args:
-            reward: a number for the last turn, or one number per turn.
-
-        Raises:
-            ValueError: nothing was asked, there are more or fewer rewards than turns, or one is not finite.
-            TypeError: the reward is neither a number nor a sequence of them.
-        """
+        """Return a row ``[]`` for each answer, in the order of the requests; the last row is done."""
         answers = [self._answers[place] for place in sorted(self._answers)]
         if not answers:
             raise ValueError("the episode asked for no answer: there is nothing to train on")
@@ -186,12 +158,7 @@ class Conversation:
         raise TypeError(f"a policy of input_mode={mode!r} takes {kinds[mode]}, got {prompt!r:.200}")
 
     def _request(self, asked: dict[NestedKey, Any], generate_kwargs: dict[str, Any]) -> SampleRequest:
-        """Return the request for a prompt, with the ids of the latest answer that it continues, if any.
-
-        Args:
-            asked: the prompt, at the policy's ``input_key``, and how it is rendered.
-            generate_kwargs: of this answer.
-        """
+        """Return the request for a prompt, with the ids of the latest answer that it continues, if any."""
         keys = self._policy.keys
         written = (keys.tokens, keys.masks, keys.log_probs, keys.routed_experts, "policy_versions", "resume", SAMPLING)
         known = [key for key in written if key is not None]
@@ -262,11 +229,7 @@ def number_of(value: Any) -> float | None:
 
 
 def finite(reward: float, who: str) -> float:
-    """Return a reward.
-
-    Raises:
-        ValueError: float32, which rows hold, would make it NaN or infinite.
-    """
+    """Return a reward."""
     if not abs(reward) <= torch.finfo(torch.float32).max:
         raise ValueError(f"{who} returned {reward}: a reward must be finite, in float32")
     return reward
@@ -298,11 +261,7 @@ def is_episode_function(env: Any) -> bool:
 
 
 class Workflow:
-    """Runs samples with an async function; replaces an :class:`EnvironmentPool`.
-
-    Args:
-        function: see :data:`EpisodeFunction`.
-    """
+    """Runs samples with an async function; replaces an :class:`EnvironmentPool`."""
 
     group_size = 1
     """Samples that are run together."""
@@ -320,23 +279,7 @@ class Workflow:
         max_turns: int = MAX_TURNS,
         **generate_kwargs: Any,
     ) -> list[TensorDictBase]:
-        """Run a sample and return its turns, each ``[1]``; none if the function returned ``None``.
-
-        Args:
-            policy: reads prompts and lays out answers.
-            generate: asks the engine.
-            data: ``[]``, from the data loader.
-            timeout: seconds that the function may take from one answer to the next request, or to its end.
-            max_turns: answers that it may ask for.
-            **generate_kwargs: change the policy's.
-
-        Raises:
-            EnvironmentTimeoutError: it took longer, and was cancelled.
-            ValueError: it asked for no answer, returned too many or too few rewards, or returned before an answer had
-                come.
-            TypeError: it returned no reward.
-            RuntimeError: it raised something other than an ``Exception``.
-        """
+        """Run a sample and return its turns, each ``[1]``; none if the function returned ``None``."""
         data = data.copy()
         asyncio.get_running_loop().set_default_executor(self._threads)  # of asyncio.to_thread
         clock = _Clock(timeout)
@@ -365,10 +308,8 @@ class Workflow:
 
 
 class _Clock:
-    """Bounds the time that an episode takes between answers. It stops while answers are generated and then restarts.
-
-    Args:
-        seconds: from one answer to the next request; ``None`` for no limit.
+    """Bounds the time that an episode takes between answers. It stops while answers are generated and then
+    restarts.
     """
 
     def __init__(self, seconds: float | None) -> None:
@@ -439,13 +380,8 @@ class Answers:
         self._restored: dict[int, Turns] = {}
 
     def ask(self, position: int, sample: int, arguments: Mapping[str, Any], version: int) -> dict[str, Any]:
-        """Return the arguments of ``agenerate`` for a sample's next turn: with request ids, and an answer to resume.
-
-        Args:
-            position: of the prompt.
-            sample: index in the group.
-            arguments: of this turn.
-            version: the engine's newest weights; an answer with tokens of a later version is not used.
+        """Return the arguments of ``agenerate`` for a sample's next turn: with request ids, and an answer to
+        resume.
         """
         asked = self._asked.setdefault(position, {}).setdefault(sample, [])
         turn = len(asked)
@@ -470,11 +406,7 @@ class Answers:
         self._restored.pop(position, None)
 
     def state_dict(self, under_way: Mapping[str, Completion]) -> dict[int, Turns]:
-        """Return all answers: position -> sample -> turn -> answer.
-
-        Args:
-            under_way: the partial answers by request id; see :func:`snapshots`.
-        """
+        """Return all answers: position -> sample -> turn -> answer."""
         state = {at: {sample: dict(turns) for sample, turns in of.items()} for at, of in self._restored.items()}
         everything = ((at, sample, asked) for at, of in self._asked.items() for sample, asked in of.items())
         for position, sample, asked in everything:

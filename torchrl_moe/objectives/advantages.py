@@ -83,15 +83,7 @@ class GroupAdvantage(Transform):
         return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
-        """Add complete trajectories; return the steps of all groups that are complete now, or ``None``.
-
-        Args:
-            tensordict: ``[N]`` steps, trajectories one after the other, or ``[..., N]``, each row such a sequence.
-
-        Raises:
-            ValueError: an entry is missing, a trajectory is not done or has steps of two groups, or a reward is not a
-                finite floating point number.
-        """
+        """Add complete trajectories; return the steps of all groups that are complete now, or ``None``."""
         groups = self._whole_groups(list(self._trajectories(tensordict)))
         finished = [step for group in groups for step in self._complete(group)]
         return lazy_stack(finished) if finished else None

@@ -74,16 +74,7 @@ class TokenBatch:
 
 
 class TokenReader:
-    """Reads entries with a value per token.
-
-    Args:
-        tensordict: batch size ``[B]``, ragged or dense.
-        tokens_key: the entry that says how many tokens each sample has.
-
-    Raises:
-        ValueError: another batch size, tokens that are not integers, or an entry that is missing or has another number
-            of tokens.
-    """
+    """Reads entries with a value per token."""
 
     def __init__(self, tensordict: TensorDictBase, tokens_key: NestedKey) -> None:
         if tensordict.batch_dims != 1 or not len(tensordict):
@@ -280,11 +271,7 @@ class LossInputs:
         return keys + ([names.policy_versions, names.current_version] if self.staleness else [])
 
     def read(self, tensordict: TensorDictBase, names: LossKeys, loss_mask: NestedKey | None) -> TokenBatch:
-        """Return the batch, aligned.
-
-        Raises:
-            ValueError: a key is missing, an entry does not fit the tokens, or an advantage is not finite.
-        """
+        """Return the batch, aligned."""
         reader = TokenReader(tensordict, names.action)
         mask, unsampled, sample_log_probs = self.mask(reader, names, loss_mask)
         advantage = reader.advantage(names.advantage)
@@ -390,21 +377,7 @@ def score_tokens(
     mask: Tensor | None = None,
     router_logits: bool = False,
 ) -> TokenScores:
-    """Return the actor's log-probs of ``tokens``, with a gradient, and their entropies if ``entropy``.
-
-    Args:
-        actor: a :class:`ScoringActor`, or a module with ``get_dist(td)``, such as a TorchRL ``LLMWrapperBase`` with
-            ``generate=False`` or a ``ProbabilisticTensorDictSequential``: a distribution over tokens ``[B, T]``.
-        tensordict: the batch, batch size ``[B]``.
-        tokens: ``[B, T]``, padded on the left.
-        attention_mask_key: the mask under which a TorchRL wrapper scores.
-        entropy: whether to return entropies.
-        mask: bool ``[B, T]``: the tokens that will be read; default: all.
-        router_logits: whether to return the routers' logits, which a TorchRL wrapper cannot.
-
-    Raises:
-        ValueError: the actor's tensors are not ``[B, T]``, or it returned no entropy although ``entropy`` is set.
-    """
+    """Return the actor's log-probs of ``tokens``, with a gradient, and their entropies if ``entropy``."""
     routers = None
     if hasattr(actor, "score"):
         # An actor that always computes entropies, or all tokens, need not accept these arguments.
@@ -455,9 +428,6 @@ def score_reference(
     The base of a peft model is the reference that its adapter started from, so no second model is needed. The actor
     scores a copy of ``tensordict``, because what it writes there belongs to another policy. If it replays the rollout's
     routes, it does so here too. ``mask`` as for :func:`score_tokens`.
-
-    Raises:
-        ValueError: neither the actor nor its ``model`` has a ``disable_adapter`` context, as peft's models do.
     """
     holders = (actor, getattr(actor, "model", None))
     model = next((holder for holder in holders if hasattr(holder, "disable_adapter")), None)

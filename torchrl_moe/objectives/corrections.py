@@ -176,16 +176,7 @@ class Thresholds:
 
 
 class Corrections:
-    """A set of corrections that can be combined.
-
-    Args:
-        names: from the table above; one name, several, or ``None``.
-        thresholds: of the corrections.
-        proximal: the proximal policy of the decoupled objective; ``None`` is the coupled one.
-
-    Raises:
-        ValueError: an unknown name, or a combination that the table's rules refuse.
-    """
+    """A set of corrections that can be combined."""
 
     def __init__(
         self,
@@ -235,14 +226,7 @@ class Corrections:
     def __call__(
         self, ratios: PolicyRatios, advantage: Tensor, staleness: Tensor | None, mean_weight: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the weight of each token, and the tokens (bool) that are kept; both are constants ``[B, T]``.
-
-        Args:
-            ratios: of the batch.
-            advantage: ``[B, T]``.
-            staleness: ``[B, T]``; see :attr:`needs_staleness`.
-            mean_weight: ``[]``, of :meth:`importance_weight` over the whole batch; see :attr:`normalises`.
-        """
+        """Return the weight of each token, and the tokens (bool) that are kept; both are constants ``[B, T]``."""
         log_rho, mask, limits = ratios.log_rho, ratios.rho_mask, self.thresholds
         weight = self.importance_weight(log_rho, mask)
         kept = self._within(log_rho, mask)

@@ -35,13 +35,6 @@ Scoring: TypeAlias = Literal["softmax", "sigmoid"]
 def known_rows(router_logits: Tensor, mask: Tensor) -> Tensor:
     """Return which rows count, bool ``[B, T, L]``: those of ``mask``, in layers with a router, with finite logits.
 
-    Args:
-        router_logits: ``[B, T, L, E]``.
-        mask: ``[B, T]`` bool.
-
-    Raises:
-        ValueError: another rank, shape or dtype.
-
     >>> logits = torch.tensor([[[[0.0, 1.0], [0.0, 0.0]]]])  # one token; its second layer has no router
     >>> known_rows(logits, torch.tensor([[True]]))
     tensor([[[ True, False]]])
@@ -79,14 +72,6 @@ def choice_counts(router_logits: Tensor, rows: Tensor, top_k: int) -> Tensor:
 
 def recorded_counts(routes: Tensor, mask: Tensor, num_experts: int) -> Tensor:
     """Return how many rows of ``mask`` chose each expert by ``routes``, float32 ``[L, E]``.
-
-    Args:
-        routes: int ``[B, T, L, K]``; -1 where no choice is known.
-        mask: bool ``[B, T]``.
-        num_experts: E.
-
-    Raises:
-        ValueError: another shape, or an expert out of range.
 
     >>> recorded_counts(torch.tensor([[[[2, 0]], [[-1, -1]]]]), torch.ones(1, 2, dtype=torch.bool), num_experts=3)
     tensor([[1., 0., 1.]])
@@ -152,16 +137,6 @@ def load_balancing_loss(
     A product of two means is not additive: the losses of micro-batches balance each micro-batch separately. They sum to
     the loss of the whole batch, gradients included, if each is given the whole batch's ``share`` and ``num_rows`` (as
     global batch balancing does, arXiv 2501.11873). With ``per_sequence``, the whole batch's ``num_rows`` is enough.
-
-    Args:
-        router_logits: ``[B, T, L, E]``.
-        rows: ``[B, T, L]`` bool, see :func:`known_rows`.
-        top_k: K.
-        scoring: how a logit becomes a score; sigmoid scores are divided by their sum.
-        per_sequence: whether sequences are balanced one by one.
-        share: f of the whole batch, ``[L, E]``; not with ``per_sequence``. Default: that of ``rows``.
-        num_rows: ``[L]``, the denominator of P: rows of the whole batch, or sequences with a row if ``per_sequence``.
-            Layers with 0 are left out of the mean. Default: those of ``rows``.
 
     >>> logits = torch.tensor([[[[0.0, 0.0]], [[0.0, 0.0]]]])
     >>> load_balancing_loss(logits, torch.ones(1, 2, 1, dtype=torch.bool), top_k=2)

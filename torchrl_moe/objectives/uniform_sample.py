@@ -19,10 +19,6 @@ class UniformSample:
     Each number draws a random priority, and the numbers with the lowest priorities are kept, so merging two samples
     gives a sample of the joined streams. Up to ``capacity`` numbers, all are kept. It has its own random generator.
 
-    Args:
-        capacity: how many numbers to keep.
-        seed: of the priorities; default: the system's entropy, so that merged samples draw different priorities.
-
     >>> sample = UniformSample(capacity=100)
     >>> sample.add(np.arange(50))
     >>> len(sample), float(np.quantile(sample.values, 0.5))

@@ -28,12 +28,7 @@ POINTS_PER_INCH = 72
 
 
 def legend_above(axes: Any, title: str = "") -> None:
-    """Set a panel's title, and between it and the panel a legend, in as few lines as fit.
-
-    Args:
-        axes: of matplotlib, with labelled artists.
-        title: of the panel.
-    """
+    """Set a panel's title, and between it and the panel a legend, in as few lines as fit."""
     labels = axes.get_legend_handles_labels()[1]
     pad = None
     # A legend wider than its panel's share would leave the panel itself no room.

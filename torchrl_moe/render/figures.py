@@ -29,10 +29,5 @@ class NotebookFigure(Figure):
 
 
 def whole_ticks(axis: Any, most: int | Literal["auto"] = "auto") -> None:
-    """Number an axis at whole numbers only.
-
-    Args:
-        axis: of matplotlib's axes: ``axes.xaxis``.
-        most: parts that the numbers may divide it into.
-    """
+    """Number an axis at whole numbers only."""
     axis.set_major_locator(MaxNLocator(nbins=most, integer=True))

@@ -53,18 +53,7 @@ RULE = "border-{}: 1px solid rgba(128, 128, 128, 0.5);"  # visible on white and 
 def html_table(
     title: str, header: Sequence[str], rows: Sequence[Sequence[str]], footer: Sequence[str] = (), note: str = ""
 ) -> str:
-    """Return a table as HTML; every text is escaped.
-
-    Args:
-        title: above the table.
-        header: names of the columns.
-        rows: texts, one per column. The first two columns stand left, as names do, the others right.
-        footer: a last row, set off by a rule: totals.
-        note: below the table.
-
-    Raises:
-        ValueError: a row of another length than the header.
-    """
+    """Return a table as HTML; every text is escaped."""
     for row in (*rows, *([footer] if footer else [])):
         if len(row) != len(header):
             raise ValueError(f"a row has {len(row)} cells, the header {len(header)}: {row!r}")
@@ -103,10 +92,6 @@ WIDTH = 140
 def one_line(text: str, characters: int) -> str:
     """Return a text in one line of printable characters, its middle cut out if it is long.
 
-    Args:
-        text: anything; what cannot be printed (line breaks, terminal codes) is shown as Python would write it.
-        characters: the most that are returned, at least 1.
-
     >>> one_line("a\\nb\\x1b[31m", 80)
     'a\\\\nb\\\\x1b[31m'
     >>> one_line("abcdefghi", 5)
@@ -128,17 +113,7 @@ def _printable(text: str) -> str:
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], wide: Sequence[str] = ()) -> None:
-    """Print a table: by rich, which also knows notebooks, or as plain text in columns.
-
-    Args:
-        title: above it.
-        header: names of the columns.
-        rows: texts, one per column. Nothing in them is read as markup.
-        wide: columns of running text: they stand left, and are broken into lines; the others stand right.
-
-    Raises:
-        ValueError: a row of another length than the header.
-    """
+    """Print a table: by rich, which also knows notebooks, or as plain text in columns."""
     for row in rows:
         if len(row) != len(header):
             raise ValueError(f"a row has {len(row)} cells, the header {len(header)}: {row!r}")
@@ -185,11 +160,7 @@ def plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def data_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Return a ``DataFrame`` with a row for each mapping, and a column for each of their keys.
-
-    Raises:
-        ImportError: pandas is missing; the message names the extra.
-    """
+    """Return a ``DataFrame`` with a row for each mapping, and a column for each of their keys."""
     try:
         import pandas
     except ImportError as error:

@@ -48,9 +48,6 @@ OUTSIDE = (IndexError, KeyError, OverflowError, TypeError, ValueError)
 class TokenTexts:
     """Texts of tokens, each decoded once.
 
-    Args:
-        tokenizer: with ``decode``, ``convert_ids_to_tokens`` and ``all_special_ids``; ``None``: a token is its number.
-
     >>> TokenTexts(None).of([12, 7])
     ['12 ', '7 ']
     """
@@ -116,19 +113,7 @@ Part = str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownToken:
-    """One token.
-
-    Attributes:
-        position: in its sequence, pads not counted.
-        id: in the vocabulary.
-        text: of it alone, printable.
-        part: of the rollout it stands in.
-        special: whether it is a marker and no text.
-        log_prob: of the policy that sampled it; ``None`` if there is none.
-        version: of the weights that sampled it; ``None`` if nothing did.
-        experts: by layer, those that it was routed to; layers without a route are left out.
-        kept: how many words it was sampled from; ``-n``: all but n; 0: all; ``None``: it was not sampled.
-    """
+    """One token."""
 
     position: int
     id: int
@@ -143,14 +128,7 @@ class ShownToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSample:
-    """One rollout.
-
-    Attributes:
-        index: its row in the batch, all batch dimensions flattened.
-        tokens: those that are shown, in order; a number stands for so many that are not.
-        counts: tokens by part, those that are not shown too.
-        reward: the sum over the rollout; ``None`` if it has none.
-    """
+    """One rollout."""
 
     index: int
     tokens: Sequence[ShownToken | int]
@@ -179,19 +157,7 @@ def rows_of(batch: Any) -> list[Any]:
 
 
 def read_samples(td: Any, n: int, most: int, *, policy: Any = None, tokenizer: Any = None) -> list[TokenSample]:
-    """Return the last rollouts of a batch.
-
-    Args:
-        td: rollouts with ``("tokens", "full")``, of any batch size, padded or not.
-        n: how many.
-        most: tokens of each that are shown; of a longer one the end of the prompt, and both ends of what follows.
-        policy: names the keys (``tokens_key``, ``masks_key``, ``log_probs_key``), and has the tokenizer.
-        tokenizer: gives tokens their texts; without one they are shown as numbers.
-
-    Raises:
-        ValueError: ``n`` or ``most`` is below 1, there are no tokens, or an entry has not one value per token.
-        TypeError: ``tokenizer`` is no tokenizer.
-    """
+    """Return the last rollouts of a batch."""
     for name, value in (("n", n), ("tokens", most)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
@@ -311,13 +277,7 @@ LIKELY_LABELS = ("p ≥ 0.9", "p 0.5 to 0.9", "p 0.1 to 0.5", "p 0.01 to 0.1", "
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Labels of tokens.
-
-    Attributes:
-        title: what the labels are.
-        fills: label -> its color, in the order of a legend.
-        label: of a token; ``None`` if it has none.
-    """
+    """Labels of tokens."""
 
     title: str
     fills: Mapping[str, Fill]
@@ -330,17 +290,7 @@ class Scale:
 
 
 def make_scale(samples: Sequence[TokenSample], color: Color = "versions", layer: int | None = None) -> Scale:
-    """Return what colors mean in some samples; the same in all of them.
-
-    Args:
-        samples: that are shown.
-        color: ``"versions"`` of the weights that sampled a token; ``"experts"``: the one that stands first in a layer;
-            ``"kept"``: how many words a token was sampled from; ``"log_probs"``: of the policy that sampled it.
-        layer: of the experts; by default the first that has routes.
-
-    Raises:
-        ValueError: another color, or a layer without routes.
-    """
+    """Return what colors mean in some samples; the same in all of them."""
     if color not in get_args(Color):
         raise ValueError(f"color must be one of {', '.join(map(repr, get_args(Color)))}, got {color!r}")
     tokens = [token for sample in samples for token in sample.shown]
@@ -482,13 +432,7 @@ SHOWN_LAYERS = 8
 
 
 def samples_html(samples: Sequence[TokenSample], scale: Scale, layer: int | None = None) -> str:
-    """Return rollouts as HTML; every text is escaped.
-
-    Args:
-        samples: that are shown.
-        scale: what colors mean.
-        layer: whose experts stand in the hover titles; by default the first eight that have routes.
-    """
+    """Return rollouts as HTML; every text is escaped."""
     body = "\n".join(_sample(sample, scale, layer) for sample in samples)
     return f'<div style="color:inherit;background:transparent;">{_legend(samples, scale)}\n{body}</div>'
 

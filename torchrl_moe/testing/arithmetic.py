@@ -77,12 +77,6 @@ class ArithmeticTask:
     Doubling is quick to learn and generalises to unseen numbers: a digit of the answer depends on two digits of the
     question. Numbers are written with leading zeros, so that those two digits are always at the same distance.
 
-    Args:
-        operation: ``"sum"``, ``"3+4="`` gives ``"7"``; ``"double"``, ``"2*0470="`` gives ``"00940"``.
-        digits: of the numbers. For sums, 1 gives 100 problems and 2 gives 10 000; for doubling, 4 gives 10 000.
-        held_out: number of held-out problems, chosen by ``seed``.
-        seed: of the split, and of the order of training problems.
-
     >>> task = ArithmeticTask(digits=1, held_out=20)
     >>> len(task.train), len(task.test), set(task.train) & set(task.test)
     (80, 20, set())
@@ -122,14 +116,7 @@ class ArithmeticTask:
                 position += 1
 
     def env(self, prompts: int, group_size: int, tokenizer: Any, start: int = 0) -> DatasetChatEnv:
-        """Return a chat environment over training problems, each repeated ``group_size`` times in a row.
-
-        Args:
-            prompts: problems per batch.
-            group_size: repetitions of each problem.
-            tokenizer: of the policy, for its chat template.
-            start: position of the first problem, to continue where an earlier run stopped.
-        """
+        """Return a chat environment over training problems, each repeated ``group_size`` times in a row."""
         env = DatasetChatEnv.from_dataloader(
             DataLoader(_Problems(self, start), batch_size=1, collate_fn=_stack),
             repeats=group_size,
@@ -150,15 +137,6 @@ def arithmetic_prompts(
 ) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """Return the problems of an :class:`ArithmeticTask` as rows: those to train on, and the held-out ones.
 
-    Args:
-        operation: see :class:`ArithmeticTask`, also for the others.
-        digits: of the numbers.
-        held_out: number of held-out problems.
-        seed: of the split.
-
-    Raises:
-        ValueError: there is no such task.
-
     >>> train, held_out = arithmetic_prompts()
     >>> len(train), len(held_out)
     (9800, 200)
@@ -172,10 +150,6 @@ def arithmetic_prompts(
 
 def exact_answer(completion: str, answer: str) -> float:
     """Reward an exactly correct answer with 1, any other with 0.
-
-    Args:
-        completion: the text that was generated, without the token that ends it.
-        answer: the correct answer.
 
     >>> exact_answer("09634", "09634"), exact_answer("9634", "09634")
     (1.0, 0.0)
@@ -216,12 +190,7 @@ class ExactAnswerReward(Transform):
 
 
 def share_correct(answers: list[str], rollout: TensorDictBase) -> float:
-    """Return the share of a rollout's answers that are exactly correct.
-
-    Args:
-        answers: the correct answers.
-        rollout: of a policy with ``input_mode="history"``, batch size ``[B]``.
-    """
+    """Return the share of a rollout's answers that are exactly correct."""
     contents = [sample["history", "response"].content[0] for sample in rollout.unbind(0)]
     return sum(content == answer for content, answer in zip(contents, answers, strict=True)) / len(answers)
 
@@ -243,17 +212,6 @@ RAMP = 10
 class WarmUp:
     """Options of :func:`warm_up`.
 
-    Args:
-        clean_lr: learning rate of the first half, which learns correct answers.
-        clean_target: probability of the exact answer at which the first half ends.
-        noisy_lr: learning rate of the second half, which makes the policy uncertain.
-        noise: share of carries forgotten, or of random labels, in the second half.
-        noisy_target: probability of the exact answer at which the second half ends.
-        mistake: ``"forget_carry"``, which is a rule, so that unlearning it generalises to new problems; ``"random"``,
-            answers of other problems.
-        batch_size: problems per step.
-        max_steps: greatest number of steps of either half.
-
     >>> WarmUp(noise=0.7).noise
     0.7
     """
@@ -269,10 +227,6 @@ class WarmUp:
 
     def check(self) -> None:
         """Refuse invalid options.
-
-        Raises:
-            ValueError: a rate that is not positive, a share or probability outside 0..1, a number of problems or steps
-                that is not a positive integer, or an unknown mistake.
 
         >>> WarmUp(noise=2).check()
         Traceback (most recent call last):
@@ -318,11 +272,8 @@ def answer_log_probs(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> Ten
 
 
 def forget_carry(query: str, forgets: Callable[[], bool] = lambda: True) -> str:
-    """Return an answer in which carries are forgotten: ``"47+38="`` gives ``"75"``, ``"2*4817="`` gives ``"08624"``.
-
-    Args:
-        query: a sum, or a number to double, as :class:`~torchrl_moe.testing.arithmetic.ArithmeticTask` writes them.
-        forgets: called once for every carry to a next digit, returns whether it is forgotten; by default all are.
+    """Return an answer in which carries are forgotten: ``"47+38="`` gives ``"75"``, ``"2*4817="`` gives
+    ``"08624"``.
     """
     doubled = query.startswith("2*")
     first, second = [query[2:-1]] * 2 if doubled else query.rstrip("=").split("+")
@@ -342,16 +293,6 @@ def warm_up(model: PreTrainedModel, problems: Problems, tokenizer: Any, options:
     Uncertainty is taught with wrong labels. With ``options.mistake="random"``, a share ``options.noise`` of the labels
     are answers of other problems; with ``"forget_carry"``, that share of all carries is forgotten. The second is a
     rule, so it also gives wrong answers to unseen problems, and a policy that unlearns it is right on those too.
-
-    Args:
-        model: trained in place, and left in eval mode.
-        problems: questions, each asked as one user message, with their answers.
-        tokenizer: with a chat template, a pad and an eos token.
-        options: rates, targets and limits.
-        seed: of the choice of problems and mistakes; torch's generators are neither read nor set.
-
-    Raises:
-        ValueError: invalid options, or no problems.
     """
     options.check()
     if not problems:

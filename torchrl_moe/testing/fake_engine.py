@@ -97,21 +97,7 @@ class _Running:
 
 
 class FakeReplica(Commands):
-    """One fake engine; see :class:`~torchrl_moe.modules.backends.replica.Replica`.
-
-    Args:
-        index: position in the service.
-        seed: changes every token, log-prob and route.
-        layout: of the routers that it pretends to have; ``None`` for a dense model.
-        token_seconds: time per token, or a function of the request that returns it; with 0, ``submit`` itself answers.
-        refuse: a function of the request that returns a reason to refuse it, or ``None``.
-        die_under: a function of the request; the replica dies when it starts a request for which this is true.
-        start_seconds: time until it is ready.
-        fail_start: error message of a failed start; ``""`` if it starts.
-        script: a function of the prompt's text that returns the answer's text, without the end of the turn, or ``None``
-            for an ordinary answer; for tests that need tool calls.
-        why_live: why it cannot follow recorded experts; ``""`` if it can, which needs a layout.
-    """
+    """One fake engine; see :class:`~torchrl_moe.modules.backends.replica.Replica`."""
 
     def __init__(
         self,

@@ -31,11 +31,7 @@ Script: TypeAlias = "Callable[[str], str | None]"
 
 
 def tokens_to_come(request: Request) -> int:
-    """Return the number of tokens that the longest of a request's answers still gets.
-
-    Raises:
-        ValueError: an answer that it resumes already has ``max_tokens`` tokens.
-    """
+    """Return the number of tokens that the longest of a request's answers still gets."""
     had = [] if request.resume is None else [len(o.token_ids) for o in request.resume.outputs if _is_cut(o)]
     limit = _max_tokens(request)
     if max(had, default=-1) >= limit:
@@ -45,15 +41,7 @@ def tokens_to_come(request: Request) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FakeModel:
-    """A model whose weights are three values.
-
-    Args:
-        seed: changes every token, log-prob and route.
-        version: of the weights; changes the same.
-        layout: the routers it pretends to have; ``None`` for a dense model.
-        script: sets the tokens of answers; the other arguments still change log-probs and routes.
-        why_live: why it cannot follow recorded experts; empty if it can. Followed experts change no token.
-    """
+    """A model whose weights are three values."""
 
     seed: int
     version: int
@@ -62,22 +50,11 @@ class FakeModel:
     why_live: str = ""
 
     def checked(self, request: Request) -> Request:
-        """Return a request as :meth:`answer` takes it, by the same rules as a real engine.
-
-        Raises:
-            ValueError: the request follows experts that are not valid routes of this model, or that it cannot follow.
-        """
+        """Return a request as :meth:`answer` takes it, by the same rules as a real engine."""
         return RequestRoutes(self.layout, self.why_live).checked(request)
 
     def answer(self, request: Request, prompt: NDArray[np.int64], index: int, tokens: int) -> CompletionOutput:
-        """Return an answer with up to ``tokens`` tokens more than what the request resumes.
-
-        Args:
-            request: of :meth:`checked`.
-            prompt: ``[P]``.
-            index: of the answer among the request's answers.
-            tokens: greatest number of new tokens.
-        """
+        """Return an answer with up to ``tokens`` tokens more than what the request resumes."""
         first = None if request.resume is None else request.resume.outputs[index]
         if first is not None and not _is_cut(first):
             return first

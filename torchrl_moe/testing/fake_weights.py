@@ -36,12 +36,7 @@ EXPECTED: Kinds = {"a": (torch.float32, torch.Size([2, 2])), "b": (torch.int64, 
 
 
 class SoftError(Exception):
-    """A swap failure that the replica survives and reports.
-
-    Args:
-        message: its text.
-        restored: whether the old weights are still intact.
-    """
+    """A swap failure that the replica survives and reports."""
 
     def __init__(self, message: str, restored: bool = False) -> None:
         super().__init__(message)
@@ -53,22 +48,7 @@ class Stall(Exception):
 
 
 class FakeWeightReplica(FakeReplica):
-    """One fake engine that takes weights.
-
-    Args:
-        index: position in the service.
-        expected: name -> (dtype, shape) of the tensors that it takes; ``None``: it takes any.
-        dtype: name of the torch dtype that it pretends to compute in.
-        workers: number of workers, each of which receives what is sent over gloo.
-        **kwargs: see :class:`~torchrl_moe.testing.fake_engine.FakeReplica`.
-
-    Attributes:
-        fail: command -> a function of the number of earlier calls; the error that it returns, if any, is raised. A
-            :class:`SoftError` for ``swap_weights`` is reported instead.
-        calls: each command and its arguments, without those that check a claim.
-        receivers: the workers' ends of gloo.
-        weights: copies of the tensors that were loaded last, or of an adapter if the trainer sends one.
-    """
+    """One fake engine that takes weights."""
 
     def __init__(
         self,
@@ -225,17 +205,7 @@ class FakeWeightReplica(FakeReplica):
 
 
 class FakeFleet(FakeAsyncVLLM):
-    """An engine of fake replicas that take weights; it serves on construction.
-
-    Args:
-        num_replicas: how many.
-        expected: name -> (dtype, shape) of the tensors that they take.
-        late: indices of replicas that are STARTING.
-        **kwargs: see :class:`FakeWeightReplica`.
-
-    Attributes:
-        log: one line per weight command: the command, the replica, and the states of all replicas at that time.
-    """
+    """An engine of fake replicas that take weights; it serves on construction."""
 
     def __init__(
         self, num_replicas: int = 3, *, expected: Kinds | None = EXPECTED, late: Sequence[int] = (), **kwargs: Any

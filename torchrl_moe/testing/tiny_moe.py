@@ -148,12 +148,6 @@ def save_tiny_moe(
 ) -> Path:
     """Save :func:`make_tiny_moe` and its tokenizer to one folder, which loads in ``transformers`` and in vLLM.
 
-    Returns:
-        The folder, created if necessary. Weights are safetensors under the names of the Hub (one tensor per expert).
-
-    Raises:
-        ValueError: As :func:`make_tiny_moe`, or if the vocabulary is smaller than the tokenizer's.
-
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -269,17 +263,6 @@ def practised_tiny_moe(
     **sizes: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Return a tiny Qwen3-MoE that has been warmed up on a task, in eval mode, float32, and its tokenizer.
-
-    Args:
-        task: the task to practise on, or its options by name; default: doubling numbers of 4 digits, with 200 problems
-            held out by ``seed``.
-        warmup: options of the warm-up, or a mapping of them; default: ``WarmUp()``.
-        seed: of the weights and of the warm-up. Equal seeds give equal models on the same machine with the same number
-            of threads; torch's global generators are left unchanged.
-        **sizes: config keys of the architecture, over hidden size 64, 8 layers, and 4 of 32 experts for each token.
-
-    Raises:
-        ValueError: invalid sizes, or invalid options of the warm-up.
 
     Warns:
         UserWarning: the warm-up ran out of steps, so GRPO may have little to improve.

@@ -53,12 +53,7 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class TrainedState:
-    """What training changes, in the format of ``torch.distributed.checkpoint``: any number of ranks can read it.
-
-    Args:
-        model: its parameters that require a gradient, and its buffers, are saved.
-        optimizer: of these parameters; ``None``: no optimizer state.
-    """
+    """What training changes, in the format of ``torch.distributed.checkpoint``: any number of ranks can read it."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         self._model, self._optimizer = model, optimizer
@@ -91,24 +86,11 @@ class TrainedState:
 
     @staticmethod
     def write(state: State, folder: Path, ranks: Ranks) -> None:
-        """Write a copy; all ranks must call, and return when all have written.
-
-        Args:
-            state: what :meth:`copy` returned.
-            folder: a folder that all ranks see.
-            ranks: of the run.
-
-        Raises:
-            CheckpointException: a rank could not write its part.
-        """
+        """Write a copy; all ranks must call, and return when all have written."""
         save(state, checkpoint_id=folder, process_group=ranks.files, no_dist=ranks.size == 1)
 
     def load(self, folder: Path, ranks: Ranks) -> None:
-        """Load a saved state into the model and its optimizer; all ranks must call.
-
-        Raises:
-            ValueError: it is of another model, or another adapter; nothing was changed.
-        """
+        """Load a saved state into the model and its optimizer; all ranks must call."""
         saved = FileSystemReader(folder).read_metadata().state_dict_metadata
         self._check({name: tuple(kind.size) for name, kind in saved.items() if hasattr(kind, "size")})
         own = self._state()
@@ -203,13 +185,6 @@ class Checkpoints:
 
     A checkpoint is made beside the others and renamed when all ranks have written their part, so a kill or a full disk
     costs no older one. Weights and optimizer are copied, and written while the run continues.
-
-    Args:
-        folder: of all checkpoints; all ranks see it.
-        trained: weights and optimizer.
-        components: name -> what has a ``state_dict``; rank 0's are written.
-        keep: how many of the newest to keep.
-        ranks: of the run; default: one. All ranks call the same methods.
     """
 
     def __init__(
@@ -236,11 +211,7 @@ class Checkpoints:
             shutil.rmtree(left, ignore_errors=True)
 
     def check_folder(self) -> None:
-        """Refuse a folder that some ranks do not see: a checkpoint would lack their parts, and look complete.
-
-        Raises:
-            ConfigError: which ranks do not see it.
-        """
+        """Refuse a folder that some ranks do not see: a checkpoint would lack their parts, and look complete."""
         if self._ranks.size == 1:
             return
         folder, mark = self.rotation.directory, f".seen-{uuid.uuid4().hex}"
@@ -255,12 +226,7 @@ class Checkpoints:
             raise ConfigError(f"out={folder.parent}: rank(s) {blind} do not see rank 0's folder: name a shared one")
 
     def save(self, step: int, score: float) -> None:
-        """Begin to write a checkpoint, once the previous one is written.
-
-        Args:
-            step: number of completed steps.
-            score: decides which checkpoint is the best.
-        """
+        """Begin to write a checkpoint, once the previous one is written."""
         self.wait()
         draft = self.rotation.directory / f".step-{step:012d}.draft"
         fits = self._ranks.from_first(self._ranks.is_first and self._write_components(draft, step, score), "checkpoint")
@@ -296,20 +262,12 @@ class Checkpoints:
         return True
 
     def wait(self) -> bool:
-        """Wait for the checkpoint that was begun last.
-
-        Returns:
-            Whether it was written; if there was no room for it, that was logged, and all older ones are intact.
-        """
+        """Wait for the checkpoint that was begun last."""
         pending, self._pending = self._pending, None
         return pending is not None and pending.result()
 
     def load(self, path: Path | None = None) -> bool:
-        """Load a checkpoint, the newest by default; return whether there is one.
-
-        Raises:
-            ConfigError: it does not fit, for example because it is of another model.
-        """
+        """Load a checkpoint, the newest by default; return whether there is one."""
         path = self._ranks.from_first(path or self.rotation.latest(), "looking for a checkpoint")
         if path is None:
             return False

@@ -65,11 +65,7 @@ def load_config(name: str | Path = "tiny_cpu", overrides: Sequence[str] = ()) ->
 
 
 def _known(override: str) -> str:
-    """Return an override as Hydra needs it; it may add a key where any is allowed, and only there.
-
-    Raises:
-        ConfigError: it is none, or names no setting.
-    """
+    """Return an override as Hydra needs it; it may add a key where any is allowed, and only there."""
     name, is_one, value = (part.strip() for part in override.lstrip("+").partition("="))
     if name.startswith(("hydra", "~")):
         return override
@@ -134,11 +130,7 @@ def _search(folder: Path) -> list[str]:
 
 
 def saved_config(file: Path) -> GRPOConfig:
-    """Return the configuration that a run has saved.
-
-    Raises:
-        ConfigError: it was changed, and no longer is one.
-    """
+    """Return the configuration that a run has saved."""
     try:
         return _config(OmegaConf.merge(as_dict(GRPOConfig()), OmegaConf.load(file)))
     except (OmegaConfBaseException, yaml.YAMLError, ConfigError) as error:

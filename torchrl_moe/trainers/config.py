@@ -118,13 +118,7 @@ def nearest(name: str, known: typing.Iterable[str]) -> str:
 
 
 def setting(default: Any, of: tuple[str, ...] = (), **bounds: Any) -> Any:
-    """Return a dataclass field with what it allows.
-
-    Args:
-        default: its default; a tuple is that of a list, and a dict is copied for each instance.
-        of: the texts that are allowed; in a list, each item's.
-        **bounds: of :class:`Number`: ``least``, ``above``, ``most``, ``below``.
-    """
+    """Return a dataclass field with what it allows."""
     made: dict[str, Any] = {"default": default}
     if isinstance(default, tuple | dict):
         made = {"default_factory": partial(list if isinstance(default, tuple) else dict, default)}
@@ -285,9 +279,6 @@ except ImportError as error:
 
 def yaml_text(data: Any) -> str:
     """Return dicts, lists, texts and numbers as YAML, keys in their order.
-
-    Raises:
-        ValueError: something else is in them.
 
     >>> yaml_text({"steps": 2, "out": "runs"})
     'steps: 2\\nout: runs\\n'
@@ -628,11 +619,7 @@ class CheckpointConfig(Settings, group="checkpoint"):
 
 @dataclass(kw_only=True)
 class SaveConfig(Settings, group="save"):
-    """The model that is written at the end, and by ``trainer.save_pretrained()``.
-
-    Attributes:
-        dtype: of its weights: ``"float32"``, ``"bfloat16"``, ``"float16"``, or ``"auto"``, that of the source.
-    """
+    """The model that is written at the end, and by ``trainer.save_pretrained()``."""
 
     dtype: str = setting("auto", of=("auto", "float32", "bfloat16", "float16"))
 

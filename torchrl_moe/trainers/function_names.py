@@ -32,11 +32,7 @@ def look_in(folder: str | os.PathLike[str]) -> None:
 
 
 def import_users_module(module: str) -> ModuleType:
-    """Import a module that a user names: the current folder is looked in first, see :func:`look_in`.
-
-    Raises:
-        ValueError: there is none, and the message says where it was looked for; or its import fails.
-    """
+    """Import a module that a user names: the current folder is looked in first, see :func:`look_in`."""
     look_in(os.curdir)
     invalidate_caches()  # it may have been written a moment ago
     try:
@@ -56,13 +52,6 @@ def import_users_module(module: str) -> ModuleType:
 
 def import_function(name: str) -> Callable[..., Any]:
     """Return a function by its name.
-
-    Args:
-        name: ``"package.module:function"``; ``"package.module:Class.method"`` works too.
-
-    Raises:
-        ValueError: the name has another form, the module does not exist or cannot be imported, or it has no such
-            function.
 
     >>> import_function("math:sqrt")(4)
     2.0

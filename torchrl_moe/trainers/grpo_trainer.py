@@ -46,11 +46,7 @@ __all__ = ["MoEGRPOTrainer", "StepClock", "finishing"]
 
 
 class StepClock:
-    """Counts seconds by phase.
-
-    Attributes:
-        seconds: phase -> seconds, of this step.
-    """
+    """Counts seconds by phase."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -98,11 +94,6 @@ def finishing(ask: Callable[[], None], end: Callable[[], object], seconds: float
 
     A second signal, or the deadline, ends it at once. Handlers of the user's own stay, and so does everything outside
     the main thread, where Python hears no signals.
-
-    Args:
-        ask: called at the first signal: asks to finish soon.
-        end: called in the end, before a signal that ends the process without any clean-up has its effect.
-        seconds: that finishing may take; 0: signals end it at once.
     """
     is_main = threading.current_thread() is threading.main_thread()
     ours = [number for number, usual in USUAL.items() if is_main and seconds and signal.getsignal(number) is usual]
@@ -462,11 +453,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
         return batch
 
     def _refuse_a_fault(self, batch: TensorDictBase, found: dict[str, float]) -> None:
-        """End the run if engine and trainer differ by more than rounding on answers by the same weights.
-
-        Raises:
-            EngineError: see ``eval.max_mismatch``.
-        """
+        """End the run if engine and trainer differ by more than rounding on answers by the same weights."""
         limit, gap = self.config.eval.max_mismatch, found.get("mismatch_kl", 0.0)
         dtypes = {self.rollout_engine.dtype, str(self.policy_model.dtype).removeprefix("torch.")}
         if limit is None or gap <= limit or self._step_metrics["staleness"] or dtypes != {"float32"}:

@@ -73,16 +73,7 @@ def total_norm(groups: Iterable[Sequence[Tensor]], ranks: Ranks) -> float:
 
 
 def clip_gradients(weights: Iterable[Tensor], limit: float | None, ranks: Ranks) -> float:
-    """Clip the gradient to a maximum norm; return the norm before clipping.
-
-    Args:
-        weights: those without a gradient are skipped.
-        limit: maximum norm; ``None``: no clipping.
-        ranks: that share the weights; all must call. All get the same norm, so either all skip a step or none does.
-
-    Returns:
-        The 2-norm over all weights of all ranks; not finite if that of any rank is not.
-    """
+    """Clip the gradient to a maximum norm; return the norm before clipping."""
     groups = by_mesh(weight for weight in weights if weight.grad is not None)
     total = total_norm([[weight.grad for weight in group if weight.grad is not None] for group in groups], ranks)
     if limit is not None and math.isfinite(total):
@@ -107,15 +98,6 @@ def micro_batches(lengths: Sequence[int], max_tokens: int | None, at_least: int 
 
     Samples of similar length are grouped, longest first, to keep padding low. A sample that is longer than
     ``max_tokens`` is a part of its own.
-
-    Args:
-        lengths: tokens of each sample.
-        max_tokens: of a part; ``None``: all samples are one part.
-        at_least: least number of parts; those with most samples are halved, and when each has one sample, empty parts
-            are added.
-
-    Raises:
-        ValueError: ``max_tokens`` is below 1.
 
     >>> micro_batches([5, 9, 4, 8], max_tokens=18)
     [[1, 3], [0, 2]]
@@ -162,10 +144,6 @@ class Minibatches(TrainerHookBase):
     """Gives the optimizer a batch in parts, in a new order in each epoch.
 
     With several ranks, each splits its own share. Ranks that see the same samples split them in the same way.
-
-    Args:
-        count: optimizer steps per epoch; a batch with fewer samples gets one step per sample.
-        ranks: of the run; all use the random seed that rank 0 draws.
     """
 
     def __init__(self, count: int, ranks: Ranks | None = None) -> None:
@@ -184,11 +162,7 @@ class Minibatches(TrainerHookBase):
         return batch
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
-        """Return the next part.
-
-        Raises:
-            StopIteration: the epoch is over, as TorchRL's trainer expects.
-        """
+        """Return the next part."""
         del batch
         return next(self._parts)
 
@@ -224,16 +198,6 @@ class TokenStepper(OptimizationStepper):
     The loss of every part is divided by the tokens of the whole minibatch, so the gradients of the parts add up to its
     gradient, to rounding. The same holds if each rank has a share of it. Samples without an advantage are skipped if
     the loss gives them no gradient. A step whose gradient is not finite is skipped, logged, and counted.
-
-    Args:
-        loss: the policy's.
-        optimizer: of float32 weights.
-        schedule: of the learning rate; stepped once for each optimizer step that is not skipped.
-        max_tokens: of a micro-batch, padding included; ``None``: a minibatch is one micro-batch.
-        max_grad_norm: the gradient is clipped to this norm; ``None``: it is not.
-        precision: makes the context of a forward pass.
-        placement: the ranks that share the model, each with its own minibatch; default: one.
-        max_bad_steps: steps in a row that may be skipped.
     """
 
     def __init__(
@@ -256,11 +220,7 @@ class TokenStepper(OptimizationStepper):
         self._metrics: list[dict[str, float]] = []
 
     def step(self, trainer: Trainer, sub_batch: TensorDictBase) -> TensorDictBase:
-        """Make one step; return the loss terms, summed over parts, and the means of metrics over their tokens.
-
-        Raises:
-            DivergedError: too many steps in a row were skipped, or a weight is not finite after the step.
-        """
+        """Make one step; return the loss terms, summed over parts, and the means of metrics over their tokens."""
         del trainer
         lr = self.lr
         self.ranks.meet("a step")
@@ -398,14 +358,6 @@ class RolloutScores:
 
     Under R2 this is the forward pass that records the experts. If nothing needs the policy's scores, and no mismatch is
     due, there is no forward pass. With several ranks each scores its own share; metrics are of all ranks.
-
-    Args:
-        actor: the policy.
-        loss: what reads the results; its keys are set.
-        reference: writes ``("ref_log_probs", "full")``; ``None``: the loss needs none, or scores the reference itself.
-        max_tokens: of a micro-batch, pads included.
-        precision: makes the context of a forward pass.
-        placement: the ranks that share the model; default: one.
     """
 
     def __init__(
@@ -434,13 +386,7 @@ class RolloutScores:
 
     @torch.no_grad()
     def __call__(self, batch: TensorDictBase, version: int, with_mismatch: bool) -> dict[str, float]:
-        """Score a batch, in place; return the mismatch between trainer and engine, if requested.
-
-        Args:
-            batch: ``[B]``, as collected.
-            version: of the weights.
-            with_mismatch: whether to measure the mismatch, with replay and without.
-        """
+        """Score a batch, in place; return the mismatch between trainer and engine, if requested."""
         found = _Found()
         scores = with_mismatch or self.writes_prox or self.actor.replay == "R2"
         for part, counts in self._parts(batch) if scores else ():
@@ -544,11 +490,7 @@ Reference = Callable[[TensorDictBase], TensorDictBase]
 
 
 def build_loss(actor: TransformersWrapper, config: GRPOConfig) -> GRPOLoss:
-    """Return the loss of a run.
-
-    Raises:
-        ConfigError: there is no such loss, or it does not accept an argument.
-    """
+    """Return the loss of a run."""
     where = _where(config, actor.model)
     by_adapter = _needs_reference(config.loss.arguments) and where == "adapter"
     top_k, experts = config.loss.router.get("top_k"), _of_model(actor, EXPERT_COUNTS)
@@ -569,11 +511,7 @@ def _needs_reference(arguments: dict[str, Any]) -> bool:
 
 
 def _where(config: GRPOConfig, model: Any) -> str:
-    """Return which kind of reference to use.
-
-    Raises:
-        ConfigError: the adapter is asked for, and the model has none.
-    """
+    """Return which kind of reference to use."""
     where, adapted = config.loss.reference, has_adapters(model)
     if where == "adapter" and not adapted:
         raise ConfigError("loss.reference=adapter needs an adapter to switch off: set model.lora.rank")
@@ -583,11 +521,7 @@ def _where(config: GRPOConfig, model: Any) -> str:
 def build_reference(
     actor: TransformersWrapper, policy_model: PolicyModel, config: GRPOConfig, placement: Placement | None = None
 ) -> tuple[Reference | None, Callable[[], None]]:
-    """Return what writes the reference's log-probs, if the loss reads any, and a function that shuts it down.
-
-    Raises:
-        ConfigError: an engine as reference of a model that is neither in a folder nor on the hub, or of several ranks.
-    """
+    """Return what writes the reference's log-probs, if the loss reads any, and a function that shuts it down."""
     where = _where(config, policy_model.model) if _needs_reference(config.loss.arguments) else "adapter"
     shared = placement is not None and placement.is_shared  # a sharded model cannot be copied: it is loaded again
     if where == "adapter":  # the loss scores it itself
@@ -618,12 +552,7 @@ def _nothing() -> None:
 
 
 def advantages(name: str, batch: TensorDictBase) -> TensorDictBase:
-    """Return a batch with ``"advantage"``, one number for each row.
-
-    Args:
-        name: ``"grpo"``, ``"rloo"``, ``"dr_grpo"`` or ``"reinforce_plus_plus"``.
-        batch: ``[rows]``, whole groups.
-    """
+    """Return a batch with ``"advantage"``, one number for each row."""
     kinds: dict[str, Callable[[], objectives.GroupAdvantage]] = {
         "grpo": objectives.GRPOAdvantage,
         "rloo": objectives.RLOOAdvantage,
@@ -642,17 +571,7 @@ GAP = 0.1  # nats; rounding in float32 is below 1e-4
 
 
 class Learner:
-    """Updates a policy's weights.
-
-    Args:
-        actor: the policy.
-        policy_model: its model.
-        config: of the run.
-        placement: the ranks that share the model, each with its own learner; default: one.
-
-    Raises:
-        ConfigError: the loss does not exist, or does not accept an argument.
-    """
+    """Updates a policy's weights."""
 
     def __init__(
         self,
@@ -727,10 +646,6 @@ class Learner:
 
 def learning_rate(optim: OptimConfig, total: int) -> Callable[[int], float]:
     """Return the learning rate factor as a function of the optimizer step, counted from 0.
-
-    Args:
-        optim: the schedule, and the number of warm-up steps.
-        total: steps of the run.
 
     >>> share = learning_rate(OptimConfig(schedule="linear", warmup_steps=2), total=6)
     >>> [round(share(step), 2) for step in range(7)]

@@ -26,15 +26,7 @@ __all__ = ["Placement", "check_axes", "check_placement", "decoder_layers"]
 
 
 def check_placement(size: int, config: GRPOConfig) -> None:
-    """Refuse settings under which this many ranks cannot share the model, or not correctly.
-
-    Args:
-        size: number of ranks.
-        config: of the run.
-
-    Raises:
-        ConfigError: the first such setting, with what to do instead.
-    """
+    """Refuse settings under which this many ranks cannot share the model, or not correctly."""
     if size == 1:
         _check_single(config)
         return
@@ -128,10 +120,6 @@ class Placement:
     """How the ranks of a run share its model: ``replicate * shards * tensor_parallel`` of them.
 
     By default a single process has the whole model.
-
-    Attributes:
-        ranks: all of them.
-        config: how.
     """
 
     ranks: Ranks = field(default_factory=Ranks)
@@ -139,11 +127,7 @@ class Placement:
 
     @classmethod
     def of(cls, ranks: Ranks, config: GRPOConfig) -> Placement:
-        """Return the placement of a run.
-
-        Raises:
-            ConfigError: this number of ranks cannot share the model in this way.
-        """
+        """Return the placement of a run."""
         check_placement(ranks.size, config)
         return cls(ranks, config.placement)
 
@@ -173,12 +157,7 @@ class Placement:
     # -- the model --------------------------------------------------------------------------------------------------
 
     def load(self, pretrained: Callable[..., Any], dtype: torch.dtype) -> Any:
-        """Load a model of which each rank reads its part only.
-
-        Args:
-            pretrained: calls ``from_pretrained`` of a model; the arguments that distribute it are added here.
-            dtype: of forward passes; weights and gradients keep theirs.
-        """
+        """Load a model of which each rank reads its part only."""
         from transformers.distributed import DistributedConfig
 
         config = self.config
@@ -233,11 +212,7 @@ class Placement:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that FSDP2 shards one by one, as the model's own plan names them.
-
-    Raises:
-        ConfigError: it has no plan.
-    """
+    """Return the layers that FSDP2 shards one by one, as the model's own plan names them."""
     base: Any = base_model(model)
     stacks = [re.escape(name).replace(r"\*", r"\d+") for name in base.fsdp_plan if name.endswith("*")]
     layers = [module for name, module in base.named_modules() if any(re.fullmatch(stack, name) for stack in stacks)]

@@ -53,15 +53,7 @@ FLOAT32 = 4
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """A line of a plan.
-
-    Attributes:
-        part: which machine it is for.
-        item: what takes the memory or bandwidth.
-        bytes: upper bound.
-        how: the calculation, in words.
-        at_once: whether it exists at the same time as the other items of its part.
-    """
+    """A line of a plan."""
 
     part: str
     item: str
@@ -105,9 +97,6 @@ DENSE_FIRST = "first_k_dense_replace"
 def model_config_of(source: str) -> Any:
     """Return the transformers configuration of a folder, a hub name, or a hub model that is known here.
 
-    Raises:
-        ConfigError: there is none, or the hub cannot be reached.
-
     >>> model_config_of("Qwen/Qwen3-30B-A3B").num_hidden_layers
     48
     """
@@ -139,25 +128,7 @@ class _Settings:
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Sizes of a model, as element counts, not bytes.
-
-    Attributes:
-        parameters: of the whole model, an adapter's too.
-        trained: parameters that training changes.
-        adapter: parameters of an adapter; 0 without one.
-        adapted: parameters of the weights that an adapter adds to.
-        layer: parameters of the largest decoder layer.
-        outside: parameters outside the decoder layers: embedding, head, last norm.
-        experts: parameters of all experts.
-        largest: elements of the largest weight.
-        hidden: size of a token's hidden state.
-        expert_width: intermediate size of an expert.
-        layers: number of decoder layers.
-        top_k: experts per token; 0 for a dense model.
-        num_experts: experts to choose from.
-        kv: elements per token in the engine's KV cache, over all layers.
-        kv_heads: the most GPUs of a replica that the KV cache can be split over; latent attention has 1.
-    """
+    """Sizes of a model, as element counts, not bytes."""
 
     parameters: int
     trained: int
@@ -177,12 +148,7 @@ class ModelSizes:
 
     @classmethod
     def of(cls, hf_config: Any, model_config: ModelConfig) -> ModelSizes:
-        """Count; the result for equal arguments is kept.
-
-        Args:
-            hf_config: a transformers configuration.
-            model_config: of the run: its adapter.
-        """
+        """Count; the result for equal arguments is kept."""
         return cls._counted(_Settings.of(hf_config, model_config))
 
     @classmethod
@@ -233,14 +199,6 @@ def activation_bytes(
     Two models with the same layers are run on shapes alone (meta tensors), one a layer deeper than the other; each
     further layer is assumed to take the difference. Attention is the CPU's implementation which, like flash attention,
     keeps no attention scores. The result for equal arguments is kept.
-
-    Args:
-        hf_config: a transformers configuration.
-        model_config: of the run: adapter and activation checkpointing.
-        sequences: of a micro-batch.
-        tokens: of each.
-        dtype: of forward passes.
-        sharded: whether weights are gathered in that dtype (FSDP2), instead of being cast where they are used.
     """
     return _activation_bytes(_Settings.of(hf_config, model_config), sequences, tokens, dtype, sharded)
 

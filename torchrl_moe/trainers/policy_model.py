@@ -49,16 +49,7 @@ STACKED_EXPERTS = ("gate_up_proj", "down_proj")
 
 @dataclass(frozen=True, slots=True)
 class PolicyModel:
-    """What is trained.
-
-    Attributes:
-        model: float32, frozen weights too; where only LoRA factors are trained, the rest is in its own dtype.
-        tokenizer: of the model.
-        source: folder or hub name that the model comes from; ``None`` if it was made or changed here.
-        dtype: of forward passes.
-        source_dtype: of the weights as they were given, or in the folder.
-        start: the folder that the model starts from, if this run wrote one.
-    """
+    """What is trained."""
 
     model: Any
     tokenizer: Any
@@ -69,18 +60,7 @@ class PolicyModel:
 
     @classmethod
     def load(cls, model: Any, tokenizer: Any, config: ModelConfig, placement: Placement | None = None) -> PolicyModel:
-        """Load a model, or take one as it is, and make it ready for training.
-
-        Args:
-            model: a model, or a folder, hub name or function's name; ``None``: ``config.source``.
-            tokenizer: ``None``: the one beside the model.
-            config: its dtype, adapter and activation checkpointing.
-            placement: how several ranks share it; each of them loads it, from a folder or from the hub.
-
-        Raises:
-            ConfigError: there is no such model, no tokenizer, or one with more tokens than the model has; no such layer
-                for an adapter, or no plan to share it.
-        """
+        """Load a model, or take one as it is, and make it ready for training."""
         is_shared = placement is not None and placement.is_shared
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dtype = _dtype(config.dtype, device)
@@ -128,17 +108,10 @@ class PolicyModel:
     def save(self, folder: Path, dtype: str = "auto") -> Path:
         """Write the model under its hub names, adapters merged, with tokenizer and generation config.
 
-        Args:
-            folder: where to.
-            dtype: of its weights; ``"auto"``: the source's. What transformers keeps in float32 stays so.
-
         vLLM and ``AutoModelForCausalLM.from_pretrained`` load it. It is written beside the folder, and replaces the
         folder once it is complete, so a failure or a kill never destroys an older model. What is no part of one there,
         such as ``.git`` and a README, stays. If several ranks share the
         model, all must call this; rank 0 gathers it in its host's memory, and writes it.
-
-        Raises:
-            FileExistsError: the folder holds something other than a model.
         """
         folder = folder.expanduser().resolve()  # a link stays one
         if folder.exists() and not (folder / "config.json").is_file() and any(folder.iterdir()):
@@ -245,11 +218,7 @@ def _from_pretrained(
 
 
 def prepared(model: Any, config: ModelConfig, dtype: torch.dtype) -> Any:
-    """Add an adapter, switch on activation checkpointing, and make all weights float32; of LoRA, the adapter's.
-
-    Raises:
-        ConfigError: two adapters, or nothing to train.
-    """
+    """Add an adapter, switch on activation checkpointing, and make all weights float32; of LoRA, the adapter's."""
     if config.lora.rank:
         if has_adapters(model):
             raise ConfigError("model.lora.rank is set, and the model has an adapter already: leave one of them out")
@@ -312,15 +281,6 @@ def starting_model(model: Any, tokenizer: Any, config: GRPOConfig, placement: Pl
 
     Several ranks load it from one folder, which rank 0 chooses. Rank 0 first writes there a model that was passed in or
     made by a function. The other ranks' random numbers, and the model they were passed, are ignored.
-
-    Args:
-        model: see :class:`~torchrl_moe.trainers.MoEGRPOTrainer`.
-        tokenizer: of the model; ``None``: the one beside it.
-        config: of the run.
-        placement: how ranks share the model.
-
-    Raises:
-        ConfigError: see :meth:`PolicyModel.load`, or several ranks and a model with an adapter of its own.
     """
     given = config.model.source if model is None else model
     ranks = placement.ranks

@@ -33,14 +33,6 @@ KINDS = "rows, a dataset, a .jsonl file or a folder of them, 'package.module:fun
 def read_source(source: Any, arguments: Mapping[str, Any] | None = None) -> tuple[Rows, Rows | None]:
     """Return the rows to train on, and the held-out rows if the source has a held-out part.
 
-    Args:
-        source: see :func:`~torchrl_moe.trainers.prompt_sources.load_prompts`.
-        arguments: of a function, or of ``datasets.load_dataset``.
-
-    Raises:
-        ValueError: there is no such source, it is of another kind, or takes no arguments.
-        ImportError: a name on the hub, and ``datasets`` is not installed.
-
     >>> read_source("json:loads", {"s": '[{"prompt": "1+1="}]'})
     ([{'prompt': '1+1='}], None)
     """
@@ -182,30 +174,6 @@ def load_prompts(
 ) -> PromptSet:
     """Read prompts.
 
-    Args:
-        source: one of
-
-            - rows: a sequence of mappings, each with a prompt and whatever columns the rewards read;
-            - a dataset of the package ``datasets``, or a mapping of splits to datasets or rows. ``"train"`` is
-              trained on, the first of ``"held_out"``, ``"validation"`` and ``"test"`` is held out;
-            - the path of a ``.jsonl`` file, an object on each line, or of a folder, all of whose ``.jsonl`` files are
-              read in the order of their names;
-            - ``"package.module:function"``, which is called with ``arguments``, and returns any of the above
-              except a path, or a pair: rows to train on, and held-out rows;
-            - any other text: a name on the Hugging Face hub, for ``datasets.load_dataset(source, **arguments)``.
-        prompt: column of the prompts. A prompt is text, sent as one user message, or a list of messages, ``{"role":
-            ..., "content": ...}``, with whatever else the chat template reads, such as ``name`` or ``tool_calls``.
-            ``None``: rows need no such column. Columns ``tools`` and ``chat_template_kwargs`` are for the template.
-        held_out: number of rows to keep out of training, drawn with ``seed``. If the source has a held-out part, that
-            many rows are drawn from it; 0 keeps all of it.
-        seed: of that draw.
-        arguments: of the function or of ``load_dataset``, such as ``{"name": "main", "split": "train"}``.
-
-    Raises:
-        ValueError: there is no such source; a row without a prompt, or with one of another kind; no data; or
-            ``held_out`` is as large as the data, or larger than its held-out part.
-        ImportError: a name on the hub, and ``datasets`` is not installed.
-
     >>> rows = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(10)]
     >>> prompts = load_prompts(rows, held_out=2)
     >>> len(prompts.train), len(prompts.held_out), prompts.columns
@@ -233,17 +201,6 @@ def load_prompts(
 @dataclass(frozen=True)
 class PromptSet:
     """Rows to train on and rows held out, checked.
-
-    Args:
-        train: rows with a prompt each, and whatever else rewards read.
-        held_out: the same, never trained on.
-        prompt: column of the prompts: text, or a list of messages; ``None``: rows need none.
-
-    Attributes:
-        columns: names of all columns that any row has, in order of first appearance.
-
-    Raises:
-        ValueError: nothing to train on, or a row without a prompt, or with one of another kind.
 
     >>> prompts = PromptSet([{"prompt": "1+1=", "answer": "2"}], [], "prompt")
     >>> [(row["prompt"], row["answer"]) for row in prompts.loader(seed=0)]
@@ -273,22 +230,11 @@ class PromptSet:
 
         A collector starts pass after pass, without end, and restores its position from the loader's ``generator``,
         which determines every order.
-
-        Args:
-            seed: of the shuffles.
-
-        Returns:
-            A loader that yields a TensorDict ``[]`` with an entry for each of :attr:`columns`: the value as it is in
-            the row, not as a tensor; ``None`` where the row lacks the column.
         """
         return self._loader(self.train, shuffle=True, seed=seed)
 
     def held_out_loader(self) -> DataLoader[TensorDict]:
-        """Return the rows held out, in their order, as :meth:`loader` yields them.
-
-        Raises:
-            ValueError: none are held out.
-        """
+        """Return the rows held out, in their order, as :meth:`loader` yields them."""
         if not len(self.held_out):
             raise ValueError("no rows are held out: load them with held_out=n")
         # its own generator: a loader without one draws from torch's global one at the start of each pass

@@ -58,15 +58,6 @@ def attempt_of(store: Store, rank: int, size: int, seconds: float) -> str:
     the failures of its own ranks only (torch 2.13), so two hosts may have different numbers. Each rank asks under a
     name that was never used before, and rank 0 answers; requests left by older ranks are answered too, and nobody reads
     those answers.
-
-    Args:
-        store: that all ranks reach.
-        rank: number of this rank.
-        size: number of ranks.
-        seconds: how long a rank waits for another.
-
-    Raises:
-        RankError: a rank did not arrive in time.
     """
     own, deadline = uuid.uuid4().hex, time.monotonic() + seconds
     if rank:
@@ -107,12 +98,6 @@ class Rendezvous:
     A collective that one rank never enters blocks the others, and nothing names the missing rank. So ranks meet before
     each phase that has collectives: no rank is in one while another does something else, such as sending weights to an
     engine.
-
-    Args:
-        store: that all ranks reach; rank 0's process holds it.
-        rank: number of this rank.
-        size: number of ranks.
-        seconds: how long a rank waits for another.
     """
 
     def __init__(self, store: Store, rank: int, size: int, seconds: float) -> None:
@@ -121,15 +106,7 @@ class Rendezvous:
         self._number = 0
 
     def meet(self, phase: str, patient: bool = False) -> None:
-        """Wait until all ranks begin a phase.
-
-        Args:
-            phase: its name, for messages.
-            patient: whether the others wait without limit for rank 0, which may be waiting for the engine.
-
-        Raises:
-            RankError: a rank did not arrive in time, is gone, has failed, or begins another phase.
-        """
+        """Wait until all ranks begin a phase."""
         self.phase, number = phase, self._number
         self._number += 1
         try:
@@ -242,17 +219,6 @@ def balanced(loads: Sequence[int], count: int, at_least: int = 1) -> list[list[i
     heaviest item. Otherwise, with eight items per part, parts are within 5 % of the mean if loads are sums of eight
     log-normal lengths.
 
-    Args:
-        loads: of each item.
-        count: number of parts.
-        at_least: least number of items in each part.
-
-    Returns:
-        Indices in rising order, for each part.
-
-    Raises:
-        ValueError: there are too few items.
-
     >>> balanced([5, 4, 3, 2], 2)
     [[0, 3], [1, 2]]
     """
@@ -285,19 +251,7 @@ def _even_out(parts: list[list[int]], loads: Sequence[int], at_least: int) -> No
 
 
 def shares(batch: TensorDictBase, count: int, at_least: int = 1) -> list[TensorDictBase]:
-    """Split a batch into whole groups, balanced by tokens.
-
-    Args:
-        batch: ``[rows]`` with ``"group_id"``, a lazy stack.
-        count: number of shares.
-        at_least: least number of groups in each share.
-
-    Returns:
-        ``count`` batches; rows keep their order.
-
-    Raises:
-        ValueError: there are fewer groups than are needed.
-    """
+    """Split a batch into whole groups, balanced by tokens."""
     groups: dict[int, list[int]] = {}
     for place, row in enumerate(batch.unbind(0)):
         groups.setdefault(int(row.get("group_id")), []).append(place)
@@ -370,9 +324,6 @@ def launch_of() -> str:
 
     The name is kept in the store that ``torchrun`` keeps across restarts. Its restart count would not do: a host counts
     only the failures of its own ranks, and none when ranks restart because a host joined or left (torch 2.13).
-
-    Returns:
-        ``""``, if nothing will be restarted, or there is no such store.
     """
     has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and all(map(os.environ.get, RENDEZVOUS))
     if not may_restart() or not has_store:
@@ -391,15 +342,7 @@ def note_launch(folder: Path, launch: str) -> None:
 
 
 def go_on_after_a_restart(config: GRPOConfig, launch: str) -> None:
-    """Make a restarted run resume, since no user is there to request it.
-
-    Args:
-        config: ``resume`` is set if the run in its folder belongs to this launch.
-        launch: what :func:`launch_of` returned.
-
-    Raises:
-        ConfigError: the folder holds an older run, or that is unknown: a restart would not know which run to continue.
-    """
+    """Make a restarted run resume, since no user is there to request it."""
     folder = Path(config.out)
     if config.resume or not may_restart() or not (folder / "config.yaml").exists():
         return
@@ -423,13 +366,7 @@ PATIENCE_WITH_FILES = 10
 
 
 class Ranks:
-    """A single process; :class:`RankGroup` is several.
-
-    Attributes:
-        rank: number of this rank.
-        size: number of ranks.
-        files: a separate group for files written in the background; ``None`` where there is no group.
-    """
+    """A single process; :class:`RankGroup` is several."""
 
     rank, size = 0, 1
     files: distributed.ProcessGroup | None = None
@@ -465,11 +402,7 @@ class Ranks:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Report an error raised inside to the other ranks; if its cause is another rank, name that rank.
-
-        Raises:
-            RankError: another rank has failed or is gone.
-        """
+        """Report an error raised inside to the other ranks; if its cause is another rank, name that rank."""
         yield
 
     def close(self) -> None:
@@ -477,12 +410,7 @@ class Ranks:
 
 
 class RankGroup(Ranks):
-    """The ranks of the default process group.
-
-    Args:
-        seconds: how long one waits for another.
-        owns_group: whether to end the default group with this.
-    """
+    """The ranks of the default process group."""
 
     def __init__(self, seconds: float, owns_group: bool) -> None:
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
@@ -550,17 +478,7 @@ class RankGroup(Ranks):
 
 
 def join_ranks(seconds: float, collective_seconds: float | None = None) -> Ranks:
-    """Return the ranks of this run: of the existing process group, or of the one that a launcher has configured.
-
-    Args:
-        seconds: how long one waits for another.
-        collective_seconds: how long a collective of the default group may take, if it is made here; an existing group
-            keeps its timeout; ``None``: ``seconds``.
-
-    Raises:
-        ConfigError: this rank sees no GPU with its local rank's index.
-        RankError: another rank did not arrive in time.
-    """
+    """Return the ranks of this run: of the existing process group, or of the one that a launcher has configured."""
     owns_group = not distributed.is_initialized() and is_launched()
     if owns_group:
         with_cuda = torch.cuda.is_available()

@@ -29,12 +29,7 @@ OF_LISTS = ("prompts", "completions", "completion_ids")
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """The reward of one sample.
-
-    Attributes:
-        total: the weighted sum; ``None`` if all functions abstained.
-        values: of each function, by its name; ``None`` if it abstained.
-    """
+    """The reward of one sample."""
 
     total: float | None
     values: Mapping[str, float | None]
@@ -54,15 +49,6 @@ class Rewards:
     is left out of its group. It may be async. A plain function runs in a thread, several at a time, so it must be
     thread-safe, and cannot set signals; it must not change its arguments. A function that hangs past the collector's
     ``reward_timeout`` costs its sample and a thread; others take the thread's place.
-
-    Args:
-        functions: functions, or their names, ``"package.module:function"``.
-        weights: of each; default: 1.
-
-    Raises:
-        ValueError: no functions, two with the same name, a name that cannot be imported, a function whose parameters
-            have no names, or weights that are not finite, or not one for each function.
-        TypeError: something is not a function.
 
     >>> def exact(completion, answer):
     ...     return float(completion == answer)
@@ -104,12 +90,6 @@ class Rewards:
     def check(self, columns: Collection[str]) -> None:
         """Check that the data has what each function asks for.
 
-        Args:
-            columns: names of the data's columns.
-
-        Raises:
-            ValueError: a function has a parameter without a default whose name is not available.
-
         >>> Rewards(lambda completion, answer: 0.0).check(["prompt"])
         Traceback (most recent call last):
         ValueError: the reward function '<lambda>' asks for 'answer'; there are prompt, completion, completion_ids
@@ -120,18 +100,7 @@ class Rewards:
     async def __call__(
         self, prompt: Any, completion: str, completion_ids: Sequence[int], columns: Mapping[str, Any]
     ) -> Reward:
-        """Return the reward of a sample.
-
-        Args:
-            prompt: text or messages.
-            completion: the text that was generated.
-            completion_ids: its token ids.
-            columns: the sample's row of the data, by name.
-
-        Raises:
-            ValueError: a function returned NaN or an infinity, or the sum is not finite.
-            TypeError: a function returned something that is not a number.
-        """
+        """Return the reward of a sample."""
         calls = [
             asyncio.ensure_future(function(prompt, completion, [*completion_ids], columns))
             for function in self._functions
@@ -286,16 +255,6 @@ class PromptEpisode:
 
     The time that rewards may take is the collector's ``reward_timeout``; after that the sample's group is dropped.
 
-    Args:
-        prompt_column: column of the prompt, which is text or a list of messages.
-        rewards: of the answers.
-        is_chat: whether the policy reads messages (``input_mode="history"``): then a text prompt becomes one user
-            message. Otherwise the policy reads text, and prompts must be text.
-        tokenizer: decodes completions for the rewards. Default: the completion is the policy's text; in a chat without
-            the end-of-turn token, otherwise with it.
-        skip_special_tokens: whether that leaves special tokens out, such as an added ``<think>``. The end-of-turn token
-            is left out in any case.
-
     >>> def polite(completion):
     ...     return float("please" in completion)
     >>> prompts = load_prompts([{"prompt": "Ask for tea."}])  # doctest: +SKIP
@@ -319,17 +278,7 @@ class PromptEpisode:
         self.skip_special_tokens = skip_special_tokens
 
     async def __call__(self, data: TensorDictBase, ask: Ask) -> float | None:
-        """Run a sample, and return its reward; ``None`` if all functions abstained.
-
-        Args:
-            data: ``[]``, from :meth:`~torchrl_moe.trainers.prompt_sources.PromptSet.loader`.
-            ask: returns the answer to a prompt.
-
-        Raises:
-            ValueError: no prompt in its column, a prompt that the policy cannot read, or see
-                :meth:`Rewards.__call__`.
-            TypeError: a reward function returned no number.
-        """
+        """Run a sample, and return its reward; ``None`` if all functions abstained."""
         columns = {name: data[name] for name in data.keys()}  # noqa: SIM118  a TensorDict iterates over its batch
         prompt = self._prompt(columns)
         for name in TAKEN & columns.keys():

@@ -35,11 +35,7 @@ BATCHES = 10
 
 
 class SignalFilter:
-    """Decides whether there is anything to learn from a group: DAPO's dynamic sampling (arXiv 2503.14476).
-
-    Args:
-        groups: number of groups in a batch.
-    """
+    """Decides whether there is anything to learn from a group: DAPO's dynamic sampling (arXiv 2503.14476)."""
 
     def __init__(self, groups: int) -> None:
         self._limit = BATCHES * groups
@@ -62,11 +58,7 @@ class SignalFilter:
 
 
 class Leader:
-    """Makes engine, collector and folder; :class:`~torchrl_moe.trainers.roles.Follower` makes stand-ins.
-
-    Args:
-        config: of the run.
-    """
+    """Makes engine, collector and folder; :class:`~torchrl_moe.trainers.roles.Follower` makes stand-ins."""
 
     def __init__(self, config: GRPOConfig) -> None:
         self.config, self._folder = config, Path(config.out)
@@ -76,11 +68,7 @@ class Leader:
         return RolloutSource.of(self.config, tokenizer, **given)
 
     def lock(self) -> Callable[[], None]:
-        """Lock the run's folder; return the lock's release.
-
-        Raises:
-            ConfigError: see :meth:`refuse_older_run`; the lock keeps it true.
-        """
+        """Lock the run's folder; return the lock's release."""
         lock = RunLock(self._folder)
         try:
             self.refuse_older_run()
@@ -90,14 +78,7 @@ class Leader:
         return lock.close
 
     def refuse_older_run(self, model: Any = None) -> None:
-        """Refuse a folder that holds a run, unless it is to be continued or replaced.
-
-        Args:
-            model: that the trainer is given.
-
-        Raises:
-            ConfigError: what is in the folder, and all ways out; or the model lies in what would be replaced.
-        """
+        """Refuse a folder that holds a run, unless it is to be continued or replaced."""
         found, out = what_a_run_left(self._folder), self.config.out
         if others := what_no_run_wrote(self._folder):
             raise ConfigError(
@@ -188,11 +169,7 @@ class Leader:
 
 
 class FollowedRollouts(NothingKept):
-    """Iterates over this rank's shares of the batches that rank 0 collects, until rank 0 has no more.
-
-    Args:
-        ranks: of the run.
-    """
+    """Iterates over this rank's shares of the batches that rank 0 collects, until rank 0 has no more."""
 
     init_random_frames = 0  # TorchRL's trainer reads it
 
@@ -212,12 +189,7 @@ class FollowedRollouts(NothingKept):
 
 
 class FollowedEngine:
-    """Takes part in sending weights to rank 0's engine: each rank holds a part of every weight.
-
-    Args:
-        policy_model: whose weights they are.
-        config: of the run.
-    """
+    """Takes part in sending weights to rank 0's engine: each rank holds a part of every weight."""
 
     has_the_models_weights = False
     policy: Any = None
@@ -253,11 +225,7 @@ class FollowedEngine:
 
 
 class NoRecord:
-    """A record that writes nothing: rank 0 writes the run's.
-
-    Args:
-        folder: of the run.
-    """
+    """A record that writes nothing: rank 0 writes the run's."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -271,12 +239,7 @@ class NoRecord:
 
 
 class Follower:
-    """Stand-ins for what only rank 0 has, as far as the other ranks need them.
-
-    Args:
-        config: of the run; evaluation, loggers and progress are switched off in it.
-        ranks: of the run.
-    """
+    """Stand-ins for what only rank 0 has, as far as the other ranks need them."""
 
     def __init__(self, config: GRPOConfig, ranks: Ranks) -> None:
         self.config, self._ranks, self._folder = config, ranks, Path(config.out)
@@ -316,14 +279,7 @@ class Follower:
 
 
 class Evaluation:
-    """Runs evaluations in a background thread, one at a time.
-
-    Args:
-        evaluate: returns the mean reward of held-out prompts, or ``None`` where there are none.
-
-    Attributes:
-        scores: step -> mean reward of the evaluation before that step.
-    """
+    """Runs evaluations in a background thread, one at a time."""
 
     def __init__(self, evaluate: Callable[[], float | None]) -> None:
         self.scores: dict[int, float] = {}
@@ -336,16 +292,7 @@ class Evaluation:
         self._running = self._thread.submit(self._evaluate)
 
     def end(self, step: int, is_of_the_newest: bool) -> dict[str, float | None]:
-        """Wait for the running evaluation, if there is one; a reward that raises costs only that evaluation.
-
-        Args:
-            step: how many are done.
-            is_of_the_newest: whether the engine has the weights after that step; otherwise no checkpoint is rated by
-                it.
-
-        Returns:
-            A column of the run's record, if there was an evaluation.
-        """
+        """Wait for the running evaluation, if there is one; a reward that raises costs only that evaluation."""
         running, self._running = self._running, None
         if running is None:
             return {}

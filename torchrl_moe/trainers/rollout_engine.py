@@ -40,11 +40,7 @@ LOG = logging.getLogger(__name__)
 
 
 def check_arguments(config: GRPOConfig) -> None:
-    """Refuse arguments that the run's engine does not have, which costs less than loading a model.
-
-    Raises:
-        ConfigError: names the argument.
-    """
+    """Refuse arguments that the run's engine does not have, which costs less than loading a model."""
     try:
         engine_kind(config.engine.kind).arguments_of({"model": "?", **config.engine.arguments})
     except (TypeError, ValueError) as error:
@@ -52,18 +48,7 @@ def check_arguments(config: GRPOConfig) -> None:
 
 
 class RolloutEngine:
-    """An engine that serves the policy's weights.
-
-    Args:
-        policy_model: whose weights it serves.
-        config: of the run.
-        folder: where a model that does not come from a folder or the hub is saved, for the engine to start from.
-        engine: an engine that serves a model of the same shape; default: the one that ``engine.connect`` names, or a
-            new one, which this object shuts down.
-
-    Raises:
-        ConfigError: the machine cannot hold so many replicas, or the weight sync does not accept an argument.
-    """
+    """An engine that serves the policy's weights."""
 
     def __init__(self, policy_model: PolicyModel, config: GRPOConfig, folder: Path, engine: Any = None) -> None:
         self.config, self.policy_model = config, policy_model
@@ -196,11 +181,7 @@ def seed_after(seed: int, steps: int) -> int:
 
 
 def check_room(policy_model: PolicyModel, num_replicas: int, arguments: dict[str, Any], kind: str = "vllm") -> None:
-    """Refuse more replicas than this machine holds.
-
-    Raises:
-        ConfigError: there are fewer GPUs, or there is less memory.
-    """
+    """Refuse more replicas than this machine holds."""
     if torch.cuda.is_available():
         needed = num_replicas * engine_kind(kind).devices_per_replica(arguments)
         found = torch.cuda.device_count() - ranks_here()  # a single process may share its GPU with the engine
@@ -230,15 +211,7 @@ NO_TEMPLATE = "set tokenizer.chat_template, or use texts as prompts, which are t
 
 @dataclass(frozen=True, slots=True)
 class RolloutSource:
-    """Where samples come from.
-
-    Attributes:
-        env: for :class:`~torchrl_moe.collectors.AsyncLLMCollector`.
-        dataloader: of prompts; ``None``: the environment has its own.
-        held_out_env: for :func:`~torchrl_moe.collectors.async_collector.evaluate`; ``None``: nothing is held out.
-        held_out_loader: makes a loader of held-out prompts.
-        held_out: how many held-out prompts an evaluation asks.
-    """
+    """Where samples come from."""
 
     env: Any
     dataloader: Iterable[Any] | None
@@ -257,20 +230,7 @@ class RolloutSource:
         rewards: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
         held_out: Any = None,
     ) -> RolloutSource:
-        """Make a source from a trainer's arguments, or from ``config.data``.
-
-        Args:
-            config: of the run.
-            tokenizer: of the policy; it decodes answers, and TorchRL's tasks use it.
-            dataset: see :func:`~torchrl_moe.trainers.prompt_sources.load_prompts`.
-            env: in place of a dataset: an environment, a callable that makes one, or an async function that runs a
-                sample.
-            rewards: functions of an answer; for a dataset.
-            held_out: a dataset, or an environment, of prompts to evaluate on.
-
-        Raises:
-            ConfigError: data or reward is missing, or they do not fit together.
-        """
+        """Make a source from a trainer's arguments, or from ``config.data``."""
         source = config.data.source if dataset is None else dataset
         if config.chat_template_kwargs and not reads_chats(tokenizer):
             raise ConfigError("chat_template_kwargs: the tokenizer has no chat template: set tokenizer.chat_template")
@@ -290,11 +250,7 @@ class RolloutSource:
     def check_names(
         cls, config: GRPOConfig, *, dataset: Any = None, env: Any = None, rewards: Any = None, held_out: Any = None
     ) -> None:
-        """Import the functions that are named, which costs less than loading a model; arguments as of :meth:`of`.
-
-        Raises:
-            ConfigError: one is not found, or a reward function cannot be called.
-        """
+        """Import the functions that are named, which costs less than loading a model; arguments as of :meth:`of`."""
         source = config.data.source if dataset is None else dataset
         if env is None and not (isinstance(source, str) and source in TASKS):
             _check_given(source)
@@ -406,13 +362,7 @@ class RolloutSource:
         return cls(env, prompts.loader(config.seed), env if count else None, prompts.held_out_loader, count)
 
     def evaluate(self, policy: vLLMWrapper, timeout: float | None = None, max_turns: int = MAX_TURNS) -> float | None:
-        """Return the mean reward of greedy answers to held-out prompts; ``None``: nothing is held out.
-
-        Args:
-            policy: sends requests to the engine.
-            timeout: seconds that computing a reward may take.
-            max_turns: of a sample.
-        """
+        """Return the mean reward of greedy answers to held-out prompts; ``None``: nothing is held out."""
         if not self.held_out:
             return None
         loader = None if self.held_out_loader is None else self.held_out_loader()
@@ -445,11 +395,7 @@ def _check_storable(prompts: PromptSet) -> None:
 
 
 def _check_rendering(config: GRPOConfig, tokenizer: Any, prompts: PromptSet) -> None:
-    """Check that prompts fit the tokenizer's chat template, by rendering the first of each part.
-
-    Raises:
-        ConfigError: there is no template, and a row needs one; or it raises.
-    """
+    """Check that prompts fit the tokenizer's chat template, by rendering the first of each part."""
     column = config.data.prompt
     if not reads_chats(tokenizer):
         for row in (row for rows in (prompts.train, prompts.held_out) for row in rows):

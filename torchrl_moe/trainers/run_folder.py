@@ -15,13 +15,7 @@ __all__ = ["RunLock", "exchange", "recover"]
 
 
 def exchange(draft: Path, folder: Path, replaces: Callable[[str], bool] = lambda _: True) -> None:
-    """Put a folder in the place of an older one, which is restored if that fails.
-
-    Args:
-        draft: the new one.
-        folder: its place.
-        replaces: whether an older entry of a name goes, if the new folder has none; others are moved into it.
-    """
+    """Put a folder in the place of an older one, which is restored if that fails."""
     older = folder.with_name(f".{folder.name}.older")
     recover(older)
     _clear(older, folder, replaces)
@@ -57,12 +51,6 @@ class RunLock:
     """Keeps a second run out of a folder, until it is closed or its process ends.
 
     A file system without locks (some NFS mounts) keeps nobody out.
-
-    Args:
-        folder: of the run; made if it is not there.
-
-    Raises:
-        ConfigError: another run has the folder, or it cannot be written to.
     """
 
     def __init__(self, folder: Path) -> None:

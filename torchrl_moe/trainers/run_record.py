@@ -56,14 +56,7 @@ Row = dict[str, Any]
 
 
 class RunRecord:
-    """One run's files: ``metrics.csv``, ``samples.jsonl``, ``config.yaml``, ``versions.json``.
-
-    Args:
-        folder: made if it is not there.
-        config: of the run, as YAML.
-        before: keep what an earlier start recorded of the steps before this one; 0 discards everything.
-        forget: removes what else an earlier run has left, as the files begin.
-    """
+    """One run's files: ``metrics.csv``, ``samples.jsonl``, ``config.yaml``, ``versions.json``."""
 
     def __init__(self, folder: Path, config: str, before: int = 0, forget: Callable[[], None] = lambda: None) -> None:
         self.folder, self._config, self._before, self._forget = folder, config, before, forget
@@ -216,18 +209,7 @@ def what_a_run_left(folder: Path) -> str:
 
 
 def batch_metrics(batch: TensorDictBase, version: int) -> dict[str, float]:
-    """Return metrics of a batch as it was collected.
-
-    Args:
-        batch: ``[rows]``; the rows of a sample (its turns) are contiguous, and its last row is done.
-        version: of the trainer's weights.
-
-    Returns:
-        ``reward`` and ``reward_std``, mean and standard deviation over samples of the sum of their rewards;
-        ``uniform_groups``, the share of groups whose samples have the same reward; ``length``, generated tokens of a
-        row; ``truncated``, the share of rows that reached their last token; ``staleness``, the mean over generated
-        tokens of ``version`` less the version that sampled them; ``tokens``, how many were generated.
-    """
+    """Return metrics of a batch as it was collected."""
     rows = batch.unbind(0)
     lengths = [len(row.get(("tokens", "response"))) for row in rows]
     rewards, groups = sample_rewards(rows)
@@ -252,11 +234,7 @@ def _versions(row: TensorDictBase) -> Tensor:
 
 
 def sample_rewards(rows: Sequence[TensorDictBase]) -> tuple[list[float], list[list[float]]]:
-    """Return the rewards of samples, all of them and by group.
-
-    Raises:
-        MissingEntryError: a row has no reward.
-    """
+    """Return the rewards of samples, all of them and by group."""
     groups: dict[int, list[float]] = {}
     total = 0.0
     for row in rows:
@@ -319,11 +297,7 @@ class HealthMonitor:
         self._shown: set[str] = set()
 
     def check(self, rows: Rows) -> list[str]:
-        """Return the signs that are new, and log them.
-
-        Args:
-            rows: of ``metrics.csv``, all of the run.
-        """
+        """Return the signs that are new, and log them."""
         found = {name: text for name, sign in SIGNS.items() if (text := sign(rows))}
         new = [text for name, text in found.items() if name not in self._shown]
         self._shown = set(found)

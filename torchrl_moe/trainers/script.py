@@ -27,14 +27,7 @@ __all__ = ["export", "main", "run", "show_plan"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train as configured on the command line.
-
-    Args:
-        arguments: of the command line; default: this process's.
-
-    Returns:
-        The exit code: 2 for bad input, 130 after a Ctrl-C, 1 where another rank failed, else 0.
-    """
+    """Train as configured on the command line."""
     parser = argparse.ArgumentParser(
         description="Train a Mixture-of-Experts model with GRPO: rollouts by vLLM, updates on the recorded experts.",
         epilog=f"Every key and its default: {CONFIGS.parent / 'config.py'}. resume=true continues after a kill; "
@@ -68,11 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show_plan(config: GRPOConfig) -> None:
-    """Print the resources that a run needs, and start nothing.
-
-    Raises:
-        ConfigError: the model's configuration cannot be found.
-    """
+    """Print the resources that a run needs, and start nothing."""
     plan = RunPlan.of(config)
     console = Console(highlight=False)
     console.print(plan.table())
@@ -81,17 +70,7 @@ def show_plan(config: GRPOConfig) -> None:
 
 
 def export(folder: Path) -> Path:
-    """Write the model of a checkpoint, in the layout of the hub; start no engine.
-
-    Args:
-        folder: of a run, whose newest checkpoint is taken, or of one of its checkpoints.
-
-    Returns:
-        Where it is: ``model`` in the run's folder.
-
-    Raises:
-        ConfigError: there is no checkpoint, or none of a model that can be loaded.
-    """
+    """Write the model of a checkpoint, in the layout of the hub; start no engine."""
     checkpoint = folder if folder.name.startswith("step-") else max(folder.glob("checkpoints/step-*"), default=None)
     run = folder.parent.parent if checkpoint == folder else folder
     if checkpoint is None or not (run / "config.yaml").is_file():
@@ -106,12 +85,7 @@ def export(folder: Path) -> Path:
 
 
 def run(config: GRPOConfig) -> None:
-    """Train, export the model, draw the figure, and print a summary; with several ranks, rank 0 draws and prints.
-
-    Raises:
-        ConfigError: an invalid setting; raised before anything is started.
-        UnsupportedRouterError: replay of a model that cannot be replayed.
-    """
+    """Train, export the model, draw the figure, and print a summary; with several ranks, rank 0 draws and prints."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # the engine computes at the same time

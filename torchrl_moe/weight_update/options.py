@@ -65,16 +65,7 @@ def one_of(name: str, value: Any, allowed: Iterable[Any]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptions:
-    """Where versions are stored.
-
-    Attributes:
-        folder: of the store, as the trainer sees it.
-        seen_as: the same folder as the engines see it.
-        layout: ``"slots"`` of one host, or a directory of ``"versions"`` that several hosts share.
-        keep_versions: how many are kept at the same time.
-        fsync: whether a version must be on the disk before it becomes visible.
-        delta: whether only tensors that changed are written.
-    """
+    """Where versions are stored."""
 
     folder: Path
     seen_as: Path
@@ -95,13 +86,7 @@ class StoreOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOptions:
-    """Which part of a model is sent.
-
-    Attributes:
-        dtype: ``"engine"``: no wider than the tensor is in the engine or its checkpoint; ``"trainer"``: unchanged; or a
-            dtype for all floating tensors.
-        lora: ``"merged"``: adapters are added to their weights; ``"adapter"``: nothing but the adapter is sent.
-    """
+    """Which part of a model is sent."""
 
     dtype: Literal["engine", "trainer"] | torch.dtype = "engine"
     lora: Literal["merged", "adapter"] = "merged"
@@ -126,16 +111,7 @@ class SourceOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapOptions:
-    """How replicas are swapped.
-
-    Attributes:
-        mode: what happens to requests in flight: frozen, waited for, or cut and resumed.
-        kv: what happens to cached prefixes.
-        rolling: how many replicas, or which share of them, are swapped at the same time; at least one.
-        min_serving: how many replicas, or which share of them, must hold a version for an update to succeed, and must
-            serve meanwhile.
-        timeout_seconds: of each step of each replica.
-    """
+    """How replicas are swapped."""
 
     mode: Literal["hot_swap", "drain", "abort_resume"] = "hot_swap"
     kv: Literal["salt", "recompute"] = "salt"
@@ -183,16 +159,7 @@ def _device(device: torch.device | str | int) -> torch.device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveOptions:
-    """Options of a transport with process groups, one per replica.
-
-    Attributes:
-        master_address: TorchRL's, as the next three are. TorchRL's scripts always pass them. With gloo it must be this
-            host's loopback; ranks meet in a folder.
-        master_port: checked, and not used: no port is opened to meet.
-        gpus_per_replica: checked against the engine's workers per replica, if given.
-        device: TorchRL's; weights are sent from host memory.
-        buffer_bytes: sent at a time.
-    """
+    """Options of a transport with process groups, one per replica."""
 
     master_address: str | None = None
     master_port: int | None = None
@@ -227,17 +194,7 @@ class CollectiveOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncOptions:
-    """All options of a weight sync.
-
-    Attributes:
-        transport: ``"memmap"`` or ``"gloo"``.
-        store: where versions are stored.
-        source: which part of a model is sent.
-        staging: how replicas prepare a version.
-        swapping: how replicas are swapped.
-        collective: where ranks meet.
-        num_replicas: checked against the engine, if given.
-    """
+    """All options of a weight sync."""
 
     transport: str
     store: StoreOptions
@@ -270,13 +227,7 @@ HALF_TOLERANCE = 1.0
 
 @torch.no_grad()
 def canary_of(model: nn.Module, engine_dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """Return ``token_ids`` of a prompt, ``log_probs`` of its tokens from the second on, and the ``tolerance``.
-
-    Args:
-        model: a causal language model of transformers; evaluated in eval mode, then set back to its own mode.
-        engine_dtype: the engine's dtype; the coarser of the engine's and the model's sets the tolerance (nats, per
-            token).
-    """
+    """Return ``token_ids`` of a prompt, ``log_probs`` of its tokens from the second on, and the ``tolerance``."""
     vocabulary = int(model.config.get_text_config().vocab_size)  # type: ignore[operator, union-attr]
     ids = [(7 * position + 3) % vocabulary for position in range(PROMPT_TOKENS)]
     parameter = next(model.parameters())

@@ -46,15 +46,7 @@ __all__ = ["AdapterPublisher", "Published", "Publisher"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """A version in the store.
-
-    Attributes:
-        version: its number.
-        manifest: what it holds; ``None`` on ranks that did not write it.
-        began: start time, by ``time.perf_counter``.
-        seconds: duration.
-        canary: a prompt and the trainer's log-probs of it; ``None`` without a model.
-    """
+    """A version in the store."""
 
     version: int
     manifest: Manifest | None
@@ -79,19 +71,7 @@ class Published:
 
 
 class Publisher:
-    """Writes versions.
-
-    Args:
-        store: where.
-        source: which part of a model.
-        lock_seconds: how long to wait for readers of a slot.
-        with_canary: whether to compute the model's log-probs of a fixed prompt.
-
-    Attributes:
-        model: the registered one's weights.
-        expected: name -> (dtype, shape) of what the engine has, once it is known.
-        engine_dtype: the dtype that the engine computes in, once it is known.
-    """
+    """Writes versions."""
 
     def __init__(self, store: StoreOptions, source: SourceOptions, lock_seconds: float, with_canary: bool) -> None:
         self._store, self._options = store, source
@@ -109,11 +89,7 @@ class Publisher:
         self.model = ModelWeights(self._module, self.expected or ())
 
     def check(self, expected: Kinds) -> None:
-        """Check that the registered model, if there is one, is what an engine has.
-
-        Raises:
-            ManifestMismatch: it is not.
-        """
+        """Check that the registered model, if there is one, is what an engine has."""
         if self._module is not None:
             check_tensors(ModelWeights(self._module, expected).kinds, expected)
 
@@ -134,14 +110,6 @@ class Publisher:
     def publish(self, weights: Weights | None, number: Callable[[], int]) -> Published:
         """Write a version. Of several ranks, rank 0 writes, unless another has an engine of its own; with sharded
         weights all must call it, and rank 0's number counts. Each casts its part to what is written before it sends it.
-
-        Args:
-            weights: see :func:`~torchrl_moe.weight_update.source.source_of`.
-            number: returns the version's number; its error reaches the other ranks.
-
-        Raises:
-            ManifestMismatch: the weights are not the engine's tensors.
-            WeightSyncError: they could not be written, or another rank failed.
         """
         source = self._source(weights)
         if not source.is_sharded:
@@ -176,11 +144,7 @@ class Publisher:
         return done
 
     def publish_behind(self, weights: Weights | None, version: int) -> Future[Published]:
-        """Write a version in its own thread; the tensors must not change meanwhile.
-
-        Raises:
-            ValueError: the weights are sharded, and gathering them would interleave with the forward's own collectives.
-        """
+        """Write a version in its own thread; the tensors must not change meanwhile."""
         source = self._source(weights)
         if source.is_sharded:
             raise ValueError("wait=False: sharded weights are gathered by all ranks, which the forward would disturb")
@@ -205,16 +169,7 @@ class Publisher:
             self._writer.doubt()
 
     def republish(self, version: int, number: Callable[[], int]) -> Published:
-        """Publish an older version's contents under a new number, without rewriting a byte.
-
-        Args:
-            version: the older one's number.
-            number: returns the new one's.
-
-        Raises:
-            ManifestMismatch: the older one is not in the store any more.
-            WeightSyncError: the store has no room.
-        """
+        """Publish an older version's contents under a new number, without rewriting a byte."""
         new, began = number(), time.perf_counter()
         if not is_first() and self.expected is None:
             return Published(version=new, manifest=None)
@@ -289,12 +244,7 @@ class AdapterPublisher(Publisher):
     """Writes versions of a peft model's adapter; arguments as for :class:`Publisher`."""
 
     def register(self, model: nn.Module) -> None:
-        """Set the model whose adapter is sent by default; its base may be quantised.
-
-        Raises:
-            ValueError: it has no adapter that vLLM would apply as peft does.
-            ManifestMismatch: the adapter is not for the engine's weights.
-        """
+        """Set the model whose adapter is sent by default; its base may be quantised."""
         module = trained_model(model)
         _check(module, self.expected)
         self._module = module

@@ -18,22 +18,7 @@ ERROR_CHARACTERS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSync:
-    """One replica's part.
-
-    Attributes:
-        replica: its index.
-        asked_at: when it was asked to fetch the version, in seconds after the start of publishing.
-        fetched: seconds until its bytes had arrived and were checked.
-        staged: seconds to load an adapter, while it served; weights are loaded during the pause.
-        swap_at: when its turn came, in seconds after the start of publishing.
-        waited: seconds until it could be taken out of service.
-        paused: seconds in which it generated no token.
-        loaded: seconds of the pause that loading took.
-        attempts: how often it was swapped.
-        rejected: whether the replica itself refused the new weights; False if it died or did not answer.
-        unproved: why its new weights were not checked: no check was sent, or its result was late.
-        error: why it does not hold the version; ``None`` if it does.
-    """
+    """One replica's part."""
 
     replica: int
     asked_at: float = 0.0

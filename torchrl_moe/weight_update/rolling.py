@@ -60,14 +60,7 @@ def waits_for_update(entry: TableEntry) -> bool:
 
 
 class RollingSwap:
-    """Updates the replicas of one engine.
-
-    Args:
-        engine: the service.
-        transport: to the replicas.
-        staging: how replicas prepare a version.
-        swapping: how they are swapped.
-    """
+    """Updates the replicas of one engine."""
 
     def __init__(
         self, engine: GenerationService, transport: Transport, staging: StageOptions, swapping: SwapOptions
@@ -86,14 +79,6 @@ class RollingSwap:
         """Claim replicas for this driver and open their transport. One that fails is asked again at the next version.
 
         If several drivers claim at the same time, the one that gets the first replica gets all.
-
-        Args:
-            entries: the replicas.
-            takeover: whether to take them from a driver that is alive.
-
-        Raises:
-            WeightsOwnedError: another driver owns one; then no new one is claimed.
-            WeightSyncError, EngineError: all failed; the error is the first one's.
         """
         first, *others = entries
         with ThreadPoolExecutor(len(entries), thread_name_prefix="weight-open") as pool:
@@ -126,11 +111,7 @@ class RollingSwap:
         self._opened.add(replica)
 
     def _check_owner(self) -> None:
-        """Check that a claimed replica is still this driver's; a new one belongs to the owner of the others.
-
-        Raises:
-            WeightSyncError: another driver owns it.
-        """
+        """Check that a claimed replica is still this driver's; a new one belongs to the owner of the others."""
         for replica in list(self._claimed):
             holds = _tried(partial(replica.owns_weights, self._swapping.timeout_seconds))
             if holds is False:
@@ -302,11 +283,7 @@ class RollingSwap:
             return "requests did not finish in time to drain"
 
     def _swap(self, entry: TableEntry, replica: Replica, published: Published) -> tuple[SwapReport, int, bool]:
-        """Swap, with one retry; a replica that does not answer is not asked again.
-
-        Returns:
-            The report, the number of attempts, and whether the replica itself refused the version.
-        """
+        """Swap, with one retry; a replica that does not answer is not asked again."""
         report = SwapReport(error="not tried")
         for attempt in range(1, ATTEMPTS + 1):
             try:
@@ -365,17 +342,6 @@ class RollingSwap:
         """Check that enough replicas hold a version that failed in some; a replica that died is waited for.
 
         Its supervisor restarts it, and then has it load the version from the store.
-
-        Args:
-            report: of the update.
-            lock: what the caller holds, and the thread needs that brings a restarted replica; released meanwhile.
-
-        Returns:
-            The report, with the replicas that were brought meanwhile.
-
-        Raises:
-            WeightSyncError: they are fewer than ``min_serving``, and no other comes within the limits of the engine's
-                fault policy.
         """
         begun, faults = time.monotonic(), self.engine.faults
         longest = faults.start + self._swapping.timeout_seconds

@@ -35,11 +35,7 @@ __all__ = ["SenderTransport", "VLLMWeightSender", "check_numbers", "engine_of", 
 
 
 def engine_of(vllm_engine: Any) -> GenerationService:
-    """Return an engine whose weights can be updated.
-
-    Raises:
-        ValueError: it is not an ``AsyncVLLM``.
-    """
+    """Return an engine whose weights can be updated."""
     if not isinstance(vllm_engine, GenerationService):
         raise ValueError(
             f"vllm_engine must be an AsyncVLLM, got {type(vllm_engine).__name__}: pass what "
@@ -49,11 +45,7 @@ def engine_of(vllm_engine: Any) -> GenerationService:
 
 
 def check_numbers(engine: GenerationService, options: SyncOptions) -> None:
-    """Compare an engine with the numbers of a scheme.
-
-    Raises:
-        ValueError: they differ.
-    """
+    """Compare an engine with the numbers of a scheme."""
     count, wanted = engine.num_replicas, options.collective.gpus_per_replica
     if options.num_replicas not in (None, count):
         raise ValueError(f"num_replicas={options.num_replicas}, but the engine has {count}")
@@ -65,17 +57,7 @@ def check_numbers(engine: GenerationService, options: SyncOptions) -> None:
 
 
 def tensors_of(engine: GenerationService, entries: Iterable[TableEntry], seconds: float) -> Kinds:
-    """Ask the first living replica for its tensors.
-
-    Args:
-        engine: only for the error.
-        entries: its replicas that can be asked.
-        seconds: the deadline.
-
-    Raises:
-        NoReplicaError: none is alive.
-        EngineError: it does not answer.
-    """
+    """Ask the first living replica for its tensors."""
     for entry in entries:
         with contextlib.suppress(ReplicaDiedError):
             kinds: Kinds = entry.replica.metadata(seconds)

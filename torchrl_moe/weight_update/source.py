@@ -69,14 +69,7 @@ def dtypes_of_first(dtypes: Sequence[torch.dtype | None]) -> list[torch.dtype | 
 
 
 def agreed(compute: Callable[[], int]) -> int:
-    """Let every rank compute a value, and return rank 0's; all must call it, and none waits for one that failed.
-
-    Args:
-        compute: returns a non-negative value; its error is raised unchanged.
-
-    Raises:
-        WeightSyncError: another rank failed.
-    """
+    """Let every rank compute a value, and return rank 0's; all must call it, and none waits for one that failed."""
     value = FAILED
     try:
         value = compute()
@@ -132,17 +125,7 @@ def trained_model(model: nn.Module) -> nn.Module:
 def check_metadata(
     metadata: Mapping[str, Any] | None, expected: Mapping[str, Any], model: ModelWeights | None = None
 ) -> None:
-    """Compare a user's metadata with the engine's tensors.
-
-    Args:
-        metadata: name -> (dtype, shape): of checkpoint tensors, or of a model's own, stacked ones; ``None``: not
-            checked.
-        expected: the engine's, by checkpoint name.
-        model: the model that is sent, if known; it has the stacked names.
-
-    Raises:
-        ManifestMismatch: the metadata names other tensors, or checkpoint tensors of another dtype or shape.
-    """
+    """Compare a user's metadata with the engine's tensors."""
     if metadata is None:
         return
     if set(metadata) == set(expected):
@@ -172,17 +155,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Weights that can be sent.
-
-    Attributes:
-        kinds: checkpoint name -> (dtype, shape).
-        tensors: yields names and tensors; reading a sharded one is a collective. It takes what ``gathered_in`` returned
-            on rank 0: the dtype to which each rank casts its part first.
-        is_sharded: whether a tensor is sharded over ranks.
-        changes: returns a digest of what the tensors hold: another one means that they were written to.
-        gathered_in: given the kinds in which tensors are written, returns the dtypes in which they may be gathered, in
-            order.
-    """
+    """Weights that can be sent."""
 
     kinds: Kinds
     tensors: Callable[..., Iterator[tuple[str, Tensor]]]
@@ -192,19 +165,7 @@ class Source:
 
 
 def source_of(weights: Weights | None, model: ModelWeights | None, expected: Kinds | None) -> Source:
-    """Return the source for the arguments of an update.
-
-    Args:
-        weights: a model, or tensors: with checkpoint names, or with the registered model's own, stacked ones.
-        model: the registered model, which is sent if there are no ``weights``.
-        expected: the engine's tensors, if they are known.
-
-    Raises:
-        RuntimeError: neither weights nor a model.
-        TypeError: weights are neither a model nor names and tensors.
-        ManifestMismatch: a name comes twice, or what comes is no dense tensor, or tensors under the model's own names
-            are not like the model's.
-    """
+    """Return the source for the arguments of an update."""
     if isinstance(weights, nn.Module):
         model = ModelWeights(trained_model(weights), expected or ())
         weights = None
@@ -288,14 +249,7 @@ def contents(tensors: Iterable[Tensor]) -> str:
 def cast_kinds(
     kinds: Kinds, dtype: str | torch.dtype, expected: Kinds | None, engine_dtype: torch.dtype | None
 ) -> dict[str, TensorKind]:
-    """Return the dtypes and shapes in which tensors are written.
-
-    Args:
-        kinds: their own.
-        dtype: see :class:`~torchrl_moe.weight_update.options.SourceOptions`.
-        expected: of the engine's checkpoint.
-        engine_dtype: the one that the engine computes in; ``None`` if it is not known.
-    """
+    """Return the dtypes and shapes in which tensors are written."""
     cast = {}
     for name, (own, shape) in kinds.items():
         target = own
@@ -324,12 +278,7 @@ STARTS_ELSEWHERE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisa
 
 
 def check_adapter(model: nn.Module) -> None:
-    """Check that a model has one adapter, and that vLLM would compute with it as peft does.
-
-    Raises:
-        ValueError: it has none, or more than one that is active, or parts that vLLM leaves out.
-        TypeError: the adapter is not a plain sum, ``W + scale * B A``.
-    """
+    """Check that a model has one adapter, and that vLLM would compute with it as peft does."""
     if not has_adapters(model):
         raise ValueError(
             f"lora='adapter' sends the adapter of a peft model, got {type(model).__name__} without one: wrap it with "
@@ -358,9 +307,6 @@ def check_shapes(model: nn.Module, expected: Kinds) -> None:
     """Check that a model's adapter has the shapes of the engine's weights, where names agree.
 
     A base that is quantised on either side may be stored under other names, which is not an error.
-
-    Raises:
-        ManifestMismatch: it does not.
     """
     tensors = _tensors(model)
     for key, down in tensors.items():
@@ -375,11 +321,7 @@ def check_shapes(model: nn.Module, expected: Kinds) -> None:
 
 
 def adapter_files(model: nn.Module) -> dict[str, bytes]:
-    """Return file name -> content of a model's active adapter, as it is now.
-
-    Raises:
-        WeightSyncError: one of its numbers is NaN or infinite.
-    """
+    """Return file name -> content of a model's active adapter, as it is now."""
     from safetensors.torch import save
 
     tensors = _tensors(model)

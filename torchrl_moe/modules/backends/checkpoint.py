@@ -72,15 +72,7 @@ def is_written_as_path(model: str) -> bool:
 
 
 def check_reachable(model: str, timeout: float = 10.0) -> None:
-    """Refuse a hub name at once if the hub cannot be asked: transformers would try again for half a minute.
-
-    Args:
-        model: a folder or a hub name. Folders, and names in the local cache, are not looked at.
-        timeout: seconds to wait for the hub.
-
-    Raises:
-        ValueError: no such folder, nothing of that name in the cache, and no answer from the hub.
-    """
+    """Refuse a hub name at once if the hub cannot be asked: transformers would try again for half a minute."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -99,11 +91,7 @@ def check_reachable(model: str, timeout: float = 10.0) -> None:
 
 
 def check_weights(model: str | os.PathLike[str]) -> None:
-    """Refuse a model's folder whose weights are not all there. Hub names, and other places, are not looked at.
-
-    Raises:
-        ValueError: no file of weights, or not all that its index names; the message says which.
-    """
+    """Refuse a model's folder whose weights are not all there. Hub names, and other places, are not looked at."""
     folder = Path(model)
     if not folder.is_dir():
         return
@@ -130,11 +118,7 @@ def _indexed(index: Path) -> list[str]:
 
 
 def checkpoint_metadata(folder: str | Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """Return checkpoint name -> (dtype, shape) of every tensor in a folder of ``*.safetensors`` files.
-
-    Raises:
-        EngineError: the folder holds no such file, or one that cannot be read.
-    """
+    """Return checkpoint name -> (dtype, shape) of every tensor in a folder of ``*.safetensors`` files."""
     import torch
 
     metadata = {}
@@ -182,15 +166,7 @@ def _header(file: Path) -> dict[str, Any]:
 
 
 def tokenizer_files(tokenizer: Any, trust_remote_code: bool) -> dict[str, Any]:
-    """Return what :func:`load_tokenizer` takes.
-
-    Args:
-        tokenizer: of transformers.
-        trust_remote_code: whether the model's own code may run when it is loaded.
-
-    Raises:
-        ValueError: it cannot be saved, as one of vLLM's own, for example.
-    """
+    """Return what :func:`load_tokenizer` takes."""
     if not hasattr(tokenizer, "save_pretrained"):
         kind = f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}"
         raise ValueError(f"this tokenizer cannot be saved, so it cannot be sent: {kind}. Load one yourself")
@@ -202,11 +178,7 @@ def tokenizer_files(tokenizer: Any, trust_remote_code: bool) -> dict[str, Any]:
 
 
 def load_tokenizer(saved: Mapping[str, Any]) -> Any:
-    """Return the tokenizer that :func:`tokenizer_files` saved.
-
-    Raises:
-        ValueError: a file would lie outside of the folder that they are read from.
-    """
+    """Return the tokenizer that :func:`tokenizer_files` saved."""
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory() as folder:

@@ -29,10 +29,6 @@ __all__ = ["Commands", "WeightCommands", "compare_log_probs"]
 def compare_log_probs(got: Sequence[float], expected: Sequence[float], tolerance: float) -> None:
     """Compare the engine's log-probs of a prompt's tokens with the trainer's.
 
-    Raises:
-        WeightSyncError: their numbers differ, or they differ by more than the tolerance; the largest difference is
-            named.
-
     Example:
         >>> compare_log_probs([-1.0, -2.0], [-1.0, -2.5], tolerance=1e-3)
         Traceback (most recent call last):
@@ -53,11 +49,7 @@ def compare_log_probs(got: Sequence[float], expected: Sequence[float], tolerance
 
 
 class Commands(abc.ABC):
-    """Typed methods over one method that sends a command by name. ``timeout`` is in seconds.
-
-    Attributes:
-        driver: the id by which the engine knows this driver; "" if it has only one.
-    """
+    """Typed methods over one method that sends a command by name. ``timeout`` is in seconds."""
 
     driver: str = ""
     _epoch: int = 0  # of this driver's claim to the weights

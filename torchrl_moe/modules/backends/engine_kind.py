@@ -48,12 +48,7 @@ class EngineKind(Protocol):
 
 
 def process_environment(devices: str | None, num_replicas: int) -> dict[str, str]:
-    """Return the environment of an engine process, whatever its engine: the driver's, adapted.
-
-    Args:
-        devices: the value of ``CUDA_VISIBLE_DEVICES``; ``None`` on a machine without GPUs.
-        num_replicas: how many engines share the machine's cores.
-    """
+    """Return the environment of an engine process, whatever its engine: the driver's, adapted."""
     environment = {name: value for name, value in os.environ.items() if not _is_of_launcher(name)}
     root = str(Path(torchrl_moe.__file__).parents[1])
     if root not in site.getsitepackages():  # an engine finds it there anyway, and the user's own paths come first

@@ -21,14 +21,7 @@ __all__ = ["RequestRoutes", "check_rows", "rows_of_answer"]
 
 
 class RequestRoutes:
-    """Decides whether requests to one engine may, and checks their rows.
-
-    Args:
-        layout: the engine's routers; ``None`` if it captures no routes.
-        why_live: why the engine cannot follow recorded experts; empty if it can.
-        why_unscored: why it cannot score prompts; empty if it can.
-        vocabulary: how many words the model has; ``None`` if that is not known.
-    """
+    """Decides whether requests to one engine may, and checks their rows."""
 
     def __init__(
         self,
@@ -43,12 +36,7 @@ class RequestRoutes:
         self._why_unscored = why_unscored
 
     def checked(self, request: Request) -> Request:
-        """Return a request with its rows in the engine's dtype.
-
-        Raises:
-            ValueError: it asks for scores, follows rows, or has to when it is resumed, and the engine cannot; the
-                prompt is not token ids; or the rows are not routes of this engine.
-        """
+        """Return a request with its rows in the engine's dtype."""
         if request.scoring is not None and self._why_unscored:
             raise ValueError(f"this engine cannot score: {self._why_unscored}")
         self._check_words(request)
@@ -104,18 +92,7 @@ def rows_of_answer(rows: NDArray[Any], layout: RoutingLayout) -> NDArray[np.inte
 
 
 def check_rows(rows: NDArray[Any], prompt_tokens: int, layout: RoutingLayout) -> NDArray[np.integer[Any]]:
-    """Return rows to follow in the layout's dtype, checked.
-
-    Args:
-        rows: signed integers ``[rows, L, K]`` for the first positions of a prompt.
-        prompt_tokens: P.
-        layout: the engine's routers.
-
-    Raises:
-        RouteShapeError: wrong rank, layers or width, or more rows than the prompt has tokens.
-        RouteValueError: not signed integers, or a row that is partly -1, holds an id outside ``-1..E-1`` or one twice,
-            is all zeros (K >= 2), or is set on a layer without a router.
-    """
+    """Return rows to follow in the layout's dtype, checked."""
     name = "routed_experts"
     _checks.check_integer(
         name, rows, signed=True, error=RouteValueError, hint="For what an engine returned, RoutedExperts.from_vllm."

@@ -145,11 +145,7 @@ FIELDS: Mapping[str, Check] = {
 
 
 def fields_of(params: Any) -> Mapping[str, Any]:
-    """Return the fields of what a user passes as sampling parameters; ``None`` for none.
-
-    Raises:
-        ValueError: neither a mapping of vLLM's fields nor such an object.
-    """
+    """Return the fields of what a user passes as sampling parameters; ``None`` for none."""
     if params is None:
         return {}
     if isinstance(params, Mapping):
@@ -167,14 +163,6 @@ def fields_of(params: Any) -> Mapping[str, Any]:
 
 def check_fields(params: Any, longest: int | None = None) -> None:
     """Check sampling parameters, each field by type and range.
-
-    Args:
-        params: a mapping of vLLM's ``SamplingParams`` fields, or such an object; ``None`` for its defaults.
-        longest: tokens of a prompt and its answer in the engine, the most that ``max_tokens`` may be; ``None`` if that
-            is not known.
-
-    Raises:
-        ValueError: names the field, what was given and what is allowed.
 
     >>> check_fields({"max_tokens": 1.5})
     Traceback (most recent call last):
@@ -200,11 +188,7 @@ def check_fields(params: Any, longest: int | None = None) -> None:
 
 
 def check_answers(params: Any, prompts: int) -> None:
-    """Refuse more answers than one call may ask for, before anything is made for each of them.
-
-    Raises:
-        ValueError: more than :data:`MOST_ANSWERS`.
-    """
+    """Refuse more answers than one call may ask for, before anything is made for each of them."""
     n = fields_of(params).get("n", 1)
     if n * prompts > MOST_ANSWERS:
         raise ValueError(

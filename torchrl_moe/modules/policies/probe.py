@@ -39,14 +39,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class ReplayProbe:
-    """What replay changes on given rollouts; printed, it is a table.
-
-    Attributes:
-        replay: mismatch with the recorded experts.
-        live: mismatch with the live router's experts.
-        agreement: share of rows where the live router chose the same set.
-        tokens: number of compared tokens.
-    """
+    """What replay changes on given rollouts; printed, it is a table."""
 
     replay: Mismatch
     live: Mismatch

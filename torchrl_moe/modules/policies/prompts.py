@@ -78,10 +78,6 @@ class Chat:
 
         Whatever a message has beside role and content (``name``, ``tool_call_id``, ``tool_calls``, ...) is for the
         template; a ``History`` has no field for all of it. ``key`` is where it was found.
-
-        Raises:
-            TypeError: it is neither.
-            ValueError: no message, one without a role, or with content that is not text.
         """
         given = given.data if isinstance(given, NonTensorData) else given
         if isinstance(given, History):
@@ -101,16 +97,7 @@ class Chat:
         return cls(messages, history, answered)
 
     def rendered(self, tokenizer: Any, template: str | None, options: Mapping[str, Any]) -> str:
-        """Return its text, with a generation prompt, or with the last message open if that is to be continued.
-
-        Args:
-            tokenizer: renders it.
-            template: a chat template; ``None``: the tokenizer knows its own.
-            options: further arguments of the template, such as ``tools`` or ``enable_thinking``.
-
-        Raises:
-            ValueError: the text is empty, or lacks the message that is to be continued.
-        """
+        """Return its text, with a generation prompt, or with the last message open if that is to be continued."""
         given = {} if template is None else {"chat_template": template}
         text: str = tokenizer.apply_chat_template(
             self.messages,
@@ -127,10 +114,6 @@ class Chat:
 
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message as templates read it: without unset entries, its parts of text joined, calls' arguments decoded.
-
-    Raises:
-        TypeError: it is no mapping.
-        ValueError: it has no role, or content that is not text.
 
     >>> plain_message({"role": "user", "content": [{"type": "text", "text": "hi"}], "name": None})
     {'role': 'user', 'content': 'hi'}
@@ -177,14 +160,7 @@ def prompts_from_chats(
     tokenizer: Any,
     known: Sequence[Mapping[str, list[int]]] | None = None,
 ) -> Prompts:
-    """Encode rendered chats.
-
-    Args:
-        chats: one for each sample.
-        texts: what they are rendered to.
-        tokenizer: encodes.
-        known: :func:`known_ids` of each sample, used instead of encoding the text again.
-    """
+    """Encode rendered chats."""
     if known is None:
         # the template has already written the special tokens
         return Prompts(tokenizer(list(texts), add_special_tokens=False)["input_ids"], list(texts), list(chats))
@@ -208,14 +184,7 @@ def _continued(text: str, known: Mapping[str, list[int]], tokenizer: Any) -> tup
 
 
 def known_ids(sample: TensorDictBase, tokens_key: NestedKey, mask: Tensor | None, pad: int | None) -> dict[str, Any]:
-    """Return the ids that ``sample`` holds at ``tokens_key``, by leaf, without padding.
-
-    Args:
-        sample: one sample.
-        tokens_key: of its ``Tokens``.
-        mask: of the real tokens in ``full``, if there is one.
-        pad: the pad token, to be removed at both ends if no mask fits.
-    """
+    """Return the ids that ``sample`` holds at ``tokens_key``, by leaf, without padding."""
     tokens = sample.get(tokens_key, None)
     found = {}
     for leaf in ("prompt", "response", "full"):
@@ -240,9 +209,6 @@ def prompts_from_tokens(
 
     If there is a mask, it decides. Otherwise padding is removed only at both ends: the pad token may be the end-of-turn
     token, which is real inside a prompt.
-
-    Raises:
-        ValueError: a mask does not fit its prompt.
     """
     rows = list(tensordict.get(key, as_list=True))
     masks = tensordict.get(mask_key, None, as_list=True) if mask_key is not None else None
@@ -326,12 +292,7 @@ class Source:
         return chat.rendered(self.tokenizer, self.template(options.get("tools")), options)
 
     def prompts(self, samples: Sequence[TensorDictBase]) -> Prompts:
-        """Read a prompt from each sample, batch size ``[]``.
-
-        Raises:
-            ValueError: a sample has none, or a mask does not fit.
-            TypeError: a history of another type.
-        """
+        """Read a prompt from each sample, batch size ``[]``."""
         require_key(samples, self.input_key, self.input_mode)
         stack = lazy_stack(list(samples))
         if self.input_mode == "tokens":
@@ -382,12 +343,7 @@ def refuse_batching(arguments: Mapping[str, Any], instead: str) -> None:
 
 
 def check_templates(arguments: Mapping[str, Any]) -> None:
-    """Refuse a wrapper's ``chat_template_kwargs`` and ``chat_template_name``, before a model is loaded.
-
-    Raises:
-        TypeError: see :func:`template_options`.
-        ValueError: see there, or an unknown name.
-    """
+    """Refuse a wrapper's ``chat_template_kwargs`` and ``chat_template_name``, before a model is loaded."""
     template_options(arguments.get(OPTIONS))
     if arguments.get("chat_template_name") is not None:
         chat_template_named(arguments["chat_template_name"])
@@ -408,9 +364,6 @@ def template_of(
     The given one comes first, then the named one, then the tokenizer's. If that has several, ``"default"`` is used, or
     ``"tool_use"`` with tools. TorchRL's guess, by the path that the tokenizer was loaded from, is never used: the model
     may never have seen its markers.
-
-    Raises:
-        ValueError: there is none.
     """
     if chat_template is not None:
         return chat_template
@@ -435,27 +388,13 @@ def template_of(
 
 
 def options_of(common: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the further arguments of the chat template for a row: the common ones, changed by those in the row.
-
-    Args:
-        common: of all rows.
-        row: may have ``"chat_template_kwargs"`` and ``"tools"``.
-
-    Raises:
-        TypeError: see :func:`template_options` and :func:`tool_list`.
-        ValueError: see :func:`template_options`.
-    """
+    """Return the further arguments of the chat template for a row: the common ones, changed by those in the row."""
     options, tools = {**common, **template_options(row.get(OPTIONS))}, tool_list(row.get(TOOLS))
     return {**options, TOOLS: tools} if tools else options
 
 
 def template_options(given: Any) -> dict[str, Any]:
-    """Return ``chat_template_kwargs``, checked; ``None`` is none.
-
-    Raises:
-        TypeError: they are no mapping.
-        ValueError: they name an argument that is not the template's.
-    """
+    """Return ``chat_template_kwargs``, checked; ``None`` is none."""
     if not isinstance(given, Mapping | None) or not all(isinstance(name, str) for name in given or ()):
         raise TypeError(f"{OPTIONS} must be a mapping of names to values, got {given!r:.100}")
     if taken := sorted(set(given or ()) & set(NOT_THE_TEMPLATES)):
@@ -464,11 +403,7 @@ def template_options(given: Any) -> dict[str, Any]:
 
 
 def tool_list(given: Any) -> list[Any] | None:
-    """Return a sample's ``tools``: JSON schemas or functions, or the same schemas as JSON text; ``None`` is none.
-
-    Raises:
-        TypeError: they are something else.
-    """
+    """Return a sample's ``tools``: JSON schemas or functions, or the same schemas as JSON text; ``None`` is none."""
     tools = given
     if isinstance(given, str):
         try:

@@ -56,11 +56,7 @@ LEAST_TEMPERATURE = 0.01
 
 
 def refuse_changed_values(params: Mapping[str, Any]) -> None:
-    """Refuse sampling parameters with which no trainer can compute the engine's log-probs.
-
-    Raises:
-        ValueError: a penalty, a bias, or a thinking budget.
-    """
+    """Refuse sampling parameters with which no trainer can compute the engine's log-probs."""
     for name, values in CHANGES_NOTHING.items():
         if params.get(name) not in values:
             raise ValueError(
@@ -70,17 +66,7 @@ def refuse_changed_values(params: Mapping[str, Any]) -> None:
 
 
 def check_earlier_turn(params: Mapping[str, Any], earlier: TensorDictBase, real: Tensor) -> None:
-    """Refuse a turn whose answer could not be scored together with the previous turn, which its prompt repeats.
-
-    Args:
-        params: sampling parameters of this turn.
-        earlier: the previous turn.
-        real: bool, tokens of the previous turn that are not padding.
-
-    Raises:
-        ValueError: the previous turn was sampled at another temperature, but a sample is scored at one; or its kept
-            words do not belong to its tokens.
-    """
+    """Refuse a turn whose answer could not be scored together with the previous turn, which its prompt repeats."""
     now, first = _temperature(params), earlier.get((SAMPLING, "temperature"), None)
     names_words = params.get("logprobs") is not None
     if names_words and first is not None and float(first) != float(torch.tensor(now)):
@@ -104,17 +90,7 @@ def sampling_entry(
     earlier: TensorDictBase | None,
     real: Tensor | None,
 ) -> TensorDict:
-    """Return the entry of one answer.
-
-    Args:
-        params: sampling parameters of the answer.
-        kept: of its ``G`` tokens.
-        prompt: P.
-        total: T.
-        earlier: the turn that the prompt repeats and continues, if there is one.
-        real: bool, tokens of the earlier turn that are not padding; ``None`` without one. The caller has run
-            :func:`check_earlier_turn`.
-    """
+    """Return the entry of one answer."""
     source: dict[str, Any] = {"temperature": torch.tensor(_temperature(params))}
     before = None if earlier is None else earlier.get((SAMPLING, "kept"), None)
     names_words = params.get("logprobs") is not None  # otherwise it is unknown which were kept
@@ -143,13 +119,7 @@ def _kept(kept: KeptIds | None, prompt: int, total: int, before: Any, real: Tens
 
 
 def pad_sampling(entries: Sequence[TensorDictBase], prompts: Sequence[int], totals: Sequence[int]) -> TensorDict:
-    """Return the entries of a batch, tokens padded around the border between prompt and response.
-
-    Args:
-        entries: of each answer.
-        prompts: P of each answer.
-        totals: T of each answer.
-    """
+    """Return the entries of a batch, tokens padded around the border between prompt and response."""
     found = TensorDict({"temperature": torch.stack([entry["temperature"] for entry in entries])}, [len(entries)])
     kept = [entry.get("kept", None) for entry in entries]
     if all(one is None for one in kept):
@@ -196,17 +166,7 @@ def check_prompts(
     params: Mapping[str, Any],
     inputs: Sequence[TensorDictBase],
 ) -> None:
-    """Refuse prompts whose answers :func:`answer_tensordict` could not join to an earlier turn.
-
-    Args:
-        prompts: token ids.
-        keys: where an earlier turn was written.
-        params: sampling parameters of the answers.
-        inputs: of this turn, one for each prompt.
-
-    Raises:
-        ValueError: see :func:`~torchrl_moe.modules.policies.rollout.check_earlier_turn`.
-    """
+    """Refuse prompts whose answers :func:`answer_tensordict` could not join to an earlier turn."""
     for prompt, earlier in zip(prompts, inputs, strict=True):
         if earlier.get(SAMPLING, None) is not None:
             real = repeated(earlier, torch.tensor(prompt), keys)
@@ -222,16 +182,7 @@ def answer_tensordict(
     params: Mapping[str, Any],
     earlier: TensorDictBase | None = None,
 ) -> TensorDict:
-    """Return the TensorDict of one answer, batch size ``[]``.
-
-    Args:
-        completion: the request's completion.
-        output: the answer, one of its outputs.
-        layout: the model's routers, or ``None`` if no routes were captured.
-        keys: where to write.
-        params: sampling parameters of the answer.
-        earlier: the input of this turn. Its entries of an earlier turn are kept for tokens that this prompt repeats.
-    """
+    """Return the TensorDict of one answer, batch size ``[]``."""
     prompt = torch.from_numpy(completion.prompt_token_ids.copy())
     response = torch.from_numpy(output.token_ids.copy())
     full = torch.cat([prompt, response])

@@ -73,10 +73,6 @@ class ScoringBatch:
         """Return the layout with a row for each sequence, padded on the right.
 
         Padding on the left would come before the tokens, where linear and sparse attention would not ignore it.
-
-        Args:
-            masked: whether the model gets a padding mask. A causal model needs none, and SDPA would expand it to ``[R,
-                1, W, W]``.
         """
         width = max(1, int(self.mask.sum(-1).max()))
         places = (self.mask.cumsum(-1) - 1).clamp(min=0)
@@ -91,11 +87,7 @@ class ScoringBatch:
         return Layout(inputs, index, self.mask)
 
     def packed(self, width: int | None = None) -> Layout:
-        """Return a layout with several sequences in a row, separated by positions that restart at 0.
-
-        Args:
-            width: of a row, at least that of the longest sequence. ``None``: one row for all.
-        """
+        """Return a layout with several sequences in a row, separated by positions that restart at 0."""
         lengths = self.mask.sum(-1).tolist()
         width = max(1, sum(lengths)) if width is None else width
         starts, used = _first_fit(lengths, width)
@@ -170,20 +162,7 @@ def read_rows(
     value: Any,
     lengths: Sequence[int] | None = None,
 ) -> Tensor | None:
-    """Read a per-token entry of a dense, a lazily stacked or a nested batch as ``[B, T, ...]``.
-
-    Args:
-        td: batch size ``[B]``.
-        key: of the entry.
-        value: what to pad with on the left.
-        lengths: the number of rows that each sample must have; a shorter entry would be aligned with the wrong tokens.
-
-    Returns:
-        The entry, or ``None`` if a sample has none.
-
-    Raises:
-        ValueError: a sample has another number of rows.
-    """
+    """Read a per-token entry of a dense, a lazily stacked or a nested batch as ``[B, T, ...]``."""
     rows = _all_samples(td, key)
     if rows is None:
         return None
@@ -203,13 +182,7 @@ def _all_samples(td: TensorDictBase, key: Any) -> list[Tensor] | None:
 
 
 def read_batch(td: TensorDictBase, tokens_key: Any, mask_key: Any) -> ScoringBatch:
-    """Read the tokens to score; without a mask all are real.
-
-    Raises:
-        KeyError: there are no tokens at ``tokens_key``.
-        ValueError: another batch size than ``[B]``, tokens that are not integers, an attention mask of another length
-            than its tokens, or one with a gap: the context of the token after the gap is unknown.
-    """
+    """Read the tokens to score; without a mask all are real."""
     if td.batch_dims != 1 or not len(td):
         raise ValueError(
             f"scoring takes a batch of sequences, batch size [B] with B >= 1, got {list(td.batch_size)}: use "
@@ -263,18 +236,7 @@ def token_scores(
     entropy: bool,
     kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probs and entropies of tokens from the dense logits of their own distributions.
-
-    Args:
-        logits: ``[N, V]``.
-        tokens: ``[N]``.
-        temperature: of sampling, one for all or one for each token ``[N]``; the logits are divided by it.
-        entropy: whether to compute entropies.
-        kept: bool ``[N, V]``, the words that each token was sampled from; default: all.
-
-    Returns:
-        float32 ``[N]`` each.
-    """
+    """Return log-probs and entropies of tokens from the dense logits of their own distributions."""
     logits = logits.float() / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
     if kept is not None:
         logits = logits.masked_fill(~kept, torch.finfo(logits.dtype).min)  # not -inf: its product with 0 is NaN
@@ -304,22 +266,7 @@ NO_ROUTES = UNSET_EXPERT - 1  # for routes that do not fit a sample: the check o
 def read_routes(
     td: TensorDictBase, key: Any, batch: ScoringBatch, tail: tuple[int, int], on_bad_routes: OnBadRoutes
 ) -> Tensor | None:
-    """Read the routes of a dense, a lazily stacked or a nested batch as ``[B, T, L, K]``, -1 where rows were added.
-
-    Args:
-        td: batch size ``[B]``.
-        key: of the routes.
-        batch: the tokens that they are for.
-        tail: ``(L, K)``.
-        on_bad_routes: with ``"live"``, a sample without routes, or with routes of another shape or dtype, is passed on,
-            marked so that :meth:`RouterReplay.replay` refuses it; its ids are not checked here.
-
-    Returns:
-        The routes, or ``None`` if a sample has none (``"live"``: if no sample has any).
-
-    Raises:
-        RoutingError: a sample's routes do not fit its tokens or the model.
-    """
+    """Read the routes of a dense, a lazily stacked or a nested batch as ``[B, T, L, K]``, -1 where rows were added."""
     rows = samples_of(td, key)
     if rows is None and on_bad_routes == "live":  # a stack has no entry that one sample lacks
         rows = [sample.get(key, None) for sample in td.unbind(0)]
@@ -364,15 +311,7 @@ def note_routing(
     report: Mapping[int, Mapping[str, Any]],
     refused: Collection[int],
 ) -> None:
-    """Write how many tokens ran on live routing, and in which share of rows the live router agrees.
-
-    Args:
-        td: gets ``("routing", "fallback")`` int64 ``[B]`` and ``("routing", "agreement")`` float32 ``[B, L]``.
-        batch: the tokens.
-        routes: ``[B, T, L, K]``, what was replayed.
-        report: of the forward pass, by layer that has a router.
-        refused: samples whose routes were not used.
-    """
+    """Write how many tokens ran on live routing, and in which share of rows the live router agrees."""
     live = (routes[:, :, list(report), 0] < 0).any(-1)
     live[list(refused)] = True
     agreement = torch.full((len(routes), routes.shape[2]), float("nan"))
@@ -384,11 +323,7 @@ def note_routing(
 
 
 def has_recorded(td: TensorDictBase) -> bool:
-    """Return whether the samples have routes that an earlier pass recorded.
-
-    Raises:
-        ReplayError: some have and some have not.
-    """
+    """Return whether the samples have routes that an earlier pass recorded."""
     rows = samples_of(td, (RECORDED, "full"))
     if rows is None and isinstance(td, LazyStackedTensorDict):  # a stack has no entry that one sample lacks
         rows = [sample.get((RECORDED, "full"), None) for sample in td.unbind(0)]

@@ -69,12 +69,7 @@ class SampledFrom:
     kept: tuple[KeptTokens | None, ...]
 
     def of_tokens(self, batch: ScoringBatch, wanted: Tensor) -> tuple[float | Tensor, Kept | None]:
-        """Return the temperature, ``[N]`` if there are several, and the kept words of the wanted tokens.
-
-        Args:
-            batch: the tokens.
-            wanted: bool ``[B, T]``.
-        """
+        """Return the temperature, ``[N]`` if there are several, and the kept words of the wanted tokens."""
         several = bool((self.temperatures != self.temperatures[0]).any())
         rows = self.temperatures.to(wanted.device)[:, None].expand(wanted.shape)[wanted]
         temperature: float | Tensor = rows if several else float(self.temperatures[0])
@@ -120,10 +115,6 @@ def says_nothing(td: TensorDictBase, log_probs: NestedKey) -> int | None:
     """Return the first sample that an engine sampled and that does not say how; ``None`` if there is none.
 
     An engine's answers have both log-probs and policy versions; entries from other sources do not.
-
-    Args:
-        td: batch size ``[B]``.
-        log_probs: key of an engine's log-probs.
     """
     sampled = (log_probs, ("policy_versions", "full"))
     for i, sample in enumerate(td.unbind(0)):
@@ -133,16 +124,7 @@ def says_nothing(td: TensorDictBase, log_probs: NestedKey) -> int | None:
 
 
 def read_sampling(td: TensorDictBase, batch: ScoringBatch, temperature: float | None) -> SampledFrom:
-    """Read how a batch was sampled.
-
-    Args:
-        td: batch size ``[B]``; without ``("sampling", "temperature")`` it was sampled at 1.
-        batch: its tokens.
-        temperature: that all samples must have; ``None``: the batch decides.
-
-    Raises:
-        ValueError: a sample has another temperature than required, or 0, or has kept words for other tokens.
-    """
+    """Read how a batch was sampled."""
     temperatures, found = [], []
     for i, sample in enumerate(td.unbind(0)):
         said = sample.get((SAMPLING, "temperature"), None)
@@ -220,12 +202,6 @@ class ScoringModel:
 
     :meth:`check` tests it on a few tokens. If the scores differ from those of its logits, or if its head is
     unsupported, the model is run for its logits, with one warning.
-
-    Args:
-        model: a transformers causal language model, including its wrappers.
-
-    Attributes:
-        splits: whether scores are computed without logits.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -243,12 +219,7 @@ class ScoringModel:
     def __call__(
         self, inputs: dict[str, Tensor], selection: Selection, router_logits: bool = False
     ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...] | None]:
-        """Run one forward pass.
-
-        Returns:
-            float32 ``[N]`` log-probs, ``[N]`` entropies or ``None``, and the routers' logits ``[R * W, E]`` by layer,
-            ``None`` if the model returns none.
-        """
+        """Run one forward pass."""
         if not self.splits:
             output, routers = self.run(inputs, router_logits)
             return *selection.dense(output.logits.flatten(0, 1)), routers

@@ -221,16 +221,7 @@ class Encoded:
 
 
 def encode(td: TensorDictBase, source: Source) -> Encoded:
-    """Read the full text or chat of each sample, and encode it.
-
-    Args:
-        td: batch size ``[B]``.
-        source: where to read it, and how to render it. A chat is rendered without a generation prompt.
-
-    Raises:
-        ValueError: a sample has none.
-        TypeError: a history of another type.
-    """
+    """Read the full text or chat of each sample, and encode it."""
     require_key(td.unbind(0), source.input_key, source.input_mode)
     if source.input_mode == "text":
         found = prompts_from_text(td.get(source.input_key), source.tokenizer, source.tokenizer_kwargs)
@@ -347,9 +338,6 @@ def refuse_other_tokens(td: TensorDictBase, tokens_key: str, ids: Sequence[Tenso
     """Refuse samples of truncated sampling whose text encodes to tokens other than those sampled.
 
     The kept words are known only for the sampled tokens.
-
-    Raises:
-        ValueError: see above.
     """
     for i, (sample, row) in enumerate(zip(td.unbind(0), ids, strict=True)):
         own, kept = sample.get((tokens_key, "full"), None), sample.get((SAMPLING, "kept"), None)
@@ -399,10 +387,6 @@ def read_sequences(samples: Sequence[TensorDictBase], source: Source) -> list[Fu
 
     Tokens have the mask that is at ``source.masks_key``, or else at ``source.attention_mask_key``. Without one, padding
     at both ends is ignored; if the pad token also ends turns, the first one after the tokens is real.
-
-    Raises:
-        ValueError: a sample has nothing at ``source.input_key``, or a mask does not fit its tokens.
-        TypeError: an entry that should be a ``History`` is not.
     """
     if source.input_mode == "tokens":
         require_key(samples, source.input_key, source.input_mode)
@@ -447,13 +431,7 @@ def _real(ids: Tensor, pad: int | None, end: int | None) -> Tensor:
 
 
 def scored_tensordict(sequence: FullSequence, log_probs: Tensor, keys: Mapping[str, Any]) -> TensorDict:
-    """Return what is written of one sequence, batch size ``[]``.
-
-    Args:
-        sequence: the sequence.
-        log_probs: float32 ``[T]``, 0 on pads and on the first token.
-        keys: where ``tokens``, ``masks``, ``log_probs``, ``text`` and ``history`` go.
-    """
+    """Return what is written of one sequence, batch size ``[]``."""
     masks = {"all_attention_mask": sequence.mask}
     if sequence.assistant is not None:
         masks["all_assistant_mask"] = sequence.assistant
@@ -470,12 +448,8 @@ def scored_tensordict(sequence: FullSequence, log_probs: Tensor, keys: Mapping[s
 
 
 def pad_scored(scored: Sequence[TensorDictBase], pad_token_id: int, keys: Mapping[str, Any]) -> TensorDict:
-    """Stack what is written of several sequences densely, batch size ``[B]``: tokens padded on the left, and all else.
-
-    Args:
-        scored: of each sequence, from :func:`scored_tensordict`.
-        pad_token_id: what pads tokens.
-        keys: as there.
+    """Stack what is written of several sequences densely, batch size ``[B]``: tokens padded on the left, and all
+    else.
     """
     batch = [len(scored)]
     padded = TensorDict(batch_size=batch)

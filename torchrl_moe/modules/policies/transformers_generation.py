@@ -92,14 +92,7 @@ LEAST_TEMPERATURE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class GenerationSettings:
-    """How a wrapper generates.
-
-    Attributes:
-        named: the given settings, under TorchRL's common names.
-        fields: of transformers' ``GenerationConfig``.
-        samples: number of answers to a prompt.
-        skip_special_tokens: whether text comes without them.
-    """
+    """How a wrapper generates."""
 
     named: dict[str, Any]
     fields: dict[str, Any]
@@ -112,9 +105,6 @@ class GenerationSettings:
 
         A temperature of 0 is greedy. Any sampling setting, such as a temperature, implies sampling; transformers itself
         would ignore it and stay greedy without ``do_sample=True``.
-
-        Raises:
-            ValueError: a value out of range, a setting of beam search, or a name that transformers does not know.
 
         >>> GenerationSettings.of({"max_tokens": 8, "temperature": 0.7, "n": 2}).fields
         {'temperature': 0.7, 'max_new_tokens': 8, 'do_sample': True}
@@ -157,9 +147,6 @@ class GenerationSettings:
         """Return the complete configuration: the given settings, then those of the model's own configuration.
 
         If neither sets ``top_k``, all words are sampled from; transformers would use 50.
-
-        Raises:
-            ValueError: together they request something other than sampling or greedy search.
         """
         config = GenerationConfig(**self.fields)
         own = getattr(model, "generation_config", None)
@@ -223,26 +210,7 @@ def generate_answers(
     replay: RouterReplay | None = None,
     tokenizer: Any = None,
 ) -> list[Completion]:
-    """Sample ``samples`` answers to each prompt, in eval mode and without gradients.
-
-    Args:
-        model: a transformers causal language model, including its wrappers.
-        prompts: token ids.
-        config: of sampling; ``pad_token_id`` must be set, and ``num_return_sequences`` is set here.
-        samples: n.
-        log_probs: whether to return log-probs under the distributions that were sampled from.
-        replay: records the experts; ``None`` for none.
-        tokenizer: finds ``stop_strings``.
-
-    Returns:
-        One completion per prompt, with n outputs; ``kept`` holds the words that each token was sampled from, if any
-        were excluded. ``routed_experts`` is int16 ``[P + G - 1, L, K]``, a row for each token that was fed to the
-        model, -1 where a layer has no router. Weight versions are -1, because they are not counted here.
-
-    Raises:
-        ValueError: a prompt without tokens, ``stop_strings`` without a tokenizer, several greedy answers to one
-            prompt, or log-probs of changed logits, for example by a penalty, which no trainer can compute.
-    """
+    """Sample ``samples`` answers to each prompt, in eval mode and without gradients."""
     config.num_return_sequences = samples
     for i, ids in enumerate(prompts):
         if not len(ids):
@@ -348,15 +316,7 @@ class _Draws:
         self.lengths[first] = input_ids.shape[1] - self.width
 
     def output(self, index: int, row: int, sequences: Tensor, prompt: int, routes: Tensor | None) -> CompletionOutput:
-        """Return one answer.
-
-        Args:
-            index: of the answer among those to its prompt.
-            row: of ``sequences`` ``[N, T]``, and of ``routes`` ``[N, T - 1, L, K]``.
-            sequences: prompts, padded on the left, and answers.
-            prompt: P.
-            routes: of all tokens that were fed.
-        """
+        """Return one answer."""
         count = int(self.lengths[row])
         ids = sequences[row, self.width : self.width + count].cpu().numpy()
         steps = [
@@ -454,18 +414,7 @@ OF_ENGINES = ("policy_versions", "policy_version", "num_segments", "resume", "fi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """How prompts become answers, and where these are written.
-
-    Attributes:
-        model: samples the answers.
-        source: of the prompts.
-        settings: of sampling.
-        answers: number of answers to each prompt.
-        keys: of tensors.
-        text_key: of the text; ``None`` for tokens alone.
-        history_key: of the chat; ``None`` if prompts are not chats.
-        recorder: of the experts; ``None`` for none.
-    """
+    """How prompts become answers, and where these are written."""
 
     model: nn.Module
     source: Source
@@ -482,15 +431,7 @@ class Generation:
         return self.source.pad or 0
 
     def run(self, samples: Sequence[TensorDictBase]) -> list[TensorDictBase]:
-        """Return one TensorDict for each answer, batch size ``[]``, prompt by prompt.
-
-        Args:
-            samples: the input; entries of an earlier turn are kept for tokens that the prompt repeats.
-
-        Raises:
-            ValueError: a prompt is missing or empty, or continues from a turn of another temperature; another number of
-                answers than the wrapper's; log-probs that no trainer can compute.
-        """
+        """Return one TensorDict for each answer, batch size ``[]``, prompt by prompt."""
         if self.settings.samples not in (1, self.answers):
             raise ValueError(f"num_return_sequences={self.settings.samples} differs from num_samples={self.answers}")
         config = self.settings.config(self.model)

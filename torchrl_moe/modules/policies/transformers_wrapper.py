@@ -59,9 +59,6 @@ def complete(arguments: dict[str, Any]) -> dict[str, Any]:
 
     A chat template, or ``generate=True`` alone, implies chats. Otherwise tokens are read, which a rollout's routes
     belong to. Chats and text are used for generation, tokens for scoring.
-
-    Raises:
-        ValueError: arguments for generation, where it is not clear that generation is meant.
     """
     mode = arguments["input_mode"]
     if mode is None:
@@ -78,11 +75,7 @@ def complete(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse(arguments: dict[str, Any]) -> None:
-    """Refuse invalid values, before a model is loaded.
-
-    Args:
-        arguments: as :func:`complete` returns them.
-    """
+    """Refuse invalid values, before a model is loaded."""
     check_templates(arguments)
     refuse_batching(arguments, "pass one batch")
     allowed = {
@@ -127,17 +120,7 @@ def _refuse_to_score(arguments: dict[str, Any]) -> None:
 
 
 def model_of(model: Any, device: Any = None, generate: bool = False) -> nn.Module:
-    """Return the model: as given, or loaded from a folder or by its hub name.
-
-    Args:
-        model: a transformers model, a folder or a hub name.
-        device: to compute on; a model that is passed in must already be there.
-        generate: whether the model must be able to generate.
-
-    Raises:
-        TypeError: it is not a transformers model, ranks share it in an unsupported way, or it cannot generate.
-        ValueError: it is on another device.
-    """
+    """Return the model: as given, or loaded from a folder or by its hub name."""
     if isinstance(model, str | os.PathLike):
         from transformers import AutoModelForCausalLM
 
@@ -160,17 +143,7 @@ def model_of(model: Any, device: Any = None, generate: bool = False) -> nn.Modul
 
 
 def tokenizer_of(tokenizer: Any, model: Any, loaded: Any, input_mode: str) -> Any:
-    """Return the tokenizer: as given, by its name, or the model's.
-
-    Args:
-        tokenizer: the argument.
-        model: the model argument; a folder or a name has a tokenizer beside it.
-        loaded: the loaded model.
-        input_mode: tokens need none.
-
-    Raises:
-        ValueError: there is none, but the input is text.
-    """
+    """Return the tokenizer: as given, by its name, or the model's."""
     if isinstance(tokenizer, str | os.PathLike):
         from transformers import AutoTokenizer
 
@@ -187,11 +160,7 @@ def tokenizer_of(tokenizer: Any, model: Any, loaded: Any, input_mode: str) -> An
 
 
 def check_vocabulary(tokenizer: Any, model: Any) -> None:
-    """Refuse a tokenizer with ids for which a model has no row of embeddings: a prompt with one would fail.
-
-    Raises:
-        ValueError: names the last of these ids.
-    """
+    """Refuse a tokenizer with ids for which a model has no row of embeddings: a prompt with one would fail."""
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     rows = getattr(getattr(embedding, "weight", None), "shape", [None])[0]
     if rows is None or not hasattr(tokenizer, "get_vocab"):
@@ -223,12 +192,7 @@ def replay_of(arguments: dict[str, Any], model: nn.Module) -> str:
 
 
 def recorder_of(arguments: dict[str, Any], model: nn.Module) -> RouterReplay | None:
-    """Return the ``RouterReplay`` that records the experts of an answer; ``None`` if no routes are written.
-
-    Raises:
-        ValueError: routes are requested from a dense model.
-        UnsupportedRouterError: the model's routers cannot be recorded.
-    """
+    """Return the ``RouterReplay`` that records the experts of an answer; ``None`` if no routes are written."""
     wanted = arguments["return_routed_experts"]
     if not arguments["generate"] or wanted is False:
         return None

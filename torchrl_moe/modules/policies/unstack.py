@@ -49,14 +49,7 @@ def base_model(model: nn.Module) -> nn.Module:
 
 
 class LoraLayers:
-    """The layers of a base model that peft has replaced by ones with adapters.
-
-    Args:
-        base: the model with the layers in it.
-
-    Raises:
-        TypeError: adapters that are not LoRA, or not a plain sum ``W + scale * B A``.
-    """
+    """The layers of a base model that peft has replaced by ones with adapters."""
 
     def __init__(self, base: nn.Module) -> None:
         self._layers: dict[str, list[Any]] = {}  # state-dict key of the base weight -> layers that add to it
@@ -117,13 +110,7 @@ class LoraLayers:
 
 
 def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a sharded tensor gathered, for which all ranks must call; any other tensor is returned as it is.
-
-    Args:
-        tensor: it may be sharded.
-        dtype: if a floating-point tensor is wider, each rank casts its part to this before sending it; ``None``: no
-            cast.
-    """
+    """Return a sharded tensor gathered, for which all ranks must call; any other tensor is returned as it is."""
     if not hasattr(tensor, "full_tensor"):
         return tensor
     if dtype is not None and tensor.is_floating_point() and dtype.itemsize < tensor.dtype.itemsize:
@@ -242,16 +229,6 @@ class ModelWeights:
 
     Sharded tensors (FSDP2) are gathered one at a time, in a narrower dtype if requested; LoRA adapters are added to
     their weights one at a time.
-
-    Args:
-        model: it may be compiled, or wrapped by peft.
-        also: further names to give: tied weights, which the model would otherwise write only once.
-
-    Attributes:
-        kinds: checkpoint name -> (dtype, shape).
-
-    Raises:
-        TypeError: adapters that cannot be merged, or layers that cannot be converted one by one.
     """
 
     def __init__(self, model: nn.Module, also: Iterable[str] = ()) -> None:
@@ -296,15 +273,7 @@ class ModelWeights:
                 )
 
     def check(self, given: Mapping[str, Tensor] | None = None) -> None:
-        """Check that tensors are like the model's when it was registered, from whose places in it others are cut.
-
-        Args:
-            given: tensors under the model's own names, to be sent in the place of its own; ``None``: its own.
-
-        Raises:
-            ManifestMismatch: names are missing or unknown, a shape or a kind of dtype differs, a tensor has no plain
-                memory, or other values came for a weight than for the one that it is tied to.
-        """
+        """Check that tensors are like the model's when it was registered, from whose places in it others are cut."""
         state = self._state() if given is None else given
         whose = "register_model() saw" if given is None else "the registered model has"
         # a TensorDict of a module has its non-persistent buffers too
@@ -345,9 +314,6 @@ class ModelWeights:
 
         Casting parts and gathering them equals gathering and casting the whole, bit for bit. ``None`` stands for a
         tensor's own dtype, which is also used for tensors that are converted instead of sliced.
-
-        Args:
-            kinds: checkpoint name -> (dtype, shape) of what is written.
         """
         written = ({kinds[piece.name][0] for piece in pieces} for pieces in self._slices.values())
         return [*(dtypes.pop() if len(dtypes) == 1 else None for dtypes in written), *[None] * len(self._converted)]
@@ -355,16 +321,7 @@ class ModelWeights:
     def tensors(
         self, state: Mapping[str, Tensor] | None = None, dtypes: Sequence[torch.dtype | None] = ()
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and tensor, layer by layer, in the order of ``kinds``. Treat the tensors as read-only.
-
-        Args:
-            state: tensors under the model's own names to take instead of its own.
-            dtypes: from :meth:`gathered_in`: parts of sharded tensors are cast to these before they are sent, except
-                for those with an adapter, whose sum is rounded once.
-
-        Raises:
-            TypeError: an adapter that cannot be merged has become active.
-        """
+        """Yield name and tensor, layer by layer, in the order of ``kinds``. Treat the tensors as read-only."""
         own = state is None
         if own:
             self._check_adapters()
@@ -425,11 +382,7 @@ def model_metadata(model: nn.Module) -> dict[str, TensorKind]:
 
 
 def check_dense(name: Any, value: Any) -> None:
-    """Check that a value is a tensor whose bytes can be read.
-
-    Raises:
-        ManifestMismatch: it is not; the message has its name.
-    """
+    """Check that a value is a tensor whose bytes can be read."""
     if not isinstance(name, str):
         raise ManifestMismatch(f"a tensor is named by a str, got {name!r}")
     if not isinstance(value, Tensor):

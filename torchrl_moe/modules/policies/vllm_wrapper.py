@@ -228,14 +228,7 @@ class EngineWrapper(LLMWrapperBase):
         out: TensorDictBase,
         stale: Sequence[NestedKey] | None = None,
     ) -> TensorDictBase:
-        """Put the output where it belongs.
-
-        Args:
-            source: the input.
-            target: the caller's own TensorDict for the output.
-            out: what is written.
-            stale: old entries to remove; default: all that the wrapper writes.
-        """
+        """Put the output where it belongs."""
         out = out if self._device is None else out.to(self._device)
         if target is None:
             if self.inplace is False:
@@ -255,15 +248,7 @@ def _have(samples: Sequence[TensorDictBase], masks_key: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """The request for one sample.
-
-    Attributes:
-        sample: batch size ``[]``; may hold an earlier turn's tokens, log-probs and routes.
-        prompts: of the batch that the sample is from.
-        index: of the sample in that batch.
-        keys: that its answer is written to.
-        arguments: of the engine's ``agenerate``.
-    """
+    """The request for one sample."""
 
     sample: TensorDictBase
     prompts: Prompts

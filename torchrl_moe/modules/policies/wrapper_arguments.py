@@ -69,11 +69,6 @@ def engine_arguments_of(generate_kwargs: Mapping[str, Any] | None) -> tuple[dict
 def sampling_params_of(generate_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the fields of vLLM's ``SamplingParams`` that ``generate_kwargs`` ask for.
 
-    Raises:
-        ValueError: a beam-search setting, ``do_sample=False`` with a temperature, or a value that TorchRL refuses: a
-            negative temperature, a ``top_p`` outside 0 to 1, a ``top_k`` or a ``repetition_penalty`` that is not
-            positive.
-
     >>> sampling_params_of({"max_new_tokens": 8, "do_sample": False})
     {'max_tokens': 8, 'temperature': 0.0}
     """
@@ -133,11 +128,7 @@ ARGUMENTS = {
 
 
 def request_arguments(samples: Sequence[TensorDictBase]) -> dict[str, list[Any]]:
-    """Return arguments of the engine's ``generate``, one entry per sample, for each key that any sample has.
-
-    Raises:
-        ValueError: a sample has several values at one key.
-    """
+    """Return arguments of the engine's ``generate``, one entry per sample, for each key that any sample has."""
     found: dict[str, list[Any]] = {}
     for i, sample in enumerate(samples):
         for key in ARGUMENTS.keys() & set(sample.keys()):
@@ -188,16 +179,7 @@ def _plain(value: Any, key: str, sample: int) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineScorer:
-    """Scores rollouts with an engine.
-
-    Args:
-        engine: a service.
-        replay: ``"R3"``: tokens follow the experts at ``routed_experts_key``; ``"none"``: the engine's weights route.
-        temperature: see :class:`TransformersWrapper`.
-        tokens_key, mask_key, routed_experts_key, sampled_key: where to read; the last is the key of an engine's
-        log-probs: samples that have them should also say how they were sampled, otherwise a warning is shown.
-        arguments: of the engine's ``score``: ``actor_index``, ``lora_request``, ``timeout_seconds``, ``use_tqdm``.
-    """
+    """Scores rollouts with an engine."""
 
     engine: GenerationService
     replay: Literal["R3", "none"] = "R3"
@@ -216,16 +198,7 @@ class EngineScorer:
     def answers(
         self, samples: Sequence[TensorDictBase], sequences: Sequence[FullSequence], keys: Mapping[str, Any]
     ) -> list[TensorDictBase]:
-        """Return the output of each sample; see :meth:`score`, and ``scored_tensordict``.
-
-        Args:
-            samples: of the batch, batch size ``[]`` each.
-            sequences: as read from the samples.
-            keys: where to write.
-
-        Raises:
-            ValueError: text or a chat of a sample whose kept words may belong to other tokens.
-        """
+        """Return the output of each sample; see :meth:`score`, and ``scored_tensordict``."""
         rows = [self._row(*pair, i) for i, pair in enumerate(zip(samples, sequences, strict=True))]
         scores = self.score(lazy_stack(rows))
         return [scored_tensordict(one, row, keys) for one, row in zip(sequences, scores, strict=True)]
@@ -245,15 +218,7 @@ class EngineScorer:
         return row.set(self.mask_key, sequence.mask)
 
     def score(self, td: TensorDictBase) -> list[Tensor]:
-        """Return the log-probs of each sample's tokens, float32 ``[T]``; 0 on pads and on first tokens.
-
-        Args:
-            td: batch size ``[B]``, dense or lazily stacked. ``"min_version"``, one per sample, is read if present.
-
-        Raises:
-            RoutingError: the routes that ``replay`` needs are missing, or do not fit.
-            ValueError: a batch that was not sampled at ``temperature``, or a sample without real tokens.
-        """
+        """Return the log-probs of each sample's tokens, float32 ``[T]``; 0 on pads and on first tokens."""
         batch = read_batch(td, self.tokens_key, self.mask_key)
         if self.temperature is None and (unsaid := says_nothing(td, self.sampled_key)) is not None:
             warnings.warn(UNSAID.format(unsaid), stacklevel=4)
@@ -344,16 +309,7 @@ def _refuse_to_score(arguments: dict[str, Any]) -> None:
 
 
 def changed_arguments(arguments: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a new version.
-
-    Args:
-        arguments: of the existing wrapper.
-        changes: for the new one. If they change the input or whether it generates, related arguments are
-            reset to their defaults, unless they are changed too.
-
-    Raises:
-        TypeError: an unknown argument.
-    """
+    """Return the arguments of a new version."""
     if unknown := sorted(set(changes) - set(arguments)):
         raise TypeError(f"get_new_version got unknown arguments {unknown}; known: {sorted(arguments)}")
     follow: dict[str, Any] = {}
@@ -393,16 +349,7 @@ def split_arguments(generate_kwargs: dict[str, Any] | None, **arguments: Any) ->
 def sampling_parameters_of(
     generate_kwargs: dict[str, Any], num_samples: int | None, log_probs: bool
 ) -> SamplingParameters:
-    """Return a wrapper's sampling parameters.
-
-    Args:
-        generate_kwargs: the caller's settings.
-        num_samples: answers per prompt.
-        log_probs: whether to return them.
-
-    Raises:
-        ValueError: another number of answers in ``generate_kwargs``, or an invalid setting.
-    """
+    """Return a wrapper's sampling parameters."""
     params = sampling_params_of(generate_kwargs)
     if num_samples is not None and params.setdefault("n", num_samples) != num_samples:
         raise ValueError(f"num_samples={num_samples} differs from generate_kwargs['n']={params['n']}")
@@ -432,11 +379,7 @@ def engine_of(model: Any) -> GenerationService:
 
 
 def tokenizer_of(tokenizer: Any, engine: GenerationService) -> Any:
-    """Return the tokenizer: as given, by its name, or the engine's.
-
-    Raises:
-        ValueError: it is another model's: to the engine, most of its ids stand for other tokens.
-    """
+    """Return the tokenizer: as given, by its name, or the engine's."""
     if tokenizer is None:
         return engine.get_tokenizer()
     if isinstance(tokenizer, str):

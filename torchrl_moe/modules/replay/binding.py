@@ -43,11 +43,7 @@ class Recording:
 
     @property
     def routed_experts(self) -> Tensor:
-        """int16 ``[B, T, L, K]`` on the model's device; -1 where a layer has no router, or a smaller K.
-
-        Raises:
-            ReplayError: no forward pass has run.
-        """
+        """int16 ``[B, T, L, K]`` on the model's device; -1 where a layer has no router, or a smaller K."""
         if not self.by_layer or not self.shape:
             raise ReplayError("nothing was recorded: run the model inside `with replay.record() as rec`")
         first = next(iter(self.by_layer.values()))
@@ -79,24 +75,7 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """Routes for one forward, or a place to record them.
-
-    Args:
-        layers: decoder layers with a router, as global indices.
-        recording: filled with the experts that the routers use: their own choice, or in a replay the routes where
-            known.
-        routes: ``[N, L, K]`` of a signed integer type, in memory that nothing else writes to; ``None`` in a recording.
-        shape: ``(B, T)`` of the routes' batch.
-        known: ``[N, L]`` bool, rows that are replayed.
-        replayed: number of replayed rows, by layer ``[L]``.
-        complete: whether all rows are replayed, by layer. Such a layer needs no ``topk`` at all. (A compiled graph
-            depends on this, and not on a count.)
-        live: for each other layer the rows that are not replayed, int64 ``[M]``; ``topk`` runs only on these. Every
-            rollout has some, because an engine knows no experts for a sequence's last token.
-        refused: samples that run on the live router because their routes were bad.
-        refused_rows: number of their rows.
-        measure: also run each router on its own, and count the rows where it agrees as a set.
-    """
+    """Routes for one forward, or a place to record them."""
 
     layers: tuple[int, ...]
     recording: Recording | None = None
@@ -113,14 +92,7 @@ class Binding:
     agreeing: dict[int, Tensor] = field(default_factory=dict)
 
     def choose(self, site: RouterSite, scores: Tensor, own: OwnChoice, recompute: bool) -> Tensor:
-        """Return the experts ``[N, K]`` that a router uses for these rows.
-
-        Args:
-            site: the router.
-            scores: ``[N, E]``, what it ranks.
-            own: its own choice.
-            recompute: whether this is a checkpointed layer's second run, which is not counted again.
-        """
+        """Return the experts ``[N, K]`` that a router uses for these rows."""
         layer = site.layer
         if self.recording is not None and recompute:  # kernels may break ties differently in the second run
             chosen = self.recording.by_layer[layer].long()
@@ -135,14 +107,7 @@ class Binding:
         return chosen
 
     def groups(self, site: RouterSite, scores: Tensor, own: OwnChoice, top_k: int) -> Tensor:
-        """Return the groups ``[N, *]`` that hold the experts to use, the router's own for live rows, some repeated.
-
-        Args:
-            site: the router.
-            scores: ``[N, G]``, what it ranks the groups by.
-            own: its own choice of groups.
-            top_k: number of groups to return; may be more than the K experts need.
-        """
+        """Return the groups ``[N, *]`` that hold the experts to use, the router's own for live rows, some repeated."""
         groups = self._experts(site, scores).clamp(min=0) // (site.num_experts // scores.shape[-1])
         return self._with_live(site.layer, _widened(groups, max(site.top_k, top_k)), own)
 
@@ -153,11 +118,7 @@ class Binding:
         self.agreeing[site.layer] = same.sum()
 
     def see_batch(self, shape: tuple[int, ...]) -> None:
-        """Store ``(B, T)`` of the hidden states, or compare it with that of the routes.
-
-        Raises:
-            ReplayError: the routes belong to another batch, even if it has as many rows.
-        """
+        """Store ``(B, T)`` of the hidden states, or compare it with that of the routes."""
         if self.recording is not None:
             self.recording.shape = shape
         if self.routes is not None and shape != self.shape:
@@ -168,11 +129,7 @@ class Binding:
             )
 
     def check_used(self) -> None:
-        """Raise unless every router ran exactly once.
-
-        Raises:
-            ReplayError: no forward ran, or more than one, or it skipped some routers.
-        """
+        """Raise unless every router ran exactly once."""
         if not self.calls:
             raise ReplayError("the context closed and no forward pass of this model ran in it")
         wrong = [(layer, self.calls.get(layer, 0)) for layer in self.layers if self.calls.get(layer, 0) != 1]
@@ -298,11 +255,7 @@ class ReplayState:
 
     @property
     def binding(self) -> Binding | None:
-        """The active binding.
-
-        Raises:
-            ReplayError: it is another thread's, or this is a recompute that :meth:`recomputing` does not hold.
-        """
+        """The active binding."""
         held = self._open if self._layer.held is None else self._layer.held
         if torch.compiler.is_compiling():
             return held.binding
@@ -319,11 +272,7 @@ class ReplayState:
 
     @contextmanager
     def opened(self, binding: Binding) -> Iterator[None]:
-        """Make ``binding`` the active one.
-
-        Raises:
-            ReplayError: there is one already, or this model's handles were removed.
-        """
+        """Make ``binding`` the active one."""
         with self._lock:
             if not self.owned:
                 raise ReplayError("this RouterReplay was removed from its model: make a new one")
@@ -342,11 +291,8 @@ class ReplayState:
 
     @contextmanager
     def recomputing(self, binding: Binding | None, again: bool) -> Iterator[None]:
-        """Run a checkpointed layer in this thread with the binding of its forward pass, then restore the previous one.
-
-        Args:
-            binding: the one captured; ``None``: the layer ran natively.
-            again: whether this is its second run or a later one.
+        """Run a checkpointed layer in this thread with the binding of its forward pass, then restore the previous
+        one.
         """
         before, self._layer.held = self._layer.held, _Held(binding, again)
         try:

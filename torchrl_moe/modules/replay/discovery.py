@@ -223,11 +223,7 @@ class _Ranking:
 
 
 def discover(model: nn.Module) -> list[RouterSite]:
-    """Return the routers of a model, by layer; runs one small forward pass without gradients.
-
-    Raises:
-        UnsupportedRouterError: the model has no router, or one whose choice cannot be replayed exactly.
-    """
+    """Return the routers of a model, by layer; runs one small forward pass without gradients."""
     counts = expert_counts(getattr(model, "config", None))
     _check_kind(model, counts)
     inputs = dry_inputs(model)
@@ -337,15 +333,6 @@ def check_replayed(
 
     Each must have a nonzero, finite weight: a router that masks experts in an unknown way gives 0 or NaN to a replayed
     expert that it would not have chosen.
-
-    Args:
-        model: the model that ran.
-        sites: its routers.
-        arrived: what :func:`arriving` collected.
-        routes: ``[N, L, K]``, what was replayed.
-
-    Raises:
-        UnsupportedRouterError: other ids, or a weight that is 0 or not finite.
     """
     for site in sites:
         module = model.get_submodule(site.name)

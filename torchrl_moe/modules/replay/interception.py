@@ -70,17 +70,7 @@ class TopKObserver(TorchFunctionMode):
 
 
 class TopKInterception(TorchFunctionMode):
-    """Answers one router's ``topk`` over its experts, and opens the groups of replayed experts.
-
-    Args:
-        num_experts: E, the width of the scores.
-        top_k: K.
-        rank: dimensions of the scores. A router of one group of experts first ranks ``[N, 1, E]`` to score that group.
-        choose: from scores ``[N, E]`` and the original call to the experts ``[N, K]`` to use.
-        groups: from scores ``[N, G]``, the original call and its k to the groups ``[N, *]`` of the experts to use, or
-            ``None`` to keep the router's own groups. Group-limited routers zero the scores outside the groups they
-            chose (DeepSeek-V2).
-    """
+    """Answers one router's ``topk`` over its experts, and opens the groups of replayed experts."""
 
     def __init__(
         self,
@@ -150,12 +140,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 class ScoreTracer(TorchFunctionMode):
-    """Records, for every tensor derived from scores over experts, the steps that made it; changes nothing.
-
-    Args:
-        widths: numbers of experts.
-        running: names of the running modules, innermost last.
-    """
+    """Records, for every tensor derived from scores over experts, the steps that made it; changes nothing."""
 
     def __init__(self, widths: Collection[int], running: Sequence[str]) -> None:
         super().__init__()
@@ -219,10 +204,6 @@ class ScoreTracer(TorchFunctionMode):
 
 def describe_scoring(ranked: Steps, weights: Steps = ()) -> str:
     """Describe steps in words.
-
-    Args:
-        ranked: what made the scores that topk ranks.
-        weights: what made the weights of the experts it chose.
 
     >>> describe_scoring(("logits", "sigmoid", "bias"), ("logits", "sigmoid", "chosen", "normalised"))
     'sigmoid + bias, normalised'

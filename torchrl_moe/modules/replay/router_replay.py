@@ -290,15 +290,7 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class _Incoming:
-    """Routes ``[M, L, K]`` of the real tokens, and their positions in the model's input.
-
-    Args:
-        rows: in memory that nothing else uses.
-        lengths: real tokens of each sample.
-        shape: of the input, ``(B, T)`` or, packed, ``(R, W)``.
-        places: positions of the rows in the flattened input: bool ``[N]`` or int64 ``[M]``; ``None`` if it holds
-            nothing else.
-    """
+    """Routes ``[M, L, K]`` of the real tokens, and their positions in the model's input."""
 
     rows: Tensor
     lengths: Sequence[int]

@@ -214,10 +214,6 @@ class SharedService(EngineInterface):
         """Pickle as a handle: in another process of the same Ray cluster, it connects to the service on first use.
 
         It keeps the default sampling parameters, and has its own balancer and limits.
-
-        Raises:
-            TypeError: the replicas are children of this process, which no other process can reach.
-            RuntimeError: the service is not running.
         """
         if self._service is None:
             return super().__reduce__()

@@ -163,10 +163,6 @@ class BreakerState(Enum):
 class Breaker:
     """The breaker of one replica. Pure bookkeeping; the caller ensures that one thread at a time uses it.
 
-    Args:
-        policy: its limits.
-        clock: seconds.
-
     >>> breaker = Breaker(FaultPolicy(breaker_failures=2))
     >>> breaker.failed(), breaker.state, breaker.failed(), breaker.state
     (None, <BreakerState.CLOSED: 'closed'>, None, <BreakerState.OPEN: 'open'>)
@@ -356,11 +352,7 @@ class TableEntry:
 
 
 class Candidates:
-    """Entries that may take a request; a sequence, as far as ``len``, iteration and ``[position]`` go.
-
-    Attributes:
-        total: sum of their loads.
-    """
+    """Entries that may take a request; a sequence, as far as ``len``, iteration and ``[position]`` go."""
 
     def __init__(self, entries: Iterable[TableEntry]) -> None:
         self._by_index = {entry.index: entry for entry in entries}

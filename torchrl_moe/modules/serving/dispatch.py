@@ -42,11 +42,7 @@ Ended: TypeAlias = Callable[[InFlight, "Future[Completion]"], object]
 
 
 class Submissions:
-    """Sends the requests placed in one turn of the loop, in one message per replica. Used only in the loop.
-
-    Args:
-        loop: woken once for all outcomes that arrive meanwhile.
-    """
+    """Sends the requests placed in one turn of the loop, in one message per replica. Used only in the loop."""
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
@@ -55,12 +51,7 @@ class Submissions:
         self._back: list[tuple[InFlight, Ended, Future[Completion]]] = []  # other threads add to it
 
     def put(self, request: InFlight, ended: Ended) -> None:
-        """Send a request to the replica of its lease at the end of this turn.
-
-        Args:
-            request: with its lease.
-            ended: called in the loop with the request and the replica's future, once that is done.
-        """
+        """Send a request to the replica of its lease at the end of this turn."""
         assert request.lease is not None
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._hand_over)
@@ -130,10 +121,6 @@ class Admission:
     No request starves: a priority number one higher counts like arriving 30 seconds later, so a request that has waited
     that much longer goes first. A later request is never ahead of one with the same priority. Each step costs the
     logarithm of the number of waiting requests.
-
-    Args:
-        limit: number of places; ``None`` for no limit.
-        clock: seconds.
     """
 
     def __init__(self, limit: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -191,15 +178,7 @@ AT_ONCE = 32
 
 
 class Dispatcher:
-    """Runs calls to their end. Its public methods may be called from any thread.
-
-    Args:
-        table: the replicas.
-        admission: how many requests the engines run at a time; only the dispatcher uses it from now on.
-        attempts: how many replicas may die under a request before it is given up.
-        retried: called for each request that is sent again.
-        loop: where everything happens; it ends with :meth:`stop`.
-    """
+    """Runs calls to their end. Its public methods may be called from any thread."""
 
     def __init__(
         self,
@@ -233,17 +212,7 @@ class Dispatcher:
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def run(self, call: Call) -> list[Completion]:
-        """Wait for all requests, in input order; Ctrl-C aborts what is not finished.
-
-        Raises:
-            GenerationTimeout: some were not finished in time.
-            NoReplicaError: no replica serves, and none will in time.
-            StaleReplicaError: no replica holds the version asked for, and none will in time.
-            ReplicaDiedError: too many replicas died under a request, or the named one is dead.
-            RequestRefusedError: the engine refused a request; it is raised once the others have finished.
-            ValueError: a request id is in flight already.
-            EngineError: the engine failed at a request.
-        """
+        """Wait for all requests, in input order; Ctrl-C aborts what is not finished."""
         over = threading.Event()
         call.on_over = over.set
         try:
@@ -488,12 +457,7 @@ class Dispatcher:
         self._admit_now()
 
     def _try(self, requests: Sequence[InFlight], are_first: bool = True) -> None:
-        """Move parked requests back to admission, in their old turns.
-
-        Args:
-            requests: these.
-            are_first: whether each stands for all with the same needs; if a replica takes it, the others follow.
-        """
+        """Move parked requests back to admission, in their old turns."""
         for request in requests:
             self._parked.remove(request)
             request.is_first = are_first

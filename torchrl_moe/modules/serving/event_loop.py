@@ -20,11 +20,7 @@ HEALTH_SECONDS = 1.0
 
 
 class EventLoop:
-    """An asyncio loop that runs from its first use until it is stopped or garbage collected.
-
-    Args:
-        name: of its thread.
-    """
+    """An asyncio loop that runs from its first use until it is stopped or garbage collected."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -62,17 +58,7 @@ class EventLoop:
         return self._thread is threading.current_thread()
 
     def run(self, function: Callable[..., T], *arguments: Any, patience: float) -> T:
-        """Return a function's result, run in the loop; not from the loop's own thread, which would wait for itself.
-
-        Args:
-            function: is called in the loop, or here once the loop has stopped.
-            arguments: of the function.
-            patience: seconds to wait for a loop that is stopping.
-
-        Raises:
-            RuntimeError: the loop is stopping, and has not within that time.
-            Exception: what the function raises.
-        """
+        """Return a function's result, run in the loop; not from the loop's own thread, which would wait for itself."""
         future: Future[T] = Future()
 
         def call() -> None:
@@ -89,12 +75,7 @@ class EventLoop:
         return self.result(future)
 
     def result(self, future: Future[T]) -> T:
-        """Wait for a future that calls in the loop fulfil, and return its result.
-
-        Raises:
-            RuntimeError: the loop's thread has ended, and nothing will fulfil it.
-            Exception: what the future ended with.
-        """
+        """Wait for a future that calls in the loop fulfil, and return its result."""
         while not wait([future], HEALTH_SECONDS).done:
             if self._thread is not None and not self._thread.is_alive() and not future.done():
                 raise RuntimeError(f"the thread {self._name!r} has ended, and nothing will answer this call")

@@ -28,20 +28,7 @@ SILENT = frozenset({ReplicaState.DEAD, ReplicaState.STARTING})
 
 
 class Fleet:
-    """N replicas, and operations on all of them; thread-safe.
-
-    Args:
-        replicas: at least one, not started yet.
-        faults: how faults are handled.
-        loop: the service's; deaths and stalls are noticed there.
-        make_replica: makes a new replica for an index: of one that died, or of one that is added.
-
-    Attributes:
-        table: what is known of each.
-        infos: the infos of the replicas that it started with.
-        bring: brings a STARTING replica to the newest weights and to SERVING; ``None``: nothing does.
-        is_frozen: whether the user has paused the replicas, or has them sleep, so that no request goes on.
-    """
+    """N replicas, and operations on all of them; thread-safe."""
 
     def __init__(
         self,
@@ -68,11 +55,7 @@ class Fleet:
     # -- life -------------------------------------------------------------------------------------------------------
 
     def wait_ready(self, entry: TableEntry, seconds: float) -> None:
-        """Wait until a replica that was started is ready.
-
-        Raises:
-            EngineError: it did not start, or not in time.
-        """
+        """Wait until a replica that was started is ready."""
         self.infos.append(entry.replica.wait_ready(seconds))
 
     def serve(self, entry: TableEntry) -> None:
@@ -92,11 +75,7 @@ class Fleet:
         return self._supervisor.error
 
     def end(self, end_one: Callable[[Any], object] = lambda replica: replica.shutdown()) -> None:
-        """End every replica, at the same time. Idempotent.
-
-        Args:
-            end_one: what to do with each, if not to shut it down.
-        """
+        """End every replica, at the same time. Idempotent."""
         self._supervisor.stop()
         for entry in self.table:
             self.table.mark_dead(entry.index)
@@ -122,15 +101,7 @@ class Fleet:
     # -- more and fewer replicas ------------------------------------------------------------------------------------
 
     def add(self, count: int, seconds: float) -> list[int]:
-        """Start more replicas, and wait until they serve, with the current weights, and paused if the others are.
-
-        Returns:
-            Their indices; no index is used twice.
-
-        Raises:
-            ValueError: less than one, or there are no devices for them.
-            EngineError: one did not start in time; then none is added.
-        """
+        """Start more replicas, and wait until they serve, with the current weights, and paused if the others are."""
         if count < 1:
             raise ValueError(f"add_replicas: the number of replicas must be at least 1, got {count}")
         if self._make_replica is None:
@@ -165,17 +136,7 @@ class Fleet:
         return entry
 
     def remove(self, index: int, drain: bool, seconds: float) -> None:
-        """End a replica for good and remove it.
-
-        Args:
-            index: of the replica.
-            drain: whether its requests may finish first; otherwise they start again on the others.
-            seconds: for that, and for a running update of its weights.
-
-        Raises:
-            ValueError: it is the only one, or was removed already.
-            EngineError: its requests did not finish in time; it keeps serving.
-        """
+        """End a replica for good and remove it."""
         entry = self.table[index]
         with self.table.lock:
             if entry.leaving:
@@ -214,11 +175,7 @@ class Fleet:
     # -- commands to all --------------------------------------------------------------------------------------------
 
     def alive(self) -> list[TableEntry]:
-        """Return the replicas that can answer; one that has died is marked.
-
-        Raises:
-            NoReplicaError: there is none.
-        """
+        """Return the replicas that can answer; one that has died is marked."""
         self.note_deaths()
         alive = [entry for entry in self.table if entry.state not in SILENT]
         if not alive:
@@ -228,11 +185,7 @@ class Fleet:
         return alive
 
     def on_all(self, command: Callable[[Replica], T]) -> list[T]:
-        """Run a command on every living replica at the same time and return the values in replica order.
-
-        Raises:
-            EngineError: a replica failed, or did not answer in time.
-        """
+        """Run a command on every living replica at the same time and return the values in replica order."""
         alive = self.alive()
         with ThreadPoolExecutor(max_workers=len(alive)) as pool:
             futures = [pool.submit(command, entry.replica) for entry in alive]
@@ -240,11 +193,7 @@ class Fleet:
             return [future.result() for future in futures]
 
     def pause(self, mode: PauseMode, clear_cache: bool, seconds: float) -> None:
-        """Stop scheduling on all; one that is restarted meanwhile comes back paused.
-
-        Raises:
-            EngineError: a replica failed, or was not paused in time. Unless all were paused before, all resume.
-        """
+        """Stop scheduling on all; one that is restarted meanwhile comes back paused."""
         _check_mode(mode)
         self._check_awake("pause")
         before = self._note_pause(True)
@@ -273,11 +222,7 @@ class Fleet:
             self.table.changed.notify_all()
 
     def sleep(self, level: int, mode: PauseMode, seconds: float) -> None:
-        """Release the memory of all; a replica that is restarted meanwhile does so too, once it has started.
-
-        Raises:
-            EngineError: a replica failed, or did not sleep in time. Unless all slept before, all are woken.
-        """
+        """Release the memory of all; a replica that is restarted meanwhile does so too, once it has started."""
         _check_mode(mode)
         before = self._note_sleep(level)
         try:

@@ -111,15 +111,7 @@ class InFlight:
 
 
 class Call:
-    """The requests of one ``generate``, which end together.
-
-    Args:
-        balancer: grants the leases.
-        requests: in input order; those with a complete answer are over.
-        placements: where each may go.
-        timeout: seconds for each request, from now; ``None`` for no limit.
-        finished: called with each completion, in the thread of the service's loop.
-    """
+    """The requests of one ``generate``, which end together."""
 
     __slots__ = (
         "balancer", "deadline", "error", "finished", "has_begun", "is_late", "on_over", "over", "requests", "timeout",
@@ -171,11 +163,7 @@ class Call:
         return [request.cut_short() if request.outcome is None else request.outcome for request in self.requests]
 
     def result(self) -> list[Completion]:
-        """Return the completions, once the call is over.
-
-        Raises:
-            EngineError: or whatever else ended it, or the first of its requests that failed.
-        """
+        """Return the completions, once the call is over."""
         error = self.error or next((request.error for request in self.requests if request.error is not None), None)
         if error is None and self.is_late:
             error = self._lateness()
@@ -223,13 +211,7 @@ def needs(request: InFlight) -> Needs:
 
 
 def take_lease(request: InFlight, alone_at: int | None = None) -> Lease:
-    """Take a lease for a request; on the replica ``alone_at``, if that is reserved for it.
-
-    Raises:
-        NoReplicaError: no replica serves.
-        StaleReplicaError: none holds the version asked for.
-        IndexError: there is no replica of the index that the call names.
-    """
+    """Take a lease for a request; on the replica ``alone_at``, if that is reserved for it."""
     balancer, where, asked = request.call.balancer, request.placement, request.request
     prompt = asked.prompt if asked.prompt_token_ids is None else asked.prompt_token_ids
     at = where.min_version, prompt, where.session_id, where.group_id
@@ -309,11 +291,7 @@ class _Kind:
 
 
 class Parked:
-    """Requests that wait for a replica. Used only in the thread of the service's loop.
-
-    Args:
-        table: the replicas.
-    """
+    """Requests that wait for a replica. Used only in the thread of the service's loop."""
 
     def __init__(self, table: ReplicaTable) -> None:
         self._table = table
@@ -420,15 +398,7 @@ ALONE_SECONDS = 1.0
 
 
 class Suspects:
-    """Requests that wait to be tried alone. Used only in the thread of the service's loop.
-
-    Args:
-        table: the replicas.
-
-    Attributes:
-        tried: the request that is tried now.
-        is_alone: whether it has had its replica to itself since it began.
-    """
+    """Requests that wait to be tried alone. Used only in the thread of the service's loop."""
 
     def __init__(self, table: ReplicaTable) -> None:
         self._table = table
@@ -494,12 +464,7 @@ class Suspects:
         return request
 
     def ended(self, request: InFlight, killed: bool = False) -> list[InFlight]:
-        """Note that a request is over, or that the next may join it; return those that need not be alone any more.
-
-        Args:
-            request: any.
-            killed: whether its replica died: if it was alone there, it did that, and the first death is explained.
-        """
+        """Note that a request is over, or that the next may join it; return those that need not be alone any more."""
         if request is not self.tried:
             return []
         cleared: list[InFlight] = []

@@ -82,19 +82,7 @@ def devices_of_trainer() -> list[int]:
 
 
 class DeviceSets:
-    """The sets of devices for replicas, and which replica has which.
-
-    Args:
-        devices: the user's choice, one entry per replica; ``None``: the devices that the trainer does not compute on.
-        num_replicas: how many there are at the start.
-        per_replica: how many devices each needs.
-        listed: returns the indices of the current replicas, once some were added: the others no longer need their
-            devices.
-
-    Raises:
-        ValueError: there are too few devices, the user names one that does not exist, or names another number than
-            needed.
-    """
+    """The sets of devices for replicas, and which replica has which."""
 
     def __init__(
         self,
@@ -118,9 +106,6 @@ class DeviceSets:
         """Return a replica's devices, as a value of ``CUDA_VISIBLE_DEVICES``; ``None`` on a machine without GPUs.
 
         A restarted replica keeps its own; an added one gets a free set.
-
-        Raises:
-            ValueError: there are GPUs, but none left.
         """
         if not self._visible:
             return None
@@ -209,18 +194,7 @@ class EngineArguments(dict[str, Any]):
 def pretrained_arguments(
     model: str, num_devices: int | None, compiles: bool, fp32_output: bool, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the engine arguments for TorchRL's names.
-
-    Args:
-        model: a folder, or a hub name.
-        num_devices: another name of ``tensor_parallel_size``.
-        compiles: whether vLLM may compile the model.
-        fp32_output: whether the last layer computes in float32.
-        given: vLLM's own arguments; a parallel size may be ``None``.
-
-    Raises:
-        ValueError: two sizes differ, one is not positive, or a folder holds no model.
-    """
+    """Return the engine arguments for TorchRL's names."""
     for name, value in {"num_devices": num_devices, **{name: given.get(name) for name in PARALLEL_SIZES}}.items():
         check_number(name, value, 1, MOST_REPLICAS, whole=True, none=True)
     check_bool("compile", compiles)
@@ -282,11 +256,7 @@ def check_log_folder(folder: Any) -> None:
 
 
 def engine_kind(engine: str) -> EngineKind:
-    """Return the kind of engine for a name.
-
-    Raises:
-        ValueError: there is no such engine.
-    """
+    """Return the kind of engine for a name."""
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
     # here and not at the top: this package is imported without any engine
@@ -331,20 +301,7 @@ def local_factory(
     listed: Callable[[], Iterable[int]] = tuple,
     devices: Devices | None = None,
 ) -> ReplicaFactory:
-    """Return a function that starts replicas as child processes, each with its own GPUs.
-
-    Args:
-        kind: of the engine: a module.
-        arguments: of the engine, by keyword.
-        num_replicas: how many engines at the start; they share the machine's cores.
-        verbose: whether vLLM logs at its own default level.
-        log_folder: where logs are kept; ``None``: they are deleted with their replicas.
-        listed: returns the indices of the current replicas, once some were added: the others no longer need their GPUs.
-        devices: see :class:`DeviceSets`.
-
-    Raises:
-        ValueError: there are GPUs, but too few, or not the named ones; also when a replica is made and none are left.
-    """
+    """Return a function that starts replicas as child processes, each with its own GPUs."""
     from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 
     sets = DeviceSets(devices, num_replicas, kind.devices_per_replica(arguments), listed)
@@ -368,21 +325,7 @@ def ray_service(
     verbose: bool,
     log_folder: str | os.PathLike[str] | None = None,
 ) -> Any:
-    """Connect to the Ray cluster, or start one, and return the :class:`RayService` to create in it.
-
-    Args:
-        kind: of the engine: a module.
-        arguments: of the engine, by keyword.
-        num_replicas: how many engines.
-        name: makes the service outlive this process; ``None``: it ends with this process.
-        namespace: of Ray; ``None``: our own.
-        resources: what a replica needs on one node; ``None``: one CPU per device, and one GPU if the cluster has any.
-        verbose: whether vLLM logs at its own default level.
-        log_folder: where logs are kept, on each replica's node; ``None``: they are deleted with their replicas.
-
-    Raises:
-        ValueError: the arguments hold an access token.
-    """
+    """Connect to the Ray cluster, or start one, and return the :class:`RayService` to create in it."""
     if isinstance(arguments.get("hf_token"), str):
         raise ValueError(
             "hf_token: Ray keeps and shows what actors are made with. Leave it out, and set HF_TOKEN in the "

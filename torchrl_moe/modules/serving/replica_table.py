@@ -33,13 +33,7 @@ SHOWN = 8
 
 
 class ReplicaTable:
-    """The replicas of one service.
-
-    Args:
-        replicas: any objects; the table only stores them.
-        state: the initial state of all.
-        faults: the limits of their breakers.
-    """
+    """The replicas of one service."""
 
     def __init__(
         self,
@@ -185,13 +179,7 @@ class ReplicaTable:
         self._forget_views()
 
     def mark_dead(self, index: int, error: str | None = None, replica: Any = None) -> None:
-        """Mark a replica as dead; several callers may detect the same death.
-
-        Args:
-            index: of the replica.
-            error: why.
-            replica: the object that died; if it has been replaced by now, nothing happens.
-        """
+        """Mark a replica as dead; several callers may detect the same death."""
         with self.lock:
             entry = self[index]
             if replica is not None and entry.replica is not replica:
@@ -220,11 +208,7 @@ class ReplicaTable:
                 )
 
     def replace(self, index: int, replica: Any) -> bool:
-        """Replace a replica that died or is quarantined by a new one, with the checkpoint's weights.
-
-        Returns:
-            Whether it was replaced; False if the replica is being removed.
-        """
+        """Replace a replica that died or is quarantined by a new one, with the checkpoint's weights."""
         with self.lock:
             entry = self[index]
             if entry.leaving:
@@ -279,12 +263,7 @@ class ReplicaTable:
     # -- listeners --------------------------------------------------------------------------------------------------
 
     def add_listener(self, listener: Callable[[], None], doubts: bool = False) -> None:
-        """Call ``listener`` at every change of state, from the thread that makes it; it must return at once.
-
-        Args:
-            listener: what to call.
-            doubts: whether to call it too if a replica was late.
-        """
+        """Call ``listener`` at every change of state, from the thread that makes it; it must return at once."""
         with self.lock:
             self._listeners[listener] = doubts
 
@@ -365,14 +344,7 @@ class ReplicaTable:
             view.moved(entry, change)
 
     def observe(self, index: int, at: float, pending: int | None = None, cache_usage: float | None = None) -> None:
-        """Store a replica's report: its number of requests, share of KV blocks in use (0 to 1).
-
-        Args:
-            index: the replica.
-            at: when, on the readers' clock; must not decrease.
-            pending: counts as load if it is more than was counted here, until :meth:`expire` drops it.
-            cache_usage: kept with its time.
-        """
+        """Store a replica's report: its number of requests, share of KV blocks in use (0 to 1)."""
         with self.lock:
             entry = self[index]
             if pending is not None:

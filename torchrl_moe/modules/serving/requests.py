@@ -67,11 +67,6 @@ class PromptBatch:
 def normalise_prompts(prompts: Any = None, prompt_token_ids: Any = None, resume: Any = None) -> PromptBatch:
     """Bring the three ways of passing prompts to one form. A list of ints is one prompt.
 
-    Raises:
-        ValueError: none or several are given, the list is empty, a prompt is empty, or an id or, in ``resume``, a
-            finish reason is none.
-        TypeError: an entry is not a prompt, or in ``resume`` not a :class:`Completion`.
-
     >>> normalise_prompts("hi").single, normalise_prompts([1, 2]).single, normalise_prompts([[1, 2]]).single
     (True, True, False)
     """
@@ -196,16 +191,7 @@ def whole(request: Request) -> Completion | None:
 
 
 def check_resume(request: Request, position: int, layout: RoutingLayout | None) -> None:
-    """Check that a completion to resume fits the engine's routers and the request's parameters.
-
-    Args:
-        request: resumes a completion, or does not.
-        position: of the completion in the user's list.
-        layout: the engine's routers; ``None`` if it captures no routes.
-
-    Raises:
-        ValueError: it does not fit.
-    """
+    """Check that a completion to resume fits the engine's routers and the request's parameters."""
     given = request.resume
     if given is None or whole(request) is not None:
         return
@@ -275,20 +261,7 @@ def placements(
     group_ids: Any = None,
     request_context: Any = None,
 ) -> list[Placement]:
-    """Return the placement of each request of a call.
-
-    Args:
-        count: requests.
-        actor_index: the replica of all of them.
-        session_ids: a name for each, or ``None``.
-        min_version: an int or ``None``, for all or for each.
-        group_ids: a name for each, or ``None``.
-        request_context: a mapping or ``None``, for all or for each.
-
-    Raises:
-        ValueError: a list of another length, or an ``actor_index`` that is none.
-        TypeError: an entry of another type; the message names it.
-    """
+    """Return the placement of each request of a call."""
     check_number("actor_index", actor_index, whole=True, none=True)
     nobody = [None] * count
     sessions = one_each(session_ids, count, "session_ids") or nobody
@@ -313,12 +286,7 @@ def common_fields(
     return_routed_experts: bool,
     on_resume: OnResume | None,
 ) -> dict[str, Any]:
-    """Return the fields that all ``count`` requests of a call share; ``longest`` is the engine's ``max_model_len``.
-
-    Raises:
-        ValueError: a sampling parameter of a wrong type or out of range, too many answers, a prompt adapter, or an
-            unknown ``on_resume``.
-    """
+    """Return the fields that all ``count`` requests of a call share; ``longest`` is the engine's ``max_model_len``."""
     check_fields(sampling_params, longest)
     check_answers(sampling_params, count)
     check_bool("return_routed_experts", return_routed_experts)
@@ -347,18 +315,7 @@ def make_request(prompt: Prompt, **fields: Any) -> Request:
 
 
 def rows_each(values: Any, batch: PromptBatch) -> list[NDArray[Any] | None]:
-    """Return the routes that each prompt must follow: the array for one prompt, a list for several.
-
-    Args:
-        values: an array, tensor or ``RoutedExperts``, ``[rows, L, K]``, or a list with one of them or ``None`` per
-            prompt; ``None`` for no routes.
-        batch: the prompts.
-
-    Raises:
-        ValueError: another number of them.
-        RouteValueError: not an array of integers.
-        TypeError: for several prompts not a list.
-    """
+    """Return the routes that each prompt must follow: the array for one prompt, a list for several."""
     count = len(batch.prompts)
     if values is None:
         return [None] * count
@@ -387,12 +344,7 @@ def _rows(value: Any, position: int) -> NDArray[Any]:
 
 
 def one_each(values: Any, count: int, name: str) -> list[Any] | None:
-    """Return one name per prompt, or ``None`` for no names. Session and group numbers become text.
-
-    Raises:
-        ValueError: another number of them, or a request id twice.
-        TypeError: a name that is neither text nor an int, nor ``None`` for a prompt without session or group.
-    """
+    """Return one name per prompt, or ``None`` for no names. Session and group numbers become text."""
     if values is None:
         return None
     are_ids = name == "request_ids"
@@ -404,12 +356,7 @@ def one_each(values: Any, count: int, name: str) -> list[Any] | None:
 
 
 def integers(value: Any, count: int, name: str) -> list[int]:
-    """Return one int of at most 31 bits per prompt: the same for all, or those of a list, array or tensor.
-
-    Raises:
-        ValueError: another number of them, or a larger one.
-        TypeError: a value is not an int.
-    """
+    """Return one int of at most 31 bits per prompt: the same for all, or those of a list, array or tensor."""
     found = _for_each(value, count, name, _int)
     for one in found:
         check_number(name, one, -MOST, MOST, whole=True)
@@ -532,18 +479,7 @@ ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
 
 
 def scorings(batch: PromptBatch, temperature: Any, kept: Any) -> list[Scoring]:
-    """Return how each sequence is scored.
-
-    Args:
-        batch: the sequences.
-        temperature: of all, or of each.
-        kept: the ids that each token was sampled from: :class:`~torchrl_moe.data.KeptTokens` for one sequence; a list
-            for several, with ``None`` where no id was cut off; ``None`` if none was in any.
-
-    Raises:
-        ValueError: text, a temperature that is not positive, a list of another length, or kept ids for another number
-            of tokens.
-    """
+    """Return how each sequence is scored."""
     count = len(batch.prompts)
     sequences = [prompt for prompt in batch.prompts if isinstance(prompt, np.ndarray)]
     if len(sequences) < count:
@@ -589,11 +525,7 @@ def _scored_ids(kept: Any, tokens: int, position: int) -> KeptIds | None:
 
 
 def scores_of(completions: Sequence[Completion]) -> list[Tensor]:
-    """Return the log-probs of each sequence, float32 ``[T]``.
-
-    Raises:
-        EngineError: a request was aborted, and has none.
-    """
+    """Return the log-probs of each sequence, float32 ``[T]``."""
     found = []
     for completion in completions:
         if completion.prompt_logprobs is None:

@@ -56,13 +56,7 @@ __all__ = ["EngineInterface", "GenerationService", "Progress"]
 
 
 class Progress:
-    """A bar with tokens per second.
-
-    Args:
-        total: requests.
-        shown: whether to show it, on a terminal or in a notebook; a log file gets none.
-        what: the bar's label.
-    """
+    """A bar with tokens per second."""
 
     def __init__(self, total: int, shown: bool, what: str = "generate") -> None:
         self._bar = tqdm(total=total, desc=what, unit="req", disable=None if shown else True)
@@ -447,11 +441,7 @@ class EngineInterface(GenerationService):
         return type(self)
 
     def __reduce__(self) -> Any:
-        """Refuse: no other process could reach the replicas.
-
-        Raises:
-            TypeError: always.
-        """
+        """Refuse: no other process could reach the replicas."""
         raise TypeError(
             f"{type(self).__name__} cannot be pickled: its replicas are children of this process. With backend='ray' "
             "an engine pickles as a handle that joins it; or have policy_factory make the policy where it is used: "

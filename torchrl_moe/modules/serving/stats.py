@@ -49,16 +49,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMetric:
-    """One metric of a replica.
-
-    Attributes:
-        name: its key in ``stats()``.
-        kind: a ``"counter"`` only grows, across restarts too; a ``"gauge"`` is a current value; a ``"label"`` is text.
-        read: returns it, from the replica table's entry or from the engine's own stats.
-        exported: its name in Prometheus; ``""``: it is not there.
-        meaning: Prometheus' help.
-        number: its value in Prometheus.
-    """
+    """One metric of a replica."""
 
     name: str
     kind: Literal["counter", "gauge", "label"]
@@ -157,12 +148,7 @@ Finished: TypeAlias = Callable[[Sequence[Completion]], None]
 
 
 class Histogram:
-    """Durations in seconds: counts per bucket since the start, and percentiles of the most recent ones.
-
-    Attributes:
-        counts: int, per bucket: up to each of ``BOUNDS`` (1 ms to 500 s), the last for all above.
-        total: sum of all values.
-    """
+    """Durations in seconds: counts per bucket since the start, and percentiles of the most recent ones."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(BOUNDS) + 1)
@@ -186,9 +172,6 @@ class Histogram:
 class Metrics:
     """Counters and histograms of one service; safe to use from any thread.
 
-    Args:
-        enabled: whether anything is counted.
-
     >>> metrics = Metrics()
     >>> metrics.count("retried")
     >>> metrics.summary()["retried"]
@@ -202,11 +185,7 @@ class Metrics:
         self._histograms = {name: Histogram() for name in SECONDS}
 
     def count(self, name: str, amount: float = 1) -> None:
-        """Add to a counter.
-
-        Raises:
-            ValueError: there is no such counter.
-        """
+        """Add to a counter."""
         if name not in self._counts:
             raise ValueError(f"no counter {name!r}; known: {', '.join(COUNTERS)}")
         if self.enabled:
@@ -215,12 +194,7 @@ class Metrics:
 
     @contextlib.contextmanager
     def call(self, requests: int, whole: Sequence[Completion] = ()) -> Iterator[Finished]:
-        """Count the requests of one call; the body passes its completions to the yielded function.
-
-        Args:
-            requests: how many.
-            whole: completions of the call that are not among the requests because they were complete before.
-        """
+        """Count the requests of one call; the body passes its completions to the yielded function."""
         before = set(map(id, whole))
         self.count("requests", requests)
         try:
@@ -294,9 +268,6 @@ class Totals:
     """Counts of replicas since the service started: an engine's own counts restart at zero with it.
 
     Read from the stats that replicas send by themselves; no engine is asked.
-
-    Args:
-        table: the replicas.
     """
 
     def __init__(self, table: ReplicaTable) -> None:
@@ -416,11 +387,6 @@ class ServiceCollector:
     """Gives a Prometheus registry the families of one service.
 
     Counters of replicas continue over restarts. With metrics off, those of the service itself are left out.
-
-    Args:
-        table: the replicas.
-        totals: their counts.
-        metrics: the service's own.
     """
 
     def __init__(self, table: ReplicaTable, totals: Totals, metrics: Metrics) -> None:

@@ -36,9 +36,6 @@ BUSY_SHARE = 0.05  # of one core; above it a process counts as computing
 class ProbeHistory:
     """The history of one replica's probes. Probes are counted, not seconds, since a suspended driver sends none.
 
-    Args:
-        policy: how many are too many.
-
     >>> history = ProbeHistory(FaultPolicy(probe=10, patience=30))
     >>> [history.note(None) for _ in range(3)]
     ['', '', 'gave no sign of life in 30 s']
@@ -101,13 +98,7 @@ class _Probe:
 
 
 class Probes:
-    """Probes the replicas of a replica table. For one thread; nothing waits.
-
-    Args:
-        table: where silent replicas are marked, so that they get no new requests.
-        policy: intervals and limits.
-        clock: seconds.
-    """
+    """Probes the replicas of a replica table. For one thread; nothing waits."""
 
     def __init__(self, table: ReplicaTable, policy: FaultPolicy, clock: Callable[[], float] = time.monotonic) -> None:
         self._table = table
@@ -186,14 +177,6 @@ class Supervisor:
 
     The process of a replica that died, was quarantined or is stalled is ended, and a new replica is started in its
     place, in its own thread, since an engine takes a minute to start. It serves once it holds the current weights.
-
-    Args:
-        table: the replicas.
-        policy: intervals and limits.
-        loop: where it checks the replicas.
-        make_replica: makes a new replica for an index; ``None`` if none is ever restarted.
-        get_bring: returns the function that brings a replica to the newest weights and to SERVING, or ``None``.
-        as_the_others: pauses a replica if all are paused, and then lets it serve.
     """
 
     def __init__(
@@ -245,11 +228,7 @@ class Supervisor:
             self._set_recovery(entry, Recovery.SUPERVISOR)
 
     def begin(self, entry: TableEntry) -> None:
-        """Start a replica that was added.
-
-        Raises:
-            EngineError: the service was shut down.
-        """
+        """Start a replica that was added."""
         with self._starting:
             if self._stopped.is_set():
                 raise EngineError("the service was shut down")
@@ -263,15 +242,7 @@ class Supervisor:
         self._table.mark_dead(entry.index, "it was removed")
 
     def admit(self, entry: TableEntry, deadline: float) -> None:
-        """Wait until an added replica serves like the others, or waits for the next update.
-
-        Args:
-            entry: of the replica.
-            deadline: on the monotonic clock.
-
-        Raises:
-            EngineError: it did not come up, or not in time.
-        """
+        """Wait until an added replica serves like the others, or waits for the next update."""
         replica = entry.replica
         replica.wait_ready(max(deadline - time.monotonic(), 0.0))
         self._join(entry, replica, deadline)
@@ -306,11 +277,7 @@ class Supervisor:
             self.error = None
 
     def look(self) -> None:
-        """Check all replicas once.
-
-        Raises:
-            EngineError: a replica could not be asked whether it is alive; the others were handled.
-        """
+        """Check all replicas once."""
         failed = [error for entry in self._table if (error := self._note_death(entry)) is not None]
         for stalled in self._health.look():
             words = stalled.replica.log_tail()
@@ -442,11 +409,7 @@ class Supervisor:
         return True
 
     def _join(self, entry: TableEntry, replica: Any, deadline: float = math.inf) -> None:
-        """Let a started replica serve, with the current weights, and paused if the service is.
-
-        Raises:
-            EngineError: it died meanwhile, or does not answer, or has no such weights by the deadline.
-        """
+        """Let a started replica serve, with the current weights, and paused if the service is."""
         for failures in itertools.count():
             bring = self._get_bring()
             if bring is not None and entry.state is ReplicaState.STARTING:

@@ -29,11 +29,7 @@ def in_thread(function: Callable[[], Result]) -> Future[Result]:
 
 
 def result(future: Future[Result], seconds: float) -> Result:
-    """Wait for a future.
-
-    Raises:
-        DoesNotHold: it took longer.
-    """
+    """Wait for a future."""
     try:
         return future.result(seconds)
     except TimeoutError as error:

@@ -234,12 +234,7 @@ SAMPLINGS: Mapping[str, Sampling] = MappingProxyType(
 
 
 def log_probs(trial: Trial, name: str) -> Finding:
-    """Log-probs are those of the distribution that was sampled.
-
-    Args:
-        trial: over the engine.
-        name: a key of :data:`SAMPLINGS`.
-    """
+    """Log-probs are those of the distribution that was sampled."""
     trial.judge.check_reference()  # without it, no need to generate
     if name == "plain":
         answers = trial.plain

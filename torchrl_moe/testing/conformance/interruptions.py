@@ -31,15 +31,7 @@ CANDIDATES = 12
 
 @dataclass(frozen=True, slots=True)
 class Crossed:
-    """An answer that continued over a weight update.
-
-    Attributes:
-        sampled: the answer.
-        before: judge with the weights from before the update.
-        after: judge with the weights from after it.
-        boundary: how many of its tokens the old weights made, as their log-probs show.
-        versions: of the weights before and after, as reported by the engine; ``None`` if it reports none.
-    """
+    """An answer that continued over a weight update."""
 
     sampled: Sampled
     before: Judge
@@ -49,12 +41,7 @@ class Crossed:
 
 
 def cut_midway(trial: Trial) -> Sampled:
-    """Return the first part of an aborted answer.
-
-    Raises:
-        NotOffered: the engine cannot abort.
-        DoesNotHold: no abort interrupted an answer.
-    """
+    """Return the first part of an aborted answer."""
     engine = trial.adapter
     if not isinstance(engine, Aborts):
         raise NotOffered("the adapter has no abort(request_ids)")
@@ -77,11 +64,7 @@ def cut_midway(trial: Trial) -> Sampled:
 
 
 def crossed_by_update(trial: Trial) -> Crossed:
-    """Return an answer that continued over a weight update; the model's own weights are restored when this returns.
-
-    Raises:
-        NotOffered: the engine takes no weights, or ends requests in flight first.
-    """
+    """Return an answer that continued over a weight update; the model's own weights are restored when this returns."""
     trial.check_updates()
     seen: list[str] = []
     try:

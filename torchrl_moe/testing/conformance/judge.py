@@ -62,12 +62,7 @@ class Sampled:
 
     @property
     def log_probs(self) -> Tensor:
-        """Log-probs of the answer's tokens, float32 ``[G]``.
-
-        Raises:
-            NotOffered: there are none.
-            DoesNotHold: there are more or fewer than tokens.
-        """
+        """Log-probs of the answer's tokens, float32 ``[G]``."""
         if self.answer.log_probs is None:
             raise NotOffered("answers have no log-probs")
         values = torch.tensor([float(value) for value in self.answer.log_probs])
@@ -97,12 +92,6 @@ def sampled_log_probs(logits: Tensor, ids: Tensor, prompt_tokens: int, sampling:
     """Return the log-probs float32 ``[G]`` of an answer's tokens under the distribution that each was sampled from.
 
     Penalties come first, then the temperature, then top-k, top-p and min-p. A token that they exclude has -inf.
-
-    Args:
-        logits: ``[T, V]``, each row for the token that follows.
-        ids: ``[T]``, prompt and answer.
-        prompt_tokens: P.
-        sampling: how the answer was sampled.
 
     >>> logits = torch.tensor([[0.0, 0.0, -9.0]]).expand(3, 3)
     >>> sampled_log_probs(logits, torch.tensor([2, 0, 1]), 1, Sampling(top_k=2)).exp()
@@ -138,14 +127,7 @@ def _penalised(row: Tensor, answer: Tensor, sampling: Sampling) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Judges answers.
-
-    Args:
-        settings: tolerances.
-        given_layout: of the model's routers; ``None`` if it has none, or if it is unknown.
-        given_reference: over the model, with the weights that made the answers; ``None``: checks that need it are not
-            offered.
-    """
+    """Judges answers."""
 
     settings: Settings
     given_layout: RoutingLayout | None
@@ -157,22 +139,14 @@ class Judge:
 
     @property
     def layout(self) -> RoutingLayout:
-        """The layout of the model's routers.
-
-        Raises:
-            NotOffered: it is unknown.
-        """
+        """The layout of the model's routers."""
         if self.given_layout is None:
             raise NotOffered("nothing says which layers have routers: pass model= or layout=, of a model that has some")
         return self.given_layout
 
     @property
     def reference(self) -> Reference:
-        """The reference over the model.
-
-        Raises:
-            NotOffered: there is none.
-        """
+        """The reference over the model."""
         if self.given_reference is None:
             raise NotOffered("there is no model to compare with: pass model=")
         return self.given_reference
@@ -182,12 +156,7 @@ class Judge:
         self.reference  # noqa: B018
 
     def routes(self, sampled: Sampled) -> NDArray[np.int64]:
-        """Return an answer's routes as delivered, int64 ``[R, L, K]``.
-
-        Raises:
-            NotOffered: there are none.
-            DoesNotHold: they are not integers of that shape.
-        """
+        """Return an answer's routes as delivered, int64 ``[R, L, K]``."""
         if sampled.answer.routed_experts is None:
             raise NotOffered("answers have no routed_experts")
         given = np.asarray(sampled.answer.routed_experts)
@@ -207,15 +176,7 @@ class Judge:
         return known
 
     def follow(self, sampled: Sampled, tokens: int | None = None) -> Followed:
-        """Run the model over an answer, following the routes that came with it.
-
-        Args:
-            sampled: the answer.
-            tokens: number of tokens to run; default: all.
-
-        Raises:
-            DoesNotHold: the routes are none that a router could choose.
-        """
+        """Run the model over an answer, following the routes that came with it."""
         count = len(sampled.ids) if tokens is None else tokens
         rows = torch.from_numpy(self.routes(sampled))[: count - 1].clone()
         rows[:, list(self.layout.dense_layers)] = -1
@@ -238,16 +199,7 @@ class Judge:
         return RouteFaults(known.size, missing, int(wrong.sum()), ties, float(gaps.max(initial=0.0)), first)
 
     def parity(self, sampled: Sampled, since: int = 0, tokens: int | None = None) -> float:
-        """Return max |log-prob, engine - model that follows the routes|.
-
-        Args:
-            sampled: the answer.
-            since: number of leading tokens to ignore.
-            tokens: number of tokens to compare, the prompt included; default: all.
-
-        Raises:
-            DoesNotHold: the routes are none that a router could choose.
-        """
+        """Return max |log-prob, engine - model that follows the routes|."""
         count = len(sampled.ids) if tokens is None else tokens
         logits, prompt = self.follow(sampled, count).logits, len(sampled.prompt)
         own = sampled_log_probs(logits, sampled.ids[:count], prompt, sampled.sampling)

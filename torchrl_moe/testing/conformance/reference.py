@@ -30,24 +30,14 @@ __all__ = ["Followed", "Reference"]
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """What the model computes under given routes.
-
-    Attributes:
-        logits: float32 ``[T, V]``.
-        gaps: float32 ``[T, L]``: by how much the best expert left out scores above the worst one chosen. At most 0
-            where the router would choose the same experts; -inf where no route is given, or the layer has no router.
-    """
+    """What the model computes under given routes."""
 
     logits: Tensor
     gaps: Tensor
 
 
 class Reference:
-    """A transformers model, run on one sequence at a time; the independent side of every comparison.
-
-    Args:
-        model: a causal language model. It is put into eval mode until :meth:`close`.
-    """
+    """A transformers model, run on one sequence at a time; the independent side of every comparison."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -82,16 +72,7 @@ class Reference:
 
     @torch.no_grad()
     def follow(self, ids: Tensor, routes: Tensor) -> Followed:
-        """Run a sequence, following given experts.
-
-        Args:
-            ids: ``[T]``.
-            routes: int64 ``[R, L, K]``, R <= T; -1 where the model chooses.
-
-        Raises:
-            NotOffered: the model's routers cannot be replayed.
-            RouteValueError: an id out of range, or twice in a row.
-        """
+        """Run a sequence, following given experts."""
         if self._replay is None:
             raise NotOffered(f"routes cannot be replayed in this model: {self._why_not}")
         rows = torch.full((len(ids), *routes.shape[1:]), -1)

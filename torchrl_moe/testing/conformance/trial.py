@@ -129,18 +129,7 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class Trial:
-    """The checks' access to an engine.
-
-    Args:
-        adapter: of the engine.
-        reference: over the model that the engine serves; ``None``: checks that need it are not offered.
-        layout: of the model's routers, if there is no reference; ``None`` for a model without routers.
-        settings: of the requests, and tolerances.
-
-    Attributes:
-        judge: judges with the model's own weights.
-        serving: reference with the weights that the engine has now.
-    """
+    """The checks' access to an engine."""
 
     def __init__(
         self, adapter: EngineAdapter, reference: Reference | None, layout: RoutingLayout | None, settings: Settings
@@ -171,12 +160,7 @@ class Trial:
     def ask(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, request_ids: Sequence[str] | None = None
     ) -> list[Sampled]:
-        """Return all answers to prompts, in order.
-
-        Raises:
-            DoesNotHold: not ``sampling.n`` answers to each prompt, none within ``patience``, or an answer without
-                tokens that no abort explains.
-        """
+        """Return all answers to prompts, in order."""
         asked = in_thread(lambda: self.adapter.generate(prompts, sampling, request_ids))
         groups = result(asked, self.settings.patience)
         if [len(group) for group in groups] != [sampling.n] * len(prompts):
@@ -226,11 +210,7 @@ class Trial:
         return self.judge if self.serving is None else self.judge.by(self.serving)
 
     def check_updates(self) -> UpdatesWeights:
-        """Return the adapter, if it takes weights.
-
-        Raises:
-            NotOffered: it does not.
-        """
+        """Return the adapter, if it takes weights."""
         if not isinstance(self.adapter, UpdatesWeights):
             raise NotOffered("the adapter has no update_weights(model)")
         return self.adapter
@@ -239,9 +219,6 @@ class Trial:
         """Send other weights to the engine, alternately altered ones and the model's own; return those it has then.
 
         :attr:`judge` still uses the model's own.
-
-        Raises:
-            NotOffered: the engine takes none, or there is no model.
         """
         engine, own = self.check_updates(), self.judge.reference
         if self._altered is None:

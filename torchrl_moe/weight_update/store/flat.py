@@ -76,17 +76,7 @@ def pieces_of(tensor: Tensor, dtype: torch.dtype) -> Iterator[Bytes]:
 
 
 def send(tensor: Tensor, dtype: torch.dtype, take: Callable[[Bytes], object], name: str | None = None) -> str:
-    """Pass a tensor's bytes to ``take``, piece by piece, and return their digest.
-
-    Args:
-        tensor: what is sent.
-        dtype: that it is cast to.
-        take: takes a piece.
-        name: of the tensor, if its numbers must be finite; ``None``: they are not looked at.
-
-    Raises:
-        WeightSyncError: one is NaN or infinite.
-    """
+    """Pass a tensor's bytes to ``take``, piece by piece, and return their digest."""
     if tensor.nbytes <= PIECE_BYTES and _lies_ready(tensor, dtype):  # the most, and all of it at once
         pieces: Iterable[Bytes] = (_bytes_of(tensor),)
     else:
@@ -138,16 +128,8 @@ def lay_out(kinds: Iterable[TensorKind]) -> tuple[list[int], int]:
 
 
 class MappedFile:
-    """A file's tensors, mapped read-only: changes by its writer are visible here, and writing here kills the process.
-
-    Args:
-        path: the file; one of safetensors has its tensors after a header.
-
-    Attributes:
-        view: the bytes that offsets count in.
-
-    Raises:
-        ManifestMismatch: it is not there, or has no whole header.
+    """A file's tensors, mapped read-only: changes by its writer are visible here, and writing here kills the
+    process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -179,11 +161,7 @@ class MappedFile:
         return self.identity == (status.st_dev, status.st_ino, status.st_size)
 
     def check(self, entry: TensorEntry) -> None:
-        """Refuse a tensor that lies past the end; reading there would kill the process.
-
-        Raises:
-            ManifestMismatch: it does.
-        """
+        """Refuse a tensor that lies past the end; reading there would kill the process."""
         if entry.end > self.size:
             raise ManifestMismatch(
                 f"{self.path.name} has {self.size} bytes of tensors, {entry.name} ends at {entry.end}: the file was "
@@ -199,12 +177,7 @@ class MappedFile:
 
 
 class CheckedTensors(Mapping[str, Tensor]):
-    """Tensors of a version, each compared with its digest on access; its bytes are in the cache afterwards.
-
-    Args:
-        manifest: the version.
-        files: by the ``base`` of the entries that lie in them.
-    """
+    """Tensors of a version, each compared with its digest on access; its bytes are in the cache afterwards."""
 
     def __init__(self, manifest: Manifest, files: Mapping[int | None, MappedFile]) -> None:
         self._version, self._files = manifest.version, files
@@ -224,11 +197,7 @@ class CheckedTensors(Mapping[str, Tensor]):
 
 
 def check_digest(version: int, entry: TensorEntry, content: Buffer) -> None:
-    """Compare a tensor's bytes with those published.
-
-    Raises:
-        DigestMismatch: they differ.
-    """
+    """Compare a tensor's bytes with those published."""
     if xxhash.xxh3_64_hexdigest(content) != entry.digest:
         raise not_published(version, entry)
 
@@ -239,16 +208,7 @@ def not_published(version: int, entry: TensorEntry) -> DigestMismatch:
 
 
 def verify_entries(manifest: Manifest, view_of: Callable[[TensorEntry], memoryview], threads: int) -> None:
-    """Hash every tensor's bytes and compare.
-
-    Args:
-        manifest: what was published.
-        view_of: gives the bytes of the file that a tensor lies in.
-        threads: number of threads that read and hash, each every n-th tensor.
-
-    Raises:
-        DigestMismatch: bytes differ; the message names the first such tensor found.
-    """
+    """Hash every tensor's bytes and compare."""
 
     def verify(share: Sequence[TensorEntry]) -> None:
         for some in in_lines(share):
@@ -266,11 +226,7 @@ def verify_entries(manifest: Manifest, view_of: Callable[[TensorEntry], memoryvi
 
 
 def header_end(descriptor: int, path: Path) -> int:
-    """Return where the tensors of an open file begin.
-
-    Raises:
-        ManifestMismatch: its header is not whole.
-    """
+    """Return where the tensors of an open file begin."""
     end = LENGTH_BYTES + int.from_bytes(os.pread(descriptor, LENGTH_BYTES, 0), "little")
     if end > min(os.fstat(descriptor).st_size, MOST_HEADER_BYTES) or end % ALIGNMENT:
         raise ManifestMismatch(f"the header of {path.name} is damaged: the file was cut short, or is not a store's")
@@ -278,12 +234,7 @@ def header_end(descriptor: int, path: Path) -> int:
 
 
 def read_header(path: Path) -> Manifest:
-    """Return the manifest that is the header of a file.
-
-    Raises:
-        FileNotFoundError: it is not there.
-        ManifestMismatch: it is damaged.
-    """
+    """Return the manifest that is the header of a file."""
     with path.open("rb") as file:
         end = header_end(file.fileno(), path)
         file.seek(LENGTH_BYTES)

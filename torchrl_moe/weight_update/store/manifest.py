@@ -198,11 +198,7 @@ def _kind(dtype: str, shape: tuple[int, ...]) -> TensorKind:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name of a dtype.
-
-    Raises:
-        ManifestMismatch: no manifest may name it.
-    """
+    """Return torch's name of a dtype."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise ManifestMismatch(f"tensors of {dtype} cannot be sent; only {', '.join(DTYPES)}")
@@ -289,11 +285,7 @@ def _count(text: str) -> int:
 
 
 def _objects(lines: IO[bytes], kind: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of an object, up to the line that closes it.
-
-    Raises:
-        ValueError: a line does not belong to an object, or a name comes twice.
-    """
+    """Yield the names and values of an object, up to the line that closes it."""
     decoder = msgspec.json.Decoder(dict[str, kind])
     names: set[str] = set()
     while (line := lines.readline()).startswith(b","):

@@ -286,12 +286,7 @@ class VersionsWriter:
 
 
 class _Bases(contextlib.ExitStack):
-    """The files that a delta leaves tensors in; what is gone or damaged is not referred to again.
-
-    Args:
-        folder: where they are.
-        written: version -> its file, as it was written; if it looks like that, its bytes are not read.
-    """
+    """The files that a delta leaves tensors in; what is gone or damaged is not referred to again."""
 
     def __init__(self, folder: Path, written: Mapping[int, Identity]) -> None:
         super().__init__()
@@ -329,14 +324,7 @@ class _Bases(contextlib.ExitStack):
 
 
 class _Body:
-    """The tensors that are being written to a file.
-
-    Args:
-        file: the file.
-        start: where its header will end.
-        folder: for the temporary file.
-        widest: bytes of an element of the widest dtype in the version.
-    """
+    """The tensors that are being written to a file."""
 
     def __init__(self, file: IO[bytes], start: int, folder: Path, widest: int) -> None:
         self._file, self.start, self._widest = file, start, widest

@@ -52,10 +52,6 @@ def available_memory(membership: Path = MEMBERSHIP, mount: Path = MOUNT) -> int:
 
     Control groups (Linux, versions 1 and 2) limit a container or a batch job. Pages of files, which the kernel can
     drop, count as free, as they do for the host.
-
-    Args:
-        membership: the kernel's file of the groups that this process is in.
-        mount: where groups are found.
     """
     left = [_left(folder, names) for folder, names in _groups(membership, mount)]
     return int(min([psutil.virtual_memory().available, *(found for found in left if found is not None)]))
@@ -94,11 +90,7 @@ def _left(folder: Path, names: tuple[str, str, str]) -> int | None:
 
 
 def own_folder(folder: Path) -> Path:
-    """Create a folder that only its owner may enter, and return it; an existing one must be a store, or empty.
-
-    Raises:
-        WeightSyncError: it belongs to another user, or holds other things.
-    """
+    """Create a folder that only its owner may enter, and return it; an existing one must be a store, or empty."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid != os.getuid():
@@ -117,9 +109,6 @@ class WriterLock:
     """Keeps a second trainer out of a store, until it is closed or its process ends.
 
     On a file system without locks (some NFS mounts) this has no effect.
-
-    Raises:
-        WeightSyncError: the store has a writer, which the message names.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -170,21 +159,13 @@ def _call_in(process: int, function: Callable[..., object], *arguments: Any) -> 
 
 
 def check_higher(old: int, new: int) -> None:
-    """Refuse to publish a version again under a number that is not higher.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Refuse to publish a version again under a number that is not higher."""
     if new <= old:
         raise ValueError(f"version {old} can be published again only under a higher number, got {new}")
 
 
 def kinds_of(tensors: Iterable[tuple[str, Tensor]], version: int) -> tuple[dict[str, Tensor], dict[str, TensorKind]]:
-    """Return tensors by name, and name -> (dtype, shape).
-
-    Raises:
-        ManifestMismatch: a name comes twice.
-    """
+    """Return tensors by name, and name -> (dtype, shape)."""
     listed = list(tensors)
     named = dict(listed)
     if len(named) != len(listed):
@@ -193,11 +174,7 @@ def kinds_of(tensors: Iterable[tuple[str, Tensor]], version: int) -> tuple[dict[
 
 
 def in_order(tensors: Iterable[tuple[str, Tensor]], kinds: Mapping[str, TensorKind]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors as they come; check that each comes once and as announced.
-
-    Raises:
-        ManifestMismatch: one was not announced, comes twice, has another shape, or does not come.
-    """
+    """Yield tensors as they come; check that each comes once and as announced."""
     waiting = set(kinds)
     for name, tensor in tensors:
         if name not in waiting:
@@ -222,15 +199,7 @@ def naming_full_disks(folder: Path, nbytes: int) -> Iterator[None]:
 
 
 def check_room(folder: Path, nbytes: int) -> None:
-    """Refuse to write what does not fit: where a folder is in memory, the kernel would end processes to make room.
-
-    Args:
-        folder: where it would be written.
-        nbytes: how much more than what is there.
-
-    Raises:
-        WeightSyncError: it does not fit.
-    """
+    """Refuse to write what does not fit: where a folder is in memory, the kernel would end processes to make room."""
     status = os.statvfs(folder)
     free = status.f_bavail * status.f_frsize
     if nbytes > free:
@@ -267,12 +236,7 @@ def naming_the_folder(folder: Path) -> Iterator[None]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest in a file of its own.
-
-    Raises:
-        FileNotFoundError: it is not there.
-        ManifestMismatch: it is damaged.
-    """
+    """Return the manifest in a file of its own."""
     return Manifest.from_json(path.read_text(encoding="utf-8", errors="replace"))
 
 

@@ -22,12 +22,7 @@ __all__ = ["Peer", "Receiver", "StageOptions", "StageReport", "Transport", "aske
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOptions:
-    """How a replica prepares a version while it serves.
-
-    Attributes:
-        verify: ``"digest"`` hashes every byte that arrived; ``"canary"`` and ``"off"`` do not.
-        threads: number of threads that read and hash.
-    """
+    """How a replica prepares a version while it serves."""
 
     verify: Literal["digest", "canary", "off"] = "digest"
     threads: int = 1
@@ -35,15 +30,7 @@ class StageOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageReport:
-    """A version that a replica checked and may load.
-
-    Attributes:
-        seconds: in total.
-        nbytes: of its tensors.
-        digest: of names, dtypes, shapes, and bytes.
-        fetched: seconds until the bytes had arrived and were checked.
-        loaded: seconds to load an adapter beside others; weights are loaded during the pause.
-    """
+    """A version that a replica checked and may load."""
 
     seconds: float
     nbytes: int
@@ -104,18 +91,10 @@ class Receiver(Protocol):
     """Where a worker takes versions from; the code that loads them knows nothing else of a transport."""
 
     def manifest(self, version: int) -> Manifest:
-        """Return the manifest of a version that is there.
-
-        Raises:
-            ManifestMismatch: it is not.
-        """
+        """Return the manifest of a version that is there."""
 
     def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> None:
-        """Bring a version here, and compare its digests if asked to. May wait for the sender: it runs in a thread.
-
-        Raises:
-            DigestMismatch: other bytes arrived than were published.
-        """
+        """Bring a version here, and compare its digests if asked to. May wait for the sender: it runs in a thread."""
 
     def reading(self, manifest: Manifest) -> AbstractContextManager[Mapping[str, Tensor]]:
         """Yield a version's tensors by checkpoint name; they are valid inside the context only."""
@@ -125,21 +104,12 @@ class Receiver(Protocol):
 
 
 def workers_of(info: Any) -> int:
-    """Return how many workers a replica has: one for each tensor parallel, pipeline and data parallel rank.
-
-    Args:
-        info: what :meth:`Peer.wait_ready` returned.
-    """
+    """Return how many workers a replica has: one for each tensor parallel, pipeline and data parallel rank."""
     workers: int = info.tensor_parallel_size * info.pipeline_parallel_size * info.data_parallel_size
     return workers
 
 
 def rank_of(parallel_config: Any, rank_offset: int) -> int:
-    """Return a worker's rank in the group of its replica and the trainer.
-
-    Args:
-        parallel_config: vLLM's, of this worker.
-        rank_offset: the rank of the replica's first worker.
-    """
+    """Return a worker's rank in the group of its replica and the trainer."""
     before: int = parallel_config.data_parallel_index * parallel_config.world_size
     return before + int(parallel_config.rank) + rank_offset

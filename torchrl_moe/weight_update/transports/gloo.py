@@ -55,16 +55,6 @@ class GlooGroup:
     """One communicator. Making it waits until all ranks are there. It ends when it is dropped.
 
     ``GLOO_SOCKET_IFNAME`` chooses the interface, as it does for torch.
-
-    Args:
-        meeting: where the ranks meet; closed with the group.
-        rank: 0 sends.
-        world_size: the sender and the workers.
-        timeout: seconds to connect with the others, once all are there.
-        buffer_bytes: sent at a time; the same on all ranks.
-
-    Raises:
-        SyncTimeout: not all came.
     """
 
     def __init__(
@@ -92,17 +82,7 @@ class GlooGroup:
         self._end = at_end(self, _end, self._group, meeting)
 
     def broadcast(self, flat: Tensor, deadline: float, on_bucket: Callable[[int], None]) -> None:
-        """Send ``flat`` from the sender to all workers, or receive it, in buckets.
-
-        Args:
-            flat: uint8 ``[N]``, of the same N on all ranks.
-            deadline: by ``time.monotonic()``.
-            on_bucket: called after each bucket with the number of bytes so far; if it raises, the transfer ends.
-
-        Raises:
-            SyncTimeout: the deadline passed.
-            RuntimeError: of gloo: another rank is gone.
-        """
+        """Send ``flat`` from the sender to all workers, or receive it, in buckets."""
         group = self._group
         if group is None:
             raise RuntimeError("the group was closed")
@@ -168,13 +148,7 @@ def tensor_in(flat: Tensor, entry: TensorEntry) -> Tensor:
 
 
 class Digests:
-    """Compares the tensors that have arrived, while others arrive.
-
-    Args:
-        manifest: the version.
-        flat: where its bytes are received, uint8 ``[N]``.
-        pool: its threads compare; ``None``: nothing is compared.
-    """
+    """Compares the tensors that have arrived, while others arrive."""
 
     def __init__(self, manifest: Manifest, flat: Tensor, pool: ThreadPoolExecutor | None) -> None:
         self._version, self._pool = manifest.version, pool
@@ -208,16 +182,7 @@ GRACE_SECONDS = 5.0  # that a replica gets to say why a transfer failed
 
 
 class GlooTransport:
-    """Sends versions to replicas of this host by broadcast, to each replica separately.
-
-    Args:
-        folder: of the weight store, whose slots are sent as they are.
-        device: of the trainer; only the CPU has a meaning here.
-        buffer_bytes: sent at a time; 64 MiB by default.
-
-    Raises:
-        ValueError: another device than the CPU, or ``buffer_bytes`` below 1.
-    """
+    """Sends versions to replicas of this host by broadcast, to each replica separately."""
 
     def __init__(
         self,
@@ -236,14 +201,7 @@ class GlooTransport:
         self._lock = threading.Lock()  # of the groups
 
     def open(self, replica: Peer, timeout: float) -> None:
-        """Connect with a replica's workers, replacing an earlier group.
-
-        Raises:
-            SyncTimeout: they did not come in time.
-            ReplicaDiedError: the replica ended meanwhile.
-            EngineError: the replica does not answer.
-            WeightSyncError: no group can meet there: the interface does not exist.
-        """
+        """Connect with a replica's workers, replacing an earlier group."""
         self._drop(replica)
         options, deadline = self._init(replica, timeout), time.monotonic() + timeout
         known = weakref.ref(replica)  # what the group keeps must not keep the replica
@@ -292,13 +250,7 @@ class GlooTransport:
             group.close()
 
     def stage(self, replica: Peer, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
-        """Send a version to a replica while it generates.
-
-        Raises:
-            SyncTimeout: it was not done in time.
-            ReplicaDiedError: the replica ended meanwhile.
-            WeightSyncError: the replica refused the version, or the connection broke.
-        """
+        """Send a version to a replica while it generates."""
         try:
             return self._stage(replica, manifest, options, timeout)
         except BaseException:
@@ -356,16 +308,7 @@ def _own_words(answer: Future[Any]) -> BaseException | None:
 
 
 class GlooReceiver:
-    """Receives versions. It connects to its sender in a thread: a worker that waits generates nothing.
-
-    Args:
-        options: from the trainer's end: where the ``meeting`` is, ``world_size`` of the group (the sender and this
-            replica's workers), ``buffer_bytes``, and ``timeout_seconds`` to meet, and for each transfer.
-        rank: of this worker, from 1 on.
-
-    Raises:
-        WeightSyncError: the meeting is on another host.
-    """
+    """Receives versions. It connects to its sender in a thread: a worker that waits generates nothing."""
 
     def __init__(self, options: Mapping[str, Any], rank: int) -> None:
         self._timeout = float(options["timeout_seconds"])
@@ -378,18 +321,7 @@ class GlooReceiver:
         joining.shutdown(wait=False)  # the thread ends with its job
 
     def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> None:
-        """Receive a version; call it from a thread.
-
-        Args:
-            manifest: what will come.
-            verify: compare the digest of each tensor, while others arrive.
-            threads: that hash.
-
-        Raises:
-            SyncTimeout: the sender did not connect, or did not send in time.
-            DigestMismatch: other bytes arrived than were published.
-            RuntimeError: of gloo: the sender is gone.
-        """
+        """Receive a version; call it from a thread."""
         deadline, size = time.monotonic() + self._timeout, manifest.extent
         if not self._lock.acquire(timeout=self._timeout):
             raise SyncTimeout(f"the previous version was still being read after {self._timeout:g} s")
@@ -415,11 +347,7 @@ class GlooReceiver:
             self._group.result().close()
 
     def manifest(self, version: int) -> Manifest:
-        """Return the manifest of the version that is held.
-
-        Raises:
-            ManifestMismatch: it is another one, or none.
-        """
+        """Return the manifest of the version that is held."""
         held = self._held
         if held is None or held.version != version:
             raise ManifestMismatch(

@@ -43,14 +43,7 @@ class Board(Protocol):
 
 
 class Meeting(Store):
-    """A board as gloo uses it, with our deadline and a way to close it: torch's own waits have neither.
-
-    Args:
-        board: of the group.
-        seconds: how long to wait for the others.
-        check: called meanwhile; if it raises, the waiting ends.
-        on_close: called once, by :meth:`close`.
-    """
+    """A board as gloo uses it, with our deadline and a way to close it: torch's own waits have neither."""
 
     def __init__(
         self,
@@ -69,11 +62,7 @@ class Meeting(Store):
         self._board.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """Return a value, once it is there.
-
-        Raises:
-            TimeoutError, RuntimeError: as :meth:`wait` does.
-        """
+        """Return a value, once it is there."""
         self.wait([key])
         return self._board.get(key)
 
@@ -82,12 +71,7 @@ class Meeting(Store):
         return bool(self._board.check(keys))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all of these are there; ``timeout`` is gloo's, and the meeting's own deadline holds instead.
-
-        Raises:
-            TimeoutError: the deadline passed.
-            RuntimeError: the meeting was closed.
-        """
+        """Wait until all of these are there; ``timeout`` is gloo's, and the meeting's own deadline holds instead."""
         del timeout
         pause, longest = POLL_SECONDS
         while not self.check(keys):
@@ -144,11 +128,7 @@ class MeetingPlace:
 
 
 def board_of(where: Mapping[str, Any]) -> Board:
-    """Return the board of a meeting, as any rank finds it.
-
-    Raises:
-        WeightSyncError: it is a folder that is not on this host.
-    """
+    """Return the board of a meeting, as any rank finds it."""
     if not os.path.isdir(where["folder"]):
         raise WeightSyncError(
             f"the trainer's {where['folder']} is not here, so this is another host, and transport='gloo' reaches one "

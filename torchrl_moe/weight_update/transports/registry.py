@@ -19,12 +19,7 @@ __all__ = ["MemmapReceiver", "MemmapTransport", "open_receiver", "open_transport
 
 
 class MemmapTransport:
-    """The trainer's end; see :class:`~torchrl_moe.weight_update.transports.base.Transport`.
-
-    Args:
-        folder: of the weight store, as the replicas see it.
-        holding: whole weights (``"memmap"``), or adapters (``"adapter"``).
-    """
+    """The trainer's end; see :class:`~torchrl_moe.weight_update.transports.base.Transport`."""
 
     def __init__(self, folder: Path, holding: Literal["memmap", "adapter"] = "memmap") -> None:
         self.folder, self._holding = folder, holding
@@ -48,11 +43,7 @@ class MemmapTransport:
 
 
 class MemmapReceiver:
-    """A worker's end, which reads the store in place.
-
-    Args:
-        folder: of the store.
-    """
+    """A worker's end, which reads the store in place."""
 
     def __init__(self, folder: str) -> None:
         self._reader = WeightStoreReader(folder)
@@ -74,17 +65,7 @@ class MemmapReceiver:
 
 
 def open_transport(name: str, folder: Path, seen_as: Path | None = None, **options: Any) -> Transport:
-    """Return the trainer's end of a transport.
-
-    Args:
-        name: ``"memmap"``, ``"adapter"`` or ``"gloo"``.
-        folder: of the weight store.
-        seen_as: the same, as the replicas see it.
-        options: arguments of its constructor; ``None`` leaves a default.
-
-    Raises:
-        ValueError: there is no such transport, or not on that device.
-    """
+    """Return the trainer's end of a transport."""
     if name == "memmap":
         return MemmapTransport(seen_as or folder)
     if name == "adapter":
@@ -98,16 +79,7 @@ def open_transport(name: str, folder: Path, seen_as: Path | None = None, **optio
 
 
 def open_receiver(name: str, options: Mapping[str, Any], worker: Any = None) -> Receiver:
-    """Return a worker's end of a transport.
-
-    Args:
-        name: the scheme's.
-        options: what this transport needs to know, such as ``folder``.
-        worker: the weight engine that asks; gloo takes its rank from it.
-
-    Raises:
-        ValueError: there is no such transport.
-    """
+    """Return a worker's end of a transport."""
     if name == "memmap":
         return MemmapReceiver(**options)
     if name == "gloo":

@@ -70,16 +70,6 @@ class Child:
 
     Where that is safe, it is forked from a process that has imported the engine already. Otherwise it is started on its
     own, and the log says why. It may still be starting when the constructor returns.
-
-    Args:
-        index: of the replica; names the log.
-        kind: of the engine. Its program has ``preload()``, which imports the engine and returns why processes may not
-            be forked after that, or ``""``; and ``run(connection, driver_is_gone)``, which is all that the process
-            does. Run as a script, it gets the file descriptor of its socket and the driver's process id.
-        environment: of the process.
-        log_folder: where its log is kept, as ``replica-{index}.log``; a later child appends to the same file. By
-            default the log is removed with the child's folder.
-        fork: whether it may be forked. A fork server for a single child would save nothing.
     """
 
     def __init__(
@@ -162,12 +152,7 @@ class Child:
 
     @property
     def process(self) -> Process:
-        """The process; waits until it is there.
-
-        Raises:
-            CannotFork: its start was cancelled.
-            OSError: it could not be started.
-        """
+        """The process; waits until it is there."""
         return self._launched.result()
 
     def ending(self) -> str:

@@ -84,14 +84,7 @@ class Load:
 
 
 class StatsFeed:
-    """Sends stats that have changed, and adds the rate at which tokens are generated.
-
-    Args:
-        load: counts the tokens.
-        read: returns the current stats.
-        send: sends a message to the driver.
-        clock: seconds.
-    """
+    """Sends stats that have changed, and adds the rate at which tokens are generated."""
 
     def __init__(
         self,
@@ -151,11 +144,6 @@ class Inbox:
 
     A driver is gone at end of file, or when ``driver_is_gone`` says so: a process that it forked may hold its end of
     the socket open. While the engine starts, it occupies the event loop, so the group is then ended at once.
-
-    Args:
-        connection: the socket to the driver.
-        driver_is_gone: whether the driver's process has ended; asked twice a second.
-        loop: the event loop that reads ``messages``.
     """
 
     def __init__(
@@ -287,14 +275,7 @@ Send: TypeAlias = Callable[[tuple[Any, ...]], None]
 
 
 class EngineProgram(abc.ABC):
-    """One engine, its requests in flight, and the commands that the driver may call by name: ``command_...``.
-
-    Args:
-        info: what the replica reports about itself.
-        load: updated by the engine.
-        inbox: what the driver sends.
-        send: sends a message to the driver.
-    """
+    """One engine, its requests in flight, and the commands that the driver may call by name: ``command_...``."""
 
     def __init__(self, info: ReplicaInfo, load: Load, inbox: Inbox, send: Send) -> None:
         self.info = info
@@ -476,13 +457,7 @@ async def _main(connection: Connection, driver_is_gone: Callable[[], bool], open
 
 
 def run_engine(connection: Connection, driver_is_gone: Callable[[], bool], open_engine: OpenEngine) -> None:
-    """Run the engine, then end the process, whatever still runs in it: engines leave threads, and the driver waits.
-
-    Args:
-        connection: the socket to the driver.
-        driver_is_gone: whether the driver's process has ended.
-        open_engine: starts the engine.
-    """
+    """Run the engine, then end the process, whatever still runs in it: engines leave threads, and the driver waits."""
     # Without a driver the group is orphaned; if a member is stopped, the kernel then sends SIGHUP to all of them, and
     # the process that cleans up would be gone. Ctrl-C and the like do not reach the group, so nothing is lost.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

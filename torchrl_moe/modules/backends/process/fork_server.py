@@ -81,11 +81,7 @@ class ForkedProcess:
             return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end and return the exit code.
-
-        Raises:
-            subprocess.TimeoutExpired: it still runs.
-        """
+        """Wait for its end and return the exit code."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if deadline is not None and time.monotonic() > deadline:
@@ -109,11 +105,7 @@ class Launch:
         self._socket = status
 
     def wait(self) -> ForkedProcess:
-        """Wait for the process. A server that does not answer is killed, so that the next start gets another.
-
-        Raises:
-            CannotFork: the server refused or died, or :meth:`cancel` was called.
-        """
+        """Wait for the process. A server that does not answer is killed, so that the next start gets another."""
         server, status, pid = self._server, Connection(os.dup(self._socket.fileno())), 0
         patience = ANSWER_SECONDS if server.has_answered else IMPORT_SECONDS
         try:
@@ -190,16 +182,7 @@ class ForkServer:
         self._process.kill()
 
     def fork(self, engine: int, log: int, environment: Mapping[str, str]) -> Launch:
-        """Ask for a process; returns at once.
-
-        Args:
-            engine: descriptor of the engine's end of its socket.
-            log: descriptor of what it prints to.
-            environment: of the process, all of it.
-
-        Raises:
-            CannotFork: the server is gone, or this process can open no more files.
-        """
+        """Ask for a process; returns at once."""
         request: Request = (
             {os.fsencode(name): os.fsencode(value) for name, value in environment.items()},
             frozenset(os.sched_getaffinity(0)),
@@ -267,9 +250,6 @@ def fork_server(module: str, environment: Mapping[str, str]) -> ForkServer:
     """Return this process's server for a module and an environment, or start one; it may still be importing.
 
     A driver keeps two of them; a third replaces the one that was asked for least recently.
-
-    Raises:
-        CannotFork: the platform forbids it.
     """
     try:
         os.close(os.pidfd_open(os.getpid()))

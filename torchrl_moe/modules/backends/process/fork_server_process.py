@@ -56,14 +56,7 @@ def readable(*descriptors: int, seconds: float | None = 0, events: int = select.
 
 
 class _Server:
-    """Forks on request and reports how each process ended.
-
-    Args:
-        run: what a forked process does.
-        control: requests come in here.
-        driver: a pidfd of the driver.
-        unsafe: why nothing may be forked; "" if it may.
-    """
+    """Forks on request and reports how each process ended."""
 
     def __init__(self, run: Run, control: socket.socket, driver: int, unsafe: str) -> None:
         self._run = run

@@ -60,11 +60,7 @@ LinkT = TypeVar("LinkT", bound=Link)
 
 
 class EngineReplica(Commands, Generic[LinkT]):
-    """See :class:`~torchrl_moe.modules.backends.replica.Replica` for the lifecycle of a replica.
-
-    Args:
-        index: place in the service.
-    """
+    """See :class:`~torchrl_moe.modules.backends.replica.Replica` for the lifecycle of a replica."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -81,11 +77,7 @@ class EngineReplica(Commands, Generic[LinkT]):
     # -- life -------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the engine process, without waiting for it; see the protocol.
-
-        Raises:
-            RuntimeError: it was started before.
-        """
+        """Start the engine process, without waiting for it; see the protocol."""
         if self._child is not None:
             raise RuntimeError(f"replica {self.index} was started before: make a new one")
         self._child = child = self._open()
@@ -104,12 +96,7 @@ class EngineReplica(Commands, Generic[LinkT]):
         """Return how the process ended, after "replica 0"."""
 
     def wait_ready(self, timeout: float) -> ReplicaInfo:
-        """Wait until the engine serves.
-
-        Raises:
-            ReplicaDiedError: the engine did not come up; the message ends with the end of its log.
-            EngineError: it did not come up in time.
-        """
+        """Wait until the engine serves."""
         self._started()
         try:
             return self._ready.result(timeout)
@@ -296,15 +283,7 @@ class EngineReplica(Commands, Generic[LinkT]):
 
 
 class LocalReplica(EngineReplica[Child]):
-    """A replica whose engine process is a child of the driver.
-
-    Args:
-        index: place in the service.
-        kind: of the engine.
-        arguments: of the engine, by keyword.
-        environment: of the child.
-        log_folder: where the child's log is kept; by default it is removed with the child.
-    """
+    """A replica whose engine process is a child of the driver."""
 
     def __init__(
         self,

@@ -91,11 +91,7 @@ class Packed(dict[str, Any]):
 
 
 def to_plain(value: Any) -> Any:
-    """Return the plain form of a value.
-
-    Raises:
-        ValueError: it has none; the message names its class.
-    """
+    """Return the plain form of a value."""
     try:
         return _to_plain(value)
     except RecursionError as error:
@@ -204,11 +200,7 @@ _BY_BASE: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
 
 
 def from_plain(value: Any) -> Any:
-    """Undo :func:`to_plain`, except for what has lost its class.
-
-    Raises:
-        ValueError: it is not the plain form of anything.
-    """
+    """Undo :func:`to_plain`, except for what has lost its class."""
     if type(value) is dict:
         return {key: from_plain(item) for key, item in value.items()}
     if type(value) is not list:
@@ -262,11 +254,7 @@ INLINE_BYTES = 1 << 10  # an array that is smaller lies in the head: a frame of 
 
 
 def encode(message: Any) -> Frames:
-    """Return the frames of one message; its arrays are not copied, so leave them as they are until it is written.
-
-    Raises:
-        ValueError: something in it has no plain form, or an array is larger than a frame may be.
-    """
+    """Return the frames of one message; its arrays are not copied, so leave them as they are until it is written."""
     buffers: list[memoryview] = []
 
     def put_aside(array: Any) -> Any:
@@ -288,11 +276,7 @@ def encode(message: Any) -> Frames:
 
 
 def decode(head: Buffer, buffers: Sequence[Buffer]) -> Any:
-    """Undo :func:`encode`; the arrays share the buffers and are read-only.
-
-    Raises:
-        ValueError: this is no message.
-    """
+    """Undo :func:`encode`; the arrays share the buffers and are read-only."""
 
     def take(code: int, data: memoryview) -> NDArray[Any]:
         name, shape, place = msgspec.msgpack.decode(data, type=tuple[str, tuple[int, ...], int | bytes])
@@ -336,12 +320,7 @@ class Stream(Protocol):
 
 
 def receive(connection: Stream) -> Any:
-    """Receive one message. Its arrays share the received buffers and are read-only.
-
-    Raises:
-        EOFError: the other side is gone.
-        OSError: it is gone, or what it sent is no message; the latter is logged.
-    """
+    """Receive one message. Its arrays share the received buffers and are read-only."""
     head = connection.recv_bytes(MOST_FRAME_BYTES)
     count = int.from_bytes(head[:COUNT_BYTES], "little")
     buffers = [connection.recv_bytes(MOST_FRAME_BYTES) for _ in range(count)]
@@ -358,15 +337,6 @@ class Outbox:
     When the thread ends, for whatever reason, it hangs up: the other side would wait for a message that was lost in
     silence. It also hangs up when the reader falls too far behind: what waits is dropped, with a line in the log, and
     this side reads end of file, as if the other side had gone.
-
-    Args:
-        connection: what to write to.
-        frame: turns what :meth:`put` got since the last write, one item or more, into messages.
-        size: how many bytes of memory an item holds; by default an item is the frames of one message.
-        limit: how many bytes may wait, beside one item of any size, for a reader that has read nothing for
-            ``stuck_seconds``; eight times as many for one that reads, however slowly.
-        stuck_seconds: see above.
-        reader: its name, for the log.
     """
 
     def __init__(
@@ -491,11 +461,7 @@ def rename(packed: Packed, name: Callable[[str], str]) -> Packed:
 
 
 def pack_requests(requests: Sequence[Request]) -> Packed:
-    """Flatten requests; a prompt given as text has length -1 in ``lengths``. What requests share is sent once.
-
-    Raises:
-        ValueError: something that a user passed with one has no plain form.
-    """
+    """Flatten requests; a prompt given as text has length -1 in ``lengths``. What requests share is sent once."""
     ids = [request.prompt_token_ids for request in requests]
     options = [(request.sampling_params, request.lora_request, request.guided_options) for request in requests]
     keys = [tuple(map(id, of_one)) for of_one in options]

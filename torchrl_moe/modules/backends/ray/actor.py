@@ -41,17 +41,7 @@ def actor_environment(service: RayService, forwarded: Mapping[str, str]) -> dict
 
 
 class ReplicaActor(ReplicaHost):
-    """One replica in the cluster.
-
-    Args:
-        index: place in the service.
-        service: the one that it belongs to.
-        forwarded: settings of the driver that made it.
-        group: Ray's placement group that holds its resources.
-        number: added to the service's seed; another number each time Ray restarts the actor.
-        awaits_secrets: whether the driver that made it has secrets. Then each start of the engine waits for a driver
-            that brings its own.
-    """
+    """One replica in the cluster."""
 
     def __init__(
         self,

@@ -49,19 +49,7 @@ SECRET = re.compile(r"TOKEN$|_KEY$|SECRET$|PASSWORD$")  # HF_TOKEN, HUGGING_FACE
 
 @dataclass(frozen=True, kw_only=True)
 class RayService:
-    """One service, the same for all its drivers.
-
-    Attributes:
-        name: of the service; its actors and placement groups are named after it.
-        namespace: Ray's namespace of the actors.
-        detached: whether it outlives the driver that made it.
-        num_replicas: how many engines.
-        kind: of the engine, by the name of its module.
-        arguments: of the engine, by keyword, before each replica gets its seed.
-        resources: what one replica asks of one node, in Ray's names: ``{"CPU": 2, "GPU": 2}``.
-        verbose: whether vLLM logs at its own default level.
-        log_folder: where logs are kept, on each replica's node; ``None``: they are removed with their replicas.
-    """
+    """One service, the same for all its drivers."""
 
     name: str
     namespace: str = NAMESPACE
@@ -133,9 +121,6 @@ def join_cluster(start: bool = True) -> bool:
 
     A Ray that runs in this process is used as it is. Else the cluster of ``RAY_ADDRESS`` or of this machine is joined.
     Else one is started, which ends with this process. None is ever shut down here.
-
-    Raises:
-        EngineError: there is none, and ``start`` is false.
     """
     if ray.is_initialized():
         return False
@@ -195,11 +180,7 @@ def _describe(namespace: str) -> str:
 
 
 def check_free(name: str, namespace: str | None) -> None:
-    """Refuse the name of a service that runs, and remove what a killed driver has left of one.
-
-    Raises:
-        EngineError: a service of that name runs.
-    """
+    """Refuse the name of a service that runs, and remove what a killed driver has left of one."""
     namespace = namespace or NAMESPACE
     remove_leftovers(name, namespace)
     if name in running_services(namespace):
@@ -210,11 +191,7 @@ def check_free(name: str, namespace: str | None) -> None:
 
 
 def find_service(name: str, namespace: str | None) -> RayService:
-    """Join the cluster and return a service that runs there; what a killed driver has left of it is removed.
-
-    Raises:
-        EngineError: there is no cluster, no such service, or it does not answer.
-    """
+    """Join the cluster and return a service that runs there; what a killed driver has left of it is removed."""
     namespace = namespace or NAMESPACE
     join_cluster(start=False)
     remove_leftovers(name, namespace)
@@ -286,11 +263,7 @@ def _remove_groups(ids: set[str]) -> None:
 
 
 def end_service(name: str, namespace: str | None) -> None:
-    """Join the cluster, end a service that runs there, for all its drivers, and free what was reserved for it.
-
-    Raises:
-        EngineError: there is no cluster, or nothing of such a service.
-    """
+    """Join the cluster, end a service that runs there, for all its drivers, and free what was reserved for it."""
     namespace = namespace or NAMESPACE
     join_cluster(start=False)
     indices = running_services(namespace).get(name, [])

@@ -71,18 +71,7 @@ class _GivenUpError(Exception):
 
 
 class ActorLink:
-    """See :class:`~torchrl_moe.modules.backends.process.process_replica.Link`.
-
-    Args:
-        index: of the replica.
-        service: the one that it belongs to.
-        number: added to the service's seed if this link places the actor.
-        places: whether to place an actor if there is none.
-
-    Attributes:
-        driver: this driver's name, as the actor knows it.
-        words: why the connection ended, or was never made; empty if that is not known.
-    """
+    """See :class:`~torchrl_moe.modules.backends.process.process_replica.Link`."""
 
     def __init__(self, index: int, service: RayService, number: int, places: bool = True) -> None:
         self.driver = uuid.uuid4().hex[:8]
@@ -160,9 +149,6 @@ class ActorLink:
         """Return a new actor in a new group; both may wait for resources. ``None`` if another driver was faster.
 
         The actor is made at once: without its name, nobody would find what a driver that is killed leaves behind.
-
-        Raises:
-            EngineError: there is none, and none may be placed.
         """
         service = self._service
         if not self._places:
@@ -316,13 +302,7 @@ def _cause(error: Exception) -> str:
 
 
 class RayReplica(EngineReplica[ActorLink]):
-    """A replica whose engine process is the child of an actor; :meth:`start` joins the actor if it runs already.
-
-    Args:
-        index: place in the service.
-        service: the one that it belongs to.
-        number: added to the service's seed if this driver places the actor; default: the index.
-    """
+    """A replica whose engine process is the child of an actor; :meth:`start` joins the actor if it runs already."""
 
     def __init__(self, index: int, service: RayService, number: int | None = None) -> None:
         super().__init__(index)

@@ -68,18 +68,7 @@ class TamperedError(OSError):
 
 
 class SealedConnection:
-    """One end of such a connection; one thread may write while another reads.
-
-    Args:
-        end: the socket, which is closed with the connection. Its timeout holds for the handshake.
-        key: that both sides have.
-        is_actor: which of the two sides this is.
-
-    Raises:
-        AuthenticationError: the other side has another key.
-        EOFError: it closed the connection.
-        OSError: it is gone, or says nothing for as long as the timeout is.
-    """
+    """One end of such a connection; one thread may write while another reads."""
 
     def __init__(self, end: socket.socket, key: bytes, is_actor: bool) -> None:
         self._end = end
@@ -117,13 +106,7 @@ class SealedConnection:
         self._end.sendall(mac.digest())
 
     def recv_bytes(self, maxlength: int | None = None) -> memoryview:
-        """Read one frame.
-
-        Raises:
-            EOFError: the other side is gone.
-            TamperedError: the frame is longer than it may be, or failed authentication; that is logged.
-            OSError: the connection broke.
-        """
+        """Read one frame."""
         most = MOST_FRAME_BYTES if maxlength is None else maxlength
         header = self._read(NUMBER_BYTES).tobytes()
         length = int.from_bytes(header, "big")
@@ -203,12 +186,7 @@ class Address:
 
 
 class Listener:
-    """Accepts drivers, each in its own thread.
-
-    Args:
-        host: the address to listen on.
-        welcome: called with the connection of each driver that has the key; returns when that driver is gone.
-    """
+    """Accepts drivers, each in its own thread."""
 
     def __init__(self, host: str, welcome: Callable[[SealedConnection], None]) -> None:
         self._welcome = welcome
@@ -243,13 +221,7 @@ class Listener:
 
 
 def dial(address: Address) -> SealedConnection:
-    """Return a connection to an actor's listener.
-
-    Raises:
-        OSError: nothing listens there, or nothing answers.
-        EOFError: it was closed at once.
-        AuthenticationError: the other side has another key.
-    """
+    """Return a connection to an actor's listener."""
     caller = socket.create_connection((address.host, address.port), DIAL_SECONDS)
     return _prove(caller, address.key, is_actor=False)
 
@@ -311,19 +283,11 @@ class LateConnection:
             raise OSError(str(error)) from error
 
     def recv_bytes(self, maxlength: int | None = None) -> memoryview:
-        """Read one frame.
-
-        Raises:
-            EOFError: the other side is gone, or the connection was never made.
-        """
+        """Read one frame."""
         return self._wait().recv_bytes(maxlength)
 
     def fileno(self) -> int:
-        """Return the descriptor of the socket.
-
-        Raises:
-            OSError: there is none.
-        """
+        """Return the descriptor of the socket."""
         if self._real is None:
             raise OSError("the connection was never made")
         return self._real.fileno()
@@ -355,12 +319,7 @@ def driver_of(request_id: str) -> tuple[str, str]:
 
 
 def wrap(message: tuple[Any, ...], opened: Sequence[str] = ()) -> wire.Frames:
-    """Return the frames in which a driver sends a message for the engine process, unread by the actor.
-
-    Args:
-        message: for the engine process.
-        opened: the ids of the requests in it.
-    """
+    """Return the frames in which a driver sends a message for the engine process, unread by the actor."""
     return wire.encode((list(opened), wire.parcel(message)))
 
 
@@ -376,17 +335,7 @@ class _Driver:
 
 
 class ReplicaHost:
-    """One engine process and its drivers.
-
-    Args:
-        index: of the replica; names the log.
-        kind: of the engine.
-        arguments: of the engine, by keyword.
-        environment: of the engine process.
-        host: the address to listen on.
-        log_folder: where the engine's log is kept; by default it is removed with the engine.
-        awaits_secrets: whether the engine starts only when the first driver connects, with the secrets that it brings.
-    """
+    """One engine process and its drivers."""
 
     def __init__(
         self,
@@ -412,11 +361,7 @@ class ReplicaHost:
             self._start({})
 
     def _start(self, secrets: Mapping[str, str]) -> Child:
-        """Start the engine, unless that was done, and return its process.
-
-        Raises:
-            EOFError: the host has ended.
-        """
+        """Start the engine, unless that was done, and return its process."""
         with self._starting:
             if self._child is None:
                 if self._ended:

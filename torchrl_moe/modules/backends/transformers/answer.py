@@ -31,19 +31,7 @@ INVALID_PREFIX = "Invalid prefix encountered"  # the message of tokenizers for b
 
 
 class Words:
-    """A tokenizer that two threads use.
-
-    Args:
-        tokenizer: of transformers.
-        generation_config: of the model; it may name more tokens that end an answer.
-
-    Attributes:
-        eos: the token that ends an answer; ``None`` if the tokenizer has none.
-        more_eos: other tokens that do.
-
-    Raises:
-        ValueError: the tokenizer is not one of the ``tokenizers`` library.
-    """
+    """A tokenizer that two threads use."""
 
     def __init__(self, tokenizer: Any, generation_config: Any = None) -> None:
         self.backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -172,11 +160,7 @@ KNOWN = {field.name for field in dataclasses.fields(Sampling)}
 
 
 def read_sampling(spec: Any, guided_options: Any = None) -> Sampling:
-    """Return the sampling that a mapping of ``SamplingParams`` fields asks for; ``None`` is vLLM's default.
-
-    Raises:
-        ValueError: a value out of range, a field that this engine does not serve, or an unknown one.
-    """
+    """Return the sampling that a mapping of ``SamplingParams`` fields asks for; ``None`` is vLLM's default."""
     if not isinstance(spec, Mapping | None):
         raise ValueError(f"sampling_params must be a mapping, got {type(spec).__name__}")
     if guided_options is not None:
@@ -219,13 +203,7 @@ Rows = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A sampled token.
-
-    Attributes:
-        token: its id.
-        log_prob: under the distribution that it was drawn from.
-        step: its words, as :class:`KeptIds` takes them: ``[0, *ids]``, empty if none was left out.
-    """
+    """A sampled token."""
 
     token: int
     log_prob: float

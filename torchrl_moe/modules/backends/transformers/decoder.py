@@ -60,17 +60,7 @@ __all__ = ["BatchDecoder", "RequestReader", "Running", "Sampler", "WaitingLine"]
 
 @dataclass(eq=False, slots=True)
 class Running:
-    """One request in flight.
-
-    Attributes:
-        answers: that are generated.
-        done: index -> an answer that was finished before this request.
-        kept: tokens that its answers had before.
-        joined_at: when its first answer joined the batch; 0 before.
-        token_at: when its first token was made; 0 before.
-        scores: log-probs of its prompt's tokens, float32 ``[P]``, once computed, if it asks for them.
-        over: set when its completion is sent.
-    """
+    """One request in flight."""
 
     request: Request
     prompt_ids: list[int]
@@ -125,18 +115,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestReader:
-    """Turns requests into what runs, or refuses them.
-
-    Attributes:
-        arguments: of the engine.
-        max_model_len: tokens that a prompt and its answer may have.
-        vocabulary: how many words the model has.
-        token_bytes: bytes of a token's keys and values.
-        words: the tokenizer.
-        layout: the routers; ``None`` if no routes are recorded.
-        routes: which requests follow recorded experts.
-        device: of the random generators.
-    """
+    """Turns requests into what runs, or refuses them."""
 
     arguments: EngineArguments
     max_model_len: int
@@ -148,11 +127,7 @@ class RequestReader:
     device: torch.device
 
     def __call__(self, request: Request) -> Running:
-        """Return what a request asks for.
-
-        Raises:
-            ValueError: this engine cannot serve it.
-        """
+        """Return what a request asks for."""
         if request.lora_request is not None:
             raise ValueError("lora_request: engine='transformers' serves no adapters; vLLM does")
         request = self.routes.checked(request)
@@ -221,12 +196,7 @@ NOTHING = np.empty(0, np.int32)
 
 
 class Sampler:
-    """Draws the next token of each answer of a batch.
-
-    Args:
-        device: of the logits.
-        seed: of the random numbers for answers without a seed of their own.
-    """
+    """Draws the next token of each answer of a batch."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self._generator = torch.Generator(device).manual_seed(seed)
@@ -236,12 +206,7 @@ class Sampler:
         self._generator.manual_seed(seed)
 
     def __call__(self, logits: Tensor, answers: Sequence[Answer]) -> list[Draw]:
-        """Return the next token of each answer; those that sample alike are drawn together.
-
-        Args:
-            logits: ``[R, V]``, of the answers in order.
-            answers: R.
-        """
+        """Return the next token of each answer; those that sample alike are drawn together."""
         alike: dict[Sampling, list[int]] = {}
         for row, answer in enumerate(answers):
             alike.setdefault(answer.sampling, []).append(row)
@@ -315,20 +280,7 @@ COARSE = 0.1  # the same for other dtypes
 
 
 class BatchDecoder:
-    """Decodes with one model, which no other thread may use at the same time.
-
-    Args:
-        model: a causal language model of transformers, in eval mode.
-        replay: of the model, to record its routes; ``None``: none are.
-        sampler: draws the tokens.
-
-    Attributes:
-        answers: the running ones, in the order of the batch's rows.
-        token_bytes: bytes of keys and values per column of a row.
-
-    Raises:
-        ValueError: the model cannot be decoded this way: it keeps more than keys and values, or pads change its logits.
-    """
+    """Decodes with one model, which no other thread may use at the same time."""
 
     def __init__(self, model: Any, replay: RouterReplay | None, sampler: Sampler) -> None:
         self.model, self.replay, self.sampler = model, replay, sampler
@@ -354,12 +306,7 @@ class BatchDecoder:
 
     @torch.no_grad()
     def step(self, joining: Sequence[Answer], version: int) -> None:
-        """Read what joins, and give each answer a token.
-
-        Args:
-            joining: answers to add; all of their tokens are read.
-            version: of the weights.
-        """
+        """Read what joins, and give each answer a token."""
         logits = [self._advance()] if self.answers else []
         if joining:
             logits.append(self._read(joining))
@@ -450,18 +397,7 @@ class BatchDecoder:
     def _forward(
         self, ids: Tensor, mask: Tensor, cache: Any, followed: Tensor | None = None, keep: int = 1
     ) -> tuple[Tensor, Rows | None]:
-        """Run the model on tokens.
-
-        Args:
-            ids: ``[R, T]``, the newest tokens.
-            mask: bool ``[R, S]``, of all tokens so far.
-            cache: keys and values of the tokens before.
-            followed: experts of these tokens, ``[R, T, L, K]``.
-            keep: for how many of the last tokens logits are wanted.
-
-        Returns:
-            Logits ``[R, keep, V]``, and the experts that were used, ``[R, T, L, K]``.
-        """
+        """Run the model on tokens."""
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         wanted = {"position_ids": positions, "logits_to_keep": keep}
         given = {name: value for name, value in wanted.items() if name in self._takes}
@@ -488,13 +424,7 @@ class BatchDecoder:
 
     @torch.no_grad()
     def score(self, ids: Sequence[int], scoring: Scoring, followed: Rows | None = None) -> NDArray[np.float32]:
-        """Return the log-probs of a sequence's tokens, float32 ``[T]``, NaN for the first.
-
-        Args:
-            ids: ``[T]``.
-            scoring: the temperature, and the words that each token was drawn from.
-            followed: the experts of the first tokens, ``[rows, L, K]``, -1 where the model routes.
-        """
+        """Return the log-probs of a sequence's tokens, float32 ``[T]``, NaN for the first."""
         tokens = torch.tensor([list(ids)], device=self.device)
         routes = self._laid_out([_filled(followed, len(ids))], tokens)
         scores = np.full(len(ids), np.nan, np.float32)
@@ -579,13 +509,7 @@ def _drawn_by(logits: Tensor, scoring: Scoring, start: int) -> Tensor:
 
 
 class WaitingLine:
-    """First come, first served, or by priority.
-
-    Args:
-        arguments: of the engine.
-        token_bytes: bytes of a token's keys and values.
-        may_run: whether a request may continue now.
-    """
+    """First come, first served, or by priority."""
 
     def __init__(self, arguments: EngineArguments, token_bytes: int, may_run: Callable[[Running], bool]) -> None:
         self._arguments, self._token_bytes, self._may_run = arguments, token_bytes, may_run
@@ -622,15 +546,7 @@ class WaitingLine:
         return first[2]
 
     def joining(self, inside: Sequence[Answer], again: Sequence[Answer]) -> list[Answer]:
-        """Take what may join the batch now.
-
-        Args:
-            inside: the answers in it.
-            again: answers to be read again; they join before others.
-
-        Returns:
-            As many as there is room for and one step may read, where one may always be read; those of ``again`` first.
-        """
+        """Take what may join the batch now."""
         joining: list[Answer] = []
         held, now, widest = [], time.monotonic(), 0
         for answer in again:

@@ -41,23 +41,7 @@ WHY_NOT: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineArguments:
-    """What a replica is started with.
-
-    Attributes:
-        model: a folder, or a hub name.
-        tokenizer: the same for its tokenizer; default: the model's.
-        dtype: that it computes in; ``"auto"``: the checkpoint's.
-        device: of torch; default: ``"cuda"`` where there is one, else ``"cpu"``.
-        seed: of the sampler, for requests without a seed of their own.
-        max_model_len: tokens of a prompt and its answer; default: the model's own limit.
-        max_num_seqs: answers that are generated at a time.
-        max_num_batched_tokens: that are read in a step, pads included, unless one prompt alone has more.
-        kv_cache_memory_bytes: that keys and values may take; requests that would need more wait. Default: no limit.
-        scheduling_policy: ``"fcfs"``, or ``"priority"``.
-        enable_return_routed_experts: whether routes are recorded; default: if the model has experts.
-        attn_implementation: of transformers; default: its own choice.
-        trust_remote_code: whether code of the model's own may run.
-    """
+    """What a replica is started with."""
 
     model: str
     tokenizer: str | None = None
@@ -87,12 +71,8 @@ KNOWN = tuple(field.name for field in dataclasses.fields(EngineArguments))
 
 
 def arguments_of(engine_args: Any) -> dict[str, Any]:
-    """Return the engine arguments that a user passed as a mapping; those of vLLM's that change nothing are left out.
-
-    Raises:
-        TypeError: no mapping.
-        ValueError: an argument that this engine does not have, one that it cannot serve, no model, or a folder
-            without weights.
+    """Return the engine arguments that a user passed as a mapping; those of vLLM's that change nothing are left
+    out.
     """
     if not isinstance(engine_args, Mapping):
         raise TypeError(

@@ -45,13 +45,7 @@ __all__ = ["EngineRequests", "EngineWeights", "exchange"]
 
 
 class EngineProcess(EngineProgram, WeightCommands):
-    """One engine process over plain transformers.
-
-    Args:
-        loaded: the model, and what belongs to it.
-        inbox: what the driver sends.
-        send: sends a message to the driver.
-    """
+    """One engine process over plain transformers."""
 
     def __init__(self, loaded: Any, inbox: Inbox, send: Send) -> None:
 
@@ -212,20 +206,7 @@ BAD_REQUEST = (ValueError, TypeError, LookupError, AttributeError, OverflowError
 
 
 class EngineRequests:
-    """Requests in flight, and the stats of those that are done.
-
-    Args:
-        decoder: computes.
-        reader: turns requests into what runs.
-        send: sends a completion to the driver.
-        refuse: takes the id of a request that cannot be served, and the error.
-
-    Attributes:
-        turn: held while the model computes.
-        version: of the weights.
-        load: of the engine, at its last step.
-        failure: the error that ended the engine.
-    """
+    """Requests in flight, and the stats of those that are done."""
 
     def __init__(
         self,
@@ -366,12 +347,7 @@ class EngineRequests:
     # -- pauses -----------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
-        """Pause the engine for the user.
-
-        Args:
-            mode: ``"keep"`` freezes what is in flight, ``"abort"`` cuts it, ``"wait"`` lets it finish.
-            clear_cache: whether what is frozen is read again when it continues.
-        """
+        """Pause the engine for the user."""
         if mode == "abort":
             self.abort(list(self._open))
         self._paused_but = finishing = set(self._open.values()) if mode == "wait" else set()
@@ -443,14 +419,7 @@ class OnlyWorker:
 
 
 class EngineWeights:
-    """The weights of one engine.
-
-    Args:
-        model: the model that serves.
-        source: the folder or hub name that it was loaded from.
-        requests: of the engine, whose ``version`` is that of the weights.
-        known: what the loader reported of the checkpoint; a version may lack no more.
-    """
+    """The weights of one engine."""
 
     def __init__(self, model: Any, source: str, requests: EngineRequests, known: Mapping[str, Any]) -> None:
         self._model, self._source, self._requests, self._known = model, source, requests, known
@@ -460,11 +429,7 @@ class EngineWeights:
         self._staged: Manifest | None = None
 
     async def init(self, transport: str, options: Mapping[str, Any]) -> None:
-        """Open a transport, and close the one before.
-
-        Raises:
-            ValueError: this engine does not support it.
-        """
+        """Open a transport, and close the one before."""
         if transport not in TRANSPORTS:
             hint = "lora='merged'" if transport == "adapter" else "transport='memmap' or 'gloo'"
             raise ValueError(f"engine='transformers' takes no weights by {transport!r}: use {hint}")
@@ -479,11 +444,7 @@ class EngineWeights:
         return self._receiver
 
     async def stage(self, version: int, verify: str, threads: int, manifest: str | None) -> StageReport:
-        """Fetch a version and check it, while requests run.
-
-        Raises:
-            WeightSyncError: the transport was not opened, or the version is not what the engine expects.
-        """
+        """Fetch a version and check it, while requests run."""
         receiver, started = self._open(), time.perf_counter()
         found = await asyncio.to_thread(self._fetch, receiver, version, verify == "digest", threads, manifest)
         self._staged, seconds = found, time.perf_counter() - started
@@ -500,15 +461,7 @@ class EngineWeights:
     async def swap(
         self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, Any] | None, patience: float
     ) -> SwapReport:
-        """Serve a version that was staged. Never raises for a failed update: the old weights serve on.
-
-        Args:
-            version: its number.
-            pause: ``"wait"`` lets requests in flight finish before; ``"abort"`` has them read their tokens again.
-            clear_cache: has them do so, too.
-            canary: the trainer's log-probs of a prompt, for the weight check; ``None``: any finite log-prob passes.
-            patience: unused: the weight check waits for nothing.
-        """
+        """Serve a version that was staged. Never raises for a failed update: the old weights serve on."""
         del patience
         started = time.perf_counter()
         if pause == "wait" and self._requests.is_frozen:
@@ -561,16 +514,7 @@ class EngineWeights:
 
 
 def exchange(model: Any, tensors: Mapping[str, Tensor], known: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Give a model other weights, and return those that it had, by its own names.
-
-    Args:
-        model: of transformers; it stays the same object, and keeps its hooks.
-        tensors: by checkpoint name; they are copied.
-        known: what its loader reported of the checkpoint that it came from.
-
-    Raises:
-        WeightSyncError: they are not what the model is made of; then it is as it was.
-    """
+    """Give a model other weights, and return those that it had, by its own names."""
     fresh, info = type(model).from_pretrained(
         None,
         config=copy.deepcopy(model.config),

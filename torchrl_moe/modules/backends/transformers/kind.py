@@ -20,13 +20,7 @@ def devices_per_replica(arguments: Mapping[str, Any]) -> int:
 
 
 def engine_environment(devices: str | None = None, num_replicas: int = 1, verbose: bool = False) -> dict[str, str]:
-    """Return the environment of an engine process: the driver's, and the log level of transformers.
-
-    Args:
-        devices: the value of ``CUDA_VISIBLE_DEVICES``; ``None`` on a machine without GPUs.
-        num_replicas: how many engines share the machine's cores.
-        verbose: whether transformers logs more than warnings.
-    """
+    """Return the environment of an engine process: the driver's, and the log level of transformers."""
     environment = process_environment(devices, num_replicas)
     environment.setdefault("TRANSFORMERS_VERBOSITY", "info" if verbose else "warning")
     return environment

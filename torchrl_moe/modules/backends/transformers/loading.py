@@ -29,14 +29,7 @@ MAX_MODEL_LEN = 8192  # of a model that names no limit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A model that can serve.
-
-    Attributes:
-        decoder: computes with it.
-        reader: turns requests into what it runs.
-        info: what the replica reports about itself.
-        report: what transformers' loader reported about the checkpoint.
-    """
+    """A model that can serve."""
 
     arguments: EngineArguments
     decoder: BatchDecoder
@@ -46,13 +39,7 @@ class Loaded:
 
 
 def load(arguments: EngineArguments) -> Loaded:
-    """Load a model, and test that it can serve.
-
-    Raises:
-        ValueError: it cannot be served.
-        UnsupportedRouterError: its routes cannot be recorded exactly.
-        OSError: there is no such model, or no tokenizer beside it.
-    """
+    """Load a model, and test that it can serve."""
     transformers.utils.logging.disable_progress_bar()  # no bars in a log
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     trust = {"trust_remote_code": arguments.trust_remote_code}
@@ -119,11 +106,7 @@ def _replay(model: Any, arguments: EngineArguments) -> RouterReplay | None:
 
 
 def layout_of(replay: RouterReplay) -> RoutingLayout:
-    """Return a model's routers as plain data.
-
-    Raises:
-        UnsupportedRouterError: its layers have routers of different sizes, which no engine's rows can hold.
-    """
+    """Return a model's routers as plain data."""
     if len({(site.top_k, site.num_experts) for site in replay.sites}) > 1:
         raise UnsupportedRouterError(
             f"{type(replay.model).__name__} has routers of different sizes: enable_return_routed_experts=False serves "

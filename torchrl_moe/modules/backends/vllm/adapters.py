@@ -21,12 +21,7 @@ SHOWN_MODULES = 4
 
 
 def build_lora_request(spec: Any) -> Any:
-    """Return vLLM's ``LoRARequest`` of a mapping of its fields or of such an object; ``None`` stays.
-
-    Raises:
-        ValueError: neither of them, or an id below 1, or no path, or a field that is missing, unknown or of a wrong
-            type.
-    """
+    """Return vLLM's ``LoRARequest`` of a mapping of its fields or of such an object; ``None`` stays."""
     if spec is None:
         return None
     from vllm.lora.request import LoRARequest
@@ -45,11 +40,7 @@ def build_lora_request(spec: Any) -> Any:
 
 
 async def load_adapter(engine: Any, fields: Mapping[str, Any]) -> list[str]:
-    """Load an adapter, by the fields of vLLM's request; return its modules that the engine does not adapt.
-
-    Raises:
-        Exception: vLLM's own, which is no narrower: it cannot be loaded.
-    """
+    """Load an adapter, by the fields of vLLM's request; return its modules that the engine does not adapt."""
     by_worker = await engine.collective_rpc("torchrl_moe_load_adapter", args=(dict(fields),))
     return sorted(set.intersection(*map(set, by_worker)))  # each pipeline stage adapts only its own layers
 
@@ -78,9 +69,6 @@ class Adapters:
     cannot be loaded ends the engine. So each is loaded beforehand, from a copy of its files, by a command of its own:
     then a bad one costs its own request only. In the engine it has a number and a name of its own: numbers have 31
     bits there, and cached prefixes are found by name.
-
-    Args:
-        engine: the ``AsyncLLM``.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -89,12 +77,7 @@ class Adapters:
         self._numbers = itertools.count(1)
 
     async def load(self, spec: Any) -> Any:
-        """Return vLLM's request of a spec, see :func:`build_lora_request`, once its adapter is loaded.
-
-        Raises:
-            ValueError: it cannot be, and the next request tries again; or its id is another adapter's, which vLLM would
-                use in silence.
-        """
+        """Return vLLM's request of a spec, see :func:`build_lora_request`, once its adapter is loaded."""
         lora = build_lora_request(spec)
         if lora is None:
             return None

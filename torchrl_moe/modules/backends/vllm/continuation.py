@@ -52,15 +52,7 @@ def request_for_rest(
     first: CompletionOutput | None,
     rows: NDArray[np.integer[Any]] | None = None,
 ) -> Request:
-    """Return the request, called ``name``, for the rest of an answer.
-
-    Args:
-        request: of the whole answer.
-        name: of its rest.
-        prompt_ids: of the whole answer.
-        first: the part before; ``None`` if the answer starts again.
-        rows: the experts ``[P + G1 - 1, L, K]`` that the first part's tokens are to follow; default: the request's own.
-    """
+    """Return the request, called ``name``, for the rest of an answer."""
     if first is None:
         return replace(request, request_id=name, prompt=None, prompt_token_ids=prompt_ids.astype(np.int32))
     ids = np.concatenate([prompt_ids, first.token_ids]).astype(np.int32)
@@ -71,12 +63,7 @@ def request_for_rest(
 def sampling_for_rest(
     params: Any, index: int, prompt_tokens: int, first: CompletionOutput | None, decode: Decode
 ) -> Any:
-    """Return vLLM's ``SamplingParams`` for the rest of answer ``index``.
-
-    Raises:
-        ValueError: the answer already has as many tokens as it may have. A swap leaves no such answer, but a user may
-            have lowered the limit.
-    """
+    """Return vLLM's ``SamplingParams`` for the rest of answer ``index``."""
     rest = params.clone()
     rest.n = 1
     had = 0 if first is None else len(first.token_ids)
@@ -111,14 +98,6 @@ def join(
     on_resume: OnResume = "live",
 ) -> CompletionOutput:
     """Put answer ``index`` together.
-
-    Args:
-        index: which of the request's answers it is.
-        first: the part before the cut; ``None`` if the answer started again.
-        rest: the part after it.
-        params: of the whole answer.
-        decode: token ids to text, as vLLM would for this answer.
-        on_resume: how the rest read the first part.
 
     Shapes:
         - token_ids, logprobs, policy_versions, kept: ``[G1 + G2]``, less where a stop string ends the answer early

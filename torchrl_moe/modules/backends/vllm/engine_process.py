@@ -43,12 +43,7 @@ WEIGHTS, REST = "weights", "kv_cache"  # vLLM's names of what sleeps
 
 
 class EngineSleep:
-    """Which parts of an ``AsyncLLM`` sleep, and which commands it takes meanwhile.
-
-    Args:
-        engine: the ``AsyncLLM``.
-        weights: its weights, which hold the gate that requests come through.
-    """
+    """Which parts of an ``AsyncLLM`` sleep, and which commands it takes meanwhile."""
 
     def __init__(self, engine: Any, weights: EngineWeights) -> None:
         self._engine, self._weights = engine, weights
@@ -75,16 +70,7 @@ class EngineSleep:
         await self._weights.resume()
 
     async def sleep(self, level: int, mode: PauseMode) -> None:
-        """Free the memory of weights and cache. Does nothing if it sleeps at that level already.
-
-        Args:
-            level: 1 keeps the weights in host memory, 2 drops them.
-            mode: of requests in flight, as for a pause; those that are kept are computed again.
-
-        Raises:
-            ValueError: another level, or an engine without sleep mode.
-            EngineError: it sleeps at another level, is half awake, or was woken before its requests had finished.
-        """
+        """Free the memory of weights and cache. Does nothing if it sleeps at that level already."""
         if level not in (1, 2):
             raise ValueError(f"sleep: level must be 1 (weights go to host memory) or 2 (they are dropped), got {level}")
         if not self._engine.model_config.enable_sleep_mode:
@@ -109,15 +95,7 @@ class EngineSleep:
             raise
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
-        """Take memory back; once all of it is back, continue as before. Idempotent.
-
-        Args:
-            tags: ``"weights"`` or ``"kv_cache"``, which is all but the weights; ``None``: both.
-
-        Raises:
-            ValueError: another tag.
-            WeightSyncError: level 2 has dropped the weights, and they were not updated since.
-        """
+        """Take memory back; once all of it is back, continue as before. Idempotent."""
         wanted = {WEIGHTS, REST} if tags is None else set(tags)
         if not wanted <= {WEIGHTS, REST}:
             raise ValueError(f"wake_up: tags must be of 'weights' and 'kv_cache', got {list(tags or ())!r}")
@@ -157,16 +135,7 @@ SHUTDOWN_SECONDS = 1.0  # that vLLM's own processes get to end
 
 
 class EngineProcess(EngineProgram, EngineWeightCommands):
-    """One engine process over vLLM.
-
-    Args:
-        engine: the ``AsyncLLM``.
-        info: what the replica reports about itself.
-        load: updated by the engine's :class:`LoadLogger`.
-        inbox: what the driver sends.
-        send: sends a message to the driver.
-        sampling: builds vLLM's sampling parameters.
-    """
+    """One engine process over vLLM."""
 
     def __init__(
         self,

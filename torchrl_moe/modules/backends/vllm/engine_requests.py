@@ -121,19 +121,7 @@ def completion_from_vllm(output: Any, request: Request, version: int) -> Complet
 
 @dataclass(eq=False, slots=True)
 class Part:
-    """One run of vLLM for a request: of all of its answers, or of one from where it was cut.
-
-    Attributes:
-        name: vLLM's request id.
-        answers: how many it makes.
-        lora: vLLM's request of the adapter that makes them, if one does.
-        is_synced: whether that is the trainer's adapter, and not one that the request brought.
-        version: of all of its tokens, once the adapter was updated for later requests; ``None`` before.
-        cut: by the pause of a swap.
-        answer: the one that it continues; ``None`` for all of them.
-        restarted: answers to drop and to start again, since their first token may come after a swap, from an old cache.
-        lost: answer -> tokens that it had when it last lost its cache.
-    """
+    """One run of vLLM for a request: of all of its answers, or of one from where it was cut."""
 
     name: str
     answers: int
@@ -176,13 +164,7 @@ KEY = OURS
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Forced:
-    """What a request follows.
-
-    Attributes:
-        rows: int8 or int16 ``[rows, L, K]`` for its first positions, -1 where the router chooses; ``None`` for none.
-        is_live: whether the router chooses again where the engine reads tokens again by itself.
-        is_recorded: whether the rows are all that was recorded for an answer's tokens; false if a user gave them.
-    """
+    """What a request follows."""
 
     rows: NDArray[np.integer[Any]] | None = None
     is_live: bool = False
@@ -267,19 +249,7 @@ class Running:
 
 
 class EngineRequests:
-    """Requests in flight, and the stats of those that are done.
-
-    Args:
-        engine: the ``AsyncLLM``.
-        weights: the engine's.
-        send: sends a completion to the driver.
-        refuse: takes the id of a request that failed, and the error.
-        sampling: builds vLLM's sampling parameters.
-        routes: decides which requests follow recorded experts, and which may have scores; default: none and all.
-
-    Attributes:
-        adapter: vLLM's request of the adapter that requests without one of their own get; ``None`` for the bare model.
-    """
+    """Requests in flight, and the stats of those that are done."""
 
     def __init__(
         self,
@@ -547,9 +517,6 @@ class EngineRequests:
         """Make requests on the trainer's adapter continue without it, in a paused engine that gets other weights.
 
         Those weights have this adapter merged in, or another; with the adapter on top they would be no version at all.
-
-        Args:
-            delivered: request -> answer -> tokens so far; an answer without any starts again.
         """
         adapted: dict[str, tuple[Part, set[int]]] = {}
         for part in self._parts():
@@ -597,11 +564,7 @@ class EngineRequests:
                 part.cut = True
 
     def restart_answers(self, delivered: Mapping[str, Mapping[int, int]]) -> None:
-        """Make answers without a token start again, in a paused engine: they could still read the old cache.
-
-        Args:
-            delivered: request -> answer -> tokens so far. vLLM has not yet taken in what is missing.
-        """
+        """Make answers without a token start again, in a paused engine: they could still read the old cache."""
         late: dict[str, tuple[Part, set[int]]] = {}
         for part in self._parts():
             had = delivered.get(part.name, {})

@@ -128,14 +128,7 @@ def follow_in_workers() -> None:
 
 
 class ForcedRouting:
-    """What the requests of a worker follow.
-
-    Args:
-        runner: the worker's model runner, whose methods it wraps.
-
-    Attributes:
-        why_live: why no request can follow; empty if each can.
-    """
+    """What the requests of a worker follow."""
 
     def __init__(self, runner: Any) -> None:
         config = runner.vllm_config
@@ -279,11 +272,7 @@ class ForcedRouting:
 def _check_followed(
     step: NDArray[np.int32], recorded: NDArray[Any], routers: Mapping[int, tuple[Any, Compute]]
 ) -> None:
-    """Compare what vLLM recorded with what a step's tokens follow, both ``[N, L, K]``.
-
-    Raises:
-        ReplayError: a router did not follow.
-    """
+    """Compare what vLLM recorded with what a step's tokens follow, both ``[N, L, K]``."""
     for layer, (router, _) in routers.items():
         followed = step[:, layer, : router.top_k]
         on = followed[:, 0] >= 0
@@ -296,11 +285,7 @@ def _check_followed(
 
 
 def routers_of(model: Any) -> dict[int, Any]:
-    """Return the routers of a worker's model, by decoder layer.
-
-    Raises:
-        ValueError: a router chooses its experts where it cannot be intercepted; the message names it.
-    """
+    """Return the routers of a worker's model, by decoder layer."""
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
     from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCaptureSource
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
@@ -390,18 +375,7 @@ FORMULAS: Mapping[str, Formula] = {
 
 
 def prove(layer: int, router: Any, hidden_size: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Way:
-    """Return the way in which a router follows its own choice, which must change no bit, and then another.
-
-    Args:
-        layer: its decoder layer.
-        router: vLLM's, which still chooses by itself.
-        hidden_size: of the hidden states that it may read besides its logits.
-        dtype: of its logits.
-        device: where it computes.
-
-    Raises:
-        ValueError: it follows in none; the message names its class, and what each way came to.
-    """
+    """Return the way in which a router follows its own choice, which must change no bit, and then another."""
     random = torch.Generator().manual_seed(layer)
     logits = torch.randn(PROOF_ROWS, router.global_num_experts, generator=random).to(device, dtype)
     hidden = torch.zeros(PROOF_ROWS, hidden_size, dtype=dtype, device=device)
@@ -420,15 +394,7 @@ def prove(layer: int, router: Any, hidden_size: int, dtype: torch.dtype, device:
 
 
 def _why_not(way: Way, router: Any, hidden: Tensor, logits: Tensor, other: Tensor) -> str:
-    """Return why a router does not follow in a way, or "".
-
-    Args:
-        way: to try.
-        router: vLLM's.
-        hidden: ``[N, H]``.
-        logits: ``[N, E]``.
-        other: experts ``[N, K]`` other than its own.
-    """
+    """Return why a router does not follow in a way, or ""."""
     own = router._compute_routing
 
     def following(ids: Tensor) -> Routing:

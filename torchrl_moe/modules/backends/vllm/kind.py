@@ -20,16 +20,8 @@ PROGRAM = "torchrl_moe.modules.backends.vllm.engine_process"
 
 
 def engine_environment(devices: str | None = None, num_replicas: int = 1, verbose: bool = False) -> dict[str, str]:
-    """Return the environment of an engine process: the driver's, plus what vLLM needs where the user has set nothing.
-
-    Args:
-        devices: the value of ``CUDA_VISIBLE_DEVICES``; ``None`` on a machine without GPUs.
-        num_replicas: how many engines share the machine's cores.
-        verbose: whether vLLM logs at its own default level.
-
-    Raises:
-        EngineError: vLLM is missing, or outside the supported range.
-        ValueError: the environment asks for Model Runner V1.
+    """Return the environment of an engine process: the driver's, plus what vLLM needs where the user has set
+    nothing.
     """
     environment = process_environment(devices, num_replicas)
     check_vllm(environment)

@@ -14,11 +14,7 @@ __all__ = ["EngineProbe"]
 
 
 class EngineProbe:
-    """Pings an engine core, and reads the state and CPU time of its processes, the descendants of this one.
-
-    Args:
-        engine: the ``AsyncLLM``.
-    """
+    """Pings an engine core, and reads the state and CPU time of its processes, the descendants of this one."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

@@ -36,11 +36,6 @@ class SamplingParamsBuilder:
 
     Every result is final-only (the cumulative default loses completions for ``n`` > 1) and keeps log-probs in vLLM's
     flat container, which costs no object per token.
-
-    Args:
-        names_words: whether the engine reports which words sampling kept.
-        logprobs_mode: the engine's, which says what its log-probs are of.
-        reads_cache: whether requests may read cached prefixes.
     """
 
     def __init__(
@@ -54,13 +49,7 @@ class SamplingParamsBuilder:
         self._last: Any = None
 
     def __call__(self, spec: Any, guided_options: Any = None) -> Any:
-        """Return the parameters of a mapping, of a ``SamplingParams``, or vLLM's defaults for ``None``.
-
-        Raises:
-            ValueError: an unknown or bad parameter, one that vLLM's engine core would not read or that asks for what no
-                completion carries, log-probs over fewer words than all from an engine that does not report which, or of
-                another distribution than is sampled from.
-        """
+        """Return the parameters of a mapping, of a ``SamplingParams``, or vLLM's defaults for ``None``."""
         key = (id(spec), id(guided_options))
         if key != self._key:
             params = _build(spec, guided_options)
@@ -92,11 +81,7 @@ class SamplingParamsBuilder:
 
 
 def check_wire(name: str, value: Any) -> None:
-    """Read a struct as vLLM's engine core will, which ends at what it cannot read.
-
-    Raises:
-        ValueError: names the field, and what is allowed.
-    """
+    """Read a struct as vLLM's engine core will, which ends at what it cannot read."""
     kind: Any = type(value)
     encoder, decoder = _wire_of(kind)
     try:
@@ -106,11 +91,7 @@ def check_wire(name: str, value: Any) -> None:
 
 
 def check_bad_words(params: Any, tokenizer: Any) -> None:
-    """Refuse more bad words than vLLM's model runner has room for, which ends at more.
-
-    Raises:
-        ValueError: too many words, or tokens of them.
-    """
+    """Refuse more bad words than vLLM's model runner has room for, which ends at more."""
     from vllm import envs
 
     if not params.bad_words:
@@ -135,9 +116,6 @@ def _wire_of(kind: Any) -> tuple[Any, Any]:
 
 def default_of(name: str) -> Any:
     """Return what a ``SamplingParams`` has at ``name`` where nothing was given.
-
-    Raises:
-        AttributeError: it has no such field, or vLLM is not installed.
 
     >>> default_of("top_p")
     1.0
@@ -391,12 +369,7 @@ def adjusted(logits: Tensor, params: Any, start: int) -> Tensor:
 
 
 def prompt_logprobs(given: Any, tokens: int) -> NDArray[np.float32] | None:
-    """Return vLLM's log-probs of a prompt's tokens, float32 ``[P]``, NaN for the first; ``None`` if it was cut.
-
-    Args:
-        given: ``[P - 1, 1]``, or nothing.
-        tokens: P.
-    """
+    """Return vLLM's log-probs of a prompt's tokens, float32 ``[P]``, NaN for the first; ``None`` if it was cut."""
     if given is None and tokens > 1:
         return None
     scores = np.full(tokens, np.nan, np.float32)

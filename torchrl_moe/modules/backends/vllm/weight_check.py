@@ -26,12 +26,6 @@ class WeightCheck:
 
     Our scheduler lets it overtake all other requests. Under another scheduler it waits its turn; then no result in time
     means that the engine is full, and says nothing about its weights.
-
-    Args:
-        engine: the ``AsyncLLM``.
-        proof: ``token_ids`` of a prompt, the trainer's ``log_probs`` of its tokens from the second on, and the
-            ``tolerance`` between the two; ``None`` asks for one token.
-        name: of the request, and of its part of the prefix cache; each check needs its own.
     """
 
     def __init__(self, engine: Any, proof: Mapping[str, Any] | None, name: str) -> None:
@@ -59,14 +53,7 @@ class WeightCheck:
         self._sent = await self._engine.add_request(self._name, prompt, params)
 
     async def ask(self, seconds: float) -> str:
-        """Return why the weights were not checked; an empty string if they passed.
-
-        Args:
-            seconds: the time limit.
-
-        Raises:
-            WeightSyncError: they failed.
-        """
+        """Return why the weights were not checked; an empty string if they passed."""
         await self.send()
         seconds = min(seconds, PROBE_SECONDS if self._proof is None else PROOF_SECONDS)
         answer = asyncio.ensure_future(self._sent.get())

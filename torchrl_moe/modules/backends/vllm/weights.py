@@ -46,13 +46,7 @@ class _Loaded:
 
 
 class AdapterVersions:
-    """The versions of a trainer's adapter in one ``AsyncLLM``.
-
-    Args:
-        engine: the ``AsyncLLM``.
-        requests: of the engine; those without an adapter of their own get ours.
-        check: called with what is about to be done; raises if the engine cannot do that now.
-    """
+    """The versions of a trainer's adapter in one ``AsyncLLM``."""
 
     def __init__(self, engine: Any, requests: EngineRequests, check: Callable[[str], None] = lambda _: None) -> None:
         self._engine, self._requests, self._check = engine, requests, check
@@ -63,15 +57,7 @@ class AdapterVersions:
         self._leaving: set[asyncio.Task[None]] = set()
 
     def init(self, options: Mapping[str, Any], replaced: bool) -> None:
-        """Note the weight store's ``folder``.
-
-        Args:
-            options: with the folder.
-            replaced: whether the weights are no longer those that the engine was started from.
-
-        Raises:
-            ValueError: the engine was started without LoRA, or its weights were replaced.
-        """
+        """Note the weight store's ``folder``."""
         if self._engine.vllm_config.lora_config is None:
             raise ValueError(
                 "lora='adapter' needs an engine with LoRA, and this one was started without: pass enable_lora=True and "
@@ -86,13 +72,7 @@ class AdapterVersions:
         self._store = Path(options["folder"])
 
     async def stage(self, version: int) -> StageReport:
-        """Load a version, which no request uses yet.
-
-        Raises:
-            WeightSyncError: the store does not have it whole, or :meth:`init` was not called.
-            ManifestMismatch: the engine cannot load it, or would leave a part of it out.
-            EngineError: the engine sleeps.
-        """
+        """Load a version, which no request uses yet."""
         self._check("the update of an adapter")
         if self._store is None:
             raise WeightSyncError("the weight transport is not initialised: call init_all_workers_group() first")
@@ -199,12 +179,7 @@ class InFlight(Protocol):
 
 
 class EngineWeights:
-    """The weights of one ``AsyncLLM``.
-
-    Args:
-        engine: the ``AsyncLLM``.
-        expected: returns checkpoint name -> (dtype, shape) of what the engine was started from.
-    """
+    """The weights of one ``AsyncLLM``."""
 
     def __init__(self, engine: Any, expected: Callable[[], dict[str, Any]]) -> None:
         self.engine = engine
@@ -268,11 +243,7 @@ class EngineWeights:
         await self.engine.pause_generation(mode=mode, clear_cache=clear_cache)
 
     async def resume(self) -> None:
-        """Resume the engine for the user, after a running swap, since half-loaded weights would generate.
-
-        Raises:
-            WeightSyncError: a swap failed and left neither the old weights nor good new ones.
-        """
+        """Resume the engine for the user, after a running swap, since half-loaded weights would generate."""
         await self.no_swap()
         if self._left_paused:
             raise WeightSyncError("a weight update failed in this engine: it must be updated, or restarted, first")
@@ -281,11 +252,7 @@ class EngineWeights:
         self.accepting.set()
 
     async def deliver(self, completion: Completion) -> Completion | None:
-        """Return a completion with the versions of its tokens, once their weights have passed the check.
-
-        Returns:
-            None if they were not good: the request must start again.
-        """
+        """Return a completion with the versions of its tokens, once their weights have passed the check."""
         self._held.add(completion.request_id)
         try:
             await self._proved.wait()
@@ -297,12 +264,7 @@ class EngineWeights:
         return self.stamp(completion)
 
     def stamp(self, completion: Completion, keep: bool = False) -> Completion:
-        """Set the versions of tokens from before a swap; the others have the current version.
-
-        Args:
-            completion: changed in place.
-            keep: whether to remember the swaps, because the request continues.
-        """
+        """Set the versions of tokens from before a swap; the others have the current version."""
         marks = self._marks.get(completion.request_id, []) if keep else self._marks.pop(completion.request_id, [])
         for version, counts in reversed(marks):
             for output in completion.outputs:
@@ -312,18 +274,7 @@ class EngineWeights:
     # -- staging ----------------------------------------------------------------------------------------------------
 
     async def stage(self, version: int, verify: str, threads: int, manifest: str | None) -> StageReport:
-        """Check a version, and have the workers fetch it, while the engine serves.
-
-        Args:
-            version: its number.
-            verify: ``"digest"`` compares the digests of all bytes.
-            threads: that read and hash.
-            manifest: as JSON, for a transport that cannot look versions up.
-
-        Raises:
-            WeightSyncError: the transport was not initialised, the version is not what the engine expects, or a worker
-                could not stage it. The old weights keep serving.
-        """
+        """Check a version, and have the workers fetch it, while the engine serves."""
         if self._expected is None:
             raise WeightSyncError("the weight transport is not initialised: call init_all_workers_group() first")
         started = time.perf_counter()
@@ -387,13 +338,6 @@ class EngineWeights:
         """Replace the weights. Does not raise for a failed update: the report says how far it got.
 
         New requests wait, so that none reads old prefixes. A paused engine stays paused and gets no weight check.
-
-        Args:
-            version: what was staged.
-            pause: what happens to requests in flight.
-            clear_cache: drop cached prefixes.
-            canary: for :class:`WeightCheck`.
-            patience: seconds after which the driver gives up on the engine; the weight check gets half of what is left.
         """
         started = time.perf_counter()
         self._open_gate.clear()
@@ -483,14 +427,7 @@ class EngineWeights:
         return not isinstance(whole, BaseException) and all(whole)
 
     async def _prove(self, canary: Mapping[str, Any] | None, before: bool, deadline: float) -> tuple[float, str]:
-        """Resume; return the time of that, and why the weights were not checked, if they were not.
-
-        Args:
-            canary: for :class:`WeightCheck`.
-            before: whether to send the check before resuming, so that the first step answers it. Otherwise nothing runs
-                ahead of it: all requests were aborted (and later releases accept none while paused).
-            deadline: when the driver gives up; the weight check gets half of what is left.
-        """
+        """Resume; return the time of that, and why the weights were not checked, if they were not."""
         question = WeightCheck(self.engine, canary, f"weight-probe-{self._swaps}")
         if before:
             await question.send()
@@ -531,14 +468,7 @@ def _words(error: BaseException | None) -> str | None:
 
 
 class EngineWeightCommands(WeightCommands):
-    """The part of ``EngineProcess`` that updates weights.
-
-    Args:
-        weights: of the engine.
-        requests: of the engine.
-        adapters: of a trainer that sends no weights.
-        swap: replaces weights, in an engine that may sleep; default: that of ``weights``.
-    """
+    """The part of ``EngineProcess`` that updates weights."""
 
     def __init__(
         self,

@@ -101,9 +101,6 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         The manifest is JSON, parsed in the thread. If this version is being staged already, that continues: some
         workers may have started while another has to be asked again.
-
-        Returns:
-            False if an earlier version is still in the way: ask again.
         """
         receiver = self._open()
         asked = (manifest, receiver, verify)
@@ -178,11 +175,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 class TensorStream:
-    """A version's tensors, one by one, for a model's loader. ``taken`` counts how many it took.
-
-    Args:
-        tensors: name -> tensor.
-    """
+    """A version's tensors, one by one, for a model's loader. ``taken`` counts how many it took."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.taken = 0
@@ -200,17 +193,7 @@ class TensorStream:
 
 
 class Staging:
-    """A version on its way here: a thread fetches and checks it, while the worker's loop keeps generating.
-
-    Args:
-        manifest: the version's, as JSON.
-        receiver: the source.
-        verify: whether to compare the digests of what arrives.
-        threads: number of threads that read and hash.
-
-    Attributes:
-        manifest: the version's, once the thread has read it.
-    """
+    """A version on its way here: a thread fetches and checks it, while the worker's loop keeps generating."""
 
     def __init__(self, manifest: str, receiver: Receiver, *, verify: bool, threads: int) -> None:
         self.manifest: Manifest | None = None
