@@ -135,7 +135,8 @@ def list_names(_: Sphinx, what: str, _name: str, room: Any, __: Any, lines: list
         lines += [f"TorchRL's own, under the same names: {', '.join(f'``{public}``' for public in theirs)}.", ""]
     if errors:
         lines += [f"Errors: {', '.join(f':exc:`~{ERRORS}.{public}`' for public in errors)}.", ""]
-    lines += [line for public in own if public not in entries for line in constant(public)]
+    if hasattr(room, "__path__"):  # autodoc finds the constants of a file, and not those that a room exports
+        lines += [line for public in own if public not in entries for line in constant(public)]
 
 
 def setup(app: Sphinx) -> None:
