@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import socket
@@ -49,6 +50,23 @@ def test_somebody_who_says_nothing_holds_nobody_up(listener: Listener) -> None:
     with socket.create_connection((listener.address.host, listener.address.port)), dial(listener.address) as right:
         right.send_bytes(b"hello")
         assert right.recv_bytes() == b"hello"
+
+
+def test_hundreds_who_say_nothing_hold_few_threads_and_keep_nobody_out(listener: Listener) -> None:
+    def threads() -> int:
+        return sum(thread.name == "driver" for thread in threading.enumerate())
+
+    with contextlib.ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection((listener.address.host, listener.address.port)))
+            for _ in range(300)
+        ]
+        until(lambda: threads() <= listener_module.MOST_STRANGERS)
+        assert silent[0].recv(1 << 16) is not None  # the actor's greeting; then the end, not 20 s of waiting
+        until(lambda: silent[0].recv(1 << 16) == b"")
+        with dial(listener.address) as right:
+            right.send_bytes(b"hello")
+            assert right.recv_bytes() == b"hello"
 
 
 def test_an_error_as_somebody_comes_in_leaves_the_door_open(

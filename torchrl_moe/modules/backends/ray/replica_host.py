@@ -19,6 +19,7 @@ import logging
 import secrets
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -169,6 +170,7 @@ def _begun(keyed: hmac.HMAC, number: int, length: bytes) -> hmac.HMAC:
 
 
 DIAL_SECONDS = 20
+MOST_STRANGERS = 32
 RETRY_SECONDS = 0.2
 # A machine that is switched off sends nothing: it is probed after 10 s of silence, then every 5 s, and counts as gone
 # when three probes are unanswered. Linux sends no probes while data is unacknowledged: that has as long, in
@@ -191,6 +193,7 @@ class Listener:
     def __init__(self, host: str, welcome: Callable[[SealedConnection], None]) -> None:
         self._welcome = welcome
         self._closed = threading.Event()
+        self._strangers: deque[socket.socket] = deque()
         self._socket = socket.create_server((host, 0))
         self.address = Address(host=host, port=self._socket.getsockname()[1], key=secrets.token_bytes(32))
         self._thread = threading.Thread(target=self._listen, name="listener", daemon=True)
@@ -203,13 +206,20 @@ class Listener:
             except OSError:  # closed; or the visitor has left, or there are too many open files just now
                 self._closed.wait(RETRY_SECONDS)
             else:
+                # whoever has shown no key holds a thread: of too many the first goes, so that a driver always comes in
+                self._strangers.append(visitor)
+                if len(self._strangers) > MOST_STRANGERS:
+                    with contextlib.suppress(OSError, IndexError):  # it has just left, or come in
+                        self._strangers.popleft().shutdown(socket.SHUT_RDWR)
                 threading.Thread(target=self._let_in, args=(visitor,), name="driver", daemon=True).start()
 
     def _let_in(self, visitor: socket.socket) -> None:
-        with (
-            contextlib.suppress(AuthenticationError, EOFError, OSError),
-            _prove(visitor, self.address.key, is_actor=True) as connection,
-        ):
+        with contextlib.suppress(AuthenticationError, EOFError, OSError), contextlib.ExitStack() as stack:
+            try:
+                connection = stack.enter_context(_prove(visitor, self.address.key, is_actor=True))
+            finally:
+                with contextlib.suppress(ValueError):  # it was sent away
+                    self._strangers.remove(visitor)
             self._welcome(connection)
 
     def close(self) -> None:
