@@ -5,8 +5,8 @@ model is small, so that head and loss dominate: with a large body the ratio of t
 measurement runs in its own process; memory is the growth of the peak resident set over a whole step, the
 parameters' gradients included.
 
-Then the head alone, over all words and over those that a sampler kept: lists of 20 kept words, of some hundreds, and of
-5 excluded words.
+Then the head alone, over the whole vocabulary and over what a sampler kept: lists of 20 kept tokens, of some hundreds,
+and of 5 excluded ones.
 
 ``python -m benchmarks.logprob_memory [--quick]``. The curves go to ``runs/bench/logprob_memory.png``.
 """
@@ -197,7 +197,7 @@ def score(sampler: str, case: Case) -> Measured:
 
 
 def kept_rows(quick: bool) -> list[Row]:
-    """Compare the cost of the head over kept words with that over all words."""
+    """Compare the cost of the head over kept tokens with that over all words."""
     case = (
         Case(vocabulary=2_048, lengths=(64,), hidden=64)
         if quick

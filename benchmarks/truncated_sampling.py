@@ -1,8 +1,8 @@
-"""What recording the kept words of truncated sampling gains, and what it costs.
+"""What recording the kept tokens of truncated sampling gains, and what it costs.
 
 Gain: fresh on-policy rollouts of a tiny MoE, real vLLM in float32, routes replayed, so trainer and engine agree to
 rounding. The rows say how far log-probs over all words are off, and what GRPO and GSPO clip because of it, with and
-without the kept words. Cost: tokens per second with the hook in the sampler and without it, in pairs, and bytes per
+without the kept tokens. Cost: tokens per second with the hook in the sampler and without it, in pairs, and bytes per
 token, at 32 768 words. That model's weights are random, so its distributions are flat, and top_p keeps most words.
 """
 
@@ -55,7 +55,7 @@ def engine_of(folder: Path, **config: Any) -> AsyncVLLM:
 
 
 def without_words(batch: TensorDictBase) -> TensorDictBase:
-    """Return the batch without its record of kept words."""
+    """Return the batch without its record of kept tokens."""
     return lazy_stack([row.exclude(("sampling", "kept")) for row in batch.unbind(0)])
 
 
@@ -96,7 +96,7 @@ def worth() -> tuple[list[Row], dict[str, list[float]]]:
                 shown[words] = [float(far.mean()), float(near.mean()), gspo, gspo_kept]
                 rows.append(
                     Row(
-                        claim=f"{words}: |dlogp| mean without kept words; with, mean; with, max",
+                        claim=f"{words}: |dlogp| mean without kept tokens; with, mean; with, max",
                         value=f"{far.mean():.1e}; {near.mean():.1e}; {near.max():.1e}",
                         target=f"max <= {BOUND:.0e}",
                         met=bool(near.max() <= BOUND),
@@ -117,7 +117,7 @@ def draw(shown: dict[str, list[float]]) -> None:
     gaps, clips = figure.subplots(1, 2)
     names, places = list(shown), np.arange(len(shown))
     for axes, first in ((gaps, 0), (clips, 2)):
-        for offset, label, column in ((-0.2, "over all words", first), (0.2, "over the kept words", first + 1)):
+        for offset, label, column in ((-0.2, "over all words", first), (0.2, "over the kept tokens", first + 1)):
             axes.barh(places + offset, [shown[name][column] for name in names], 0.36, label=label)
         axes.set_yticks(places, names if axes is gaps else [""] * len(names))
         axes.invert_yaxis()
@@ -158,9 +158,9 @@ def cost() -> list[Row]:
                 engine.collective_rpc("torchrl_moe_masks", args=(True,))
                 ratios.append(on / off)
             fast = statistics.median(ratios)
-            claim = f"{words}, {WORDS} words: tokens/s with kept words / without"
+            claim = f"{words}, {WORDS} words: tokens/s with kept tokens / without"
             rows.append(Row(claim=claim, value=median_range(ratios), target=f">= {SPEED}", met=fast >= SPEED))
-            claim = f"{words}, {WORDS} words: bytes of a token's kept words"
+            claim = f"{words}, {WORDS} words: bytes of a token's kept tokens"
             rows.append(Row(claim=claim, value=f"{statistics.mean(sizes):.0f}"))
     return rows
 

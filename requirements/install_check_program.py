@@ -83,7 +83,7 @@ def words_of(answer: Any, vocabulary: int) -> list[Tensor | None]:
         return [None] * ANSWER
     tokens = KeptTokens(ids=torch.from_numpy(kept.ids.copy()), sizes=torch.from_numpy(kept.sizes.copy()))
     tokens.validate(vocabulary=vocabulary, num_tokens=ANSWER, tokens=ids_of(answer)[-ANSWER:])
-    return [tokens.words(at, vocabulary=vocabulary) if size else None for at, size in enumerate(tokens.sizes.tolist())]
+    return [tokens.ids_of(at, vocabulary=vocabulary) if size else None for at, size in enumerate(tokens.sizes.tolist())]
 
 
 @torch.no_grad()

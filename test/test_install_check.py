@@ -141,7 +141,7 @@ def test_the_page_has_a_row_per_environment_and_the_figures() -> None:
         "",
         "| largest difference of a log-prob, float32 | oldest | newest |",
         "| --- | --- | --- |",
-        "| all words | 1.4e-06 | 0.0e+00 |",
+        "| the whole vocabulary | 1.4e-06 | 0.0e+00 |",
         "| score() |  | 2.0e-06 |",
     ]
 

@@ -19,7 +19,7 @@ from support.vllm_uses import OWN, Report, uses
 ROOT = Path(__file__).parents[1]
 CACHE = Path.home() / ".cache" / "torchrl_moe"
 FAULT = """
-def why_live(config):
+def forced_routing_unavailable_reason(config):
     return "" if config.model_config.enable_return_routed_experts else "the engine captures no routes"
 """
 """With this line no engine started on 0.31 or later, where the field is one of ``aux_output_config``."""

@@ -583,7 +583,7 @@ async def two_turns(data: TensorDictBase, ask: Ask) -> float:
         (lambda: chat(1, turns=2), {}, {}, "forced"),
         (two_turns, {}, {}, "forced"),
         (two_turns, {}, {"on_resume": "live"}, "live"),
-        (two_turns, {"why_live": "it speculates"}, {}, "live"),
+        (two_turns, {"forced_routing_unavailable_reason": "it speculates"}, {}, "live"),
     ],
     ids=["environment", "function", "live", "unable"],
 )

@@ -1,4 +1,4 @@
-"""Kept words keep their values through every container they pass; wrong ones are found and named."""
+"""Kept tokens keep their values through every container they pass; wrong ones are found and named."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ def test_any_mask_comes_back_whole_and_of_some_tokens(mask: Tensor, data: st.Dat
 
 def test_the_words_of_a_token() -> None:
     one = by_hand()
-    assert [one.words(t, vocabulary=V).tolist() for t in range(4)] == [
+    assert [one.ids_of(t, vocabulary=V).tolist() for t in range(4)] == [
         [0, 1, 2, 3, 4],
         [2, 4],
         [0, 1, 2, 3, 4],
         [0, 2, 3, 4],
     ]
-    assert one.words(-3, vocabulary=V).tolist() == [2, 4]
+    assert one.ids_of(-3, vocabulary=V).tolist() == [2, 4]
 
 
 # validate
@@ -225,14 +225,14 @@ def test_a_lazy_stack_without_samples_is_padded_too() -> None:
 @pytest.mark.parametrize("token", [True, None, 4, -5, 1.0, "a"])
 def test_the_words_of_no_token(token: Any) -> None:
     with pytest.raises(ValueError, match=r"^token must be"):
-        by_hand().words(token, vocabulary=V)
+        by_hand().ids_of(token, vocabulary=V)
     with pytest.raises(ValueError, match="index the batch first"):
-        lazy_stack([by_hand(), by_hand()]).words(1, vocabulary=V)
+        lazy_stack([by_hand(), by_hand()]).ids_of(1, vocabulary=V)
 
 
 def test_sizes_of_int8_do_not_wrap() -> None:
     one = KeptTokens(ids=torch.arange(128), sizes=torch.tensor([-128], dtype=torch.int8)).validate(vocabulary=200)
-    assert one.words(0, vocabulary=130).tolist() == [128, 129]
+    assert one.ids_of(0, vocabulary=130).tolist() == [128, 129]
 
 
 def test_what_cannot_be_padded() -> None:

@@ -1,4 +1,4 @@
-"""Numbers of kept words, by hand, and their figure."""
+"""Numbers of kept tokens, by hand, and their figure."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def agreement() -> Any:
 
 
 def kept() -> Any:
-    return kept_figure({"top_p=0.9": [1, 5, 9], "top_k=4": [4, 4]}, 64, "kept words")
+    return kept_figure({"top_p=0.9": [1, 5, 9], "top_k=4": [4, 4]}, 64, "kept tokens")
 
 
 def staleness() -> Any:

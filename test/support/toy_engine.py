@@ -179,7 +179,9 @@ async def start(arguments: dict[str, Any]) -> tuple[ToyEngine, ReplicaInfo, Load
     if how.get("shared"):
         KEPT.append(SharedMemory(create=True, size=1 << 12))
         name = KEPT[0].name
-    info = ReplicaInfo(model=name, layout=None, max_model_len=8, why_live="the engine captures no routes")
+    info = ReplicaInfo(
+        model=name, layout=None, max_model_len=8, forced_routing_unavailable_reason="the engine captures no routes"
+    )
     return ToyEngine(), info, Load(3, 2, 0.5), None
 
 

@@ -134,7 +134,7 @@ def test_bad_rows_are_refused_as_a_real_engine_refuses_them(rows: Any, error: ty
 
 
 def test_a_model_that_cannot_follow_refuses_what_asks_for_it() -> None:
-    unable = replace(OLD, why_live="it speculates")
+    unable = replace(OLD, forced_routing_unavailable_reason="it speculates")
     for fields in ({"rows": rows_of(6)}, {"rows": None, "on_resume": "forced"}):
         with pytest.raises(ValueError, match="cannot follow recorded experts: it speculates"):
             follow(model=unable, **fields)
@@ -149,7 +149,7 @@ def test_a_model_that_cannot_follow_refuses_what_asks_for_it() -> None:
         (NEW, {}, "forced"),
         (NEW, {"on_resume": "forced"}, "forced"),
         (NEW, {"on_resume": "live"}, "live"),
-        (replace(NEW, why_live="it speculates"), {}, "live"),
+        (replace(NEW, forced_routing_unavailable_reason="it speculates"), {}, "live"),
     ],
 )
 def test_an_answer_in_parts_says_how_the_later_ones_read_the_earlier(model: FakeModel, fields: Any, how: str) -> None:

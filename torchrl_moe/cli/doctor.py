@@ -388,7 +388,7 @@ def _look_at_engine(
     output = answer.outputs[0]
     routes = output.routed_experts
     shape = None if routes is None else list(routes.shape)
-    follows = "yes" if not info.why_live else f"no: {info.why_live}"
+    follows = "yes" if not info.forced_routing_unavailable_reason else f"no: {info.forced_routing_unavailable_reason}"
     rows += [
         ["engine", f"{kind} {info.engine_version.removeprefix(kind).strip()}, {info.dtype}"],
         ["returns routes", "no" if shape is None else f"yes: {shape[0]} rows, {shape[1]} layers, {shape[2]} experts"],
@@ -401,7 +401,7 @@ def _look_at_engine(
         "dtype": info.dtype,
         "routes": shape,
         "log_probs": output.logprobs is not None,
-        "follows": not info.why_live,
+        "follows": not info.forced_routing_unavailable_reason,
     }
     wanted = len(QUESTION) + len(output.token_ids) - 1
     if found["replayable"] is not False and (shape is None or layout is None):

@@ -70,7 +70,7 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
     >>> kept = KeptTokens(ids=torch.tensor([7, 3, 5]), sizes=torch.tensor([0, 2, -1])).validate(vocabulary=9)
     >>> kept
     KeptTokens(shape=[T=3], tokens with ids cut off=2, ids=3, nbytes=48)
-    >>> [kept.words(t, vocabulary=9).tolist() for t in (1, 2)]
+    >>> [kept.ids_of(t, vocabulary=9).tolist() for t in (1, 2)]
     [[3, 7], [0, 1, 2, 3, 4, 6, 7, 8]]
     """
 
@@ -166,7 +166,7 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
             ids=ids.view(*shape, most), sizes=sizes.view(*shape, length), batch_size=shape, device=self.device
         )
 
-    def words(self, token: int, *, vocabulary: int) -> torch.Tensor:
+    def ids_of(self, token: int, *, vocabulary: int) -> torch.Tensor:
         """Return the ids, ascending, that one token of one sample was sampled from.
 
         Raises:

@@ -234,7 +234,7 @@ def kept_figure(counts: Mapping[str, Any], vocabulary: int, title: str = "") -> 
     axes.set_xscale("log", base=2)
     axes.set(xlabel="words that a token was sampled from", ylabel="share of tokens")
     axes.grid(alpha=0.3)
-    legend_above(axes, title or "kept words per token")
+    legend_above(axes, title or "kept tokens per token")
     return figure
 
 

@@ -509,7 +509,7 @@ def show_samples(
 ) -> None:
     """Show the last rollouts of a batch token by token, colored by what is known of each token.
 
-    In a notebook a hover title says of a token its id, text, log-prob, version, number of kept words, and experts. In
+    In a notebook a hover title says of a token its id, text, log-prob, version, number of kept tokens, and experts. In
     a terminal it is rich that colors, and without rich, or in a file, each run of one label is a line.
 
     Args:

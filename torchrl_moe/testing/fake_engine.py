@@ -111,7 +111,7 @@ class FakeReplica(Commands):
         start_seconds: float = 0.0,
         fail_start: str = "",
         script: Script | None = None,
-        why_live: str = "",
+        forced_routing_unavailable_reason: str = "",
     ) -> None:
         self.index = index
         self.seed = seed
@@ -122,7 +122,9 @@ class FakeReplica(Commands):
         self.start_seconds = start_seconds
         self.fail_start = fail_start
         self.answer_script = script
-        self.why_live = why_live or ("" if layout else "the engine captures no routes")
+        self.forced_routing_unavailable_reason = forced_routing_unavailable_reason or (
+            "" if layout else "the engine captures no routes"
+        )
         self.probe_report = ProbeReport(core_answered=True)
         self.version = 0
         self.log_path = None
@@ -157,7 +159,11 @@ class FakeReplica(Commands):
         if timeout < self.start_seconds:
             raise EngineError(f"replica {self.index} was not ready within {timeout:g} s")
         return ReplicaInfo(
-            model="fake", layout=self.layout, max_model_len=1 << 20, engine_version="fake", why_live=self.why_live
+            model="fake",
+            layout=self.layout,
+            max_model_len=1 << 20,
+            engine_version="fake",
+            forced_routing_unavailable_reason=self.forced_routing_unavailable_reason,
         )
 
     @property
@@ -346,7 +352,9 @@ class FakeReplica(Commands):
             return [self._so_far(entry) for entry in self._running.values()]
 
     def _model(self) -> FakeModel:
-        return FakeModel(self.seed, self.version, self.layout, self.answer_script, self.why_live)
+        return FakeModel(
+            self.seed, self.version, self.layout, self.answer_script, self.forced_routing_unavailable_reason
+        )
 
     def _complete(self, entry: _Running) -> Completion:
         completion, given = self._so_far(entry), entry.request.resume
@@ -408,7 +416,7 @@ class FakeAsyncVLLM(EngineInterface):
         max_concurrent_requests: int | Literal["auto"] | None = "auto",
         faults: FaultPolicy | None = None,
         script: Script | None = None,
-        why_live: str = "",
+        forced_routing_unavailable_reason: str = "",
     ) -> None:
         check_number("num_replicas", num_replicas, 1, 1 << 16, whole=True)
         settings: dict[str, Any] = {
@@ -417,7 +425,7 @@ class FakeAsyncVLLM(EngineInterface):
             "token_seconds": token_seconds,
             "refuse": refuse,
             "script": script,
-            "why_live": why_live,
+            "forced_routing_unavailable_reason": forced_routing_unavailable_reason,
         }
 
         def make_replica(index: int) -> FakeReplica:

@@ -47,11 +47,11 @@ class FakeModel:
     version: int
     layout: RoutingLayout | None
     script: Script | None = None
-    why_live: str = ""
+    forced_routing_unavailable_reason: str = ""
 
     def checked(self, request: Request) -> Request:
         """Return a request as :meth:`answer` takes it, by the same rules as a real engine."""
-        return RequestRoutes(self.layout, self.why_live).checked(request)
+        return RequestRoutes(self.layout, self.forced_routing_unavailable_reason).checked(request)
 
     def answer(self, request: Request, prompt: NDArray[np.int64], index: int, tokens: int) -> CompletionOutput:
         """Return an answer with up to ``tokens`` tokens more than what the request resumes."""
@@ -78,7 +78,7 @@ class FakeModel:
             routed_experts=None if routes is None else routes[known_rows:],
             kept=_kept(request, token_ids),
         )
-        follows = RequestRoutes(self.layout, self.why_live).follows(request, first)
+        follows = RequestRoutes(self.layout, self.forced_routing_unavailable_reason).follows(request, first)
         plain = SimpleNamespace(detokenize=False)
         whole = join(index, first, rest, plain, _text, "forced" if follows else "live")
         return replace(whole, text=_text(whole.token_ids.tolist()))  # the cut may fall within a character

@@ -273,10 +273,12 @@ def test_a_request_continues_from_what_it_resumes(one: tuple[Replica, Kind]) -> 
 def test_a_request_follows_recorded_experts_or_the_reason_against_is_reported(one: tuple[Replica, Kind]) -> None:
     replica, kind = one
     info, ids = replica.wait_ready(SECONDS), (65, 66, 67, 68)
-    if info.why_live:
+    if info.forced_routing_unavailable_reason:
         rows = np.full((1, 1, 1), -1, np.int8)
         bad, good = replica.submit([ids_request("bad", ids, routed_experts=rows), *requests(1, kind.quick)])
-        with pytest.raises(ValueError, match=f"cannot follow recorded experts: {info.why_live}"):
+        with pytest.raises(
+            ValueError, match=f"cannot follow recorded experts: {info.forced_routing_unavailable_reason}"
+        ):
             bad.result(SECONDS)
         assert good.result(SECONDS).request_id == "r0"
         return

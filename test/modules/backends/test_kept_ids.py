@@ -130,7 +130,7 @@ def test_words_named_step_by_step_are_those_of_the_mask(mask: torch.Tensor, data
 
 @pytest.mark.parametrize("steps", [[[1, 5], [1, 6]], [[2, 5], [0, 6]], [[0, 5], [1]]])
 def test_words_of_tokens_in_no_order_are_no_words(steps: list[list[int]]) -> None:
-    with pytest.raises(EngineError, match="the engine reported kept words for the tokens"):
+    with pytest.raises(EngineError, match="the engine reported kept tokens for the tokens"):
         KeptIds.of_steps([np.array(step, np.int32) for step in steps], 4)
 
 

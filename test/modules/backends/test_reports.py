@@ -34,4 +34,4 @@ def test_a_report_does_not_change(report: object) -> None:
 
 
 def test_an_engine_can_follow_routes_unless_it_says_why_not() -> None:
-    assert ReplicaInfo(model="m", layout=None, max_model_len=8).why_live == ""
+    assert ReplicaInfo(model="m", layout=None, max_model_len=8).forced_routing_unavailable_reason == ""

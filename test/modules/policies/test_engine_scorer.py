@@ -91,7 +91,7 @@ def test_what_the_batch_says_reaches_the_engine(fake: FakeAsyncVLLM) -> None:
 
 
 def test_pads_are_no_tokens_of_a_request(fake: FakeAsyncVLLM) -> None:
-    """Prompts are padded on the left, answers on the right; routes and kept words with them."""
+    """Prompts are padded on the left, answers on the right; routes and kept tokens with them."""
     (replica,) = fake.replicas
     padded = rollout(fake, 3, 5, pad=True, top_k=2)
     replica.submitted.clear()
@@ -149,7 +149,7 @@ def test_a_batch_that_cannot_be_scored_is_named(fake: FakeAsyncVLLM) -> None:
 
 
 def test_an_engine_that_cannot_follow_says_so() -> None:
-    able, unable = FakeAsyncVLLM(), FakeAsyncVLLM(why_live="FancyRouter")
+    able, unable = FakeAsyncVLLM(), FakeAsyncVLLM(forced_routing_unavailable_reason="FancyRouter")
     batch = rollout(able, 3)
     with pytest.raises(RequestRefusedError, match="FancyRouter"):
         scorer(unable)(batch)

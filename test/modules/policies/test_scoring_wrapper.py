@@ -135,7 +135,7 @@ def sampled_reference(twin: RouterReplay, one: TensorDictBase, temperature: floa
     scores = []
     for t, row in enumerate(logits, start=1):
         kept = one.get(KEPT, None)
-        words = torch.arange(VOCABULARY) if kept is None else kept.words(t, vocabulary=VOCABULARY)
+        words = torch.arange(VOCABULARY) if kept is None else kept.ids_of(t, vocabulary=VOCABULARY)
         dist = torch.distributions.Categorical(logits=row[words])
         scores.append((dist.log_prob((words == one[FULL][t]).nonzero()[0, 0]), dist.entropy()))
     log_probs, entropies = zip(*scores, strict=True)
@@ -193,7 +193,7 @@ def test_dense_distributions_are_those_that_were_sampled(
         torch.testing.assert_close(spread[i][mask[i]][1:], entropy, atol=2e-5, rtol=0)
         kept = one.get(KEPT, None)
         for t, row in enumerate(probabilities[i][mask[i]]):
-            left = VOCABULARY if kept is None else len(kept.words(t, vocabulary=VOCABULARY))
+            left = VOCABULARY if kept is None else len(kept.ids_of(t, vocabulary=VOCABULARY))
             assert int((row > 0).sum()) <= left
     torch.testing.assert_close(
         actor.score(batch)[0][mask], log_probs[mask] * scored_mask(mask)[mask], atol=2e-5, rtol=0

@@ -88,7 +88,7 @@ def words(output: CompletionOutput, t: int) -> Tensor:
         return torch.arange(VOCABULARY)
     kept = KeptTokens(ids=torch.from_numpy(output.kept.ids), sizes=torch.from_numpy(output.kept.sizes))
     kept.validate(vocabulary=VOCABULARY, tokens=torch.from_numpy(output.token_ids))
-    return kept.words(t, vocabulary=VOCABULARY)
+    return kept.ids_of(t, vocabulary=VOCABULARY)
 
 
 def check_words(sampling: str, output: CompletionOutput, logits: Tensor) -> None:

@@ -37,7 +37,7 @@ def shown(value: Any) -> str:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[FakeAsyncVLLM]:
-    with FakeAsyncVLLM(2, why_live="fake") as made:
+    with FakeAsyncVLLM(2, forced_routing_unavailable_reason="fake") as made:
         yield made
 
 

@@ -308,11 +308,15 @@ def test_what_cannot_be_followed_is_refused_before_anything_is_sent(serve: Any, 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"), [({"why_live": "it speculates"}, "it speculates"), ({"layout": None}, "captures no routes")]
+    ("arguments", "why"),
+    [
+        ({"forced_routing_unavailable_reason": "it speculates"}, "it speculates"),
+        ({"layout": None}, "captures no routes"),
+    ],
 )
 def test_an_engine_that_cannot_follow_says_why(serve: Any, arguments: Any, why: str) -> None:
     engine = serve(2, **arguments)
-    assert all(info.why_live.endswith(why) for info in engine.infos)
+    assert all(info.forced_routing_unavailable_reason.endswith(why) for info in engine.infos)
     with pytest.raises(RequestRefusedError, match=f"routed_experts: .* cannot follow recorded experts: .*{why}"):
         ask(engine, IDS, routed_experts=rows_of(1))
     with pytest.raises(RequestRefusedError, match=f"on_resume='forced', but .*{why}"):
@@ -326,7 +330,7 @@ def test_an_engine_that_cannot_follow_says_why(serve: Any, arguments: Any, why: 
         ({}, {}, "forced"),
         ({}, {"on_resume": "forced"}, "forced"),
         ({}, {"on_resume": "live"}, "live"),
-        ({"why_live": "it speculates"}, {}, "live"),
+        ({"forced_routing_unavailable_reason": "it speculates"}, {}, "live"),
     ],
 )
 def test_an_answer_that_continues_says_how_it_read_its_first_part(

@@ -118,7 +118,7 @@ class KeptIds:
         places = [int(step[0]) for step in said]
         if any(one >= later for one, later in pairwise(places)) or any(len(step) == 1 for step in said):
             raise EngineError(
-                f"the engine reported kept words for the tokens {places}: positions must ascend, and each needs a word"
+                f"the engine reported kept tokens for the tokens {places}: positions must ascend, and each needs a word"
             )
         if not said:
             return None
@@ -141,7 +141,7 @@ class KeptIds:
         if not any(len(mask) for mask in masks):
             return None
         if len(masks) != tokens:
-            raise EngineError(f"the engine reported the kept words of {len(masks)} tokens, of an answer of {tokens}")
+            raise EngineError(f"the engine reported the kept tokens of {len(masks)} tokens, of an answer of {tokens}")
         steps = [np.array([place, *mask], np.int32) for place, mask in enumerate(masks) if len(mask)]
         return cls.of_steps(steps, tokens)
 
@@ -193,7 +193,7 @@ class ReplicaInfo:
     """What a replica reports once it serves.
 
     ``layout`` is ``None`` if no routes are captured. ``dtype``: torch's name of what the model computes in, if known.
-    ``why_live``: why the engine cannot follow recorded experts; empty if it can.
+    ``forced_routing_unavailable_reason``: why the engine cannot follow recorded experts; empty if it can.
     """
 
     model: str
@@ -204,7 +204,7 @@ class ReplicaInfo:
     data_parallel_size: int = 1
     engine_version: str = ""
     dtype: str = ""
-    why_live: str = ""
+    forced_routing_unavailable_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,13 +26,13 @@ class RequestRoutes:
     def __init__(
         self,
         layout: RoutingLayout | None,
-        why_live: str = "",
+        forced_routing_unavailable_reason: str = "",
         why_unscored: str = "",
         vocabulary: int | None = None,
     ) -> None:
         self._vocabulary = vocabulary
         self._layout = layout
-        self.why_live = why_live
+        self.forced_routing_unavailable_reason = forced_routing_unavailable_reason
         self._why_unscored = why_unscored
 
     def checked(self, request: Request) -> Request:
@@ -40,15 +40,20 @@ class RequestRoutes:
         if request.scoring is not None and self._why_unscored:
             raise ValueError(f"this engine cannot score: {self._why_unscored}")
         self._check_words(request)
-        if request.on_resume == "forced" and self.why_live:
-            raise ValueError(f"on_resume='forced', but this engine cannot follow recorded experts: {self.why_live}")
+        if request.on_resume == "forced" and self.forced_routing_unavailable_reason:
+            raise ValueError(
+                "on_resume='forced', but this engine cannot follow recorded experts: "
+                f"{self.forced_routing_unavailable_reason}"
+            )
         if request.on_resume == "forced" and not request.return_routed_experts:
             raise ValueError("on_resume='forced' needs return_routed_experts=True: else there is nothing to follow")
         rows, ids = request.routed_experts, request.prompt_token_ids
         if rows is None:
             return request
-        if self.why_live or self._layout is None:
-            raise ValueError(f"routed_experts: this engine cannot follow recorded experts: {self.why_live}")
+        if self.forced_routing_unavailable_reason or self._layout is None:
+            raise ValueError(
+                f"routed_experts: this engine cannot follow recorded experts: {self.forced_routing_unavailable_reason}"
+            )
         if ids is None:
             raise ValueError("routed_experts has a row per token: pass token ids in place of text")
         return replace(request, routed_experts=check_rows(rows, len(ids), self._layout))
@@ -80,7 +85,7 @@ class RequestRoutes:
         return "live" if self._is_live(request) else "forced"
 
     def _is_live(self, request: Request) -> bool:
-        return bool(self.why_live) or request.on_resume == "live"
+        return bool(self.forced_routing_unavailable_reason) or request.on_resume == "live"
 
 
 def rows_of_answer(rows: NDArray[Any], layout: RoutingLayout) -> NDArray[np.integer[Any]]:

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-# The entry ``"sampling"`` of a rollout, which records how it was sampled: the temperature and the kept words.
+# The entry ``"sampling"`` of a rollout, which records how it was sampled: the temperature and the kept tokens.
 #
 # Letters: P prompt tokens, G response tokens, T = P + G.
 

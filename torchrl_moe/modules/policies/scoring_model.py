@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 
-# The distributions that a batch was sampled from, as a scorer needs them: temperatures and kept words.
+# The distributions that a batch was sampled from, as a scorer needs them: temperatures and kept tokens.
 #
 # Letters: B samples, T tokens of the longest, N tokens to score, M word ids of all of them, V vocabulary.
 
@@ -63,13 +63,13 @@ UNSAID = (
 
 @dataclass(frozen=True, slots=True)
 class SampledFrom:
-    """For each sample: ``temperatures`` float32 ``[B]``, and the kept words; ``None`` if no word was excluded."""
+    """For each sample: ``temperatures`` float32 ``[B]``, and the kept tokens; ``None`` if no word was excluded."""
 
     temperatures: Tensor
     kept: tuple[KeptTokens | None, ...]
 
     def of_tokens(self, batch: ScoringBatch, wanted: Tensor) -> tuple[float | Tensor, Kept | None]:
-        """Return the temperature, ``[N]`` if there are several, and the kept words of the wanted tokens."""
+        """Return the temperature, ``[N]`` if there are several, and the kept tokens of the wanted tokens."""
         several = bool((self.temperatures != self.temperatures[0]).any())
         rows = self.temperatures.to(wanted.device)[:, None].expand(wanted.shape)[wanted]
         temperature: float | Tensor = rows if several else float(self.temperatures[0])

@@ -337,7 +337,7 @@ def log_prob_entry(batch: ScoringBatch, log_probs: Tensor, padded: bool) -> Any:
 def refuse_other_tokens(td: TensorDictBase, tokens_key: str, ids: Sequence[Tensor]) -> None:
     """Refuse samples of truncated sampling whose text encodes to tokens other than those sampled.
 
-    The kept words are known only for the sampled tokens.
+    The kept tokens are known only for the sampled tokens.
     """
     for i, (sample, row) in enumerate(zip(td.unbind(0), ids, strict=True)):
         own, kept = sample.get((tokens_key, "full"), None), sample.get((SAMPLING, "kept"), None)

@@ -172,7 +172,7 @@ def _plain(value: Any, key: str, sample: int) -> Any:
 # Log-probs of full sequences by an engine: what ``vLLMWrapper(generate=False)`` does.
 #
 # Tokens of a rollout follow the recorded experts (R3), at the temperature and over the words that the batch gives.
-# Text and chats are encoded, perhaps to tokens other than those sampled, so the routes and kept words of the sampled
+# Text and chats are encoded, perhaps to tokens other than those sampled, so the routes and kept tokens of the sampled
 # tokens do not apply. No gradient flows through it: it gives old log-probs from a replica that is serving anyway, or
 # those of a reference policy from an engine that is never synced, in place of a second model in the trainer.
 

@@ -188,7 +188,8 @@ class GenerationService(ReplicaService):
                 they apply to answers without tokens; the others follow their recorded experts.
             on_resume: how an answer that is resumed, after a weight swap, a preemption or by ``resume``, re-reads its
                 first part: ``"forced"``, with the experts that it was sampled with, or ``"live"``, as the model then
-                routes it. Default: forced where the engine can; else ``infos[i].why_live`` has the reason.
+                routes it. Default: forced where the engine can; else
+                ``infos[i].forced_routing_unavailable_reason`` has the reason.
 
         Returns:
             One :class:`~torchrl_moe.modules.backends.replica.Completion` for one prompt, else a list in input order.

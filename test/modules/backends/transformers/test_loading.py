@@ -20,7 +20,12 @@ from torchrl_moe.testing.tiny_moe import make_tiny_moe
 
 def test_it_says_what_it_is(plain: Loaded, plain_folder: Path) -> None:
     info = plain.info
-    assert (info.model, info.max_model_len, info.dtype, info.why_live) == (str(plain_folder), 128, "float32", "")
+    assert (info.model, info.max_model_len, info.dtype, info.forced_routing_unavailable_reason) == (
+        str(plain_folder),
+        128,
+        "float32",
+        "",
+    )
     assert info.layout == RoutingLayout(num_layers=4, moe_layers=(1, 2, 3), top_k=4, num_experts=16)
     assert info.engine_version.startswith("transformers ")
     assert plain.decoder.token_bytes == 4 * 2 * 2 * 32 * 4  # layers, keys and values, heads, width, float32
@@ -29,7 +34,10 @@ def test_it_says_what_it_is(plain: Loaded, plain_folder: Path) -> None:
 def test_a_dense_model_has_no_routes(tmp_path: Path) -> None:
     folder = save(tmp_path, "qwen3")
     engine = loaded(folder, max_model_len=None)
-    assert (engine.info.layout, engine.info.why_live) == (None, "the engine captures no routes")
+    assert (engine.info.layout, engine.info.forced_routing_unavailable_reason) == (
+        None,
+        "the engine captures no routes",
+    )
     assert engine.info.max_model_len == engine.decoder.model.config.max_position_embeddings
     with pytest.raises(ValueError, match="has no experts: a dense model"):
         loaded(folder, enable_return_routed_experts=True)

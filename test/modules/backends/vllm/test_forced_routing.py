@@ -26,10 +26,10 @@ from torchrl_moe.modules.backends.vllm.engine_requests import Forced, attach
 from torchrl_moe.modules.backends.vllm.forced_routing import (
     FORMULAS,
     ForcedRouting,
+    forced_routing_unavailable_reason,
     prove,
     routers_of,
     through_topk,
-    why_live,
 )
 
 # -- one worker's steps -----------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_rows_go_with_their_requests_in_chunks_and_beside_others(
 ) -> None:
     """With graphs, which call no Python, the routers are the same before, during and after."""
     worker = Worker(monkeypatch, enforce_eager)
-    assert worker.forced.why_live == ""
+    assert worker.forced.forced_routing_unavailable_reason == ""
     before = [vars(layer.router).get("_compute_routing") for layer in worker.model]
     assert [one is not None for one in before] == [not enforce_eager] * 3
     worker.begin(a=params_of(rows_of(3, 4, -1, 5)), b=params_of(None))
@@ -228,11 +228,11 @@ def test_an_engine_that_cannot_follow_says_why(
     room: str, fields: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = Worker(monkeypatch).vllm_config
-    assert why_live(config) == ""
+    assert forced_routing_unavailable_reason(config) == ""
     vars(getattr(config, room) if room else config).update(fields)
-    assert words in why_live(config)
+    assert words in forced_routing_unavailable_reason(config)
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")  # steps that are not compiled call Python
-    assert (why_live(config) == "") == (room == "model_config")
+    assert (forced_routing_unavailable_reason(config) == "") == (room == "model_config")
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_a_layer_whose_experts_are_chosen_elsewhere_is_named(
     with pytest.raises(ValueError, match=words):
         routers_of(worker.model)
     worker.forced.drive(False)
-    assert words in ForcedRouting(worker).why_live
+    assert words in ForcedRouting(worker).forced_routing_unavailable_reason
 
 
 # -- vLLM's routers ---------------------------------------------------------------------------------------------------
@@ -437,7 +437,7 @@ def some_rows(layout: RoutingLayout, count: int, seed: int = 0) -> NDArray[Any]:
 
 
 def layout_of(engine: AsyncVLLM) -> RoutingLayout:
-    assert engine.infos[0].why_live == ""
+    assert engine.infos[0].forced_routing_unavailable_reason == ""
     assert engine.routing_layout is not None
     return engine.routing_layout
 

@@ -118,7 +118,7 @@ def test_words_that_were_left_out_are_taken_over() -> None:
     (only,) = completion_from_vllm(output(answer(sampling_mask=masks([4, 9], [~3]))), request(), 0).outputs
     assert only.kept is not None
     assert (only.kept.ids.tolist(), only.kept.sizes.tolist()) == ([4, 9, 3], [2, -1])
-    with pytest.raises(EngineError, match="the kept words of 1 tokens, of an answer of 2"):
+    with pytest.raises(EngineError, match="the kept tokens of 1 tokens, of an answer of 2"):
         completion_from_vllm(output(answer(sampling_mask=masks([4, 9]))), request(), 0)
 
 

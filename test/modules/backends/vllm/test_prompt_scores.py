@@ -45,7 +45,7 @@ def test_a_temperature_divides() -> None:
     ("start", "rows"), [(0, [[0, 1, 2, 3], [1, 2]]), (1, [[1, 2], [1, 2, 3]]), (3, [[0, 1, 2, 3]])]
 )
 def test_words_are_those_of_the_tokens_that_logits_are_of(start: int, rows: list[list[int]]) -> None:
-    """Row t of the model's output is of token t + 1: token 2 kept words 1 and 2, token 3 all but word 0."""
+    """Row t of the model's output is of token t + 1: token 2 kept tokens 1 and 2, token 3 all but word 0."""
     params = scoring_params(sampling_params(), Scoring(kept=KEPT), np.arange(5))
     found = adjusted(LOGITS[: len(rows)], params, start)
     for row, given, words in zip(found, LOGITS, rows, strict=False):

@@ -122,7 +122,9 @@ def test_an_engine_that_does_not_name_words_gives_no_log_probs_over_less_than_al
     fields: dict[str, Any], name: str
 ) -> None:
     silent = SamplingParamsBuilder(names_words=False)
-    with pytest.raises(ValueError, match=f"^{name}=.* leaves words out, and this engine does not say which"):
+    with pytest.raises(
+        ValueError, match=f"^{name}=.* leaves vocabulary entries out, and this engine does not say which"
+    ):
         silent({**fields, "logprobs": 0})
     assert silent(fields).logprobs is None
     assert build({**fields, "logprobs": 0}).logprobs == 0

@@ -118,7 +118,7 @@ def test_a_family_follows_experts_that_it_would_not_choose(
     family: Family, engine: AsyncVLLM, request: pytest.FixtureRequest
 ) -> None:
     served, layout = SERVED[request.node.callspec.params["family"]], engine.routing_layout
-    assert engine.infos[0].why_live == ""
+    assert engine.infos[0].forced_routing_unavailable_reason == ""
     assert layout is not None
     replay = RouterReplay(family.model)
     assert replay.layers == layout.moe_layers
@@ -149,7 +149,7 @@ def test_a_family_that_cannot_follow_says_by_what_name(
     family: Family, engine: AsyncVLLM, request: pytest.FixtureRequest
 ) -> None:
     served, layout = SERVED[request.node.callspec.params["family"]], engine.routing_layout
-    assert served.why in engine.infos[0].why_live
+    assert served.why in engine.infos[0].forced_routing_unavailable_reason
     assert layout is not None
     check_live(served, family, engine)
     with pytest.raises(RequestRefusedError, match=served.why):

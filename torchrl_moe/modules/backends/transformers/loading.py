@@ -58,7 +58,7 @@ def load(arguments: EngineArguments) -> Loaded:
     layout = None if replay is None else layout_of(replay)
     decoder = _decoder(model, replay, Sampler(device, arguments.seed))
     longest = _longest(model, arguments)
-    why_live = NO_ROUTES if layout is None else ""
+    forced_routing_unavailable_reason = NO_ROUTES if layout is None else ""
     vocabulary = model.get_input_embeddings().num_embeddings
     reader = RequestReader(
         arguments=arguments,
@@ -67,7 +67,7 @@ def load(arguments: EngineArguments) -> Loaded:
         token_bytes=decoder.token_bytes,
         words=words,
         layout=layout,
-        routes=RequestRoutes(layout, why_live, vocabulary=vocabulary),
+        routes=RequestRoutes(layout, forced_routing_unavailable_reason, vocabulary=vocabulary),
         device=device,
     )
     info = ReplicaInfo(
@@ -76,7 +76,7 @@ def load(arguments: EngineArguments) -> Loaded:
         max_model_len=longest,
         engine_version=f"transformers {transformers.__version__}",
         dtype=str(model.dtype).removeprefix("torch."),
-        why_live=why_live,
+        forced_routing_unavailable_reason=forced_routing_unavailable_reason,
     )
     return Loaded(arguments=arguments, decoder=decoder, reader=reader, info=info, report=report)
 

@@ -176,7 +176,9 @@ def build_engine_args(arguments: Mapping[str, Any]) -> Any:
     if arguments.get("weight_transfer_config") is not None:
         raise ValueError("weight_transfer_config is the engine's own: choose a transport in VLLMWeightSyncScheme")
     if "return_sampling_mask" in arguments:
-        raise ValueError("return_sampling_mask: completions always say which words sampling kept; leave it out")
+        raise ValueError(
+            "return_sampling_mask: completions always say which vocabulary entries sampling kept; leave it out"
+        )
     on_cpu = current_platform.is_cpu()
     engine_args = AsyncEngineArgs(
         **{**DEFAULTS, **(ON_CPU if on_cpu else {}), **arguments, "worker_extension_cls": extension}

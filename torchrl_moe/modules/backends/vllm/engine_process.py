@@ -158,7 +158,7 @@ class EngineProcess(EngineProgram, EngineWeightCommands):
             sampling,
             routes=RequestRoutes(
                 info.layout,
-                info.why_live,
+                info.forced_routing_unavailable_reason,
                 why_unscored(engine.model_config),
                 engine.model_config.get_vocab_size(),
             ),
@@ -260,7 +260,7 @@ async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Lo
         _compat.import_engine()
     import vllm
 
-    from torchrl_moe.modules.backends.vllm.forced_routing import why_live
+    from torchrl_moe.modules.backends.vllm.forced_routing import forced_routing_unavailable_reason
     from torchrl_moe.modules.backends.vllm.load_logger import LoadLogger
 
     cpu_kernels.register()  # VLLM_PLUGINS may leave our plugin out
@@ -273,7 +273,7 @@ async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Lo
         print(f"torchrl_moe: vLLM's own processes import vLLM again: {reason}", flush=True)
     reports_masks = lift_top_k_rule(engine)
     of_worker = (await engine.collective_rpc("torchrl_moe_report", args=(reports_masks,)))[0]
-    live = why_live(engine.vllm_config) or of_worker
+    live = forced_routing_unavailable_reason(engine.vllm_config) or of_worker
     model_config = engine.model_config
     layout = None
     if engine.vllm_config.aux_output_config.enabled:
@@ -293,7 +293,7 @@ async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Lo
         data_parallel_size=engine_args.data_parallel_size,
         engine_version=vllm.__version__,
         dtype=str(model_config.dtype).removeprefix("torch."),
-        why_live=live,
+        forced_routing_unavailable_reason=live,
     )
     sampling = SamplingParamsBuilder(
         reports_masks, model_config.logprobs_mode, _compat.reads_prefix_cache(engine.vllm_config)

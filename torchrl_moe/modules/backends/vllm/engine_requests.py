@@ -191,7 +191,7 @@ def attached(params: Any, request: Request, routes: RequestRoutes) -> Any:
     if request.scoring is not None:
         assert request.prompt_token_ids is not None  # the service makes such requests this way
         params = scoring_params(params, request.scoring, request.prompt_token_ids)
-    if routes.why_live:
+    if routes.forced_routing_unavailable_reason:
         return params
     return attach(params, Forced(rows=request.routed_experts, is_live=routes.how(request) == "live"))
 

@@ -57,10 +57,10 @@ __all__ = [
     "ForcedRouting",
     "MoEScheduler",
     "follow_in_workers",
+    "forced_routing_unavailable_reason",
     "prove",
     "routers_of",
     "through_topk",
-    "why_live",
 ]
 
 PROOF_ROWS = 4
@@ -81,7 +81,7 @@ Way: TypeAlias = Callable[[Any, Compute, Callable[[int], Tensor]], Compute]
 """From a router, its own code and a function that gives the rows ``[N, K]`` to a code that follows them."""
 
 
-def why_live(config: Any) -> str:
+def forced_routing_unavailable_reason(config: Any) -> str:
     """Return why an engine of this configuration cannot follow recorded experts, or ""."""
     parallel = config.parallel_config
     if not config.aux_output_config.enabled:
@@ -141,8 +141,10 @@ class ForcedRouting:
         self._routers: dict[int, tuple[Any, Compute]] = {}
         self._always = not _calls_python(config)
         self._runner = runner
-        self.why_live = why_live(config) or self._wrap_routers(config.model_config)
-        if not self.why_live:
+        self.forced_routing_unavailable_reason = forced_routing_unavailable_reason(config) or self._wrap_routers(
+            config.model_config
+        )
+        if not self.forced_routing_unavailable_reason:
             self.drive(True)
 
     def _wrap_routers(self, model_config: Any) -> str:
@@ -452,7 +454,7 @@ class MoEScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._weight_check = ""  # the id of the last weight check's request
-        self._follows = not why_live(self.vllm_config)
+        self._follows = not forced_routing_unavailable_reason(self.vllm_config)
         if self._follows:
             self._deliver = self.aux_output_connector.take_output
             self.aux_output_connector.take_output = self._take_and_keep

@@ -67,9 +67,9 @@ class SamplingParamsBuilder:
         name = leaves_words_out(partial(getattr, params))
         if name is not None and not self._names_words:
             raise ValueError(
-                f"{name}={getattr(params, name)!r} leaves words out, and this engine does not say which: it has logits "
-                f"processors of your own, or another logprobs_mode than 'processed_logprobs'. Leave out {name}, or "
-                "logprobs"
+                f"{name}={getattr(params, name)!r} leaves vocabulary entries out, and this engine does not say which: "
+                "it has logits processors of your own, or another logprobs_mode than 'processed_logprobs'. Leave out "
+                f"{name}, or logprobs"
             )
         wrong = ""
         if not self._mode.endswith("logprobs"):
@@ -258,7 +258,7 @@ def _shortened(lists: Any, vocabulary: int) -> tuple[NDArray[np.int32], NDArray[
 
 
 def shortest(kept: NDArray[np.int32], vocabulary: int) -> NDArray[np.int32]:
-    """Return the ids of kept words, or ``~id`` of the others where these are fewer; nothing where all were kept.
+    """Return the ids of kept tokens, or ``~id`` of the others where these are fewer; nothing where all were kept.
 
     >>> shortest(np.array([0, 1, 3], np.int32), 4), shortest(np.array([2], np.int32), 4)
     (array([-3], dtype=int32), array([2], dtype=int32))
@@ -275,7 +275,7 @@ def shortest(kept: NDArray[np.int32], vocabulary: int) -> NDArray[np.int32]:
 # vLLM scores any words that a request names for each position (``prompt_logprob_token_ids``), normalised over all
 # words at temperature 1, whatever it samples with. Here a request names its own next token. Temperature and kept
 # words travel in its ``SamplingParams``, as its rows do (``forced_rows``), and the worker divides and masks logits by
-# them. (Naming all kept words instead would need no hook, but a rectangle of ids as wide as the longest list.)
+# them. (Naming all kept tokens instead would need no hook, but a rectangle of ids as wide as the longest list.)
 #
 # Letters: P prompt tokens, N tokens of a step, V vocabulary.
 
@@ -299,7 +299,7 @@ def scoring_params(params: Any, scoring: Scoring, token_ids: NDArray[Any]) -> An
 
 
 def adjust_scores(runner: Any) -> None:
-    """Make a worker's model runner score each request by its own temperature and kept words. Idempotent.
+    """Make a worker's model runner score each request by its own temperature and kept tokens. Idempotent.
 
     vLLM computes the logits of one request after another, but does not say whose they are. So each request that has
     something to adjust is handled in a call of its own.

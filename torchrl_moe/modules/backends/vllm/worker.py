@@ -288,16 +288,18 @@ class WorkerExtension:
         set_random_seed(seed)
 
     def torchrl_moe_report(self, masks: bool) -> str:
-        """Report kept words if asked, and score as sampled; return why no request can follow experts, or ""."""
+        """Report kept tokens if asked, and score as sampled; return why no request can follow experts, or ""."""
         runner = self.model_runner
         if runner.sampler is not None:  # the last pipeline stage samples
             if masks:
                 report_kept(runner)
             adjust_scores(runner)
-        return runner.torchrl_moe_forced.why_live if hasattr(runner, "torchrl_moe_forced") else ""
+        return (
+            runner.torchrl_moe_forced.forced_routing_unavailable_reason if hasattr(runner, "torchrl_moe_forced") else ""
+        )
 
     def torchrl_moe_masks(self, on: bool) -> None:
-        """Report kept words, or not, to measure the cost."""
+        """Report kept tokens, or not, to measure the cost."""
         self.model_runner.sampler.torchrl_moe_on = on
 
     def torchrl_moe_runner(self) -> str:
