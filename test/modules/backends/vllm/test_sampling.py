@@ -251,7 +251,7 @@ def test_a_refusal_is_not_remembered_as_the_answer() -> None:
 def test_a_refusal_leaves_the_answer_before_it_alone() -> None:
     builder, good = SamplingParamsBuilder(names_words=False), {"max_tokens": 2}
     assert builder(good).max_tokens == 2
-    with pytest.raises(ValueError, match="leaves words out"):
+    with pytest.raises(ValueError, match="leaves vocabulary entries out"):
         builder({"top_k": 3, "logprobs": 0, "max_tokens": 9})
     assert builder(good).max_tokens == 2
 

@@ -206,7 +206,7 @@ class Listener:
             except OSError:  # closed; or the visitor has left, or there are too many open files just now
                 self._closed.wait(RETRY_SECONDS)
             else:
-                # whoever has shown no key holds a thread: of too many the first goes, so that a driver always comes in
+                # a caller without a key holds a thread: of too many the first goes, so that a driver always comes in
                 self._strangers.append(visitor)
                 if len(self._strangers) > MOST_STRANGERS:
                     with contextlib.suppress(OSError, IndexError):  # it has just left, or come in
