@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from benchmarks.report import Row, finish
-from torchrl_moe._errors import TorchRLMoEError
+from torchrl_moe.errors import TorchRLMoEError
 from torchrl_moe.modules import AsyncVLLM, FaultPolicy
 from torchrl_moe.modules.serving.candidates import ReplicaState
 from torchrl_moe.testing.tiny_moe import save_tiny_moe

@@ -21,7 +21,7 @@ import torch
 from tensordict import set_list_to_stack
 
 from benchmarks.report import RESULTS, Row, finish
-from torchrl_moe._errors import TorchRLMoEError
+from torchrl_moe.errors import TorchRLMoEError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.render.curves import legend_above
 from torchrl_moe.trainers import MoEGRPOTrainer

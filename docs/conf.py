@@ -53,7 +53,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 autosummary_generate = False
 
-ERRORS = "torchrl_moe._errors"
+ERRORS = "torchrl_moe.errors"
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|/)([^\s)#]+)(#[^\s)]*)?(?=\))")
 
 

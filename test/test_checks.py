@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from torchrl_moe import _checks
-from torchrl_moe._errors import RouteShapeError, RouteValueError
+from torchrl_moe.errors import RouteShapeError, RouteValueError
 
 MOE = (1, 2)
 

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from torchrl_moe import _errors
-from torchrl_moe._errors import GenerationTimeout, TorchRLMoEError
+from torchrl_moe import errors as _errors
+from torchrl_moe.errors import GenerationTimeout, TorchRLMoEError
 
 LINE = re.compile(r"^(?P<indent>[ │├└─]*)(?P<name>[A-Z]\w+)(?: +\((?P<mixins>\w+(?:, \w+)*)\))?(?: |$)")
 

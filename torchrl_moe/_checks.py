@@ -24,7 +24,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from torchrl_moe._errors import RouteShapeError, RouteValueError
+from torchrl_moe.errors import RouteShapeError, RouteValueError
 
 Array: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
 Dim: TypeAlias = "int | str | EllipsisType"
@@ -240,7 +240,7 @@ def check_rows(name: str, got: int, wanted: int, *, hint: str = "") -> None:
 
     >>> check_rows("sample 3 of routed_experts", 5, 6)
     Traceback (most recent call last):
-    torchrl_moe._errors.RouteShapeError: sample 3 of routed_experts must have 6 rows, got 5.
+    torchrl_moe.errors.RouteShapeError: sample 3 of routed_experts must have 6 rows, got 5.
     """
     if got != wanted:
         raise RouteShapeError(f"{name} must have {wanted} row{'' if wanted == 1 else 's'}, got {got}.{_end(hint)}")

@@ -42,11 +42,11 @@ def attach(
     Type checkers do not see this: a room also imports the same names under ``TYPE_CHECKING``.
 
     Example:
-        >>> load, _, names = attach("torchrl_moe", {"TorchRLMoEError": "._errors"})
+        >>> load, _, names = attach("torchrl_moe", {"TorchRLMoEError": ".errors"})
         >>> names
         ['TorchRLMoEError']
         >>> load("TorchRLMoEError")
-        <class 'torchrl_moe._errors.TorchRLMoEError'>
+        <class 'torchrl_moe.errors.TorchRLMoEError'>
     """
 
     if clashes := [name for name, module in exports.items() if module == f".{name}"]:

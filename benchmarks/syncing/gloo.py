@@ -22,8 +22,14 @@ from benchmarks.syncing.store import tensors_of
 from torchrl_moe.modules.backends.commands import Commands
 from torchrl_moe.weight_update.store import Manifest, WeightStoreWriter
 from torchrl_moe.weight_update.transports.base import StageOptions, StageReport
-from torchrl_moe.weight_update.transports.gloo import GlooGroup, GlooReceiver, GlooTransport
-from torchrl_moe.weight_update.transports.meeting import Meeting, MeetingPlace, board_of
+from torchrl_moe.weight_update.transports.gloo import (
+    GlooGroup,
+    GlooReceiver,
+    GlooTransport,
+    Meeting,
+    MeetingPlace,
+    board_of,
+)
 
 NBYTES, COUNTS = 400_000_000, (231, 20_000)
 ROUNDS, WARM_UP, PATIENCE = 7, 2, 60.0

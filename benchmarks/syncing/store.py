@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.report import Row, median_range
-from torchrl_moe._errors import ManifestMismatch
+from torchrl_moe.errors import ManifestMismatch
 from torchrl_moe.modules.backends.vllm.weights import EngineWeights
 from torchrl_moe.weight_update.store import Manifest, VersionsWriter, WeightStoreReader, WeightStoreWriter
 

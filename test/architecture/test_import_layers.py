@@ -38,12 +38,11 @@ BELOW: dict[str, set[str]] = {
     "data": {"render", "_checks", "_compat", "_lazy"},
     "ops": {"render", "_checks", "_compat", "_lazy"},
     "render": {"_checks", "_compat", "_lazy"},  # takes plain data, so anyone may import it
-    "_checks": {"_errors"},
-    "_compat": {"_errors"},
+    "_checks": {"errors"},
+    "_compat": {"errors"},
     "_compat_memory": set(),
     "_compat_transformers": set(),
-    "errors": {"_errors"},  # its public face
-    "_errors": set(),
+    "errors": set(),
     "_lazy": set(),
     "": set(),  # the package's own __init__: it loads nothing, so anyone may import it
 }
@@ -174,7 +173,7 @@ def test_the_rooms_form_a_dag() -> None:
         ("__init__.py", "from torchrl_moe.data import RoutedExperts"),
         ("_compat_memory.py", "from torchrl_moe.data import KeptTokens"),
         ("collectors/x.py", "from torchrl.collectors import _private"),
-        ("_errors.py", "from torchrl_moe._checks import check_rank"),
+        ("errors.py", "from torchrl_moe._checks import check_rank"),
     ],
 )
 def test_a_wrong_import_is_found(path: str, text: str) -> None:

@@ -16,7 +16,7 @@ from support.sources import PACKAGE, ROOT
 HEAVY = ("ray", "transformers", "vllm")
 LIGHT = {
     f"import {PACKAGE}": "__init__.py",
-    f"import {PACKAGE}._errors": "_errors.py",
+    f"import {PACKAGE}._errors": "errors.py",
     f"from {PACKAGE}.data import *": "data/__init__.py",
     f"from {PACKAGE}.ops import *": "ops/__init__.py",
     f"import {PACKAGE}.objectives.functional": "objectives/functional/__init__.py",

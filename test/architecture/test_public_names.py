@@ -83,8 +83,8 @@ def test_the_list_of_missing_names_is_part_of_the_table() -> None:
 
 
 def test_resolving_tells_names_apart() -> None:
-    assert resolves("_errors", "RoutingError")
-    assert not resolves("_errors", "NoSuchError")
+    assert resolves("errors", "RoutingError")
+    assert not resolves("errors", "NoSuchError")
     assert not resolves("no_such_room", "RoutingError")
 
 

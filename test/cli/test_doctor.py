@@ -188,7 +188,7 @@ def test_an_engine_that_returns_less_is_a_problem(
 def test_an_engine_that_does_not_start_leaves_the_rest_to_be_seen(
     shelf: EngineShelf, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from torchrl_moe._errors import ReplicaDiedError
+    from torchrl_moe.errors import ReplicaDiedError
 
     def fail(*_: Any, **__: Any) -> Any:
         raise ReplicaDiedError("replica 0 did not start: no kernel\nits log")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from torchrl_moe._errors import ReplicaDiedError, RequestRefusedError, UnsupportedRouterError
 from torchrl_moe.cli.command import BadUse
 from torchrl_moe.cli.models import explain
+from torchrl_moe.errors import ReplicaDiedError, RequestRefusedError, UnsupportedRouterError
 
 
 def raised_from(error: Exception, cause: Exception) -> Exception:

@@ -23,9 +23,9 @@ from torchrl.envs.llm import ChatEnv, DatasetChatEnv
 
 from support.collecting import TOKENIZER, Questions, chat, new_weights, plain, policy_of, queries
 from support.waiting import HOUR, in_thread, until
-from torchrl_moe._errors import CollectionError, CollectionStalledError, GenerationTimeout, ReplicaDiedError
 from torchrl_moe.collectors import AsyncLLMCollector, rollouts
 from torchrl_moe.collectors.workflow import Ask, snapshots
+from torchrl_moe.errors import CollectionError, CollectionStalledError, GenerationTimeout, ReplicaDiedError
 from torchrl_moe.modules import vLLMWrapper
 from torchrl_moe.testing import FakeAsyncVLLM
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from support.collecting import Questions, chat, policy_of, queries
-from torchrl_moe._errors import CollectionError
 from torchrl_moe.collectors.collector_host import CollectorHost, unpack
+from torchrl_moe.errors import CollectionError
 from torchrl_moe.testing import FakeAsyncVLLM
 
 

@@ -14,9 +14,9 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data.llm import History
 
 from support.collecting import TOKENIZER, chat, policy_of
-from torchrl_moe._errors import RequestRefusedError
 from torchrl_moe.collectors.environments import EnvironmentPool
 from torchrl_moe.collectors.workflow import Conversation
+from torchrl_moe.errors import RequestRefusedError
 from torchrl_moe.modules import vLLMWrapper
 from torchrl_moe.modules.backends.replica import Completion, KeptIds
 from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest

@@ -17,7 +17,6 @@ from torchrl.envs.llm import ChatEnv, DatasetChatEnv
 from torchrl.envs.llm.transforms import DataLoadingPrimer
 
 from support.collecting import TOKENIZER, Questions, chat, policy_of
-from torchrl_moe._errors import CollectionError
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.collectors.environments import (
     MOST_THREADS,
@@ -26,6 +25,7 @@ from torchrl_moe.collectors.environments import (
     take_dataloader,
     with_batch_size,
 )
+from torchrl_moe.errors import CollectionError
 from torchrl_moe.testing import FakeAsyncVLLM
 
 

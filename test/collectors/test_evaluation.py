@@ -17,10 +17,10 @@ from torchrl.envs.llm import DatasetChatEnv
 from support.collecting import TOKENIZER, Questions, chat, policy_of, queries
 from support.interrupts import Interrupt
 from support.waiting import HOUR, until
-from torchrl_moe._errors import RequestRefusedError
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.collectors.async_collector import evaluate
 from torchrl_moe.collectors.environments import EnvironmentTimeoutError
+from torchrl_moe.errors import RequestRefusedError
 from torchrl_moe.testing import FakeAsyncVLLM
 
 

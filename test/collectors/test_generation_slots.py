@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from torchrl_moe._errors import EngineError, StaleReplicaError
 from torchrl_moe.collectors.group import CollectionStats
 from torchrl_moe.collectors.rollouts import GenerationSlots
+from torchrl_moe.errors import EngineError, StaleReplicaError
 from torchrl_moe.testing import FakeAsyncVLLM
 
 

@@ -16,8 +16,8 @@ from support.collecting import Questions, chat, new_weights, policy_of, queries
 from support.processes import exit_code_of
 from support.services import submitted
 from support.waiting import HOUR, in_thread, until
-from torchrl_moe._errors import CollectionError
 from torchrl_moe.collectors import AsyncLLMCollector
+from torchrl_moe.errors import CollectionError
 from torchrl_moe.modules.backends.replica import Request
 from torchrl_moe.testing import FakeAsyncVLLM
 

@@ -42,9 +42,9 @@ from support.remote_hosts import (
     start_actors,
 )
 from support.waiting import in_thread, until
-from torchrl_moe._errors import CollectionError, CollectionStalledError
 from torchrl_moe.collectors import AsyncLLMCollector, LLMCollector, RayAsyncLLMCollector, RayLLMCollector
 from torchrl_moe.collectors.remote_host import RemoteHost
+from torchrl_moe.errors import CollectionError, CollectionStalledError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.testing import FakeAsyncVLLM
 

@@ -10,9 +10,9 @@ import pytest
 import ray
 
 from support.collecting import Questions, chat, policy_of
-from torchrl_moe._errors import CollectionError
 from torchrl_moe.collectors import RayAsyncLLMCollector
 from torchrl_moe.collectors.remote_host import RemoteHost, actor_options
+from torchrl_moe.errors import CollectionError
 from torchrl_moe.testing import FakeAsyncVLLM
 
 

@@ -11,13 +11,13 @@ import pytest
 from tensordict import TensorDictBase
 
 from support.collecting import Questions, chat, new_weights, policy_of, queries
-from torchrl_moe._errors import CollectionError, EngineError
 from torchrl_moe.collectors.arguments import Settings
 from torchrl_moe.collectors.environments import EnvironmentPool
 from torchrl_moe.collectors.group import CollectionStats
 from torchrl_moe.collectors.prompt_stream import PromptStream
 from torchrl_moe.collectors.rollouts import Rollouts
 from torchrl_moe.collectors.schedule import Schedule
+from torchrl_moe.errors import CollectionError, EngineError
 from torchrl_moe.testing import FakeAsyncVLLM
 
 

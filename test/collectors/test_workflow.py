@@ -19,11 +19,11 @@ from torchrl.data.llm import History
 
 from support.collecting import Questions, chat, new_weights, policy_of, queries
 from support.waiting import PATIENCE, in_thread, until
-from torchrl_moe._errors import CollectionError, CollectionStalledError
 from torchrl_moe.collectors import AsyncLLMCollector, environments, workflow
 from torchrl_moe.collectors.async_collector import evaluate
 from torchrl_moe.collectors.environments import EnvironmentTimeoutError
 from torchrl_moe.collectors.workflow import Ask, Workflow, is_episode_function
+from torchrl_moe.errors import CollectionError, CollectionStalledError
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest
 from torchrl_moe.objectives import GRPOAdvantage

@@ -25,9 +25,9 @@ from tensordict import (
 )
 
 from support.saved import SAVED
-from torchrl_moe._errors import RouteShapeError, RouteValueError
 from torchrl_moe.data import UNSET_EXPERT, KeptTokens, RoutedExperts, RoutingLayout
 from torchrl_moe.data.routed_experts import routes_from_vllm
+from torchrl_moe.errors import RouteShapeError, RouteValueError
 
 U = UNSET_EXPERT
 LAYOUT = RoutingLayout(num_layers=3, moe_layers=(1, 2), top_k=2, num_experts=8)

@@ -11,9 +11,15 @@ from matplotlib import style
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from torchrl_moe.render.curves import PHASES, legend_above, log_ratio_figure, staleness_figure, training_figure
+from torchrl_moe.render.curves import (
+    PHASES,
+    legend_above,
+    log_ratio_figure,
+    staleness_figure,
+    timeline_figure,
+    training_figure,
+)
 from torchrl_moe.render.routes import agreement_figure, kept_figure, load_figure
-from torchrl_moe.render.timelines import timeline_figure
 
 
 def curves() -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchrl_moe.render.timelines import timeline_figure
+from torchrl_moe.render.curves import timeline_figure
 
 ROWS = [
     {"replica": -1, "phase": "publish", "start": 0.0, "seconds": 0.5},

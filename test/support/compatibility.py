@@ -13,7 +13,7 @@ from packaging.version import Version
 from torch import nn
 
 from support.families import FAMILIES, REFUSED, is_absent, runs_in_bfloat16, shared_pair
-from torchrl_moe._errors import UnsupportedRouterError
+from torchrl_moe.errors import UnsupportedRouterError
 
 PAGE = Path(__file__).parents[2] / "docs" / "replay.md"
 RELEASES = ("5.19", "5.24")

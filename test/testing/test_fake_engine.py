@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from support.waiting import until
-from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.data import RoutedExperts, RoutingLayout
+from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules.backends.replica import Completion, ProbeReport, Replica, Request
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import LAYOUT, FakeReplica

@@ -10,7 +10,7 @@ import pytest
 
 from support.completions import cut
 from support.routes import rows_of
-from torchrl_moe._errors import RouteShapeError, RouteValueError
+from torchrl_moe.errors import RouteShapeError, RouteValueError
 from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.testing.fake_engine import LAYOUT
 from torchrl_moe.testing.fake_model import FakeModel, tokens_to_come

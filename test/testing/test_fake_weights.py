@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchrl_moe._errors import DigestMismatch, EngineError, ManifestMismatch, ReplicaDiedError
+from torchrl_moe.errors import DigestMismatch, EngineError, ManifestMismatch, ReplicaDiedError
 from torchrl_moe.modules.backends.replica import Replica, SwapReport
 from torchrl_moe.testing.fake_weights import FakeFleet, FakeWeightReplica, SoftError, Stall
 from torchrl_moe.weight_update.store import WeightStoreWriter

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore
 
-from torchrl_moe._errors import RankError
+from torchrl_moe.errors import RankError
 from torchrl_moe.trainers.ranks import attempt_of
 
 

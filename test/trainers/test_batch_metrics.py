@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
-from torchrl_moe._errors import MissingEntryError
+from torchrl_moe.errors import MissingEntryError
 from torchrl_moe.trainers.run_record import batch_metrics, sample_rewards
 
 

@@ -47,7 +47,7 @@ from support.training import (
 )
 from support.waiting import until
 from torchrl_moe._compat_transformers import lowered
-from torchrl_moe._errors import CollectionError, EngineError, UnsupportedRouterError
+from torchrl_moe.errors import CollectionError, EngineError, UnsupportedRouterError
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors, model_metadata
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 from torchrl_moe.testing.fake_engine import shift_routes, wrong_ids

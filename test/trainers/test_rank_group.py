@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from support.ranks import run_as_ranks
-from torchrl_moe._errors import RankError
+from torchrl_moe.errors import RankError
 from torchrl_moe.trainers import ranks as rendezvous
 from torchrl_moe.trainers.config import ConfigError
 from torchrl_moe.trainers.ranks import Ranks, join_ranks

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import HashStore
 
 from support.waiting import until
-from torchrl_moe._errors import RankError
+from torchrl_moe.errors import RankError
 from torchrl_moe.trainers import ranks as rendezvous
 from torchrl_moe.trainers.ranks import Rendezvous
 

@@ -27,7 +27,7 @@ from support.shared_training import SHARES_IN_ALL_WAYS, learner_of
 from support.sources import ROOT
 from support.training import DLOGP_BOUND, fake_config, fake_fleet, fake_model, fake_run, numbers, rows_of
 from support.waiting import until
-from torchrl_moe._errors import RankError
+from torchrl_moe.errors import RankError
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.testing import ByteTokenizer
 from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer

@@ -11,8 +11,8 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from tensordict import set_list_to_stack
 
-from torchrl_moe._errors import RankError
 from torchrl_moe.cli.main import main as cli
+from torchrl_moe.errors import RankError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.policies.unstack import model_metadata
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe

@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from support.rollouts import BigramActor, dense, ragged, samples
-from torchrl_moe._errors import DivergedError
+from torchrl_moe.errors import DivergedError
 from torchrl_moe.objectives import GRPOLoss
 from torchrl_moe.trainers.learner import TokenStepper, lengths_of
 

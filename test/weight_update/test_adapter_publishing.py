@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from support.weights import Connect, always, weights
-from torchrl_moe._errors import ManifestMismatch, WeightSyncError
+from torchrl_moe.errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.modules.policies.unstack import model_metadata
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.testing.fake_weights import FakeFleet

@@ -16,7 +16,7 @@ from torchrl.weight_update.llm import VLLMDoubleBufferWeightReceiver as TorchRLR
 from torchrl.weight_update.llm import VLLMDoubleBufferWeightSender as TorchRLSender
 
 from support.weights import always, value_in, weights
-from torchrl_moe._errors import DigestMismatch, ManifestMismatch, WeightSyncError
+from torchrl_moe.errors import DigestMismatch, ManifestMismatch, WeightSyncError
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.testing.fake_weights import FakeFleet, SoftError
 from torchrl_moe.weight_update import (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.weights import Connect, value_in, weights
-from torchrl_moe._errors import WeightsOwnedError, WeightSyncError
+from torchrl_moe.errors import WeightsOwnedError, WeightSyncError
 from torchrl_moe.modules.backends.replica import this_process
 from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.weight_update import VLLMDoubleBufferSyncScheme

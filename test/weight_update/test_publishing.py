@@ -16,7 +16,7 @@ from torch import Tensor
 from support.manifests import note_made
 from support.ranks import run_as_ranks
 from support.weights import Connect, weights
-from torchrl_moe._errors import ManifestMismatch, WeightSyncError
+from torchrl_moe.errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors, model_metadata
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.testing.fake_weights import EXPECTED, FakeFleet

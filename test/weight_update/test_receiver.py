@@ -11,7 +11,7 @@ from torchrl.weight_update.llm import VLLMWeightReceiver as TorchRLReceiver
 from torchrl.weight_update.llm import VLLMWeightSender as TorchRLSender
 
 from support.weights import Connect, weights
-from torchrl_moe._errors import ManifestMismatch
+from torchrl_moe.errors import ManifestMismatch
 from torchrl_moe.testing.fake_weights import EXPECTED, FakeFleet
 from torchrl_moe.weight_update import VLLMWeightReceiver, VLLMWeightSender, VLLMWeightSyncScheme
 

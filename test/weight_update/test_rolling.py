@@ -11,7 +11,7 @@ import pytest
 from support.services import listening
 from support.waiting import until
 from support.weights import Connect, always, soft, value_in, weights
-from torchrl_moe._errors import EngineError, ReplicaDiedError, WeightSyncError
+from torchrl_moe.errors import EngineError, ReplicaDiedError, WeightSyncError
 from torchrl_moe.modules.serving.balancer import Lease
 from torchrl_moe.modules.serving.candidates import Recovery, ReplicaState
 from torchrl_moe.testing.fake_weights import FakeFleet, SoftError, Stall

@@ -26,7 +26,7 @@ from support.reference import TOLERANCE, Reference
 from support.services import RestartingService
 from support.waiting import in_thread, until
 from support.weights import Connect, always, soft, value_in, weights
-from torchrl_moe._errors import EngineError, ManifestMismatch, NoReplicaError, ReplicaDiedError, WeightSyncError
+from torchrl_moe.errors import EngineError, ManifestMismatch, NoReplicaError, ReplicaDiedError, WeightSyncError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState

@@ -11,7 +11,7 @@ import torch
 from support.engines import ADAPTED, EngineShelf
 from support.reference import TOLERANCE, Reference
 from support.waiting import until
-from torchrl_moe._errors import WeightSyncError
+from torchrl_moe.errors import WeightSyncError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.testing import make_tiny_moe

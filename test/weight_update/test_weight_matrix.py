@@ -15,7 +15,7 @@ import pytest
 from support.engines import EngineShelf, start_engine
 from support.reference import TOLERANCE
 from support.versions import SECONDS, Versions, ask, let_run, random_ids
-from torchrl_moe._errors import EngineError, SyncTimeout, WeightSyncError
+from torchrl_moe.errors import EngineError, SyncTimeout, WeightSyncError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.weight_update.transports.base import StageOptions

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from support.engines import EngineShelf
 from support.reference import TOLERANCE
-from torchrl_moe._errors import ManifestMismatch
+from torchrl_moe.errors import ManifestMismatch
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
 

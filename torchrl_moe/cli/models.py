@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrl_moe._errors import RequestRefusedError, TorchRLMoEError, UnsupportedRouterError
 from torchrl_moe.cli.command import BAD_USE, PROBLEM, BadUse, note
+from torchrl_moe.errors import RequestRefusedError, TorchRLMoEError, UnsupportedRouterError
 
 __all__ = [
     "EXTRAS",
@@ -161,7 +161,7 @@ def try_replay(config: Any) -> Replayable:
 def _try(config: Any, layers_with_experts: int) -> Replayable:
     import torch
 
-    from torchrl_moe._errors import UnsupportedRouterError
+    from torchrl_moe.errors import UnsupportedRouterError
     from torchrl_moe.modules.replay.router_replay import RouterReplay
 
     try:

@@ -64,7 +64,7 @@ def connected(name: str | None, namespace: str | None) -> Iterator[tuple[str, Se
     """Join a service of the Ray cluster, and leave it again."""
     if find_spec("ray") is None:
         raise BadUse(f"services with a name run in Ray: top {missing_extra('ray')}. {_where_else()}")
-    from torchrl_moe._errors import EngineError
+    from torchrl_moe.errors import EngineError
     from torchrl_moe.modules import AsyncVLLM
 
     try:

@@ -17,7 +17,6 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 from tqdm.auto import tqdm
 
-from torchrl_moe._errors import CollectionError, RequestRefusedError
 from torchrl_moe.collectors.arguments import EnvLike, GroupFilter, policy_of, pool_of, refuse, settings_of, source_of
 from torchrl_moe.collectors.environments import MAX_TURNS, EnvironmentPool, gather
 from torchrl_moe.collectors.group import CollectionStats
@@ -26,6 +25,7 @@ from torchrl_moe.collectors.reports import Reports
 from torchrl_moe.collectors.rollouts import Delivery, Rollouts
 from torchrl_moe.collectors.schedule import Order, Schedule
 from torchrl_moe.collectors.workflow import Workflow, snapshots
+from torchrl_moe.errors import CollectionError, RequestRefusedError
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest, vLLMWrapper
 from torchrl_moe.modules.serving.event_loop import EventLoop

@@ -15,9 +15,9 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_moe._errors import CollectionError, EngineError
 from torchrl_moe.collectors.arguments import EnvLike
 from torchrl_moe.collectors.async_collector import evaluate
+from torchrl_moe.errors import CollectionError, EngineError
 from torchrl_moe.modules.serving.candidates import ReplicaState
 
 __all__ = ["CollectorHost", "pack", "unpack"]

@@ -20,7 +20,7 @@ from torchrl.envs.llm import ChatEnv
 from torchrl.envs.llm.transforms import DataLoadingPrimer, RayDataLoadingPrimer
 from torchrl.envs.transforms import Compose, Transform
 
-from torchrl_moe._errors import CollectionError
+from torchrl_moe.errors import CollectionError
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.prompts import NOT_THE_TEMPLATES, OPTIONS
 from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest, vLLMWrapper

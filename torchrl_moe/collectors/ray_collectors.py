@@ -1,4 +1,4 @@
-"""The driver's side of a collector in a Ray actor; base of the two collectors in Ray."""
+"""Collectors that run in a Ray actor, from the driver's side: LLMCollector and AsyncLLMCollector."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ from torchrl.collectors import BaseCollector
 from torchrl.data import RayReplayBuffer, ReplayBuffer
 
 from torchrl_moe._checks import renamed
-from torchrl_moe._errors import CollectionError
 from torchrl_moe.collectors.arguments import EnvLike, GroupFilter
 from torchrl_moe.collectors.collector_host import unpack
 from torchrl_moe.collectors.environments import MAX_TURNS
 from torchrl_moe.collectors.remote_host import RemoteHost, actor_options
 from torchrl_moe.collectors.reports import SampleReader
 from torchrl_moe.collectors.schedule import Order
+from torchrl_moe.errors import CollectionError
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 from torchrl_moe.render.tables import html_table, print_table
 from torchrl_moe.render.tokens import MOST_TOKENS, Color, show_token_samples
 
 __all__ = ["RayAsyncLLMCollector", "RayCollector", "RayLLMCollector"]
+
+
+# The driver's side of a collector in a Ray actor; base of the two collectors in Ray.
+
 
 LOG = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from torchrl_moe._errors import CollectionError
 from torchrl_moe.collectors.collector_host import CollectorHost
+from torchrl_moe.errors import CollectionError
 from torchrl_moe.modules.backends.ray.cluster import join_cluster, shortage
 from torchrl_moe.modules.serving.launch import TIMEOUT_VARIABLE, default_timeout
 

@@ -19,7 +19,13 @@ from typing import Any, Literal, TypeVar
 
 from tensordict import TensorDictBase, lazy_stack
 
-from torchrl_moe._errors import (
+from torchrl_moe.collectors.arguments import Settings
+from torchrl_moe.collectors.environments import EnvironmentPool, EnvironmentTimeoutError, gather
+from torchrl_moe.collectors.group import CollectionStats, Group
+from torchrl_moe.collectors.prompt_stream import Prompt, PromptStream
+from torchrl_moe.collectors.schedule import Schedule
+from torchrl_moe.collectors.workflow import Answers, Workflow
+from torchrl_moe.errors import (
     CollectionError,
     CollectionStalledError,
     EngineError,
@@ -27,12 +33,6 @@ from torchrl_moe._errors import (
     RequestRefusedError,
     StaleReplicaError,
 )
-from torchrl_moe.collectors.arguments import Settings
-from torchrl_moe.collectors.environments import EnvironmentPool, EnvironmentTimeoutError, gather
-from torchrl_moe.collectors.group import CollectionStats, Group
-from torchrl_moe.collectors.prompt_stream import Prompt, PromptStream
-from torchrl_moe.collectors.schedule import Schedule
-from torchrl_moe.collectors.workflow import Answers, Workflow
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest, vLLMWrapper
 from torchrl_moe.modules.serving.requests import SamplingParameters

@@ -19,7 +19,6 @@ from tensordict import NestedKey, NonTensorData, TensorDict, TensorDictBase, laz
 from torch import Tensor
 from torchrl.data.llm import History
 
-from torchrl_moe._errors import EngineError
 from torchrl_moe.collectors.environments import (
     MAX_TURNS,
     MOST_THREADS,
@@ -29,6 +28,7 @@ from torchrl_moe.collectors.environments import (
     call_in,
     too_many_turns,
 )
+from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.rollout import SAMPLING
 from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest, vLLMWrapper

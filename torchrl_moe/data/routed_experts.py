@@ -18,8 +18,8 @@ import torch
 from tensordict import TensorClass, lazy_stack
 
 from torchrl_moe import _checks
-from torchrl_moe._errors import RouteShapeError, RouteValueError
 from torchrl_moe.data.routing_layout import UNSET_EXPERT, RoutingLayout
+from torchrl_moe.errors import RouteShapeError, RouteValueError
 
 __all__ = ["UNSET_EXPERT", "RoutedExperts", "refuse_casts", "routes_from_vllm"]
 

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from torchrl.modules.llm import Text as Text
     from torchrl.modules.llm import Tokens as Tokens
 
-    from torchrl_moe._errors import ReplayError as ReplayError
-    from torchrl_moe._errors import RouteShapeError as RouteShapeError
-    from torchrl_moe._errors import RouteValueError as RouteValueError
-    from torchrl_moe._errors import UnsupportedRouterError as UnsupportedRouterError
+    from torchrl_moe.errors import ReplayError as ReplayError
+    from torchrl_moe.errors import RouteShapeError as RouteShapeError
+    from torchrl_moe.errors import RouteValueError as RouteValueError
+    from torchrl_moe.errors import UnsupportedRouterError as UnsupportedRouterError
     from torchrl_moe.modules.policies.probe import probe_replay as probe_replay
     from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper as TransformersWrapper
     from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper as vLLMWrapper

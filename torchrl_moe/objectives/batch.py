@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torchrl.objectives import LossModule
 
 from torchrl_moe import _checks
-from torchrl_moe._errors import MissingEntryError
+from torchrl_moe.errors import MissingEntryError
 from torchrl_moe.objectives.arguments import check_choice
 
 __all__ = [

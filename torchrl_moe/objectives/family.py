@@ -1,4 +1,4 @@
-"""``CISPOLoss``: clips the importance weight, and lets no gradient flow through it."""
+"""GRPO's relatives, each with its own surrogate: CISPO, DAPO, DPPO, GSPO, SAPO."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from torchrl_moe.objectives.corrections import PolicyRatios
 from torchrl_moe.objectives.grpo import CISPOLossOutput, DAPOLossOutput, GRPOLoss, LLMLossOutput
 
 __all__ = ["DAPO", "CISPOLoss", "DPPOLoss", "GSPOLoss", "SAPOLoss"]
+
+
+# ``CISPOLoss``: clips the importance weight, and lets no gradient flow through it.
 
 
 class CISPOLoss(GRPOLoss):

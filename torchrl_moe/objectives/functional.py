@@ -1,4 +1,10 @@
-"""Tensors with a value per token, ``[B, T]``, and their sums and means over a sequence."""
+"""The maths of the losses: pure functions of tensors. No tensordict, no module, no state; torch only.
+
+Policies, of one sampled token: ``π`` is trained, ``μ`` generated the token, ``ref`` is the reference, ``prox`` the
+proximal policy of the decoupled objective. A surrogate is a function of ``ℓ = log π - log old``, where ``old`` is μ,
+or prox in the decoupled objective. ``A`` is the advantage. Letters: B sequences, T tokens of the longest; every
+per-token argument is ``[B, T]``. A ``mask`` (bool) selects the tokens that count; every mean documents its denominator.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +23,6 @@ __all__ = [
     "Divergence",
     "KLEstimator",
     "aggregate",
-    "check_tokens",
     "cispo_surrogate",
     "clipped_surrogate",
     "dppo_surrogate",
@@ -33,17 +38,17 @@ __all__ = [
     "outside_clip_range",
     "outside_divergence",
     "sapo_surrogate",
-    "select",
     "sequence_count",
     "sequence_log_ratio",
-    "sequence_mean",
-    "sequence_sum",
     "sequence_weight",
     "staleness_weight",
     "token_weight",
     "trust_region",
     "weight_within",
 ]
+
+
+# Tensors with a value per token, ``[B, T]``, and their sums and means over a sequence.
 
 
 def check_tokens(**per_token: Tensor) -> None:
@@ -329,13 +334,14 @@ def staleness_weight(staleness: Tensor) -> Tensor:
 # distribution, ``∇KL(π || q) = E_π[log(π/q) ∇log π]``. With tokens sampled from μ and ``r = π/μ`` (``sg`` stops the
 # gradient):
 #
-# ========= ========================================= =============================================================
-# estimator expected gradient of the plain penalty off policy, weighted by r =========
-# ========================================= ============================================================= ``k1``
-# ``E_μ[∇log π]``: on policy it is 0 ``r k1``: right; of high variance ``k2`` ``E_μ[k1 ∇log π]``: right on policy only
-# ``sg(r) k2``: right ``k3`` ``E_μ[(1 - q/π) ∇log π]``: on policy that ``r k3``: right, since ``∇(r k3) = r k1 ∇log
-# π`` exactly of the *forward* ``KL(q || π)`` ========= =========================================
-# =============================================================
+# =========  =========================================  =============================================================
+# estimator  expected gradient of the plain penalty     off policy, weighted by r
+# =========  =========================================  =============================================================
+# ``k1``     ``E_μ[∇log π]``: on policy it is 0         ``r k1``: right; of high variance
+# ``k2``     ``E_μ[k1 ∇log π]``: right on policy only   ``sg(r) k2``: right
+# ``k3``     ``E_μ[(1 - q/π) ∇log π]``: on policy that  ``r k3``: right, since ``∇(r k3) = r k1 ∇log π`` exactly
+#            of the *forward* ``KL(q || π)``
+# =========  =========================================  =============================================================
 #
 # arXiv 2510.01555 for the plain penalties; DeepSeek-V3.2 (arXiv 2512.02556, eq. 7) for ``r k3``. The definitions, and
 # their values as estimates, are in :mod:`torchrl_moe.ops.divergence`.

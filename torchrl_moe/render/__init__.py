@@ -10,6 +10,7 @@ from torchrl_moe._lazy import attach
 if TYPE_CHECKING:
     from torchrl_moe.render.curves import log_ratio_figure as log_ratio_figure
     from torchrl_moe.render.curves import staleness_figure as staleness_figure
+    from torchrl_moe.render.curves import timeline_figure as timeline_figure
     from torchrl_moe.render.curves import training_figure as training_figure
     from torchrl_moe.render.routes import agreement_figure as agreement_figure
     from torchrl_moe.render.routes import expert_agreement as expert_agreement
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from torchrl_moe.render.routes import layer_agreement as layer_agreement
     from torchrl_moe.render.routes import load_figure as load_figure
     from torchrl_moe.render.routes import routes_figure as routes_figure
-    from torchrl_moe.render.timelines import timeline_figure as timeline_figure
     from torchrl_moe.render.tokens import show_samples as show_samples
 else:
     __getattr__, __dir__, __all__ = attach(
@@ -38,7 +38,7 @@ else:
             "routes_figure": ".routes",
             "show_samples": ".tokens",
             "staleness_figure": ".curves",
-            "timeline_figure": ".timelines",
+            "timeline_figure": ".curves",
             "training_figure": ".curves",
         },
     )

@@ -17,9 +17,9 @@ __all__ = [
     "log_ratio_figure",
     "shades",
     "staleness_figure",
+    "timeline_figure",
     "training_figure",
 ]
-
 
 # Where legends go: above what they explain, so that nothing drawn lies under them.
 
@@ -256,4 +256,39 @@ def staleness_figure(versions: Sequence[Any], trained: Sequence[int], title: str
     whole_ticks(above.yaxis)
     legend_above(above, title or "versions of the weights, batch by batch")
     legend_above(below)
+    return figure
+
+
+# Phases of several actors as bars over time.
+
+
+def timeline_figure(rows: Sequence[Mapping[str, Any]], title: str = "") -> Any:
+    """Draw one line per replica, one color per phase.
+
+    Args:
+        rows: with ``replica`` (-1: the trainer), ``phase``, ``start`` and ``seconds``.
+        title: of the figure.
+
+    Returns:
+        A matplotlib figure.
+    """
+    from torchrl_moe.render.figures import NotebookFigure
+
+    replicas = sorted({row["replica"] for row in rows})
+    phases = list(dict.fromkeys(row["phase"] for row in rows))
+    figure = NotebookFigure(figsize=(8, 1.2 + 0.35 * len(replicas)), layout="constrained")
+    axes = figure.subplots()
+    for number, phase in enumerate(phases):
+        mine = [row for row in rows if row["phase"] == phase]
+        axes.barh(
+            [replicas.index(row["replica"]) for row in mine],
+            [row["seconds"] for row in mine],
+            left=[row["start"] for row in mine],
+            color=f"C{number}",
+            label=phase,
+        )
+    axes.set_yticks(range(len(replicas)), ["trainer" if index < 0 else f"replica {index}" for index in replicas])
+    axes.invert_yaxis()
+    axes.set(xlabel="seconds")
+    legend_above(axes, title)
     return figure

@@ -1,4 +1,4 @@
-"""The experts of a rollout, token by token: a map for each layer."""
+"""The experts of rollouts: maps per layer, agreement, loads, heat maps, numbers of kept tokens."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ __all__ = [
     "load_figure",
     "routes_figure",
 ]
+
+
+# The experts of a rollout, token by token: a map for each layer.
+
 
 LAYERS = 4
 """How many are drawn if none are named."""

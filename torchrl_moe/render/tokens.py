@@ -1,4 +1,4 @@
-"""The text of a single token, printable: line breaks, bytes and markers are seen."""
+"""Tokens in a notebook and a terminal: their text, colours by a number, runs, samples side by side."""
 
 from __future__ import annotations
 
@@ -35,6 +35,10 @@ __all__ = [
     "show_samples",
     "show_token_samples",
 ]
+
+
+# The text of a single token, printable: line breaks, bytes and markers are seen.
+
 
 SEEN = {"\n": "↵\n", "\t": "→\t", "\r": "␍"}
 """What stands for a character that would not be seen; a line break breaks the line besides."""

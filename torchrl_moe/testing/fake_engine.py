@@ -20,8 +20,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_moe._checks import check_number
-from torchrl_moe._errors import EngineError, ReplicaDiedError
 from torchrl_moe.data import RoutingLayout
+from torchrl_moe.errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.commands import Commands
 from torchrl_moe.modules.backends.replica import (
     Completion,

@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from torchrl_moe._errors import EngineError
+from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.replica import PauseMode, ReplicaInfo, SwapReport, WeightClaim, WeightOwner
 from torchrl_moe.modules.serving.candidates import ReplicaState
 from torchrl_moe.modules.serving.service import GenerationService

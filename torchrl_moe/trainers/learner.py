@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchrl.trainers import OptimizationStepper, Trainer, TrainerHookBase
 
 from torchrl_moe import objectives
-from torchrl_moe._errors import DivergedError
+from torchrl_moe.errors import DivergedError
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
 from torchrl_moe.modules.policies.unstack import has_adapters
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper

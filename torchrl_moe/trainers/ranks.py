@@ -1,4 +1,4 @@
-"""Which ranks were started together: ``torchrun`` keeps its store when it starts them again."""
+"""The ranks of a run: how they meet, what each gets of a batch, and what they send each other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 from torch.distributed.rendezvous import rendezvous
 
-from torchrl_moe._errors import RankError
+from torchrl_moe.errors import RankError
 from torchrl_moe.objectives.grpo import Key, Number, sum_over_ranks
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 
@@ -46,6 +46,10 @@ __all__ = [
     "shares",
     "unpack",
 ]
+
+
+# Which ranks were started together: ``torchrun`` keeps its store when it starts them again.
+
 
 PAUSE = 0.01
 """Seconds between two polls of the store."""

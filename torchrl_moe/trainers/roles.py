@@ -1,4 +1,4 @@
-"""``SignalFilter``: drops groups whose answers all have the same reward, and warns if every group does."""
+"""What the first rank does beside training (engine, data, records), and what the others do instead."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ from torchrl_moe.weight_update.report import SyncReport
 from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
 
 __all__ = ["Evaluation", "FollowedEngine", "FollowedRollouts", "Follower", "Leader", "NoRecord", "SignalFilter"]
+
+
+# ``SignalFilter``: drops groups whose answers all have the same reward, and warns if every group does.
+
 
 LOG = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Replacing a folder by another, complete one."""
+"""A run's folder: replaced whole by another, and locked by the process that writes it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from pathlib import Path
 from torchrl_moe.trainers.config import ConfigError
 
 __all__ = ["RunLock", "exchange", "recover"]
+
+
+# Replacing a folder by another, complete one.
 
 
 def exchange(draft: Path, folder: Path, replaces: Callable[[str], bool] = lambda _: True) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torchrl.record.loggers import Logger
 
 from torchrl_moe._checks import renamed
-from torchrl_moe._errors import MissingEntryError
+from torchrl_moe.errors import MissingEntryError
 from torchrl_moe.render.curves import training_figure
 from torchrl_moe.render.tables import data_frame, html_table, number_text
 from torchrl_moe.render.tokens import Color

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from tensordict import set_list_to_stack
 
-from torchrl_moe._errors import RankError, UnsupportedRouterError
+from torchrl_moe.errors import RankError, UnsupportedRouterError
 from torchrl_moe.trainers.checkpoints import SHARDS, TrainedState
 from torchrl_moe.trainers.compose import CONFIGS, load_config, saved_config
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, as_yaml

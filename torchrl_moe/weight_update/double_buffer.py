@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torchrl_moe._errors import ManifestMismatch, WeightSyncError
+from torchrl_moe.errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.weight_update.publishing import Published
 from torchrl_moe.weight_update.receiver import VLLMWeightReceiver
 from torchrl_moe.weight_update.report import SyncReport

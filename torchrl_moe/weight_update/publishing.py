@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrl_moe._errors import ManifestMismatch, WeightSyncError
+from torchrl_moe.errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.modules.policies.unstack import ModelWeights
 from torchrl_moe.weight_update.options import SourceOptions, StoreOptions, canary_of
 from torchrl_moe.weight_update.report import ReplicaSync, SyncReport

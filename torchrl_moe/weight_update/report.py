@@ -91,7 +91,7 @@ class SyncReport:
 
     def figure(self) -> Any:
         """Draw :meth:`timeline`, a bar for each replica; a matplotlib figure."""
-        from torchrl_moe.render.timelines import timeline_figure
+        from torchrl_moe.render.curves import timeline_figure
 
         return timeline_figure(self.timeline(), f"weights, version {self.version}")
 

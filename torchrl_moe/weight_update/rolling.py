@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
 
-from torchrl_moe._errors import (
+from torchrl_moe.errors import (
     EngineError,
     ManifestMismatch,
     ReplicaDiedError,

@@ -21,7 +21,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torchrl.weight_update import WeightSyncScheme
 
-from torchrl_moe._errors import WeightSyncError
+from torchrl_moe.errors import WeightSyncError
 from torchrl_moe.weight_update.options import (
     ROLLING_SHARE,
     CollectiveOptions,

@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from torchrl_moe._errors import NoReplicaError, ReplicaDiedError, WeightSyncError
+from torchrl_moe.errors import NoReplicaError, ReplicaDiedError, WeightSyncError
 from torchrl_moe.modules.serving.replica_table import TableEntry
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.weight_update.options import Scheme, SyncOptions

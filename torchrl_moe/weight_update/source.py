@@ -1,4 +1,4 @@
-"""Trainers on several ranks: all read sharded weights together, rank 0 writes, and all learn the outcome."""
+"""Where a version's tensors come from: a model whole or sharded over ranks, its adapters, its metadata."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from torchrl_moe._errors import ManifestMismatch, WeightSyncError
+from torchrl_moe.errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.modules.policies.unstack import (
     LoraLayers,
     ModelWeights,
@@ -47,6 +47,10 @@ __all__ = [
     "source_of",
     "trained_model",
 ]
+
+
+# Trainers on several ranks: all read sharded weights together, rank 0 writes, and all learn the outcome.
+
 
 FAILED = -1
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)

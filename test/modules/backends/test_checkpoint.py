@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from torchrl_moe._errors import EngineError
+from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.checkpoint import DTYPES, check_weights, checkpoint_folder, checkpoint_metadata
 from torchrl_moe.testing.tiny_moe import make_tiny_moe, save_tiny_moe
 

@@ -22,7 +22,7 @@ from support.actors import pids, ray_service, toy_actors
 from support.completions import cut
 from support.processes import ids_request, toy_replica
 from support.waiting import until
-from torchrl_moe._errors import EngineError, ReplicaDiedError
+from torchrl_moe.errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 from torchrl_moe.modules.backends.replica import Completion, Replica, Request

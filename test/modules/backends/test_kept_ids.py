@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_moe._errors import EngineError
 from torchrl_moe.data import KeptTokens
 from torchrl_moe.data.kept_tokens import dense_mask
+from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.replica import KeptIds, leaves_words_out, name_kept
 
 INF = float("inf")

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchrl_moe._errors import RouteShapeError, RouteValueError
 from torchrl_moe.data import RoutingLayout
+from torchrl_moe.errors import RouteShapeError, RouteValueError
 from torchrl_moe.modules.backends.replica import CompletionOutput, KeptIds, Request, Scoring
 from torchrl_moe.modules.backends.request_routes import RequestRoutes, check_rows, rows_of_answer
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from torchrl_moe._errors import WeightSyncError
+from torchrl_moe.errors import WeightSyncError
 from torchrl_moe.modules.backends.replica import WeightClaim, WeightOwner, this_process
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from torchrl_moe._errors import WeightSyncError
+from torchrl_moe.errors import WeightSyncError
 from torchrl_moe.modules.backends.commands import WeightCommands
 from torchrl_moe.modules.backends.replica import SwapReport
 from torchrl_moe.weight_update.transports.base import StageReport

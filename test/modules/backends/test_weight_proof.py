@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from torchrl_moe._errors import WeightSyncError
+from torchrl_moe.errors import WeightSyncError
 from torchrl_moe.modules.backends.commands import compare_log_probs
 
 

@@ -13,7 +13,7 @@ from torchrl.modules.llm.policies import ChatHistory, LogProbs, Text, Tokens
 from transformers import AutoModelForCausalLM
 
 from support.engines import EngineShelf
-from torchrl_moe._errors import ReplayError, RequestRefusedError
+from torchrl_moe.errors import ReplayError, RequestRefusedError
 from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, vLLMWrapper
 from torchrl_moe.testing import FakeAsyncVLLM
 

@@ -10,7 +10,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from support.html_table import TableReader
 from support.routes import random_routes
-from torchrl_moe._errors import ReplayError
+from torchrl_moe.errors import ReplayError
 from torchrl_moe.modules import RouterReplay, TransformersWrapper, probe_replay
 from torchrl_moe.modules.policies.probe import Mismatch, ReplayProbe
 from torchrl_moe.modules.policies.rollout import RolloutKeys, pad_answers

@@ -12,8 +12,8 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
-from torchrl_moe._errors import RouteShapeError
 from torchrl_moe.data import KeptTokens, RoutedExperts, RoutingLayout
+from torchrl_moe.errors import RouteShapeError
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds
 from torchrl_moe.modules.policies.rollout import (
     RolloutKeys,

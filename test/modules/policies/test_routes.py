@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from support.routes import experts_seen, random_routes
-from torchrl_moe._errors import ReplayError, RouteShapeError, RouteValueError, RoutingError
+from torchrl_moe.errors import ReplayError, RouteShapeError, RouteValueError, RoutingError
 from torchrl_moe.modules import TransformersWrapper
 from torchrl_moe.modules.policies.scoring import read_batch, read_routes
 from torchrl_moe.testing import make_tiny_moe

@@ -21,8 +21,8 @@ from support.gradients import gradients
 from support.routes import FAMILIES, experts_seen, random_routes
 from support.scored_rollouts import LAYOUT, LAYOUTS, at, dense, fake_rollouts
 from torchrl_moe._compat_transformers import checkpoint_activations
-from torchrl_moe._errors import ReplayError, RouteShapeError, UnsupportedRouterError
 from torchrl_moe.data import KeptTokens, RoutedExperts
+from torchrl_moe.errors import ReplayError, RouteShapeError, UnsupportedRouterError
 from torchrl_moe.modules import RouterReplay, TransformersWrapper
 from torchrl_moe.modules.policies.scoring import read_rows
 from torchrl_moe.modules.replay.interception import TopKObserver

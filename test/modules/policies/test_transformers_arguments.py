@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from support.families import build
-from torchrl_moe._errors import UnsupportedRouterError
+from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules import RouterReplay
 from torchrl_moe.modules.policies.transformers_wrapper import (
     complete,

@@ -21,7 +21,7 @@ from torchrl.objectives.llm import GRPOLoss as TorchRLLoss
 from support.gradients import gradients
 from support.routes import experts_seen
 from support.scored_rollouts import LAYOUT, LAYOUTS, at, dense, fake_rollouts
-from torchrl_moe._errors import UnsupportedRouterError
+from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules import TransformersWrapper
 from torchrl_moe.modules.policies.rollout import stack_answers
 from torchrl_moe.objectives import GRPOLoss

@@ -21,8 +21,8 @@ from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm.policies import ChatHistory, LLMWrapperBase, LogProbs, Masks, Text, Tokens
 
 from support.strategies import Says
-from torchrl_moe._errors import EngineError, GenerationTimeout
 from torchrl_moe.data import KeptTokens, RoutedExperts
+from torchrl_moe.errors import EngineError, GenerationTimeout
 from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds, Request
 from torchrl_moe.modules.policies import vllm_wrapper

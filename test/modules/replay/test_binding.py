@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from support.bindings import SCORES, SITES, U, bound, changed, own
-from torchrl_moe._errors import ReplayError
+from torchrl_moe.errors import ReplayError
 from torchrl_moe.modules.replay.binding import Binding, Recording
 from torchrl_moe.modules.replay.discovery import RouterSite
 

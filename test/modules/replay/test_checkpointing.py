@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from support.gradients import assert_same, gradients, loss_of
 from support.routes import FAMILIES, U, pair, random_routes, tokens
 from torchrl_moe._compat_transformers import checkpoint_activations
-from torchrl_moe._errors import ReplayError
+from torchrl_moe.errors import ReplayError
 from torchrl_moe.modules.replay.binding import wrap_checkpoints
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 from torchrl_moe.testing import make_tiny_moe

@@ -10,7 +10,7 @@ from torch import nn
 
 from support.routes import FAMILIES
 from support.toy_moe import PhimoeTopKRouter, RenumberingRouter, SortingRouter, ToyMoE
-from torchrl_moe._errors import UnsupportedRouterError
+from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules.replay.discovery import RouterSite, discover, dry_inputs, number_of_layers
 from torchrl_moe.testing import make_tiny_moe
 

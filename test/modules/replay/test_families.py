@@ -32,7 +32,7 @@ from support.families import (
 from support.gating import reference_routing, router_weight
 from support.gradients import assert_same, backward, gradients, loss_of
 from support.routes import U, experts_seen, random_routes, recorded, tokens
-from torchrl_moe._errors import RouteValueError, UnsupportedRouterError
+from torchrl_moe.errors import RouteValueError, UnsupportedRouterError
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 
 IDS = tokens() % 60 + 3  # none of the special ones

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from support.gradients import backward
 from support.routes import FAMILIES, tokens
 from support.toy_moe import ToyLayer, ToyMoE
-from torchrl_moe._errors import UnsupportedRouterError
+from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules.replay.discovery import freeze_routers
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 from torchrl_moe.testing import make_tiny_moe

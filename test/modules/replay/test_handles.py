@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from support.gradients import assert_same, gradients
 from support.routes import FAMILIES, experts_seen, pair, random_routes, recorded, tokens
 from torchrl_moe._compat_transformers import checkpoint_activations
-from torchrl_moe._errors import ReplayError
+from torchrl_moe.errors import ReplayError
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 from torchrl_moe.modules.replay.router_replay import owner_of as owner
 from torchrl_moe.testing import make_tiny_moe

@@ -17,8 +17,8 @@ from torch import Tensor
 from support.bindings import ROUTES, SCORES, SITES, U, bound, changed, own
 from support.routes import tokens
 from support.toy_moe import ToyMoE, ToyRouter
-from torchrl_moe._errors import RouteShapeError, RouteValueError, RoutingError
 from torchrl_moe.data import RoutedExperts
+from torchrl_moe.errors import RouteShapeError, RouteValueError, RoutingError
 from torchrl_moe.modules.replay.discovery import RouterSite
 from torchrl_moe.modules.replay.router_replay import Packing, RouterReplay
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from support.routes import random_routes, tokens
-from torchrl_moe._errors import ReplayError, UnsupportedRouterError
+from torchrl_moe.errors import ReplayError, UnsupportedRouterError
 from torchrl_moe.modules import RouterReplay, TransformersWrapper
 from torchrl_moe.modules.replay.discovery import computing_device, dry_inputs, refused_parallelism, summed_again
 from torchrl_moe.objectives import GRPOLoss

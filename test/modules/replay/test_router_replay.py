@@ -29,7 +29,7 @@ from support.toy_moe import (
     ToyMoE,
     TwiceRouter,
 )
-from torchrl_moe._errors import ReplayError, RouteShapeError, RouteValueError, UnsupportedRouterError
+from torchrl_moe.errors import ReplayError, RouteShapeError, RouteValueError, UnsupportedRouterError
 from torchrl_moe.modules import RouterReplay
 from torchrl_moe.modules import UnsupportedRouterError as PublicError
 from torchrl_moe.modules.replay.binding import Binding

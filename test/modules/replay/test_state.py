@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from torchrl_moe._errors import ReplayError
+from torchrl_moe.errors import ReplayError
 from torchrl_moe.modules.replay.binding import Binding, ReplayState
 
 

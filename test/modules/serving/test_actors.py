@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from torchrl_moe._errors import ReplicaDiedError
+from torchrl_moe.errors import ReplicaDiedError
 from torchrl_moe.testing import FakeAsyncVLLM
 
 FEW: dict[str, Any] = {"sampling_params": {"max_tokens": 2}, "use_tqdm": False}

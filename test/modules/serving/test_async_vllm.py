@@ -32,8 +32,8 @@ from support.engines import EngineShelf, start_engine
 from support.reference import TOLERANCE, Reference
 from support.replicas import ScriptedReplica
 from support.waiting import until
-from torchrl_moe._errors import EngineError, GenerationTimeout, ReplicaDiedError
 from torchrl_moe.data import RoutedExperts
+from torchrl_moe.errors import EngineError, GenerationTimeout, ReplicaDiedError
 from torchrl_moe.modules import AsyncVLLM, make_async_vllm_engine
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
 from torchrl_moe.modules.serving.candidates import FaultPolicy

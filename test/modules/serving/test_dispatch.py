@@ -22,7 +22,7 @@ from support.replicas import ScriptedReplica
 from support.requests import named_requests, waiting_request
 from support.strategies import Says
 from support.waiting import HOUR, PATIENCE, in_thread, until
-from torchrl_moe._errors import (
+from torchrl_moe.errors import (
     EngineError,
     GenerationTimeout,
     NoReplicaError,

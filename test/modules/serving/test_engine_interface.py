@@ -14,7 +14,7 @@ import torch
 
 from support.engines import EngineShelf
 from support.processes import PYTHONPATH
-from torchrl_moe._errors import EngineError
+from torchrl_moe.errors import EngineError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.serving import balancer as actors
 from torchrl_moe.modules.serving.service import EngineInterface

@@ -13,7 +13,7 @@ import pytest
 
 from support.services import HOUR, QUICK, ask, slow_if, until_running
 from support.waiting import in_thread, until
-from torchrl_moe._errors import EngineError, GenerationTimeout, NoReplicaError, ReplicaDiedError
+from torchrl_moe.errors import EngineError, GenerationTimeout, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules.serving.candidates import Recovery, ReplicaState
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.testing import FakeAsyncVLLM

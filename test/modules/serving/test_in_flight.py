@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from support.completions import cut
-from torchrl_moe._errors import NoReplicaError, ReplicaDiedError, StaleReplicaError
+from torchrl_moe.errors import NoReplicaError, ReplicaDiedError, StaleReplicaError
 from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.modules.serving.balancer import LoadBalancer
 from torchrl_moe.modules.serving.candidates import ReplicaState

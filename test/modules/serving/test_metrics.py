@@ -12,7 +12,7 @@ import pytest
 from support.requests import waiting_request
 from support.services import ask, slow_if, until_running
 from support.waiting import in_thread
-from torchrl_moe._errors import (
+from torchrl_moe.errors import (
     EngineError,
     GenerationTimeout,
     NoReplicaError,

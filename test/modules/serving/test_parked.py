@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from support.requests import named_requests
-from torchrl_moe._errors import NoReplicaError
+from torchrl_moe.errors import NoReplicaError
 from torchrl_moe.modules.serving.balancer import LoadBalancer
 from torchrl_moe.modules.serving.candidates import ReplicaState
 from torchrl_moe.modules.serving.in_flight import GROUP, Call, InFlight, Parked

@@ -9,7 +9,7 @@ import pytest
 
 from support.clock import Clock
 from support.replicas import ScriptedReplica
-from torchrl_moe._errors import EngineError
+from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.replica import ProbeReport
 from torchrl_moe.modules.serving.candidates import BreakerState, FaultPolicy, ReplicaState
 from torchrl_moe.modules.serving.replica_table import ReplicaTable

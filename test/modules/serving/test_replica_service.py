@@ -11,7 +11,7 @@ import pytest
 
 from support.services import HOUR, ask, until_running
 from support.waiting import in_thread
-from torchrl_moe._errors import EngineError
+from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.replica import ReplicaStats
 from torchrl_moe.modules.serving.candidates import ReplicaState
 from torchrl_moe.modules.serving.service import GenerationService

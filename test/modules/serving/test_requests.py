@@ -11,8 +11,8 @@ import pytest
 import torch
 from tensordict import lazy_stack
 
-from torchrl_moe._errors import RouteValueError
 from torchrl_moe.data import RoutedExperts
+from torchrl_moe.errors import RouteValueError
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.serving.requests import (
     Placement,

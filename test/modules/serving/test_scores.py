@@ -13,8 +13,8 @@ from torchrl.modules.llm.policies import Tokens
 from support.engines import EngineShelf
 from support.reference import TOLERANCE, Reference
 from support.versions import random_ids
-from torchrl_moe._errors import EngineError, RequestRefusedError
 from torchrl_moe.data import KeptTokens
+from torchrl_moe.errors import EngineError, RequestRefusedError
 from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
 from torchrl_moe.modules.backends.replica import Completion, KeptIds, Scoring
 from torchrl_moe.modules.serving.requests import normalise_prompts, scores_of, scorings

@@ -25,7 +25,7 @@ from support.routes import rows_of
 from support.services import HOUR, QUICK, ask, slow_if, submitted, until_running
 from support.strategies import Says
 from support.waiting import in_thread, until
-from torchrl_moe._errors import EngineError, GenerationTimeout, NoReplicaError, RequestRefusedError, StaleReplicaError
+from torchrl_moe.errors import EngineError, GenerationTimeout, NoReplicaError, RequestRefusedError, StaleReplicaError
 from torchrl_moe.modules.backends.replica import Completion, ReplicaStats, Request
 from torchrl_moe.modules.serving.balancer import LoadBalancer
 from torchrl_moe.modules.serving.candidates import ReplicaState

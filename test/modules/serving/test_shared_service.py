@@ -22,7 +22,7 @@ from support.actors import Holder, groups_in_use, pids, ray_service, toy_actors
 from support.processes import PYTHONPATH, group, is_gone
 from support.replicas import ScriptedReplica
 from support.waiting import until
-from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
+from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.ray import cluster
 from torchrl_moe.modules.backends.ray.cluster import NAMESPACE, running_services

@@ -19,7 +19,7 @@ import pytest
 from support.replicas import ScriptedReplica
 from support.services import HOUR, QUICK, RestartingService, ask, listening
 from support.waiting import PATIENCE, in_thread, until
-from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError, WeightSyncError
+from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError, WeightSyncError
 from torchrl_moe.modules.backends.replica import ProbeReport
 from torchrl_moe.modules.serving import supervisor as supervisor_module
 from torchrl_moe.modules.serving.candidates import Recovery, ReplicaState

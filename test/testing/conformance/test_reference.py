@@ -10,7 +10,7 @@ from torch import Tensor
 
 from support.conformance import shared_moe
 from support.conforming_engine import small_moe
-from torchrl_moe._errors import RouteValueError
+from torchrl_moe.errors import RouteValueError
 from torchrl_moe.modules.replay import router_replay as handles
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 from torchrl_moe.testing import make_tiny_moe

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from torchrl_moe._errors import ManifestMismatch
+from torchrl_moe.errors import ManifestMismatch
 from torchrl_moe.modules.policies.unstack import ModelWeights, checkpoint_tensors, model_metadata
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.weight_update.source import cast_kinds, source_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 import xxhash
 
-from torchrl_moe._errors import DigestMismatch, ManifestMismatch
+from torchrl_moe.errors import DigestMismatch, ManifestMismatch
 from torchrl_moe.weight_update.store import Manifest, VersionsWriter, adapter_tensors, copy_adapter
 from torchrl_moe.weight_update.store.reader import ADAPTER_FILES
 

@@ -9,7 +9,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from torchrl_moe._errors import ManifestMismatch
+from torchrl_moe.errors import ManifestMismatch
 from torchrl_moe.weight_update.store.flat import PIECE_BYTES, MappedFile, lay_out, pieces_of, send
 from torchrl_moe.weight_update.store.manifest import TensorEntry
 

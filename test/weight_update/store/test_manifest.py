@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from support.manifests import note_made
-from torchrl_moe._errors import ManifestMismatch
+from torchrl_moe.errors import ManifestMismatch
 from torchrl_moe.weight_update.store.manifest import Manifest, TensorEntry, check_tensors
 
 ENTRIES = (

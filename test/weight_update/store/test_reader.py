@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from support.processes import exit_code_of
-from torchrl_moe._errors import DigestMismatch, ManifestMismatch, SyncTimeout
+from torchrl_moe.errors import DigestMismatch, ManifestMismatch, SyncTimeout
 from torchrl_moe.weight_update.store import VersionsWriter, WeightStoreReader, WeightStoreWriter
 
 Writer = WeightStoreWriter | VersionsWriter

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.processes import exit_code_of
-from torchrl_moe._errors import DigestMismatch, ManifestMismatch, SyncTimeout, WeightSyncError
+from torchrl_moe.errors import DigestMismatch, ManifestMismatch, SyncTimeout, WeightSyncError
 from torchrl_moe.weight_update.store import WeightStoreReader, WeightStoreWriter
 
 DTYPES = [

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from support.processes import exit_code_of
-from torchrl_moe._errors import DigestMismatch, ManifestMismatch, WeightSyncError
+from torchrl_moe.errors import DigestMismatch, ManifestMismatch, WeightSyncError
 from torchrl_moe.weight_update.store import VersionsWriter, WeightStoreReader
 from torchrl_moe.weight_update.store.versions import PIN_SECONDS, pinned
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrl_moe._errors import ManifestMismatch, WeightSyncError
+from torchrl_moe.errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.weight_update.store.writing import (
     WriterLock,
     in_order,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from torchrl_moe.weight_update.transports.meeting import MeetingPlace
+from torchrl_moe.weight_update.transports.gloo import MeetingPlace
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrl_moe._errors import DigestMismatch
+from torchrl_moe.errors import DigestMismatch
 from torchrl_moe.weight_update.store import WeightStoreReader, WeightStoreWriter
 from torchrl_moe.weight_update.transports.gloo import Digests, as_tensor, tensor_in
 

@@ -18,13 +18,12 @@ import torch
 
 from support.waiting import until
 from support.weights import always
-from torchrl_moe._errors import DigestMismatch, ManifestMismatch, ReplicaDiedError, SyncTimeout, WeightSyncError
+from torchrl_moe.errors import DigestMismatch, ManifestMismatch, ReplicaDiedError, SyncTimeout, WeightSyncError
 from torchrl_moe.testing.fake_weights import FakeWeightReplica
 from torchrl_moe.weight_update.store import Manifest, WeightStoreReader, WeightStoreWriter
 from torchrl_moe.weight_update.transports import gloo
 from torchrl_moe.weight_update.transports.base import StageOptions, StageReport
-from torchrl_moe.weight_update.transports.gloo import GlooGroup, GlooReceiver, GlooTransport
-from torchrl_moe.weight_update.transports.meeting import MeetingPlace
+from torchrl_moe.weight_update.transports.gloo import GlooGroup, GlooReceiver, GlooTransport, MeetingPlace
 
 # -- the trainer's end ------------------------------------------------------------------------------------------------
 

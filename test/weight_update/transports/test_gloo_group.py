@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from support.waiting import until
-from torchrl_moe._errors import ReplicaDiedError, SyncTimeout
-from torchrl_moe.weight_update.transports.gloo import GlooGroup
-from torchrl_moe.weight_update.transports.meeting import Meeting, MeetingPlace, board_of
+from torchrl_moe.errors import ReplicaDiedError, SyncTimeout
+from torchrl_moe.weight_update.transports.gloo import GlooGroup, Meeting, MeetingPlace, board_of
 
 TIMEOUT = 20.0
 

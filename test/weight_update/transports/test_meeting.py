@@ -10,8 +10,8 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # its stubs leave them out
 
 from support.waiting import in_thread
-from torchrl_moe._errors import WeightSyncError
-from torchrl_moe.weight_update.transports.meeting import Meeting, MeetingPlace, board_of
+from torchrl_moe.errors import WeightSyncError
+from torchrl_moe.weight_update.transports.gloo import Meeting, MeetingPlace, board_of
 
 TIMEOUT = 20.0
 

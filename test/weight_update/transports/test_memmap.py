@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrl_moe._errors import EngineError, ManifestMismatch
+from torchrl_moe.errors import EngineError, ManifestMismatch
 from torchrl_moe.testing.fake_weights import FakeWeightReplica
 from torchrl_moe.weight_update.store import WeightStoreWriter
 from torchrl_moe.weight_update.transports.base import StageOptions

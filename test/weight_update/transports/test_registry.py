@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from torchrl_moe.testing.fake_weights import FakeWeightReplica
-from torchrl_moe.weight_update.transports.gloo import GlooGroup, GlooReceiver
-from torchrl_moe.weight_update.transports.meeting import MeetingPlace
+from torchrl_moe.weight_update.transports.gloo import GlooGroup, GlooReceiver, MeetingPlace
 from torchrl_moe.weight_update.transports.registry import MemmapReceiver, MemmapTransport, open_receiver, open_transport
 
 # -- the trainer's end ------------------------------------------------------------------------------------------------

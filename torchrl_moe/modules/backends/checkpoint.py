@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from torchrl_moe._errors import EngineError
+from torchrl_moe.errors import EngineError
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from torchrl_moe._errors import WeightSyncError
+from torchrl_moe.errors import WeightSyncError
 from torchrl_moe.modules.backends.replica import PauseMode, ReplicaStats, SwapReport, WeightClaim, WeightOwner
 from torchrl_moe.weight_update.transports.base import StageReport
 
@@ -33,7 +33,7 @@ def compare_log_probs(got: Sequence[float], expected: Sequence[float], tolerance
         >>> compare_log_probs([-1.0, -2.0], [-1.0, -2.5], tolerance=1e-3)
         Traceback (most recent call last):
         ...
-        torchrl_moe._errors.WeightSyncError: the new weights' log-probs differ from the trainer's by up to 5.0e-01 \
+        torchrl_moe.errors.WeightSyncError: the new weights' log-probs differ from the trainer's by up to 5.0e-01 \
 (at token 2: -2 and -2.5), allowed: 1.0e-03
     """
     if len(got) != len(expected):

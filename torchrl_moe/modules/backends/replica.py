@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrl_moe._errors import EngineError, WeightSyncError
 from torchrl_moe.data import RoutingLayout
+from torchrl_moe.errors import EngineError, WeightSyncError
 from torchrl_moe.weight_update.transports.base import StageReport
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from torchrl_moe import _checks
-from torchrl_moe._errors import RouteShapeError, RouteValueError
 from torchrl_moe.data import UNSET_EXPERT, RoutingLayout
+from torchrl_moe.errors import RouteShapeError, RouteValueError
 from torchrl_moe.modules.backends.replica import CompletionOutput, OnResume, Request
 
 __all__ = ["RequestRoutes", "check_rows", "rows_of_answer"]

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 
 from torchrl_moe import _checks
-from torchrl_moe._errors import ReplayError, RouteShapeError, RouteValueError, RoutingError
 from torchrl_moe.data import UNSET_EXPERT, RoutedExperts
+from torchrl_moe.errors import ReplayError, RouteShapeError, RouteValueError, RoutingError
 from torchrl_moe.modules.replay.router_replay import OnBadRoutes
 
 __all__ = [

@@ -27,7 +27,7 @@ from torchrl.modules.distributions import LLMMaskedCategorical
 from torchrl.modules.llm.policies import ChatHistory, LLMWrapperBase, LogProbs, Masks, Text, Tokens
 
 from torchrl_moe import _checks
-from torchrl_moe._errors import UnsupportedRouterError
+from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules.policies.prompts import Chat, Source, prompts_from_text, require_key
 from torchrl_moe.modules.policies.rollout import SAMPLING
 from torchrl_moe.modules.policies.scoring import (

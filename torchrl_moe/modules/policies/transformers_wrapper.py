@@ -15,7 +15,7 @@ from tensordict import NestedKey, TensorDictBase, lazy_stack, set_list_to_stack
 from torch import nn
 
 from torchrl_moe._compat_transformers import load_whole
-from torchrl_moe._errors import UnsupportedRouterError
+from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules.policies.prompts import Source, check_templates, refuse_batching, template_options
 from torchrl_moe.modules.policies.rollout import SAMPLING, RolloutKeys, flat_samples, pad_answers, stack_answers
 from torchrl_moe.modules.policies.scoring import RECORDED

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrl_moe._errors import ManifestMismatch
+from torchrl_moe.errors import ManifestMismatch
 from torchrl_moe.ops.log_probs import LogitTransform
 
 __all__ = [

@@ -15,7 +15,7 @@ from tensordict import NestedKey, TensorDictBase, set_list_to_stack
 from torchrl.modules.llm.policies import LLMWrapperBase
 from torchrl.modules.llm.policies import vLLMWrapper as TorchRLWrapper
 
-from torchrl_moe._errors import EngineError
+from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies import prompts as reading
 from torchrl_moe.modules.policies.prompts import Prompts, Source, template_options

@@ -14,9 +14,9 @@ from tensordict import NonTensorData, NonTensorStack, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from torchrl_moe._compat_transformers import standard_names
-from torchrl_moe._errors import EngineError, ReplayError
 from torchrl_moe.data import KeptTokens
 from torchrl_moe.data.kept_tokens import select_rows
+from torchrl_moe.errors import EngineError, ReplayError
 from torchrl_moe.modules.policies.prompts import check_templates, refuse_batching
 from torchrl_moe.modules.policies.rollout import SAMPLING
 from torchrl_moe.modules.policies.scoring import ScoringBatch, no_routes, read_batch, read_routes

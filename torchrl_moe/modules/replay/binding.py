@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrl_moe._errors import ReplayError
+from torchrl_moe.errors import ReplayError
 from torchrl_moe.modules.replay.discovery import RouterSite
 from torchrl_moe.modules.replay.interception import OwnChoice
 
@@ -193,9 +193,12 @@ def _widened(choice: Tensor, width: int) -> Tensor:
 #
 # .. code-block:: text
 #
-# open context checkpointed layer a router follows with replay.replay(A): a layer without checkpointing A - A a
-# checkpointed layer A A, captured A with replay.replay(B): B - B loss_of_A.backward(), second run -, or B A, restored
-# A
+#                                         open context     checkpointed layer     a router follows
+#     with replay.replay(A):
+#         a layer without checkpointing   A                -                      A
+#         a checkpointed layer            A                A, captured            A
+#     with replay.replay(B):              B                -                      B
+#     loss_of_A.backward(), second run    -, or B          A, restored            A
 
 
 _TWO_THREADS = "another thread has a context of this model open: one thread at a time"
@@ -306,8 +309,10 @@ class ReplayState:
 # By then the context may be closed, or belong to another micro-batch. So the binding is captured in the layer's
 # forward, and restored only for its recompute::
 #
-# with replay.replay(A): forward layer captures A with replay.replay(B): forward layer captures B loss_A.backward()
-# recompute under A, although B was last loss_B.backward() recompute under B
+#     with replay.replay(A): forward          layer captures A
+#     with replay.replay(B): forward          layer captures B
+#     loss_A.backward()                       recompute under A, although B was last
+#     loss_B.backward()                       recompute under B
 #
 # transformers runs a checkpointed layer through one of the attributes ``NAMES``, torch's ``checkpoint_wrapper``
 # through the other. Enabling checkpointing overwrites it, so it is wrapped again whenever a context opens.

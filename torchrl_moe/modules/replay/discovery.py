@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrl_moe._errors import UnsupportedRouterError
+from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules.replay.interception import OWN_CODE, ScoreTracer, TopKObserver, describe_scoring
 
 __all__ = [

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_moe import _checks
-from torchrl_moe._errors import ReplayError, RouteShapeError, RouteValueError, RoutingError, UnsupportedRouterError
+from torchrl_moe.errors import ReplayError, RouteShapeError, RouteValueError, RoutingError, UnsupportedRouterError
 from torchrl_moe.modules.replay.binding import (
     UNSET,
     Binding,

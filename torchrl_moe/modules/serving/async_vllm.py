@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 from tqdm.auto import tqdm
 
 from torchrl_moe._checks import check_bool
-from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
+from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState
 from torchrl_moe.modules.serving.fleet import CALL_SECONDS
 from torchrl_moe.modules.serving.launch import (

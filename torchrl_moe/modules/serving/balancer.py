@@ -1,4 +1,4 @@
-"""The lease: a request's claim on a replica, which counts its load exactly once."""
+"""The balancer: leases on replicas, counted here and released once; TorchRL's handles of single replicas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from torchrl_moe._checks import check_number, shown
-from torchrl_moe._errors import NoReplicaError, StaleReplicaError
+from torchrl_moe.errors import NoReplicaError, StaleReplicaError
 from torchrl_moe.modules.serving.candidates import Candidates, ReplicaState
 from torchrl_moe.modules.serving.fleet import CALL_SECONDS
 from torchrl_moe.modules.serving.replica_table import ReplicaTable, TableEntry
@@ -26,6 +26,9 @@ from torchrl_moe.modules.serving.strategies import (
 )
 
 __all__ = ["ActorHandle", "Lease", "LoadBalancer"]
+
+
+# The lease: a request's claim on a replica, which counts its load exactly once.
 
 
 class Lease:

@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from torchrl_moe._checks import check_number
-from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError, RequestRefusedError, StaleReplicaError
+from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError, RequestRefusedError, StaleReplicaError
 from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.modules.serving.event_loop import EventLoop, wake
 from torchrl_moe.modules.serving.in_flight import ALONE_SECONDS, Call, InFlight, Parked, Suspects, prospect, take_lease

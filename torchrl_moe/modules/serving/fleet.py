@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, TypeVar
 
-from torchrl_moe._errors import EngineError, NoReplicaError, ReplicaDiedError
+from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules.backends.replica import PauseMode, Replica, ReplicaInfo
 from torchrl_moe.modules.serving.candidates import GONE, FaultPolicy, Recovery, ReplicaState
 from torchrl_moe.modules.serving.event_loop import EventLoop

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchrl_moe._errors import EngineError, GenerationTimeout, NoReplicaError, ReplicaDiedError, StaleReplicaError
+from torchrl_moe.errors import EngineError, GenerationTimeout, NoReplicaError, ReplicaDiedError, StaleReplicaError
 from torchrl_moe.modules.backends.replica import Completion, Request, nothing_yet
 from torchrl_moe.modules.serving.balancer import Lease, LoadBalancer
 from torchrl_moe.modules.serving.candidates import GONE, Recovery, ReplicaState, TableEntry

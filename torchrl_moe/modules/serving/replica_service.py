@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from torchrl_moe._checks import check_bool, check_number, shown
-from torchrl_moe._errors import EngineError
 from torchrl_moe.data import RoutingLayout
+from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.replica import PauseMode, Replica, ReplicaStats
 from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.event_loop import EventLoop

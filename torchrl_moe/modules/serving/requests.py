@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrl_moe._checks import check_bool, check_instance, check_number, check_routes, shown
-from torchrl_moe._errors import EngineError, RouteValueError
 from torchrl_moe.data import KeptTokens, RoutingLayout
+from torchrl_moe.errors import EngineError, RouteValueError
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds, OnResume, Request, Scoring
 from torchrl_moe.modules.backends.request_routes import rows_of_answer
 from torchrl_moe.modules.backends.sampling_fields import check_answers, check_fields, check_object, check_text

@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from torchrl_moe._checks import check_bool, shown
-from torchrl_moe._errors import NoReplicaError
+from torchrl_moe.errors import NoReplicaError
 from torchrl_moe.modules.backends.replica import Completion, OnResume, Replica, Request
 from torchrl_moe.modules.serving.balancer import WEIGHTS, ActorHandle, LoadBalancer
 from torchrl_moe.modules.serving.candidates import FaultPolicy

@@ -1,8 +1,4 @@
-"""Every metric of a service: its name in tables, its name and help in Prometheus, and where it is read.
-
-A replica's metrics are rows of ``stats()``; the service's own are counted by
-:class:`~torchrl_moe.modules.serving.stats.Metrics`.
-"""
+"""A service in numbers: metrics of requests, the table of all metrics, Prometheus, the table for people."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from torchrl_moe._errors import EngineError, GenerationTimeout, RequestRefusedError
+from torchrl_moe.errors import EngineError, GenerationTimeout, RequestRefusedError
 from torchrl_moe.modules.backends.replica import Completion, ReplicaStats
 from torchrl_moe.modules.serving.candidates import ReplicaState, TableEntry
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
@@ -45,6 +41,12 @@ __all__ = [
     "replica_row",
     "service_html",
 ]
+
+
+# Every metric of a service: its name in tables, its name and help in Prometheus, and where it is read.
+#
+# A replica's metrics are rows of ``stats()``; the service's own are counted by
+# :class:`~torchrl_moe.modules.serving.stats.Metrics`.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,8 @@
-"""The base class of balancing strategies, and what they know of a request."""
+"""Balancing strategies: how a replica is chosen for a request. Pure objects without I/O.
+
+The base class, the simple ones, sessions, prefixes (a radix tree of prompts), and the hierarchy that asks one after the
+other.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +48,9 @@ __all__ = [
     "prompt_bytes",
     "prompt_keys",
 ]
+
+
+# The base class of balancing strategies, and what they know of a request.
 
 
 def check_prefix_length(value: Any) -> None:

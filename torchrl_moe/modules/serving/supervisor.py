@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_moe._errors import EngineError, ReplicaDiedError, TorchRLMoEError
+from torchrl_moe.errors import EngineError, ReplicaDiedError, TorchRLMoEError
 from torchrl_moe.modules.backends.replica import ProbeReport, Replica
 from torchrl_moe.modules.serving.candidates import GONE, FaultPolicy, Recovery, ReplicaState
 from torchrl_moe.modules.serving.event_loop import EventLoop

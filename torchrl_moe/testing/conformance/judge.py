@@ -22,8 +22,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from torchrl_moe._errors import RoutingError
 from torchrl_moe.data import RoutingLayout
+from torchrl_moe.errors import RoutingError
 from torchrl_moe.testing.conformance.adapter import Answer, NotOffered, Sampling
 from torchrl_moe.testing.conformance.reference import Followed, Reference
 from torchrl_moe.testing.conformance.report import DoesNotHold, RouteFaults, Settings

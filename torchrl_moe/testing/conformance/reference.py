@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from torchrl_moe._errors import UnsupportedRouterError
 from torchrl_moe.data import RoutingLayout
+from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules.replay import router_replay as handles
 from torchrl_moe.modules.replay.interception import TopKObserver
 from torchrl_moe.modules.replay.router_replay import RouterReplay

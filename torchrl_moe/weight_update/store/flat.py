@@ -22,7 +22,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrl_moe._errors import DigestMismatch, ManifestMismatch, WeightSyncError
+from torchrl_moe.errors import DigestMismatch, ManifestMismatch, WeightSyncError
 from torchrl_moe.weight_update.store.manifest import Manifest, TensorEntry, TensorKind, in_lines
 
 __all__ = [

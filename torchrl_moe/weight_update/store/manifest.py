@@ -21,7 +21,7 @@ import msgspec
 import torch
 import xxhash
 
-from torchrl_moe._errors import ManifestMismatch
+from torchrl_moe.errors import ManifestMismatch
 
 __all__ = ["Manifest", "TensorEntry", "TensorKind", "check_tensors", "dtype_name", "give_way"]
 

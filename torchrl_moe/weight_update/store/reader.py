@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_moe._errors import ManifestMismatch, SyncTimeout
+from torchrl_moe.errors import ManifestMismatch, SyncTimeout
 from torchrl_moe.weight_update.store.flat import (
     SAFETENSORS,
     Bytes,

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from torchrl_moe._errors import ManifestMismatch, SyncTimeout
+from torchrl_moe.errors import ManifestMismatch, SyncTimeout
 from torchrl_moe.weight_update.store.flat import Bytes, lay_out, send
 from torchrl_moe.weight_update.store.manifest import Manifest, TensorEntry, TensorKind, dtype_name
 from torchrl_moe.weight_update.store.writing import (

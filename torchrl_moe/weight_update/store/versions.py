@@ -35,7 +35,7 @@ import msgspec
 import xxhash
 from torch import Tensor
 
-from torchrl_moe._errors import ManifestMismatch, WeightSyncError
+from torchrl_moe.errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.weight_update.store.flat import (
     ALIGNMENT,
     LENGTH_BYTES,

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 from torch import Tensor
 
-from torchrl_moe._errors import ManifestMismatch, TorchRLMoEError, WeightSyncError
+from torchrl_moe.errors import ManifestMismatch, TorchRLMoEError, WeightSyncError
 from torchrl_moe.weight_update.store.manifest import Manifest, TensorKind
 
 __all__ = [

@@ -22,7 +22,7 @@ from support import forkable, toy_kind
 from support.forkable import GONE, Forks
 from support.processes import group, toy_environment, toy_replica
 from support.waiting import until
-from torchrl_moe._errors import ReplicaDiedError
+from torchrl_moe.errors import ReplicaDiedError
 from torchrl_moe.modules.backends.process import child, fork_server, wire
 from torchrl_moe.modules.backends.process.child import Child
 from torchrl_moe.modules.backends.process.fork_server import CannotFork

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from support.processes import ids_request
-from torchrl_moe._errors import EngineError
+from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.process import engine_program, wire
 from torchrl_moe.modules.backends.process import wire as packing
 from torchrl_moe.modules.backends.process.engine_program import EngineProgram, Load

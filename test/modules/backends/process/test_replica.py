@@ -26,7 +26,7 @@ import pytest
 from support import toy_kind
 from support.processes import group, ids_request, process_of, toy_environment, toy_replica
 from support.waiting import HOUR, PATIENCE, until
-from torchrl_moe._errors import EngineError, ReplicaDiedError
+from torchrl_moe.errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.process import child
 from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 from torchrl_moe.modules.backends.replica import ProbeReport, Request

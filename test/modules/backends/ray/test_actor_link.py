@@ -22,7 +22,7 @@ from support.actors import groups_in_use, pids, ray_service, toy_actors
 from support.fake_cluster import FakeActor, FakeCluster
 from support.processes import PYTHONPATH, group, ids_request, is_gone
 from support.waiting import HOUR, PATIENCE, until
-from torchrl_moe._errors import EngineError, ReplicaDiedError
+from torchrl_moe.errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.ray import cluster
 from torchrl_moe.modules.backends.ray import ray_replica as actor_link
 from torchrl_moe.modules.backends.ray.cluster import (

@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import GetTimeoutError
 
 from support.actors import ray_service
-from torchrl_moe._errors import EngineError
+from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.ray import cluster
 
 

@@ -13,7 +13,7 @@ from support.fake_cluster import FakeCluster
 from support.hosts import ToyHost
 from support.processes import group, ids_request
 from support.waiting import until
-from torchrl_moe._errors import ReplicaDiedError
+from torchrl_moe.errors import ReplicaDiedError
 from torchrl_moe.modules.backends.process import wire
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 from torchrl_moe.modules.backends.ray.replica_host import dial

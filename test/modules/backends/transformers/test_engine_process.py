@@ -21,7 +21,7 @@ from support.plain import TOLERANCE, sets
 from support.processes import ids_request
 from support.versions import SECONDS, Versions, ask, let_run, random_ids
 from support.waiting import until
-from torchrl_moe._errors import EngineError, RequestRefusedError
+from torchrl_moe.errors import EngineError, RequestRefusedError
 from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, vLLMWrapper
 from torchrl_moe.modules.backends.process.engine_program import Load
 from torchrl_moe.modules.backends.transformers.engine_process import EngineProcess

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from support.plain import loaded, save
-from torchrl_moe._errors import UnsupportedRouterError
 from torchrl_moe.data import RoutingLayout
+from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules.backends.transformers import loading
 from torchrl_moe.modules.backends.transformers.loading import Loaded, layout_of
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from support.plain import TOLERANCE, Bench, loaded, serve
-from torchrl_moe._errors import ManifestMismatch, WeightSyncError
+from torchrl_moe.errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.modules.backends.replica import Scoring
 from torchrl_moe.modules.backends.transformers.engine_process import EngineWeights, exchange
 from torchrl_moe.modules.backends.transformers.loading import Loaded

@@ -16,9 +16,9 @@ from transformers import AutoConfig
 
 import torchrl_moe
 from torchrl_moe import _compat
-from torchrl_moe._errors import EngineError
 from torchrl_moe.cli.services import started
 from torchrl_moe.data import RoutingLayout
+from torchrl_moe.errors import EngineError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.vllm import engine_args
 from torchrl_moe.modules.backends.vllm.engine_args import (

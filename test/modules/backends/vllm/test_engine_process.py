@@ -16,7 +16,7 @@ import pytest
 from support import toy_engine
 from support.processes import ids_request
 from support.waiting import PATIENCE, until
-from torchrl_moe._errors import EngineError
+from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.checkpoint import load_tokenizer
 from torchrl_moe.modules.backends.process import engine_program, wire
 from torchrl_moe.modules.backends.process import engine_program as stats_feed

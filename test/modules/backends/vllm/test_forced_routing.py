@@ -18,8 +18,8 @@ from support.reference import TOLERANCE, Reference
 from support.routes import rows_of
 from support.versions import random_ids
 from torchrl_moe._compat import SCHEDULERS
-from torchrl_moe._errors import ReplayError, RequestRefusedError, RouteValueError
 from torchrl_moe.data import RoutingLayout
+from torchrl_moe.errors import ReplayError, RequestRefusedError, RouteValueError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.backends.vllm.engine_requests import Forced, attach

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchrl_moe._errors import EngineError
+from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.replica import CompletionMetrics, Request
 from torchrl_moe.modules.backends.vllm.engine_requests import completion_from_vllm, sampled_logprobs
 

@@ -20,8 +20,8 @@ from support.families import FAMILIES, REFUSED, is_absent
 from support.reference import TOLERANCE
 from support.served_families import SERVED, Served, engine_arguments, save_served
 from support.versions import random_ids
-from torchrl_moe._errors import EngineError, RequestRefusedError
 from torchrl_moe.data import RoutingLayout
+from torchrl_moe.errors import EngineError, RequestRefusedError
 from torchrl_moe.modules import AsyncVLLM, FaultPolicy, RouterReplay
 from torchrl_moe.modules.backends.replica import Completion
 

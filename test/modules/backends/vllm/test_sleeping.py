@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from support.llm import FakeLLM
-from torchrl_moe._errors import EngineError, WeightSyncError
+from torchrl_moe.errors import EngineError, WeightSyncError
 from torchrl_moe.modules.backends.replica import SwapReport
 from torchrl_moe.modules.backends.vllm.engine_process import EngineSleep
 from torchrl_moe.modules.backends.vllm.weights import EngineWeights

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 
 from support.clock import Clock
 from support.strategies import Says
-from torchrl_moe._errors import EngineError, NoReplicaError, StaleReplicaError
+from torchrl_moe.errors import EngineError, NoReplicaError, StaleReplicaError
 from torchrl_moe.modules.serving.balancer import Lease, LoadBalancer
 from torchrl_moe.modules.serving.candidates import TRANSITIONS, Candidates, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.replica_table import ReplicaTable

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from torchrl_moe._errors import EngineError, ReplicaDiedError
+from torchrl_moe.errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.checkpoint import load_tokenizer
 from torchrl_moe.modules.backends.commands import Commands
 from torchrl_moe.modules.backends.engine_kind import EngineKind

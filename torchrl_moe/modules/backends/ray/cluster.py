@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-from torchrl_moe._errors import EngineError
+from torchrl_moe.errors import EngineError
 
 __all__ = [
     "NAMESPACE",

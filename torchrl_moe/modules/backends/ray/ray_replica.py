@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from torchrl_moe._errors import EngineError
+from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.process import wire
 from torchrl_moe.modules.backends.process import wire as packing
 from torchrl_moe.modules.backends.process.process_replica import EngineReplica

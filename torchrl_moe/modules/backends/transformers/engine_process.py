@@ -19,7 +19,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from torchrl_moe._errors import WeightSyncError
+from torchrl_moe.errors import WeightSyncError
 from torchrl_moe.modules.backends.checkpoint import checkpoint_folder, checkpoint_metadata, tokenizer_files
 from torchrl_moe.modules.backends.commands import WeightCommands, compare_log_probs
 from torchrl_moe.modules.backends.process import wire as packing

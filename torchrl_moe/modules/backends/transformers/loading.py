@@ -11,8 +11,8 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_moe._compat_transformers import check_whole
-from torchrl_moe._errors import UnsupportedRouterError
 from torchrl_moe.data import RoutingLayout
+from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules.backends.replica import ReplicaInfo
 from torchrl_moe.modules.backends.request_routes import RequestRoutes
 from torchrl_moe.modules.backends.transformers.answer import Words

@@ -17,7 +17,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from torchrl_moe import _compat
-from torchrl_moe._errors import EngineError
+from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.vllm.sampling import can_report
 
 __all__ = [

@@ -12,9 +12,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from torchrl_moe import _compat
-from torchrl_moe._errors import EngineError, WeightSyncError
 from torchrl_moe._lazy import without_collections
 from torchrl_moe.data import RoutingLayout
+from torchrl_moe.errors import EngineError, WeightSyncError
 from torchrl_moe.modules.backends.checkpoint import checkpoint_folder, checkpoint_metadata, tokenizer_files
 from torchrl_moe.modules.backends.process import wire as packing
 from torchrl_moe.modules.backends.process.engine_program import EngineProgram, Inbox, Load, Send, run_engine, run_script

@@ -152,9 +152,9 @@ class Part:
 #
 # .. code-block:: text
 #
-# engine process scheduler (``schedulers.py``) worker (``forced_routing.py``) attach(params) ----> params: rows key
-# the cache blocks ----> params: rows of a new request preempted: keep the recorded rows ----> in the step's message:
-# rows of a resumed request
+#     engine process       scheduler (``schedulers.py``)           worker (``forced_routing.py``)
+#     attach(params) ----> params: rows key the cache blocks ----> params: rows of a new request
+#                          preempted: keep the recorded rows ----> in the step's message: rows of a resumed request
 #
 # Letters: P prompt tokens, L decoder layers, K experts per token.
 

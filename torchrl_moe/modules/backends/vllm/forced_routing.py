@@ -45,8 +45,8 @@ from vllm.v1.request import RequestStatus
 
 from torchrl_moe import _compat
 from torchrl_moe._compat import SCHEDULERS
-from torchrl_moe._errors import ReplayError
 from torchrl_moe.data import UNSET_EXPERT
+from torchrl_moe.errors import ReplayError
 from torchrl_moe.modules.backends.vllm.engine_requests import Forced, attach, forced_in, forced_of
 from torchrl_moe.modules.backends.vllm.weight_check import is_weight_check
 from torchrl_moe.modules.replay.interception import OwnChoice, TopKInterception

@@ -1,9 +1,4 @@
-"""The engine process's side of an adapter update: load a version beside the others, then give it to new requests.
-
-Nothing is paused. A request keeps the adapter that it began with, and vLLM keys cached prefixes by an adapter's name,
-which no two versions share. An adapter that vLLM evicts is read from its files again in the step that needs it, and one
-that cannot be read ends the engine. So each version is copied to files of our own, which stay until no request uses it.
-"""
+"""The engine process's side of a weight update: versions of weights and of adapters, commands of the driver."""
 
 from __future__ import annotations
 
@@ -20,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchrl_moe import _compat
-from torchrl_moe._errors import ManifestMismatch, WeightSyncError
+from torchrl_moe.errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.modules.backends.commands import WeightCommands
 from torchrl_moe.modules.backends.process.engine_program import FOLDER_VARIABLE
 from torchrl_moe.modules.backends.replica import Completion, PauseMode, SwapReport
@@ -31,6 +26,15 @@ from torchrl_moe.weight_update.store import Manifest, WeightStoreReader, check_t
 from torchrl_moe.weight_update.transports.base import StageReport
 
 __all__ = ["AdapterVersions", "EngineWeightCommands", "EngineWeights"]
+
+
+# The engine process's side of an adapter update: load a version beside the others, then give it to new requests.
+#
+# Nothing is paused. A request keeps the adapter that it began with, and vLLM keys cached prefixes by an adapter's
+# name, which no two versions share. An adapter that vLLM evicts is read from its files again in the step that needs
+# it, and one that cannot be read ends the engine. So each version is copied to files of our own, which stay until no
+# request uses it.
+
 
 FIRST_NUMBER = 1 << 30  # users count their own from 1
 LEAVE_SECONDS = 0.1  # between two checks whether an old adapter is still in use
@@ -149,8 +153,8 @@ def _report(manifest: Manifest, started: float, fetched: float) -> StageReport:
 #
 # .. code-block:: text
 #
-# stage (serving) --> pause --> load --> resume + weight check --> release held output +-- failed ---+--> drop it;
-# back to the old weights if intact, else stay paused
+#     stage (serving) --> pause --> load --> resume + weight check --> release held output
+#                                    +-- failed ---+--> drop it; back to the old weights if intact, else stay paused
 #
 # Old weights are intact before the first tensor is loaded.
 

@@ -1,17 +1,4 @@
-"""The worker's side of a weight update: vLLM's own weight-transfer interface, over a transport of ours.
-
-vLLM asks for its weight-transfer backend at start-up, before a transport is chosen. So every engine starts with this
-backend, and ``init_transfer_engine`` names the transport. A version is fetched and checked while the model generates.
-It gets into the model during a pause, by vLLM's layerwise reload:
-
-.. code-block:: text
-
-    start: take layers apart --> load: reassemble each when its last tensor arrives --> finish: reassemble the rest
-
-Until the end the model cannot run (``whole`` is False), so a load that fails midway costs the replica its weights.
-
-Imported in vLLM's worker processes only.
-"""
+"""A vLLM worker's side: the extension that our commands call, and the load of a version through vLLM's interface."""
 
 from __future__ import annotations
 
@@ -32,7 +19,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.utils.torch_utils import set_random_seed
 
 from torchrl_moe import _compat
-from torchrl_moe._errors import WeightSyncError
+from torchrl_moe.errors import WeightSyncError
 from torchrl_moe.modules.backends.process import wire
 from torchrl_moe.modules.backends.process.engine_program import end_with_leader
 from torchrl_moe.modules.backends.vllm import cpu_kernels
@@ -44,6 +31,22 @@ from torchrl_moe.weight_update.transports.base import Receiver
 from torchrl_moe.weight_update.transports.registry import open_receiver
 
 __all__ = ["InitInfo", "Staging", "UpdateInfo", "WeightEngine", "WorkerExtension"]
+
+
+# The worker's side of a weight update: vLLM's own weight-transfer interface, over a transport of ours.
+#
+# vLLM asks for its weight-transfer backend at start-up, before a transport is chosen. So every engine starts with
+# this backend, and ``init_transfer_engine`` names the transport. A version is fetched and checked while the model
+# generates. It gets into the model during a pause, by vLLM's layerwise reload:
+#
+# .. code-block:: text
+#
+#     start: take layers apart --> load: reassemble each when its last tensor arrives --> finish: reassemble the rest
+#
+# Until the end the model cannot run (``whole`` is False), so a load that fails midway costs the replica its weights.
+#
+# Imported in vLLM's worker processes only.
+
 
 NICENESS = 5
 TURN_SECONDS = 0.0005  # of Python's interpreter lock, instead of 5 ms

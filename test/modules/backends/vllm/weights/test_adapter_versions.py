@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from support.llm import FakeLLM
-from torchrl_moe._errors import DigestMismatch, EngineError, ManifestMismatch, WeightSyncError
+from torchrl_moe.errors import DigestMismatch, EngineError, ManifestMismatch, WeightSyncError
 from torchrl_moe.modules.backends.process.engine_program import FOLDER_VARIABLE
 from torchrl_moe.modules.backends.vllm import weights as adapter_versions
 from torchrl_moe.modules.backends.vllm.weights import FIRST_NUMBER, AdapterVersions

@@ -28,7 +28,7 @@ from support.llm import FakeLLM, report
 from support.manifests import note_made
 from support.reference import TOLERANCE, Reference, route_mismatches
 from support.waiting import until
-from torchrl_moe._errors import DigestMismatch, EngineError, ManifestMismatch, ReplicaDiedError, WeightSyncError
+from torchrl_moe.errors import DigestMismatch, EngineError, ManifestMismatch, ReplicaDiedError, WeightSyncError
 from torchrl_moe.modules import AsyncVLLM, FaultPolicy, vLLMWrapper
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, SwapReport
 from torchrl_moe.modules.backends.vllm.weights import EngineWeights

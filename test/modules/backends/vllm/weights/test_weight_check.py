@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from support.llm import FakeLLM
-from torchrl_moe._errors import WeightSyncError
+from torchrl_moe.errors import WeightSyncError
 from torchrl_moe.modules.backends.vllm import weight_check
 from torchrl_moe.modules.backends.vllm.weight_check import WeightCheck, is_weight_check
 

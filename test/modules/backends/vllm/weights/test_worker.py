@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from support.processes import toy_environment
 from support.waiting import until
-from torchrl_moe._errors import DigestMismatch, ManifestMismatch, SyncTimeout, WeightSyncError
+from torchrl_moe.errors import DigestMismatch, ManifestMismatch, SyncTimeout, WeightSyncError
 from torchrl_moe.weight_update.store import Manifest, WeightStoreWriter
 from torchrl_moe.weight_update.transports.registry import MemmapReceiver
 
