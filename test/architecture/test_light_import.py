@@ -16,10 +16,10 @@ from support.sources import PACKAGE, ROOT
 HEAVY = ("ray", "transformers", "vllm")
 LIGHT = {
     f"import {PACKAGE}": "__init__.py",
-    f"import {PACKAGE}._errors": "errors.py",
+    f"import {PACKAGE}.errors": "errors.py",
     f"from {PACKAGE}.data import *": "data/__init__.py",
     f"from {PACKAGE}.ops import *": "ops/__init__.py",
-    f"import {PACKAGE}.objectives.functional": "objectives/functional/__init__.py",
+    f"import {PACKAGE}.objectives.functional": "objectives/functional.py",
     f"from {PACKAGE}.modules import LoadBalancer, Lease": "modules/serving/balancer.py",
     f"from {PACKAGE}.modules import AsyncVLLM": "modules/serving/async_vllm.py",
 }
