@@ -1,6 +1,6 @@
 """Runs in each environment of ``install_check.py``: a real engine against a stock transformers model, in float32.
 
-It generates with routes, over all words and over fewer, with experts that are given, and after a weight update; and it
+It generates with routes, over the whole vocabulary and over less, with experts that are given, and after a weight update; and it
 scores. It is called with a file, to which it writes versions and figures as JSON, and the release of vLLM that the
 engine must be of; it fails if a figure is too large.
 Only public names of torchrl_moe are used, and nothing of its tests.
@@ -42,7 +42,7 @@ PROMPTS = [list(range(first, first + 12)) for first in range(40, 100, 10)]
 ANSWER = 24
 SECONDS = 120.0
 SAMPLING: Mapping[str, Mapping[str, Any]] = {
-    "all words": {},
+    "the whole vocabulary": {},
     "top_p=0.8": {"top_p": 0.8},
     "top_k=20": {"top_k": 20},
     "min_p=0.05, temperature=0.7": {"min_p": 0.05, "temperature": 0.7},
@@ -111,12 +111,12 @@ def largest(model: PreTrainedModel, answers: list[Any], temperature: float = 1.0
 
 
 def sampled(engine: AsyncVLLM, model: PreTrainedModel) -> dict[str, float]:
-    """Generate, over all words and over fewer."""
+    """Generate, over the whole vocabulary and over less."""
     figures = {}
     for name, sampling in SAMPLING.items():
         answers = generate(engine, **sampling)
         cut = sum(some is not None for answer in answers for some in words_of(answer, model.config.vocab_size))
-        assert bool(cut) == bool(sampling), f"{name}: {cut} tokens were sampled from less than all words"
+        assert bool(cut) == bool(sampling), f"{name}: {cut} tokens were sampled from less than the whole vocabulary"
         figures[name] = largest(model, answers, sampling.get("temperature", 1.0))
         assert {tuple(answer.outputs[0].token_ids) for answer in answers} != {()}, name
     return figures

@@ -128,8 +128,8 @@ def test_python_files_are_of_one_vllm_and_compiled_ones_of_another(tmp_path: Pat
 def test_the_page_has_a_row_per_environment_and_the_figures() -> None:
     versions = dict.fromkeys(install_check.COLUMNS, "1")
     found: dict[str, dict[str, Any]] = {
-        "oldest": {"versions": versions, "figures": {"all words": 1.43e-6}},
-        "newest": {"versions": {**versions, "vllm": "2"}, "figures": {"all words": 0.0, "score()": 2e-6}},
+        "oldest": {"versions": versions, "figures": {"the whole vocabulary": 1.43e-6}},
+        "newest": {"versions": {**versions, "vllm": "2"}, "figures": {"the whole vocabulary": 0.0, "score()": 2e-6}},
     }
     assert table(found, "2026-11-26").splitlines() == [
         "Run on 2026-11-26 by `make install-check` (2 cores, x86_64, no GPU).",
