@@ -235,6 +235,28 @@ def check_floating(name: str, array: torch.Tensor, *, error: type[Exception] = V
         raise error(f"{name} must have a floating point dtype, got {array.dtype}.{_end(hint)}")
 
 
+def as_mask(name: str, mask: Any, *, error: type[Exception] = ValueError) -> torch.Tensor:
+    """Return a mask as bool; raise ``error`` unless it is bool, or holds 0 and 1 only.
+
+    An additive mask (0 and minus infinity) would say the opposite, and weights are no mask. Values of a bool mask are
+    not read.
+
+    >>> as_mask("mask", torch.tensor([0.0, 0.5]))
+    Traceback (most recent call last):
+    ValueError: mask must be bool, or hold only 0 (left out) and 1 (counts), got 0.5.
+    """
+    try:
+        given = torch.as_tensor(mask)
+    except (TypeError, ValueError, RuntimeError) as reason:
+        raise error(f"{name} must be a tensor of bool, or of 0 and 1, got {shown(mask)}.") from reason
+    if given.dtype is not torch.bool:
+        wrong = (given != 0) & (given != 1)
+        if bool(wrong.any()):
+            got = given[wrong][0].item()
+            raise error(f"{name} must be bool, or hold only 0 (left out) and 1 (counts), got {got}.")
+    return given.bool()
+
+
 def check_rows(name: str, got: int, wanted: int, *, hint: str = "") -> None:
     """Raise :class:`RouteShapeError` unless ``got`` equals ``wanted`` rows.
 

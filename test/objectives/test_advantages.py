@@ -139,6 +139,16 @@ def test_reinforce_plus_plus_waits_for_its_batch_and_for_its_groups() -> None:
     assert transform.queued_trajectories == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_returns_of_many_tokens_are_summed_exactly(dtype: torch.dtype) -> None:
+    rewards = torch.full((2000, 1), 60.0 if dtype == torch.float16 else 0.01, dtype=dtype)
+    other = rewards.clone()
+    other[0] += 0.5
+    found = DrGRPOAdvantage().inv(lazy_stack([step("a", rewards), step("a", other)]))["advantage"][:, 0, 0]
+    gap = float(other[0].double() - rewards[0].double())
+    torch.testing.assert_close(found.double(), torch.tensor([-gap / 2, gap / 2]).double(), rtol=0.01, atol=0)
+
+
 def test_groups_may_be_named_by_tensors() -> None:
     pieces = [step(torch.tensor([1, i % 2]), i) for i in range(4)]
     out = RLOOAdvantage(2).inv(lazy_stack(pieces))

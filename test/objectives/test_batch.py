@@ -114,14 +114,14 @@ def test_wrong_totals_are_refused(value: list[float]) -> None:
     td = ragged(ROLLOUTS)
     td["n"] = torch.tensor(value)
     with pytest.raises(
-        ValueError, match=r"^'n' must be a tensor of one number, 0 or more and the same for each sample, got t"
+        ValueError, match=r"^'n' must be a tensor of one finite number, 0 or more and the same for each sample, got t"
     ):
         reader(td).total("n")
 
 
 def test_a_total_that_is_no_tensor_is_refused() -> None:
     td = TensorDict({FULL: torch.zeros(2, 3).long(), "n": "many"}, batch_size=[2])
-    with pytest.raises(ValueError, match=r"^'n' must be a tensor of one number, .* got NonTensorData"):
+    with pytest.raises(ValueError, match=r"^'n' must be a tensor of one finite number, .* got NonTensorData"):
         reader(td).total("n")
 
 

@@ -331,6 +331,17 @@ def test_normalised_weights_need_all_denominators() -> None:
         loss(td)
 
 
+@pytest.mark.parametrize(("key", "number"), [("num_valid_tokens", 0.0), ("num_sequences", 0.0)])
+def test_denominators_of_0_would_leave_a_sum(key: str, number: float) -> None:
+    td = ragged(samples(SHAPES))
+    td[key] = torch.full(td.batch_size, number)
+    with pytest.raises(ValueError, match=f"'{key}' is 0, but 8 tokens of this part count"):
+        GRPOLoss(BigramActor())(td)
+    td[key] = torch.full(td.batch_size, torch.inf)
+    with pytest.raises(ValueError, match=f"'{key}' must be a tensor of one finite number, 0 or more"):
+        GRPOLoss(BigramActor())(td)
+
+
 def test_denominators() -> None:
     td = ragged([*samples(SHAPES), sample(2, 0)])
     actor = BigramActor()

@@ -66,6 +66,31 @@ def test_a_mask_of_the_user() -> None:
     assert mask.tolist() == [[False, False, True, False, True], [False, False, False, True, False]]
 
 
+@pytest.mark.parametrize("wrong", [[0.0, -torch.inf, 0.0], [0.5, 1.0, 1.0], [-1, 0, 1], [1.0, torch.nan, 1.0]])
+@pytest.mark.parametrize("key", [("masks", "all_assistant_mask"), ("masks", "all_attention_mask"), "mine"])
+def test_a_mask_that_is_additive_or_of_weights_is_refused(key: Any, wrong: list[float]) -> None:
+    td = ragged(ROLLOUTS)[1:]
+    inputs = replace(PLAIN, masking="generic") if "all_attention_mask" in key else PLAIN
+    user = key if key == "mine" else None
+    td[0][key] = torch.tensor([0, 1, 1])
+    assert inputs.read(td, LossKeys(), user).mask.sum() == 2
+    td[0][key] = torch.tensor(wrong)
+    with pytest.raises(ValueError, match=r"must be bool, or hold only 0 .* and 1 .*, got "):
+        inputs.read(td, LossKeys(), user)
+
+
+def test_what_has_a_gradient_or_no_token_dimension_is_refused() -> None:
+    td = ragged(ROLLOUTS)
+    td[1]["advantage"] = torch.ones(1, 1, requires_grad=True)
+    with pytest.raises(ValueError, match="'advantage' of sample 1 requires grad, but an advantage is a constant"):
+        PLAIN.read(td, LossKeys(), None)
+    for key in (("next", "ref_log_probs", "full"), ("tokens", "full")):
+        td = ragged(ROLLOUTS)
+        td[0][key] = torch.tensor(1.0)
+        with pytest.raises(ValueError, match="of sample 0 must be a tensor with a value per token, got tensor"):
+            EVERYTHING.read(td, LossKeys(), None)
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [

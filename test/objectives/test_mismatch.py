@@ -354,6 +354,28 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         metrics.update(td, log_probs)
 
 
+@pytest.mark.parametrize("version", [True, 4.0, "4", -1, NAN])
+def test_a_version_is_an_integer(version: Any) -> None:
+    with pytest.raises(ValueError, match="version must be an integer of at least 0, or None, got "):
+        MismatchMetrics().update(*by_hand(), version=version)
+
+
+def test_only_metrics_of_the_same_arguments_are_merged() -> None:
+    for other in ({"tau": 3.0}, {"masking_strategy": "rlhf"}, {"max_age": 2}):
+        with pytest.raises(ValueError, match=f"with the same arguments can be merged, got {next(iter(other))}="):
+            MismatchMetrics().merge(MismatchMetrics(**other))
+    with pytest.raises(ValueError, match="other must be of class MismatchMetrics, got None"):
+        MismatchMetrics().merge(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fallback", [-1, 99])
+def test_more_fallback_rows_than_tokens_are_refused(fallback: int) -> None:
+    td, log_probs = by_hand()
+    td.set(("routing", "fallback"), torch.full((len(td),), fallback))
+    with pytest.raises(ValueError, match=r"\('routing', 'fallback'\) must be from 0 to the sample's tokens"):
+        measured(td, log_probs)
+
+
 def test_it_is_printed_and_shown_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     metrics = MismatchMetrics()
     assert repr(metrics) == "MismatchMetrics(0 tokens)"

@@ -328,7 +328,7 @@ def test_totals_of_recorded_choices_are_those_of_the_router_that_made_them() -> 
     torch.testing.assert_close(without_last["expert_counts"].sum(-1), live["expert_counts"].sum(-1))
     with pytest.raises(ValueError, match="go together, got routes='x', num_experts=None"):
         router_loss.totals(parts, routes="x")
-    with pytest.raises(ValueError, match=r"routes hold expert \d+, num_experts is 2"):
+    with pytest.raises(ValueError, match=r"routes hold expert \d+, allowed are 0..1"):
         router_loss.totals(parts, routes=("train_routed_experts", "full"), num_experts=2)
 
 
@@ -347,6 +347,22 @@ def test_totals_of_recorded_choices_are_those_of_the_router_that_made_them() -> 
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         MoERouterLoss(RouterActor(), **{"top_k": TOP_K, **arguments})
+
+
+@pytest.mark.parametrize("wrong", [NAN, -1.0])
+def test_counts_that_are_no_counts_are_refused(wrong: float) -> None:
+    loss, td = MoERouterLoss(RouterActor(), top_k=TOP_K), ragged(samples(SHAPES))
+    for key, value in loss.totals([td]).items():
+        td[key] = value.expand(len(td), *value.shape)
+    td["expert_counts"] = td["expert_counts"].clamp(max=wrong)
+    with pytest.raises(ValueError, match="'expert_counts' holds counts, finite and 0 or more, got"):
+        loss(td)
+
+
+@pytest.mark.parametrize("num_experts", [0, True, 4.0])
+def test_a_number_of_experts_is_an_integer(num_experts: Any) -> None:
+    with pytest.raises(ValueError, match="num_experts must be an integer of at least 1, or None, got"):
+        MoERouterLoss(RouterActor(), top_k=TOP_K).totals([ragged(samples(SHAPES))], routes="r", num_experts=num_experts)
 
 
 def test_an_actor_without_router_logits_is_refused() -> None:

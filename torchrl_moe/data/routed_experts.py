@@ -326,7 +326,7 @@ refuse_casts(_CLASS, "routed_experts", RouteValueError)
 
 def _split_mask(attention_mask: torch.Tensor | Sequence[Any], names: _checks.RowNames) -> list[torch.Tensor]:
     """One bool ``[T]`` per sample."""
-    masks = [mask.bool() for mask in _mask_rows(attention_mask)]
+    masks = [_checks.as_mask("attention_mask", mask) for mask in _mask_rows(attention_mask)]
     _checks.check_rows("attention_mask", len(masks), len(names.lengths), hint="Give it a row per sample.")
     for i, length in enumerate(names.lengths):
         name = names.of("attention_mask", i)

@@ -143,7 +143,7 @@ class GroupAdvantage(Transform):
     def _reward(self, step: TensorDictBase) -> float:
         reward = self._entry(step, self.rewards_key)
         _checks.check_floating(repr(self.rewards_key), reward)
-        value = float(reward.sum())
+        value = float(reward.sum(dtype=torch.float64))  # of many tokens: half precision would round, or overflow
         if not abs(value) < float("inf"):
             raise ValueError(f"{self.rewards_key!r} must be finite, got {value}: it would corrupt its whole group.")
         return value

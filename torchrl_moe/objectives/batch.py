@@ -96,6 +96,10 @@ class TokenReader:
             _checks.check_shape(f"{key!r} of sample {i}", row.shape, (length,), hint=self._hint)
         return _pad_left(rows, fill)
 
+    def per_token_mask(self, key: NestedKey, meaning: str) -> Tensor:
+        """Return the mask ``key`` as bool ``[B, T]``."""
+        return _checks.as_mask(repr(key), self.per_token(key, meaning))
+
     def routes(self, key: NestedKey) -> Tensor:
         """Return the experts ``[T_i, L, K]`` of ``key`` as int64 ``[B, T, L, K]``, -1 on the left."""
         rows = self._rows(key, "the experts that each token was routed to")
@@ -116,8 +120,8 @@ class TokenReader:
         - ``"generic"``: all attended tokens.
         """
         if masking == "rlhf":
-            return self.per_token(assistant, "the mask of all assistant tokens (masking_strategy='rlhf')").bool()
-        mask = self.per_token(attention, f"the attention mask (masking_strategy={masking!r})").bool()
+            return self.per_token_mask(assistant, "the mask of all assistant tokens (masking_strategy='rlhf')")
+        mask = self.per_token_mask(attention, f"the attention mask (masking_strategy={masking!r})")
         if masking == "generic":
             return mask
         meaning = "the prompt's token ids (masking_strategy='sft'); 'rlhf' uses the assistant mask instead"
@@ -143,6 +147,7 @@ class TokenReader:
             if row.shape != (1, 1):
                 _checks.check_shape(name, row.shape, (length, 1), hint=hint)
             _checks.check_floating(name, row)
+            _check_constant(name, row, "an advantage")
             per_token.append(row[:, 0].expand(length))
         return _pad_left(per_token, 0.0)
 
@@ -150,8 +155,7 @@ class TokenReader:
         """Return log-probs ``[B, T]`` that are data, not results of the model being trained."""
         values = self.per_token(key, f"the log-probs of {meaning}")
         _checks.check_floating(repr(key), values)
-        if values.requires_grad:
-            raise ValueError(f"{key!r} requires grad, but {meaning} is a constant: store it detached.")
+        _check_constant(repr(key), values, meaning)
         return values
 
     def staleness(self, versions_key: NestedKey, current_key: NestedKey, mask: Tensor) -> Tensor:
@@ -183,9 +187,9 @@ class TokenReader:
         complete = []
         for i, (row, length) in enumerate(zip(rows, self.lengths, strict=True)):
             values = row[:, 0] if row.ndim == 2 and row.shape[-1] == 1 else row
-            missing = max(0, length - len(values))
+            missing = max(0, length - len(values)) if values.ndim == 1 else 0
             pads = (missing, 0) if side == "left" else (0, missing)
-            values = torch.nn.functional.pad(values.detach(), pads, value=fill)
+            values = torch.nn.functional.pad(values.detach(), pads, value=fill) if missing else values.detach()
             _checks.check_shape(f"{key!r} of sample {i}", values.shape, (length,), hint=self._hint)
             _checks.check_floating(f"{key!r} of sample {i}", values)
             complete.append(values)
@@ -197,10 +201,10 @@ class TokenReader:
         if value is None:
             return None
         flat = value.flatten() if isinstance(value, Tensor) else torch.zeros(0)
-        if not len(flat) or bool((flat != flat[0]).any()) or not bool(flat[0] >= 0):
+        if not len(flat) or bool((flat != flat[0]).any()) or not 0 <= float(flat[0]) < float("inf"):
             raise ValueError(
-                f"{key!r} must be a tensor of one number, 0 or more and the same for each sample, got {value}: it is "
-                "of the whole batch, and stored in each of its parts."
+                f"{key!r} must be a tensor of one finite number, 0 or more and the same for each sample, got {value}: "
+                "it is of the whole batch, and stored in each of its parts."
             )
         return flat[0]
 
@@ -212,7 +216,12 @@ class TokenReader:
                 f"Couldn't find {meaning}: the tensordict has no {key!r}. It has {', '.join(known)}. If it is there "
                 f"under another name, tell the loss by set_keys(). {hint}".rstrip()
             )
-        return list(rows.unbind(0)) if isinstance(rows, Tensor) else list(rows)
+        rows = list(rows.unbind(0)) if isinstance(rows, Tensor) else list(rows)
+        for i, row in enumerate(rows):
+            if not isinstance(row, Tensor) or not row.ndim:
+                got = _checks.shown(row)
+                raise ValueError(f"{key!r} of sample {i} must be a tensor with a value per token, got {got}.")
+        return rows
 
 
 def _pad_left(rows: Sequence[Tensor], fill: float) -> Tensor:
@@ -277,7 +286,7 @@ class LossInputs:
         advantage = reader.advantage(names.advantage)
         _check_finite(names.advantage, advantage, mask)
         ref = (names.ref_log_probs, self.ref_side, self.ref_fill)
-        return TokenBatch(
+        batch = TokenBatch(
             tokens=reader.tokens,
             mask=mask,
             unsampled=unsampled,
@@ -290,6 +299,14 @@ class LossInputs:
             num_sequences=reader.total(names.num_sequences),
             sum_weights=reader.total(names.sum_weights),
         )
+        numbers = {names.num_valid_tokens: batch.num_valid_tokens, names.num_sequences: batch.num_sequences}
+        for key, number in numbers.items():  # by 0 nothing is divided: the sum would be the loss
+            if number is not None and not bool(number) and bool(mask.any()):
+                raise ValueError(
+                    f"{key!r} is 0, but {int(mask.sum())} tokens of this part count: it is of the whole batch, see "
+                    "denominators()."
+                )
+        return batch
 
     def prox_log_probs(self, reader: TokenReader, names: LossKeys) -> Tensor | None:
         """Return the log-probs of the proximal policy, if it is used."""
@@ -303,10 +320,15 @@ class LossInputs:
         """
         mask = reader.mask(self.masking, names.prompt, names.attention_mask, names.assistant_mask)
         if loss_mask is not None:
-            mask = mask & reader.per_token(loss_mask, "the mask named by loss_mask_key").bool()
+            mask = mask & reader.per_token_mask(loss_mask, "the mask named by loss_mask_key")
         log_probs = reader.constant_log_probs(names.sample_log_prob, "the policy that generated the tokens")
         known = log_probs.isfinite()
         return mask & known, mask & ~known & (self.masking != "generic"), log_probs
+
+
+def _check_constant(name: str, value: Tensor, meaning: str) -> None:
+    if value.requires_grad:
+        raise ValueError(f"{name} requires grad, but {meaning} is a constant: store it detached.")
 
 
 def _check_finite(key: NestedKey, advantage: Tensor, mask: Tensor) -> None:

@@ -298,7 +298,7 @@ class GRPOLoss(LossModule):
         for name, epsilon in zip(("low", "high"), clip, strict=True):
             try:
                 self.register_buffer(f"clip_epsilon_{name}", torch.tensor(epsilon, device=device))
-            except (RuntimeError, TypeError) as error:
+            except (RuntimeError, TypeError, AssertionError) as error:
                 raise ValueError(f"device={device!r}: {str(error).splitlines()[0]}") from error
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -79,8 +79,9 @@ def recorded_counts(routes: Tensor, mask: Tensor, num_experts: int) -> Tensor:
     _checks.check_rank("mask", mask, 2, hint="It is [B, T].")
     _checks.check_shape("routes", routes.shape, (*mask.shape, "L", "K"))
     chosen = routes.long().masked_fill(~mask[..., None, None], -1)
-    if bool((chosen >= num_experts).any()):
-        raise ValueError(f"routes hold expert {int(chosen.max())}, num_experts is {num_experts}.")
+    wrong = chosen[(chosen >= num_experts) | (chosen < -1)]
+    if len(wrong):
+        raise ValueError(f"routes hold expert {int(wrong[0])}, allowed are 0..{num_experts - 1}, or -1 for none.")
     layers = chosen.shape[2]
     slots = chosen + num_experts * torch.arange(layers, device=chosen.device)[:, None]
     counts = torch.bincount(slots[chosen >= 0], minlength=layers * num_experts)

@@ -168,6 +168,7 @@ class MismatchMetrics:
         Raises:
             ValueError: an entry is missing or does not fit the tokens, or a token is newer than ``version``.
         """
+        _checks.check_number("version", version, 0, whole=True, none=True)
         keys = self.keys
         reader = TokenReader(tensordict, keys.tokens)
         sampled = reader.per_token(keys.sample_log_prob, "the log-probs of the engine that sampled the tokens")
@@ -183,7 +184,7 @@ class MismatchMetrics:
         self._add_tokens(trained, sampled, known)
         if kept is not None:
             _checks.check_same_shape({"kept": kept, repr(keys.sample_log_prob): sampled})
-            self._add_masked(known, kept.cpu().bool())
+            self._add_masked(known, _checks.as_mask("kept", kept).cpu())
         if version is not None:
             versions = reader.per_token(keys.policy_versions, "the version that sampled each token (version=...)", -1)
             self._add_ages(trained, sampled, known, versions.cpu(), version)
@@ -234,8 +235,13 @@ class MismatchMetrics:
         fallback: Any = tensordict.get(self.keys.fallback, None)
         if fallback is None:
             return
-        attended = reader.per_token(self.keys.attention_mask, "the attention mask").cpu().bool().sum(-1)
+        attended = reader.per_token_mask(self.keys.attention_mask, "the attention mask").cpu().sum(-1)
         _checks.check_shape(repr(self.keys.fallback), fallback.shape, (len(attended),))
+        if not bool(((fallback.cpu() >= 0) & (fallback.cpu() <= attended)).all()):
+            raise ValueError(
+                f"{self.keys.fallback!r} must be from 0 to the sample's tokens, {attended.tolist()}, got "
+                f"{fallback.tolist()}."
+            )
         replayed = attended - fallback.cpu()
         self._sums["rows"] += int(attended.sum())
         self._sums["fallback"] += int(fallback.sum())
@@ -250,7 +256,18 @@ class MismatchMetrics:
                 self._layers[layer]["agreeing"] += (column * replayed)[at].sum().item()
 
     def merge(self, other: MismatchMetrics) -> None:
-        """Add what another instance with the same arguments has collected, such as another rank's."""
+        """Add what another instance with the same arguments has collected, such as another rank's.
+
+        Raises:
+            ValueError: ``other`` counts other tokens, or has another ``tau`` or ``max_age``.
+        """
+        _checks.check_instance("other", other, MismatchMetrics)
+        for name in ("masking_strategy", "tau", "max_age"):
+            if getattr(self, name) != getattr(other, name):
+                raise ValueError(
+                    f"only metrics with the same arguments can be merged, got {name}={getattr(self, name)!r} and "
+                    f"{getattr(other, name)!r}."
+                )
         for mine, theirs in ((self._ages, other._ages), (self._layers, other._layers)):
             for group, sums in theirs.items():
                 _add(mine[group], sums)

@@ -182,7 +182,7 @@ class MoERouterLoss(LossModule):
         return _Routing(logits, rows, dropped.sum())
 
     def _attended(self, reader: TokenReader) -> Tensor:
-        return reader.per_token(self.tensor_keys.attention_mask, "the mask of all tokens that are no pads").bool()
+        return reader.per_token_mask(self.tensor_keys.attention_mask, "the mask of all tokens that are no pads")
 
     def _of_batch(self, tensordict: TensorDictBase, key: NestedKey, *shape: int) -> Tensor | None:
         """Return a value of the whole batch, which each sample of a part holds; ``None`` if it is absent."""
@@ -191,6 +191,8 @@ class MoERouterLoss(LossModule):
             return None
         hint = "It is that of the whole batch, the same for each sample: see MoERouterLoss.totals."
         _checks.check_shape(repr(key), value.shape, (len(tensordict), *shape), hint=hint)
+        if not bool(((value >= 0) & value.isfinite()).all()):
+            raise ValueError(f"{key!r} holds counts, finite and 0 or more, got {_checks.shown(value)}. {hint}")
         return cast(Tensor, value)[0]
 
     @torch.no_grad()
@@ -230,6 +232,7 @@ class MoERouterLoss(LossModule):
         """
         if (routes is None) != (num_experts is None):
             raise ValueError(f"routes and num_experts go together, got routes={routes!r}, num_experts={num_experts}.")
+        _checks.check_number("num_experts", num_experts, 1, whole=True, none=True)
         counts, sequences, tokens = [], [], 0.0
         for part in parts:
             reader = TokenReader(part, self.tensor_keys.action)

@@ -72,6 +72,15 @@ def test_a_mask_of_another_shape_is_refused() -> None:
         bound(mask=torch.ones(2, 4))
 
 
+@pytest.mark.parametrize(
+    "mask", [[[0.0, -torch.inf, 0.0]] * 2, [[0.5, 1, 1]] * 2, "x"], ids=["additive", "weights", "text"]
+)
+def test_what_is_no_mask_is_refused(mask: Any) -> None:
+    with pytest.raises(RouteValueError, match=r"attention_mask must be .*0 .*1"):
+        bound(mask=mask)
+    assert bound(mask=[[1, 1, 0]] * 2).replayed == bound(mask=np.array([[1, 1, 0]] * 2)).replayed
+
+
 def test_what_to_do_about_bad_routes_is_one_of_two_words() -> None:
     with pytest.raises(ValueError, match=r"on_bad_routes must be one of \('raise', 'live'\), got 'skip'"):
         bound(on_bad_routes="skip")

@@ -526,3 +526,14 @@ def test_importing_it_loads_no_engine() -> None:
     code = "import sys; from torchrl_moe.modules import RouterReplay; print({'vllm', 'ray'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.stdout.strip() == "set()", run.stderr
+
+
+def test_what_is_no_model_and_what_is_no_switch_is_refused() -> None:
+    with pytest.raises(ValueError, match="model must be of class Module, got None"):
+        RouterReplay(None)  # type: ignore[arg-type]
+    replay = RouterReplay(make_tiny_moe("qwen3_moe"))
+    wrong: dict[str, Any] = {"measure": "no", "record": 1, "packing": 3}
+    for name, value in wrong.items():
+        routes = torch.full((1, 2, replay.num_layers, replay.top_k), U)
+        with pytest.raises(ValueError, match=f"{name} must be "), replay.replay(routes, **{name: value}):
+            pass

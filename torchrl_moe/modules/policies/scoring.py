@@ -197,7 +197,7 @@ def read_batch(td: TensorDictBase, tokens_key: Any, mask_key: Any) -> ScoringBat
     mask = read_rows(td, mask_key, False, lengths)
     if mask is None:
         mask = pad_left([torch.ones_like(row, dtype=torch.bool) for row in rows], False)
-    batch = ScoringBatch(pad_left(rows, 0).long(), mask.bool(), lengths)
+    batch = ScoringBatch(pad_left(rows, 0).long(), _checks.as_mask(repr(mask_key), mask), lengths)
     _refuse_gaps(batch, mask_key)
     return batch
 

@@ -413,7 +413,7 @@ def _tokens(sample: TensorDictBase, source: Source, position: int) -> FullSequen
                 "both must have been cut or padded alike, or take the mask out"
             )
         if mask is not None:
-            return FullSequence(ids, mask.bool())
+            return FullSequence(ids, _checks.as_mask(f"sample {position}: {key!r}", mask))
     return FullSequence(ids, _real(ids, source.pad, getattr(source.tokenizer, "eos_token_id", None)))
 
 

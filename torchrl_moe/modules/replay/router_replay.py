@@ -320,6 +320,8 @@ def bind_routes(
     """Check routes and bind them to one forward pass; see :meth:`RouterReplay.replay`."""
     if on_bad_routes not in ON_BAD_ROUTES:
         raise ValueError(f"on_bad_routes must be one of {ON_BAD_ROUTES}, got {on_bad_routes!r}")
+    _checks.check_bool("measure", measure)
+    _checks.check_instance("packing", packing, Packing, none=True)
     incoming = _read(routes, attention_mask, (num_layers, max(site.top_k for site in sites)), device)
     if packing is not None:
         incoming = _packed(incoming, packing)
@@ -345,6 +347,8 @@ def bind_routes(
 def _read(routes: Any, mask: Tensor | None, tail: tuple[int, int], device: torch.device | None) -> _Incoming:
     """Check everything but the ids, and concatenate the rows."""
     given = _tensor(routes)
+    if mask is not None:
+        mask = _checks.as_mask("attention_mask", mask, error=RouteValueError)
     _checks.check_integer("routes", given, signed=True, error=RouteValueError, hint=_ENGINE)
     if given.is_nested:
         return _read_jagged(given.detach().unbind(), mask, tail, device or given.device)
@@ -355,9 +359,9 @@ def _read(routes: Any, mask: Tensor | None, tail: tuple[int, int], device: torch
         return _Incoming(rows.to(device or given.device, copy=True), [length] * batch, (batch, length), None)
     hint = "It is that of the batch, [B, T]."
     _checks.check_shape("attention_mask", mask.shape, (batch, length), error=RouteShapeError, hint=hint)
-    keep = mask.bool().flatten()
+    keep = mask.flatten()
     rows = rows[keep.to(given.device)].to(device or given.device)
-    return _Incoming(rows, mask.bool().sum(1).tolist(), (batch, length), keep.to(rows.device))
+    return _Incoming(rows, mask.sum(1).tolist(), (batch, length), keep.to(rows.device))
 
 
 def _packed(incoming: _Incoming, packing: Packing) -> _Incoming:
@@ -395,10 +399,10 @@ def _read_jagged(
     if mask is None:
         return _Incoming(rows, lengths, (1, len(rows)), None)
     _checks.check_shape("attention_mask", mask.shape, (len(lengths), "T"), error=RouteShapeError)
-    for i, (got, wanted) in enumerate(zip(lengths, mask.bool().sum(1).tolist(), strict=True)):
+    for i, (got, wanted) in enumerate(zip(lengths, mask.sum(1).tolist(), strict=True)):
         hint = "A row for each token that attention_mask keeps."
         _checks.check_rows(f"routes of sample {i}", got, wanted, hint=hint)
-    return _Incoming(rows, lengths, (mask.shape[0], mask.shape[1]), mask.bool().flatten().to(device))
+    return _Incoming(rows, lengths, (mask.shape[0], mask.shape[1]), mask.flatten().to(device))
 
 
 def _tensor(routes: Any) -> Tensor:
@@ -407,6 +411,8 @@ def _tensor(routes: Any) -> Tensor:
         given = torch.as_tensor(full.copy() if isinstance(full, np.ndarray) else full)  # it may be read-only
     except (TypeError, ValueError, RuntimeError) as error:
         raise RouteValueError(f"routes must be a tensor of integers, got {type(routes).__name__}: {error}") from error
+    if given.is_meta:
+        raise RouteValueError("routes must hold values, got a tensor on the meta device")
     if given.layout is not (torch.jagged if given.is_nested else torch.strided):
         raise RouteValueError(f"routes must be dense or nested jagged, got layout {given.layout}")
     return given
@@ -478,6 +484,7 @@ class RouterReplay:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        _checks.check_instance("model", model, nn.Module)
         owner = owner_of(model)
         if owner is not None:
             raise ReplayError(
@@ -599,6 +606,7 @@ class RouterReplay:
                 forward pass ran, or a context of this model is open already.
         """
         self._last, self._refused = {}, ()
+        _checks.check_bool("record", record)
         binding = bind_routes(
             routes,
             self.sites,
