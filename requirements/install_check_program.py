@@ -1,8 +1,8 @@
 """Runs in each environment of ``install_check.py``: a real engine against a stock transformers model, in float32.
 
-It generates with routes, over the whole vocabulary and over less, with experts that are given, and after a weight update; and it
-scores. It is called with a file, to which it writes versions and figures as JSON, and the release of vLLM that the
-engine must be of; it fails if a figure is too large.
+It generates with routes, over the whole vocabulary and over less, with experts that are given, and after a weight
+update; and it scores. It is called with a file, to which it writes versions and figures as JSON, and the release of
+vLLM that the engine must be of; it fails if a figure is too large.
 Only public names of torchrl_moe are used, and nothing of its tests.
 """
 
