@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from typing import IO
 
 from torchrl_moe.modules.backends.process.engine_program import kill_group
-from torchrl_moe.modules.backends.process.fork_server_process import Request, readable
+from torchrl_moe.modules.backends.process.fork_server_process import DISMISSED, Request, readable
 
 __all__ = ["CannotFork", "ForkServer", "ForkedProcess", "Launch", "fork_server", "key_of"]
 
@@ -222,6 +222,8 @@ def _end(control: socket.socket, log: IO[bytes], process: subprocess.Popen[bytes
     if driver != os.getpid():  # a process that the driver forked runs its finalizers, too
         return
     with contextlib.suppress(OSError):  # the server is gone
+        control.send(DISMISSED, socket.MSG_DONTWAIT)
+    with contextlib.suppress(OSError):
         control.shutdown(socket.SHUT_RDWR)  # closing alone does nothing while a forked process holds the socket
     control.close()
     log.close()

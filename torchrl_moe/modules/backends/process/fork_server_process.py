@@ -5,7 +5,7 @@ Started by :class:`~torchrl_moe.modules.backends.process.fork_server.ForkServer`
 ``preload() -> str``, which imports what is slow and returns why forking would be unsafe, or "", and
 ``run(connection, driver_is_gone)``, which is what a forked process does. This process stays single-threaded, answers no
 engine's messages and touches no device. It ends with its driver, or when the driver closes the control socket, in
-either case after its import and after the processes that it forked.
+either case after its import and after the processes that it forked. A driver that closes it says so before.
 
 A request is a packet with descriptors: of a file, the working directory, the engine's socket, its log, and the status
 socket. The file holds, pickled, what the process takes over from its driver: environment, processors, and limits by
@@ -37,8 +37,9 @@ from typing import NoReturn, TypeAlias
 from torchrl_moe._lazy import without_collections
 from torchrl_moe.modules.backends.process.engine_program import FOLDER_VARIABLE, kill_group
 
-__all__ = ["main", "readable"]
+__all__ = ["DISMISSED", "main", "readable"]
 
+DISMISSED = b"end"  # a driver's last packet
 FILES = 5  # that come with a request
 ORPHAN_SECONDS = 15.0  # that engine processes get to end by themselves once their driver is gone
 THREAD_SECONDS = 2.0  # that a thread which has been joined takes to leave /proc
@@ -64,6 +65,7 @@ class _Server:
         self._driver = driver
         self._unsafe = unsafe
         self._listens = True
+        self._was_dismissed = False
         self._children: dict[int, tuple[int, Connection]] = {}  # pidfd -> process id, status socket
         self._folders: set[bytes] = set()  # of replicas; the driver removes them, or this process if the driver is gone
 
@@ -83,7 +85,8 @@ class _Server:
             if orphaned_at and time.monotonic() - orphaned_at > ORPHAN_SECONDS:
                 for pid, _ in self._children.values():
                     kill_group(pid)
-        if readable(self._driver):
+        # a driver that ends without a word has closed its sockets a moment before it is gone
+        if readable(self._driver, seconds=0 if self._was_dismissed else ORPHAN_SECONDS):
             for folder in self._folders:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -91,7 +94,8 @@ class _Server:
         files = array.array("i")
         flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT  # which ``socket.recv_fds`` would ignore
         with contextlib.suppress(OSError):  # the driver is gone, and nothing is left to read
-            _, messages, _, _ = self._control.recvmsg(16, socket.CMSG_SPACE(FILES * files.itemsize), flags)
+            packet, messages, _, _ = self._control.recvmsg(16, socket.CMSG_SPACE(FILES * files.itemsize), flags)
+            self._was_dismissed = packet == DISMISSED
             for _, _, content in messages:
                 files.frombytes(content)
         if len(files) < FILES:  # the driver has closed the socket, or this process can open no more files
