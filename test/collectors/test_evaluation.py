@@ -125,7 +125,7 @@ def test_it_works_inside_a_running_event_loop(engine: FakeAsyncVLLM) -> None:
 
 
 def test_nothing_to_answer_is_refused(engine: FakeAsyncVLLM) -> None:
-    with pytest.raises(ValueError, match="count must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="count must be an integer of at least 1, got 0"):
         evaluate(policy_of(engine), chat(1), 0, Questions())
     with pytest.raises(ValueError, match="there is no data"):
         evaluate(policy_of(engine), chat(1), 1)

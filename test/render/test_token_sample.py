@@ -118,8 +118,10 @@ def test_a_reward_is_summed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"n": 0}, "n must be at least 1, got 0"),
-        ({"most": 0}, "tokens must be at least 1, got 0"),
+        ({"n": 0}, "n must be an integer of at least 1, got 0"),
+        ({"n": 1.5}, "n must be an integer of at least 1, got 1.5"),
+        ({"most": None}, "tokens must be an integer of at least 1, got None"),
+        ({"most": 0}, "tokens must be an integer of at least 1, got 0"),
     ],
 )
 def test_bad_numbers_are_refused(arguments: Any, told: str) -> None:

@@ -17,6 +17,7 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 from tqdm.auto import tqdm
 
+from torchrl_moe._checks import check_number
 from torchrl_moe.collectors.arguments import EnvLike, GroupFilter, policy_of, pool_of, refuse, settings_of, source_of
 from torchrl_moe.collectors.environments import MAX_TURNS, EnvironmentPool, gather
 from torchrl_moe.collectors.group import CollectionStats
@@ -74,8 +75,7 @@ def evaluate(
         EnvironmentTimeoutError: a call took longer.
         RequestRefusedError: the engine refused every prompt.
     """
-    if count < 1:
-        raise ValueError(f"count must be at least 1, got {count}")
+    check_number("count", count, 1, whole=True)
     first, make, data, _ = source_of(env, dataloader, 1)
     prompts = list(islice(PromptStream(data), count))
     # in a thread: a notebook has a running event loop in this one

@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
 from tqdm.auto import tqdm
 
-from torchrl_moe._checks import renamed
+from torchrl_moe._checks import check_number, renamed
 from torchrl_moe.render.tables import data_frame, html_table, number_text, one_line, print_table
 from torchrl_moe.render.tokens import MOST_TOKENS, Color, TokenSample, read_samples, rows_of, show_token_samples
 
@@ -307,8 +307,7 @@ class Reports(BaseCollector):
 
     def sample_cells(self, n: int, characters: int) -> tuple[str, list[tuple[str, ...]]]:
         """Return what :meth:`show_samples` prints: title, and rows with a text for each of ``SampleReader.COLUMNS``."""
-        if n < 1:
-            raise ValueError(f"n must be at least 1, got {n}")
+        check_number("n", n, 1, whole=True)
         rows = [] if self.record.batch is None else rows_of(self.record.batch)
         title = (
             f"batch {self.record.batches - 1}, {min(n, len(rows))} of {len(rows)} samples" if rows else "no batch yet"

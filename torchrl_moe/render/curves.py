@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from torchrl_moe._checks import check_number
+
 __all__ = [
     "HUES",
     "OTHERS",
@@ -186,10 +188,8 @@ def log_ratio_figure(log_ratios: Mapping[str, Any], tau: float = 2.0, bins: int 
     """
     from torchrl_moe.render.figures import NotebookFigure
 
-    if not tau > 1:
-        raise ValueError(f"tau must be greater than 1, got {tau}: it bounds a ratio that is 1 where policies agree.")
-    if bins < 1:
-        raise ValueError(f"bins must be at least 1, got {bins}.")
+    check_number("tau", tau, above=1, hint="It bounds a ratio that is 1 where policies agree.")
+    check_number("bins", bins, 1, whole=True)
     flat = {label: np.asarray(values, dtype=np.float64).reshape(-1) for label, values in log_ratios.items()}
     flat = {label: values[np.isfinite(values)] for label, values in flat.items()}
     widest = max((abs(values).max() for values in flat.values() if len(values)), default=0.0)

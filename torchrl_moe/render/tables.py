@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from torchrl_moe._checks import check_number
+
 __all__ = [
     "data_frame",
     "html_table",
@@ -97,8 +99,7 @@ def one_line(text: str, characters: int) -> str:
     >>> one_line("abcdefghi", 5)
     'ab…hi'
     """
-    if characters < 1:
-        raise ValueError(f"characters must be at least 1, got {characters}")
+    check_number("characters", characters, 1, whole=True)
     if len(text) <= characters:
         text = _printable(text)
         if len(text) <= characters:

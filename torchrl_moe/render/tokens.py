@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from torchrl_moe._checks import renamed
+from torchrl_moe._checks import check_number, renamed
 from torchrl_moe.render.curves import HUES, OTHERS, Fill, shades
 from torchrl_moe.render.routes import KEPT_LABELS, kept_label
 from torchrl_moe.render.tables import in_notebook, show_html
@@ -163,8 +163,7 @@ def rows_of(batch: Any) -> list[Any]:
 def read_samples(td: Any, n: int, most: int, *, policy: Any = None, tokenizer: Any = None) -> list[TokenSample]:
     """Return the last rollouts of a batch."""
     for name, value in (("n", n), ("tokens", most)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+        check_number(name, value, 1, whole=True)
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
         raise TypeError(f"tokenizer must be a tokenizer of transformers, with decode(), got {tokenizer!r}")
     rows = rows_of(td)
