@@ -1,10 +1,17 @@
-"""The public names are frozen: users import each from where the table says, and a stub stands in for none."""
+"""The public names are frozen: users import each from where the table says, and a stub stands in for none.
+
+Their signatures are in ``public_signatures.txt``. Run this file as a program to write them again, and read the diff.
+"""
 
 from __future__ import annotations
 
 import ast
+import inspect
+import re
+from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +41,7 @@ PUBLIC: dict[str, str] = {
 }
 NOT_BUILT_YET: dict[str, str] = {}
 """Leave this list in the commit that builds the name."""
+SIGNATURES = Path(__file__).with_name("public_signatures.txt")
 
 
 def names(table: dict[str, str]) -> set[tuple[str, str]]:
@@ -102,6 +110,34 @@ def test_an_unsorted_all_is_found() -> None:
     assert in_order(exported) == ["UNSET", "Lease", "f"]
 
 
+def signature(function: object) -> str:
+    """Names, order and defaults: the type checker compares the types."""
+    try:
+        found = inspect.signature(function)  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # a constant, or an alias of types
+        return ""
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in found.parameters.values()]
+    return re.sub(r" at 0x[0-9a-f]+", "", str(inspect.Signature(bare)))
+
+
+def signatures() -> Iterator[str]:
+    """A line for each public name, and for each public method and property that a class of ours defines."""
+    for room, name in sorted(names(PUBLIC) - names(NOT_BUILT_YET)):
+        value = getattr(import_module(f"{PACKAGE}.{room}"), name)
+        yield f"{room}.{name}{signature(value)}"
+        for member in sorted(dir(value)) if inspect.isclass(value) else ():
+            found = inspect.getattr_static(value, member)
+            found = found.__func__ if isinstance(found, classmethod | staticmethod) else found
+            if not member.startswith("_") and isinstance(found, property):
+                yield f"{room}.{name}.{member}: property"
+            elif not member.startswith("_") and getattr(found, "__module__", "").startswith(PACKAGE):
+                yield f"{room}.{name}.{member}{signature(found)}"
+
+
+def test_the_signatures_are_as_they_were() -> None:
+    assert list(signatures()) == SIGNATURES.read_text(encoding="utf-8").splitlines()
+
+
 @pytest.mark.parametrize("room", lazy_rooms(), ids=lambda source: source.name)
 def test_type_checkers_see_what_a_lazy_room_exports(room: Source) -> None:
     assert seen_by_type_checkers(room) == set(import_module(room.name).__all__)
@@ -110,3 +146,7 @@ def test_type_checkers_see_what_a_lazy_room_exports(room: Source) -> None:
 def test_a_name_hidden_from_type_checkers_is_found() -> None:
     room = snippet("if TYPE_CHECKING:\n    from a.b import C as C\nelse:\n    from a.b import D")
     assert seen_by_type_checkers(room) == {"C"}
+
+
+if __name__ == "__main__":
+    SIGNATURES.write_text("".join(f"{line}\n" for line in signatures()), encoding="utf-8")

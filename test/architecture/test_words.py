@@ -1,15 +1,19 @@
-"""Words that the project has retired, each with a plainer one; ``docs/glossary.md`` has the terms that are in use."""
+"""What texts say: no word that the project has retired, and no path of the package that leads nowhere.
+
+``docs/glossary.md`` has the terms that are in use.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from support.sources import ROOT
+from support.sources import PACKAGE, ROOT
 
 RETIRED: dict[str, str] = {
     "anew": "again",
@@ -45,6 +49,14 @@ HERE = Path(__file__).resolve()
 PATTERN = re.compile(
     r"(?<![a-z])(" + "|".join(r"[\s_]+".join(turn.split()) for turn in RETIRED) + r")(?![a-z])", re.IGNORECASE
 )
+
+DOTTED = re.compile(rf"(?<![\w./-]){PACKAGE}(?:\.[A-Za-z_]\w*)+")
+INVENTED = {
+    f"{PACKAGE}.{path}"
+    for path in ("a", "data.b", "data.c", "data.x", "made_up", "modules.backends.no_such_engine",
+                 "modules.backends.vllm.local")
+}  # fmt: skip
+"""Paths of the tests of tests."""
 
 
 def texts() -> Iterator[tuple[str, str]]:
@@ -82,3 +94,36 @@ def test_no_retired_word_is_in_use() -> None:
 )
 def test_a_retired_word_is_found_as_a_whole(text: str, expected: list[tuple[int, str]]) -> None:
     assert list(found(text)) == expected
+
+
+def leads_somewhere(path: str) -> bool:
+    """Whether there is such a file, and such a name in it."""
+    parts, names = path.split("."), []
+    # files of this tree: an editable install would find those of another
+    while not any((ROOT.joinpath(*parts[:-1]) / name).exists() for name in (f"{parts[-1]}.py", f"{parts[-1]}")):
+        names.insert(0, parts.pop())
+    value: object = import_module(".".join(parts))
+    for name in names:
+        if not hasattr(value, name):
+            return False
+        value = getattr(value, name)
+    return True
+
+
+def test_every_dotted_path_leads_somewhere() -> None:
+    found = {path: where for where, text in texts() for path in DOTTED.findall(text)}
+    assert {path: found[path] for path in found.keys() - INVENTED if not leads_somewhere(path)} == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("data", True),
+        ("data.RoutedExperts", True),
+        ("data.RoutedExperts.nothing", False),
+        ("data.nothing", False),
+        ("nothing.at.all", False),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_found(path: str, expected: bool) -> None:
+    assert leads_somewhere(f"{PACKAGE}.{path}") == expected
