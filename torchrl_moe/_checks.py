@@ -19,14 +19,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from numbers import Integral, Real
 from types import EllipsisType
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from torchrl_moe.errors import RouteShapeError, RouteValueError
 
-Array: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
+Array: TypeAlias = "torch.Tensor | npt.NDArray[np.generic]"
 Dim: TypeAlias = "int | str | EllipsisType"
 
 P = ParamSpec("P")
@@ -78,7 +79,7 @@ def _end(hint: str) -> str:
 
 def check_number(
     name: str,
-    value: Any,
+    value: object,
     least: float | None = None,
     most: float | None = None,
     *,
@@ -106,7 +107,7 @@ def check_number(
 
 
 def is_number(
-    value: Any,
+    value: object,
     least: float | None = None,
     most: float | None = None,
     *,
@@ -116,38 +117,40 @@ def is_number(
     infinite: bool = False,
 ) -> bool:
     """Whether a value is a number of Python's or numpy's, and in range; arguments as of :func:`check_number`."""
-    fits = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
-    fits = fits and (whole or _is_float(value, infinite))
-    fits = fits and (least is None or value >= least) and (above is None or value > above)
-    return fits and (most is None or value <= most) and (below is None or value < below)
+    if isinstance(value, bool) or not isinstance(value, Integral if whole else Real) or not isinstance(value, Real):
+        return False
+    number: float = value  # type: ignore[assignment]  # what is registered as Real compares like one
+    fits = whole or _is_float(number, infinite)
+    fits = fits and (least is None or number >= least) and (above is None or number > above)
+    return fits and (most is None or number <= most) and (below is None or number < below)
 
 
-def _is_float(value: Any, infinite: bool) -> bool:
+def _is_float(value: float, infinite: bool) -> bool:
     try:
         return not math.isnan(value) if infinite else math.isfinite(value)
     except OverflowError:  # an integer that is larger than any float
         return False
 
 
-def check_bool(name: str, value: Any) -> None:
+def check_bool(name: str, value: object) -> None:
     """Raise ``ValueError`` unless ``value`` is True or False: other values are true or false in surprising ways."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name} must be True or False, got {shown(value)}.")
 
 
-def check_callable(name: str, value: Any) -> None:
+def check_callable(name: str, value: object) -> None:
     """Raise ``ValueError`` unless ``value`` can be called."""
     if not callable(value):
         raise ValueError(f"{name} must be a function, got {shown(value)}.")
 
 
-def check_instance(name: str, value: Any, kind: type, *, none: bool = False) -> None:
+def check_instance(name: str, value: object, kind: type, *, none: bool = False) -> None:
     """Raise ``ValueError`` unless ``value`` is an instance of ``kind``, or ``None`` if ``none``."""
     if not (isinstance(value, kind) or (none and value is None)):
         raise ValueError(f"{name} must be of class {kind.__name__}{', or None' * none}, got {shown(value)}.")
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return the beginning of a value's repr, for a message."""
     if isinstance(value, int) and value.bit_length() > _SHOWN:  # beyond some thousand digits Python refuses to write it
         return f"an integer of {value.bit_length()} bits"
@@ -235,7 +238,7 @@ def check_floating(name: str, array: torch.Tensor, *, error: type[Exception] = V
         raise error(f"{name} must have a floating point dtype, got {array.dtype}.{_end(hint)}")
 
 
-def as_mask(name: str, mask: Any, *, error: type[Exception] = ValueError) -> torch.Tensor:
+def as_mask(name: str, mask: object, *, error: type[Exception] = ValueError) -> torch.Tensor:
     """Return a mask as bool; raise ``error`` unless it is bool, or holds 0 and 1 only.
 
     An additive mask (0 and minus infinity) would say the opposite, and weights are no mask. Values of a bool mask are
@@ -278,7 +281,7 @@ def check_route_dtype(name: str, dtype: torch.dtype, wanted: torch.dtype, num_ex
 
 
 def check_engine_rows(
-    rows: np.ndarray[Any, Any], shape: tuple[int, int, int], num_experts: int, dense_layers: Sequence[int] = ()
+    rows: npt.NDArray[np.integer], shape: tuple[int, int, int], num_experts: int, dense_layers: Sequence[int] = ()
 ) -> None:
     """Check the rows an engine returned for one sequence, before anything is written."""
     num_tokens, *rest = shape
@@ -297,7 +300,7 @@ def check_engine_rows(
         _raise_engine_value(rows, bad, "the layer has no router, so 0 is allowed")
 
 
-def _raise_engine_value(rows: np.ndarray[Any, Any], bad: np.ndarray[Any, Any], allowed: str) -> None:
+def _raise_engine_value(rows: npt.NDArray[np.integer], bad: npt.NDArray[np.bool_], allowed: str) -> None:
     token, layer, column = (int(i) for i in np.argwhere(bad)[0])
     raise RouteValueError(
         f"engine rows: token {token}, layer {layer} holds expert {rows[token, layer, column]} in "

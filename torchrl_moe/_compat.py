@@ -11,9 +11,22 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import SchedulerConfig, VllmConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.lora_weights import LoRALayerWeights
+    from vllm.lora.model_manager import LoRAModelManager
+    from vllm.lora.request import LoRARequest
+    from vllm.lora.worker_manager import WorkerLoRAManager
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.loggers import StatLoggerFactory
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 __all__ = [
     "abort_answers",
@@ -42,7 +55,7 @@ __all__ = [
 ]
 
 
-def router_layer_ids(model: Any) -> list[int]:
+def router_layer_ids(model: nn.Module) -> list[int]:
     """Return the sorted decoder-layer indices of ``model``'s MoE routers, in a vLLM worker.
 
     vLLM's own capture binds to these two kinds of module; it has no public list of them.
@@ -105,7 +118,7 @@ def import_engine() -> str:
     return "importing vLLM has initialised CUDA" if torch.cuda.is_initialized() else ""
 
 
-def make_async_llm(engine_args: Any, stat_loggers: list[Any]) -> tuple[Any, str]:
+def make_async_llm(engine_args: AsyncEngineArgs, stat_loggers: list[StatLoggerFactory]) -> tuple[AsyncLLM, str]:
     """Make an ``AsyncLLM`` whose own processes are forked; return it, and why they are not, or "" (0.32).
 
     vLLM's CPU platform sets "spawn" while the configuration is made: each process then imports vLLM again, which takes
@@ -141,7 +154,7 @@ def make_async_llm(engine_args: Any, stat_loggers: list[Any]) -> tuple[Any, str]
     return engine, reason
 
 
-def reserve_check_slot(scheduling: Any) -> None:
+def reserve_check_slot(scheduling: SchedulerConfig) -> None:
     """Give an engine's model runner a slot more than requests may run, for the weight check beside a full engine."""
     scheduling.max_num_active_seqs = scheduling.max_num_active_seqs or scheduling.max_num_seqs
     scheduling.max_num_seqs += 1
@@ -160,7 +173,7 @@ def keep_prefix_cache_with_latents() -> None:
     if not current_platform.is_cpu() or hasattr(update, "torchrl_moe"):
         return
 
-    def update_and_keep(config: Any) -> None:
+    def update_and_keep(config: VllmConfig) -> None:
         asked = config.cache_config.enable_prefix_caching
         update(config)
         if not reads_prefix_cache(config):
@@ -170,7 +183,7 @@ def keep_prefix_cache_with_latents() -> None:
     platform.check_and_update_config = staticmethod(update_and_keep)
 
 
-def reads_prefix_cache(config: Any) -> bool:
+def reads_prefix_cache(config: VllmConfig) -> bool:
     """Whether requests to an engine may read cached prefixes; false for latent attention on a CPU without AMX."""
     model = config.model_config
     is_cpu = config.device_config.device_type == "cpu"
@@ -205,13 +218,15 @@ def register_weight_engine() -> None:
         )
 
 
-def take_moe_kernels(model: Any) -> list[tuple[Any, Any]]:
+def take_moe_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
     """Take the packed expert kernel off every MoE layer; return the owners and their kernels.
 
     vLLM packs the experts for the CPU only while there is no kernel: reloaded weights would stay unpacked and be
     read in the wrong layout.
     """
-    methods = {id(m.quant_method): m.quant_method for m in model.modules() if hasattr(m, "quant_method")}
+    methods: dict[int, Any] = {
+        id(m.quant_method): m.quant_method for m in model.modules() if hasattr(m, "quant_method")
+    }
     taken = [(method, getattr(method, "moe_kernel", None)) for method in methods.values()]
     taken = [(method, kernel) for method, kernel in taken if kernel is not None]
     for method, _ in taken:
@@ -257,7 +272,7 @@ def refuse_bad_adapters() -> None:
     if hasattr(load, "torchrl_moe"):
         return
 
-    def load_and_check(manager: Any, lora_request: Any) -> Any:
+    def load_and_check(manager: WorkerLoRAManager, lora_request: LoRARequest) -> LoRAModel:
         lora = load(manager, lora_request)
         if not lora.loras:
             raise ValueError("it has no tensors that vLLM knows")
@@ -270,7 +285,7 @@ def refuse_bad_adapters() -> None:
     WorkerLoRAManager._load_adapter = load_and_check
 
 
-def _adapted_sizes(manager: Any) -> dict[str, tuple[int, int | None]]:
+def _adapted_sizes(manager: LoRAModelManager) -> dict[str, tuple[int, int | None]]:
     """Return the inputs and outputs of each linear layer that may be adapted; ``None`` if they are split over GPUs."""
     sizes: dict[str, tuple[int, int | None]] = {}
     for name, module in manager.modules.items():
@@ -287,7 +302,7 @@ def _adapted_sizes(manager: Any) -> dict[str, tuple[int, int | None]]:
     return sizes
 
 
-def _check_adapter(name: str, layer: Any, size: tuple[int, int | None] | None) -> None:
+def _check_adapter(name: str, layer: LoRALayerWeights, size: tuple[int, int | None] | None) -> None:
     parts = {"lora_A": layer.lora_a, "lora_B": layer.lora_b}
     if missing := [part for part, tensor in parts.items() if tensor is None]:
         raise ValueError(f"its {name} has no {missing[0]}: save the adapter again with peft's save_pretrained")
@@ -322,7 +337,7 @@ def zero_new_blocks() -> None:
     KVCacheConfig.needs_kv_cache_zeroing = property(lambda _: True)
 
 
-def unused_adapter_modules(model_runner: Any, number: int) -> list[str]:
+def unused_adapter_modules(model_runner: GPUModelRunner, number: int) -> list[str]:
     """Return the modules of a loaded adapter that a worker's model does not adapt (0.32).
 
     vLLM loads them and ignores them, as it does modules that ``lora_target_modules`` leaves out; no public call lists
@@ -333,7 +348,7 @@ def unused_adapter_modules(model_runner: Any, number: int) -> list[str]:
     return sorted(named - set(manager.modules))
 
 
-def forget_half_loads(model: Any) -> None:
+def forget_half_loads(model: nn.Module) -> None:
     """Drop what a failed update left pending in vLLM's layerwise reload.
 
     A new start skips layers taken apart and counts their tensors twice: they would be complete before the last arrive.
@@ -350,27 +365,28 @@ def forget_half_loads(model: Any) -> None:
 PACKED_HANDLE = "cpu_linear"  # a linear layer's kernel on CPU: a function that owns the packed weight
 
 
-def pack_tied(model: Any) -> None:
+def pack_tied(model: nn.Module) -> None:
     """Pack again the linear layers whose parameter belongs to an earlier layer, such as a head tied to the embeddings.
 
     vLLM's reload packs a layer when its tensors arrive. The tensors of such a layer arrive at the other one, so its own
     packed copy would stay old.
     """
-    owners: dict[int, Any] = {}
+    owners: dict[int, nn.Module] = {}
     for module in model.modules():
         weight = vars(module)["_parameters"].get("weight")
         if weight is None or not has_packed(module):
             continue
         if owners.setdefault(id(weight), module) is not module:
-            module.quant_method.process_weights_after_loading(module)
+            method: Any = module.quant_method
+            method.process_weights_after_loading(module)
 
 
-def has_packed(module: Any) -> bool:
+def has_packed(module: nn.Module) -> bool:
     """Whether a module is a linear layer that holds its weight packed."""
     return PACKED_HANDLE in vars(module)
 
 
-def delivered_tokens(engine: Any) -> dict[str, dict[int, int]]:
+def delivered_tokens(engine: AsyncLLM) -> dict[str, dict[int, int]]:
     """Return, for each request that an ``AsyncLLM`` runs, answer -> tokens that its output processor has (0.32).
 
     With ``FINAL_ONLY`` there is no other source; vLLM >= 0.32 reports a version with each token.
@@ -387,7 +403,7 @@ def delivered_tokens(engine: Any) -> dict[str, dict[int, int]]:
     return counts
 
 
-def running_outputs(engine: Any) -> dict[str, Any]:
+def running_outputs(engine: AsyncLLM) -> dict[str, Any]:
     """Return the partial ``RequestOutput`` of each request that an ``AsyncLLM`` runs, by request (0.32).
 
     It contains the answers that have started. vLLM collects routes step by step and joins them only at the end.
@@ -426,7 +442,7 @@ def running_outputs(engine: Any) -> dict[str, Any]:
     return found
 
 
-async def abort_answers(engine: Any, wanted: Mapping[str, set[int]]) -> dict[str, set[int]]:
+async def abort_answers(engine: AsyncLLM, wanted: Mapping[str, set[int]]) -> dict[str, set[int]]:
     """Abort some of the answers that an ``AsyncLLM`` generates, by request and index; return those that it knew.
 
     Its public ``abort`` takes whole requests only; only its output processor knows the ids of the answers.
