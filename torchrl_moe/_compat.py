@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.lora.worker_manager import WorkerLoRAManager
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerFactory
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 __all__ = [
     "abort_answers",

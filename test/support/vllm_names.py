@@ -10,17 +10,13 @@ OBJECTS = {
     # configuration
     "config": "vllm.config.VllmConfig",
     "model_config": "vllm.config.ModelConfig",
-    "scheduling": "vllm.config.scheduler.SchedulerConfig",
     "engine_args": "vllm.engine.arg_utils.AsyncEngineArgs",
     # the engine's process
     "engine": "vllm.v1.engine.async_llm.AsyncLLM",
     "params": "vllm.sampling_params.SamplingParams",
     "lora": "vllm.lora.request.LoRARequest",
-    "_compat.py:refuse_bad_adapters.load_and_check:manager": "vllm.lora.worker_manager.WorkerLoRAManager",
-    "_compat.py:_adapted_sizes:manager": "vllm.lora.model_manager.LoRAModelManager",
     "_compat.py:_adapted_sizes:linear": "vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA",
     "_compat.py:_adapted_sizes:base": "vllm.model_executor.layers.linear.LinearBase",
-    "_compat.py:_check_adapter:layer": "vllm.lora.lora_weights.LoRALayerWeights",
     "scheduler_stats": "vllm.v1.metrics.stats.SchedulerStats",
     "iteration_stats": "vllm.v1.metrics.stats.IterationStats",
     "modules/backends/vllm/engine_requests.py:output": "vllm.outputs.RequestOutput",
