@@ -21,11 +21,11 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from torchrl_moe._checks import check_number
 from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError, RequestRefusedError, StaleReplicaError
-from torchrl_moe.modules.backends.replica import Completion, Request
+from torchrl_moe.modules.backends.replica import Completion, Replica, Request
 from torchrl_moe.modules.serving.event_loop import EventLoop, wake
 from torchrl_moe.modules.serving.in_flight import ALONE_SECONDS, Call, InFlight, Parked, Suspects, prospect, take_lease
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
@@ -38,27 +38,27 @@ __all__ = ["PRIORITY_SECONDS", "Admission", "Dispatcher", "Submissions", "abort_
 
 LOG = logging.getLogger(__name__)
 
-Ended: TypeAlias = Callable[[InFlight, "Future[Completion]"], object]
-
 
 class Submissions:
     """Sends the requests placed in one turn of the loop, in one message per replica. Used only in the loop."""
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
-        self._outgoing: dict[Any, dict[InFlight, Ended]] = {}  # by replica
+        self._outgoing: dict[Any, dict[InFlight, asyncio.Future[Completion]]] = {}  # by replica
         self._lock = threading.Lock()
-        self._back: list[tuple[InFlight, Ended, Future[Completion]]] = []  # other threads add to it
+        self._back: list[tuple[asyncio.Future[Completion], Future[Completion]]] = []  # other threads add to it
 
-    def put(self, request: InFlight, ended: Ended) -> None:
-        """Send a request to the replica of its lease at the end of this turn."""
-        assert request.lease is not None
+    def put(self, request: InFlight, replica: Replica) -> asyncio.Future[Completion]:
+        """Send a request at the end of this turn; return the future of its answer."""
+        loop = asyncio.get_running_loop()
         if not self._outgoing:
-            asyncio.get_running_loop().call_soon(self._hand_over)
-        self._outgoing.setdefault(request.lease.replica, {})[request] = ended
+            loop.call_soon(self._hand_over)
+        answer: asyncio.Future[Completion] = loop.create_future()
+        self._outgoing.setdefault(replica, {})[request] = answer
+        return answer
 
     def remove(self, request: InFlight) -> bool:
-        """Withdraw a request; return whether it was not sent yet. Then its outcome is not reported."""
+        """Withdraw a request; return whether it was not sent yet."""
         outgoing = {} if request.lease is None else self._outgoing.get(request.lease.replica, {})
         return outgoing.pop(request, None) is not None
 
@@ -66,26 +66,30 @@ class Submissions:
         outgoing, self._outgoing = self._outgoing, {}
         for replica, requests in outgoing.items():
             futures = _submit(replica, [request.request for request in requests]) if requests else ()
-            for (request, ended), future in zip(requests.items(), futures, strict=True):
-                future.add_done_callback(partial(self._take_back, request, ended))
+            for answer, future in zip(requests.values(), futures, strict=True):
+                future.add_done_callback(partial(self._take_back, answer))
 
-    def _take_back(self, request: InFlight, ended: Ended, future: Future[Completion]) -> None:
-        """Record the end of a request; called from any thread."""
+    def _take_back(self, answer: asyncio.Future[Completion], future: Future[Completion]) -> None:
+        """Note the end of a request; called from any thread."""
         with self._lock:
             is_first = not self._back
-            self._back.append((request, ended, future))
-        if is_first:
+            self._back.append((answer, future))
+        if is_first:  # one call for all that end before it runs
             self._loop.call(self._collect)
 
     def _collect(self) -> None:
         with self._lock:
             back, self._back = self._back, []
-        loop = asyncio.get_running_loop()
-        for request, ended, future in back:  # each by itself, so that an error in one does not affect the others
-            loop.call_soon(ended, request, future)
+        for answer, future in back:
+            if answer.done():  # its request was given up
+                continue
+            if (error := future.exception()) is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(future.result())
 
 
-def _submit(replica: Any, requests: Sequence[Request]) -> Sequence[Future[Completion]]:
+def _submit(replica: Replica, requests: Sequence[Request]) -> Sequence[Future[Completion]]:
     """Send requests. If that fails, perhaps after some were sent, the error is the outcome of all of them."""
     try:
         futures: Sequence[Future[Completion]] = replica.submit(requests)
@@ -99,7 +103,7 @@ def _submit(replica: Any, requests: Sequence[Request]) -> Sequence[Future[Comple
     return futures
 
 
-def abort_on(replica: Any, request_ids: Sequence[str]) -> None:
+def abort_on(replica: Replica, request_ids: Sequence[str]) -> None:
     """Abort requests on a replica; an error is logged, because the other replicas must be told too."""
     try:
         replica.abort(request_ids)
@@ -285,7 +289,7 @@ class Dispatcher:
             call.timer = asyncio.get_running_loop().call_later(left, self._late, call)
         for request in waiting:
             self._admission.put(request)
-        self._admit_now()
+        self._admit_soon()
         if not waiting:
             call.end()
 
@@ -317,105 +321,32 @@ class Dispatcher:
         call.timer = asyncio.get_running_loop().call_later(ABORT_GRACE_SECONDS, call.end)
         self._abort(unfinished)
 
-    def _finish(
-        self, request: InFlight, completion: Completion | None = None, error: BaseException | None = None
-    ) -> None:
-        """Give a request its outcome, once."""
-        if request.is_over:
-            return
-        if self._open.get(request.request.request_id) is request:
-            del self._open[request.request.request_id]
-        request.outcome, request.error = completion, error
-        self._leave(request)  # before its call ends: then all counts are right
-        self._try_alone(self._suspects.ended(request))
-        if request.is_first:
-            request.is_first = False
-            self._try(self._parked.next_alike(request))
-        call = request.call
-        if call.over:
-            return
-        call.unfinished -= 1
-        if completion is not None and not request.dropped:
-            call.tell(completion)
-        if not call.unfinished:
-            call.end()
+    # -- one request ------------------------------------------------------------------------------------------------
 
-    # -- places -----------------------------------------------------------------------------------------------------
-
-    def _admit(self) -> None:
-        """Admit the next requests, as far as there are places, a few in each turn of the loop."""
-        self._admitting = False
-        for _ in range(AT_ONCE):
-            request = self._admission.next()
-            if request is None:
-                return
-            request.has_place = True
-            self._place(request)
-        self._admit_soon()
-
-    def _admit_now(self) -> None:
-        if not self._admitting:  # else in the next turn: more at once would delay other callbacks
-            self._admit()
-
-    def _admit_soon(self) -> None:
-        if not self._admitting:
-            self._admitting = True
-            asyncio.get_running_loop().call_soon(self._admit)
-
-    def _give_up(self, request: InFlight, error: BaseException) -> None:
-        """End a request whatever its replica does."""
-        lease, request.lease = request.lease, None
-        if lease is not None:
-            lease.release(None)
-        self._finish(request, error=error)
-
-    def _leave(self, request: InFlight) -> None:
-        """Release the place of a request, if it has one."""
-        if request.has_place:
-            request.has_place = False
-            self._admission.give_back()
-            self._admit_soon()
-
-    def _place(self, request: InFlight) -> None:
-        """Send a request to a replica, or park it without a place."""
+    async def _serve(self, request: InFlight) -> None:
+        """Bring a request that was given a place to its outcome."""
         try:
-            if self._lease(request):
-                self._send(request)
-            else:
-                self._leave(request)
-        except BaseException as error:  # a strategy's warning that is an error, say
-            self._give_up(request, error)
-            if not isinstance(error, Exception):
+            while not request.aborted:
+                if request.lease is None and not self._take_lease(request):
+                    await self._wait_for_replica(request)
+                    continue
+                try:
+                    completion = await self._answer(request)
+                except ReplicaDiedError as death:
+                    if self._note_death(request, death):
+                        await self._wait_until_alone(request)
+                    continue
+                self._finish(request, completion)
+                return
+            self._give_up(request, completion=request.cut_short())
+        except BaseException as error:
+            if not request.is_over:  # else it was given up meanwhile
+                self._give_up(request, error=error)
+            if not isinstance(error, Exception | asyncio.CancelledError):
                 raise
 
-    def _send(self, request: InFlight) -> None:
-        self._suspects.sent(request)
-        self._submissions.put(request, self._ended)
-
-    def _try_alone(self, cleared: Sequence[InFlight] = ()) -> None:
-        """Send the next request that must be alone, if there is a replica for it; ``cleared``: those that need not."""
-        for one in cleared:
-            self._place(one)
-        if (request := self._suspects.next()) is None:
-            return
-        if request.lease is None:
-            self._place(request)
-            return
-        self._send(request)
-        if request.deaths == 1:
-            name, number = request.request.request_id, request.number  # the request itself would keep its answer
-            asyncio.get_running_loop().call_later(ALONE_SECONDS, self._join, name, number)
-
-    def _join(self, name: str, number: int) -> None:
-        """Let the next suspect join one that has been alone for a while, unless that was sent again since."""
-        request = self._open.get(name)
-        if request is not None and request.number == number:
-            self._try_alone(self._suspects.ended(request))
-
-    def _lease(self, request: InFlight) -> bool:
-        if request.aborted:
-            self._finish(request, request.cut_short())
-            return False
+    def _take_lease(self, request: InFlight) -> bool:
+        """Choose a replica; return false if none takes it now, and one may later. Then it is parked."""
         with self._table.lock:  # so that no change is missed
             if not request.is_first and self._parked.join(request):  # the first of them is tried for all
                 return False
@@ -431,11 +362,129 @@ class Dispatcher:
         if request.lease is not None:
             self._try(alike, are_first=False)
             return True
-        for one in (request, *alike):
+        for one in alike:  # they would wait in vain, too
             self._parked.remove(one)
             one.refusal = request.refusal
-            self._finish(one, error=one.not_placed())
-        return False
+            self._give_up(one, error=one.not_placed())
+        raise request.not_placed()
+
+    async def _wait_for_replica(self, request: InFlight) -> None:
+        """Leave the place to others; return when a change may help, with a place again."""
+        self._leave(request)
+        await request.wait()
+
+    async def _answer(self, request: InFlight) -> Completion:
+        """Send a request to the replica of its lease, and return what comes back."""
+        lease = request.lease
+        assert lease is not None
+        released: bool | None = False  # whether the replica did its part; None: it had none
+        try:
+            self._suspects.sent(request)
+            if request is self._suspects.tried and request.deaths == 1:
+                # by its name: the request itself would keep its answer
+                name = request.request.request_id
+                asyncio.get_running_loop().call_later(ALONE_SECONDS, self._join, name, request.number)
+            completion = await self._submissions.put(request, lease.replica)
+            # if its call ended early, no one waits for this answer
+            released = None if request.dropped and completion.aborted else True
+            if bad := completion.count_not_finite():
+                self._table.note_not_finite(lease.index, bad)
+            return completion
+        except ReplicaDiedError as death:
+            self._table.mark_dead(lease.index, str(death), lease.replica)
+            raise
+        except ValueError as error:
+            released = True
+            raise RequestRefusedError(f"request {request.position} was refused: {error}") from error
+        except EngineError as error:
+            self._table.fail(lease.index, str(error))
+            raise
+        finally:
+            lease.release(released)
+
+    def _note_death(self, request: InFlight, death: ReplicaDiedError) -> bool:
+        """Return whether a request must be alone at its next try; raise if it is given up."""
+        lease, request.lease = request.lease, None
+        assert lease is not None
+        entry = self._table[lease.index]
+        counts = not (entry.leaving or request.met_dead)
+        was_alone = request is self._suspects.tried and self._suspects.is_alone
+        if entry.replica is lease.replica and entry.last_error:  # says more than that a stalled one was ended
+            death = ReplicaDiedError(entry.last_error)
+        request.died(death, counts)
+        cleared = self._suspects.ended(request, killed=counts)
+        # later: the others of a replica that died are reported in this turn, and the last sent is to be first
+        asyncio.get_running_loop().call_soon(self._try_alone, cleared)
+        if request.aborted:
+            return False
+        if request.deaths >= self._attempts and (was_alone or self._attempts == 1):
+            raise request.given_up()
+        self._retried()
+        return counts and self._suspects.add(request, lease.replica)
+
+    async def _wait_until_alone(self, request: InFlight) -> None:
+        """Return with a lease on a replica that runs nothing else, or when the request need not be alone."""
+        await request.wait()
+
+    def _finish(
+        self, request: InFlight, completion: Completion | None = None, error: BaseException | None = None
+    ) -> None:
+        """Give a request its outcome, once."""
+        if request.is_over:
+            return
+        if self._open.get(request.request.request_id) is request:
+            del self._open[request.request.request_id]
+        request.lease, request.outcome, request.error = None, completion, error
+        self._leave(request)  # before its call ends: then all counts are right
+        self._try_alone(self._suspects.ended(request))
+        if request.is_first:
+            request.is_first = False
+            self._try(self._parked.next_alike(request))
+        call = request.call
+        if call.over:
+            return
+        call.unfinished -= 1
+        if completion is not None and not request.dropped:
+            call.tell(completion)
+        if not call.unfinished:
+            call.end()
+
+    def _give_up(
+        self, request: InFlight, completion: Completion | None = None, error: BaseException | None = None
+    ) -> None:
+        """End a request wherever it is, and whatever its replica does."""
+        if request.lease is not None:
+            request.lease.release(None)
+        self._finish(request, completion, error)
+        if request.task is not None:
+            request.task.cancel()
+
+    # -- places -----------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Give places to the next requests, a few in each turn of the loop."""
+        self._admitting = False
+        for _ in range(AT_ONCE):
+            if (request := self._admission.next()) is None:
+                return
+            request.has_place = True
+            if request.task is None:  # a request that waits for its first place is a record, and no task
+                request.task = asyncio.get_running_loop().create_task(self._serve(request))
+            else:
+                request.go_on()
+        self._admit_soon()
+
+    def _admit_soon(self) -> None:
+        if not self._admitting:  # else in the next turn: more at once would delay other callbacks
+            self._admitting = True
+            asyncio.get_running_loop().call_soon(self._admit)
+
+    def _leave(self, request: InFlight) -> None:
+        """Release the place of a request, if it has one."""
+        if request.has_place:
+            request.has_place = False
+            self._admission.give_back()
+            self._admit_soon()
 
     # -- waiting for a replica --------------------------------------------------------------------------------------
 
@@ -454,7 +503,6 @@ class Dispatcher:
         self._retrying = False
         self._try(self._parked.concerned())
         self._try_alone()
-        self._admit_now()
 
     def _try(self, requests: Sequence[InFlight], are_first: bool = True) -> None:
         """Move parked requests back to admission, in their old turns."""
@@ -465,64 +513,18 @@ class Dispatcher:
         if requests:
             self._admit_soon()
 
-    # -- engines ----------------------------------------------------------------------------------------------------
+    def _try_alone(self, cleared: Sequence[InFlight] = ()) -> None:
+        """Let the next request go that must be alone, if there is a replica for it; and ``cleared``, that need not."""
+        for one in cleared:
+            one.go_on()
+        if (request := self._suspects.next()) is not None:
+            request.go_on()
 
-    def _ended(self, request: InFlight, future: Future[Completion]) -> None:
-        """Handle the outcome of a request at a replica; if the replica died, the request may go to another one."""
-        try:
-            if (error := future.exception()) is not None:
-                self._failed(request, error)
-            else:
-                self._answered(request, future.result())
-            if not request.is_over and not self._suspects.holds(request):
-                self._place(request)
-        except BaseException as error:
-            self._give_up(request, error)
-            raise
-
-    def _answered(self, request: InFlight, completion: Completion) -> None:
-        lease, request.lease = request.lease, None
-        if lease is None:  # given up meanwhile
-            return
-        if bad := completion.count_not_finite():
-            self._table.note_not_finite(lease.index, bad)
-        # if its call ended early, no one waits for this answer
-        lease.release(None if request.dropped and completion.aborted else True)
-        self._finish(request, completion)
-
-    def _failed(self, request: InFlight, error: BaseException) -> None:
-        lease, request.lease = request.lease, None
-        if lease is None:  # given up meanwhile
-            return
-        refused = isinstance(error, ValueError)
-        lease.release(refused)
-        if isinstance(error, ReplicaDiedError):
-            self._table.mark_dead(lease.index, str(error), lease.replica)
-            entry = self._table[lease.index]
-            counts = not (entry.leaving or request.met_dead)
-            was_alone = request is self._suspects.tried and self._suspects.is_alone
-            if entry.replica is lease.replica and entry.last_error:  # says more than that a stalled one was ended
-                error = ReplicaDiedError(entry.last_error)
-            request.died(error, counts)
-            cleared = self._suspects.ended(request, killed=counts)
-            if request.aborted:
-                self._finish(request, request.cut_short())
-            elif request.deaths >= self._attempts and (was_alone or self._attempts == 1):
-                self._finish(request, error=request.given_up())
-            else:
-                self._retried()
-                if counts:
-                    self._suspects.add(request, lease.replica)
-            # later: the others of a replica that died are reported in this turn, and the last sent is to be first
-            asyncio.get_running_loop().call_soon(self._try_alone, cleared)
-        elif refused:
-            refused_by = RequestRefusedError(f"request {request.position} was refused: {error}")
-            refused_by.__cause__ = error
-            self._finish(request, error=refused_by)
-        else:
-            if isinstance(error, EngineError):
-                self._table.fail(lease.index, str(error))
-            self._finish(request, error=error)
+    def _join(self, name: str, number: int) -> None:
+        """Let the next suspect join one that has been alone for a while, unless that was sent again since."""
+        request = self._open.get(name)
+        if request is not None and request.number == number:
+            self._try_alone(self._suspects.ended(request))
 
     # -- aborts -----------------------------------------------------------------------------------------------------
 
@@ -531,14 +533,11 @@ class Dispatcher:
 
     def _abort(self, requests: Iterable[InFlight]) -> None:
         """Abort requests wherever they are; running ones with one message per replica."""
-        names: dict[Any, list[str]] = {}
+        names: dict[Replica, list[str]] = {}
         for request in requests:
-            request.aborted = True
+            request.aborted = True  # one that is about to be sent sees it
             if self._withdraw(request):
-                lease, request.lease = request.lease, None
-                if lease is not None:
-                    lease.release(None)
-                self._finish(request, request.cut_short())
+                self._give_up(request, completion=request.cut_short())
             elif request.lease is not None:
                 names.setdefault(request.lease.replica, []).append(request.request.request_id)
         for replica, ids in names.items():
@@ -556,4 +555,4 @@ class Dispatcher:
         for request in unfinished:  # all before the first leaves its place to the next
             self._withdraw(request)
         for request in unfinished:
-            self._give_up(request, EngineError(why))
+            self._give_up(request, error=EngineError(why))

@@ -71,6 +71,18 @@ class InFlight:
     dropped: bool = False  # its call ended early, and waits only briefly for what it has
     outcome: Completion | None = None
     error: BaseException | None = None
+    task: asyncio.Task[None] | None = None  # that serves it, from its first place on
+    _pause: asyncio.Future[None] | None = None
+
+    async def wait(self) -> None:
+        """Wait, in its task, for :meth:`go_on`."""
+        self._pause = asyncio.get_running_loop().create_future()
+        await self._pause
+
+    def go_on(self) -> None:
+        """Let its task continue."""
+        if self._pause is not None and not self._pause.done():
+            self._pause.set_result(None)
 
     @property
     def is_over(self) -> bool:
@@ -418,15 +430,13 @@ class Suspects:
         request.met_dead = request.lease.replica.death is not None
         self._sent[request.lease.replica] = request.number = self._sent.get(request.lease.replica, 0) + 1
 
-    def add(self, request: InFlight, replica: Any) -> None:
-        """Take in a request whose replica died, unless it need not be alone yet."""
-        if request.deaths > 1 or request.number > self._sent.get(replica, 0) - LAST_SENT:
-            self._waiting.append(request)
-            self._waiting.sort(key=lambda one: -one.number)
-
-    def holds(self, request: InFlight) -> bool:
-        """Whether a request waits here."""
-        return request in self._waiting
+    def add(self, request: InFlight, replica: Any) -> bool:
+        """Take in a request whose replica died; return false if it need not be alone yet."""
+        if request.deaths == 1 and request.number <= self._sent.get(replica, 0) - LAST_SENT:
+            return False
+        self._waiting.append(request)
+        self._waiting.sort(key=lambda one: -one.number)
+        return True
 
     def remove(self, request: InFlight) -> bool:
         """Remove a request that waits; return whether it did."""
