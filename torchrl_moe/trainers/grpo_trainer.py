@@ -230,6 +230,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
         self.clock, self.health = StepClock(), HealthMonitor()
         self.steps_done = self.trained_tokens = self._restored_version = self._unsynced = 0
         self._has_ended = self._is_asked_to_stop = self._is_interrupted = False
+        self._process = os.getpid()
         self._step_metrics: dict[str, Any] = {}
         self._bar: Any = None
         given = {"dataset": dataset, "env": env, "rewards": rewards, "held_out": held_out}
@@ -356,7 +357,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
             return
         if self._has_ended:
             raise RuntimeError(
-                "this run has ended, or was interrupted: continue with another trainer and config.resume=True"
+                "this run has ended, was interrupted or shut down: continue with another trainer and config.resume=True"
             )
         # None: tqdm shows no bar in a log file either
         self._began, self._began_at = time.monotonic(), self.steps_done
@@ -483,7 +484,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
     def _record_step(self, batch: TensorDictBase) -> None:
         """Write the step's metrics."""
         del batch
-        seconds = dict(self.clock.seconds)
+        seconds, self.clock.seconds = self.clock.seconds, {}
         self.trained_tokens += int(self._step_metrics["tokens"])
         if self.steps_done >= self.config.steps and self.config.eval.every:
             self._evaluation.begin()
@@ -549,7 +550,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
             self.checkpoints.save(self.steps_done, self._judgement())
             if force_save:
                 self.checkpoints.wait()
-        self.clock.begin()
+        self.clock.begin_phase()
 
     def _judgement(self) -> float:
         """Return the score that selects the best checkpoint: weights that were not evaluated are never the best."""
@@ -579,8 +580,13 @@ class MoEGRPOTrainer(RunReports, Trainer):
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Shut down the collector, the weight sync, and the engines that the trainer started. Idempotent."""
-        self._made.close()
+        """Shut down the collector, the weight sync, and the engines that the trainer started. Idempotent.
+
+        A process that was forked from the trainer's own owns none of them, and shuts nothing down.
+        """
+        if os.getpid() == self._process:
+            self._has_ended = True
+            self._made.close()
 
     def __enter__(self) -> MoEGRPOTrainer:
         """Return itself."""
