@@ -10,17 +10,21 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torchrl_moe.modules.backends.process.engine_program import FOLDER_VARIABLE
 from torchrl_moe.modules.backends.vllm.sampling import check_wire
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 __all__ = ["Adapters", "build_lora_request", "load_adapter", "unused_modules"]
 
 SHOWN_MODULES = 4
 
 
-def build_lora_request(spec: Any) -> Any:
+def build_lora_request(spec: object) -> LoRARequest | None:
     """Return vLLM's ``LoRARequest`` of a mapping of its fields or of such an object; ``None`` stays."""
     if spec is None:
         return None
@@ -39,7 +43,7 @@ def build_lora_request(spec: Any) -> Any:
     return spec
 
 
-async def load_adapter(engine: Any, fields: Mapping[str, Any]) -> list[str]:
+async def load_adapter(engine: AsyncLLM, fields: Mapping[str, object]) -> list[str]:
     """Load an adapter, by the fields of vLLM's request; return its modules that the engine does not adapt."""
     by_worker = await engine.collective_rpc("torchrl_moe_load_adapter", args=(dict(fields),))
     return sorted(set.intersection(*map(set, by_worker)))  # each pipeline stage adapts only its own layers
@@ -59,7 +63,7 @@ class _Known:
 
     path: str
     folder: Path
-    loading: asyncio.Task[Any]
+    loading: asyncio.Task[LoRARequest | None]
 
 
 class Adapters:
@@ -71,12 +75,12 @@ class Adapters:
     bits there, and cached prefixes are found by name.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
         self._known: dict[int, _Known] = {}
         self._numbers = itertools.count(1)
 
-    async def load(self, spec: Any) -> Any:
+    async def load(self, spec: object) -> LoRARequest | None:
         """Return vLLM's request of a spec, see :func:`build_lora_request`, once its adapter is loaded."""
         lora = build_lora_request(spec)
         if lora is None:
@@ -102,7 +106,7 @@ class Adapters:
                     self._known[number] = before
             raise ValueError(f"adapter {lora.lora_name!r} of {path!r} cannot be loaded: {error}") from error
 
-    async def _load(self, lora: Any, folder: Path, before: _Known | None) -> Any:
+    async def _load(self, lora: LoRARequest, folder: Path, before: _Known | None) -> LoRARequest | None:
         number = next(self._numbers)
         try:
             is_copied = await asyncio.to_thread(_copy, lora.lora_path, folder)

@@ -12,13 +12,17 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import SpecifierSet
 
 from torchrl_moe import _compat
 from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.vllm.sampling import can_report
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
 
 __all__ = [
     "RUNNER",
@@ -37,7 +41,7 @@ WORKER_EXTENSION = "torchrl_moe.modules.backends.vllm.worker.WorkerExtension"
 
 # Why: log-probs are of the distribution that was sampled from; the answers of a group share their prompt's KV blocks; a
 # Ray executor hangs with route capture.
-DEFAULTS: Mapping[str, Any] = {
+DEFAULTS: Mapping[str, object] = {
     "logprobs_mode": "processed_logprobs",
     "enable_prefix_caching": True,
     "distributed_executor_backend": "mp",
@@ -45,7 +49,7 @@ DEFAULTS: Mapping[str, Any] = {
     "use_tqdm_on_load": False,  # no bars in a log
     "disable_log_stats": True,  # vLLM's own log lines; our stats come through a logger of ours all the same
 }
-ON_CPU: Mapping[str, Any] = {"enforce_eager": True}  # there are no CUDA graphs, and compiling takes a minute
+ON_CPU: Mapping[str, object] = {"enforce_eager": True}  # there are no CUDA graphs, and compiling takes a minute
 CPU_CACHE_BYTES = 1 << 29
 CACHE_SIZES, CACHE_VARIABLE = {"kv_cache_memory_bytes", "gpu_memory_utilization"}, "VLLM_CPU_KVCACHE_SPACE"
 
@@ -77,7 +81,7 @@ def _release_of(distribution: str) -> str | None:
         return None
 
 
-def arguments_of(engine_args: Any) -> dict[str, Any]:
+def arguments_of(engine_args: object) -> dict[str, Any]:
     """Return engine arguments as keywords: a mapping as it is; of an ``EngineArgs``, the model and what is not
     default.
     """
@@ -116,7 +120,7 @@ def _known() -> Mapping[str, str]:
     }
 
 
-def _check_known(arguments: Mapping[str, Any]) -> None:
+def _check_known(arguments: Mapping[str, object]) -> None:
     known = _known()
     for name, value in arguments.items():
         if known and name not in known:
@@ -137,7 +141,7 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def _default_of(field: dataclasses.Field[Any]) -> Any:
+def _default_of(field: dataclasses.Field[object]) -> object:
     if field.default is not dataclasses.MISSING:
         return field.default
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else dataclasses.MISSING
@@ -157,7 +161,7 @@ def seeded(arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
     return {**arguments, "seed": (arguments.get("seed") or 0) + number} if number else dict(arguments)
 
 
-def build_engine_args(arguments: Mapping[str, Any]) -> Any:
+def build_engine_args(arguments: Mapping[str, object]) -> AsyncEngineArgs:
     """Build vLLM's ``AsyncEngineArgs`` in the engine process, with our defaults where the user has set nothing.
 
     Every engine of the package is built here: the commands', the trainer's and the tests' alike. Route capture is
@@ -206,14 +210,14 @@ def build_engine_args(arguments: Mapping[str, Any]) -> Any:
     return engine_args
 
 
-def _bytes_of_one(model_config: Any) -> int:
+def _bytes_of_one(model_config: ModelConfig) -> int:
     """Return how many bytes the keys and values of one sequence of the greatest length take, or a few more."""
     layers, heads = model_config.get_total_num_hidden_layers(), model_config.get_total_num_kv_heads()
     values = 2 * layers * heads * model_config.get_head_size() * model_config.max_model_len
     return int(values) * int(model_config.dtype.itemsize)
 
 
-def _check_capture(engine_args: Any) -> None:
+def _check_capture(engine_args: AsyncEngineArgs) -> None:
     """Refuse what vLLM records no routes with, before a model is loaded."""
     from vllm.config import KVTransferConfig
 
@@ -243,7 +247,7 @@ def _check_capture(engine_args: Any) -> None:
         )
 
 
-def _use_torch_for_latents_on_cpu(engine_args: Any) -> None:
+def _use_torch_for_latents_on_cpu(engine_args: AsyncEngineArgs) -> None:
     """Switch off vLLM's own CPU kernels for a model with latent attention (MLA), where they compute other values."""
     from vllm.platforms import current_platform
 
@@ -258,7 +262,7 @@ def _use_torch_for_latents_on_cpu(engine_args: Any) -> None:
     engine_args.compilation_config.custom_ops = ["none"]
 
 
-def _check_experts_on_cpu(engine_args: Any) -> None:
+def _check_experts_on_cpu(engine_args: AsyncEngineArgs) -> None:
     """Refuse what vLLM at start-up and crashes on in its first step."""
     from vllm.platforms import current_platform
 

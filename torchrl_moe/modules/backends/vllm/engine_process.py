@@ -9,7 +9,7 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torchrl_moe import _compat
 from torchrl_moe._lazy import without_collections
@@ -28,6 +28,10 @@ from torchrl_moe.modules.backends.vllm.probe import EngineProbe
 from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder, lift_top_k_rule, why_unscored
 from torchrl_moe.modules.backends.vllm.weights import AdapterVersions, EngineWeightCommands, EngineWeights
 
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.engine.async_llm import AsyncLLM
+
 __all__ = ["EngineSleep"]
 
 
@@ -45,7 +49,7 @@ WEIGHTS, REST = "weights", "kv_cache"  # vLLM's names of what sleeps
 class EngineSleep:
     """Which parts of an ``AsyncLLM`` sleep, and which commands it takes meanwhile."""
 
-    def __init__(self, engine: Any, weights: EngineWeights) -> None:
+    def __init__(self, engine: AsyncLLM, weights: EngineWeights) -> None:
         self._engine, self._weights = engine, weights
         self._asleep: set[str] = set()
         self._level = 0
@@ -121,7 +125,7 @@ class EngineSleep:
         self._weights.awake.set()
 
     async def swap(
-        self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, Any] | None, patience: float
+        self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, object] | None, patience: float
     ) -> SwapReport:
         """Replace the weights, as :meth:`EngineWeights.swap` does; if they sleep they are woken, and stay awake."""
         async with self._turn:
@@ -139,7 +143,7 @@ class EngineProcess(EngineProgram, EngineWeightCommands):
 
     def __init__(
         self,
-        engine: Any,
+        engine: AsyncLLM,
         info: ReplicaInfo,
         load: Load,
         inbox: Inbox,
@@ -211,14 +215,16 @@ class EngineProcess(EngineProgram, EngineWeightCommands):
     async def command_set_seed(self, seed: int) -> None:
         await self.engine.collective_rpc("torchrl_moe_set_seed", None, (seed,), None)
 
-    async def command_collective_rpc(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    async def command_collective_rpc(
+        self, method: str, args: tuple[object, ...], kwargs: dict[str, object] | None
+    ) -> object:
         return await self.engine.collective_rpc(method, None, args, kwargs)
 
-    async def command_tokenizer(self) -> Any:
+    async def command_tokenizer(self) -> dict[str, object]:
         tokenizer = _compat.plain_tokenizer(self.engine.get_tokenizer())
         return tokenizer_files(tokenizer, self.engine.model_config.trust_remote_code)
 
-    async def command_metadata(self) -> Any:
+    async def command_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
         return checkpoint_metadata(checkpoint_folder(self.info.model))
 
     async def command_snapshot(self) -> Packed:
@@ -254,7 +260,7 @@ class EngineProcess(EngineProgram, EngineWeightCommands):
         self.engine.shutdown(timeout=SHUTDOWN_SECONDS)
 
 
-async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Load, SamplingParamsBuilder]:
+async def _start_engine(arguments: dict[str, object]) -> tuple[AsyncLLM, ReplicaInfo, Load, SamplingParamsBuilder]:
     check_vllm(os.environ)
     with without_collections():
         _compat.import_engine()
@@ -301,7 +307,7 @@ async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Lo
     return engine, info, logger.load, sampling
 
 
-async def _open(arguments: dict[str, Any], inbox: Inbox, send: Send) -> EngineProcess:
+async def _open(arguments: dict[str, object], inbox: Inbox, send: Send) -> EngineProcess:
     engine, info, load, sampling = await _start_engine(arguments)
     return EngineProcess(engine, info, load, inbox, send, sampling)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from torchrl_moe.modules.backends.process.engine_program import Load
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 __all__ = ["LoadLogger"]
 
@@ -18,13 +22,17 @@ class LoadLogger(StatLoggerBase):
         self.load = Load()
         self._of_engines: dict[int, tuple[int, int, float]] = {}
 
-    def factory(self, vllm_config: Any, engine_index: int = 0) -> LoadLogger:
+    def factory(self, vllm_config: VllmConfig, engine_index: int = 0) -> LoadLogger:
         """Return this logger for each data-parallel engine: it sums them up."""
         del vllm_config, engine_index
         return self
 
     def record(
-        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: object = None,
+        engine_idx: int = 0,
     ) -> None:
         """Take the stats of one step: the scheduler's, and those of the tokens that came out."""
         del mm_cache_stats

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING
 
 import psutil
 
 from torchrl_moe.modules.backends.replica import ProbeReport
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 __all__ = ["EngineProbe"]
 
@@ -16,9 +19,9 @@ __all__ = ["EngineProbe"]
 class EngineProbe:
     """Pings an engine core, and reads the state and CPU time of its processes, the descendants of this one."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
-        self._ping: asyncio.Task[Any] | None = None
+        self._ping: asyncio.Task[bool] | None = None
 
     async def read(self, seconds: float) -> ProbeReport:
         """Ping the core, which gets ``seconds`` to answer. While a ping is unanswered, no other is sent.
