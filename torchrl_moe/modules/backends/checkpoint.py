@@ -14,6 +14,7 @@ from torchrl_moe.errors import EngineError
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = [
     "check_reachable",
@@ -165,7 +166,7 @@ def _header(file: Path) -> dict[str, Any]:
 # A tokenizer on its way from an engine process to a driver: the files that it is saved as.
 
 
-def tokenizer_files(tokenizer: Any, trust_remote_code: bool) -> dict[str, Any]:
+def tokenizer_files(tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool) -> dict[str, object]:
     """Return what :func:`load_tokenizer` takes."""
     if not hasattr(tokenizer, "save_pretrained"):
         kind = f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}"
@@ -177,7 +178,7 @@ def tokenizer_files(tokenizer: Any, trust_remote_code: bool) -> dict[str, Any]:
     return {"files": files, "trust_remote_code": trust_remote_code}
 
 
-def load_tokenizer(saved: Mapping[str, Any]) -> Any:
+def load_tokenizer(saved: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     """Return the tokenizer that :func:`tokenizer_files` saved."""
     from transformers import AutoTokenizer
 

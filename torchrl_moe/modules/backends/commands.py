@@ -56,7 +56,7 @@ class Commands(abc.ABC):
     _digest: str = ""  # of what this driver staged last
 
     @abc.abstractmethod
-    def _command(self, name: str, timeout: float, /, **arguments: Any) -> Any:
+    def _command(self, name: str, timeout: float, /, **arguments: object) -> Any:
         """Run a command of the engine process and return its value."""
 
     def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
@@ -88,7 +88,7 @@ class Commands(abc.ABC):
         self._command("set_seed", timeout, seed=seed)
 
     def collective_rpc(
-        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None, timeout: float
+        self, method: str, args: Sequence[object], kwargs: Mapping[str, object] | None, timeout: float
     ) -> list[Any]:
         """Call a method of every worker; one result for each. Plain data only."""
         return list(self._command("collective_rpc", timeout, method=method, args=tuple(args), kwargs=kwargs))
@@ -120,7 +120,7 @@ class Commands(abc.ABC):
         """Undo :meth:`claim_weights`."""
         self._command("give_up_weights", timeout, epoch=self._epoch)
 
-    def init_weights(self, transport: str, options: Mapping[str, Any], timeout: float) -> None:
+    def init_weights(self, transport: str, options: Mapping[str, object], timeout: float) -> None:
         """Open the engine's end of a weight transport."""
         self._command("init_weights", timeout, epoch=self._epoch, transport=transport, options=dict(options))
 
@@ -139,7 +139,7 @@ class Commands(abc.ABC):
         *,
         pause: PauseMode,
         clear_cache: bool,
-        canary: Mapping[str, Any] | None,
+        canary: Mapping[str, object] | None,
         digest: str | None = None,
         patience: float = math.inf,
         timeout: float,
@@ -172,7 +172,7 @@ class WeightCommands(abc.ABC):
         """Return the version of the weights; 0 for the checkpoint's."""
 
     @abc.abstractmethod
-    async def _open_transport(self, transport: str, options: Mapping[str, Any]) -> None:
+    async def _open_transport(self, transport: str, options: Mapping[str, object]) -> None:
         """Open the engine's end of a transport."""
 
     @abc.abstractmethod
@@ -181,7 +181,7 @@ class WeightCommands(abc.ABC):
 
     @abc.abstractmethod
     async def _swap(
-        self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, Any] | None, patience: float
+        self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, object] | None, patience: float
     ) -> SwapReport:
         """Serve the version that was staged."""
 
@@ -197,7 +197,7 @@ class WeightCommands(abc.ABC):
     async def command_give_up_weights(self, epoch: int) -> None:
         self.owner.give_up(epoch)
 
-    async def command_init_weights(self, epoch: int, transport: str, options: dict[str, Any]) -> None:
+    async def command_init_weights(self, epoch: int, transport: str, options: dict[str, object]) -> None:
         self.owner.check(epoch)
         await self._open_transport(transport, options)
 
@@ -221,7 +221,7 @@ class WeightCommands(abc.ABC):
         digest: str,
         pause: PauseMode,
         clear_cache: bool,
-        canary: dict[str, Any] | None,
+        canary: dict[str, object] | None,
         patience: float = math.inf,
     ) -> SwapReport:
         async with self._swapping:

@@ -29,7 +29,7 @@ class EngineKind(Protocol):
     PROGRAM: str
     """The module that an engine process runs; ``backends/process/child.py`` says what it must define."""
 
-    def arguments_of(self, engine_args: Any) -> dict[str, Any]:
+    def arguments_of(self, engine_args: object) -> dict[str, Any]:
         """Return the engine arguments that a user passed as keywords."""
 
     def seeded(self, arguments: Mapping[str, Any], number: int) -> dict[str, Any]:

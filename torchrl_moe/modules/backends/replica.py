@@ -29,6 +29,7 @@ from torchrl_moe.weight_update.transports.base import StageReport
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = [
     "Completion",
@@ -62,7 +63,7 @@ __all__ = [
 
 
 NOTHING = np.empty(0, np.int32)
-KEEPS_ALL: Mapping[str, tuple[Any, ...]] = {
+KEEPS_ALL: Mapping[str, tuple[object, ...]] = {
     "top_k": (None, 0, -1),
     "top_p": (None, 1, 1.0),
     "min_p": (None, 0, 0.0),
@@ -74,7 +75,7 @@ KEEPS_ALL: Mapping[str, tuple[Any, ...]] = {
 """Sampling parameters that leave words out -> values with which they do not."""
 
 
-def leaves_words_out(value_of: Callable[[str], Any]) -> str | None:
+def leaves_words_out(value_of: Callable[[str], object]) -> str | None:
     """Return a sampling parameter that may leave words out of what a token is drawn from; ``None`` if there is none.
 
     Args:
@@ -402,11 +403,11 @@ class Request:
     prompt_token_ids: NDArray[np.int32] | None = None
     prompt: str | None = None
     priority: int = 0
-    lora_request: Any = None
-    guided_options: Any = None
+    lora_request: object = None
+    guided_options: object = None
     return_routed_experts: bool = True
     resume: Completion | None = None
-    routed_experts: NDArray[np.integer[Any]] | None = None
+    routed_experts: NDArray[np.integer] | None = None
     on_resume: OnResume | None = None
     scoring: Scoring | None = None
 
@@ -416,7 +417,7 @@ class Request:
         return params.get(name) if isinstance(params, Mapping) else getattr(params, name, None)
 
 
-def _restore(self: Any, state: tuple[Any, dict[str, Any]]) -> None:
+def _restore(self: Completion | CompletionOutput, state: tuple[None, dict[str, object]]) -> None:
     """Restore a pickled instance, also one of an older release: fields that it lacks get their defaults."""
     _, kept = state
     for one in fields(self):
@@ -459,7 +460,7 @@ class CompletionOutput:
     finish_reason: str
     policy_versions: NDArray[np.int32]
     logprobs: NDArray[np.float32] | None = None
-    routed_experts: NDArray[np.integer[Any]] | None = None
+    routed_experts: NDArray[np.integer] | None = None
     stop_reason: int | str | None = None
     kept: KeptIds | None = None
     resume: OnResume | Literal["none"] = "none"
@@ -517,7 +518,7 @@ def nothing_yet(request: Request) -> Completion:
     if request.resume is not None:
         return replace(request.resume, request_id=request.request_id)
     ids = np.empty(0, np.int64) if request.prompt_token_ids is None else request.prompt_token_ids.astype(np.int64)
-    nothing: Any = np.empty(0, np.int64)
+    nothing = np.empty(0, np.int64)
     versions, logprobs = nothing.astype(np.int32), nothing.astype(np.float32)
     outputs = [
         CompletionOutput(
@@ -619,11 +620,11 @@ class Replica(Protocol):
         """Seed the sampler, for requests without their own seed."""
 
     def collective_rpc(
-        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None, timeout: float
+        self, method: str, args: Sequence[object], kwargs: Mapping[str, object] | None, timeout: float
     ) -> list[Any]:
         """Call a method of every worker; one result for each. Plain data only."""
 
-    def tokenizer(self, timeout: float) -> Any:
+    def tokenizer(self, timeout: float) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer."""
 
     def metadata(self, timeout: float) -> dict[str, tuple[torch.dtype, torch.Size]]:
@@ -648,7 +649,7 @@ class Replica(Protocol):
     def give_up_weights(self, timeout: float) -> None:
         """Undo :meth:`claim_weights`, so that another driver may claim them."""
 
-    def init_weights(self, transport: str, options: Mapping[str, Any], timeout: float) -> None:
+    def init_weights(self, transport: str, options: Mapping[str, object], timeout: float) -> None:
         """Open the engine's end of a weight transport."""
 
     def stage_weights(
@@ -666,7 +667,7 @@ class Replica(Protocol):
         *,
         pause: PauseMode,
         clear_cache: bool,
-        canary: Mapping[str, Any] | None,
+        canary: Mapping[str, object] | None,
         digest: str | None = None,
         patience: float = math.inf,
         timeout: float,

@@ -6,7 +6,6 @@ Letters: P prompt tokens, G tokens so far, L decoder layers, K experts per token
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -71,7 +70,7 @@ class RequestRoutes:
         has_rows = first is not None and first.routed_experts is not None
         return has_rows and self._layout is not None and not self._is_live(request)
 
-    def of_part(self, request: Request, first: CompletionOutput | None) -> NDArray[np.integer[Any]] | None:
+    def of_part(self, request: Request, first: CompletionOutput | None) -> NDArray[np.integer] | None:
         """Return the rows ``[P + G - 1, L, K]`` that the rest of an answer follows; ``None`` if the model routes."""
         if not self.follows(request, first):
             return None
@@ -88,7 +87,7 @@ class RequestRoutes:
         return bool(self.forced_routing_unavailable_reason) or request.on_resume == "live"
 
 
-def rows_of_answer(rows: NDArray[Any], layout: RoutingLayout) -> NDArray[np.integer[Any]]:
+def rows_of_answer(rows: NDArray[np.generic], layout: RoutingLayout) -> NDArray[np.integer]:
     """Return what an engine recorded ``[rows, L, K]`` as rows to follow: layers without a router are -1."""
     followed = rows.astype(layout.numpy_dtype)
     if layout.dense_layers:
@@ -96,7 +95,7 @@ def rows_of_answer(rows: NDArray[Any], layout: RoutingLayout) -> NDArray[np.inte
     return followed
 
 
-def check_rows(rows: NDArray[Any], prompt_tokens: int, layout: RoutingLayout) -> NDArray[np.integer[Any]]:
+def check_rows(rows: NDArray[np.generic], prompt_tokens: int, layout: RoutingLayout) -> NDArray[np.integer]:
     """Return rows to follow in the layout's dtype, checked."""
     name = "routed_experts"
     _checks.check_integer(

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Protocol
 
 from torchrl_moe.modules.backends.engine_kind import EngineKind
 from torchrl_moe.modules.backends.process import wire
@@ -39,7 +39,7 @@ SHOWN_LOG_LINES = 6
 SHOWN_LOG_COLUMNS = 400
 
 
-def configuration(arguments: Mapping[str, Any]) -> wire.Frames:
+def configuration(arguments: Mapping[str, object]) -> wire.Frames:
     """Return the first message to a child: its engine's arguments, pickled.
 
     They may be objects of the engine's own classes. Nothing else is sent to it as a pickle, and this one goes no

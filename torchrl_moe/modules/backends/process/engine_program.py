@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
@@ -158,7 +158,7 @@ class Inbox:
         for task in (self._read, self._watch_driver):
             threading.Thread(target=task, name="inbox", daemon=True).start()
 
-    def put(self, *message: Any) -> None:
+    def put(self, *message: object) -> None:
         """Add a message from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the reader
             self._loop.call_soon_threadsafe(self.messages.put_nowait, message)
@@ -271,7 +271,7 @@ def _members(leader: int) -> list[psutil.Process]:
 MESSAGE_BYTES = 64 << 20  # beyond which completions continue in another one
 SMALL_BYTES = 1 << 10  # of what is not an array
 
-Send: TypeAlias = Callable[[tuple[Any, ...]], None]
+Send: TypeAlias = Callable[[tuple[object, ...]], None]
 
 
 class EngineProgram(abc.ABC):
@@ -284,7 +284,7 @@ class EngineProgram(abc.ABC):
         self._send = send
         self._client_errors: tuple[type[BaseException], ...] = (ValueError, TypeError)  # the caller's fault
         self._death_reported = False
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[wire.Parcel]] = set()
         self._feed = StatsFeed(load, self._stats, send)
 
     # -- what an engine does ----------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ class EngineProgram(abc.ABC):
     def close(self) -> None:
         """End the engine."""
 
-    def _background(self) -> list[Coroutine[Any, Any, None]]:
+    def _background(self) -> list[Coroutine[object, None, None]]:
         """Return the coroutines that run while the process serves."""
         return []
 
@@ -340,7 +340,7 @@ class EngineProgram(abc.ABC):
 
     # -- commands ---------------------------------------------------------------------------------------------------
 
-    def call(self, number: Any, method: str, kwargs: wire.Parcel) -> None:
+    def call(self, number: Hashable, method: str, kwargs: wire.Parcel) -> None:
         """Start a command; its value or its error is sent when it is done."""
         task = asyncio.get_running_loop().create_task(self._answer(method, kwargs))
         self._tasks.add(task)
@@ -355,7 +355,7 @@ class EngineProgram(abc.ABC):
             raise ValueError(f"an engine process has no command {method!r}; known: {', '.join(known)}")
         return wire.parcel(await command(**wire.open_parcel(kwargs)))
 
-    def _send_result(self, number: Any, task: asyncio.Task[wire.Parcel]) -> None:
+    def _send_result(self, number: Hashable, task: asyncio.Task[wire.Parcel]) -> None:
         if task.cancelled():
             return
         error = task.exception()
@@ -403,7 +403,7 @@ class EngineProgram(abc.ABC):
         return self._death_reported
 
 
-OpenEngine: TypeAlias = Callable[[dict[str, Any], Inbox, Send], Awaitable[EngineProgram]]
+OpenEngine: TypeAlias = Callable[[dict[str, object], Inbox, Send], Awaitable[EngineProgram]]
 """Starts an engine with the given arguments."""
 
 

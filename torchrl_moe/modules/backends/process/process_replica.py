@@ -14,12 +14,12 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from torchrl_moe.errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.checkpoint import load_tokenizer
@@ -29,6 +29,9 @@ from torchrl_moe.modules.backends.process import wire
 from torchrl_moe.modules.backends.process import wire as packing
 from torchrl_moe.modules.backends.process.child import Child, configuration
 from torchrl_moe.modules.backends.replica import Completion, ProbeReport, ReplicaInfo, ReplicaStats, Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["EngineReplica", "Link", "LocalReplica"]
 
@@ -57,6 +60,8 @@ class Link(Protocol):
 
 
 LinkT = TypeVar("LinkT", bound=Link)
+K = TypeVar("K")
+T = TypeVar("T")
 
 
 class EngineReplica(Commands, Generic[LinkT]):
@@ -66,10 +71,10 @@ class EngineReplica(Commands, Generic[LinkT]):
         self.index = index
         self.was_ended = False
         self._lock = threading.Lock()
-        self._numbers: Iterator[Any] = itertools.count()
+        self._numbers: Iterator[Hashable] = itertools.count()
         self._ready: Future[ReplicaInfo] = Future()
         self._requests: dict[str, Future[Completion]] = {}
-        self._calls: dict[Any, Future[Any]] = {READY: self._ready}
+        self._calls: dict[Hashable, Future[Any]] = {READY: self._ready}
         self._death: str | None = None
         self.last_stats: ReplicaStats | None = None
         self._child: LinkT | None = None
@@ -195,16 +200,16 @@ class EngineReplica(Commands, Generic[LinkT]):
         """Return what each request in flight has so far; see the protocol."""
         return packing.unpack_completions(self._command("snapshot", timeout), self.index)
 
-    def tokenizer(self, timeout: float) -> Any:
+    def tokenizer(self, timeout: float) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer, which is sent as its saved files."""
         return load_tokenizer(super().tokenizer(timeout))
 
-    def _ask(self, name: str, arguments: Mapping[str, Any]) -> tuple[Any, Future[Any]]:
+    def _ask(self, name: str, arguments: Mapping[str, object]) -> tuple[Hashable, Future[wire.Parcel]]:
         """Send a command to the process; return its number, and the future of its value, a parcel."""
         child = self._started()
         number = next(self._numbers)
         frames = self._encode("call", number, name, wire.parcel(arguments))
-        future: Future[Any] = Future()
+        future: Future[wire.Parcel] = Future()
         with self._lock:
             if self._death is not None:
                 raise ReplicaDiedError(self._death)
@@ -212,7 +217,7 @@ class EngineReplica(Commands, Generic[LinkT]):
         child.outbox.put(frames)
         return number, future
 
-    def _command(self, name: str, timeout: float, /, **arguments: Any) -> Any:
+    def _command(self, name: str, timeout: float, /, **arguments: object) -> Any:
         """Run a command of the process and wait for its value."""
         number, future = self._ask(name, arguments)
         try:
@@ -225,7 +230,7 @@ class EngineReplica(Commands, Generic[LinkT]):
 
     # -- plumbing ---------------------------------------------------------------------------------------------------
 
-    def _encode(self, *message: Any) -> wire.Frames:
+    def _encode(self, *message: object) -> wire.Frames:
         return wire.encode(message)
 
     def _handle(self, kind: str, *rest: Any) -> None:
@@ -248,7 +253,7 @@ class EngineReplica(Commands, Generic[LinkT]):
         else:
             self._fail_all(f"replica {self.index} died: {_with_cause(rest[0], self._tail())}")
 
-    def _resolve(self, table: dict[Any, Future[Any]], key: Any, value: Any) -> None:
+    def _resolve(self, table: dict[K, Future[T]], key: K, value: T | Exception) -> None:
         with self._lock:
             future = table.pop(key, None)
         if future is not None and future.set_running_or_notify_cancel():
@@ -289,7 +294,7 @@ class LocalReplica(EngineReplica[Child]):
         self,
         index: int,
         kind: EngineKind,
-        arguments: Mapping[str, Any],
+        arguments: Mapping[str, object],
         environment: Mapping[str, str],
         log_folder: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -318,7 +323,7 @@ class LocalReplica(EngineReplica[Child]):
         return f"{self._started().ending()}. Its last log lines:\n{self._tail()}"
 
 
-def _pass_on(report: Future[ProbeReport], answer: Future[Any]) -> None:
+def _pass_on(report: Future[ProbeReport], answer: Future[wire.Parcel]) -> None:
     error = answer.exception()
     if error is None:
         report.set_result(wire.open_parcel(answer.result()))

@@ -15,10 +15,10 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import PurePath
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -39,6 +39,9 @@ from torchrl_moe.modules.backends.replica import (
     WeightClaim,
 )
 from torchrl_moe.weight_update.transports.base import StageReport
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "MOST_FRAME_BYTES",
@@ -90,7 +93,7 @@ class Packed(dict[str, Any]):
     """A dictionary that is plain already, to any depth: it is sent without a look at its content."""
 
 
-def to_plain(value: Any) -> Any:
+def to_plain(value: object) -> object:
     """Return the plain form of a value."""
     try:
         return _to_plain(value)
@@ -98,7 +101,7 @@ def to_plain(value: Any) -> Any:
         raise ValueError("it is nested too deeply, or contains itself") from error
 
 
-def _to_plain(value: Any) -> Any:
+def _to_plain(value: object) -> object:
     kind = type(value)
     if (convert := _BY_TYPE.get(kind)) is not None:
         return convert(value)
@@ -115,11 +118,11 @@ def _to_plain(value: Any) -> Any:
     )
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return repr(value)[:80]
 
 
-def _itself(value: Any) -> Any:
+def _itself(value: object) -> object:
     return value
 
 
@@ -129,11 +132,11 @@ def _integer(value: int) -> int:
     return int(value)
 
 
-def _sequence(word: str) -> Callable[[Any], list[Any]]:
-    return lambda value: [word, *map(_to_plain, value)]
+def _sequence(tag: str) -> Callable[[Iterable[object]], list[object]]:
+    return lambda value: [tag, *map(_to_plain, value)]
 
 
-def _mapping(value: Mapping[Any, Any]) -> dict[Any, Any]:
+def _mapping(value: Mapping[Any, object]) -> dict[object, object]:
     for key in value:
         if isinstance(key, int):
             _integer(key)
@@ -142,17 +145,17 @@ def _mapping(value: Mapping[Any, Any]) -> dict[Any, Any]:
     return {(key.value if isinstance(key, Enum) else key): _to_plain(item) for key, item in value.items()}
 
 
-def _array(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _array(value: NDArray[np.generic]) -> NDArray[np.generic]:
     if value.dtype.kind not in NUMBERS:
         raise ValueError(f"an array of dtype {value.dtype} has no plain form: arrays hold numbers")
     return value
 
 
-def _carrier(value: Any) -> list[Any]:
+def _carrier(value: object) -> list[object]:
     return [type(value).__name__, _mapping(_fields_of(value) or {})]
 
 
-def _fields_of(value: Any) -> dict[str, Any] | None:
+def _fields_of(value: object) -> dict[str, object] | None:
     """Return the public fields that an object can be made with; ``None`` if its class has none."""
     if isinstance(value, type):
         return None
@@ -165,8 +168,8 @@ def _fields_of(value: Any) -> dict[str, Any] | None:
     return {name: getattr(value, name) for name in names if not name.startswith("_")}
 
 
-def _of_torch(value: Any) -> list[Any]:
-    if type(value).__name__ == "Size":
+def _of_torch(value: object) -> list[object]:
+    if isinstance(value, tuple):
         return ["torch.Size", *value]
     return ["torch.dtype", str(value).removeprefix("torch.")]
 
@@ -199,7 +202,7 @@ _BY_BASE: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
 )
 
 
-def from_plain(value: Any) -> Any:
+def from_plain(value: object) -> Any:
     """Undo :func:`to_plain`, except for what has lost its class."""
     if type(value) is dict:
         return {key: from_plain(item) for key, item in value.items()}
@@ -219,14 +222,14 @@ def from_plain(value: Any) -> Any:
     raise ValueError(f"not the plain form of anything: a sequence that begins with {_shown(word)}")
 
 
-def _carrier_from(kind: type, fields: dict[str, Any]) -> Any:
+def _carrier_from(kind: type, fields: dict[str, object]) -> object:
     try:
         return kind(**{name: from_plain(item) for name, item in fields.items()})
     except TypeError as error:  # from another release of this package
         raise ValueError(f"not a {kind.__name__} of this version: {error}") from error
 
 
-def _to_torch(word: str, rest: list[Any]) -> Any:
+def _to_torch(word: str, rest: list[Any]) -> torch.dtype | torch.Size:
     import torch  # here, since an actor reads no such thing and does without torch
 
     if word == "torch.Size":
@@ -238,6 +241,7 @@ def _to_torch(word: str, rest: list[Any]) -> Any:
 
 
 LOG = logging.getLogger(__name__)
+Scalar = TypeVar("Scalar", bound=np.generic)
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 Frames: TypeAlias = "list[bytes | memoryview]"
 """One message as it is written: a count of its large buffers and its head, then the buffers."""
@@ -253,11 +257,11 @@ COUNT_BYTES = 4
 INLINE_BYTES = 1 << 10  # an array that is smaller lies in the head: a frame of its own costs more
 
 
-def encode(message: Any) -> Frames:
+def encode(message: object) -> Frames:
     """Return the frames of one message; its arrays are not copied, so leave them as they are until it is written."""
     buffers: list[memoryview] = []
 
-    def put_aside(array: Any) -> Any:
+    def put_aside(array: NDArray[np.generic] | np.generic) -> Any:
         if isinstance(array, np.generic):
             return array.item()
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
@@ -278,7 +282,7 @@ def encode(message: Any) -> Frames:
 def decode(head: Buffer, buffers: Sequence[Buffer]) -> Any:
     """Undo :func:`encode`; the arrays share the buffers and are read-only."""
 
-    def take(code: int, data: memoryview) -> NDArray[Any]:
+    def take(code: int, data: memoryview) -> NDArray[np.generic]:
         name, shape, place = msgspec.msgpack.decode(data, type=tuple[str, tuple[int, ...], int | bytes])
         dtype = np.dtype(name)
         if code != ARRAY or dtype.kind not in NUMBERS:
@@ -293,7 +297,7 @@ def decode(head: Buffer, buffers: Sequence[Buffer]) -> Any:
         raise ValueError(str(error)) from error
 
 
-def parcel(message: Any) -> Parcel:
+def parcel(message: object) -> Parcel:
     """Encode a message that goes into another one; see :func:`encode`."""
     return [np.frombuffer(frame, np.uint8) for frame in encode(message)]
 
@@ -440,11 +444,11 @@ def hang_up(connection: Stream) -> None:
 NOWHERE = -1  # the replica of a completion that none has finished
 
 
-def _concatenate(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+def _concatenate(arrays: Sequence[NDArray[np.generic]], dtype: type[Scalar]) -> NDArray[Scalar]:
     return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.empty(0, dtype)
 
 
-def _split(flat: NDArray[Any], lengths: NDArray[np.int64]) -> list[NDArray[Any]]:
+def _split(flat: NDArray[Scalar], lengths: NDArray[np.int64]) -> list[NDArray[Scalar]]:
     """Split into copies: a piece that is kept must not keep the whole message alive."""
     stops = np.cumsum(lengths)
     return [flat[stop - length : stop].copy() for stop, length in zip(stops.tolist(), lengths.tolist(), strict=True)]
@@ -512,7 +516,7 @@ def unpack_requests(packed: Packed) -> list[Request]:
     return requests
 
 
-def _pack_scoring(scoring: Scoring) -> tuple[Any, ...]:
+def _pack_scoring(scoring: Scoring) -> tuple[object, ...]:
     kept = scoring.kept
     return (scoring.temperature, *(() if kept is None else (kept.ids, kept.sizes)))
 
@@ -564,7 +568,7 @@ def pack_completions(completions: Sequence[Completion]) -> Packed:
 
 def completion_bytes(completion: Completion) -> int:
     """Return how many bytes the arrays of a completion take."""
-    arrays: list[NDArray[Any] | None] = [completion.prompt_token_ids, completion.prompt_logprobs]
+    arrays: list[NDArray[np.generic] | None] = [completion.prompt_token_ids, completion.prompt_logprobs]
     for output in completion.outputs:
         arrays += [output.token_ids, output.policy_versions, output.logprobs, output.routed_experts]
         arrays += [] if output.kept is None else [output.kept.ids, output.kept.sizes]

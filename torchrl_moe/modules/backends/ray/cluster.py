@@ -56,7 +56,7 @@ class RayService:
     detached: bool
     num_replicas: int
     kind: str
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, object]
     resources: Mapping[str, float]
     verbose: bool = False
     log_folder: str | None = None

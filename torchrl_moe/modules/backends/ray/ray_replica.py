@@ -11,7 +11,7 @@ import uuid
 import weakref
 from dataclasses import replace
 from multiprocessing import AuthenticationError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
@@ -40,6 +40,9 @@ from torchrl_moe.modules.backends.ray.replica_host import (
     wrap,
 )
 from torchrl_moe.modules.backends.replica import Completion
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 __all__ = ["ActorLink", "RayReplica"]
 
@@ -82,8 +85,8 @@ class ActorLink:
         self._service = service
         self._number = number
         self._places = places
-        self._actor: Any = None
-        self._made: Any = None  # the actor, if it was placed here
+        self._actor: ActorHandle | None = None
+        self._made: ActorHandle | None = None  # the actor, if it was placed here
         self._described = False  # so it runs
         self._group: PlacementGroup | None = None
         self._lock = threading.RLock()  # a garbage collection may end the link while this thread ends it
@@ -140,12 +143,12 @@ class ActorLink:
             raise ValueError(f"{self._service.actor_name(self._index)!r} belongs to another service of that name")
         return description
 
-    def _find(self) -> Any:
+    def _find(self) -> ActorHandle | None:
         with contextlib.suppress(ValueError):
             return ray.get_actor(self._service.actor_name(self._index), self._service.namespace)
         return None
 
-    def _place(self) -> Any:
+    def _place(self) -> ActorHandle | None:
         """Return a new actor in a new group; both may wait for resources. ``None`` if another driver was faster.
 
         The actor is made at once: without its name, nobody would find what a driver that is killed leaves behind.
@@ -167,7 +170,7 @@ class ActorLink:
             self._free_group()
         return self._made
 
-    def _create(self, group: PlacementGroup) -> Any:
+    def _create(self, group: PlacementGroup) -> ActorHandle:
         service = self._service
         others = {name: amount for name, amount in service.resources.items() if name not in ("CPU", "GPU")}
         kind = ray.remote(actor.ReplicaActor).options(
@@ -193,7 +196,7 @@ class ActorLink:
                 ray.kill(made)
         self._free_group()
 
-    def _wait_for(self, reference: Any) -> Any:
+    def _wait_for(self, reference: ray.ObjectRef) -> Any:
         while not ray.wait([reference], timeout=WAIT_SECONDS)[0]:
             self._check()
         return ray.get(reference)
@@ -291,6 +294,7 @@ class ActorLink:
     def _ask_for_log(self) -> str:
         if not ray.is_initialized():  # Ray would join a cluster, or start one, to ask
             return "this process has left Ray"
+        assert self._actor is not None  # else nobody asks
         return str(ray.get(self._actor.log_tail.remote(), timeout=ASK_SECONDS))
 
 

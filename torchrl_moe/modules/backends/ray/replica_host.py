@@ -328,7 +328,7 @@ def driver_of(request_id: str) -> tuple[str, str]:
     return driver, own
 
 
-def wrap(message: tuple[Any, ...], opened: Sequence[str] = ()) -> wire.Frames:
+def wrap(message: tuple[object, ...], opened: Sequence[str] = ()) -> wire.Frames:
     """Return the frames in which a driver sends a message for the engine process, unread by the actor."""
     return wire.encode((list(opened), wire.parcel(message)))
 
@@ -340,7 +340,7 @@ class _Driver:
         self.outbox = wire.Outbox(connection, reader=f"driver {name}")
         self.open: set[str] = set()
 
-    def tell(self, *message: Any) -> None:
+    def tell(self, *message: object) -> None:
         self.outbox.put(wire.encode(message))
 
 
@@ -351,7 +351,7 @@ class ReplicaHost:
         self,
         index: int,
         kind: EngineKind,
-        arguments: Mapping[str, Any],
+        arguments: Mapping[str, object],
         environment: Mapping[str, str],
         host: str,
         log_folder: Path | None = None,
@@ -359,7 +359,7 @@ class ReplicaHost:
     ) -> None:
         self._lock = threading.Lock()
         self._drivers: dict[str, _Driver] = {}
-        self._said: list[tuple[Any, ...]] = []  # what drivers that connect later must get, too
+        self._said: list[tuple[object, ...]] = []  # what drivers that connect later must get, too
         self._configure = configuration(arguments)
         self._make_child = partial(Child, index, kind, log_folder=log_folder, fork=False)
         self._environment = dict(environment)
@@ -475,7 +475,7 @@ class ReplicaHost:
             self._drivers[name].open.difference_update(ids)
         return names
 
-    def _announce(self, *message: Any) -> None:
+    def _announce(self, *message: object) -> None:
         """Send a message to all drivers, later ones included."""
         self._said.append(message)
         for driver in self._drivers.values():

@@ -9,7 +9,7 @@ import dataclasses
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -20,6 +20,10 @@ from torchrl_moe.data import UNSET_EXPERT, RoutingLayout
 from torchrl_moe.modules.backends.replica import CompletionOutput, KeptIds, OnResume
 from torchrl_moe.modules.backends.request_routes import rows_of_answer
 from torchrl_moe.modules.backends.sampling_fields import check_fields
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 __all__ = ["Answer", "Draw", "Sampling", "TextStream", "Words", "read_sampling"]
 
@@ -33,11 +37,11 @@ INVALID_PREFIX = "Invalid prefix encountered"  # the message of tokenizers for b
 class Words:
     """A tokenizer that two threads use."""
 
-    def __init__(self, tokenizer: Any, generation_config: Any = None) -> None:
-        self.backend = getattr(tokenizer, "backend_tokenizer", None)
-        if self.backend is None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None) -> None:
+        backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
             raise ValueError(f"engine='transformers' needs a fast tokenizer, got {type(tokenizer).__name__}")
-        self.tokenizer = tokenizer
+        self.backend, self.tokenizer = backend, tokenizer
         self.eos: int | None = tokenizer.eos_token_id
         named = getattr(generation_config, "eos_token_id", None)
         listed = [named] if isinstance(named, int) else list(named or ())
@@ -54,7 +58,7 @@ class Words:
         """Return the text stream of an answer to a prompt."""
         return TextStream(self, prompt_ids, skip_special_tokens)
 
-    def step(self, stream: Any, token: int) -> str | None:
+    def step(self, stream: DecodeStream, token: int) -> str | None:
         """Return what a token adds to a text; ``None`` for a part of a character."""
         with self._lock:
             text: str | None = stream.step(self.backend, token)
@@ -84,7 +88,7 @@ class TextStream:
 
 LEAST_TEMPERATURE = 1e-2  # vLLM's: it samples at this one where a lower one is asked for, except for 0
 
-REFUSED: Mapping[str, tuple[Any, ...]] = {
+REFUSED: Mapping[str, tuple[object, ...]] = {
     "prompt_logprobs": (None,),
     "prompt_logprob_token_ids": (None,),
     "prompt_logprob_start": (None,),
@@ -159,7 +163,7 @@ class Sampling:
 KNOWN = {field.name for field in dataclasses.fields(Sampling)}
 
 
-def read_sampling(spec: Any, guided_options: Any = None) -> Sampling:
+def read_sampling(spec: object, guided_options: object = None) -> Sampling:
     """Return the sampling that a mapping of ``SamplingParams`` fields asks for; ``None`` is vLLM's default."""
     if not isinstance(spec, Mapping | None):
         raise ValueError(f"sampling_params must be a mapping, got {type(spec).__name__}")
@@ -198,7 +202,7 @@ def _as_vllm_reads(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-Rows = NDArray[np.integer[Any]]
+Rows = NDArray[np.integer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,7 +398,7 @@ class Answer:
         parts = [len(self.tokens) - len(self._steps), len(self._steps)]
         return KeptIds.join([had, KeptIds.of_steps(steps, parts[1])], parts)
 
-    def _routes(self) -> NDArray[np.unsignedinteger[Any]] | None:
+    def _routes(self) -> NDArray[np.unsignedinteger] | None:
         """Return ``[P + G - 1, L, K]`` as engines give them: unsigned, zero where there is no router."""
         if not self._rows or self._layout is None:
             return None

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -51,6 +51,9 @@ from torchrl_moe.modules.backends.transformers.answer import Answer, Draw, Rows,
 from torchrl_moe.modules.backends.transformers.engine_args import EngineArguments
 from torchrl_moe.modules.replay.binding import UNSET, Recording
 from torchrl_moe.modules.replay.router_replay import RouterReplay
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["BatchDecoder", "RequestReader", "Running", "Sampler", "WaitingLine"]
 
@@ -264,7 +267,7 @@ def _warpers(sampling: Sampling) -> tuple[Callable[[None, Tensor], Tensor], ...]
     """Return the temperature, then what leaves words out, in vLLM's order; a greedy answer has neither."""
     if sampling.is_greedy:
         return ()
-    wanted: tuple[tuple[bool, Callable[[], Any]], ...] = (
+    wanted: tuple[tuple[bool, Callable[[], Callable[[None, Tensor], Tensor]]], ...] = (
         (sampling.temperature != 1, lambda: TemperatureLogitsWarper(float(sampling.temperature))),
         (sampling.min_p > 0, lambda: MinPLogitsWarper(float(sampling.min_p))),
         (sampling.top_k > 0, lambda: TopKLogitsWarper(int(sampling.top_k))),
@@ -282,12 +285,12 @@ COARSE = 0.1  # the same for other dtypes
 class BatchDecoder:
     """Decodes with one model, which no other thread may use at the same time."""
 
-    def __init__(self, model: Any, replay: RouterReplay | None, sampler: Sampler) -> None:
+    def __init__(self, model: PreTrainedModel, replay: RouterReplay | None, sampler: Sampler) -> None:
         self.model, self.replay, self.sampler = model, replay, sampler
         self.answers: list[Answer] = []
         self._takes = set(inspect.signature(model.forward).parameters)
         self._cache_argument = cache_argument(self._takes)
-        self._cache: Any = None
+        self._cache: DynamicCache | None = None
         self._mask = torch.empty(0)  # bool [R, S]
         self.token_bytes = self._check()
 
@@ -326,6 +329,7 @@ class BatchDecoder:
         self._mask = self._mask[stays]
         empty = int((~self._mask.any(0)).long().cumprod(0).sum())
         self._mask = self._mask[:, empty:]
+        assert self._cache is not None
         for layer in self._cache.layers:
             layer.keys, layer.values = layer.keys[stays, :, empty:], layer.values[stays, :, empty:]
 
@@ -351,7 +355,7 @@ class BatchDecoder:
     def _read(self, joining: Sequence[Answer]) -> Tensor:
         """Read all tokens of answers, equal ones once; return logits ``[J, V]``."""
         followed = [answer.rows_to_follow() for answer in joining]
-        places: dict[Any, int] = {}
+        places: dict[tuple[int | bytes | None, ...], int] = {}
         unique: list[tuple[list[int], Rows | None]] = []
         index = []
         for answer, rows in zip(joining, followed, strict=True):
@@ -381,7 +385,7 @@ class BatchDecoder:
                 routes[row, ids.shape[1] - len(one) :] = torch.from_numpy(one.astype(np.int16))
         return routes
 
-    def _merge(self, cache: Any, mask: Tensor) -> None:
+    def _merge(self, cache: DynamicCache, mask: Tensor) -> None:
         """Add rows below those of the batch; the narrower ones are padded on the left."""
         if self._cache is None:
             self._cache, self._mask = cache, mask
@@ -395,7 +399,7 @@ class BatchDecoder:
     # -- the model --------------------------------------------------------------------------------------------------
 
     def _forward(
-        self, ids: Tensor, mask: Tensor, cache: Any, followed: Tensor | None = None, keep: int = 1
+        self, ids: Tensor, mask: Tensor, cache: DynamicCache, followed: Tensor | None = None, keep: int = 1
     ) -> tuple[Tensor, Rows | None]:
         """Run the model on tokens."""
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
@@ -448,7 +452,7 @@ class BatchDecoder:
         found = [self._forward(ids, torch.ones_like(ids).bool(), DynamicCache()) for ids in alone]
         ids, mask = _padded([one[0, :-1].tolist() for one in alone], self.device)
         routes = [None if rows is None else rows[0] for _, rows in found]
-        cache: Any = DynamicCache()
+        cache = DynamicCache()
         self._forward(ids, mask, cache, self._laid_out([None if one is None else one[:-1] for one in routes], ids))
         if any(type(layer) is not DynamicLayer for layer in cache.layers):
             raise ValueError(f"engine='transformers' cannot serve {kind}: it keeps more than keys and values; try vLLM")

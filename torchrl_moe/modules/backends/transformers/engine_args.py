@@ -14,7 +14,7 @@ __all__ = ["EngineArguments", "arguments_of", "build_engine_args", "seeded"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POLICIES = ("fcfs", "priority")
-WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
+WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "enforce_eager": (None, True, False),  # nothing is ever compiled
     "compilation_config": (None, {}, {"mode": 0}),
     "tensor_parallel_size": (None, 1),
@@ -70,7 +70,7 @@ class EngineArguments:
 KNOWN = tuple(field.name for field in dataclasses.fields(EngineArguments))
 
 
-def arguments_of(engine_args: Any) -> dict[str, Any]:
+def arguments_of(engine_args: object) -> dict[str, Any]:
     """Return the engine arguments that a user passed as a mapping; those of vLLM's that change nothing are left
     out.
     """
@@ -94,7 +94,7 @@ def arguments_of(engine_args: Any) -> dict[str, Any]:
     return arguments
 
 
-def build_engine_args(arguments: Mapping[str, Any]) -> EngineArguments:
+def build_engine_args(arguments: Mapping[str, object]) -> EngineArguments:
     """Return the arguments of a replica, checked."""
     return EngineArguments(**arguments_of(arguments))
 

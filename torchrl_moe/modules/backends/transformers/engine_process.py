@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 import psutil
@@ -41,13 +41,18 @@ from torchrl_moe.weight_update.store import Manifest, WeightStoreReader, check_t
 from torchrl_moe.weight_update.transports.base import Receiver, StageReport
 from torchrl_moe.weight_update.transports.registry import open_receiver
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from torchrl_moe.modules.backends.transformers.loading import Loaded
+
 __all__ = ["EngineRequests", "EngineWeights", "exchange"]
 
 
 class EngineProcess(EngineProgram, WeightCommands):
     """One engine process over plain transformers."""
 
-    def __init__(self, loaded: Any, inbox: Inbox, send: Send) -> None:
+    def __init__(self, loaded: Loaded, inbox: Inbox, send: Send) -> None:
 
         self.requests = EngineRequests(
             loaded.decoder, loaded.reader, lambda completion: send(("completion", completion)), self._refuse
@@ -72,7 +77,7 @@ class EngineProcess(EngineProgram, WeightCommands):
         """End the claim of a driver that is gone."""
         self.owner.left(driver)
 
-    def _background(self) -> list[Coroutine[Any, Any, None]]:
+    def _background(self) -> list[Coroutine[object, None, None]]:
         return [self._work()]
 
     async def _work(self) -> None:
@@ -104,7 +109,9 @@ class EngineProcess(EngineProgram, WeightCommands):
     async def command_wake_up(self, tags: list[str] | None) -> None:
         del tags  # it never sleeps
 
-    async def command_collective_rpc(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    async def command_collective_rpc(
+        self, method: str, args: tuple[object, ...], kwargs: dict[str, object] | None
+    ) -> NoReturn:
         del args, kwargs
         raise ValueError(f"{method}: engine='transformers' has no workers to call; collective_rpc is vLLM's")
 
@@ -115,10 +122,10 @@ class EngineProcess(EngineProgram, WeightCommands):
         async with self.requests.turn:
             self.requests.decoder.sampler.seed(seed)
 
-    async def command_tokenizer(self) -> Any:
+    async def command_tokenizer(self) -> dict[str, object]:
         return tokenizer_files(self._loaded.reader.words.tokenizer, self._loaded.arguments.trust_remote_code)
 
-    async def command_metadata(self) -> Any:
+    async def command_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
         return checkpoint_metadata(checkpoint_folder(self.info.model))
 
     async def command_snapshot(self) -> Packed:
@@ -154,7 +161,7 @@ class EngineProcess(EngineProgram, WeightCommands):
     async def command_weights_version(self) -> int:
         return self.requests.version
 
-    async def _open_transport(self, transport: str, options: Mapping[str, Any]) -> None:
+    async def _open_transport(self, transport: str, options: Mapping[str, object]) -> None:
         await self.weights.init(transport, options)
 
     async def _stage(self, version: int, verify: str, threads: int, manifest: str | None) -> StageReport:
@@ -166,7 +173,7 @@ class EngineProcess(EngineProgram, WeightCommands):
         return await self.weights.swap(version, pause, clear_cache, canary, patience)
 
 
-async def _open(arguments: dict[str, Any], inbox: Inbox, send: Send) -> EngineProcess:
+async def _open(arguments: dict[str, object], inbox: Inbox, send: Send) -> EngineProcess:
     from torchrl_moe.modules.backends.transformers.loading import load
 
     return EngineProcess(load(build_engine_args(arguments)), inbox, send)
@@ -235,7 +242,7 @@ class EngineRequests:
     def __len__(self) -> int:
         return len(self._open)
 
-    async def compute(self, work: Callable[..., T], *args: Any) -> T:
+    async def compute(self, work: Callable[..., T], *args: object) -> T:
         """Run a function in the model's thread; the caller holds :attr:`turn`."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
@@ -421,21 +428,23 @@ class OnlyWorker:
 class EngineWeights:
     """The weights of one engine."""
 
-    def __init__(self, model: Any, source: str, requests: EngineRequests, known: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, source: str, requests: EngineRequests, known: Mapping[str, Iterable[str]]
+    ) -> None:
         self._model, self._source, self._requests, self._known = model, source, requests, known
         self._receiver: Receiver | None = None
         self._reader: WeightStoreReader | None = None
-        self._expected: dict[str, Any] = {}
+        self._expected: dict[str, tuple[torch.dtype, torch.Size]] = {}
         self._staged: Manifest | None = None
 
-    async def init(self, transport: str, options: Mapping[str, Any]) -> None:
+    async def init(self, transport: str, options: Mapping[str, object]) -> None:
         """Open a transport, and close the one before."""
         if transport not in TRANSPORTS:
             hint = "lora='merged'" if transport == "adapter" else "transport='memmap' or 'gloo'"
             raise ValueError(f"engine='transformers' takes no weights by {transport!r}: use {hint}")
         self.close()
         self._receiver = open_receiver(transport, options, OnlyWorker())
-        self._reader = WeightStoreReader(options["folder"]) if transport == "memmap" else None
+        self._reader = WeightStoreReader(str(options["folder"])) if transport == "memmap" else None
         self._expected = await asyncio.to_thread(lambda: checkpoint_metadata(checkpoint_folder(self._source)))
 
     def _open(self) -> Receiver:
@@ -513,7 +522,9 @@ class EngineWeights:
         self._receiver = self._reader = self._staged = None
 
 
-def exchange(model: Any, tensors: Mapping[str, Tensor], known: Mapping[str, Any]) -> dict[str, Tensor]:
+def exchange(
+    model: PreTrainedModel, tensors: Mapping[str, Tensor], known: Mapping[str, Iterable[str]]
+) -> dict[str, Tensor]:
     """Give a model other weights, and return those that it had, by its own names."""
     fresh, info = type(model).from_pretrained(
         None,
@@ -535,7 +546,7 @@ def exchange(model: Any, tensors: Mapping[str, Tensor], known: Mapping[str, Any]
     return before
 
 
-def _put(model: Any, state: Mapping[str, Tensor]) -> None:
+def _put(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
     """Replace a model's tensors, by its own names; the new ones are not copied if they are on its device."""
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torchrl_moe.modules.backends.engine_kind import process_environment
 from torchrl_moe.modules.backends.transformers.engine_args import arguments_of, seeded
@@ -13,7 +12,7 @@ __all__ = ["PROGRAM", "arguments_of", "devices_per_replica", "engine_environment
 PROGRAM = "torchrl_moe.modules.backends.transformers.engine_process"
 
 
-def devices_per_replica(arguments: Mapping[str, Any]) -> int:
+def devices_per_replica(arguments: Mapping[str, object]) -> int:
     """Return 1: a replica computes on one device, whatever the arguments."""
     del arguments
     return 1

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
@@ -21,6 +21,9 @@ from torchrl_moe.modules.backends.transformers.engine_args import EngineArgument
 from torchrl_moe.modules.replay.discovery import has_experts
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
 __all__ = ["Loaded", "load"]
 
 NO_ROUTES = "the engine captures no routes"
@@ -35,7 +38,7 @@ class Loaded:
     decoder: BatchDecoder
     reader: RequestReader
     info: ReplicaInfo
-    report: Mapping[str, Any]
+    report: Mapping[str, Iterable[str]]
 
 
 def load(arguments: EngineArguments) -> Loaded:
@@ -81,7 +84,7 @@ def load(arguments: EngineArguments) -> Loaded:
     return Loaded(arguments=arguments, decoder=decoder, reader=reader, info=info, report=report)
 
 
-def _decoder(model: Any, replay: RouterReplay | None, sampler: Sampler) -> BatchDecoder:
+def _decoder(model: PreTrainedModel, replay: RouterReplay | None, sampler: Sampler) -> BatchDecoder:
     """Return the decoder, or raise if the model's forward pass fails in it: it may need another kind of cache."""
     try:
         return BatchDecoder(model, replay, sampler)
@@ -92,7 +95,7 @@ def _decoder(model: Any, replay: RouterReplay | None, sampler: Sampler) -> Batch
         ) from error
 
 
-def _replay(model: Any, arguments: EngineArguments) -> RouterReplay | None:
+def _replay(model: PreTrainedModel, arguments: EngineArguments) -> RouterReplay | None:
     """Return the recorder of the model's routes; ``None`` if none are to be recorded."""
     wanted, moe = arguments.enable_return_routed_experts, has_experts(model)
     if wanted and not moe:
@@ -117,7 +120,7 @@ def layout_of(replay: RouterReplay) -> RoutingLayout:
     )
 
 
-def _longest(model: Any, arguments: EngineArguments) -> int:
+def _longest(model: PreTrainedModel, arguments: EngineArguments) -> int:
     text = model.config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
     longest = int(limit or MAX_MODEL_LEN) if arguments.max_model_len is None else arguments.max_model_len
@@ -132,7 +135,7 @@ def _longest(model: Any, arguments: EngineArguments) -> int:
     return longest
 
 
-def _same_angles(config: Any) -> int | None:
+def _same_angles(config: PretrainedConfig) -> int | None:
     """Return the most tokens for which a longrope model rotates positions by the same angles; else ``None``."""
     rope = getattr(config, "rope_parameters", None) or {}
     parts = [part for part in (rope, *rope.values()) if isinstance(part, Mapping)]  # some have one for each layer type
