@@ -1,4 +1,4 @@
-"""A kind of engine, as the code that starts its processes sees it; ``backends/vllm/kind.py`` is vLLM's.
+"""A kind of engine, as the code that starts its processes sees it; ``backends/vllm/engine_args.py`` is vLLM's.
 
 Where an engine runs (``backends/process``, ``backends/ray``) is separate from which engine it is: the code for the
 former knows an engine only by its kind, and imports none of its modules.

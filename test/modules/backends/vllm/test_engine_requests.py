@@ -7,20 +7,239 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import pickle
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from vllm.exceptions import RetryableRequestError
 
+from torchrl_moe.data import RoutingLayout
+from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, Request
+from torchrl_moe.modules.backends.request_routes import RequestRoutes
 from torchrl_moe.modules.backends.vllm import engine_requests, weights
-from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
+from torchrl_moe.modules.backends.vllm.engine_requests import (
+    EngineRequests,
+    Forced,
+    attach,
+    attached,
+    completion_from_vllm,
+    forced_in,
+    forced_of,
+    sampled_logprobs,
+)
 from torchrl_moe.modules.backends.vllm.weight_check import WeightCheck
 from torchrl_moe.modules.backends.vllm.weights import EngineWeights
+
+# -- vLLM's outputs, by hand-made objects of their shape ---------------------------------------------------------------
+
+
+RECORDED = np.arange(4 * 2 * 2, dtype=np.uint8).reshape(4, 2, 2)
+
+
+def request(**fields: Any) -> Request:
+    return Request(request_id="ours", sampling_params=None, prompt="hi", **fields)
+
+
+def answer(index: int = 0, **fields: Any) -> SimpleNamespace:
+    given = {
+        "index": index,
+        "token_ids": [7, 8],
+        "text": "ab",
+        "finish_reason": "stop",
+        "stop_reason": None,
+        "logprobs": None,
+        "routed_experts": RECORDED,
+        "sampling_mask": None,
+    }
+    return SimpleNamespace(**{**given, **fields})
+
+
+def output(*answers: SimpleNamespace, **fields: Any) -> SimpleNamespace:
+    given = {
+        "request_id": "vllm's",
+        "prompt": "hi",
+        "prompt_token_ids": [104, 105, 33],
+        "num_cached_tokens": 2,
+        "outputs": list(answers),
+        "metrics": None,
+        "prompt_token_id_logprobs": None,
+    }
+    return SimpleNamespace(**{**given, **fields})
+
+
+def flat(*positions: list[float]) -> SimpleNamespace:
+    """``FlatLogprobs``: the values of all positions in one list, and where each begins."""
+    starts = np.cumsum([0, *map(len, positions)])[:-1].tolist()
+    return SimpleNamespace(start_indices=starts, logprobs=[value for position in positions for value in position])
+
+
+def test_vllms_own_flat_container_is_read_like_its_list() -> None:
+    from vllm.logprobs import FlatLogprobs, Logprob
+
+    positions = [{5: Logprob(-2.0), 9: Logprob(-0.1)}, {1: Logprob(-0.7)}]
+    own = FlatLogprobs()
+    own.extend(positions)
+    for container in (own, positions):
+        assert sampled_logprobs(container) == pytest.approx([-2.0, -0.7])
+
+
+def test_fields_are_taken_over_under_our_request_id() -> None:
+    completion = completion_from_vllm(output(answer(logprobs=flat([-1.0], [-2.0]), stop_reason=258)), request(), 5)
+    assert (completion.request_id, completion.prompt, completion.num_cached_tokens) == ("ours", "hi", 2)
+    assert completion.prompt_token_ids.tolist() == [104, 105, 33]
+    assert completion.prompt_token_ids.dtype == np.int64
+    (only,) = completion.outputs
+    assert (only.text, only.finish_reason, only.stop_reason) == ("ab", "stop", 258)
+    assert only.token_ids.tolist() == [7, 8]
+    assert only.token_ids.dtype == np.int64
+    assert only.logprobs is not None and only.logprobs.tolist() == [-1.0, -2.0]
+    assert only.policy_versions.tolist() == [5, 5]
+    assert only.policy_versions.dtype == np.int32
+    assert only.routed_experts is RECORDED  # 3 + 2 - 1 rows, as the engine gave them
+
+
+def test_answers_come_in_the_order_of_their_index() -> None:
+    completion = completion_from_vllm(output(answer(2, text="c"), answer(0, text="a"), answer(1)), request(), 0)
+    assert [(item.index, item.text) for item in completion.outputs] == [(0, "a"), (1, "ab"), (2, "c")]
+
+
+def test_routes_are_dropped_where_they_were_not_asked_for() -> None:
+    completion = completion_from_vllm(output(answer()), request(return_routed_experts=False), 0)
+    assert completion.outputs[0].routed_experts is None
+
+
+def test_words_that_were_left_out_are_taken_over() -> None:
+    """Of the first token words 4 and 9 were kept, of the second all but word 3."""
+    (only,) = completion_from_vllm(output(answer(sampling_mask=masks([4, 9], [~3]))), request(), 0).outputs
+    assert only.kept is not None
+    assert (only.kept.ids.tolist(), only.kept.sizes.tolist()) == ([4, 9, 3], [2, -1])
+    with pytest.raises(EngineError, match="the kept tokens of 1 tokens, of an answer of 2"):
+        completion_from_vllm(output(answer(sampling_mask=masks([4, 9]))), request(), 0)
+
+
+def masks(*words: list[int]) -> SimpleNamespace:
+    """vLLM's ``SamplingMask``."""
+    return SimpleNamespace(token_ids=list(words))
+
+
+@pytest.mark.parametrize("given", [None, masks(), masks([], []), masks([])])
+def test_where_no_word_was_left_out_nothing_is_said(given: Any) -> None:
+    assert completion_from_vllm(output(answer(sampling_mask=given)), request(), 0).outputs[0].kept is None
+
+
+def test_a_request_aborted_before_its_first_token_is_empty_but_whole() -> None:
+    cut = answer(token_ids=[], text="", finish_reason="abort", logprobs=flat(), routed_experts=None)
+    completion = completion_from_vllm(output(cut, num_cached_tokens=None), request(), 3)
+    assert completion.aborted
+    assert completion.num_cached_tokens == 0
+    (only,) = completion.outputs
+    assert only.token_ids.shape == only.policy_versions.shape == (0,)
+    assert only.logprobs is not None and only.logprobs.shape == (0,)
+    assert only.routed_experts is None
+
+
+def stamps(**times: float) -> SimpleNamespace:
+    given = {"queued_ts": 100.0, "scheduled_ts": 0.0, "first_token_ts": 0.0, "last_token_ts": 0.0}
+    return SimpleNamespace(**{**given, **times})
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        (None, (0.0, 0.0, 0.0)),
+        (stamps(scheduled_ts=100.5, first_token_ts=100.75, last_token_ts=103.0), (0.5, 0.75, 3.0)),
+        (stamps(), (0.0, 0.0, 0.0)),  # cut before it was scheduled
+        (stamps(scheduled_ts=101.0), (1.0, 0.0, 0.0)),  # cut before its first token
+    ],
+)
+def test_times_are_differences_of_stamps_and_0_where_a_stage_was_not_reached(
+    metrics: Any, expected: tuple[float, float, float]
+) -> None:
+    found = completion_from_vllm(output(answer(), metrics=metrics), request(), 0).metrics
+    queue, first, total = expected
+    assert found == CompletionMetrics(queue_seconds=queue, first_token_seconds=first, total_seconds=total)
+
+
+# -- rows to follow, on their way to the workers -----------------------------------------------------------------------
+
+
+LAYOUT = RoutingLayout(num_layers=3, moe_layers=(1, 2), top_k=2, num_experts=300)
+ROWS = np.full((4, 3, 2), -1, np.int16)
+ROWS[:3, 1:] = [[[0, 299], [7, 8]]] * 3
+
+ABLE, UNABLE = RequestRoutes(LAYOUT), RequestRoutes(LAYOUT, "FancyRouter routes inside its kernel")
+
+
+def rows_request(**fields: Any) -> Request:
+    return Request(request_id="a", sampling_params=None, prompt_token_ids=np.arange(4, dtype=np.int32), **fields)
+
+
+def rows_params(extra_args: Any = None) -> Any:
+    made = SimpleNamespace(extra_args=extra_args)
+    made.clone = lambda: copy.copy(made)
+    return made
+
+
+def sampling_params(**fields: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(**fields)
+
+
+def test_rows_cross_to_the_core_and_from_there_to_the_workers() -> None:
+    """As msgpack, which the core reads into the class again, and pickled."""
+    asked = sampling_params(max_tokens=3, extra_args={"mine": [1]})
+    made = attach(asked, Forced(rows=ROWS))
+    core = msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=type(made))
+    for one in (made, core, pickle.loads(pickle.dumps(core))):
+        forced = forced_in(one)
+        assert forced.rows is not None
+        assert forced.rows.dtype == np.int16
+        assert (forced.rows == ROWS).all()
+        assert not forced.is_live
+        assert one.extra_args["mine"] == [1]
+        assert one.max_tokens == 3
+    assert asked.extra_args == {"mine": [1]}
+
+
+def test_a_request_that_follows_nothing_shares_its_parameters() -> None:
+    asked = sampling_params()
+    assert attach(asked, Forced()) is asked
+    assert asked.extra_args is None
+    assert forced_in(attach(asked, Forced(is_live=True))).is_live
+
+
+def test_a_schedulers_request_is_looked_into_once() -> None:
+    request = SimpleNamespace(sampling_params=attach(sampling_params(), Forced(rows=ROWS)))
+    forced = forced_of(request)
+    assert (forced.rows == ROWS).all()
+    assert forced_of(request) is forced
+    pooling = SimpleNamespace(sampling_params=None)
+    assert forced_of(pooling).rows is None
+
+
+def test_a_request_without_rows_costs_nothing() -> None:
+    asked = rows_params()
+    assert attached(asked, rows_request(), ABLE) is asked
+    assert attached(asked, rows_request(on_resume="live"), UNABLE) is asked
+    assert forced_in(asked).rows is None
+    assert forced_in(None).rows is None
+
+
+def test_a_request_that_is_to_route_live_says_so_to_the_scheduler() -> None:
+    forced = forced_in(attached(rows_params(), rows_request(on_resume="live"), ABLE))
+    assert forced.is_live
+    assert forced.rows is None
+
+
+# -- requests across swaps ---------------------------------------------------------------------------------------------
+
 
 PROMPT = [7, 8, 9]
 
@@ -370,20 +589,6 @@ def test_what_cannot_be_continued_starts_again(run: Run) -> None:
     assert [params.n for _, _, params in bench.engine.asked] == [2, 2]
 
 
-def test_a_finished_answer_stays_while_its_sibling_starts_again(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start(n=2, lengths=(2, 9), structured_outputs="a grammar", max_tokens=3)
-        await bench.engine.step(2)
-        bench.engine.asked[0][2].lengths = ()
-        await bench.swap(1)
-        await bench.finish()
-
-    one, two = run(script).done["r"].outputs
-    check(one, 0, 0)
-    check(two, 1, 1, 1)
-    assert (one.index, two.index) == (0, 1)
-
-
 @pytest.mark.parametrize("mode", ["keep", "abort"])
 def test_a_request_without_a_token_is_asked_for_again_with_the_new_salt(run: Run, mode: str) -> None:
     async def script(bench: Bench) -> None:
@@ -403,21 +608,6 @@ def test_a_request_without_a_token_is_asked_for_again_with_the_new_salt(run: Run
         # what is cached under the old salt is the first request's alone
         assert bench.engine.salts == {"": {0}, "swap-1": {1}}
         assert [prompt.get("cache_salt") for _, prompt, _ in bench.engine.asked] == [None, None, "swap-1"]
-
-
-def test_an_answer_without_a_token_is_asked_for_again_beside_its_siblings(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        bench.engine.room = 1
-        await bench.start(n=2, max_tokens=3)
-        await bench.engine.step(1)
-        await bench.swap(1, "keep")
-        await bench.finish()
-
-    bench = run(script)
-    one, two = bench.done["r"].outputs
-    check(one, 0, 1, 1)
-    check(two, 1, 1, 1)
-    assert [prompt.get("cache_salt") for _, prompt, _ in bench.engine.asked] == [None, "swap-1"]
 
 
 def test_a_dropped_cache_needs_no_answer_to_start_again(run: Run) -> None:
@@ -620,31 +810,6 @@ def test_of_several_answers_each_continues_from_where_it_was_cut(run: Run) -> No
     assert bench.requests.counts["generated_tokens"] == 8
 
 
-def test_what_depends_on_where_it_began_begins_again(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.swap(1)
-        await bench.start(resume=had(2, 1), n=2, structured_outputs="a grammar", max_tokens=3)
-        await bench.finish()
-
-    bench = run(script)
-    for output in bench.done["r"].outputs:
-        check(output, 1, 1, 1)
-    assert bench.done["r"].prompt == "text"
-    assert bench.done["r"].metrics.total_seconds < 100
-    assert [params.n for _, _, params in bench.engine.asked] == [2]
-    assert bench.requests.counts["generated_tokens"] == 6
-
-
-def test_a_stop_string_across_the_cut_ends_what_is_resumed(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start(resume=had(2), stop="".join(map(chr, [4, 5])), include_stop_str_in_output=True)
-        await bench.finish()
-
-    (output,) = run(script).done["r"].outputs
-    check(output, 0, 0, 0)
-    assert (output.finish_reason, output.text) == ("stop", "".join(map(chr, [3, 4, 5])))
-
-
 @pytest.mark.parametrize("steps", [0, 1])
 def test_what_is_resumed_and_aborted_keeps_what_it_resumed(run: Run, steps: int) -> None:
     async def script(bench: Bench) -> None:
@@ -810,27 +975,6 @@ def test_a_snapshot_joins_what_a_swap_cut_and_knows_the_versions(run: Run) -> No
         await bench.finish()
 
     check(run(script).done["r"].outputs[0], 0, 0, 1, 1, 1, 1)
-
-
-def test_a_snapshot_keeps_the_versions_of_frozen_requests(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start()
-        await bench.engine.step(2)
-        await bench.swap(1, "keep")
-        await bench.engine.step()
-        for _ in range(2):
-            (now,) = await bench.requests.snapshot()
-            check(now.outputs[0], 0, 0, 1, 1)  # one of them as the new weights were proved
-        await bench.finish()
-
-    check(run(script).done["r"].outputs[0], 0, 0, 1, 1, 1, 1)
-
-
-def test_without_requests_a_snapshot_is_empty(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        assert await bench.requests.snapshot() == []
-
-    run(script)
 
 
 # -- a pause in which vLLM refuses requests ---------------------------------------------------------------------------

@@ -178,14 +178,6 @@ def test_a_request_that_ends_or_is_preempted_leaves_no_rows(monkeypatch: pytest.
     assert worker.firsts(("a", 0, 4)) == [0, 0, 0, 0]
 
 
-def test_rows_are_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They lie in the request's parameters, which the worker has anyway."""
-    worker, params = Worker(monkeypatch), params_of(rows_of(*range(6)))
-    worker.begin(a=params)
-    packed = params.extra_args["torchrl_moe"]["rows"]
-    assert np.shares_memory(worker.forced.rows["a"], np.frombuffer(packed, np.int8))
-
-
 @pytest.mark.parametrize("delivers", [True, False])
 def test_what_was_recorded_must_be_what_was_to_be_followed(delivers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On each rank, the one that delivers the routes and the others."""
@@ -200,16 +192,6 @@ def test_what_was_recorded_must_be_what_was_to_be_followed(delivers: bool, monke
         match="layer 2 did not follow 2 of 2 recorded rows" if delivers else None,
     ):
         worker.step(("a", 0, 3))
-
-
-def test_following_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = Worker(monkeypatch)
-    worker.forced.drive(False)
-    worker.begin(a=params_of(rows_of(3)))
-    assert worker.firsts(("a", 0, 1)) == [0]
-    worker.forced.drive(True)
-    worker.begin(a=params_of(rows_of(3)))
-    assert worker.firsts(("a", 0, 1)) == [3]
 
 
 @pytest.mark.parametrize(

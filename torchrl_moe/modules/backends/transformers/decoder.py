@@ -48,7 +48,7 @@ from torchrl_moe.modules.backends.replica import (
 )
 from torchrl_moe.modules.backends.request_routes import RequestRoutes, check_rows, rows_of_answer
 from torchrl_moe.modules.backends.transformers.answer import Answer, Draw, Rows, Sampling, Words, read_sampling
-from torchrl_moe.modules.backends.transformers.engine_args import EngineArguments
+from torchrl_moe.modules.backends.transformers.transformers_arguments import EngineArguments
 from torchrl_moe.modules.replay.binding import UNSET, Recording
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 

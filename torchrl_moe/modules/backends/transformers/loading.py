@@ -17,7 +17,7 @@ from torchrl_moe.modules.backends.replica import ReplicaInfo
 from torchrl_moe.modules.backends.request_routes import RequestRoutes
 from torchrl_moe.modules.backends.transformers.answer import Words
 from torchrl_moe.modules.backends.transformers.decoder import BatchDecoder, RequestReader, Sampler
-from torchrl_moe.modules.backends.transformers.engine_args import EngineArguments
+from torchrl_moe.modules.backends.transformers.transformers_arguments import EngineArguments
 from torchrl_moe.modules.replay.discovery import has_experts
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 

@@ -1,10 +1,14 @@
-"""Engine arguments: what users pass, what we add, what we refuse. Runs in both the driver and the engine process."""
+"""vLLM as a kind of engine (:class:`~torchrl_moe.modules.backends.engine_kind.EngineKind`), and its arguments.
+
+What users pass, what we add, what we refuse. Runs in both the driver and the engine process.
+"""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import difflib
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -18,6 +22,7 @@ from packaging.specifiers import SpecifierSet
 
 from torchrl_moe import _compat
 from torchrl_moe.errors import EngineError
+from torchrl_moe.modules.backends.engine_kind import process_environment
 from torchrl_moe.modules.backends.vllm.sampling import can_report
 
 if TYPE_CHECKING:
@@ -25,15 +30,24 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
 __all__ = [
+    "PROGRAM",
     "RUNNER",
     "WORKER_EXTENSION",
     "arguments_of",
     "build_engine_args",
     "check_vllm",
     "devices_per_replica",
+    "engine_environment",
+    "reason_not_to_fork",
     "seeded",
 ]
 
+# vLLM warns on each CPU, where its kernels have functions of ours: see ``cpu_kernels``
+logging.getLogger("vllm.triton_utils.importing").addFilter(
+    lambda record: "doesn't include CPU backend" not in record.getMessage()
+)
+
+PROGRAM = "torchrl_moe.modules.backends.vllm.engine_process"
 SUPPORTED = SpecifierSet(">=0.32,<0.34")  # as in pyproject.toml
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
@@ -159,6 +173,28 @@ def seeded(arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
     With equal random numbers, two replicas would give a group the same answers, and so would a restarted one.
     """
     return {**arguments, "seed": (arguments.get("seed") or 0) + number} if number else dict(arguments)
+
+
+def engine_environment(devices: str | None = None, num_replicas: int = 1, verbose: bool = False) -> dict[str, str]:
+    """Return the environment of an engine process: the driver's, plus what vLLM needs where the user has set
+    nothing.
+    """
+    environment = process_environment(devices, num_replicas)
+    check_vllm(environment)
+    environment.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "WARNING")
+    if devices is None:
+        # Measured on CPU: compiling vLLM's log-prob helper costs 10 s and gains nothing; binding threads to cores puts
+        # every replica on the same ones.
+        environment.setdefault("TORCH_COMPILE_DISABLE", "1")
+        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        # Without Triton vLLM chooses V1 in each process that our plugin does not reach (VLLM_PLUGINS may leave it out).
+        environment.setdefault(RUNNER, "1")
+    return environment
+
+
+def reason_not_to_fork(environment: Mapping[str, str]) -> str:
+    """Return why a process with this environment must import vLLM itself: vLLM's own setting says so; else ``""``."""
+    return f"{_compat.METHOD_VARIABLE}=spawn is set" if environment.get(_compat.METHOD_VARIABLE) == "spawn" else ""
 
 
 def build_engine_args(arguments: Mapping[str, object]) -> AsyncEngineArgs:

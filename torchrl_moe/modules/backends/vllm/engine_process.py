@@ -6,10 +6,13 @@ vLLM may import this module again in its own child processes, so its top level i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
+
+import psutil
 
 from torchrl_moe import _compat
 from torchrl_moe._lazy import without_collections
@@ -24,15 +27,17 @@ from torchrl_moe.modules.backends.request_routes import RequestRoutes
 from torchrl_moe.modules.backends.vllm import cpu_kernels
 from torchrl_moe.modules.backends.vllm.engine_args import build_engine_args, check_vllm
 from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
-from torchrl_moe.modules.backends.vllm.probe import EngineProbe
 from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder, lift_top_k_rule, why_unscored
 from torchrl_moe.modules.backends.vllm.weights import AdapterVersions, EngineWeightCommands, EngineWeights
 
 if TYPE_CHECKING:
     import torch
+    from vllm.config import VllmConfig
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.loggers import StatLoggerBase
+    from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-__all__ = ["EngineSleep"]
+__all__ = ["EngineProbe", "EngineSleep", "load_logger"]
 
 
 # An engine that gives its GPU's memory to the trainer, and takes it back: vLLM's sleep mode.
@@ -260,6 +265,95 @@ class EngineProcess(EngineProgram, EngineWeightCommands):
         self.engine.shutdown(timeout=SHUTDOWN_SECONDS)
 
 
+class EngineProbe:
+    """Pings an engine core, and reads the state and CPU time of its processes, the descendants of this one."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+        self._ping: asyncio.Task[bool] | None = None
+
+    async def read(self, seconds: float) -> ProbeReport:
+        """Ping the core, which gets ``seconds`` to answer. While a ping is unanswered, no other is sent.
+
+        Several drivers may ask at the same time; they share the ping.
+        """
+        ping = self._ping
+        if ping is None:
+            self._ping = ping = asyncio.get_running_loop().create_task(self._engine.is_paused())
+        await asyncio.wait({ping}, timeout=seconds)
+        answered = ping.done()
+        if answered:
+            ping.exception()  # an error is a reply, too
+            if self._ping is ping:
+                self._ping = None
+        stopped, cpu_seconds = _what_they_do()
+        return ProbeReport(core_answered=answered, stopped=stopped, cpu_seconds=cpu_seconds)
+
+
+def _what_they_do() -> tuple[bool, float]:
+    """Return whether one of this process's descendants is stopped, and the CPU seconds of all."""
+    stopped, seconds = False, 0.0
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            times = process.cpu_times()
+            seconds += times.user + times.system
+            stopped |= process.status() == psutil.STATUS_STOPPED
+    return stopped, seconds
+
+
+def load_logger() -> StatLoggerBase:
+    """Return a stat logger of vLLM's that keeps a :class:`Load` as its ``load``; give vLLM its ``factory``.
+
+    A function, since its base class is vLLM's, which only an engine process may import.
+    """
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class LoadLogger(StatLoggerBase):
+        """The scheduler's own stats; :meth:`factory` returns this very object."""
+
+        def __init__(self) -> None:
+            self.load = Load()
+            self._of_engines: dict[int, tuple[int, int, float]] = {}
+
+        def factory(self, vllm_config: VllmConfig, engine_index: int = 0) -> LoadLogger:
+            """Return this logger for each data-parallel engine: it sums them up."""
+            del vllm_config, engine_index
+            return self
+
+        def record(
+            self,
+            scheduler_stats: SchedulerStats | None,
+            iteration_stats: IterationStats | None,
+            mm_cache_stats: object = None,
+            engine_idx: int = 0,
+        ) -> None:
+            """Take the stats of one step: the scheduler's, and those of the tokens that came out."""
+            del mm_cache_stats
+            load = self.load
+            if scheduler_stats is not None:
+                of_engine = (
+                    scheduler_stats.num_running_reqs,
+                    scheduler_stats.num_waiting_reqs,
+                    scheduler_stats.kv_cache_usage,
+                )
+                self._of_engines[engine_idx] = of_engine
+                running, waiting, usages = zip(*self._of_engines.values(), strict=True)
+                load.running, load.waiting = sum(running), sum(waiting)
+                load.cache_usage = sum(usages) / len(usages)
+                load.cache_queries += scheduler_stats.prefix_cache_stats.queries
+                load.cache_hits += scheduler_stats.prefix_cache_stats.hits
+            if iteration_stats is not None:
+                load.tokens += iteration_stats.num_generation_tokens
+                load.preemptions += iteration_stats.num_preempted_reqs
+                load.steps += 1
+                load.step_at = iteration_stats.iteration_timestamp
+
+        def log_engine_initialized(self) -> None:
+            """Say nothing: vLLM's own loggers do."""
+
+    return LoadLogger()
+
+
 async def _start_engine(arguments: dict[str, object]) -> tuple[AsyncLLM, ReplicaInfo, Load, SamplingParamsBuilder]:
     check_vllm(os.environ)
     with without_collections():
@@ -267,13 +361,12 @@ async def _start_engine(arguments: dict[str, object]) -> tuple[AsyncLLM, Replica
     import vllm
 
     from torchrl_moe.modules.backends.vllm.forced_routing import forced_routing_unavailable_reason
-    from torchrl_moe.modules.backends.vllm.load_logger import LoadLogger
 
     cpu_kernels.register()  # VLLM_PLUGINS may leave our plugin out
     _compat.keep_prefix_cache_with_latents()
     _compat.inspect_models_here()
     engine_args = build_engine_args(arguments)
-    logger = LoadLogger()
+    logger = load_logger()
     engine, reason = _compat.make_async_llm(engine_args, [logger.factory])
     if reason:
         print(f"torchrl_moe: vLLM's own processes import vLLM again: {reason}", flush=True)

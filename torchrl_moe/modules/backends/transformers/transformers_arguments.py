@@ -1,4 +1,7 @@
-"""Engine arguments of ``engine="transformers"``: vLLM's names where the meaning is vLLM's; all others are refused."""
+"""Plain transformers as a kind of engine (:class:`~torchrl_moe.modules.backends.engine_kind.EngineKind`).
+
+Its arguments have vLLM's names where the meaning is vLLM's; all others are refused.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,20 @@ from numbers import Integral
 from typing import Any
 
 from torchrl_moe.modules.backends.checkpoint import check_weights
+from torchrl_moe.modules.backends.engine_kind import process_environment
 
-__all__ = ["EngineArguments", "arguments_of", "build_engine_args", "seeded"]
+__all__ = [
+    "PROGRAM",
+    "EngineArguments",
+    "arguments_of",
+    "build_engine_args",
+    "devices_per_replica",
+    "engine_environment",
+    "reason_not_to_fork",
+    "seeded",
+]
+
+PROGRAM = "torchrl_moe.modules.backends.transformers.transformers_process"
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POLICIES = ("fcfs", "priority")
@@ -102,3 +117,22 @@ def build_engine_args(arguments: Mapping[str, object]) -> EngineArguments:
 def seeded(arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Return the arguments of the ``number``-th replica that is made, with its own seed."""
     return {**arguments, "seed": (arguments.get("seed") or 0) + number} if number else dict(arguments)
+
+
+def devices_per_replica(arguments: Mapping[str, object]) -> int:
+    """Return 1: a replica computes on one device, whatever the arguments."""
+    del arguments
+    return 1
+
+
+def engine_environment(devices: str | None = None, num_replicas: int = 1, verbose: bool = False) -> dict[str, str]:
+    """Return the environment of an engine process: the driver's, and the log level of transformers."""
+    environment = process_environment(devices, num_replicas)
+    environment.setdefault("TRANSFORMERS_VERBOSITY", "info" if verbose else "warning")
+    return environment
+
+
+def reason_not_to_fork(environment: Mapping[str, str]) -> str:
+    """Return ``""``: a process may always be forked from one that has imported transformers."""
+    del environment
+    return ""

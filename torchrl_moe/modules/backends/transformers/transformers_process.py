@@ -36,7 +36,7 @@ from torchrl_moe.modules.backends.replica import (
 )
 from torchrl_moe.modules.backends.transformers.answer import Answer
 from torchrl_moe.modules.backends.transformers.decoder import BatchDecoder, RequestReader, Running, WaitingLine
-from torchrl_moe.modules.backends.transformers.engine_args import build_engine_args
+from torchrl_moe.modules.backends.transformers.transformers_arguments import build_engine_args
 from torchrl_moe.weight_update.store import Manifest, WeightStoreReader, check_tensors
 from torchrl_moe.weight_update.transports.base import Receiver, StageReport
 from torchrl_moe.weight_update.transports.registry import open_receiver
@@ -171,34 +171,6 @@ class EngineProcess(EngineProgram, WeightCommands):
         self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, Any] | None, patience: float
     ) -> SwapReport:
         return await self.weights.swap(version, pause, clear_cache, canary, patience)
-
-
-async def _open(arguments: dict[str, object], inbox: Inbox, send: Send) -> EngineProcess:
-    from torchrl_moe.modules.backends.transformers.loading import load
-
-    return EngineProcess(load(build_engine_args(arguments)), inbox, send)
-
-
-def run(connection: Connection, driver_is_gone: Callable[[], bool]) -> None:
-    """Run the engine, then end the process."""
-    run_engine(connection, driver_is_gone, _open)
-
-
-def preload() -> str:
-    """Import what an engine process imports; none of it keeps a process from being forked."""
-    from torchrl_moe.modules.backends.transformers import loading
-
-    del loading
-    return ""
-
-
-def main() -> None:
-    """Run as a child of the driver."""
-    run_script(run)
-
-
-if __name__ == "__main__":
-    main()
 
 
 # The requests that an engine process over plain transformers runs, in one loop: admit what may join, then step.
@@ -551,3 +523,34 @@ def _put(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():
             tensor.data = state[name].to(tensor.device)
+
+
+# The program: last, since running it needs all that is defined above.
+
+
+async def _open(arguments: dict[str, object], inbox: Inbox, send: Send) -> EngineProcess:
+    from torchrl_moe.modules.backends.transformers.loading import load
+
+    return EngineProcess(load(build_engine_args(arguments)), inbox, send)
+
+
+def run(connection: Connection, driver_is_gone: Callable[[], bool]) -> None:
+    """Run the engine, then end the process."""
+    run_engine(connection, driver_is_gone, _open)
+
+
+def preload() -> str:
+    """Import what an engine process imports; none of it keeps a process from being forked."""
+    from torchrl_moe.modules.backends.transformers import loading
+
+    del loading
+    return ""
+
+
+def main() -> None:
+    """Run as a child of the driver."""
+    run_script(run)
+
+
+if __name__ == "__main__":
+    main()
