@@ -87,7 +87,7 @@ def test_words_that_an_engine_has_not_are_refused() -> None:
         if bad is None:
             assert routes.checked(asked) is asked
         else:
-            with pytest.raises(ValueError, match=rf"the word {bad}; this engine has 0\.\.8"):
+            with pytest.raises(ValueError, match=rf"token id {bad}; this engine has 0\.\.8"):
                 routes.checked(asked)
     assert RequestRoutes(LAYOUT).checked(asked) is asked
     with pytest.raises(ValueError, match="cannot score: V2"):

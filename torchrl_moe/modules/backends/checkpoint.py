@@ -96,6 +96,7 @@ def check_weights(model: str | os.PathLike[str]) -> None:
     folder = Path(model)
     if not folder.is_dir():
         return
+    # what an index names must be there
     for index in [folder / name for name in INDICES if (folder / name).is_file()]:
         missing = [name for name in _indexed(index) if not (folder / name).is_file()]
         if missing:
@@ -104,6 +105,7 @@ def check_weights(model: str | os.PathLike[str]) -> None:
                 f"{str(model)!r} lacks {', '.join(missing[:NAMED_FILES])}{more}, which its {index.name} names: copy "
                 "them there"
             )
+    # without an index, any file that may hold weights will do
     if not any(file.name not in NO_WEIGHTS for pattern in WEIGHTS for file in folder.glob(pattern)):
         raise ValueError(
             f"{str(model)!r} has no weights: no *.safetensors and no *.bin file. model.save_pretrained(path) writes "
@@ -185,6 +187,7 @@ def load_tokenizer(saved: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     with tempfile.TemporaryDirectory() as folder:
         for name, content in saved["files"].items():
             place = PurePosixPath(name)
+            # the files come from another process: none may be written outside of the folder
             if place.is_absolute() or ".." in place.parts:
                 raise ValueError(f"a tokenizer has no file {name!r}")
             path = Path(folder, place)

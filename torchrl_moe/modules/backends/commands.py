@@ -108,6 +108,7 @@ class Commands(abc.ABC):
     def claim_weights(self, name: str, takeover: bool, timeout: float) -> WeightClaim:
         """Make the weights this driver's; see the protocol."""
         claim: WeightClaim = self._command("claim_weights", timeout, driver=self.driver, name=name, takeover=takeover)
+        # a refused claim leaves the one before, whose commands are then refused by the engine
         if claim.epoch:
             self._epoch = claim.epoch
         return claim
@@ -206,9 +207,11 @@ class WeightCommands(abc.ABC):
     ) -> StageReport:
         async with self._swapping:
             self.owner.check(epoch)
+            # nothing may be swapped in until this version is there, and is the last one
             self._staged = ""
             self._stagings = mine = self._stagings + 1
         report = await self._stage(version, verify, threads, manifest)
+        # it ran beside a later one, which has overwritten what it fetched
         if mine != self._stagings:
             raise WeightSyncError("another version was staged meanwhile")
         self._staged = report.digest
@@ -225,6 +228,7 @@ class WeightCommands(abc.ABC):
         patience: float = math.inf,
     ) -> SwapReport:
         async with self._swapping:
+            # both checks come before the pause: a refused swap costs no request anything
             if reason := self.owner.why_not_swap(epoch, version, digest, self._staged):
                 return SwapReport(started=False, error=reason)
             return await self._swap(version, pause, clear_cache, canary, patience)

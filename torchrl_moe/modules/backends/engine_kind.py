@@ -53,6 +53,7 @@ def process_environment(devices: str | None, num_replicas: int) -> dict[str, str
     root = str(Path(torchrl_moe.__file__).parents[1])
     if root not in site.getsitepackages():  # an engine finds it there anyway, and the user's own paths come first
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+    # on GPUs the number of threads is left to vLLM
     if devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = devices
         return environment

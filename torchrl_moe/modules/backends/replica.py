@@ -54,10 +54,10 @@ __all__ = [
 ]
 
 
-# The words that sampling left for each token of an answer, as flat arrays, on their way from a worker to a rollout.
+# The token ids that sampling kept for each token of an answer, as flat arrays, on their way from a worker to a rollout.
 #
-# A worker reports words token by token; a *step* is its report on one token: ``[position, *ids]``, empty where no
-# word was left out. The ids are those that were kept or, where fewer were removed, the removed ones, as ``~id``.
+# A worker reports them token by token; a *step* is its report on one token: ``[position, *ids]``, empty where no
+# id was left out. The ids are those that were kept or, where fewer were removed, the removed ones, as ``~id``.
 #
 # Letters: G tokens of an answer, M ids of all its tokens together, R requests of a batch, V vocabulary.
 
@@ -72,11 +72,11 @@ KEEPS_ALL: Mapping[str, tuple[object, ...]] = {
     "allowed_token_ids": (None,),
     "structured_outputs": (None,),
 }
-"""Sampling parameters that leave words out -> values with which they do not."""
+"""Sampling parameters that leave token ids out -> values with which they do not."""
 
 
 def leaves_words_out(value_of: Callable[[str], object]) -> str | None:
-    """Return a sampling parameter that may leave words out of what a token is drawn from; ``None`` if there is none.
+    """Return a sampling parameter that may leave ids out of what a token is drawn from; ``None`` if there is none.
 
     Args:
         value_of: the value of a parameter, by its name.
@@ -93,7 +93,7 @@ class KeptIds:
 
     Shapes:
         - ids: int32 ``[M]``
-        - sizes: int32 ``[G]``: n ids that were kept, or -n that were removed; 0: no word was left out
+        - sizes: int32 ``[G]``: n ids that were kept, or -n that were removed; 0: none was left out
     """
 
     ids: NDArray[np.int32]
@@ -106,32 +106,32 @@ class KeptIds:
 
     @classmethod
     def of_steps(cls, steps: Sequence[NDArray[np.int32]], tokens: int) -> KeptIds | None:
-        """Join the steps of an answer of ``tokens`` tokens; ``None`` if no word was left out of any.
+        """Join the steps of an answer of ``tokens`` tokens; ``None`` if no id was left out of any.
 
         Raises:
-            EngineError: a token comes twice or out of order, or has no words at all.
+            EngineError: a token comes twice or out of order, or has no ids at all.
 
         >>> steps = [np.array([0, 5, 7]), np.array([]), np.array([2, ~3])]
         >>> KeptIds.of_steps(steps, 4)
         KeptIds(ids=array([5, 7, 3], dtype=int32), sizes=array([ 2,  0, -1,  0], dtype=int32))
         """
-        said = [step for step in steps if len(step) and step[0] < tokens]
-        places = [int(step[0]) for step in said]
-        if any(one >= later for one, later in pairwise(places)) or any(len(step) == 1 for step in said):
+        reported = [step for step in steps if len(step) and step[0] < tokens]
+        places = [int(step[0]) for step in reported]
+        if any(one >= later for one, later in pairwise(places)) or any(len(step) == 1 for step in reported):
             raise EngineError(
-                f"the engine reported kept tokens for the tokens {places}: positions must ascend, and each needs a word"
+                f"the engine reported kept tokens for the tokens {places}: positions must ascend, and each needs an id"
             )
-        if not said:
+        if not reported:
             return None
         sizes = np.zeros(tokens, np.int32)
-        for step in said:
+        for step in reported:
             sizes[step[0]] = len(step) - 1 if step[1] >= 0 else 1 - len(step)
-        ids = np.concatenate([step[1:] for step in said]).astype(np.int32, copy=False)
+        ids = np.concatenate([step[1:] for step in reported]).astype(np.int32, copy=False)
         return cls(np.where(ids < 0, ~ids, ids), sizes)
 
     @classmethod
     def of_masks(cls, masks: Sequence[Sequence[int]], tokens: int) -> KeptIds | None:
-        """Join the words of each of ``tokens`` tokens, ``~id`` if they are those that were removed; empty: all kept.
+        """Join the kept ids of each of ``tokens`` tokens, ``~id`` if they are those that were removed; empty: all kept.
 
         Raises:
             EngineError: some were left out, and there are not as many masks as tokens.
@@ -147,13 +147,13 @@ class KeptIds:
         return cls.of_steps(steps, tokens)
 
     def first(self, tokens: int) -> KeptIds:
-        """Return the words of the first ``tokens`` tokens."""
+        """Return the kept ids of the first ``tokens`` tokens."""
         sizes = self.sizes[:tokens]
         return KeptIds(self.ids[: int(np.abs(sizes).sum())], sizes)
 
     @classmethod
     def join(cls, parts: Sequence[KeptIds | None], tokens: Sequence[int]) -> KeptIds | None:
-        """Join the parts of an answer, each with its number of tokens; ``None`` if no word was left out of any part."""
+        """Join the parts of an answer, each with its number of tokens; ``None`` if no id was left out of any part."""
         if not any(part is not None for part in parts):
             return None
         filled = [
@@ -164,10 +164,10 @@ class KeptIds:
 
 
 def name_kept(log_probs: Tensor, positions: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int64]] | None:
-    """Return the steps of a batch, concatenated, and their offsets; ``None`` if all words were kept.
+    """Return the steps of a batch, concatenated, and their offsets; ``None`` if all ids were kept.
 
     Args:
-        log_probs: ``[R, V]``, -inf for words that were left out.
+        log_probs: ``[R, V]``, -inf for ids that were left out.
         positions: of the token of each request in its answer.
 
     Returns:
@@ -380,7 +380,7 @@ OnResume = Literal["forced", "live"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
-    """How the tokens of a prompt are scored: at which temperature, and over which words; ``None``: over all."""
+    """How the tokens of a prompt are scored: at which temperature, and over which ids; ``None``: over all."""
 
     temperature: float = 1.0
     kept: KeptIds | None = None
@@ -449,7 +449,7 @@ class CompletionOutput:
         - logprobs: float32 ``[G]``, of the sampled tokens; ``None`` if none were asked for
         - routed_experts: unsigned int ``[P + G - 1, L, K]`` as the engine gives it; ``None`` if not kept
         - policy_versions: int32 ``[G]``, version of the weights that produced each token
-        - kept: the words that each token was sampled from; ``None`` if none were left out, or no log-probs asked for
+        - kept: the ids that each token was sampled from; ``None`` if none were left out, or no log-probs asked for
 
     ``resume`` says how later parts of it read the earlier ones again: ``"none"`` if there are none.
     """
@@ -502,7 +502,7 @@ class Completion:
     def count_not_finite(self) -> int:
         """Return how many log-probs of its answers are NaN or infinite, and of its scores are NaN."""
         bad = sum(np.count_nonzero(~np.isfinite(o.logprobs)) for o in self.outputs if o.logprobs is not None)
-        if self.prompt_logprobs is not None:  # a word that was not kept has minus infinity
+        if self.prompt_logprobs is not None:  # an id that was not kept has minus infinity
             bad += np.count_nonzero(np.isnan(self.prompt_logprobs[1:]))
         return int(bad)
 

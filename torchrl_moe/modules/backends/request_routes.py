@@ -36,9 +36,10 @@ class RequestRoutes:
 
     def checked(self, request: Request) -> Request:
         """Return a request with its rows in the engine's dtype."""
+        # what needs no rows comes first: scores, and how a resumed answer is read again
         if request.scoring is not None and self._why_unscored:
             raise ValueError(f"this engine cannot score: {self._why_unscored}")
-        self._check_words(request)
+        self._check_kept_ids(request)
         if request.on_resume == "forced" and self.forced_routing_unavailable_reason:
             raise ValueError(
                 "on_resume='forced', but this engine cannot follow recorded experts: "
@@ -46,6 +47,7 @@ class RequestRoutes:
             )
         if request.on_resume == "forced" and not request.return_routed_experts:
             raise ValueError("on_resume='forced' needs return_routed_experts=True: else there is nothing to follow")
+        # then the rows themselves, against the model's layers
         rows, ids = request.routed_experts, request.prompt_token_ids
         if rows is None:
             return request
@@ -57,13 +59,13 @@ class RequestRoutes:
             raise ValueError("routed_experts has a row per token: pass token ids in place of text")
         return replace(request, routed_experts=check_rows(rows, len(ids), self._layout))
 
-    def _check_words(self, request: Request) -> None:
+    def _check_kept_ids(self, request: Request) -> None:
         kept = None if request.scoring is None else request.scoring.kept
         if kept is None or self._vocabulary is None or not len(kept.ids):
             return
         if kept.ids.min() < 0 or kept.ids.max() >= self._vocabulary:
             bad = kept.ids[(kept.ids < 0) | (kept.ids >= self._vocabulary)][0]
-            raise ValueError(f"kept names the word {bad}; this engine has 0..{self._vocabulary - 1}")
+            raise ValueError(f"kept names token id {bad}; this engine has 0..{self._vocabulary - 1}")
 
     def follows(self, request: Request, first: CompletionOutput | None) -> bool:
         """Whether the rest of an answer follows the rows of its first part."""

@@ -22,7 +22,7 @@ MOST_ANSWERS = 1 << 20
 """Answers to all prompts of one call together."""
 MOST_N = 16384  # vLLM's own
 VARIABLE = "VLLM_MAX_N_SEQUENCES"  # vLLM's, which raises it
-BIAS = 1e4  # enforces a word; with more, float32 logits lose what distinguishes them
+BIAS = 1e4  # enforces a token; with more, float32 logits lose what distinguishes them
 # what vLLM's model runner has room for; it ends at more. Its own stop tokens (the model's) count, too
 MOST_BIASED, MOST_ALLOWED, MOST_STOPS = 1024, 1024, 112
 OURS = "torchrl_moe"  # the key of extra_args for what a request follows
@@ -72,7 +72,7 @@ def _bias(name: str, value: object) -> None:
         raise ValueError(f"{name} must have at most {MOST_BIASED} entries, got {len(value)}.")
     for token, bias in value.items():
         _token(f"a key of {name}", token)
-        check_number(f"{name}[{token}]", bias, -1e9, BIAS)  # -1e9 is the usual number that bans a word
+        check_number(f"{name}[{token}]", bias, -1e9, BIAS)  # -1e9 is the usual number that bans a token
 
 
 def _mapping(name: str, value: object) -> None:
@@ -170,9 +170,11 @@ def check_fields(params: object, longest: int | None = None) -> None:
     ValueError: sampling_params: max_tokens must be an integer from 1 to 2147483647, or None, got 1.5.
     """
     given = fields_of(params)
+    # each field by itself
     for name, value in given.items():
         if (check := FIELDS.get(name)) is not None:
             check(f"sampling_params: {name}", value)
+    # then what only several fields together show
     most, least, stops = (given.get(name) for name in ("max_tokens", "min_tokens", "stop_token_ids"))
     if most is not None and longest is not None and most > longest:
         raise ValueError(

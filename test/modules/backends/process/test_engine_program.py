@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Awaitable, Callable, Iterator
-from multiprocessing.connection import Connection
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -22,97 +17,8 @@ import pytest
 from support.processes import group
 from support.waiting import until
 from torchrl_moe.modules.backends.process import engine_program as engine_program
-from torchrl_moe.modules.backends.process import wire
-from torchrl_moe.modules.backends.process.engine_program import Inbox, Load, StatsFeed
+from torchrl_moe.modules.backends.process.engine_program import Load, StatsFeed
 from torchrl_moe.modules.backends.replica import ReplicaStats
-
-
-class Line:
-    """Both ends of a driver's socket, and how often the group would have been ended."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.ends = 0
-        self.gone = threading.Event()
-        monkeypatch.setattr(engine_program, "end_group", self.count)
-        monkeypatch.setattr(engine_program, "EXIT_SECONDS", 0.5)
-        monkeypatch.setattr(engine_program, "WATCH_SECONDS", 0.01)
-        self.driver, self.process = (Connection(end.detach()) for end in socket.socketpair())
-
-    def count(self) -> None:
-        self.ends += 1
-
-    def send(self, *message: Any) -> None:
-        for frame in wire.encode(message):
-            self.driver.send_bytes(frame)
-
-    def end(self, how: str) -> None:
-        """The driver's end, in each of the ways in which it shows."""
-        if how == "message":
-            self.send("shutdown")
-        elif how == "end of file":
-            self.driver.close()
-        else:
-            self.gone.set()
-
-    def run(self, script: Callable[[Inbox], Awaitable[Any]]) -> Any:
-        async def main() -> Any:
-            inbox = Inbox(self.process, self.gone.is_set, asyncio.get_running_loop())
-            return await asyncio.wait_for(script(inbox), 60.0)
-
-        return asyncio.run(main())
-
-    def close(self) -> None:
-        """Before the real ``end_group`` is back in place, nobody may be left who would call it."""
-        self.driver.close()
-        for thread in threading.enumerate():
-            if thread.name == "inbox" or isinstance(thread, threading.Timer):
-                thread.join(60.0)
-                assert not thread.is_alive()
-
-
-@pytest.fixture
-def line(monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
-    line = Line(monkeypatch)
-    yield line
-    line.close()
-
-
-async def served(inbox: Inbox, count: int) -> list[tuple[Any, ...]]:
-    inbox.serving = True
-    return [await inbox.messages.get() for _ in range(count)]
-
-
-WAYS = pytest.mark.parametrize("how", ["message", "end of file", "no driver"])
-
-
-@WAYS
-def test_a_serving_process_is_told_to_end_and_made_to_if_it_does_not(line: Line, how: str) -> None:
-    async def script(inbox: Inbox) -> None:
-        inbox.serving = True
-        line.end(how)
-        assert await inbox.messages.get() == ("shutdown",)
-        assert line.ends == 0
-        until(lambda: line.ends == 1)
-
-    line.run(script)
-
-
-@WAYS
-def test_a_process_that_still_starts_ends_at_once(line: Line, how: str) -> None:
-    async def script(_inbox: Inbox) -> None:
-        time.sleep(0.1)  # the loop is the engine's
-        assert line.ends == 0
-        line.end(how)
-        until(lambda: line.ends == 1)
-
-    line.run(script)
-
-
-def test_what_is_not_a_message_ends_the_process_and_is_reported(line: Line, caplog: pytest.LogCaptureFixture) -> None:
-    line.driver.send_bytes(bytes(4) + b"\x80\x05cno_such_module\nname\n.")  # a pickle, say
-    assert line.run(lambda inbox: served(inbox, 1)) == [("shutdown",)]
-    assert "what arrived is no message" in caplog.text
-
 
 # -- groups -----------------------------------------------------------------------------------------------------------
 
@@ -201,21 +107,6 @@ def test_a_group_ends_when_its_leader_and_its_driver_are_killed_at_once(
     driver.wait(60.0)
     until(lambda: not group(leader))
     until(lambda: not folder.exists())
-
-
-@pytest.mark.parametrize("who", ["leader", "driver"])
-def test_a_group_is_left_to_the_process_that_is_still_alive(
-    orphans: tuple[subprocess.Popen[str], int, Path], who: str
-) -> None:
-    driver, leader, folder = orphans
-    if who == "leader":
-        os.kill(leader, signal.SIGKILL)
-    else:
-        driver.kill()
-        driver.wait(60.0)
-    time.sleep(2 * engine_program.WATCH_SECONDS + 0.2)
-    assert len(group(leader)) == (2 if who == "leader" else 3)
-    assert folder.exists()
 
 
 def test_a_process_that_cannot_be_inspected_counts_as_alive(monkeypatch: pytest.MonkeyPatch) -> None:

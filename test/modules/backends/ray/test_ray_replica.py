@@ -47,7 +47,7 @@ class HostLink:
 
     def __init__(self, host: ToyHost) -> None:
         self.driver = uuid.uuid4().hex[:8]
-        self.words = ""
+        self.reason = ""
         self.was_left = False
         self.connection = dial(host.address())
         self.outbox = wire.Outbox(self.connection)
@@ -55,7 +55,7 @@ class HostLink:
         self.host = host
 
     def end(self) -> None:
-        self.words = self.words or ("left" if self.was_left else "")
+        self.reason = self.reason or ("left" if self.was_left else "")
         self.outbox.close()
 
     end_and_forget = end
@@ -65,7 +65,7 @@ class HostLink:
         self.host.shut_down()
 
     def log_tail(self) -> str:
-        return self.words
+        return self.reason
 
 
 def test_who_joins_places_no_actor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,13 +205,13 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
 def ended_link(places: bool) -> ActorLink:
     """A link that has tried: nobody is at the address of a fake actor."""
     link = ActorLink(0, SERVICE, 0, places)
-    until(lambda: link.words)
+    until(lambda: link.reason)
     return link
 
 
 def test_a_guest_places_nothing_in_the_place_of_an_actor_that_is_gone(fake: FakeCluster) -> None:
     link = ended_link(places=False)
-    assert link.words == "could not be reached: it has no actor 'policy-replica-0'"
+    assert link.reason == "could not be reached: it has no actor 'policy-replica-0'"
     assert fake.asked == 0
     link.destroy()
     assert (fake.killed, fake.removed) == ([], [])
@@ -255,7 +255,7 @@ def test_a_driver_that_leaves_while_it_waits_for_a_place_gives_the_group_back(fa
 def test_a_driver_that_is_too_late_gives_its_group_back_and_joins_the_other_ones_actor(fake: FakeCluster) -> None:
     fake.faster = {NAME: FakeActor(SERVICE, "theirs")}
     link = ended_link(places=True)
-    assert "Connection refused" in link.words  # it was dialled: nobody is there
+    assert "Connection refused" in link.reason  # it was dialled: nobody is there
     assert (fake.asked, fake.removed, fake.killed) == (1, ["asked-1"], [])
     link.end_and_forget()
     assert fake.killed == []
@@ -276,7 +276,7 @@ def test_an_actor_that_ends_as_it_is_dialled_is_asked_again(fake: FakeCluster, m
     with near, far:
         link = ActorLink(0, SERVICE, 0, places=False)
         until(lambda: sent)
-        assert link.words == ""
+        assert link.reason == ""
         link.end_and_forget()
 
 

@@ -223,7 +223,7 @@ def test_hundreds_who_say_nothing_hold_few_threads_and_keep_nobody_out(listener:
             stack.enter_context(socket.create_connection((listener.address.host, listener.address.port)))
             for _ in range(300)
         ]
-        until(lambda: threads() <= replica_host.MOST_STRANGERS)
+        until(lambda: threads() <= replica_host.MOST_PENDING)
         assert silent[0].recv(1 << 16) is not None  # the actor's greeting; then the end, not 20 s of waiting
         until(lambda: silent[0].recv(1 << 16) == b"")
         with dial(listener.address) as right:
@@ -378,10 +378,10 @@ def completed(message: tuple[Any, ...]) -> dict[str, list[int]]:
 
 
 def stats(driver: Driver, number: int) -> Any:
-    driver.say("call", (driver.name, number), "stats", wire.parcel({}))
+    driver.say("call", (driver.name, number), "stats", wire.payload({}))
     kind, answered, value = driver.hear()
     assert (kind, answered) == ("result", (driver.name, number))
-    return wire.open_parcel(value)
+    return wire.open_payload(value)
 
 
 def test_a_killed_engine_is_told_to_those_who_are_there_and_those_who_come(host: ToyHost) -> None:

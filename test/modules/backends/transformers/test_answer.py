@@ -14,7 +14,7 @@ import pytest
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.replica import CompletionOutput, KeptIds
 from torchrl_moe.modules.backends.transformers import answer as sampling
-from torchrl_moe.modules.backends.transformers.answer import Answer, Draw, Sampling, Words, read_sampling
+from torchrl_moe.modules.backends.transformers.answer import Answer, Draw, LockedTokenizer, Sampling, read_sampling
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 
 # -- text --------------------------------------------------------------------------------------------------------------
@@ -24,7 +24,7 @@ TOKENIZER = ByteTokenizer()
 
 
 def test_text_becomes_ids_and_ids_become_text() -> None:
-    words = Words(TOKENIZER)
+    words = LockedTokenizer(TOKENIZER)
     assert words.encode("Hi") == [72, 105]
     stream = words.stream([72, 105], True)
     assert [stream.step(token) for token in (33, 0xC3, 0xA9, 65)] == ["!", "", "é", "A"]  # é has two bytes
@@ -36,20 +36,20 @@ def test_text_becomes_ids_and_ids_become_text() -> None:
 
 
 def test_bytes_that_are_no_text_do_not_end_it() -> None:
-    stream = Words(TOKENIZER).stream([], True)
+    stream = LockedTokenizer(TOKENIZER).stream([], True)
     assert "".join(stream.step(token) for token in (0xFF, 0xFE, 65, 0xFF, 66)).replace("\ufffd", "") == "AB"
 
 
 @pytest.mark.parametrize(("named", "more"), [(None, set()), (7, {7}), ([TOKENIZER.eos_token_id, 7, 9], {7, 9})])
 def test_the_models_own_configuration_may_name_more_tokens_that_end(named: object, more: set[int]) -> None:
-    words = Words(TOKENIZER, SimpleNamespace(eos_token_id=named))
+    words = LockedTokenizer(TOKENIZER, SimpleNamespace(eos_token_id=named))
     assert words.eos == TOKENIZER.eos_token_id
     assert words.more_eos == more
 
 
 def test_a_tokenizer_without_the_library_is_refused() -> None:
     with pytest.raises(ValueError, match="needs a fast tokenizer, got SimpleNamespace"):
-        Words(SimpleNamespace(eos_token_id=None))
+        LockedTokenizer(SimpleNamespace(eos_token_id=None))
 
 
 # -- sampling parameters -----------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def test_what_means_the_same_is_the_same() -> None:
     assert read_sampling({"logprobs": 0}).logprobs
     assert not read_sampling({"logprobs": None}).logprobs
     assert read_sampling({"max_tokens": None}).max_tokens is None
-    assert [read_sampling(one).leaves_words_out for one in ({}, {"top_k": 5}, {"temperature": 0, "top_k": 5})] == [
+    assert [read_sampling(one).leaves_ids_out for one in ({}, {"top_k": 5}, {"temperature": 0, "top_k": 5})] == [
         False,
         True,
         False,
@@ -104,34 +104,15 @@ def test_what_means_the_same_is_the_same() -> None:
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ({"presence_penalty": 2.5}, "presence_penalty.* must be "),
-        ({"frequency_penalty": -3}, "frequency_penalty.* must be "),
         ({"bad_words": ["a"]}, "does not serve bad_words=.*; vLLM does"),
         ({"logit_bias": {1: 2.0}}, "does not serve logit_bias"),
         ({"structured_outputs": {"regex": "a"}}, "does not serve structured_outputs"),
         ({"nonsense": 1}, "unknown nonsense; known: detokenize, frequency_penalty"),
+        ({"top_p": 0}, "top_p.* must be "),  # the service's checks, see its tests
         ({"logprobs": 5}, "logprobs=5: a completion has the log-probs of its sampled tokens only"),
-        ({"temperature": -0.5}, "temperature.* must be "),
-        ({"temperature": float("nan")}, "temperature.* must be "),
         ({"temperature": "hot"}, "sampling_params: "),
-        ({"top_p": 0}, "top_p.* must be "),
-        ({"top_k": 1.5}, "top_k.* must be "),
-        ({"min_p": 1.5}, "min_p.* must be "),
-        ({"repetition_penalty": 0}, "repetition_penalty.* must be "),
-        ({"max_tokens": 0}, "max_tokens.* must be "),
         ({"max_tokens": 4, "min_tokens": 5}, "min_tokens=5 is more than max_tokens=4"),
-        ({"n": 0}, "n.* must be "),
         ({"n": 2, "temperature": 0}, "n=2 with temperature=0 would give one answer several times"),
-        ({"stop": [""]}, "stop.* must be "),
-        ({"stop": [7]}, "stop.* must be "),
-        ({"stop": b"x"}, "stop.* must be "),
-        ({"stop_token_ids": [-1]}, "stop_token_ids.* must be "),
-        ({"max_tokens": 2.5}, "max_tokens.* must be "),
-        ({"min_tokens": 0.5}, "min_tokens.* must be "),
-        ({"n": 2.0}, "n.* must be "),
-        ({"seed": 2**64}, "seed.* must be "),
-        ({"seed": 0.5}, "seed.* must be "),
-        ({"ignore_eos": []}, "ignore_eos.* must be "),
         ({"stop": "a", "detokenize": False}, "stop strings need detokenize=True"),
         ("greedy", "must be a mapping, got str"),
     ],
@@ -150,13 +131,13 @@ def test_structured_outputs_are_refused() -> None:
 
 
 EOS = TOKENIZER.eos_token_id
-WORDS = Words(TOKENIZER)
+LOCKED = LockedTokenizer(TOKENIZER)
 LAYOUT = RoutingLayout(num_layers=2, moe_layers=(1,), top_k=2, num_experts=8)
 NOTHING = np.empty(0, np.int32)
 
 
 def answer(max_model_len: int = 100, layout: RoutingLayout | None = LAYOUT, index: int = 0, **params: Any) -> Answer:
-    return Answer([1, 2, 3], read_sampling(params), index, WORDS, max_model_len, layout)
+    return Answer([1, 2, 3], read_sampling(params), index, LOCKED, max_model_len, layout)
 
 
 def grow(one: Answer, tokens: Any, version: int = 0, step: Any = NOTHING) -> Answer:

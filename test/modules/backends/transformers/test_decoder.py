@@ -20,36 +20,13 @@ from support.plain import TOLERANCE, answers, check_output, chosen, loaded, log_
 from support.processes import ids_request
 from torchrl_moe._compat_transformers import cache_argument
 from torchrl_moe.modules.backends.replica import CompletionMetrics, CompletionOutput, KeptIds, Scoring, nothing_yet
-from torchrl_moe.modules.backends.transformers.answer import Answer, Draw, Words, read_sampling
+from torchrl_moe.modules.backends.transformers.answer import Answer, Draw, LockedTokenizer, read_sampling
 from torchrl_moe.modules.backends.transformers.decoder import BatchDecoder, Running, Sampler, WaitingLine
 from torchrl_moe.modules.backends.transformers.loading import Loaded, _decoder
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 from torchrl_moe.testing.tiny_moe import make_tiny_moe
 
 # -- a request that is read --------------------------------------------------------------------------------------------
-
-
-def test_a_request_becomes_its_answers(plain: Loaded) -> None:
-    running = plain.reader(ids_request("a", [65, 66], sampling_params={"n": 3, "seed": 5, "max_tokens": 4}))
-    assert [answer.index for answer in running.answers] == [0, 1, 2]
-    assert all(answer.prompt_ids == [65, 66] and answer.limit == 4 for answer in running.answers)
-    assert not running.is_done
-    states = [tuple(answer.generator.get_state().tolist()) for answer in running.answers if answer.generator]
-    assert len(set(states)) == 3
-    (text,) = plain.reader(replace(ids_request("b"), prompt_token_ids=None, prompt="AB")).answers
-    assert text.prompt_ids == [65, 66]
-
-
-def test_scores_need_no_answers(plain: Loaded) -> None:
-    running = plain.reader(ids_request("a", [65, 66], scoring=Scoring()))
-    assert running.answers == []
-    assert not running.is_done
-    assert running.completion().outputs[0].finish_reason == "abort"
-    running.scores = np.zeros(2, np.float32)
-    assert running.is_done
-    done = running.completion()
-    assert (done.outputs[0].finish_reason, len(done.outputs[0].token_ids)) == ("length", 0)
-    assert done.prompt_logprobs is running.scores
 
 
 def resumed(plain: Loaded, changes: Any = None, **fields: Any) -> Any:
@@ -226,14 +203,14 @@ def test_prompts_to_score_wait_apart_and_what_is_dropped_is_gone(waiting: Any) -
 # -- what is drawn -----------------------------------------------------------------------------------------------------
 
 
-WORDS = Words(ByteTokenizer())
+LOCKED = LockedTokenizer(ByteTokenizer())
 PROBABILITIES = [0.4, 0.3, 0.2, 0.1]
 LOGITS = torch.tensor(PROBABILITIES).log()
 
 
 def drawing(count: int, prompt: list[int] | None = None, **params: Any) -> list[Answer]:
     sampling = read_sampling({"logprobs": 0, **params})
-    return [Answer(prompt or [0], sampling, 0, WORDS, 100, None) for _ in range(count)]
+    return [Answer(prompt or [0], sampling, 0, LOCKED, 100, None) for _ in range(count)]
 
 
 def draw(count: int = 1, seed: int = 0, logits: Tensor = LOGITS, **params: Any) -> list[Draw]:
@@ -299,13 +276,13 @@ def test_words_of_the_answer_so_far_are_penalised_by_how_often_they_came() -> No
 
 
 def test_words_are_masked_until_there_are_enough_tokens() -> None:
-    logits = torch.zeros(WORDS.eos + 1)  # type: ignore[operator]
-    logits[WORDS.eos] = 100.0
+    logits = torch.zeros(LOCKED.eos + 1)  # type: ignore[operator]
+    logits[LOCKED.eos] = 100.0
     (one,) = draw(logits=logits, min_tokens=1, stop_token_ids=[5, 100_000])  # the model has no such word
-    assert one.step.tolist() == [0, ~5, ~WORDS.eos]  # type: ignore[operator]
-    assert one.log_prob == pytest.approx(-math.log(WORDS.eos - 1), abs=1e-4)  # type: ignore[operator]
+    assert one.step.tolist() == [0, ~5, ~LOCKED.eos]  # type: ignore[operator]
+    assert one.log_prob == pytest.approx(-math.log(LOCKED.eos - 1), abs=1e-4)  # type: ignore[operator]
     (free,) = draw(logits=logits, min_tokens=0)
-    assert free.token == WORDS.eos
+    assert free.token == LOCKED.eos
 
 
 def test_rows_that_sample_differently_do_not_mix() -> None:

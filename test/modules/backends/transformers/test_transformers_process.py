@@ -123,7 +123,7 @@ def test_what_is_cut_continues_as_if_it_never_was(plain: Loaded) -> None:
 # -- pauses -----------------------------------------------------------------------------------------------------------
 
 
-def test_who_takes_the_turn_finds_no_step_half_done(plain: Loaded) -> None:
+def test_who_takes_the_step_lock_finds_no_step_half_done(plain: Loaded) -> None:
     async def script(bench: Bench) -> None:
         bench.start("a", params=SIXTY)
         await bench.tokens("a", 1)
@@ -555,7 +555,7 @@ def test_a_probe_says_whether_a_step_ends_in_time(plain: Loaded) -> None:
     async def main() -> None:
         process = EngineProcess(plain, Inbox(), lambda message: None)  # type: ignore[arg-type]
         idle = await process.command_probe(60.0)
-        async with process.requests.turn:
+        async with process.requests.step_lock:
             late = await process.command_probe(0.01)
         again = await process.command_probe(60.0)
         assert [one.core_answered for one in (idle, late, again)] == [True, False, True]

@@ -424,7 +424,7 @@ class Bench:
         self.inbox.put("generate", packing.pack_requests(requests))
 
     def call(self, number: int, command: str, **kwargs: Any) -> None:
-        self.inbox.put("call", number, command, wire.parcel(kwargs))
+        self.inbox.put("call", number, command, wire.payload(kwargs))
 
     async def until_sent(self, count: int) -> list[tuple[Any, ...]]:
         async with asyncio.timeout(60.0):
@@ -532,7 +532,7 @@ def test_an_abort_spares_the_next_request_of_the_same_id(serve: Serve) -> None:
 # -- commands ---------------------------------------------------------------------------------------------------------
 
 
-def test_commands_reach_the_engine_and_their_values_come_back_in_parcels(serve: Serve) -> None:
+def test_commands_reach_the_engine_and_their_values_come_back_in_payloads(serve: Serve) -> None:
     async def script(bench: Bench) -> None:
         bench.call(1, "pause", mode="keep", clear_cache=False)
         bench.call(2, "resume")
@@ -544,7 +544,7 @@ def test_commands_reach_the_engine_and_their_values_come_back_in_parcels(serve: 
 
     bench = serve(script)
     assert bench.engine.calls == [("pause", "keep", False), ("resume",)]
-    values = {number: wire.open_parcel(value) for kind, number, value in bench.sent if kind == "result"}
+    values = {number: wire.open_payload(value) for kind, number, value in bench.sent if kind == "result"}
     assert load_tokenizer(values.pop(5)).encode("Hi") == [72, 105]
     assert values == {1: None, 2: None, 3: True, 4: [["name", [1], {"a": 2}]], 6: 0}
 
@@ -595,7 +595,7 @@ def test_a_driver_that_has_left_has_no_claim_to_the_weights(serve: Serve) -> Non
         bench.call(3, "claim_weights", driver="d2", name="second", **ask)
         await bench.until_sent(3)
 
-    claims = [wire.open_parcel(parcel) for _, _, parcel in serve(script).sent]
+    claims = [wire.open_payload(payload) for _, _, payload in serve(script).sent]
     assert claims == [
         WeightClaim(epoch=1, owner="first"),
         WeightClaim(epoch=0, owner="first"),
@@ -626,27 +626,6 @@ def test_a_command_that_fails_answers_and_the_process_continues(
     assert error[:3] == ("error", 1, kind)
     assert words in error[3]
     assert answer[:2] == ("result", 2)
-
-
-def test_stats_count_what_was_done_and_an_idle_engine_has_no_load(serve: Serve) -> None:
-    async def script(bench: Bench) -> None:
-        bench.generate(by_ids("a", 1, 2, 3), by_ids("b", 1), by_ids("c", seconds=3600), by_ids("bad", refuse="no"))
-        await bench.until_sent(3)
-        bench.call(1, "stats")
-        await bench.until_sent(4)
-        bench.inbox.put("abort", ["c"])
-        await bench.until_sent(5)
-        bench.call(2, "stats")
-        await bench.until_sent(6)
-
-    busy, idle = (wire.open_parcel(message[2]) for message in serve(script).sent if message[0] == "result")
-    assert isinstance(busy, ReplicaStats)
-    assert (busy.running, busy.waiting, busy.cache_usage) == (3, 2, 0.5)
-    assert (busy.requests, busy.completions, busy.prompt_tokens, busy.cached_tokens) == (2, 2, 4, 2)
-    assert busy.generated_tokens == 4
-    assert (idle.running, idle.waiting, idle.cache_usage) == (0, 0, 0.0)
-    assert (idle.requests, idle.prompt_tokens, idle.generated_tokens) == (3, 6, 4)
-    assert idle.generation_seconds > busy.generation_seconds > 0
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------
@@ -738,19 +717,6 @@ def test_text_is_generated_from_as_its_ids_are(engine: Any) -> None:
     assert one.outputs[0].text
     assert ByteTokenizer().decode(one.outputs[0].token_ids.tolist()).startswith(one.outputs[0].text)
     np.testing.assert_array_equal(one.outputs[0].routed_experts, two.outputs[0].routed_experts)
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_every_one_of_n_answers_comes_back_with_its_rows(engine: Any) -> None:
-    (completion,) = generate(
-        engine, by_ids("n", *prompt(1, 17), n=3, max_tokens=9, logprobs=0, temperature=1.0, ignore_eos=True)
-    )
-    assert [output.index for output in completion.outputs] == [0, 1, 2]
-    assert len({tuple(output.token_ids.tolist()) for output in completion.outputs}) == 3
-    check_rows(completion)
-    prompts = [output.routed_experts[:17] for output in completion.outputs]
-    np.testing.assert_array_equal(prompts[0], prompts[1])
-    np.testing.assert_array_equal(prompts[0], prompts[2])
 
 
 @pytest.mark.engine("qwen3_moe")
@@ -896,22 +862,6 @@ def test_stats_count_what_came_back(engine: Any) -> None:
     assert 256 <= after.cached_tokens - before.cached_tokens <= 512
     assert after.generated_tokens - before.generated_tokens == 20
     assert after.generation_seconds > before.generation_seconds
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_a_busy_engine_has_load_and_keeps_its_cache(engine: Any) -> None:
-    replica = replica_of(engine)
-
-    def act(future: Future[Completion]) -> ReplicaStats | None:
-        stats = replica.stats(10)
-        could_reset = replica.reset_prefix_cache(20)
-        replica.abort(["busy"])
-        return None if cut(future) is None or could_reset or not stats.running else stats
-
-    busy = in_its_run(engine, by_ids("busy", *prompt(11, 12), n=2, **LONG), act)
-    assert 1 <= busy.running <= 18
-    assert 0 <= busy.waiting <= 18
-    assert 0 < busy.cache_usage <= 1
 
 
 @pytest.mark.engine("qwen3_moe")

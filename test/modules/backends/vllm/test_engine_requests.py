@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import pickle
-from collections.abc import AsyncIterator, Awaitable, Callable
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -526,16 +528,69 @@ def test_what_a_swap_cuts_continues_where_it_was_cut(run: Run) -> None:
     assert bench.requests.counts["generated_tokens"] == 6
 
 
-def test_many_swaps_cut_one_request_many_times(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start()
-        for version in (1, 2, 3):
-            await bench.engine.step()
-            await bench.swap(version, "abort" if version != 2 else "keep")  # a keep lets it run beside the canary
-        await bench.swap(4)  # no token since
-        await bench.finish()
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_comes_between_each_token_knows_its_weights_and_its_place(run: Run, seed: int) -> None:
+    """Requests of several answers, resumed ones, swaps of each mode, weights that fail, aborts and snapshots."""
+    rng, names, failed, aborted = random.Random(seed), itertools.count(), set[int](), set[str]()
+    versions, dropped = itertools.count(1), False
 
-    check(run(script).done["r"].outputs[0], 0, 1, 2, 2, 4, 4)
+    def check_all(completions: Iterable[Completion]) -> None:
+        for completion in completions:
+            for output in completion.outputs:
+                made_by = output.policy_versions.tolist()
+                assert made_by == sorted(made_by) and not failed.intersection(made_by)
+                if made_by:
+                    check(output, *made_by)
+
+    async def start(bench: Bench) -> None:
+        name, n = f"r{next(names)}", rng.randint(1, 3)
+        guided = {"structured_outputs": "a grammar"} if rng.random() < 0.3 else {}  # cannot continue: starts again
+        resume = had(*(rng.randint(0, 4) for _ in range(n))) if rng.random() < 0.4 else None
+        if rng.random() < 0.2:
+            bench.engine.reading = asyncio.Event()  # vLLM still takes it in during what comes next
+        await bench.start(name, resume, n=n, max_tokens=6, **guided)
+
+    async def swap(bench: Bench) -> None:
+        nonlocal dropped
+        mode, clear_cache, version = rng.choice(["keep", "abort"]), rng.random() < 0.3, next(versions)
+        dropped |= clear_cache
+        if rng.random() < 0.25:
+            bench.engine.canary = ValueError("no good")
+            failed.add(version)
+            await bench.swap(version, mode, clear_cache)
+            bench.engine.canary, version = None, next(versions)
+        swapping = asyncio.ensure_future(bench.swap(version, mode, clear_cache))
+        await asyncio.sleep(0.001)
+        if rng.random() < 0.3:
+            cut = [f"r{rng.randrange(9)}"]
+            aborted.update(cut)
+            bench.requests.abort(cut)
+        await swapping
+
+    async def script(bench: Bench) -> None:
+        for _ in range(14):
+            action = rng.choice([start, start, swap, None])
+            if action is not None:
+                await action(bench)
+            if action is not start and bench.engine.reading is not None:
+                bench.engine.reading.set()
+                bench.engine.reading = None
+                await asyncio.sleep(0.03)
+            bench.engine.room = rng.choice([1, 2, 99])
+            await bench.engine.step(rng.randint(0, 2))
+            check_all(await bench.requests.snapshot())
+        if bench.engine.reading is not None:
+            bench.engine.reading.set()
+        bench.engine.room = 99
+        await bench.finish()
+        assert dropped or all(len(made_by) == 1 for made_by in bench.engine.salts.values())
+
+    bench = run(script)
+    assert (bench.refused, len(bench.done)) == ({}, next(names))
+    check_all(bench.done.values())
+    for name, completion in bench.done.items():
+        for output in completion.outputs:
+            assert name in aborted or (output.finish_reason, len(output.token_ids)) == ("length", 6)
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -557,59 +612,6 @@ def test_a_stop_string_across_a_cut_ends_the_answer_though_its_rest_is_cut_too(r
     assert len(bench.engine.asked) == 2
 
 
-def test_each_answer_continues_by_itself_and_those_that_are_done_stay(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start(n=3, lengths=(1, 9, 9), max_tokens=5, seed=10)
-        await bench.engine.step(2)
-        for params in [params for _, _, params in bench.engine.asked]:
-            params.lengths = ()
-        await bench.swap(1)
-        await bench.finish()
-
-    bench = run(script)
-    outputs = bench.done["r"].outputs
-    assert [output.index for output in outputs] == [0, 1, 2]
-    check(outputs[0], 0)
-    for output in outputs[1:]:
-        check(output, 0, 0, 1, 1, 1)
-    assert [params.seed for _, _, params in bench.engine.asked] == [10, 11, 12]
-    assert len({name for name, _, _ in bench.engine.asked}) == 3
-
-
-def test_what_cannot_be_continued_starts_again(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start(n=2, structured_outputs="a grammar", max_tokens=3)
-        await bench.engine.step(2)
-        await bench.swap(1)
-        await bench.finish()
-
-    bench = run(script)
-    for output in bench.done["r"].outputs:
-        check(output, 1, 1, 1)
-    assert [params.n for _, _, params in bench.engine.asked] == [2, 2]
-
-
-@pytest.mark.parametrize("mode", ["keep", "abort"])
-def test_a_request_without_a_token_is_asked_for_again_with_the_new_salt(run: Run, mode: str) -> None:
-    async def script(bench: Bench) -> None:
-        bench.engine.room = 1
-        await bench.start("first")
-        await bench.start("waits", n=2)
-        await bench.engine.step(2)
-        await bench.swap(1, mode)
-        bench.engine.room = 99
-        await bench.finish()
-
-    bench = run(script)
-    check(bench.done["first"].outputs[0], 0, 0, 1, 1, 1, 1)
-    for output in bench.done["waits"].outputs:
-        check(output, 1, 1, 1, 1, 1, 1)
-    if mode == "keep":
-        # what is cached under the old salt is the first request's alone
-        assert bench.engine.salts == {"": {0}, "swap-1": {1}}
-        assert [prompt.get("cache_salt") for _, prompt, _ in bench.engine.asked] == [None, None, "swap-1"]
-
-
 def test_a_dropped_cache_needs_no_answer_to_start_again(run: Run) -> None:
     async def script(bench: Bench) -> None:
         await bench.start()
@@ -619,58 +621,6 @@ def test_a_dropped_cache_needs_no_answer_to_start_again(run: Run) -> None:
     bench = run(script)
     check(bench.done["r"].outputs[0], *[1] * 6)
     assert len(bench.engine.asked) == 1
-
-
-@pytest.mark.parametrize("mode", ["keep", "abort"])
-def test_a_request_that_vllm_still_reads_at_the_swap_starts_again(run: Run, mode: str) -> None:
-    async def script(bench: Bench) -> None:
-        bench.engine.reading = asyncio.Event()
-        await bench.start()
-        await bench.swap(1, mode)
-        bench.engine.reading.set()
-        await asyncio.sleep(0.03)
-        await bench.finish()
-
-    bench = run(script)
-    check(bench.done["r"].outputs[0], *[1] * 6)
-    assert [prompt.get("cache_salt") for _, prompt, _ in bench.engine.asked] == [None, "swap-1"]
-
-
-def test_what_the_user_aborts_during_a_swap_comes_back_with_what_it_had(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start("cut")
-        await bench.start("guided", structured_outputs="a grammar", n=2)
-        await bench.start("other")
-        await bench.engine.step(2)
-        swapping = asyncio.ensure_future(bench.swap(1))
-        await asyncio.sleep(0.001)
-        bench.requests.abort(["cut", "guided"])
-        await swapping
-        assert set(bench.done) == {"cut", "guided"}
-        await bench.finish()
-
-    bench = run(script)
-    (cut,), guided, (other,) = (bench.done[name].outputs for name in ("cut", "guided", "other"))
-    assert [output.finish_reason for output in (cut, *guided)] == ["abort"] * 3
-    assert [output.index for output in guided] == [0, 1]
-    for output in (cut, *guided):
-        check(output, 0, 0)
-    check(other, 0, 0, 1, 1, 1, 1)
-
-
-def test_an_abort_reaches_what_continues_after_a_swap(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start(n=2)
-        await bench.engine.step(2)
-        await bench.swap(1)
-        await bench.engine.step(1)
-        bench.requests.abort(["r"])
-        await asyncio.sleep(0.05)
-        assert len(bench.requests) == 0
-
-    for output in run(script).done["r"].outputs:
-        check(output, 0, 0, 1)
-        assert output.finish_reason == "abort"
 
 
 def test_what_the_users_own_pause_cuts_stays_cut(run: Run) -> None:
@@ -684,22 +634,6 @@ def test_what_the_users_own_pause_cuts_stays_cut(run: Run) -> None:
     (output,) = run(script).done["r"].outputs
     check(output, 1, 1)
     assert output.finish_reason == "abort"
-
-
-@pytest.mark.parametrize(("mode", "versions"), [("keep", [2] * 6), ("abort", [0, 0, 2, 2, 2, 2])])
-def test_weights_that_fail_their_canary_leave_no_token(run: Run, mode: str, versions: list[int]) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start("running", n=2)
-        await bench.engine.step(2)
-        bench.engine.canary = ValueError("no good")
-        await bench.swap(1, mode)
-        assert (bench.engine.paused, bench.done) == (True, {})
-        bench.engine.canary = None
-        await bench.swap(2, mode)
-        await bench.finish()
-
-    for output in run(script).done["running"].outputs:
-        check(output, *versions)
 
 
 def test_an_error_while_it_continues_refuses_the_request(run: Run) -> None:
@@ -792,49 +726,6 @@ def test_a_request_continues_from_what_it_resumes(run: Run) -> None:
     assert 1000 < times.total_seconds < 1100
     assert bench.requests.seconds < 100
     assert bench.requests.counts["generated_tokens"] == 4
-
-
-def test_of_several_answers_each_continues_from_where_it_was_cut(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start(resume=had(4, 0, 2, reason="stop"), n=3, max_tokens=5)
-        await bench.finish()
-
-    bench = run(script)
-    done, late, cut = bench.done["r"].outputs
-    assert [output.index for output in (done, late, cut)] == [0, 1, 2]
-    check(done, 0, 0, 0, 0)
-    assert done.finish_reason == "stop"
-    for output in (late, cut):
-        check(output, 0, 0, 0, 0, 0)
-    assert sorted(len(prompt["prompt_token_ids"]) for _, prompt, _ in bench.engine.asked) == [3, 5]
-    assert bench.requests.counts["generated_tokens"] == 8
-
-
-@pytest.mark.parametrize("steps", [0, 1])
-def test_what_is_resumed_and_aborted_keeps_what_it_resumed(run: Run, steps: int) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start(resume=had(2))
-        await bench.engine.step(steps)
-        bench.requests.abort(["r"])
-        await asyncio.sleep(0.05)
-        assert len(bench.requests) == 0
-
-    (output,) = run(script).done["r"].outputs
-    check(output, *[0] * (2 + steps))
-    assert output.finish_reason == "abort"
-
-
-def test_what_is_resumed_is_cut_by_swaps_as_any_other(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start(resume=had(2, 1), n=2)
-        await bench.swap(1)  # before a token of its own
-        await bench.engine.step(1)
-        await bench.swap(2)
-        await bench.finish()
-
-    one, two = run(script).done["r"].outputs
-    check(one, 0, 0, 1, 2, 2, 2)
-    check(two, 0, 1, 2, 2, 2, 2)
 
 
 def test_what_has_all_its_tokens_is_refused_and_its_siblings_end_too(run: Run) -> None:
@@ -957,24 +848,6 @@ def test_a_snapshot_has_what_there_is_and_the_request_continues(run: Run) -> Non
 
     bench = run(script)
     check(bench.done["r"].outputs[1], *[0] * 6)
-
-
-def test_a_snapshot_joins_what_a_swap_cut_and_knows_the_versions(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start()
-        await bench.engine.step(2)
-        await bench.swap(1)
-        (cut,) = await bench.requests.snapshot()
-        check(cut.outputs[0], 0, 0)
-        await bench.engine.step(3)
-        (now,) = await bench.requests.snapshot()
-        check(now.outputs[0], 0, 0, 1, 1, 1)
-        assert now.outputs[0].finish_reason == "abort"
-        (again,) = await bench.requests.snapshot()
-        check(again.outputs[0], 0, 0, 1, 1, 1)
-        await bench.finish()
-
-    check(run(script).done["r"].outputs[0], 0, 0, 1, 1, 1, 1)
 
 
 # -- a pause in which vLLM refuses requests ---------------------------------------------------------------------------

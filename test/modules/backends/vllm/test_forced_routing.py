@@ -367,24 +367,10 @@ def argmax_one_by_one(hidden_states: Tensor, gating_output: Tensor, topk: int, r
     return gating_output.gather(1, chosen), chosen.int()
 
 
-def half_topk(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> Any:
-    """Undoes every other choice."""
-    ids = torch.topk(gating_output, topk, dim=-1).indices
-    ids[::2] = gating_output[::2].argsort(descending=True)[:, :topk]
-    return gating_output.gather(1, ids), ids.int()
-
-
 def weights_by_rank(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> Any:
     """Follows, and weighs whatever it follows as its own choice."""
     ids = torch.topk(gating_output, topk, dim=-1).indices
     return gating_output.sort(-1, descending=True).values[:, :topk].softmax(-1) ** 2, ids.int()
-
-
-def nothing_outside(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> Any:
-    """Follows, and weighs with nothing what it would not have chosen."""
-    ids = torch.topk(gating_output, topk, dim=-1).indices
-    least = gating_output.sort(-1, descending=True).values[:, topk - 1 : topk]
-    return (gating_output.softmax(-1) ** 2 * (gating_output >= least)).gather(1, ids), ids.int()
 
 
 def confused(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> Any:
@@ -395,9 +381,7 @@ def confused(hidden_states: Tensor, gating_output: Tensor, topk: int, renormaliz
     ("function", "words"),
     [
         (argmax_one_by_one, "its own code: it does not follow other experts"),
-        (half_topk, "its own code: it does not follow other experts"),
         (weights_by_rank, "its own code: it does not weigh the experts that it follows"),
-        (nothing_outside, "its own code: it does not weigh the experts that it follows"),
         (confused, "its own code: IndexError: out of my depth"),
     ],
 )

@@ -23,7 +23,6 @@ from torchrl_moe.modules.backends.replica import Completion, KeptIds, Scoring
 from torchrl_moe.modules.backends.vllm.sampling import (
     SamplingParamsBuilder,
     adjust_scores,
-    adjusted,
     can_report,
     check_bad_words,
     lift_top_k_rule,
@@ -119,7 +118,7 @@ def test_what_no_completion_carries_is_refused(wrap: Callable[..., Any], name: s
 def test_an_engine_that_does_not_name_words_gives_no_log_probs_over_less_than_all(
     fields: dict[str, Any], name: str
 ) -> None:
-    silent = SamplingParamsBuilder(names_words=False)
+    silent = SamplingParamsBuilder(reports_kept=False)
     with pytest.raises(
         ValueError, match=f"^{name}=.* leaves vocabulary entries out, and this engine does not say which"
     ):
@@ -137,7 +136,7 @@ def test_an_engine_that_does_not_name_words_gives_no_log_probs_over_less_than_al
     ],
 )
 def test_log_probs_are_of_the_distribution_that_is_sampled_from(mode: str, temperature: float, words: str) -> None:
-    builder = SamplingParamsBuilder(names_words=False, logprobs_mode=mode)
+    builder = SamplingParamsBuilder(reports_kept=False, logprobs_mode=mode)
     with pytest.raises(ValueError, match=f"{words}.*leave out logprobs_mode, or logprobs"):
         builder({"temperature": temperature, "logprobs": 0})
     assert builder({"temperature": temperature}).logprobs is None
@@ -145,7 +144,7 @@ def test_log_probs_are_of_the_distribution_that_is_sampled_from(mode: str, tempe
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])  # greedy: nobody trains on it
 def test_raw_log_probs_are_right_where_temperature_changes_nothing(temperature: float) -> None:
-    builder = SamplingParamsBuilder(names_words=False, logprobs_mode="raw_logprobs")
+    builder = SamplingParamsBuilder(reports_kept=False, logprobs_mode="raw_logprobs")
     assert builder({"temperature": temperature, "logprobs": 0}).logprobs == 0
 
 
@@ -215,7 +214,7 @@ def test_an_address_that_is_used_again_is_not_taken_for_the_old_value() -> None:
 
 
 def test_a_refusal_leaves_the_answer_before_it_alone() -> None:
-    builder, good = SamplingParamsBuilder(names_words=False), {"max_tokens": 2}
+    builder, good = SamplingParamsBuilder(reports_kept=False), {"max_tokens": 2}
     assert builder(good).max_tokens == 2
     with pytest.raises(ValueError, match="leaves vocabulary entries out"):
         builder({"top_k": 3, "logprobs": 0, "max_tokens": 9})
@@ -402,29 +401,6 @@ def test_vllm_is_asked_for_the_prompts_own_tokens_which_no_cache_may_skip() -> N
     assert params.extra_args == {"mine": 1}  # at temperature 1, over all words, there is nothing to adjust
     assert (asked.prompt_logprob_token_ids, asked.extra_args) == (None, {"mine": 1})
     assert scoring_params(asked, Scoring(), np.array([5])).prompt_logprob_token_ids is None  # nothing before it
-
-
-def test_a_temperature_divides() -> None:
-    params = scoring_params(sampling_params(), Scoring(temperature=0.5), np.arange(3))
-    assert adjusted(LOGITS, params, 0).tolist() == (LOGITS * 2).tolist()
-    assert adjusted(LOGITS.bfloat16(), params, 0).dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("start", "rows"), [(0, [[0, 1, 2, 3], [1, 2]]), (1, [[1, 2], [1, 2, 3]]), (3, [[0, 1, 2, 3]])]
-)
-def test_words_are_those_of_the_tokens_that_logits_are_of(start: int, rows: list[list[int]]) -> None:
-    """Row t of the model's output is of token t + 1: token 2 kept tokens 1 and 2, token 3 all but word 0."""
-    params = scoring_params(sampling_params(), Scoring(kept=KEPT), np.arange(5))
-    found = adjusted(LOGITS[: len(rows)], params, start)
-    for row, given, words in zip(found, LOGITS, rows, strict=False):
-        assert row.isfinite().nonzero()[:, 0].tolist() == words
-        assert torch.equal(row[words], given[words])
-
-
-def test_logits_of_a_request_that_wants_no_scores_are_the_models() -> None:
-    assert adjusted(LOGITS, sampling_params(), 0) is LOGITS
-    assert adjusted(LOGITS, SimpleNamespace(extra_args=None), 0) is LOGITS
 
 
 @pytest.mark.parametrize("values", [[-1.0, -0.5], []])

@@ -37,7 +37,6 @@ from torchrl_moe.modules.backends.vllm import weights as adapter_versions
 from torchrl_moe.modules.backends.vllm.weight_check import WeightCheck, is_weight_check
 from torchrl_moe.modules.backends.vllm.weights import FIRST_NUMBER, AdapterVersions, EngineWeightCommands, EngineWeights
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
-from torchrl_moe.testing.tiny_moe import save_tiny_moe
 from torchrl_moe.weight_update import SyncReport, VLLMWeightSyncScheme, get_model_metadata
 from torchrl_moe.weight_update.sender import VLLMWeightSender
 from torchrl_moe.weight_update.store import VersionsWriter, WeightStoreReader, WeightStoreWriter, adapter_tensors
@@ -953,19 +952,6 @@ def test_after_each_sync_the_engine_computes_what_the_trainer_does(family: str, 
         print(f"{family}: {report!r}, |dlogp| {trainer.reference.distance(*completions):.1e}")
 
 
-@pytest.mark.soak
-@pytest.mark.engine
-def test_a_tied_head_is_synced(no_engine: EngineShelf, tmp_path: Path) -> None:
-    save_tiny_moe(tmp_path, "qwen3_moe", tie_word_embeddings=True)
-    with start_engine(tmp_path) as engine:
-        trainer = Trainer(engine, tmp_path)
-        for seed in range(3):
-            trainer.reference.change(seed, "embed")  # the head is these too
-            trainer.update()
-            assert trainer.reference.distance(*trainer.generate()) <= TOLERANCE
-        trainer.sender.shutdown()
-
-
 @pytest.mark.engine("qwen3_moe")
 def test_generation_continues_while_a_version_is_staged(train: Train) -> None:
     trainer = train()
@@ -979,17 +965,6 @@ def test_generation_continues_while_a_version_is_staged(train: Train) -> None:
         assert not staging.done()
         fcntl.flock(file, fcntl.LOCK_UN)
         assert staging.result(60.0).fetched > 0
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_a_canary_that_the_engine_gets_right_is_passed(train: Train) -> None:
-    trainer, ids = train(), list(range(60, 90))
-    for seed in (31, 32):
-        trainer.reference.change(seed)
-        version = trainer.sender.publish()
-        trainer.stage(version, verify="canary")
-        assert trainer.swap(version, canary=trainer.canary(ids, TOLERANCE)).error is None
-        trainer.assert_agrees(trainer.generate())
 
 
 @pytest.mark.engine("qwen3_moe")
@@ -1079,89 +1054,6 @@ def test_a_correction_bias_alone_is_synced(train: Train) -> None:
     assert trainer.reference.distance(*trainer.generate()) > 100 * TOLERANCE
     trainer.sender.update_weights()
     trainer.assert_agrees(trainer.generate())
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_the_same_weights_again_change_nothing(train: Train) -> None:
-    trainer = train()
-    greedy = {"max_tokens": 16, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
-
-    def answers() -> list[tuple[list[int], list[float]]]:
-        completions = trainer.engine.generate(prompt_token_ids=PROMPTS, sampling_params=greedy, use_tqdm=False)
-        return [(c.outputs[0].token_ids.tolist(), c.outputs[0].logprobs.tolist()) for c in completions]
-
-    before = answers()
-    trainer.sender.update_weights()
-    after = answers()
-    assert [ids for ids, _ in after] == [ids for ids, _ in before]
-    for (_, new), (_, old) in zip(after, before, strict=True):
-        assert new == pytest.approx(old, abs=2e-6)
-
-
-@pytest.mark.engine("qwen3_moe")
-@pytest.mark.parametrize("kv", ["salt", "recompute"])
-def test_a_prefix_cached_under_older_weights_is_not_used_again(train: Train, kv: str) -> None:
-    trainer = train(kv=kv)
-    prompt = torch.randint(0, 256, (200,), generator=torch.Generator().manual_seed(hash(kv) % 100)).tolist()
-
-    def cached() -> int:
-        return trainer.generate([prompt], tokens=2)[0].num_cached_tokens
-
-    assert (cached() == 0, cached() > 0) == (True, True)
-    trainer.reference.change(3)
-    trainer.sender.update_weights()
-    assert (cached() == 0, cached() > 0) == (True, True)
-    trainer.assert_agrees(trainer.generate([prompt]))
-    train(kv=kv).sender.update_weights()  # another trainer, with weights of its own
-    assert cached() == 0
-
-
-@pytest.mark.engine("qwen3_moe")
-@pytest.mark.parametrize("kv", ["salt", "recompute"])
-def test_requests_in_flight_continue_with_the_new_weights_and_each_token_knows_its_version(
-    train: Train, kv: str
-) -> None:
-    """Tokens made before the swap have the old weights' log-probs, exactly up to the mark. Those after have the new
-    weights' if the cache was recomputed; else their prefix is of both."""
-    trainer, prompts = train(kv=kv), [list(range(start, 60)) for start in range(44, 56)]
-    params = {"max_tokens": 250, "ignore_eos": True, "logprobs": 0, "temperature": 1.0, "n": 2}
-    before = trainer.sender.version
-    done: list[Completion] = []
-
-    def ask() -> None:
-        done.extend(trainer.engine.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False))
-
-    old = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
-    trainer.reference.change(4)
-    after = trainer.sender.publish()
-    staged = {0: trainer.stage(after)}
-    thread = threading.Thread(target=ask)
-    thread.start()
-    let_run(trainer.engine)
-    trainer.sender.apply(after, staged)
-    thread.join(60.0)
-    assert not thread.is_alive()
-    assert len(done) == len(prompts)
-    outputs = [(completion, output) for completion in done for output in completion.outputs]
-    since = after if kv == "recompute" else None
-    new_side = [trainer.reference.expected(*pair, since=since)[0] for pair in outputs]
-    trainer.model.load_state_dict(old)
-    old_side = [trainer.reference.expected(*pair)[0] for pair in outputs]
-    for (completion, output), by_new, by_old in zip(outputs, new_side, old_side, strict=True):
-        versions = torch.from_numpy(output.policy_versions.astype(np.int64))
-        assert set(versions.tolist()) == {before, after}
-        assert (versions.diff() >= 0).all()
-        assert len(output.token_ids) == 250
-        assert output.finish_reason == "length"
-        assert len(output.routed_experts) == len(completion.prompt_token_ids) + 249
-        got, head = torch.from_numpy(output.logprobs.copy()), versions == before
-        assert (got - by_old)[head].abs().max() <= TOLERANCE
-        tail = (got - by_new)[~head].abs()
-        assert (got - by_old)[~head].abs().median() > 100 * TOLERANCE
-        if kv == "recompute":
-            assert tail.max() <= TOLERANCE
-        else:
-            assert tail.isfinite().all()
 
 
 def let_run(engine: AsyncVLLM, seconds: float = 0.2) -> None:

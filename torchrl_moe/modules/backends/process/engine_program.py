@@ -5,9 +5,9 @@ DRIVER_PID``; in either case as the leader of a process group. The group never o
 socket, or the end of the driver's process, ends it.
 
 Messages in: ``("configure", pickle of arguments)``, ``("generate", packed)``, ``("abort", ids)``,
-``("call", number, method, parcel of kwargs)``, ``("left", driver)``, ``("shutdown",)``.
+``("call", number, method, payload of kwargs)``, ``("left", driver)``, ``("shutdown",)``.
 Messages out: ``("ready", info)``, ``("failed", text)``, ``("completions", packed)``, ``("refused", id, kind, text)``,
-``("result", number, parcel)``, ``("error", number, kind, text)``, ``("stats", stats)``, ``("died", text)``.
+``("result", number, payload)``, ``("error", number, kind, text)``, ``("stats", stats)``, ``("died", text)``.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ class EngineProgram(abc.ABC):
         self._send = send
         self._client_errors: tuple[type[BaseException], ...] = (ValueError, TypeError)  # the caller's fault
         self._death_reported = False
-        self._tasks: set[asyncio.Task[wire.Parcel]] = set()
+        self._tasks: set[asyncio.Task[wire.Payload]] = set()
         self._feed = StatsFeed(load, self._stats, send)
 
     # -- what an engine does ----------------------------------------------------------------------------------------
@@ -340,22 +340,22 @@ class EngineProgram(abc.ABC):
 
     # -- commands ---------------------------------------------------------------------------------------------------
 
-    def call(self, number: Hashable, method: str, kwargs: wire.Parcel) -> None:
+    def call(self, number: Hashable, method: str, kwargs: wire.Payload) -> None:
         """Start a command; its value or its error is sent when it is done."""
         task = asyncio.get_running_loop().create_task(self._answer(method, kwargs))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(partial(self._send_result, number))
 
-    async def _answer(self, method: str, kwargs: wire.Parcel) -> wire.Parcel:
+    async def _answer(self, method: str, kwargs: wire.Payload) -> wire.Payload:
         """Run a command. Arguments are decoded here, the value by the caller: failures of both stay with the caller."""
         command = getattr(self, f"command_{method}", None)
         if command is None:
             known = sorted(name.removeprefix("command_") for name in dir(self) if name.startswith("command_"))
             raise ValueError(f"an engine process has no command {method!r}; known: {', '.join(known)}")
-        return wire.parcel(await command(**wire.open_parcel(kwargs)))
+        return wire.payload(await command(**wire.open_payload(kwargs)))
 
-    def _send_result(self, number: Hashable, task: asyncio.Task[wire.Parcel]) -> None:
+    def _send_result(self, number: Hashable, task: asyncio.Task[wire.Payload]) -> None:
         if task.cancelled():
             return
         error = task.exception()
@@ -394,7 +394,7 @@ class EngineProgram(abc.ABC):
             await asyncio.sleep(WATCH_SECONDS)
 
     def _report_death(self) -> bool:
-        """Whether the engine is dead; then tell the driver once, and end. Other errors only follow from that."""
+        """Whether the engine is dead; then report that to the driver once, and end. Others follow from that."""
         death = "" if self._death_reported else self._death()
         if death:
             self._death_reported = True

@@ -148,6 +148,7 @@ class EngineReplica(Commands, Generic[LinkT]):
         child = self._started()
         futures: list[Future[Completion]] = [Future() for _ in requests]
         sent = []
+        # under the lock: a death in between would leave a future that nobody fails
         with self._lock:
             for request, future in zip(requests, futures, strict=True):
                 if self._death is not None:
@@ -168,6 +169,7 @@ class EngineReplica(Commands, Generic[LinkT]):
         try:
             child.outbox.put(self._encode("generate", packing.pack_requests(requests)))
         except BaseException as error:  # whatever a user's object raises as its fields are read
+            # one of many is at fault: each is sent by itself
             if isinstance(error, Exception) and len(requests) > 1:
                 for request in requests:
                     self._send(child, [request])
@@ -204,12 +206,12 @@ class EngineReplica(Commands, Generic[LinkT]):
         """Return the model's tokenizer, which is sent as its saved files."""
         return load_tokenizer(super().tokenizer(timeout))
 
-    def _ask(self, name: str, arguments: Mapping[str, object]) -> tuple[Hashable, Future[wire.Parcel]]:
-        """Send a command to the process; return its number, and the future of its value, a parcel."""
+    def _ask(self, name: str, arguments: Mapping[str, object]) -> tuple[Hashable, Future[wire.Payload]]:
+        """Send a command to the process; return its number, and the future of its value, a payload."""
         child = self._started()
         number = next(self._numbers)
-        frames = self._encode("call", number, name, wire.parcel(arguments))
-        future: Future[wire.Parcel] = Future()
+        frames = self._encode("call", number, name, wire.payload(arguments))
+        future: Future[wire.Payload] = Future()
         with self._lock:
             if self._death is not None:
                 raise ReplicaDiedError(self._death)
@@ -221,7 +223,7 @@ class EngineReplica(Commands, Generic[LinkT]):
         """Run a command of the process and wait for its value."""
         number, future = self._ask(name, arguments)
         try:
-            return wire.open_parcel(future.result(timeout))
+            return wire.open_payload(future.result(timeout))
         except FutureTimeout:
             raise EngineError(f"replica {self.index} did not answer {name!r} within {timeout:g} s") from None
         finally:
@@ -264,6 +266,7 @@ class EngineReplica(Commands, Generic[LinkT]):
 
     def _fail_all(self, reason: str) -> None:
         """Fail everything that waits; the first reason stays."""
+        # from here on, submit and _ask fail by themselves
         with self._lock:
             if self._death is not None:
                 return
@@ -323,20 +326,20 @@ class LocalReplica(EngineReplica[Child]):
         return f"{self._started().ending()}. Its last log lines:\n{self._tail()}"
 
 
-def _pass_on(report: Future[ProbeReport], answer: Future[wire.Parcel]) -> None:
+def _pass_on(report: Future[ProbeReport], answer: Future[wire.Payload]) -> None:
     error = answer.exception()
     if error is None:
-        report.set_result(wire.open_parcel(answer.result()))
+        report.set_result(wire.open_payload(answer.result()))
     else:
         report.set_exception(error)
 
 
-def _with_cause(words: str, tail: str) -> str:
-    """Return an engine's words and the end of its log; if they only point to that, after the first error there."""
+def _with_cause(message: str, tail: str) -> str:
+    """Return an error's message and the end of the log; if it only points to that, after the first error there."""
     found = re.search(r"\b((?:\w+\.)*\w*(?:Error|Exception): (?!.*root cause).+)", tail)
-    if "root cause" in words and found is not None:
-        words = f"{found[1]} ({words.split('. ')[0].rstrip('.')})"
-    return f"{words}\n{tail}"
+    if "root cause" in message and found is not None:
+        message = f"{found[1]} ({message.split('. ')[0].rstrip('.')})"
+    return f"{message}\n{tail}"
 
 
 def _error(kind: str, text: str) -> Exception:

@@ -59,6 +59,7 @@ class ReplicaActor(ReplicaHost):
         self._service = service
         environment = actor_environment(service, forwarded)
         folder = None if service.log_folder is None else Path(service.log_folder)
+        # a restarted engine must not draw the random numbers of the first one again
         if ray.get_runtime_context().was_current_actor_reconstructed:
             number += secrets.randbelow(1 << 20)
         kind = find_kind(service.kind)

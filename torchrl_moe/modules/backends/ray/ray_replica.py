@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["ActorLink", "RayReplica"]
 
 
-# A driver's end of a replica in a Ray cluster: finds its actor or places one, connects to it, and lets go of it.
+# A driver's end of a replica in a Ray cluster: finds its actor or places one, connects to it, and leaves it.
 #
 # Each replica has a placement group of one bundle, so its devices are on one node, as vLLM's ``mp`` executor needs.
 # An actor of a service with a name is detached: it outlives its drivers, and Ray restarts it in its place when it
@@ -78,7 +78,7 @@ class ActorLink:
 
     def __init__(self, index: int, service: RayService, number: int, places: bool = True) -> None:
         self.driver = uuid.uuid4().hex[:8]
-        self.words = ""
+        self.reason = ""
         self.connection = LateConnection()
         self.outbox = wire.Outbox(self.connection, reader=f"the actor of replica {index}")
         self._index = index
@@ -106,7 +106,7 @@ class ActorLink:
         except _GivenUpError:
             pass
         except (RayError, EngineError, AuthenticationError, EOFError, OSError, ValueError) as error:
-            self.words = f"could not be reached: {_cause(error)}"
+            self.reason = f"could not be reached: {_cause(error)}"
         finally:
             self.connection.give_up()
             if not self._described:
@@ -138,6 +138,7 @@ class ActorLink:
             self._check()
         self._described = True
         self._group = description.group
+        # found by its name, which another service may have taken
         if description.service != self._service:
             self._actor = self._group = None  # not ours to end
             raise ValueError(f"{self._service.actor_name(self._index)!r} belongs to another service of that name")
@@ -156,6 +157,7 @@ class ActorLink:
         service = self._service
         if not self._places:
             raise EngineError(f"it has no actor {service.actor_name(self._index)!r}")
+        # a group first, so that all devices of a replica are on one node
         self._group = group = placement_group(
             [dict(service.resources)],
             strategy="PACK",
@@ -208,14 +210,14 @@ class ActorLink:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Let go of a lost connection; first note what Ray knows about it."""
-        if not self._given_up.is_set() and not self.words and self._actor is not None:
+        """Give up a lost connection; first note what Ray knows about it."""
+        if not self._given_up.is_set() and not self.reason and self._actor is not None:
             try:
                 self._ask_for_log()
                 left = "" if ray.is_initialized() else ": this process has left Ray"
-                self.words = f"the connection to its actor ended{left}"
+                self.reason = f"the connection to its actor ended{left}"
             except RayError as error:
-                self.words = _cause(error)
+                self.reason = _cause(error)
         self.end_and_forget()
 
     def end_and_forget(self) -> None:
@@ -255,6 +257,7 @@ class ActorLink:
             return
         if self._service.detached:
             self._hold_successor()
+        # the engine is asked to end, for its shared memory; the actor cannot refuse its own end
         mine, self._actor = self._actor, None
         if mine is not None:
             with contextlib.suppress(RayError):
@@ -280,8 +283,8 @@ class ActorLink:
 
     def log_tail(self) -> str:
         """Return the last errors of the engine process, or what the actor waits for."""
-        if self.words:
-            return self.words
+        if self.reason:
+            return self.reason
         if self._actor is None or not self._described:
             group = self._group
             waits = group is not None and not group.wait(0)
@@ -301,8 +304,8 @@ class ActorLink:
 def _cause(error: Exception) -> str:
     """Return the part of Ray's long report that says why."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = " ".join([line for line in lines if line.startswith("The actor is dead")] or lines[-1:])
-    return said.partition(" Some common causes")[0] or repr(error)
+    text = " ".join([line for line in lines if line.startswith("The actor is dead")] or lines[-1:])
+    return text.partition(" Some common causes")[0] or repr(error)
 
 
 class RayReplica(EngineReplica[ActorLink]):
@@ -352,6 +355,7 @@ class RayReplica(EngineReplica[ActorLink]):
 
     def _encode(self, *message: Any) -> wire.Frames:
         """Wrap a message: request ids get this driver's name, and the actor learns them without unpacking it."""
+        # ids are unique per driver only, and the engine has those of all drivers
         driver = self._started().driver
         opened: list[str] = []
         kind, *rest = message
@@ -366,7 +370,7 @@ class RayReplica(EngineReplica[ActorLink]):
         if kind in ("tail", "died") and self._started().was_left:
             return  # a consequence of that; the connection ends, too, and then the link says why
         if kind == "tail":
-            self._started().words = rest[0]
+            self._started().reason = rest[0]
         elif kind == "ended":
             self.was_ended = True
         elif kind == "completions":

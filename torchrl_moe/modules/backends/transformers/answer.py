@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-__all__ = ["Answer", "Draw", "Sampling", "TextStream", "Words", "read_sampling"]
+__all__ = ["Answer", "Draw", "LockedTokenizer", "Sampling", "TextStream", "read_sampling"]
 
 
 # Text in and out of an engine: a model's tokenizer, and the text of an answer as its tokens come.
@@ -34,7 +34,7 @@ __all__ = ["Answer", "Draw", "Sampling", "TextStream", "Words", "read_sampling"]
 INVALID_PREFIX = "Invalid prefix encountered"  # the message of tokenizers for bytes that are no text
 
 
-class Words:
+class LockedTokenizer:
     """A tokenizer that two threads use."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None) -> None:
@@ -68,19 +68,19 @@ class Words:
 class TextStream:
     """The text of one answer, token by token; a character whose bytes are not all there yet is not shown."""
 
-    def __init__(self, words: Words, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
-        self._words, self._skips = words, skip_special_tokens
+    def __init__(self, tokenizer: LockedTokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
+        self._tokenizer, self._skips = tokenizer, skip_special_tokens
         self._stream = DecodeStream(ids=list(prompt_ids), skip_special_tokens=skip_special_tokens)
 
     def step(self, token: int) -> str:
         """Return what a token adds."""
         try:
-            return self._words.step(self._stream, token) or ""
+            return self._tokenizer.step(self._stream, token) or ""
         except Exception as error:  # the library has no error of its own
             if not str(error).startswith(INVALID_PREFIX):
                 raise
         self._stream = DecodeStream(skip_special_tokens=self._skips)
-        return self._words.step(self._stream, token) or ""
+        return self._tokenizer.step(self._stream, token) or ""
 
 
 # Reads what users pass as vLLM's ``SamplingParams``; what this engine does not serve is refused by name.
@@ -145,12 +145,12 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest word is taken."""
+        """Whether the likeliest token is taken."""
         return self.temperature == 0.0
 
     @property
-    def leaves_words_out(self) -> bool:
-        """Whether a token may be drawn from fewer than all words."""
+    def leaves_ids_out(self) -> bool:
+        """Whether a token may be drawn from a part of the vocabulary only."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.min_tokens > 0
 
     def __post_init__(self) -> None:
@@ -221,7 +221,7 @@ class Answer:
         prompt_ids: ``[P]``.
         sampling: how it is sampled.
         index: which of the request's answers it is.
-        words: the model's.
+        tokenizer: the model's.
         max_model_len: tokens that prompt and answer may have.
         layout: the model's routers; ``None`` if no routes are recorded.
 
@@ -239,7 +239,7 @@ class Answer:
         prompt_ids: Sequence[int],
         sampling: Sampling,
         index: int,
-        words: Words,
+        tokenizer: LockedTokenizer,
         max_model_len: int,
         layout: RoutingLayout | None,
     ) -> None:
@@ -252,7 +252,7 @@ class Answer:
         self.generator: torch.Generator | None = None
         room = max_model_len - len(self.prompt_ids)
         self.limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
-        self._words, self._layout = words, layout
+        self._tokenizer, self._layout = tokenizer, layout
         self._text = ""
         self._stop_reason: int | str | None = None
         self._log_probs: list[float] | None = [] if sampling.logprobs else None
@@ -262,7 +262,7 @@ class Answer:
         self._rows_held = 0
         self._given: CompletionOutput | None = None
         self._resume: OnResume | Literal["none"] = "none"
-        self._stream = words.stream(self.prompt_ids, sampling.skip_special_tokens)
+        self._stream = tokenizer.stream(self.prompt_ids, sampling.skip_special_tokens)
 
     @property
     def ids(self) -> list[int]:
@@ -276,11 +276,11 @@ class Answer:
 
     @property
     def masked(self) -> list[int]:
-        """Words that cannot come yet, since they would end it before ``min_tokens``."""
+        """Token ids that cannot come yet, since they would end it before ``min_tokens``."""
         if len(self.tokens) >= self.sampling.min_tokens:
             return []
-        eos = () if self._words.eos is None else (self._words.eos,)
-        return sorted({*eos, *self._words.more_eos, *self.sampling.stop_token_ids})
+        eos = () if self._tokenizer.eos is None else (self._tokenizer.eos,)
+        return sorted({*eos, *self._tokenizer.more_eos, *self.sampling.stop_token_ids})
 
     # -- growing ----------------------------------------------------------------------------------------------------
 
@@ -349,9 +349,10 @@ class Answer:
     def _end(self, token: int) -> None:
         """End it if this token does: as a stop token, as the end of a stop string, or as the last one allowed."""
         sampling = self.sampling
-        if not sampling.ignore_eos and token == self._words.eos:
+        # a token that ends it, or the length; a stop string below
+        if not sampling.ignore_eos and token == self._tokenizer.eos:
             self.finish_reason = "stop"
-        elif token in sampling.stop_token_ids or (not sampling.ignore_eos and token in self._words.more_eos):
+        elif token in sampling.stop_token_ids or (not sampling.ignore_eos and token in self._tokenizer.more_eos):
             self.finish_reason, self._stop_reason = "stop", token
         elif len(self.tokens) >= self.limit:
             self.finish_reason = "length"
@@ -394,6 +395,7 @@ class Answer:
         if self._log_probs is None:
             return None
         had = None if self._given is None else self._given.kept
+        # a step names its place in the whole answer; a part counts from its own first token
         steps = [np.concatenate([[i], step[1:]]).astype(np.int32) for i, step in enumerate(self._steps) if len(step)]
         parts = [len(self.tokens) - len(self._steps), len(self._steps)]
         return KeptIds.join([had, KeptIds.of_steps(steps, parts[1])], parts)

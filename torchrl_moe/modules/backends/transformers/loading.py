@@ -15,7 +15,7 @@ from torchrl_moe.data import RoutingLayout
 from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules.backends.replica import ReplicaInfo
 from torchrl_moe.modules.backends.request_routes import RequestRoutes
-from torchrl_moe.modules.backends.transformers.answer import Words
+from torchrl_moe.modules.backends.transformers.answer import LockedTokenizer
 from torchrl_moe.modules.backends.transformers.decoder import BatchDecoder, RequestReader, Sampler
 from torchrl_moe.modules.backends.transformers.transformers_arguments import EngineArguments
 from torchrl_moe.modules.replay.discovery import has_experts
@@ -43,6 +43,7 @@ class Loaded:
 
 def load(arguments: EngineArguments) -> Loaded:
     """Load a model, and test that it can serve."""
+    # the model
     transformers.utils.logging.disable_progress_bar()  # no bars in a log
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     trust = {"trust_remote_code": arguments.trust_remote_code}
@@ -56,19 +57,21 @@ def load(arguments: EngineArguments) -> Loaded:
     check_whole(arguments.model, report)
     model = model.to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer or arguments.model, **trust)
-    words = Words(tokenizer, model.generation_config)
+    locked = LockedTokenizer(tokenizer, model.generation_config)
+    # its routes, and a first forward pass: a model that does not fit is refused here
     replay = _replay(model, arguments)
     layout = None if replay is None else layout_of(replay)
     decoder = _decoder(model, replay, Sampler(device, arguments.seed))
     longest = _longest(model, arguments)
     forced_routing_unavailable_reason = NO_ROUTES if layout is None else ""
     vocabulary = model.get_input_embeddings().num_embeddings
+    # what requests are checked by
     reader = RequestReader(
         arguments=arguments,
         max_model_len=longest,
         vocabulary=vocabulary,
         token_bytes=decoder.token_bytes,
-        words=words,
+        tokenizer=locked,
         layout=layout,
         routes=RequestRoutes(layout, forced_routing_unavailable_reason, vocabulary=vocabulary),
         device=device,
@@ -110,6 +113,7 @@ def _replay(model: PreTrainedModel, arguments: EngineArguments) -> RouterReplay 
 
 def layout_of(replay: RouterReplay) -> RoutingLayout:
     """Return a model's routers as plain data."""
+    # one array of routes holds all layers
     if len({(site.top_k, site.num_experts) for site in replay.sites}) > 1:
         raise UnsupportedRouterError(
             f"{type(replay.model).__name__} has routers of different sizes: enable_return_routed_experts=False serves "

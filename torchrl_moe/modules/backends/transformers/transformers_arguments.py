@@ -96,6 +96,7 @@ def arguments_of(engine_args: object) -> dict[str, Any]:
         )
     arguments: dict[str, Any] = {}
     for name, value in engine_args.items():
+        # asks for what this engine does anyway
         if name in WITHOUT_EFFECT and value in WITHOUT_EFFECT[name]:
             continue
         if name not in KNOWN:
@@ -104,6 +105,7 @@ def arguments_of(engine_args: object) -> dict[str, Any]:
         arguments[name] = str(value).removeprefix("torch.") if name == "dtype" else value
     if not arguments.get("model"):
         raise ValueError("engine_args names no model: set 'model' to a folder or a hub name.")
+    # here, in the driver: a wrong value or an empty folder costs no start of a process
     EngineArguments(**arguments)
     check_weights(arguments["model"])
     return arguments

@@ -81,7 +81,7 @@ class EngineProcess(EngineProgram, WeightCommands):
         return [self._work()]
 
     async def _work(self) -> None:
-        """Run the requests; if that fails, tell the driver at once."""
+        """Run the requests; if that fails, report that to the driver at once."""
         await asyncio.gather(self.requests.run(), return_exceptions=True)
         self._report_death()
 
@@ -119,11 +119,11 @@ class EngineProcess(EngineProgram, WeightCommands):
         return not self.requests  # nothing is cached beyond a request
 
     async def command_set_seed(self, seed: int) -> None:
-        async with self.requests.turn:
+        async with self.requests.step_lock:
             self.requests.decoder.sampler.seed(seed)
 
     async def command_tokenizer(self) -> dict[str, object]:
-        return tokenizer_files(self._loaded.reader.words.tokenizer, self._loaded.arguments.trust_remote_code)
+        return tokenizer_files(self._loaded.reader.tokenizer.tokenizer, self._loaded.arguments.trust_remote_code)
 
     async def command_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
         return checkpoint_metadata(checkpoint_folder(self.info.model))
@@ -133,11 +133,11 @@ class EngineProcess(EngineProgram, WeightCommands):
 
     async def command_probe(self, seconds: float) -> ProbeReport:
         """Report whether a step ended in time, and this process's CPU time: its model thread is the engine core."""
-        waiting = asyncio.ensure_future(self.requests.turn.acquire())
+        waiting = asyncio.ensure_future(self.requests.step_lock.acquire())
         await asyncio.wait({waiting}, timeout=seconds)
         answered = waiting.done()
         if answered:
-            self.requests.turn.release()
+            self.requests.step_lock.release()
         else:
             waiting.cancel()
         times = self._self.cpu_times()
@@ -176,7 +176,7 @@ class EngineProcess(EngineProgram, WeightCommands):
 # The requests that an engine process over plain transformers runs, in one loop: admit what may join, then step.
 #
 # The model computes in one thread, a step at a time. Whatever else needs it, or must not see it in mid-step (an
-# abort, a pause, a snapshot, a weight swap), takes the turn between two steps; so nothing here is ever half done.
+# abort, a pause, a snapshot, a weight swap), takes the step lock between two steps; so nothing here is ever half done.
 
 
 T = TypeVar("T")
@@ -195,7 +195,7 @@ class EngineRequests:
         refuse: Callable[[str, BaseException], None],
     ) -> None:
         self.decoder = decoder
-        self.turn = asyncio.Lock()
+        self.step_lock = asyncio.Lock()
         self.version = 0
         self.load = Load()
         self.failure: BaseException | None = None
@@ -215,7 +215,7 @@ class EngineRequests:
         return len(self._open)
 
     async def compute(self, work: Callable[..., T], *args: object) -> T:
-        """Run a function in the model's thread; the caller holds :attr:`turn`."""
+        """Run a function in the model's thread; the caller holds :attr:`step_lock`."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
     def start(self, request: Request) -> None:
@@ -242,19 +242,21 @@ class EngineRequests:
             while True:
                 await self._changed.wait()
                 self._changed.clear()
-                async with self.turn:
+                async with self.step_lock:
                     await self._work()
         except Exception as error:
             self.failure = error
             raise
 
     async def _work(self) -> None:
+        # aborts first: what they free may join
         self._cut()
         if not all(map(self._may_run, self._begun())):
             return
         if scored := self._line.next_scored():
             await self._score(scored)
             self._changed.set()
+        # then whoever has room, and one step of all
         joining = self._line.joining(self.decoder.answers, self._again)
         self._again = self._again[len(joining) :]  # they come first
         if joining or self.decoder.answers:
@@ -320,7 +322,7 @@ class EngineRequests:
 
     async def snapshot(self) -> list[Completion]:
         """Return what each request has so far, without disturbing any."""
-        async with self.turn:
+        async with self.step_lock:
             return [running.completion() for running in self._open.values()]
 
     # -- pauses -----------------------------------------------------------------------------------------------------
@@ -333,7 +335,7 @@ class EngineRequests:
         self._changed.set()
         for running in finishing:
             await running.over.wait()
-        async with self.turn:
+        async with self.step_lock:
             self._cut()
             if clear_cache:
                 self.read_again()
@@ -350,19 +352,19 @@ class EngineRequests:
         return only is not None and any(running not in only for running in self._open.values())
 
     def read_again(self) -> None:
-        """Drop the keys and values of what runs, so that its tokens are read again; the caller holds :attr:`turn`."""
+        """Drop the keys and values of what runs, so that it is read again; the caller holds :attr:`step_lock`."""
         self._again += self.decoder.empty()
 
     @asynccontextmanager
     async def between_steps(self, mode: PauseMode) -> AsyncIterator[None]:
-        """Hold the turn; with ``"wait"``, requests in flight finish first, and new ones wait."""
+        """Hold the step lock; with ``"wait"``, requests in flight finish first, and new ones wait."""
         try:
             if mode == "wait":
                 self._draining = draining = set(self._open.values())
                 self._changed.set()
                 for running in draining:
                     await running.over.wait()
-            async with self.turn:
+            async with self.step_lock:
                 yield
         finally:
             self._draining = None
@@ -498,6 +500,7 @@ def exchange(
     model: PreTrainedModel, tensors: Mapping[str, Tensor], known: Mapping[str, Iterable[str]]
 ) -> dict[str, Tensor]:
     """Give a model other weights, and return those that it had, by its own names."""
+    # a second model, by transformers' own loader, which stacks a checkpoint's experts
     fresh, info = type(model).from_pretrained(
         None,
         config=copy.deepcopy(model.config),
@@ -508,6 +511,7 @@ def exchange(
     wrong = {name: sorted(map(str, set(info[name]) - set(known.get(name, ())))) for name in REPORTED}
     if found := [f"{name} {', '.join(keys[:4])}" for name, keys in wrong.items() if keys]:
         raise WeightSyncError(f"{type(model).__name__} cannot take these weights: {'; '.join(found)}")
+    # what shares memory with the store is copied: the store is written again
     theirs = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
     new = {
         name: tensor.clone() if tensor.untyped_storage().data_ptr() in theirs else tensor

@@ -50,7 +50,7 @@ async def load_adapter(engine: AsyncLLM, fields: Mapping[str, object]) -> list[s
 
 
 def unused_modules(modules: Sequence[str]) -> str:
-    """Return the words for modules of an adapter that the engine does not adapt."""
+    """Return a message's part on modules of an adapter that the engine does not adapt."""
     return (
         f"has {len(modules)} modules that the engine does not adapt ({', '.join(modules[:SHOWN_MODULES])}"
         f"{', ...' if len(modules) > SHOWN_MODULES else ''}): start it with lora_target_modules= that names them"
@@ -86,6 +86,7 @@ class Adapters:
         if lora is None:
             return None
         number, path = lora.lora_int_id, lora.lora_path
+        # one load for all requests that name it; a user replaces it by load_inplace only
         before = self._known.get(number)
         if before is None or lora.load_inplace:
             folder = Path(tempfile.mkdtemp(prefix="adapter-", dir=os.environ.get(FOLDER_VARIABLE)))
@@ -117,6 +118,7 @@ class Adapters:
                 "lora_path": str(folder) if is_copied else lora.lora_path,
                 "load_inplace": False,  # once: vLLM would load it in every step
             }
+            # vLLM would leave such modules out in silence
             if unused := await load_adapter(self._engine, fields):
                 await self._engine.remove_lora(number)
                 raise ValueError(f"it {unused_modules(unused)}")

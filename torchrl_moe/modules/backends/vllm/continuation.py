@@ -109,6 +109,7 @@ def join(
     """
     if first is None:
         return replace(rest, index=index)
+    # nothing came since the cut
     if not len(rest.token_ids):  # cut again; vLLM gives no rows then
         return replace(first, index=index, finish_reason=rest.finish_reason, stop_reason=rest.stop_reason)
     text = first.text + rest.text
@@ -140,6 +141,7 @@ def _read(
     stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or [])
     if not inside and not stops:
         return rest, first.text + rest.text
+    # decoded across the cut, from the end of the text that is known
     before, after = first.token_ids.tolist(), rest.token_ids.tolist()
     known = len(decode(before).rstrip(HALF))
 
@@ -150,6 +152,7 @@ def _read(
     last_start = None if inside else len(first.text)
     floor = len(text(max(params.min_tokens - len(before), 0)))
     found = partial(_first_match, stops=stops, begun=len(first.text), floor=floor, last_start=last_start)
+    # the fewest tokens whose text has a stop string: once there, it stays there
     count = bisect_left(range(len(after) + 1), True, key=lambda count: found(text(count)) is not None)
     if count > len(after):
         if not inside:

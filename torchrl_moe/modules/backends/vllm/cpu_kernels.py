@@ -609,10 +609,10 @@ def compact_sampling_mask(
     max_num_kept: int,
     ROWS_PER_REQUEST: int,
 ) -> None:
-    """Write for each sampled token which words were kept (a finite logit), for requests x ROWS_PER_REQUEST rows.
+    """Write for each sampled token which ids were kept (a finite logit), for requests x ROWS_PER_REQUEST rows.
 
     ``counts`` says how many; ``token_ids`` [rows, max_num_kept] are the first of them; ``packed_mask`` [rows, V / 8]
-    has a bit for each word of the vocabulary. The rows of other tokens get the count 0.
+    has a bit for each entry of the vocabulary. The rows of other tokens get the count 0.
     """
     sampled = num_sampled_tokens.numpy()
     place = np.arange(ROWS_PER_REQUEST)
@@ -632,7 +632,7 @@ def compact_sampling_mask(
 
 
 def _unpack(packed: Array, vocab_size: int) -> Array:
-    """Return the bits of int32 words [..., V / 32] as bool [..., V]."""
+    """Return the bits of int32 numbers [..., V / 32] as bool [..., V]."""
     return np.unpackbits(packed.view(np.uint8), axis=-1, bitorder="little")[..., :vocab_size].view(np.bool_)
 
 
@@ -648,7 +648,7 @@ def penalties(
     output_bin_counts: torch.Tensor,
     vocab_size: int,
 ) -> None:
-    """Penalise, in the logits [R, V], the words of answers, [S, V], and for repetition of prompts, bits [S, V / 32]."""
+    """Penalise, in the logits [R, V], tokens of answers, [S, V], and for repetition of prompts, bits [S, V / 32]."""
     slots = expanded_idx_mapping.numpy()
     repetition, frequency, presence = (
         penalty.numpy()[slots] for penalty in (repetition_penalty, frequency_penalty, presence_penalty)
@@ -674,7 +674,7 @@ def bincount(
     prompt_bin_mask: torch.Tensor,
     output_bin_counts: torch.Tensor,
 ) -> None:
-    """Add the words of the prompts to bits [S, V / 32], and count those of answers that were computed before [S, V]."""
+    """Add prompts' tokens to bits [S, V / 32], and count those of answers that were computed before [S, V]."""
     tokens, masks, counts = all_token_ids.numpy(), prompt_bin_mask.numpy(), output_bin_counts.numpy()
     slots = expanded_idx_mapping.numpy()
     prompts, prefills = prompt_len.numpy()[slots].tolist(), prefill_len.numpy()[slots].tolist()
@@ -782,7 +782,7 @@ def apply_grammar_bitmask(
     vocab_size: int,
     MASK_STRIDE: int,
 ) -> None:
-    """Mask, in the logits [R, V], the words whose bit is 0.
+    """Mask, in the logits [R, V], the ids whose bit is 0.
 
     ``bitmask`` is [M, V / 32]. ``logits_indices`` [M] are request x MASK_STRIDE + row of the request; rows that the
     step does not have are passed over.

@@ -207,6 +207,7 @@ def build_engine_args(arguments: Mapping[str, object]) -> AsyncEngineArgs:
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.platforms import current_platform
 
+    # what the engine sets itself
     extension = arguments.get("worker_extension_cls") or WORKER_EXTENSION
     if extension != WORKER_EXTENSION:
         raise ValueError(
@@ -219,6 +220,7 @@ def build_engine_args(arguments: Mapping[str, object]) -> AsyncEngineArgs:
         raise ValueError(
             "return_sampling_mask: completions always say which vocabulary entries sampling kept; leave it out"
         )
+    # our defaults, below what the user says
     on_cpu = current_platform.is_cpu()
     engine_args = AsyncEngineArgs(
         **{**DEFAULTS, **(ON_CPU if on_cpu else {}), **arguments, "worker_extension_cls": extension}
@@ -227,6 +229,7 @@ def build_engine_args(arguments: Mapping[str, object]) -> AsyncEngineArgs:
     if on_cpu and not (arguments.keys() & CACHE_SIZES or os.environ.get(CACHE_VARIABLE)):
         engine_args.kv_cache_memory_bytes = size = max(CPU_CACHE_BYTES, 2 * _bytes_of_one(model_config))
         print(f"torchrl_moe: kv_cache_memory_bytes={size}: vLLM's default takes nearly all memory", flush=True)
+    # routes are captured if there are any
     is_moe = model_config.get_num_experts() > 0
     capture = arguments.get("enable_return_routed_experts", engine_args.aux_output_config.enabled or is_moe)
     if capture and not is_moe:
@@ -235,6 +238,7 @@ def build_engine_args(arguments: Mapping[str, object]) -> AsyncEngineArgs:
         )
     if capture:
         _check_capture(engine_args)
+    # what vLLM's CPU kernels cannot do
     if is_moe:
         _check_experts_on_cpu(engine_args)
     if model_config.use_mla:

@@ -362,6 +362,7 @@ async def _start_engine(arguments: dict[str, object]) -> tuple[AsyncLLM, Replica
 
     from torchrl_moe.modules.backends.vllm.forced_routing import forced_routing_unavailable_reason
 
+    # before vLLM reads its configuration
     cpu_kernels.register()  # VLLM_PLUGINS may leave our plugin out
     _compat.keep_prefix_cache_with_latents()
     _compat.inspect_models_here()
@@ -370,6 +371,7 @@ async def _start_engine(arguments: dict[str, object]) -> tuple[AsyncLLM, Replica
     engine, reason = _compat.make_async_llm(engine_args, [logger.factory])
     if reason:
         print(f"torchrl_moe: vLLM's own processes import vLLM again: {reason}", flush=True)
+    # what the workers found out about themselves
     reports_masks = lift_top_k_rule(engine)
     of_worker = (await engine.collective_rpc("torchrl_moe_report", args=(reports_masks,)))[0]
     live = forced_routing_unavailable_reason(engine.vllm_config) or of_worker
@@ -383,6 +385,7 @@ async def _start_engine(arguments: dict[str, object]) -> tuple[AsyncLLM, Replica
             top_k=model_config.get_num_experts_per_tok(),
             num_experts=model_config.get_num_experts(),
         )
+    # what the driver learns of it
     info = ReplicaInfo(
         model=engine_args.model,
         layout=layout,

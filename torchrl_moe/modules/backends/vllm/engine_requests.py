@@ -423,7 +423,7 @@ class EngineRequests:
         if final is None:
             raise RuntimeError(f"vLLM ended request {request.request_id!r} without an output")
         if any(output.finish_reason == "error" for output in final.outputs):
-            raise ValueError("vLLM ended an answer with an error; a grammar that no word fits does that")
+            raise ValueError("vLLM ended an answer with an error; a grammar that no token fits does that")
         version = self.weights.version if part.version is None else part.version
         return completion_from_vllm(final, request, version), part
 

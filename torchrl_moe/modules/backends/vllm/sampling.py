@@ -48,9 +48,9 @@ class SamplingParamsBuilder:
     """
 
     def __init__(
-        self, names_words: bool = True, logprobs_mode: str = "processed_logprobs", reads_cache: bool = True
+        self, reports_kept: bool = True, logprobs_mode: str = "processed_logprobs", reads_cache: bool = True
     ) -> None:
-        self._names_words = names_words
+        self._reports_kept = reports_kept
         self._mode = logprobs_mode
         self._reads_cache = reads_cache
         self._key: tuple[int, int] | None = None
@@ -74,7 +74,7 @@ class SamplingParamsBuilder:
     def _refuse_other_distributions(self, params: SamplingParams) -> None:
         """Refuse log-probs of another distribution than is sampled from, or of one that cannot be known."""
         name = leaves_words_out(partial(getattr, params))
-        if name is not None and not self._names_words:
+        if name is not None and not self._reports_kept:
             raise ValueError(
                 f"{name}={getattr(params, name)!r} leaves vocabulary entries out, and this engine does not say which: "
                 "it has logits processors of your own, or another logprobs_mode than 'processed_logprobs'. Leave out "
@@ -173,6 +173,7 @@ def _build(spec: object, guided_options: object) -> SamplingParams:
                 except (TypeError, ValueError) as error:
                     raise ValueError(f"sampling_params: {name}: {error}") from error
         params = SamplingParams(**fields)
+    # whatever way it came, it must hold nothing that a completion does not carry
     _refuse_dropped(params)
     if guided_options is not None:
         if not isinstance(guided_options, StructuredOutputsParams | Mapping):
@@ -180,15 +181,16 @@ def _build(spec: object, guided_options: object) -> SamplingParams:
             raise ValueError(f"guided_options must be vLLM's StructuredOutputsParams or a mapping, got {kind}")
         is_mapping = isinstance(guided_options, Mapping)
         params.structured_outputs = StructuredOutputsParams(**guided_options) if is_mapping else guided_options
+    # a cumulative kind loses answers for n > 1
     params.output_kind = RequestOutputKind.FINAL_ONLY
     params.flat_logprobs = params.logprobs is not None
     return params
 
 
-# The words that sampling kept, as vLLM's Model Runner V2 reports them: here made small enough for any vocabulary.
+# The token ids that sampling kept, as vLLM's Model Runner V2 reports them: here made small enough for any vocabulary.
 #
 # With ``return_sampling_mask`` vLLM lists the kept ids of every token, and demands a ``top_k`` that bounds their
-# number. Here a token from which no word was left out has no list, one from which a few were left out lists these,
+# number. Here a token from which no id was left out has no list, one from which a few were left out lists these,
 # and steps in which no request leaves any out compute none. So ``top_p``, ``min_p``, bans and grammars need no
 # ``top_k``.
 #
@@ -281,9 +283,9 @@ def shortest(kept: NDArray[np.int32], vocabulary: int) -> NDArray[np.int32]:
 
 # Log-probs of a prompt's own tokens: what vLLM is asked for, and how its worker adjusts logits as the rollout's were.
 #
-# vLLM scores any words that a request names for each position (``prompt_logprob_token_ids``), normalised over all
-# words at temperature 1, whatever it samples with. Here a request names its own next token. Temperature and kept
-# words travel in its ``SamplingParams``, as its rows do (``forced_rows``), and the worker divides and masks logits by
+# vLLM scores any ids that a request names for each position (``prompt_logprob_token_ids``), normalised over the
+# vocabulary at temperature 1, whatever it samples with. Here a request names its own next token. Temperature and kept
+# ids travel in its ``SamplingParams``, as its rows do (``forced_rows``), and the worker divides and masks logits by
 # them. (Naming all kept tokens instead would need no hook, but a rectangle of ids as wide as the longest list.)
 #
 # Letters: P prompt tokens, N tokens of a step, V vocabulary.

@@ -63,6 +63,7 @@ class WeightCheck:
         seconds = min(seconds, PROBE_SECONDS if self._proof is None else PROOF_SECONDS)
         assert self._sent is not None
         answer = asyncio.ensure_future(self._sent.get())
+        # a check without an answer says nothing about the weights
         done, _ = await asyncio.wait([answer], timeout=seconds)
         if not done:
             answer.cancel()
@@ -72,6 +73,7 @@ class WeightCheck:
         first = final.outputs[0].logprobs[0]
         if not all(math.isfinite(entry.logprob) for entry in first.values()):
             raise WeightSyncError("the new weights give a log-prob that is not a number")
+        # the trainer's log-probs of the same prompt
         if self._proof is not None:
             tokens = self._proof["token_ids"][1:]
             got = [entry[token].logprob for token, entry in zip(tokens, final.prompt_logprobs[1:], strict=True)]

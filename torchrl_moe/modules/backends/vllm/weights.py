@@ -303,6 +303,7 @@ class EngineWeights:
         if self._expected is None:
             raise WeightSyncError("the weight transport is not initialised: call init_all_workers_group() first")
         started = time.perf_counter()
+        # names and shapes first, before a worker is asked
         found, nbytes, digest = await asyncio.to_thread(self._find, version, manifest, self._expected)
         reports = await self._stage_in_workers(found, verify == "digest", threads)
         verifying = time.perf_counter()
@@ -380,29 +381,33 @@ class EngineWeights:
         canary: Mapping[str, object] | None,
         patience: float,
     ) -> SwapReport:
+        # hold: pause, and note which tokens the old weights made
         was_paused = self.user_paused
         (error,) = await asyncio.gather(self._hold(pause, clear_cache), return_exceptions=True)
         if error is not None:
             touched = self._left_paused
             await self._settle(error, restored=not touched, resume=not touched and not was_paused)
-            return SwapReport(started=touched, error=_words(error))
+            return SwapReport(started=touched, error=_message(error))
         paused = time.perf_counter()
         self._swaps += 1  # whatever the outcome, earlier cache entries must not be used afterwards
+        # load: every layer is taken apart, and put together from the new tensors
         (error,) = await asyncio.gather(self._load(version), return_exceptions=True)
         loaded = resumed = time.perf_counter()
         restored = error is not None and not self._left_paused and await self._whole()
         unproved = "the engine is paused" if error is None and was_paused else ""
         if error is None:
             self.version = version
+            # prove: no answer leaves before the weight check is passed
             if not was_paused:
                 self._proved.clear()
                 proving = self._prove(canary, before=pause == "keep", deadline=started + patience)
-                (said,) = await asyncio.gather(proving, return_exceptions=True)
-                if isinstance(said, BaseException):
-                    error = said
+                (proof,) = await asyncio.gather(proving, return_exceptions=True)
+                if isinstance(proof, BaseException):
+                    error = proof
                     await self._withdraw()
                 else:
-                    resumed, unproved = said
+                    resumed, unproved = proof
+        # settle: old weights serve on, new ones serve, or the engine stays paused
         await self._settle(error, restored, resume=restored and not was_paused)
         return SwapReport(
             started=not restored,
@@ -410,7 +415,7 @@ class EngineWeights:
             loading_seconds=loaded - paused,
             paused_seconds=resumed - started,
             unproved=unproved,
-            error=_words(error),
+            error=_message(error),
         )
 
     async def _hold(self, pause: PauseMode, clear_cache: bool) -> None:
@@ -485,7 +490,7 @@ class EngineWeights:
             self._proved.set()
 
 
-def _words(error: BaseException | None) -> str | None:
+def _message(error: BaseException | None) -> str | None:
     return None if error is None else f"{type(error).__name__}: {error}"
 
 

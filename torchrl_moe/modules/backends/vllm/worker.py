@@ -54,7 +54,7 @@ __all__ = ["InitInfo", "Staging", "UpdateInfo", "WeightEngine", "WorkerExtension
 
 
 NICENESS = 5
-TURN_SECONDS = 0.0005  # of Python's interpreter lock, instead of 5 ms
+SWITCH_SECONDS = 0.0005  # of Python's interpreter lock, instead of 5 ms
 
 
 @dataclass
@@ -234,7 +234,7 @@ class Staging:
 
 
 def _run_politely(work: Callable[[], None]) -> Future[None]:
-    """Run a function in its own thread, at a lower priority, and with shorter turns of Python's interpreter lock.
+    """Run a function in its own thread, at a lower priority, with shorter intervals of Python's interpreter lock.
 
     With the usual 5 ms, a step of the worker's loop would wait for that lock at each of its many short calls.
     """
@@ -251,7 +251,7 @@ def _polite() -> Iterator[None]:
         # only upwards: lowering the nice value needs a privilege
         os.setpriority(os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
     before = sys.getswitchinterval()
-    sys.setswitchinterval(TURN_SECONDS)
+    sys.setswitchinterval(SWITCH_SECONDS)
     try:
         yield
     finally:
