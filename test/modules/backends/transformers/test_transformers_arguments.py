@@ -12,6 +12,7 @@ import torch
 
 import torchrl_moe
 from torchrl_moe.modules.backends.engine_kind import EngineKind, find_kind
+from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 from torchrl_moe.modules.backends.transformers import transformers_arguments as kind
 from torchrl_moe.modules.backends.transformers.transformers_arguments import arguments_of, build_engine_args, seeded
 
@@ -97,3 +98,16 @@ def test_the_environment_says_how_loud_it_is(monkeypatch: pytest.MonkeyPatch) ->
     assert (environment["TRANSFORMERS_VERBOSITY"], environment["OMP_NUM_THREADS"]) == ("warning", "4")
     assert kind.engine_environment("3", verbose=True)["CUDA_VISIBLE_DEVICES"] == "3"
     assert kind.engine_environment(verbose=True)["TRANSFORMERS_VERBOSITY"] == "info"
+
+
+def test_its_program_runs_by_itself_where_nothing_may_fork_it(
+    plain_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind a Ray actor."""
+    monkeypatch.setattr(kind, "reason_not_to_fork", lambda environment: "of the tests")
+    replica = LocalReplica(0, kind, {"model": str(plain_folder)}, kind.engine_environment())
+    replica.start()
+    try:
+        assert replica.wait_ready(240.0).model == str(plain_folder)
+    finally:
+        replica.shutdown()

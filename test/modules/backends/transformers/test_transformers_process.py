@@ -39,9 +39,6 @@ from torchrl_moe.weight_update.store import WeightStoreWriter
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
-SIXTY = {"max_tokens": 60}
-
-
 def test_each_request_is_answered_and_counted(plain: Loaded) -> None:
     async def script(bench: Bench) -> None:
         bench.start("a")
@@ -121,24 +118,6 @@ def test_what_is_cut_continues_as_if_it_never_was(plain: Loaded) -> None:
 
 
 # -- pauses -----------------------------------------------------------------------------------------------------------
-
-
-def test_who_takes_the_step_lock_finds_no_step_half_done(plain: Loaded) -> None:
-    async def script(bench: Bench) -> None:
-        bench.start("a", params=SIXTY)
-        await bench.tokens("a", 1)
-        for _ in range(5):
-            async with bench.requests.between_steps("keep"):
-                (answer,) = plain.decoder.answers
-                had = len(answer.tokens)
-                await asyncio.sleep(0.01)
-                assert len(answer.tokens) == had
-            await bench.tokens("a", had + 1)
-        bench.start("late")
-        async with bench.requests.between_steps("wait"):
-            assert {"a", "late"} == set(bench.sent)
-
-    serve(plain, script)
 
 
 def test_whatever_comes_between_each_answer_is_what_the_model_makes_of_it(plain: Loaded) -> None:

@@ -35,7 +35,6 @@ from torchrl_moe.modules.backends.replica import (
     ReplicaStats,
     Request,
     SwapReport,
-    WeightClaim,
 )
 from torchrl_moe.modules.backends.vllm import engine_requests
 from torchrl_moe.modules.backends.vllm.engine_process import EngineProbe, EngineProcess, EngineSleep
@@ -485,36 +484,6 @@ def test_a_refusal_says_whose_fault_it_is(serve: Serve, params: dict[str, Any], 
     assert [message[1].request_id for message in sent if message[0] == "completion"] == ["good"]
 
 
-def test_a_request_whose_tokens_were_no_good_starts_again(serve: Serve) -> None:
-    async def script(bench: Bench) -> None:
-        answers: list[Completion] = []
-
-        async def deliver(completion: Completion) -> Completion | None:
-            answers.append(completion)
-            return completion if len(answers) == 3 else None
-
-        bench.process.weights.deliver = deliver  # type: ignore[method-assign]
-        bench.generate(by_ids("a", 1))
-        await bench.until_sent(1)
-        assert [answer.request_id for answer in answers] == ["a"] * 3
-        assert bench.sent[0][1].outputs[0].token_ids is answers[2].outputs[0].token_ids
-
-    assert len(serve(script).sent) == 1
-
-
-def test_an_abort_right_behind_its_request_is_not_lost(serve: Serve) -> None:
-    async def script(bench: Bench) -> None:
-        bench.generate(by_ids("a", read_seconds=0.1, seconds=9))  # the engine does not know it yet
-        bench.inbox.put("abort", ["a"])
-        await bench.until_sent(1)
-        asked = len(bench.engine.aborts)
-        await asyncio.sleep(5 * engine_requests.ABORT_SECONDS)
-        assert len(bench.engine.aborts) == asked  # and it does not continue asking
-
-    ((_, completion),) = serve(script).sent
-    assert completion.aborted
-
-
 def test_an_abort_spares_the_next_request_of_the_same_id(serve: Serve) -> None:
     async def script(bench: Bench) -> None:
         bench.generate(by_ids("again", seconds=9))
@@ -584,25 +553,6 @@ def test_an_engine_that_gets_adapters_alone_may_not_sleep(serve: Serve) -> None:
     assert bench.engine.calls == []
 
 
-def test_a_driver_that_has_left_has_no_claim_to_the_weights(serve: Serve) -> None:
-    ask = {"takeover": False}
-
-    async def script(bench: Bench) -> None:
-        bench.call(1, "claim_weights", driver="d1", name="first", **ask)
-        bench.call(2, "claim_weights", driver="d2", name="second", **ask)
-        await bench.until_sent(2)
-        bench.inbox.put("left", "d1")
-        bench.call(3, "claim_weights", driver="d2", name="second", **ask)
-        await bench.until_sent(3)
-
-    claims = [wire.open_payload(payload) for _, _, payload in serve(script).sent]
-    assert claims == [
-        WeightClaim(epoch=1, owner="first"),
-        WeightClaim(epoch=0, owner="first"),
-        WeightClaim(epoch=2, owner="second"),
-    ]
-
-
 @pytest.mark.parametrize(
     ("command", "kwargs", "kind", "words"),
     [
@@ -629,16 +579,6 @@ def test_a_command_that_fails_answers_and_the_process_continues(
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------
-
-
-def test_an_engine_that_dies_is_reported_once_and_ends_the_process(serve: Serve) -> None:
-    async def script(bench: Bench) -> None:
-        bench.generate(by_ids("a", seconds=3600), by_ids("b", seconds=3600))
-        await asyncio.sleep(0.01)
-        bench.engine.errored = True
-        await bench.until_sent(1)
-
-    assert serve(script).sent == [("died", "vLLM's engine core died: the toy is broken")]
 
 
 def test_a_request_that_fails_of_a_death_reports_the_death(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -843,25 +783,6 @@ def test_a_pause_freezes_requests_and_a_resume_lets_them_continue(engine: Any, c
     np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-4)
     check_rows(completion)
     np.testing.assert_array_equal(np.sort(one.routed_experts, -1), np.sort(two.routed_experts, -1))
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_stats_count_what_came_back(engine: Any) -> None:
-    replica = replica_of(engine)
-    assert replica.reset_prefix_cache(20) is True
-    before = replica.stats(10)
-    assert (before.running, before.waiting, before.cache_usage) == (0, 0, 0.0)
-    ids = prompt(10, 300)
-    for name in ("first", "second"):
-        (completion,) = generate(engine, by_ids(name, *ids, max_tokens=5, n=2, ignore_eos=True))
-    after = replica.stats(10)
-    assert completion.num_cached_tokens == 256  # two whole blocks of 128
-    assert after.requests - before.requests == 2
-    assert after.completions - before.completions == 4
-    assert after.prompt_tokens - before.prompt_tokens == 600
-    assert 256 <= after.cached_tokens - before.cached_tokens <= 512
-    assert after.generated_tokens - before.generated_tokens == 20
-    assert after.generation_seconds > before.generation_seconds
 
 
 @pytest.mark.engine("qwen3_moe")

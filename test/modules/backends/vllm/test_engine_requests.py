@@ -135,17 +135,6 @@ def test_where_no_word_was_left_out_nothing_is_said(given: Any) -> None:
     assert completion_from_vllm(output(answer(sampling_mask=given)), request(), 0).outputs[0].kept is None
 
 
-def test_a_request_aborted_before_its_first_token_is_empty_but_whole() -> None:
-    cut = answer(token_ids=[], text="", finish_reason="abort", logprobs=flat(), routed_experts=None)
-    completion = completion_from_vllm(output(cut, num_cached_tokens=None), request(), 3)
-    assert completion.aborted
-    assert completion.num_cached_tokens == 0
-    (only,) = completion.outputs
-    assert only.token_ids.shape == only.policy_versions.shape == (0,)
-    assert only.logprobs is not None and only.logprobs.shape == (0,)
-    assert only.routed_experts is None
-
-
 def stamps(**times: float) -> SimpleNamespace:
     given = {"queued_ts": 100.0, "scheduled_ts": 0.0, "first_token_ts": 0.0, "last_token_ts": 0.0}
     return SimpleNamespace(**{**given, **times})
@@ -528,7 +517,7 @@ def test_what_a_swap_cuts_continues_where_it_was_cut(run: Run) -> None:
     assert bench.requests.counts["generated_tokens"] == 6
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(20))
 def test_whatever_comes_between_each_token_knows_its_weights_and_its_place(run: Run, seed: int) -> None:
     """Requests of several answers, resumed ones, swaps of each mode, weights that fail, aborts and snapshots."""
     rng, names, failed, aborted = random.Random(seed), itertools.count(), set[int](), set[str]()
@@ -546,7 +535,7 @@ def test_whatever_comes_between_each_token_knows_its_weights_and_its_place(run: 
         name, n = f"r{next(names)}", rng.randint(1, 3)
         guided = {"structured_outputs": "a grammar"} if rng.random() < 0.3 else {}  # cannot continue: starts again
         resume = had(*(rng.randint(0, 4) for _ in range(n))) if rng.random() < 0.4 else None
-        if rng.random() < 0.2:
+        if rng.random() < 0.2 and bench.engine.reading is None:
             bench.engine.reading = asyncio.Event()  # vLLM still takes it in during what comes next
         await bench.start(name, resume, n=n, max_tokens=6, **guided)
 
@@ -810,44 +799,6 @@ def test_what_the_trainers_adapter_makes_continues_without_it_when_whole_weights
     assert sorted(name.split("~")[0] for name in rest) == ["late", "new", "old"]
     assert set(rest.values()) == {None}
     assert {output.finish_reason for done in bench.done.values() for output in done.outputs} == {"length"}
-
-
-def test_what_a_swap_of_whole_weights_cuts_continues_with_the_adapter_that_it_had(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        bench.requests.change_adapter(object(), 1)
-        bench.engine.version = 1
-        await bench.start(max_tokens=6)
-        await bench.engine.step(2)
-        bench.requests.adapter = None  # the new weights have it in them
-        assert not bench.weights.replaced
-        await bench.swap(2)
-        assert bench.weights.replaced
-        await bench.finish()
-
-    bench = run(script)
-    check(bench.done["r"].outputs[0], 1, 1, 2, 2, 2, 2)
-    assert [bench.engine.adapters[name] is None for name in ("r", "r~1")] == [False, True]
-
-
-# -- what there is of them so far -------------------------------------------------------------------------------------
-
-
-def test_a_snapshot_has_what_there_is_and_the_request_continues(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start(n=2, lengths=(2, 6))
-        (before,) = await bench.requests.snapshot()
-        assert [len(output.token_ids) for output in before.outputs] == [0, 0]
-        await bench.engine.step(3)
-        (now,) = await bench.requests.snapshot()
-        assert now.request_id == "r"
-        assert now.prompt_token_ids.tolist() == list(PROMPT)
-        (late,) = [output for output in now.outputs if output.index == 1]
-        assert late.finish_reason == "abort"
-        check(late, 0, 0, 0)
-        await bench.finish()
-
-    bench = run(script)
-    check(bench.done["r"].outputs[1], *[0] * 6)
 
 
 # -- a pause in which vLLM refuses requests ---------------------------------------------------------------------------

@@ -20,8 +20,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
-from torchrl.modules.llm.policies import Tokens
 
 from support.engines import EngineShelf, start_engine
 from support.llm import FakeLLM, report
@@ -29,7 +27,7 @@ from support.manifests import note_made
 from support.reference import TOLERANCE, Reference, route_mismatches
 from support.waiting import until
 from torchrl_moe.errors import DigestMismatch, EngineError, ManifestMismatch, ReplicaDiedError, WeightSyncError
-from torchrl_moe.modules import AsyncVLLM, FaultPolicy, vLLMWrapper
+from torchrl_moe.modules import AsyncVLLM, FaultPolicy
 from torchrl_moe.modules.backends.process.engine_program import FOLDER_VARIABLE
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, SwapReport
 from torchrl_moe.modules.backends.vllm import weight_check
@@ -815,26 +813,6 @@ def test_tokens_delivered_before_a_swap_keep_their_version() -> None:
     assert stamped(weights, "c", 2) == [[1, 1]]
 
 
-def test_many_swaps_mark_one_request_many_times() -> None:
-    engine = FakeLLM()
-    weights = make(engine)
-    for version, count in ((1, 2), (2, 2), (5, 3)):
-        engine.counts = {"a": ("a", 0, count)}
-        swap(weights, version)
-    assert stamped(weights, "a", 5) == [[0, 0, 2, 5, 5]]
-
-
-def test_a_failed_attempt_marks_nothing_twice() -> None:
-    engine = FakeLLM()
-    engine.counts = {"a": ("a", 0, 2)}
-    weights = make(engine)
-    engine.fail["update"], engine.whole = RuntimeError("boom"), [False]
-    swap(weights, 1)
-    engine.fail.clear()
-    swap(weights, 1)
-    assert stamped(weights, "a", 3) == [[0, 0, 1]]
-
-
 def test_tokens_of_the_last_step_are_waited_for() -> None:
     engine = FakeLLM()
     engine.counts = {"a": ("a", 0, 2)}
@@ -1060,29 +1038,6 @@ def let_run(engine: AsyncVLLM, seconds: float = 0.2) -> None:
     """Wait until a request is in flight, and a little longer: long enough for tokens, too short for all of them."""
     until(lambda: engine.replica_table[0].inflight, 30.0, look_every=0.001)
     time.sleep(seconds)
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_a_wrappers_rows_have_versions_per_token_and_their_minimum(train: Train) -> None:
-    trainer = train()
-    before = trainer.sender.version
-    wrapper = vLLMWrapper(
-        trainer.engine, input_mode="tokens", generate_kwargs={"max_new_tokens": 200, "ignore_eos": True}
-    )
-    rows: list[Any] = []
-    prompts = lazy_stack([TensorDict(tokens=Tokens(prompt=torch.arange(60, 65))) for _ in range(32)])
-    after = trainer.sender.publish()
-    thread = threading.Thread(target=lambda: rows.extend(wrapper(prompts).unbind(0)))
-    thread.start()
-    let_run(trainer.engine)
-    trainer.sender.apply(after)
-    thread.join(60.0)
-    assert len(rows) == 32
-    for row in rows:
-        versions = row["policy_versions", "full"]
-        assert versions[:5].tolist() == [-1] * 5
-        assert set(versions[5:].tolist()) == {before, after}
-        assert int(row["policy_version"]) == before
 
 
 @pytest.mark.engine("qwen3_moe")

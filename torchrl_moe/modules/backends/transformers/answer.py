@@ -215,24 +215,7 @@ class Draw:
 
 
 class Answer:
-    """An answer that is being generated.
-
-    Args:
-        prompt_ids: ``[P]``.
-        sampling: how it is sampled.
-        index: which of the request's answers it is.
-        tokenizer: the model's.
-        max_model_len: tokens that prompt and answer may have.
-        layout: the model's routers; ``None`` if no routes are recorded.
-
-    Attributes:
-        prompt_ids: its prompt's.
-        tokens: those so far.
-        followed: rows ``[rows, L, K]`` that its first positions follow, -1 where the model routes; ``None`` for none.
-        how: how it reads its own tokens again, when it has to.
-        finish_reason: ``"stop"`` or ``"length"``; ``None`` while it grows.
-        generator: its own random numbers, if it has a seed.
-    """
+    """An answer that is being generated; ``layout`` is ``None`` if no routes are recorded."""
 
     def __init__(
         self,
@@ -246,10 +229,11 @@ class Answer:
         self.prompt_ids = list(prompt_ids)
         self.sampling, self.index = sampling, index
         self.tokens: list[int] = []
+        # rows [rows, L, K] that its first positions follow, -1 where the model routes
         self.followed: Rows | None = None
-        self.how: OnResume = "forced"
-        self.finish_reason: str | None = None
-        self.generator: torch.Generator | None = None
+        self.how: OnResume = "forced"  # how it reads its own tokens again, when it has to
+        self.finish_reason: str | None = None  # None while it grows
+        self.generator: torch.Generator | None = None  # its own random numbers, if it has a seed
         room = max_model_len - len(self.prompt_ids)
         self.limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
         self._tokenizer, self._layout = tokenizer, layout
