@@ -231,6 +231,7 @@ def test_two_drivers_never_load_halves_of_two_versions(commands: Halves, offset:
     [
         ([-1.5, -2.25], r"up to 5.0e-01 \(at token 1: -1.5 and -1\)"),
         ([-1.5, math.nan], r"up to nan \(at token 2: nan and -2\)"),
+        ([-1.0], "the canary has 2 log-probs for a prompt of 2 tokens"),
         ([math.inf, -2.0], r"up to inf \(at token 1"),
     ],
 )

@@ -21,6 +21,7 @@ from torchrl_moe.modules.backends.replica import (
     Completion,
     CompletionOutput,
     KeptIds,
+    ReplicaStats,
     Request,
     leaves_words_out,
     name_kept,
@@ -85,6 +86,10 @@ def test_a_completion_that_an_older_release_saved_can_be_read() -> None:
     again = pickle.loads(pickle.dumps(old))
     assert (again.prompt_logprobs, again.outputs[0].resume, again.outputs[0].kept) == (None, "none", None)
     assert again.prompt_token_ids.tolist() == whole.prompt_token_ids.tolist()
+
+
+def test_the_hit_rate_is_of_tokens_looked_up() -> None:
+    assert [ReplicaStats(cache_queries=asked, cache_hits=2).hit_rate for asked in (0, 8)] == [0.0, 0.25]
 
 
 # -- kept tokens -------------------------------------------------------------------------------------------------------

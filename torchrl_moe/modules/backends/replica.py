@@ -99,11 +99,6 @@ class KeptIds:
     ids: NDArray[np.int32]
     sizes: NDArray[np.int32]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both."""
-        return self.ids.nbytes + self.sizes.nbytes
-
     @classmethod
     def of_steps(cls, steps: Sequence[NDArray[np.int32]], tokens: int) -> KeptIds | None:
         """Join the steps of an answer of ``tokens`` tokens; ``None`` if no id was left out of any.

@@ -192,6 +192,8 @@ def test_a_server_that_does_not_answer_is_replaced(forks: Forks, monkeypatch: py
         launch.wait()
     monkeypatch.undo()
     until(lambda: not server.is_alive(), 60)
+    with pytest.raises(subprocess.TimeoutExpired):
+        forked.process.wait(0.05)
     assert forked.report()["pid"] == forked.process.pid  # continues
     assert forks.start().report()["ppid"] == forks.server().pid != server.pid
 
@@ -208,6 +210,17 @@ def test_the_processes_of_a_killed_server_continue_and_the_next_start_has_anothe
     assert forks.start().report()["ppid"] == forks.server().pid != server.pid
     forked.process.kill()
     assert forked.process.wait(60) == 255  # nobody knows
+
+
+def test_a_process_that_cannot_take_over_what_its_driver_has_is_not_handed_out(
+    forks: Forks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1000})
+    launch, connection = forks.ask(forks.server())
+    with pytest.raises(CannotFork, match=r"ended with exit code 1 before it ran"):
+        launch.wait()
+    with pytest.raises((EOFError, ConnectionResetError)):
+        connection.recv()
 
 
 # -- why not ----------------------------------------------------------------------------------------------------------
@@ -271,9 +284,12 @@ if how == "is killed while the server imports":
     while not Path(f"{folder}/imports").exists():
         time.sleep(0.01)
 else:
-    forked = forks.start(VLLM_TEST_PRELOAD="print", **changes)
+    preload = "hasty" if how == "is killed, a process is stopped" else "print"
+    forked = forks.start(VLLM_TEST_PRELOAD=preload, **changes)
     forked.report()
     pids, server = [forked.process.pid], forks._servers[0]
+if how == "is killed, a process is stopped":
+    os.kill(pids[0], signal.SIGSTOP)
 if how == "is killed, another process has its sockets":
     pids.append(os.fork())
     if not pids[-1]:
@@ -289,6 +305,7 @@ WAYS = (
     "returns",
     "is killed",
     "is killed while the server imports",
+    "is killed, a process is stopped",
     "is killed, another process has its sockets",
     "ignores its children",
 )

@@ -178,6 +178,7 @@ def test_a_replica_starts_once(lasting: LocalReplica) -> None:
 
 def test_a_replica_that_was_not_started_says_so_and_can_be_shut_down() -> None:
     replica = toy_replica(5)
+    assert replica.log_tail() == ""
     replica.shutdown()
     assert not replica.is_alive()
     for use in (
@@ -313,6 +314,7 @@ def test_a_killed_child_fails_all_that_waits_and_its_group_goes_with_it() -> Non
         late.result(0)
     with pytest.raises(ReplicaDiedError, match="exit code -9"):
         replica.stats(60)
+    assert isinstance(replica.probe(1.0).exception(60.0), ReplicaDiedError)
     replica.shutdown()
 
 

@@ -177,6 +177,15 @@ def test_of_an_actor_that_ends_since_its_driver_left_ray_that_is_said_and_not_ho
     assert stays.death.startswith("replica 6 died: its engine process ended with exit code -9")
 
 
+def test_one_that_was_not_started_says_so_and_can_be_ended() -> None:
+    replica = RayReplica(5, ray_service(name="s"))
+    replica.shutdown()
+    replica.disconnect()
+    assert not replica.is_alive()
+    with pytest.raises(RuntimeError, match="replica 5 was not started: call start"):
+        replica.stats(1)
+
+
 # -- what a link asks of Ray -------------------------------------------------------------------------------------------
 
 

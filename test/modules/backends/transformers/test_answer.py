@@ -108,6 +108,8 @@ def test_what_means_the_same_is_the_same() -> None:
         ({"logit_bias": {1: 2.0}}, "does not serve logit_bias"),
         ({"structured_outputs": {"regex": "a"}}, "does not serve structured_outputs"),
         ({"nonsense": 1}, "unknown nonsense; known: detokenize, frequency_penalty"),
+        ({"stop": [""]}, "stop.* must be "),
+        ({"stop": b"x"}, "stop.* must be "),
         ({"top_p": 0}, "top_p.* must be "),  # the service's checks, see its tests
         ({"logprobs": 5}, "logprobs=5: a completion has the log-probs of its sampled tokens only"),
         ({"temperature": "hot"}, "sampling_params: "),

@@ -134,16 +134,19 @@ def test_whatever_comes_between_each_answer_is_what_the_model_makes_of_it(plain:
             if i % 2:
                 bench.requests.abort([f"r{rng.randrange(14)}"])
             else:
-                await bench.requests.pause("keep", i % 4 == 0)
+                await bench.requests.pause(("keep", "wait", "abort")[i // 2], i % 4 == 0)
+                bench.start(f"late{i}", [70], params={"max_tokens": 2})
+                await asyncio.sleep(0.01)
+                assert f"late{i}" not in bench.sent
                 bench.requests.resume()
-        await bench.until(lambda: len(bench.sent) == 14)
+        await bench.until(lambda: len(bench.sent) == 17)
 
     sent = serve(replace(plain, reader=reader), script).sent
     for name, completion in sent.items():
         for output in completion.outputs:
             assert completion.aborted or output.finish_reason == "length"
             if len(output.token_ids):
-                check_output(plain, prompts[name], output)
+                check_output(plain, prompts.get(name, [70]), output)
 
 
 # -- new weights -------------------------------------------------------------------------------------------------------

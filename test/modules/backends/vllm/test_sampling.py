@@ -22,6 +22,7 @@ from torchrl_moe.modules.backends.replica import KeptIds, Scoring
 from torchrl_moe.modules.backends.vllm.sampling import (
     SamplingParamsBuilder,
     adjust_scores,
+    adjusted,
     can_report,
     check_bad_words,
     lift_top_k_rule,
@@ -377,6 +378,11 @@ def test_vllm_is_asked_for_the_prompts_own_tokens_which_no_cache_may_skip() -> N
     assert params.extra_args == {"mine": 1}  # at temperature 1, over all words, there is nothing to adjust
     assert (asked.prompt_logprob_token_ids, asked.extra_args) == (None, {"mine": 1})
     assert scoring_params(asked, Scoring(), np.array([5])).prompt_logprob_token_ids is None  # nothing before it
+
+
+def test_logits_of_a_request_that_wants_no_scores_are_the_models() -> None:
+    assert adjusted(LOGITS, sampling_params(), 0) is LOGITS
+    assert adjusted(LOGITS, SimpleNamespace(extra_args=None), 0) is LOGITS
 
 
 @pytest.mark.parametrize("values", [[-1.0, -0.5], []])

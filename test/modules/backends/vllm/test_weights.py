@@ -60,10 +60,10 @@ class Weights:
     async def init(self, transport: str, options: Any) -> None:
         self.opened.append(transport)
 
-    async def ask_stage(self, version: int, *how: Any) -> StageReport:
+    async def stage(self, version: int, *how: Any) -> StageReport:
         return StageReport(seconds=0.0, nbytes=0, digest="whole")
 
-    async def ask_swap(self, version: int, *how: Any) -> SwapReport:
+    async def swap(self, version: int, *how: Any) -> SwapReport:
         return SwapReport(started=self.error is None, error=self.error)
 
 
@@ -76,10 +76,10 @@ class Adapters:
     def init(self, options: Any, replaced: bool) -> None:
         self.log.append(f"in {options['folder']}, {replaced=}")
 
-    async def ask_stage(self, version: int) -> StageReport:
+    async def stage(self, version: int) -> StageReport:
         return StageReport(seconds=0.0, nbytes=0, digest=f"adapter {version}")
 
-    def ask_swap(self, version: int) -> SwapReport:
+    def swap(self, version: int) -> SwapReport:
         self.log.append(f"swapped {version}")
         return SwapReport()
 
@@ -247,7 +247,7 @@ def run_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunAdapters
             bench.versions.init({"folder": str(bench.folder)}, False)
             await script(bench)
 
-        asyncio.run_adapters(main())
+        asyncio.run(main())
 
     return play
 
@@ -356,7 +356,7 @@ def test_an_engine_without_lora_says_what_to_pass(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="started without: pass enable_lora=True and max_lora_rank="):
         bench.versions.init({"folder": str(bench.folder)}, False)
     with pytest.raises(WeightSyncError, match="not initialised"):
-        asyncio.run_adapters(bench.versions.stage(1))
+        asyncio.run(bench.versions.stage(1))
 
 
 def test_none_is_loaded_into_an_engine_that_sleeps(run_adapters: RunAdapters) -> None:

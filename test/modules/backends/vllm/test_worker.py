@@ -346,6 +346,27 @@ def test_an_adapter_is_loaded_and_its_modules_that_are_not_adapted_are_named() -
     assert worker.torchrl_moe_load_adapter(fields) == ["layers.0.mlp.up_proj", "lm_head"]
 
 
+def test_the_weight_engine_is_asked_by_name(tmp_path: Path) -> None:
+    asked: list[Any] = []
+
+    class Engine:
+        whole = False
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **kwargs: asked.append((name, args, kwargs)) or name
+
+    manifest = WeightStoreWriter(tmp_path).publish([("w", torch.ones(1))], 4)
+    worker = WorkerExtension()
+    worker.weight_transfer_engine = Engine()
+    assert worker.torchrl_moe_stage(manifest.to_json(), False, 2) == "stage"
+    assert worker.torchrl_moe_staged() == "staged"
+    assert worker.torchrl_moe_whole() is False
+    assert asked == [
+        ("stage", (manifest.to_json(),), {"verify": False, "threads": 2}),
+        ("staged", (), {}),
+    ]
+
+
 def told(frames: list[bytes]) -> Any:
     return wire.decode(frames[0], frames[1:])
 

@@ -170,11 +170,6 @@ class ForcedRouting:
     def _slice_of(self, layer: int, top_k: int) -> Callable[[int], Tensor]:
         return lambda tokens: self._buffer[:tokens, layer, :top_k]
 
-    @property
-    def rows(self) -> Mapping[str, NDArray[np.generic]]:
-        """The rows ``[rows, L, K]`` of each request that follows some."""
-        return self._rows
-
     def drive(self, on: bool) -> None:
         """Follow, or let the routers choose, to measure the cost."""
         runner, connector = self._runner, self._runner.aux_output_connector
