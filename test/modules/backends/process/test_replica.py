@@ -66,21 +66,6 @@ def test_a_large_message_arrives_whole(lasting: LocalReplica) -> None:
     np.testing.assert_array_equal(future.result(60.0).outputs[0].token_ids, np.arange(1, (1 << 20) + 1))
 
 
-def test_the_engine_refuses_one_request_and_serves_the_other(lasting: LocalReplica) -> None:
-    bad, crash, good = lasting.submit(
-        [
-            ids_request("bad", sampling_params={"refuse": "the prompt is too long"}),
-            ids_request("crash", sampling_params={"wrap": ("RuntimeError", "a bug")}),
-            ids_request("good"),
-        ]
-    )
-    with pytest.raises(ValueError, match="the prompt is too long"):
-        bad.result(60.0)
-    with pytest.raises(EngineError, match="RuntimeError: a bug"):
-        crash.result(60.0)
-    assert good.result(60.0).outputs[0].token_ids.tolist() == [2, 3, 4]
-
-
 class Odd(Mapping[str, int]):
     """Raises an error of its own as it is read."""
 
@@ -119,23 +104,6 @@ def test_a_future_that_its_owner_cancelled_disturbs_nobody(lasting: LocalReplica
 
 
 # -- commands ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("command", "fields", "error", "message"),
-    [
-        ("stat", {}, ValueError, r"no command 'stat'; known: .*stats"),
-        ("pause", {"how": "keep"}, ValueError, "how"),
-        ("collective_rpc", {"method": "fail", "args": ("boom",), "kwargs": None}, EngineError, "RuntimeError: boom"),
-        ("collective_rpc", {"method": "not_plain", "args": (), "kwargs": None}, ValueError, "has no plain form"),
-    ],
-)
-def test_a_command_that_fails_fails_alone(
-    lasting: LocalReplica, command: str, fields: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        lasting._command(command, 10, **fields)
-    assert rpc(lasting, "echo") == [["echo", [], None]]
 
 
 def test_vital_signs_are_a_command(lasting: LocalReplica) -> None:

@@ -120,16 +120,13 @@ class Played:
             raise ConnectionError("Could not find any running Ray instance")
 
 
-def test_a_ray_that_runs_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = Played(monkeypatch, running=True)
-    assert cluster.join_cluster() is False
-    assert played.inits == []
-
-
-def test_a_cluster_that_is_found_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = Played(monkeypatch, found=True)
-    assert cluster.join_cluster() is False
-    assert played.inits == [{"address": "auto"}]
+def test_a_ray_that_runs_is_used_as_it_is_and_a_cluster_that_is_found_is_joined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for running, inits in ((True, []), (False, [{"address": "auto"}])):
+        played = Played(monkeypatch, running=running, found=True)
+        assert cluster.join_cluster() is False
+        assert played.inits == inits
 
 
 def test_one_is_started_only_where_there_is_none_and_only_if_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:

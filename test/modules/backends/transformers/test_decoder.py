@@ -359,26 +359,6 @@ def test_nothing_that_transformers_calls_deprecated_is_used(plain_folder: Path) 
         engine.decoder.score(answer.ids, Scoring())
 
 
-@pytest.mark.parametrize(
-    "params", [{"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.2}, {"temperature": 0.5, "top_k": 20, "top_p": 0.9}]
-)
-def test_log_probs_are_over_the_words_that_are_named(plain: Loaded, params: dict[str, Any]) -> None:
-    (answer,) = answers(plain, [70, 71, 72], params)
-    step(plain, answer, times=8)
-    output = answer.output(True)
-    assert output.kept is not None
-    assert output.logprobs is not None
-    rows = log_probs(plain.decoder.model, answer, params.get("temperature", 1.0))
-    start = 0
-    for position, (token, size) in enumerate(zip(answer.tokens, output.kept.sizes.tolist(), strict=True)):
-        ids = output.kept.ids[start : start + abs(size)].tolist()
-        start += abs(size)
-        words = ids if size > 0 else [word for word in range(rows.shape[1]) if word not in ids]
-        assert token in words
-        expected = rows[position, token] - rows[position, words].logsumexp(0)
-        assert output.logprobs[position] == pytest.approx(expected.item(), abs=TOLERANCE)
-
-
 def test_answers_to_one_prompt_are_read_once_and_differ(plain: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, ...]] = []
     forward = plain.decoder._forward

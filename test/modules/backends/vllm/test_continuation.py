@@ -77,22 +77,6 @@ def words(ids: list[int], sizes: list[int]) -> KeptIds:
     return KeptIds(np.array(ids, np.int32), np.array(sizes, np.int32))
 
 
-@pytest.mark.parametrize(
-    ("first", "rest", "ids", "sizes"),
-    [
-        (([7, 8], [0, 2, 0]), ([9], [-1, 0]), [7, 8, 9], [0, 2, 0, -1, 0]),
-        (None, ([9], [-1, 0]), [9], [0, 0, 0, -1, 0]),
-        (([7, 8], [0, 2, 0]), None, [7, 8], [0, 2, 0, 0, 0]),
-    ],
-)
-def test_words_that_were_left_out_are_joined(first: Any, rest: Any, ids: list[int], sizes: list[int]) -> None:
-    one, two = part(b"abc", 0, 3, "abort"), part(b"de", 3, 4)
-    one.kept, two.kept = (given and words(*given) for given in (first, rest))
-    kept = join(2, one, two, Params(), decode).kept
-    assert kept is not None
-    assert (kept.ids.tolist(), kept.sizes.tolist()) == (ids, sizes)
-
-
 def test_words_past_a_stop_string_fall_away() -> None:
     one, two = part(b"one STO", 0, 3, "abort"), part(b"P two", 7, 4)
     one.kept, two.kept = words([5], [0] * 6 + [1]), words([6, 7, 8], [1, 0, -2, 0, 0])

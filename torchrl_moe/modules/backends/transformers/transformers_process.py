@@ -256,7 +256,7 @@ class EngineRequests:
         if scored := self._line.next_scored():
             await self._score(scored)
             self._changed.set()
-        # then whoever has room, and one step of all
+        # then those that have room, and one step of all
         joining = self._line.joining(self.decoder.answers, self._again)
         self._again = self._again[len(joining) :]  # they come first
         if joining or self.decoder.answers:
