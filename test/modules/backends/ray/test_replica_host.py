@@ -23,7 +23,6 @@ from support.hosts import ToyHost
 from support.processes import group, ids_request
 from support.waiting import until
 from torchrl_moe.modules.backends.process import wire
-from torchrl_moe.modules.backends.process import wire as packing
 from torchrl_moe.modules.backends.ray import replica_host as replica_host
 from torchrl_moe.modules.backends.ray.replica_host import (
     CHUNK_BYTES,
@@ -345,7 +344,7 @@ class Driver:
 
     def ask(self, request_id: str, ids: Any = (1,), **params: Any) -> None:
         request = ids_request(named_after(self.name, request_id), ids, sampling_params=params)
-        self.say("generate", packing.pack_requests([request]), opens=(request_id,))
+        self.say("generate", wire.pack_requests([request]), opens=(request_id,))
 
     def hear(self) -> tuple[Any, ...]:
         """The next message that is not of stats, which come by the clock."""
@@ -373,7 +372,7 @@ def host() -> Iterator[ToyHost]:
 
 def completed(message: tuple[Any, ...]) -> dict[str, list[int]]:
     assert message[0] == "completions"
-    completions = packing.unpack_completions(message[1], 0)
+    completions = wire.unpack_completions(message[1], 0)
     return {completion.request_id: completion.outputs[0].token_ids.tolist() for completion in completions}
 
 

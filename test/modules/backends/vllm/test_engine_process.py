@@ -24,7 +24,6 @@ from support.waiting import PATIENCE, until
 from torchrl_moe.errors import EngineError, WeightSyncError
 from torchrl_moe.modules.backends.checkpoint import load_tokenizer
 from torchrl_moe.modules.backends.process import engine_program, wire
-from torchrl_moe.modules.backends.process import wire as packing
 from torchrl_moe.modules.backends.process.engine_program import Load
 from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 from torchrl_moe.modules.backends.replica import (
@@ -420,7 +419,7 @@ class Bench:
             self.sent.append(message)
 
     def generate(self, *requests: Request) -> None:
-        self.inbox.put("generate", packing.pack_requests(requests))
+        self.inbox.put("generate", wire.pack_requests(requests))
 
     def call(self, number: int, command: str, **kwargs: Any) -> None:
         self.inbox.put("call", number, command, wire.payload(kwargs))

@@ -34,7 +34,6 @@ from typing import Any, TypeAlias
 import psutil
 
 from torchrl_moe.modules.backends.process import wire
-from torchrl_moe.modules.backends.process import wire as packing
 from torchrl_moe.modules.backends.process.wire import Packed
 from torchrl_moe.modules.backends.replica import Completion, ReplicaInfo, ReplicaStats, Request
 
@@ -321,7 +320,7 @@ class EngineProgram(abc.ABC):
 
     def generate(self, packed: Packed) -> None:
         """Start requests."""
-        for request in packing.unpack_requests(packed):
+        for request in wire.unpack_requests(packed):
             self.start(request)
 
     def _refuse(self, request_id: str, error: BaseException) -> None:
@@ -410,7 +409,7 @@ OpenEngine: TypeAlias = Callable[[dict[str, object], Inbox, Send], Awaitable[Eng
 def _size(message: tuple[Any, ...]) -> int:
     """Return roughly how many bytes a message occupies until it is written."""
     if message[0] == "completion":
-        return SMALL_BYTES + packing.completion_bytes(message[1])
+        return SMALL_BYTES + wire.completion_bytes(message[1])
     return SMALL_BYTES + (sum(array.nbytes for array in message[2]) if message[0] == "result" else 0)
 
 
@@ -426,7 +425,7 @@ def _frame(messages: list[tuple[Any, ...]]) -> list[wire.Frames]:
             batches[-1].append(message[1])
             size += _size(message)
     others = [wire.encode(message) for message in messages if message[0] != "completion"]
-    return [*(wire.encode(("completions", packing.pack_completions(batch))) for batch in batches), *others]
+    return [*(wire.encode(("completions", wire.pack_completions(batch))) for batch in batches), *others]
 
 
 async def _opened(open_engine: OpenEngine, arguments: bytes, inbox: Inbox, send: Send) -> EngineProgram:

@@ -26,7 +26,6 @@ from torchrl_moe.modules.backends.checkpoint import load_tokenizer
 from torchrl_moe.modules.backends.commands import Commands
 from torchrl_moe.modules.backends.engine_kind import EngineKind
 from torchrl_moe.modules.backends.process import wire
-from torchrl_moe.modules.backends.process import wire as packing
 from torchrl_moe.modules.backends.process.child import Child, configuration
 from torchrl_moe.modules.backends.replica import Completion, ProbeReport, ReplicaInfo, ReplicaStats, Request
 
@@ -167,7 +166,7 @@ class EngineReplica(Commands, Generic[LinkT]):
     def _send(self, child: LinkT, requests: Sequence[Request]) -> None:
         """Send requests in one message; if that cannot be encoded, each by itself, so that only those at fault fail."""
         try:
-            child.outbox.put(self._encode("generate", packing.pack_requests(requests)))
+            child.outbox.put(self._encode("generate", wire.pack_requests(requests)))
         except BaseException as error:  # whatever a user's object raises as its fields are read
             # one of many is at fault: each is sent by itself
             if isinstance(error, Exception) and len(requests) > 1:
@@ -200,7 +199,7 @@ class EngineReplica(Commands, Generic[LinkT]):
 
     def snapshot(self, timeout: float) -> list[Completion]:
         """Return what each request in flight has so far; see the protocol."""
-        return packing.unpack_completions(self._command("snapshot", timeout), self.index)
+        return wire.unpack_completions(self._command("snapshot", timeout), self.index)
 
     def tokenizer(self, timeout: float) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer, which is sent as its saved files."""
@@ -238,7 +237,7 @@ class EngineReplica(Commands, Generic[LinkT]):
     def _handle(self, kind: str, *rest: Any) -> None:
         """Act on one message of the process, in the receiver thread."""
         if kind == "completions":
-            for completion in packing.unpack_completions(rest[0], self.index):
+            for completion in wire.unpack_completions(rest[0], self.index):
                 self._resolve(self._requests, completion.request_id, completion)
         elif kind == "refused":
             self._resolve(self._requests, rest[0], _error(*rest[1:]))

@@ -20,7 +20,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.process import wire
-from torchrl_moe.modules.backends.process import wire as packing
 from torchrl_moe.modules.backends.process.process_replica import EngineReplica
 from torchrl_moe.modules.backends.ray import actor
 from torchrl_moe.modules.backends.ray.actor import Description
@@ -360,8 +359,8 @@ class RayReplica(EngineReplica[ActorLink]):
         opened: list[str] = []
         kind, *rest = message
         if kind == "generate":
-            rest = [packing.rename(rest[0], lambda request_id: named_after(driver, request_id))]
-            opened = packing.packed_ids(rest[0])
+            rest = [wire.rename(rest[0], lambda request_id: named_after(driver, request_id))]
+            opened = wire.packed_ids(rest[0])
         elif kind == "abort":
             rest = [[named_after(driver, request_id) for request_id in rest[0]]]
         return wrap((kind, *rest), opened)
@@ -374,7 +373,7 @@ class RayReplica(EngineReplica[ActorLink]):
         elif kind == "ended":
             self.was_ended = True
         elif kind == "completions":
-            super()._handle(kind, packing.rename(rest[0], self._own_id))
+            super()._handle(kind, wire.rename(rest[0], self._own_id))
         elif kind == "refused":
             super()._handle(kind, self._own_id(rest[0]), *rest[1:])
         else:

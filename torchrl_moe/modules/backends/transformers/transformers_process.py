@@ -22,7 +22,7 @@ from torch import Tensor
 from torchrl_moe.errors import WeightSyncError
 from torchrl_moe.modules.backends.checkpoint import checkpoint_folder, checkpoint_metadata, tokenizer_files
 from torchrl_moe.modules.backends.commands import WeightCommands, compare_log_probs
-from torchrl_moe.modules.backends.process import wire as packing
+from torchrl_moe.modules.backends.process import wire
 from torchrl_moe.modules.backends.process.engine_program import EngineProgram, Inbox, Load, Send, run_engine, run_script
 from torchrl_moe.modules.backends.process.wire import Packed
 from torchrl_moe.modules.backends.replica import (
@@ -129,7 +129,7 @@ class EngineProcess(EngineProgram, WeightCommands):
         return checkpoint_metadata(checkpoint_folder(self.info.model))
 
     async def command_snapshot(self) -> Packed:
-        return packing.pack_completions(await self.requests.snapshot())
+        return wire.pack_completions(await self.requests.snapshot())
 
     async def command_probe(self, seconds: float) -> ProbeReport:
         """Report whether a step ended in time, and this process's CPU time: its model thread is the engine core."""

@@ -19,7 +19,7 @@ from torchrl_moe._lazy import without_collections
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.errors import EngineError, WeightSyncError
 from torchrl_moe.modules.backends.checkpoint import checkpoint_folder, checkpoint_metadata, tokenizer_files
-from torchrl_moe.modules.backends.process import wire as packing
+from torchrl_moe.modules.backends.process import wire
 from torchrl_moe.modules.backends.process.engine_program import EngineProgram, Inbox, Load, Send, run_engine, run_script
 from torchrl_moe.modules.backends.process.wire import Packed
 from torchrl_moe.modules.backends.replica import PauseMode, ProbeReport, ReplicaInfo, ReplicaStats, Request, SwapReport
@@ -233,7 +233,7 @@ class EngineProcess(EngineProgram, EngineWeightCommands):
         return checkpoint_metadata(checkpoint_folder(self.info.model))
 
     async def command_snapshot(self) -> Packed:
-        return packing.pack_completions(await self.requests.snapshot())
+        return wire.pack_completions(await self.requests.snapshot())
 
     async def command_probe(self, seconds: float) -> ProbeReport:
         return await self.probe.read(seconds)
