@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_moe.modules.backends.process.fork_server import ForkedProcess, ForkServer, Launch, fork_server
-from torchrl_moe.modules.backends.vllm.kind import (
+from torchrl_moe.modules.backends.vllm.engine_args import (
     arguments_of,
     devices_per_replica,
     engine_environment,

@@ -14,9 +14,9 @@ from torch import Tensor
 from support.processes import ids_request
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
 from torchrl_moe.modules.backends.transformers.answer import Answer
-from torchrl_moe.modules.backends.transformers.engine_args import EngineArguments
-from torchrl_moe.modules.backends.transformers.engine_process import EngineRequests
 from torchrl_moe.modules.backends.transformers.loading import Loaded, load
+from torchrl_moe.modules.backends.transformers.transformers_arguments import EngineArguments
+from torchrl_moe.modules.backends.transformers.transformers_process import EngineRequests
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 from torchrl_moe.testing.tiny_moe import make_tiny_moe
 

@@ -15,7 +15,7 @@ import psutil
 from support import toy_kind
 from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 from torchrl_moe.modules.backends.replica import Request
-from torchrl_moe.modules.backends.vllm.kind import engine_environment
+from torchrl_moe.modules.backends.vllm.engine_args import engine_environment
 
 TESTS = Path(__file__).parents[1]
 PYTHONPATH = os.pathsep.join([str(TESTS), str(TESTS.parent)])

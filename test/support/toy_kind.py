@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchrl_moe.modules.backends.vllm.kind import (
+from torchrl_moe.modules.backends.vllm.engine_args import (
     arguments_of,
     devices_per_replica,
     engine_environment,

@@ -69,7 +69,7 @@ UNRESOLVED = {
     "modules/backends/vllm/engine_args.py:getattr(engine_args, field.name)": "all fields that vLLM's own class lists",
     "modules/backends/vllm/sampling.py:getattr(params, name)": "the names of KEEPS_ALL",
     "modules/backends/vllm/sampling.py:getattr(SamplingParams(), name)": "a name that the user gives",
-    "modules/backends/vllm/kind.py:record": "of Python's logging",
+    "modules/backends/vllm/engine_args.py:record": "of Python's logging",
 }
 """``file:expression``, or ``file:*`` -> why it is not looked up."""
 

@@ -1,8 +1,9 @@
-"""Names, dtypes and shapes out of safetensors headers, against the tensors that safetensors itself loads."""
+"""Names, dtypes and shapes out of safetensors headers, folders that lack weights, and tokenizers sent as files."""
 
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from torchrl_moe.errors import EngineError
-from torchrl_moe.modules.backends.checkpoint import DTYPES, check_weights, checkpoint_folder, checkpoint_metadata
+from torchrl_moe.modules.backends.checkpoint import (
+    DTYPES,
+    check_weights,
+    checkpoint_folder,
+    checkpoint_metadata,
+    load_tokenizer,
+    tokenizer_files,
+)
+from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.testing import ByteTokenizer
 from torchrl_moe.testing.tiny_moe import make_tiny_moe, save_tiny_moe
 
 
@@ -40,23 +50,6 @@ def test_metadata_is_what_safetensors_loads(tmp_path: Path, family: str, dtype: 
     found = checkpoint_metadata(save_tiny_moe(tmp_path, family, dtype=dtype))
     assert found == loaded(tmp_path)
     assert {kind for kind, _ in found.values()} >= {dtype}
-
-
-def test_experts_are_listed_one_by_one(tmp_path: Path) -> None:
-    model = make_tiny_moe("qwen3_moe")
-    model.save_pretrained(tmp_path)
-    found = checkpoint_metadata(tmp_path)
-    state = model.state_dict()
-    stacked = [name for name in state if ".experts." in name]
-    assert len(stacked) == 2 * 3  # layers 1 to 3: gate_up_proj and down_proj
-    for layer in (1, 2, 3):
-        for expert in range(16):
-            prefix = f"model.layers.{layer}.mlp.experts.{expert}"
-            # hidden_size 64, moe_intermediate_size 32
-            assert found.pop(f"{prefix}.gate_proj.weight") == (torch.float32, torch.Size([32, 64]))
-            assert found.pop(f"{prefix}.up_proj.weight") == (torch.float32, torch.Size([32, 64]))
-            assert found.pop(f"{prefix}.down_proj.weight") == (torch.float32, torch.Size([64, 32]))
-    assert found == {name: (tensor.dtype, tensor.shape) for name, tensor in state.items() if name not in stacked}
 
 
 def test_shards_are_joined(tmp_path: Path) -> None:
@@ -92,12 +85,6 @@ def test_every_dtype_that_torch_can_save_is_known(tmp_path: Path) -> None:
     tensors = {name: torch.zeros(2, 3).to(dtype) for name, dtype in dtypes.items()}
     save_file(tensors, tmp_path / "model.safetensors")
     assert checkpoint_metadata(tmp_path) == {name: (dtype, torch.Size([2, 3])) for name, dtype in dtypes.items()}
-
-
-def test_scalars_and_empty_tensors_keep_their_shape(tmp_path: Path) -> None:
-    save_file({"scalar": torch.tensor(1.0), "empty": torch.zeros(0, 4)}, tmp_path / "model.safetensors")
-    shapes = {name: shape for name, (_, shape) in checkpoint_metadata(tmp_path).items()}
-    assert shapes == {"scalar": torch.Size([]), "empty": torch.Size([0, 4])}
 
 
 def test_a_folder_without_weights_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
@@ -182,3 +169,39 @@ def test_files_that_the_index_names_and_the_folder_lacks_are_listed(tmp_path: Pa
 def test_what_is_no_folder_is_not_looked_at(tmp_path: Path) -> None:
     check_weights("org/model")
     check_weights(tmp_path / "none")
+
+
+# -- tokenizers --------------------------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_that_was_sent_does_what_it_did() -> None:
+    head, *buffers = wire.encode(tokenizer_files(ByteTokenizer(), trust_remote_code=False))
+    there = load_tokenizer(wire.decode(head, buffers))
+    here = ByteTokenizer()
+    text = "é <|im_end|>"
+    assert there.encode(text) == here.encode(text) == [195, 169, 32, 258]
+    assert there.decode(there.encode(text)) == text
+    chat = [{"role": "user", "content": "hi"}]
+    assert there.apply_chat_template(chat, tokenize=False) == here.apply_chat_template(chat, tokenize=False)
+    assert (there.eos_token_id, there.pad_token_id) == (here.eos_token_id, here.pad_token_id)
+
+
+def test_nothing_of_it_stays_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    load_tokenizer(tokenizer_files(ByteTokenizer(), trust_remote_code=False))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_cannot_be_saved_is_refused_by_its_class() -> None:
+    with pytest.raises(ValueError, match=r"cannot be saved, so it cannot be sent: builtins\.object"):
+        tokenizer_files(object(), trust_remote_code=False)
+
+
+@pytest.mark.parametrize("name", ["../outside.json", "/etc/outside.json", "a/../../outside.json"])
+def test_a_file_outside_of_its_folder_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(ValueError, match="a tokenizer has no file"):
+        load_tokenizer({"files": {name: b"{}"}, "trust_remote_code": False})
+    assert list(tmp_path.rglob("outside.json")) == []

@@ -26,7 +26,7 @@ from torchrl_moe.errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 from torchrl_moe.modules.backends.replica import Completion, Replica, Request
-from torchrl_moe.modules.backends.transformers import kind as transformers_kind
+from torchrl_moe.modules.backends.transformers import transformers_arguments as transformers_kind
 from torchrl_moe.testing.fake_engine import FakeReplica
 
 SECONDS = 240.0  # a busy machine starts a Ray actor slowly

@@ -12,7 +12,7 @@ import torch
 from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 from torchrl_moe.modules.backends.ray import cluster
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
-from torchrl_moe.modules.backends.vllm import kind
+from torchrl_moe.modules.backends.vllm import engine_args as kind
 from torchrl_moe.modules.serving.launch import (
     EngineArguments,
     check_backend,

@@ -14,6 +14,7 @@ from torchrl_moe.errors import EngineError
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = [
     "check_reachable",
@@ -95,6 +96,7 @@ def check_weights(model: str | os.PathLike[str]) -> None:
     folder = Path(model)
     if not folder.is_dir():
         return
+    # what an index names must be there
     for index in [folder / name for name in INDICES if (folder / name).is_file()]:
         missing = [name for name in _indexed(index) if not (folder / name).is_file()]
         if missing:
@@ -103,6 +105,7 @@ def check_weights(model: str | os.PathLike[str]) -> None:
                 f"{str(model)!r} lacks {', '.join(missing[:NAMED_FILES])}{more}, which its {index.name} names: copy "
                 "them there"
             )
+    # without an index, any file that may hold weights will do
     if not any(file.name not in NO_WEIGHTS for pattern in WEIGHTS for file in folder.glob(pattern)):
         raise ValueError(
             f"{str(model)!r} has no weights: no *.safetensors and no *.bin file. model.save_pretrained(path) writes "
@@ -165,7 +168,7 @@ def _header(file: Path) -> dict[str, Any]:
 # A tokenizer on its way from an engine process to a driver: the files that it is saved as.
 
 
-def tokenizer_files(tokenizer: Any, trust_remote_code: bool) -> dict[str, Any]:
+def tokenizer_files(tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool) -> dict[str, object]:
     """Return what :func:`load_tokenizer` takes."""
     if not hasattr(tokenizer, "save_pretrained"):
         kind = f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}"
@@ -177,13 +180,14 @@ def tokenizer_files(tokenizer: Any, trust_remote_code: bool) -> dict[str, Any]:
     return {"files": files, "trust_remote_code": trust_remote_code}
 
 
-def load_tokenizer(saved: Mapping[str, Any]) -> Any:
+def load_tokenizer(saved: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     """Return the tokenizer that :func:`tokenizer_files` saved."""
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory() as folder:
         for name, content in saved["files"].items():
             place = PurePosixPath(name)
+            # the files come from another process: none may be written outside of the folder
             if place.is_absolute() or ".." in place.parts:
                 raise ValueError(f"a tokenizer has no file {name!r}")
             path = Path(folder, place)

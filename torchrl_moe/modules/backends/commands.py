@@ -56,78 +56,65 @@ class Commands(abc.ABC):
     _digest: str = ""  # of what this driver staged last
 
     @abc.abstractmethod
-    def _command(self, name: str, timeout: float, /, **arguments: Any) -> Any:
+    def _command(self, name: str, timeout: float, /, **arguments: object) -> Any:
         """Run a command of the engine process and return its value."""
 
+    # What each does stands in the protocol.
+
     def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
-        """Stop scheduling; see the protocol."""
         self._command("pause", timeout, mode=mode, clear_cache=clear_cache)
 
     def resume(self, timeout: float) -> None:
-        """Undo :meth:`pause`."""
         self._command("resume", timeout)
 
     def sleep(self, level: int, mode: PauseMode, timeout: float) -> None:
-        """Free the memory of weights and cache; see the protocol."""
         self._command("sleep", timeout, level=level, mode=mode)
 
     def wake_up(self, tags: Sequence[str] | None, timeout: float) -> None:
-        """Undo :meth:`sleep`, or part of it."""
         self._command("wake_up", timeout, tags=None if tags is None else list(tags))
 
     def stats(self, timeout: float) -> ReplicaStats:
-        """Ask for the engine's current stats."""
         return cast(ReplicaStats, self._command("stats", timeout))
 
     def reset_prefix_cache(self, timeout: float) -> bool:
-        """Drop cached prefixes; false if requests are running."""
         return bool(self._command("reset_prefix_cache", timeout))
 
     def set_seed(self, seed: int, timeout: float) -> None:
-        """Seed the sampler; see the protocol."""
         self._command("set_seed", timeout, seed=seed)
 
     def collective_rpc(
-        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None, timeout: float
+        self, method: str, args: Sequence[object], kwargs: Mapping[str, object] | None, timeout: float
     ) -> list[Any]:
-        """Call a method of every worker; one result for each. Plain data only."""
         return list(self._command("collective_rpc", timeout, method=method, args=tuple(args), kwargs=kwargs))
 
     def tokenizer(self, timeout: float) -> Any:
-        """Return the model's tokenizer."""
         return self._command("tokenizer", timeout)
 
     def metadata(self, timeout: float) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Return what the checkpoint holds: name -> dtype and shape."""
         return cast("dict[str, tuple[torch.dtype, torch.Size]]", self._command("metadata", timeout))
 
     def weights_version(self, timeout: float) -> int:
-        """Return the version of the engine's weights; 0 for the checkpoint's."""
         return int(self._command("weights_version", timeout))
 
     def claim_weights(self, name: str, takeover: bool, timeout: float) -> WeightClaim:
-        """Make the weights this driver's; see the protocol."""
         claim: WeightClaim = self._command("claim_weights", timeout, driver=self.driver, name=name, takeover=takeover)
+        # a refused claim leaves the one before, whose commands are then refused by the engine
         if claim.epoch:
             self._epoch = claim.epoch
         return claim
 
     def owns_weights(self, timeout: float) -> bool:
-        """Whether the last claim of this driver holds; see the protocol."""
         return bool(self._command("owns_weights", timeout, epoch=self._epoch))
 
     def give_up_weights(self, timeout: float) -> None:
-        """Undo :meth:`claim_weights`."""
         self._command("give_up_weights", timeout, epoch=self._epoch)
 
-    def init_weights(self, transport: str, options: Mapping[str, Any], timeout: float) -> None:
-        """Open the engine's end of a weight transport."""
+    def init_weights(self, transport: str, options: Mapping[str, object], timeout: float) -> None:
         self._command("init_weights", timeout, epoch=self._epoch, transport=transport, options=dict(options))
 
     def stage_weights(
         self, version: int, *, verify: str, threads: int, manifest: str | None, timeout: float
     ) -> StageReport:
-        """Fetch and check a version, while requests run; see the protocol."""
         how = {"verify": verify, "threads": threads, "manifest": manifest}
         report: StageReport = self._command("stage_weights", timeout, epoch=self._epoch, version=version, **how)
         self._digest = report.digest
@@ -139,12 +126,11 @@ class Commands(abc.ABC):
         *,
         pause: PauseMode,
         clear_cache: bool,
-        canary: Mapping[str, Any] | None,
+        canary: Mapping[str, object] | None,
         digest: str | None = None,
         patience: float = math.inf,
         timeout: float,
     ) -> SwapReport:
-        """Serve a version that was staged; see the protocol."""
         what = {"epoch": self._epoch, "version": version, "digest": self._digest if digest is None else digest}
         how = {"pause": pause, "clear_cache": clear_cache, "canary": canary, "patience": patience}
         return cast(SwapReport, self._command("swap_weights", timeout, **what, **how))
@@ -172,7 +158,7 @@ class WeightCommands(abc.ABC):
         """Return the version of the weights; 0 for the checkpoint's."""
 
     @abc.abstractmethod
-    async def _open_transport(self, transport: str, options: Mapping[str, Any]) -> None:
+    async def _open_transport(self, transport: str, options: Mapping[str, object]) -> None:
         """Open the engine's end of a transport."""
 
     @abc.abstractmethod
@@ -181,7 +167,7 @@ class WeightCommands(abc.ABC):
 
     @abc.abstractmethod
     async def _swap(
-        self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, Any] | None, patience: float
+        self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, object] | None, patience: float
     ) -> SwapReport:
         """Serve the version that was staged."""
 
@@ -197,7 +183,7 @@ class WeightCommands(abc.ABC):
     async def command_give_up_weights(self, epoch: int) -> None:
         self.owner.give_up(epoch)
 
-    async def command_init_weights(self, epoch: int, transport: str, options: dict[str, Any]) -> None:
+    async def command_init_weights(self, epoch: int, transport: str, options: dict[str, object]) -> None:
         self.owner.check(epoch)
         await self._open_transport(transport, options)
 
@@ -206,9 +192,11 @@ class WeightCommands(abc.ABC):
     ) -> StageReport:
         async with self._swapping:
             self.owner.check(epoch)
+            # nothing may be swapped in until this version is there, and is the last one
             self._staged = ""
             self._stagings = mine = self._stagings + 1
         report = await self._stage(version, verify, threads, manifest)
+        # it ran beside a later one, which has overwritten what it fetched
         if mine != self._stagings:
             raise WeightSyncError("another version was staged meanwhile")
         self._staged = report.digest
@@ -221,10 +209,11 @@ class WeightCommands(abc.ABC):
         digest: str,
         pause: PauseMode,
         clear_cache: bool,
-        canary: dict[str, Any] | None,
+        canary: dict[str, object] | None,
         patience: float = math.inf,
     ) -> SwapReport:
         async with self._swapping:
+            # both checks come before the pause: a refused swap costs no request anything
             if reason := self.owner.why_not_swap(epoch, version, digest, self._staged):
                 return SwapReport(started=False, error=reason)
             return await self._swap(version, pause, clear_cache, canary, patience)

@@ -1,4 +1,4 @@
-"""A kind of engine, as the code that starts its processes sees it; ``backends/vllm/kind.py`` is vLLM's.
+"""A kind of engine, as the code that starts its processes sees it; ``backends/vllm/engine_args.py`` is vLLM's.
 
 Where an engine runs (``backends/process``, ``backends/ray``) is separate from which engine it is: the code for the
 former knows an engine only by its kind, and imports none of its modules.
@@ -29,7 +29,7 @@ class EngineKind(Protocol):
     PROGRAM: str
     """The module that an engine process runs; ``backends/process/child.py`` says what it must define."""
 
-    def arguments_of(self, engine_args: Any) -> dict[str, Any]:
+    def arguments_of(self, engine_args: object) -> dict[str, Any]:
         """Return the engine arguments that a user passed as keywords."""
 
     def seeded(self, arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -53,6 +53,7 @@ def process_environment(devices: str | None, num_replicas: int) -> dict[str, str
     root = str(Path(torchrl_moe.__file__).parents[1])
     if root not in site.getsitepackages():  # an engine finds it there anyway, and the user's own paths come first
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+    # on GPUs the number of threads is left to vLLM
     if devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = devices
         return environment

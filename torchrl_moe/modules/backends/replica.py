@@ -29,6 +29,7 @@ from torchrl_moe.weight_update.transports.base import StageReport
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = [
     "Completion",
@@ -53,16 +54,16 @@ __all__ = [
 ]
 
 
-# The words that sampling left for each token of an answer, as flat arrays, on their way from a worker to a rollout.
+# The token ids that sampling kept for each token of an answer, as flat arrays, on their way from a worker to a rollout.
 #
-# A worker reports words token by token; a *step* is its report on one token: ``[position, *ids]``, empty where no
-# word was left out. The ids are those that were kept or, where fewer were removed, the removed ones, as ``~id``.
+# A worker reports them token by token; a *step* is its report on one token: ``[position, *ids]``, empty where no
+# id was left out. The ids are those that were kept or, where fewer were removed, the removed ones, as ``~id``.
 #
 # Letters: G tokens of an answer, M ids of all its tokens together, R requests of a batch, V vocabulary.
 
 
 NOTHING = np.empty(0, np.int32)
-KEEPS_ALL: Mapping[str, tuple[Any, ...]] = {
+KEEPS_ALL: Mapping[str, tuple[object, ...]] = {
     "top_k": (None, 0, -1),
     "top_p": (None, 1, 1.0),
     "min_p": (None, 0, 0.0),
@@ -71,11 +72,11 @@ KEEPS_ALL: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None,),
     "structured_outputs": (None,),
 }
-"""Sampling parameters that leave words out -> values with which they do not."""
+"""Sampling parameters that leave token ids out -> values with which they do not."""
 
 
-def leaves_words_out(value_of: Callable[[str], Any]) -> str | None:
-    """Return a sampling parameter that may leave words out of what a token is drawn from; ``None`` if there is none.
+def leaves_words_out(value_of: Callable[[str], object]) -> str | None:
+    """Return a sampling parameter that may leave ids out of what a token is drawn from; ``None`` if there is none.
 
     Args:
         value_of: the value of a parameter, by its name.
@@ -92,45 +93,40 @@ class KeptIds:
 
     Shapes:
         - ids: int32 ``[M]``
-        - sizes: int32 ``[G]``: n ids that were kept, or -n that were removed; 0: no word was left out
+        - sizes: int32 ``[G]``: n ids that were kept, or -n that were removed; 0: none was left out
     """
 
     ids: NDArray[np.int32]
     sizes: NDArray[np.int32]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both."""
-        return self.ids.nbytes + self.sizes.nbytes
-
     @classmethod
     def of_steps(cls, steps: Sequence[NDArray[np.int32]], tokens: int) -> KeptIds | None:
-        """Join the steps of an answer of ``tokens`` tokens; ``None`` if no word was left out of any.
+        """Join the steps of an answer of ``tokens`` tokens; ``None`` if no id was left out of any.
 
         Raises:
-            EngineError: a token comes twice or out of order, or has no words at all.
+            EngineError: a token comes twice or out of order, or has no ids at all.
 
         >>> steps = [np.array([0, 5, 7]), np.array([]), np.array([2, ~3])]
         >>> KeptIds.of_steps(steps, 4)
         KeptIds(ids=array([5, 7, 3], dtype=int32), sizes=array([ 2,  0, -1,  0], dtype=int32))
         """
-        said = [step for step in steps if len(step) and step[0] < tokens]
-        places = [int(step[0]) for step in said]
-        if any(one >= later for one, later in pairwise(places)) or any(len(step) == 1 for step in said):
+        reported = [step for step in steps if len(step) and step[0] < tokens]
+        places = [int(step[0]) for step in reported]
+        if any(one >= later for one, later in pairwise(places)) or any(len(step) == 1 for step in reported):
             raise EngineError(
-                f"the engine reported kept tokens for the tokens {places}: positions must ascend, and each needs a word"
+                f"the engine reported kept tokens for the tokens {places}: positions must ascend, and each needs an id"
             )
-        if not said:
+        if not reported:
             return None
         sizes = np.zeros(tokens, np.int32)
-        for step in said:
+        for step in reported:
             sizes[step[0]] = len(step) - 1 if step[1] >= 0 else 1 - len(step)
-        ids = np.concatenate([step[1:] for step in said]).astype(np.int32, copy=False)
+        ids = np.concatenate([step[1:] for step in reported]).astype(np.int32, copy=False)
         return cls(np.where(ids < 0, ~ids, ids), sizes)
 
     @classmethod
     def of_masks(cls, masks: Sequence[Sequence[int]], tokens: int) -> KeptIds | None:
-        """Join the words of each of ``tokens`` tokens, ``~id`` if they are those that were removed; empty: all kept.
+        """Join the kept ids of each of ``tokens`` tokens, ``~id`` if they are those that were removed; empty: all kept.
 
         Raises:
             EngineError: some were left out, and there are not as many masks as tokens.
@@ -146,13 +142,13 @@ class KeptIds:
         return cls.of_steps(steps, tokens)
 
     def first(self, tokens: int) -> KeptIds:
-        """Return the words of the first ``tokens`` tokens."""
+        """Return the kept ids of the first ``tokens`` tokens."""
         sizes = self.sizes[:tokens]
         return KeptIds(self.ids[: int(np.abs(sizes).sum())], sizes)
 
     @classmethod
     def join(cls, parts: Sequence[KeptIds | None], tokens: Sequence[int]) -> KeptIds | None:
-        """Join the parts of an answer, each with its number of tokens; ``None`` if no word was left out of any part."""
+        """Join the parts of an answer, each with its number of tokens; ``None`` if no id was left out of any part."""
         if not any(part is not None for part in parts):
             return None
         filled = [
@@ -163,10 +159,10 @@ class KeptIds:
 
 
 def name_kept(log_probs: Tensor, positions: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int64]] | None:
-    """Return the steps of a batch, concatenated, and their offsets; ``None`` if all words were kept.
+    """Return the steps of a batch, concatenated, and their offsets; ``None`` if all ids were kept.
 
     Args:
-        log_probs: ``[R, V]``, -inf for words that were left out.
+        log_probs: ``[R, V]``, -inf for ids that were left out.
         positions: of the token of each request in its answer.
 
     Returns:
@@ -379,7 +375,7 @@ OnResume = Literal["forced", "live"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
-    """How the tokens of a prompt are scored: at which temperature, and over which words; ``None``: over all."""
+    """How the tokens of a prompt are scored: at which temperature, and over which ids; ``None``: over all."""
 
     temperature: float = 1.0
     kept: KeptIds | None = None
@@ -402,11 +398,11 @@ class Request:
     prompt_token_ids: NDArray[np.int32] | None = None
     prompt: str | None = None
     priority: int = 0
-    lora_request: Any = None
-    guided_options: Any = None
+    lora_request: object = None
+    guided_options: object = None
     return_routed_experts: bool = True
     resume: Completion | None = None
-    routed_experts: NDArray[np.integer[Any]] | None = None
+    routed_experts: NDArray[np.integer] | None = None
     on_resume: OnResume | None = None
     scoring: Scoring | None = None
 
@@ -416,7 +412,7 @@ class Request:
         return params.get(name) if isinstance(params, Mapping) else getattr(params, name, None)
 
 
-def _restore(self: Any, state: tuple[Any, dict[str, Any]]) -> None:
+def _restore(self: Completion | CompletionOutput, state: tuple[None, dict[str, object]]) -> None:
     """Restore a pickled instance, also one of an older release: fields that it lacks get their defaults."""
     _, kept = state
     for one in fields(self):
@@ -448,7 +444,7 @@ class CompletionOutput:
         - logprobs: float32 ``[G]``, of the sampled tokens; ``None`` if none were asked for
         - routed_experts: unsigned int ``[P + G - 1, L, K]`` as the engine gives it; ``None`` if not kept
         - policy_versions: int32 ``[G]``, version of the weights that produced each token
-        - kept: the words that each token was sampled from; ``None`` if none were left out, or no log-probs asked for
+        - kept: the ids that each token was sampled from; ``None`` if none were left out, or no log-probs asked for
 
     ``resume`` says how later parts of it read the earlier ones again: ``"none"`` if there are none.
     """
@@ -459,7 +455,7 @@ class CompletionOutput:
     finish_reason: str
     policy_versions: NDArray[np.int32]
     logprobs: NDArray[np.float32] | None = None
-    routed_experts: NDArray[np.integer[Any]] | None = None
+    routed_experts: NDArray[np.integer] | None = None
     stop_reason: int | str | None = None
     kept: KeptIds | None = None
     resume: OnResume | Literal["none"] = "none"
@@ -501,7 +497,7 @@ class Completion:
     def count_not_finite(self) -> int:
         """Return how many log-probs of its answers are NaN or infinite, and of its scores are NaN."""
         bad = sum(np.count_nonzero(~np.isfinite(o.logprobs)) for o in self.outputs if o.logprobs is not None)
-        if self.prompt_logprobs is not None:  # a word that was not kept has minus infinity
+        if self.prompt_logprobs is not None:  # an id that was not kept has minus infinity
             bad += np.count_nonzero(np.isnan(self.prompt_logprobs[1:]))
         return int(bad)
 
@@ -517,7 +513,7 @@ def nothing_yet(request: Request) -> Completion:
     if request.resume is not None:
         return replace(request.resume, request_id=request.request_id)
     ids = np.empty(0, np.int64) if request.prompt_token_ids is None else request.prompt_token_ids.astype(np.int64)
-    nothing: Any = np.empty(0, np.int64)
+    nothing = np.empty(0, np.int64)
     versions, logprobs = nothing.astype(np.int32), nothing.astype(np.float32)
     outputs = [
         CompletionOutput(
@@ -619,11 +615,11 @@ class Replica(Protocol):
         """Seed the sampler, for requests without their own seed."""
 
     def collective_rpc(
-        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None, timeout: float
+        self, method: str, args: Sequence[object], kwargs: Mapping[str, object] | None, timeout: float
     ) -> list[Any]:
         """Call a method of every worker; one result for each. Plain data only."""
 
-    def tokenizer(self, timeout: float) -> Any:
+    def tokenizer(self, timeout: float) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer."""
 
     def metadata(self, timeout: float) -> dict[str, tuple[torch.dtype, torch.Size]]:
@@ -648,7 +644,7 @@ class Replica(Protocol):
     def give_up_weights(self, timeout: float) -> None:
         """Undo :meth:`claim_weights`, so that another driver may claim them."""
 
-    def init_weights(self, transport: str, options: Mapping[str, Any], timeout: float) -> None:
+    def init_weights(self, transport: str, options: Mapping[str, object], timeout: float) -> None:
         """Open the engine's end of a weight transport."""
 
     def stage_weights(
@@ -666,7 +662,7 @@ class Replica(Protocol):
         *,
         pause: PauseMode,
         clear_cache: bool,
-        canary: Mapping[str, Any] | None,
+        canary: Mapping[str, object] | None,
         digest: str | None = None,
         patience: float = math.inf,
         timeout: float,

@@ -6,7 +6,6 @@ Letters: P prompt tokens, G tokens so far, L decoder layers, K experts per token
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,9 +36,10 @@ class RequestRoutes:
 
     def checked(self, request: Request) -> Request:
         """Return a request with its rows in the engine's dtype."""
+        # what needs no rows comes first: scores, and how a resumed answer is read again
         if request.scoring is not None and self._why_unscored:
             raise ValueError(f"this engine cannot score: {self._why_unscored}")
-        self._check_words(request)
+        self._check_kept_ids(request)
         if request.on_resume == "forced" and self.forced_routing_unavailable_reason:
             raise ValueError(
                 "on_resume='forced', but this engine cannot follow recorded experts: "
@@ -47,6 +47,7 @@ class RequestRoutes:
             )
         if request.on_resume == "forced" and not request.return_routed_experts:
             raise ValueError("on_resume='forced' needs return_routed_experts=True: else there is nothing to follow")
+        # then the rows themselves, against the model's layers
         rows, ids = request.routed_experts, request.prompt_token_ids
         if rows is None:
             return request
@@ -58,20 +59,20 @@ class RequestRoutes:
             raise ValueError("routed_experts has a row per token: pass token ids in place of text")
         return replace(request, routed_experts=check_rows(rows, len(ids), self._layout))
 
-    def _check_words(self, request: Request) -> None:
+    def _check_kept_ids(self, request: Request) -> None:
         kept = None if request.scoring is None else request.scoring.kept
         if kept is None or self._vocabulary is None or not len(kept.ids):
             return
         if kept.ids.min() < 0 or kept.ids.max() >= self._vocabulary:
             bad = kept.ids[(kept.ids < 0) | (kept.ids >= self._vocabulary)][0]
-            raise ValueError(f"kept names the word {bad}; this engine has 0..{self._vocabulary - 1}")
+            raise ValueError(f"kept names token id {bad}; this engine has 0..{self._vocabulary - 1}")
 
     def follows(self, request: Request, first: CompletionOutput | None) -> bool:
         """Whether the rest of an answer follows the rows of its first part."""
         has_rows = first is not None and first.routed_experts is not None
         return has_rows and self._layout is not None and not self._is_live(request)
 
-    def of_part(self, request: Request, first: CompletionOutput | None) -> NDArray[np.integer[Any]] | None:
+    def of_part(self, request: Request, first: CompletionOutput | None) -> NDArray[np.integer] | None:
         """Return the rows ``[P + G - 1, L, K]`` that the rest of an answer follows; ``None`` if the model routes."""
         if not self.follows(request, first):
             return None
@@ -88,7 +89,7 @@ class RequestRoutes:
         return bool(self.forced_routing_unavailable_reason) or request.on_resume == "live"
 
 
-def rows_of_answer(rows: NDArray[Any], layout: RoutingLayout) -> NDArray[np.integer[Any]]:
+def rows_of_answer(rows: NDArray[np.generic], layout: RoutingLayout) -> NDArray[np.integer]:
     """Return what an engine recorded ``[rows, L, K]`` as rows to follow: layers without a router are -1."""
     followed = rows.astype(layout.numpy_dtype)
     if layout.dense_layers:
@@ -96,7 +97,7 @@ def rows_of_answer(rows: NDArray[Any], layout: RoutingLayout) -> NDArray[np.inte
     return followed
 
 
-def check_rows(rows: NDArray[Any], prompt_tokens: int, layout: RoutingLayout) -> NDArray[np.integer[Any]]:
+def check_rows(rows: NDArray[np.generic], prompt_tokens: int, layout: RoutingLayout) -> NDArray[np.integer]:
     """Return rows to follow in the layout's dtype, checked."""
     name = "routed_experts"
     _checks.check_integer(

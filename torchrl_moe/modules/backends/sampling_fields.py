@@ -22,15 +22,15 @@ MOST_ANSWERS = 1 << 20
 """Answers to all prompts of one call together."""
 MOST_N = 16384  # vLLM's own
 VARIABLE = "VLLM_MAX_N_SEQUENCES"  # vLLM's, which raises it
-BIAS = 1e4  # enforces a word; with more, float32 logits lose what distinguishes them
+BIAS = 1e4  # enforces a token; with more, float32 logits lose what distinguishes them
 # what vLLM's model runner has room for; it ends at more. Its own stop tokens (the model's) count, too
 MOST_BIASED, MOST_ALLOWED, MOST_STOPS = 1024, 1024, 112
 OURS = "torchrl_moe"  # the key of extra_args for what a request follows
 
-Check: TypeAlias = Callable[[str, Any], None]
+Check: TypeAlias = Callable[[str, object], None]
 
 
-def _items(name: str, value: Any, check: Check, most: int = LARGEST) -> None:
+def _items(name: str, value: object, check: Check, most: int = LARGEST) -> None:
     """Check a list (or tuple, or array) item by item; ``None`` passes."""
     if value is None:
         return
@@ -42,7 +42,7 @@ def _items(name: str, value: Any, check: Check, most: int = LARGEST) -> None:
         check(f"{name}[{i}]", item)
 
 
-def _text(name: str, value: Any) -> None:
+def _text(name: str, value: object) -> None:
     if not isinstance(value, str) or not value:
         raise ValueError(f"{name} must be text of at least one character, got {shown(value)}.")
     check_text(name, value)
@@ -56,14 +56,14 @@ def check_text(name: str, value: str) -> None:
         raise ValueError(f"{name} must be text that UTF-8 can encode, got {shown(value)}: {error.reason}.") from error
 
 
-def _stop(name: str, value: Any) -> None:
+def _stop(name: str, value: object) -> None:
     if value is not None and not isinstance(value, str):
         _items(name, value, _text)
     elif value is not None:
         _text(name, value)
 
 
-def _bias(name: str, value: Any) -> None:
+def _bias(name: str, value: object) -> None:
     if value is None:
         return
     if not isinstance(value, Mapping):
@@ -72,22 +72,23 @@ def _bias(name: str, value: Any) -> None:
         raise ValueError(f"{name} must have at most {MOST_BIASED} entries, got {len(value)}.")
     for token, bias in value.items():
         _token(f"a key of {name}", token)
-        check_number(f"{name}[{token}]", bias, -1e9, BIAS)  # -1e9 is the usual number that bans a word
+        check_number(f"{name}[{token}]", bias, -1e9, BIAS)  # -1e9 is the usual number that bans a token
 
 
-def _mapping(name: str, value: Any) -> None:
+def _mapping(name: str, value: object) -> None:
     if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
         raise ValueError(f"{name} must be a mapping with text as keys, or None, got {shown(value)}.")
 
 
-def _extra(name: str, value: Any) -> None:
+def _extra(name: str, value: object) -> None:
     _mapping(name, value)
-    if value and OURS in value:
+    given: Mapping[str, object] = value if isinstance(value, Mapping) else {}
+    if OURS in given:
         raise ValueError(f"{name} must not have the key {OURS!r}: routed_experts= says which experts are followed.")
-    _mapping(f"{name}['kv_transfer_params']", (value or {}).get("kv_transfer_params"))
+    _mapping(f"{name}['kv_transfer_params']", given.get("kv_transfer_params"))
 
 
-def check_object(name: str, value: Any) -> None:
+def check_object(name: str, value: object) -> None:
     """Refuse what is neither an object of vLLM's nor a mapping of its fields, nor ``None``."""
     is_plain = isinstance(value, str | bytes | int | float | Sequence | np.ndarray | np.generic)
     if is_plain or (isinstance(value, Mapping) and not all(isinstance(key, str) for key in value)):
@@ -144,7 +145,7 @@ FIELDS: Mapping[str, Check] = {
 }
 
 
-def fields_of(params: Any) -> Mapping[str, Any]:
+def fields_of(params: object) -> Mapping[str, Any]:
     """Return the fields of what a user passes as sampling parameters; ``None`` for none."""
     if params is None:
         return {}
@@ -161,7 +162,7 @@ def fields_of(params: Any) -> Mapping[str, Any]:
     return {name: getattr(params, name) for name in FIELDS if hasattr(params, name)}
 
 
-def check_fields(params: Any, longest: int | None = None) -> None:
+def check_fields(params: object, longest: int | None = None) -> None:
     """Check sampling parameters, each field by type and range.
 
     >>> check_fields({"max_tokens": 1.5})
@@ -169,9 +170,11 @@ def check_fields(params: Any, longest: int | None = None) -> None:
     ValueError: sampling_params: max_tokens must be an integer from 1 to 2147483647, or None, got 1.5.
     """
     given = fields_of(params)
+    # each field by itself
     for name, value in given.items():
         if (check := FIELDS.get(name)) is not None:
             check(f"sampling_params: {name}", value)
+    # then what only several fields together show
     most, least, stops = (given.get(name) for name in ("max_tokens", "min_tokens", "stop_token_ids"))
     if most is not None and longest is not None and most > longest:
         raise ValueError(
@@ -187,7 +190,7 @@ def check_fields(params: Any, longest: int | None = None) -> None:
         raise ValueError(f"sampling_params: min_tokens={least} is more than max_tokens={most}.")
 
 
-def check_answers(params: Any, prompts: int) -> None:
+def check_answers(params: object, prompts: int) -> None:
     """Refuse more answers than one call may ask for, before anything is made for each of them."""
     n = fields_of(params).get("n", 1)
     if n * prompts > MOST_ANSWERS:

@@ -261,10 +261,10 @@ def engine_kind(engine: str) -> EngineKind:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
     # here and not at the top: this package is imported without any engine
     if engine == "transformers":
-        from torchrl_moe.modules.backends.transformers import kind as of_transformers
+        from torchrl_moe.modules.backends.transformers import transformers_arguments as of_transformers
 
         return of_transformers
-    from torchrl_moe.modules.backends.vllm import kind as of_vllm
+    from torchrl_moe.modules.backends.vllm import engine_args as of_vllm
 
     return of_vllm
 

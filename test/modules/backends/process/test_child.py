@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import socket
-import subprocess
 import tempfile
 import threading
 import time
@@ -122,33 +120,6 @@ def test_a_folder_for_logs_that_cannot_be_one_starts_nothing(temporary: Path) ->
     assert list(temporary.iterdir()) == [temporary / "file"]
 
 
-def test_every_thread_that_ends_a_child_waits_until_it_has_ended(
-    temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(child, "GRACE_SECONDS", 0.5)
-    process = Child(0, toy_kind, toy_environment())
-    process.outbox.put(child.configuration({"model": "toy", "start": {"sleeper": True}}))
-    assert wire.receive(process.connection)[0] == "ready"
-    assert len(group(process.process.pid)) == 2
-    os.kill(process.process.pid, signal.SIGSTOP)  # it cannot end politely
-    ended = []
-
-    def end() -> None:
-        process.end()
-        ended.append(process.process.poll())
-
-    threads = [threading.Thread(target=end) for _ in range(3)]
-    started = time.monotonic()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60.0)
-    assert ended == [-signal.SIGKILL] * 3
-    assert time.monotonic() - started >= 0.5
-    until(lambda: group(process.process.pid) == [])
-    process.end_and_forget()
-
-
 def test_a_finalizer_may_run_in_the_thread_that_ends_the_child(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,15 +140,6 @@ def test_a_finalizer_may_run_in_the_thread_that_ends_the_child(
     assert group(process.process.pid) == []
 
 
-def test_no_process_group_is_killed_twice(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    process = Child(0, toy_kind, toy_environment())
-    process.end()
-    # the number may be another group's by now
-    monkeypatch.setattr(child, "kill_group", lambda leader: pytest.fail("killed again"))
-    process.end()
-    process.end_and_forget()
-
-
 def test_vllms_sockets_lie_in_the_childs_folder_if_the_kernel_takes_their_names(tmp_path: Path) -> None:
     name_bytes = 36  # vLLM calls them by a UUID
     fits = Path("/" + "x" * (107 - name_bytes - 2))
@@ -194,29 +156,8 @@ def test_vllms_sockets_lie_in_the_childs_folder_if_the_kernel_takes_their_names(
         child.FOLDER_VARIABLE: f"{fits}x",
         **driver,
     }
-    for path, accepted in ((fits, True), (Path(f"{fits}x"), False)):
-        with socket.socket(socket.AF_UNIX) as asked:
-            # too long a name is refused before the folder is missed
-            with pytest.raises(FileNotFoundError if accepted else OSError) as caught:
-                asked.bind(f"{path}/{'u' * name_bytes}")
-            assert isinstance(caught.value, FileNotFoundError) == accepted
-
-
-def test_the_user_may_choose_the_place_of_vllms_sockets(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    environments = []
-    real = subprocess.Popen
-
-    def popen(*arguments: Any, env: dict[str, str], **keywords: Any) -> Any:
-        environments.append(env)
-        return real(["true"], **keywords)
-
-    monkeypatch.setattr(subprocess, "Popen", popen)
-    monkeypatch.setattr(child, "SOCKET_NAME_BYTES", 4096)  # however deep the tests' folder lies
-    for environment in ({}, {"VLLM_RPC_BASE_PATH": "theirs"}):
-        Child(0, toy_kind, environment, fork=False).end_and_forget()
-    ours, theirs = (environment["VLLM_RPC_BASE_PATH"] for environment in environments)
-    assert Path(ours).parent == temporary
-    assert theirs == "theirs"
+    theirs = child._with_places({"VLLM_RPC_BASE_PATH": "theirs"}, fits)
+    assert (theirs["VLLM_RPC_BASE_PATH"], theirs["TMPDIR"]) == ("theirs", str(fits))  # the user may choose
 
 
 # -- forked or not ----------------------------------------------------------------------------------------------------

@@ -1,163 +1,184 @@
-"""What every engine process does with messages, over an engine that only counts."""
+"""An engine process never outlives its driver, and reports its stats by itself."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 
-import numpy as np
+import psutil
 import pytest
 
-from support.processes import ids_request
-from torchrl_moe.errors import EngineError
-from torchrl_moe.modules.backends.process import engine_program, wire
-from torchrl_moe.modules.backends.process import wire as packing
-from torchrl_moe.modules.backends.process.engine_program import EngineProgram, Load
-from torchrl_moe.modules.backends.replica import Completion, ReplicaInfo, ReplicaStats, Request
+from support.processes import group
+from support.waiting import until
+from torchrl_moe.modules.backends.process import engine_program as engine_program
+from torchrl_moe.modules.backends.process.engine_program import Load, StatsFeed
+from torchrl_moe.modules.backends.replica import ReplicaStats
+
+# -- groups -----------------------------------------------------------------------------------------------------------
 
 
-class Inbox:
-    """The driver's messages, put by hand."""
+def leader(code: str) -> subprocess.Popen[bytes]:
+    """A process that leads a group of three: a child of its own and Python's resource tracker are in it."""
+    start = (
+        "import subprocess, sys; from multiprocessing import resource_tracker;"
+        "from torchrl_moe.modules.backends.process import engine_program as engine_program;"
+        "subprocess.Popen(['sleep', '600']); resource_tracker.ensure_running(); print('up', end='');"
+    )
+    arguments = [sys.executable, "-c", f"{start} sys.stdin.read(); {code}"]
+    process = subprocess.Popen(arguments, start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    until(lambda: len(group(process.pid)) == 3 and trackers(process.pid))
+    return process
+
+
+def trackers(leader: int) -> list[int]:
+    return [member.pid for member in group(leader) if "multiprocessing.resource_tracker" in " ".join(member.cmdline())]
+
+
+def test_ending_the_group_ends_all_of_it_and_flushes_first() -> None:
+    process = leader("engine_program.end_group(7)")
+    output, _ = process.communicate(timeout=60.0)
+    assert output == b"up"
+    assert process.returncode == 7
+    until(lambda: not group(process.pid))
+
+
+def test_a_group_that_is_killed_loses_all_but_the_tracker_which_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = []
+    kill = os.kill
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid) or kill(pid, number))
+    process = leader("")
+    members, (tracker,) = {member.pid for member in group(process.pid)}, trackers(process.pid)
+    engine_program.kill_group(process.pid)
+    assert set(killed) == members - {tracker}
+    until(lambda: not group(process.pid))
+    process.communicate(timeout=60.0)
+
+
+LOOK_ON = """
+import os, time
+from torchrl_moe.modules.backends.process.engine_program import end_with_leader
+while {wait} and os.getppid() == os.getpgrp():
+    time.sleep(0.01)
+end_with_leader()
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def orphans(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int, Path]]:
+    """A driver, the leader of a group that it started, and the folder of the two; a member of the group looks on."""
+    folder = tmp_path / "replica"
+    folder.mkdir()
+    member = [sys.executable, "-c", LOOK_ON.format(wait=False)]
+    leader = f"import subprocess, time; subprocess.Popen(['sleep', '600']); subprocess.Popen({member}); time.sleep(600)"
+    driver = (
+        "import os, subprocess, sys, time;"
+        f"os.environ.update({engine_program.FOLDER_VARIABLE}={str(folder)!r},"
+        f" {engine_program.DRIVER_VARIABLE}=str(os.getpid()));"
+        f"print(subprocess.Popen([sys.executable, '-c', {leader!r}], process_group=0).pid, flush=True); time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", driver], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    try:
+        assert process.stdout.readline() == "up\n"
+        yield process, pid, folder
+    finally:
+        process.kill()
+        engine_program.kill_group(pid)
+        process.communicate()
+
+
+def test_a_group_ends_when_its_leader_and_its_driver_are_killed_at_once(
+    orphans: tuple[subprocess.Popen[str], int, Path],
+) -> None:
+    driver, leader, folder = orphans
+    assert len(group(leader)) == 3
+    driver.send_signal(signal.SIGSTOP)
+    os.kill(leader, signal.SIGKILL)  # now a zombie: nobody asks
+    driver.kill()
+    driver.wait(60.0)
+    until(lambda: not group(leader))
+    until(lambda: not folder.exists())
+
+
+def test_a_process_that_cannot_be_inspected_counts_as_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engine_program._is_gone(os.getpid()) is False
+
+    def fail(pid: int) -> psutil.Process:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(psutil, "Process", fail)
+    assert engine_program._is_gone(1 << 30) is False
+    monkeypatch.undo()
+    assert engine_program._is_gone(1 << 30) is True
+
+
+def test_nobody_looks_on_where_processes_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(engine_program.FOLDER_VARIABLE, "/nowhere")
+    monkeypatch.setenv(engine_program.DRIVER_VARIABLE, "1")
+    monkeypatch.setattr(os, "getpgrp", lambda: 1)
+    monkeypatch.setattr(engine_program, "_is_gone", lambda pid: True)
+    engine_program.end_with_leader()
+    assert "engine_program" not in {thread.name for thread in threading.enumerate()}
+
+
+# -- stats -------------------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """A feed, its clock, and what it sent."""
 
     def __init__(self) -> None:
-        self.messages: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
+        self.now = 100.0
+        self.load = Load()
+        self.requests = 0
+        self.sent: list[ReplicaStats] = []
+        self.feed = StatsFeed(
+            self.load, lambda: ReplicaStats(requests=self.requests), self._send, clock=lambda: self.now
+        )
 
-    def put(self, *message: Any) -> None:
-        self.messages.put_nowait(message)
+    def _send(self, message: tuple[str, ReplicaStats]) -> None:
+        kind, stats = message
+        assert kind == "stats"
+        self.sent.append(stats)
 
-
-class Program(EngineProgram):
-    """Answers each request at once with no token, and refuses the one called "bad"."""
-
-    def __init__(self) -> None:
-        self.inbox = Inbox()
-        self.sent: list[tuple[Any, ...]] = []
-        self.heard: list[Any] = []
-        self.dead = ""
-        self.worked = False
-        info = ReplicaInfo(model="counter", layout=None, max_model_len=8)
-        super().__init__(info, Load(), self.inbox, self._note)  # type: ignore[arg-type]
-
-    def _note(self, message: tuple[Any, ...]) -> None:
-        if message[0] != "stats":
-            self.sent.append(message)
-
-    def start(self, request: Request) -> None:
-        if request.request_id == "bad":
-            self._refuse("bad", ValueError("too long"))
-        else:
-            self._send(("completion", completion(request.request_id)))
-
-    def abort(self, request_ids: list[str]) -> None:
-        self.heard.append(request_ids)
-
-    def left(self, driver: str) -> None:
-        self.heard.append(driver)
-
-    def _stats(self) -> ReplicaStats:
-        return ReplicaStats(requests=7)
-
-    def _death(self) -> str:
-        return self.dead
-
-    def close(self) -> None:
-        self.heard.append("closed")
-
-    def _background(self) -> list[Any]:
-        async def work() -> None:
-            self.worked = True
-
-        return [work()]
-
-    async def command_add(self, a: int, b: int) -> int:
-        return a + b
-
-    async def command_fail(self, mine: bool) -> None:
-        raise EngineError("broken") if mine else RuntimeError from TypeError("yours")
+    def tick(self, tokens: int = 0) -> None:
+        self.now += 0.25
+        self.load.tokens += tokens
+        self.feed.tick()
 
 
-def completion(request_id: str) -> Completion:
-    ids: Any = np.array([1, 2])
-    return Completion(request_id=request_id, prompt=None, prompt_token_ids=ids, num_cached_tokens=0, outputs=[])
+def test_only_what_changed_is_sent() -> None:
+    bench = Bench()
+    for requests in (0, 0, 3, 3, 3, 4):
+        bench.requests = requests
+        bench.tick()
+    assert [stats.requests for stats in bench.sent] == [0, 3, 4]
 
 
-def run(script: Callable[[Program], Awaitable[None]]) -> Program:
-    """Run a script against a program that serves, and have it end, if it has not."""
-
-    async def main() -> Program:
-        program = Program()
-        serving = asyncio.create_task(program.serve())
-        await script(program)
-        program.inbox.put("shutdown")
-        await asyncio.wait_for(serving, 60.0)
-        return program
-
-    return asyncio.run(main())
-
-
-async def until_sent(program: Program, count: int) -> None:
-    async with asyncio.timeout(60.0):
-        while len(program.sent) < count:
-            await asyncio.sleep(0.001)
+def test_the_pace_is_that_of_the_last_second_and_falls_to_0_when_nothing_is_made() -> None:
+    bench = Bench()
+    rates = []
+    for tokens in (10, 10, 10, 10, 30, 0, 0, 0, 0):
+        bench.tick(tokens)
+        rates.append(bench.feed.stats().tokens_per_second)
+    assert rates == [40.0, 40.0, 40.0, 40.0, 60.0, 50.0, 40.0, 30.0, 0.0]
+    sent = len(bench.sent)
+    assert bench.sent[-1].tokens_per_second == 0.0
+    for _ in range(5):
+        bench.tick()
+    assert len(bench.sent) == sent  # an idle engine is silent
 
 
-def test_each_message_reaches_what_it_is_for() -> None:
-    async def script(program: Program) -> None:
-        program.inbox.put("generate", packing.pack_requests([ids_request("a"), ids_request("bad")]))
-        program.inbox.put("abort", ["a"])
-        program.inbox.put("left", "d1")
-        program.inbox.put("call", 1, "add", wire.parcel({"a": 2, "b": 3}))
-        program.inbox.put("call", 2, "stats", wire.parcel({}))
-        await until_sent(program, 4)
-
-    program = run(script)
-    assert program.heard == [["a"], "d1"]
-    assert program.worked
-    assert program.sent[0][1].request_id == "a"
-    assert program.sent[1] == ("refused", "bad", "value", "too long")
-    assert [wire.open_parcel(parcel) for _, _, parcel in program.sent[2:]] == [5, ReplicaStats(requests=7)]
-
-
-@pytest.mark.parametrize(
-    ("command", "kwargs", "kind", "words"),
-    [
-        ("sub", {}, "value", "an engine process has no command 'sub'; known: add, fail, stats"),
-        ("add", {"c": 1}, "value", "unexpected keyword argument"),
-        ("fail", {"mine": True}, "engine", "EngineError: broken"),
-        ("fail", {"mine": False}, "value", "yours"),
-    ],
-)
-def test_a_command_that_fails_says_whose_fault_it_is(command: str, kwargs: Any, kind: str, words: str) -> None:
-    async def script(program: Program) -> None:
-        program.inbox.put("call", 5, command, wire.parcel(kwargs))
-        await until_sent(program, 1)
-
-    (error,) = run(script).sent
-    assert error[:3] == ("error", 5, kind)
-    assert words in error[3]
-
-
-def test_a_death_is_reported_once_and_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_program, "WATCH_SECONDS", 60)  # nobody else looks
-
-    async def script(program: Program) -> None:
-        program.dead = "the engine is gone"
-        program.inbox.put("call", 1, "fail", wire.parcel({"mine": True}))
-        program.inbox.put("generate", packing.pack_requests([ids_request("bad")]))
-        await until_sent(program, 1)
-
-    assert run(script).sent == [("died", "the engine is gone")]
-
-
-def test_completions_that_are_ready_together_share_a_message() -> None:
-    one, other = completion("a"), completion("b")
-    frames = engine_program._frame([("completion", one), ("ready", 1), ("completion", other), ("result", 1, [])])
-    assert [wire.decode(first, rest)[0] for first, *rest in frames] == ["completions", "ready", "result"]
-    assert engine_program._frame([("ready", "info")]) == [wire.encode(("ready", "info"))]
-
-
-def test_a_message_has_room_for_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_program, "MESSAGE_BYTES", 1)
-    frames = engine_program._frame([("completion", completion(name)) for name in "abc"])
-    assert len(frames) == 3
+def test_two_readings_at_one_time_are_no_error() -> None:
+    bench = Bench()
+    bench.feed.tick()
+    assert bench.sent == [ReplicaStats()]

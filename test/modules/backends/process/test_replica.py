@@ -30,7 +30,7 @@ from torchrl_moe.errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.process import child
 from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 from torchrl_moe.modules.backends.replica import ProbeReport, Request
-from torchrl_moe.modules.backends.vllm import kind
+from torchrl_moe.modules.backends.vllm import engine_args as kind
 
 START = 120.0  # generous: two seconds, on a machine of its own
 
@@ -60,73 +60,10 @@ def rpc(replica: LocalReplica, method: str, *args: Any, timeout: float = 10.0) -
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_that_cannot_be_sent_fails_alone(lasting: LocalReplica) -> None:
-    good, bad = ids_request("good", (5,)), ids_request("bad", sampling_params={"stop": lambda: None})
-    one, other = lasting.submit([good, bad])
-    assert one.result(60.0).outputs[0].token_ids.tolist() == [6]
-    with pytest.raises(ValueError, match="cannot be sent to the engine process"):
-        other.result(60.0)
-
-
-def test_requests_are_answered_by_id_with_the_replica_on_their_metrics(lasting: LocalReplica) -> None:
-    slow = ids_request("slow", (5, 6), sampling_params={"seconds": 0.1})
-    text = Request(request_id="text", sampling_params=None, prompt="AB")
-    answers = [future.result(60.0) for future in lasting.submit([slow, text])]
-    assert [answer.request_id for answer in answers] == ["slow", "text"]
-    assert [answer.outputs[0].token_ids.tolist() for answer in answers] == [[6, 7], [66, 67]]
-    assert [answer.metrics.replica for answer in answers] == [3, 3]
-
-
-def test_many_threads_submit_at_once(lasting: LocalReplica) -> None:
-    def run(thread: int) -> list[list[int]]:
-        requests = [ids_request(f"{thread}-{i}", (thread, i)) for i in range(50)]
-        return [future.result(60.0).outputs[0].token_ids.tolist() for future in lasting.submit(requests)]
-
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(run, range(8)))
-    assert answers == [[[thread + 1, i + 1] for i in range(50)] for thread in range(8)]
-
-
 def test_a_large_message_arrives_whole(lasting: LocalReplica) -> None:
     big = Request(request_id="big", sampling_params=None, prompt_token_ids=np.arange(1 << 20, dtype=np.int32))
     (future,) = lasting.submit([big])
     np.testing.assert_array_equal(future.result(60.0).outputs[0].token_ids, np.arange(1, (1 << 20) + 1))
-
-
-def test_nothing_to_submit_is_nothing(lasting: LocalReplica) -> None:
-    assert lasting.submit([]) == []
-
-
-def test_the_engine_refuses_one_request_and_serves_the_other(lasting: LocalReplica) -> None:
-    bad, crash, good = lasting.submit(
-        [
-            ids_request("bad", sampling_params={"refuse": "the prompt is too long"}),
-            ids_request("crash", sampling_params={"wrap": ("RuntimeError", "a bug")}),
-            ids_request("good"),
-        ]
-    )
-    with pytest.raises(ValueError, match="the prompt is too long"):
-        bad.result(60.0)
-    with pytest.raises(EngineError, match="RuntimeError: a bug"):
-        crash.result(60.0)
-    assert good.result(60.0).outputs[0].token_ids.tolist() == [2, 3, 4]
-
-
-def test_an_id_in_flight_is_refused_and_may_be_used_again_later(lasting: LocalReplica) -> None:
-    first, twin = lasting.submit([ids_request("x", sampling_params={"seconds": 0.5}), ids_request("x")])
-    (other,) = lasting.submit([ids_request("x")])
-    for refused in (twin, other):
-        with pytest.raises(ValueError, match="request id 'x' is in flight already"):
-            refused.result(0)
-    assert first.result(60.0).outputs[0].finish_reason == "stop"
-    assert lasting.submit([ids_request("x")])[0].result(60.0).request_id == "x"
-
-
-def test_what_has_no_plain_form_is_refused_before_it_is_sent(lasting: LocalReplica) -> None:
-    for parameters in (lambda: None, {"lock": threading.Lock()}):
-        (future,) = lasting.submit([ids_request("x", sampling_params=parameters)])
-        with pytest.raises(ValueError, match="the request cannot be sent to the engine process"):
-            future.result(0)
 
 
 class Odd(Mapping[str, int]):
@@ -158,20 +95,6 @@ def test_of_every_field_what_is_not_plain_is_refused_by_its_class(lasting: Local
     assert other.result(60.0).request_id == "other"
 
 
-def test_an_abort_cuts_a_request_even_right_after_it_was_submitted(lasting: LocalReplica) -> None:
-    known, fresh, other = lasting.submit(
-        [
-            ids_request("known", sampling_params={"seconds": 3600}),
-            ids_request("fresh", sampling_params={"read_seconds": 0.1, "seconds": 3600}),
-            ids_request("other", sampling_params={"seconds": 0.3}),
-        ]
-    )
-    lasting.abort(["known", "fresh", "unknown"])
-    assert known.result(60.0).aborted
-    assert fresh.result(60.0).aborted
-    assert not other.result(60.0).aborted
-
-
 def test_a_future_that_its_owner_cancelled_disturbs_nobody(lasting: LocalReplica) -> None:
     first, second = lasting.submit(
         [ids_request("a", sampling_params={"seconds": 0.1}), ids_request("b", sampling_params={"seconds": 0.2})]
@@ -181,39 +104,6 @@ def test_a_future_that_its_owner_cancelled_disturbs_nobody(lasting: LocalReplica
 
 
 # -- commands ---------------------------------------------------------------------------------------------------------
-
-
-def test_commands_are_answered_from_many_threads(lasting: LocalReplica) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda i: rpc(lasting, "echo", i), range(40)))
-    assert answers == [[["echo", [i], None]] for i in range(40)]
-
-
-def test_pause_resume_and_stats_are_commands(lasting: LocalReplica) -> None:
-    lasting.pause("keep", clear_cache=False, timeout=5)
-    lasting.resume(5)
-    before = lasting.stats(5)
-    lasting.submit([ids_request("s")])[0].result(60.0)
-    after = lasting.stats(5)
-    assert after.requests == before.requests + 1
-    assert after.generated_tokens == before.generated_tokens + 3
-
-
-@pytest.mark.parametrize(
-    ("command", "fields", "error", "message"),
-    [
-        ("stat", {}, ValueError, r"no command 'stat'; known: .*stats"),
-        ("pause", {"how": "keep"}, ValueError, "how"),
-        ("collective_rpc", {"method": "fail", "args": ("boom",), "kwargs": None}, EngineError, "RuntimeError: boom"),
-        ("collective_rpc", {"method": "not_plain", "args": (), "kwargs": None}, ValueError, "has no plain form"),
-    ],
-)
-def test_a_command_that_fails_fails_alone(
-    lasting: LocalReplica, command: str, fields: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        lasting._command(command, 10, **fields)
-    assert rpc(lasting, "echo") == [["echo", [], None]]
 
 
 def test_vital_signs_are_a_command(lasting: LocalReplica) -> None:
@@ -256,6 +146,7 @@ def test_a_replica_starts_once(lasting: LocalReplica) -> None:
 
 def test_a_replica_that_was_not_started_says_so_and_can_be_shut_down() -> None:
     replica = toy_replica(5)
+    assert replica.log_tail() == ""
     replica.shutdown()
     assert not replica.is_alive()
     for use in (
@@ -391,6 +282,7 @@ def test_a_killed_child_fails_all_that_waits_and_its_group_goes_with_it() -> Non
         late.result(0)
     with pytest.raises(ReplicaDiedError, match="exit code -9"):
         replica.stats(60)
+    assert isinstance(replica.probe(1.0).exception(60.0), ReplicaDiedError)
     replica.shutdown()
 
 

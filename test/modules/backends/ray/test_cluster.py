@@ -1,7 +1,8 @@
-"""Joining a Ray cluster, and what is said of it; Ray itself is played."""
+"""Joining a Ray cluster, names and environments of actors; Ray itself is played."""
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,95 @@ from ray.exceptions import GetTimeoutError
 from support.actors import ray_service
 from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.ray import cluster
+from torchrl_moe.modules.backends.ray.actor import actor_environment
+from torchrl_moe.modules.backends.ray.cluster import (
+    RayService,
+    forwarded_environment,
+    parse_actor_name,
+    parse_group_name,
+    secrets_of_environment,
+)
+
+SOME = RayService(
+    name="my-replica-1",
+    detached=True,
+    num_replicas=12,
+    kind="support.toy_kind",
+    arguments={"model": "m"},
+    resources={"CPU": 1},
+)
+
+
+def test_a_name_is_read_as_it_was_written() -> None:
+    assert SOME.actor_name(11) == "my-replica-1-replica-11"
+    assert parse_actor_name(SOME.actor_name(11)) == ("my-replica-1", 11)
+
+
+@pytest.mark.parametrize("name", ["replica-1", "-replica-1", "policy", "policy-replica-", "policy-replica-x"])
+def test_other_actors_are_not_ours(name: str) -> None:
+    assert parse_actor_name(name) is None
+
+
+@pytest.mark.parametrize("name", ["policy", "a/b", "a replica-1", "größe"])
+def test_a_groups_name_is_read_as_it_was_written(name: str) -> None:
+    service = dataclasses.replace(SOME, name=name, namespace="of/ours")
+    assert parse_group_name(service.group_name(11, "0123abcd")) == ("of/ours", name, 11)
+
+
+@pytest.mark.parametrize("name", ["", "policy", "a/b/c/d", "a/b/1/0123abcd/x", "a/b/1/0123abc", "a/b/-1/0123abcd"])
+def test_other_groups_are_not_ours(name: str) -> None:
+    assert parse_group_name(name) is None
+
+
+def test_settings_of_vllm_go_along_and_what_belongs_to_a_machine_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("VLLM_LOGGING_LEVEL", "HF_HOME", "NCCL_DEBUG", "VLLM_HOST_IP", "CUDA_VISIBLE_DEVICES", "PATH"):
+        monkeypatch.setenv(name, "x")
+    environment = forwarded_environment()
+    assert {"VLLM_LOGGING_LEVEL", "HF_HOME", "NCCL_DEBUG"} <= environment.keys()
+    assert not {"VLLM_HOST_IP", "CUDA_VISIBLE_DEVICES", "PATH"} & environment.keys()
+
+
+def test_access_tokens_are_no_part_of_what_ray_keeps_and_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = {"HF_TOKEN": "hf_1", "HUGGING_FACE_HUB_TOKEN": "hf_2", "VLLM_API_KEY": "key"}
+    settings = {"HF_TOKEN_PATH": "/a/file", "VLLM_MAX_TOKENS": "3"}
+    for name, value in {**tokens, **settings, "GITHUB_TOKEN": "not ours"}.items():
+        monkeypatch.setenv(name, value)
+    assert not tokens.keys() & forwarded_environment().keys()
+    assert settings.items() <= forwarded_environment().items()
+    assert secrets_of_environment() == tokens
+
+
+def test_on_cpus_there_is_a_thread_for_each_that_was_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")  # of the process that started the node
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    environment = actor_environment(
+        ray_service(name="s", cpus=3.0), {"VLLM_LOGGING_LEVEL": "DEBUG", "HF_HOME": "there"}
+    )
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert environment["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    assert actor_environment(ray_service(name="s", cpus=0.5), {})["OMP_NUM_THREADS"] == "1"
+
+
+def test_on_gpus_the_engine_has_those_that_ray_gave_the_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    service = dataclasses.replace(ray_service(name="s"), resources={"CPU": 2.0, "GPU": 2.0})
+    environment = actor_environment(service, {})
+    assert environment["CUDA_VISIBLE_DEVICES"] == "2,5"
+    assert "TORCH_COMPILE_DISABLE" not in environment
+    assert "OMP_NUM_THREADS" not in environment
+
+
+def test_a_verbose_service_logs_at_vllms_own_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    quiet = ray_service(name="s")
+    assert actor_environment(quiet, {})["VLLM_LOGGING_LEVEL"] == "WARNING"
+    assert actor_environment(dataclasses.replace(quiet, verbose=True), {})["VLLM_LOGGING_LEVEL"] == "INFO"
+
+
+# -- the cluster -------------------------------------------------------------------------------------------------------
 
 
 class Played:
@@ -30,16 +120,13 @@ class Played:
             raise ConnectionError("Could not find any running Ray instance")
 
 
-def test_a_ray_that_runs_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = Played(monkeypatch, running=True)
-    assert cluster.join_cluster() is False
-    assert played.inits == []
-
-
-def test_a_cluster_that_is_found_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = Played(monkeypatch, found=True)
-    assert cluster.join_cluster() is False
-    assert played.inits == [{"address": "auto"}]
+def test_a_ray_that_runs_is_used_as_it_is_and_a_cluster_that_is_found_is_joined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for running, inits in ((True, []), (False, [{"address": "auto"}])):
+        played = Played(monkeypatch, running=running, found=True)
+        assert cluster.join_cluster() is False
+        assert played.inits == inits
 
 
 def test_one_is_started_only_where_there_is_none_and_only_if_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,22 +1,45 @@
-"""What a driver says to an actor and hears from it; here without Ray: the link leads to a host in this process."""
+"""A replica behind an actor: over a host in this process, and in a real cluster, over the toy engine."""
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
 import uuid
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
+import ray
+from ray.exceptions import RayError
 
-from support.actors import ray_service
-from support.fake_cluster import FakeCluster
+from support.actors import groups_in_use, pids, ray_service, toy_actors
+from support.fake_cluster import FakeActor, FakeCluster
 from support.hosts import ToyHost
-from support.processes import group, ids_request
-from support.waiting import until
-from torchrl_moe.errors import ReplicaDiedError
+from support.processes import PYTHONPATH, group, ids_request, is_gone
+from support.waiting import HOUR, PATIENCE, until
+from torchrl_moe.errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.process import wire
-from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
+from torchrl_moe.modules.backends.ray import cluster
+from torchrl_moe.modules.backends.ray import ray_replica as ray_replica
+from torchrl_moe.modules.backends.ray.cluster import (
+    NAMESPACE,
+    RayService,
+    end_service,
+    find_service,
+    parse_group_name,
+    running_services,
+)
+from torchrl_moe.modules.backends.ray.ray_replica import ActorLink, RayReplica
 from torchrl_moe.modules.backends.ray.replica_host import dial
+
+# -- over a host in this process ---------------------------------------------------------------------------------------
 
 
 class HostLink:
@@ -24,7 +47,7 @@ class HostLink:
 
     def __init__(self, host: ToyHost) -> None:
         self.driver = uuid.uuid4().hex[:8]
-        self.words = ""
+        self.reason = ""
         self.was_left = False
         self.connection = dial(host.address())
         self.outbox = wire.Outbox(self.connection)
@@ -32,7 +55,7 @@ class HostLink:
         self.host = host
 
     def end(self) -> None:
-        self.words = self.words or ("left" if self.was_left else "")
+        self.reason = self.reason or ("left" if self.was_left else "")
         self.outbox.close()
 
     end_and_forget = end
@@ -42,7 +65,7 @@ class HostLink:
         self.host.shut_down()
 
     def log_tail(self) -> str:
-        return self.words
+        return self.reason
 
 
 def test_who_joins_places_no_actor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,12 +177,6 @@ def test_of_an_actor_that_ends_since_its_driver_left_ray_that_is_said_and_not_ho
     assert stays.death.startswith("replica 6 died: its engine process ended with exit code -9")
 
 
-def test_what_has_no_plain_form_is_refused_before_it_is_sent(two: tuple[RayReplica, RayReplica]) -> None:
-    (future,) = two[0].submit([ids_request("x", sampling_params=lambda: None)])
-    with pytest.raises(ValueError, match="the request cannot be sent to the engine process"):
-        future.result(0)
-
-
 def test_one_that_was_not_started_says_so_and_can_be_ended() -> None:
     replica = RayReplica(5, ray_service(name="s"))
     replica.shutdown()
@@ -167,3 +184,392 @@ def test_one_that_was_not_started_says_so_and_can_be_ended() -> None:
     assert not replica.is_alive()
     with pytest.raises(RuntimeError, match="replica 5 was not started: call start"):
         replica.stats(1)
+
+
+# -- what a link asks of Ray -------------------------------------------------------------------------------------------
+
+
+START = 120.0
+
+
+def test_of_rays_long_reports_the_reason_is_reported() -> None:
+    long = RayError("The actor died.\n\tclass_name: A\n\tThe actor is dead because x. Some common causes include: y")
+    assert ray_replica._cause(long) == "The actor is dead because x."
+    assert ray_replica._cause(OSError("first\n\nlast\n")) == "last"
+    assert ray_replica._cause(EOFError()) == "EOFError()"
+
+
+# -- what it asks of Ray ----------------------------------------------------------------------------------------------
+
+SERVICE = ray_service(name="policy", detached=True)
+NAME = "policy-replica-0"
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
+    monkeypatch.setattr(ray_replica, "WAIT_SECONDS", 0.001)
+    return FakeCluster(monkeypatch)
+
+
+def ended_link(places: bool) -> ActorLink:
+    """A link that has tried: nobody is at the address of a fake actor."""
+    link = ActorLink(0, SERVICE, 0, places)
+    until(lambda: link.reason)
+    return link
+
+
+def test_a_guest_places_nothing_in_the_place_of_an_actor_that_is_gone(fake: FakeCluster) -> None:
+    link = ended_link(places=False)
+    assert link.reason == "could not be reached: it has no actor 'policy-replica-0'"
+    assert fake.asked == 0
+    link.destroy()
+    assert (fake.killed, fake.removed) == ([], [])
+
+
+@pytest.mark.parametrize("was_there", [True, False], ids=["restarted", "came-later"])
+def test_who_ends_a_service_ends_the_actor_that_another_driver_has_put_there_since(
+    fake: FakeCluster, was_there: bool
+) -> None:
+    if was_there:
+        fake.actors[NAME] = FakeActor(SERVICE, "old")
+    link = ended_link(places=False)
+    fake.actors[NAME] = new = FakeActor(SERVICE, "new")
+    link.destroy()
+    assert (fake.killed, new.said) == ([new], ["shut down"])
+    assert fake.removed == ["new"]  # the old one went with its actor
+    link.destroy()
+    assert fake.killed == [new]
+
+
+def test_who_ends_a_service_leaves_alone_another_one_that_has_its_name_since(
+    fake: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_replica, "GONE_SECONDS", HOUR)  # it waits for its own actor's end, which has come
+    fake.actors[NAME] = old = FakeActor(SERVICE, "old")
+    link = ended_link(places=False)
+    fake.actors[NAME] = other = FakeActor(ray_service(name="policy", detached=True, cpus=2.0), "other")
+    link.destroy()
+    assert (fake.killed, other.said, fake.removed) == ([old], [], ["old"])
+
+
+def test_a_driver_that_leaves_while_it_waits_for_a_place_gives_the_group_back(fake: FakeCluster) -> None:
+    link = ActorLink(0, SERVICE, 0)
+    until(lambda: NAME in fake.actors)  # it has its name at once, so that others find it
+    mine = fake.actors[NAME]
+    link.end_and_forget()
+    until(lambda: fake.removed == ["asked-1"])
+    assert (fake.killed, mine.said) == ([mine], [])
+
+
+def test_a_driver_that_is_too_late_gives_its_group_back_and_joins_the_other_ones_actor(fake: FakeCluster) -> None:
+    fake.faster = {NAME: FakeActor(SERVICE, "theirs")}
+    link = ended_link(places=True)
+    assert "Connection refused" in link.reason  # it was dialled: nobody is there
+    assert (fake.asked, fake.removed, fake.killed) == (1, ["asked-1"], [])
+    link.end_and_forget()
+    assert fake.killed == []
+
+
+def test_an_actor_that_ends_as_it_is_dialled_is_asked_again(fake: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.actors[NAME] = FakeActor(SERVICE, "restarting")
+    near, far = socket.socketpair()
+    sent: list[bytes] = []
+    refused = iter([ConnectionRefusedError("nobody listens"), EOFError("it closed its port")])
+
+    def dial(address: Any) -> Any:
+        if (error := next(refused, None)) is not None:
+            raise error
+        return SimpleNamespace(send_bytes=sent.append, fileno=near.fileno, close=near.close)
+
+    monkeypatch.setattr(ray_replica, "dial", dial)
+    with near, far:
+        link = ActorLink(0, SERVICE, 0, places=False)
+        until(lambda: sent)
+        assert link.reason == ""
+        link.end_and_forget()
+
+
+# -- in a cluster -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nothing_left(ray_cluster: Any) -> Iterator[None]:
+    """Each test leaves the cluster empty: no placement group, no name, all CPUs free."""
+    with toy_actors():
+        yield
+    until(lambda: groups_in_use() == [])
+    until(lambda: running_services(NAMESPACE) == {})
+    until(lambda: ray.available_resources().get("CPU") == 4.0)
+
+
+@pytest.fixture
+def in_cluster(nothing_left: None) -> Iterator[Any]:
+    """Makes replicas, and shuts them down."""
+    made: list[RayReplica] = []
+
+    def make(service: RayService, index: int = 0, ready: bool = True) -> RayReplica:
+        made.append(RayReplica(index, service))
+        made[-1].start()
+        if ready:
+            made[-1].wait_ready(START)
+        return made[-1]
+
+    yield make
+    for replica in made:
+        replica.shutdown()
+
+
+def answer(replica: RayReplica) -> list[int]:
+    (future,) = replica.submit([ids_request("answer", (1, 2))])
+    return future.result(60.0).outputs[0].token_ids.tolist()
+
+
+# -- placing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ray
+def test_two_replicas_that_each_fill_a_node_lie_on_two_and_are_known_by_name(in_cluster: Any) -> None:
+    service = ray_service(name="pair", cpus=2.0)
+    replicas = [in_cluster(service, index, ready=False) for index in (1, 0)]
+    assert [replica.wait_ready(START).model for replica in replicas] == ["toy", "toy"]
+    assert running_services(NAMESPACE) == {"pair": [0, 1]}
+    table = ray.util.placement_group_table().values()
+    mine = [row for row in table if row["state"] != "REMOVED"]
+    assert [row["strategy"] for row in mine] == ["PACK", "PACK"]
+    nodes = {node for row in mine for node in row["bundles_to_node_id"].values()}
+    assert len(nodes) == 2
+    assert ray.available_resources().get("CPU", 0.0) == 0.0
+    for replica in replicas:
+        engine = psutil.Process(pids(replica)[1])
+        assert engine.environ()["OMP_NUM_THREADS"] == "2"
+        assert engine.ppid() == pids(replica)[0]
+        assert answer(replica) == [2, 3]
+
+
+KILLED_WHILE_PLACING = """
+import os, sys, threading
+import ray
+from support.actors import ray_service, toy_actors
+from torchrl_moe.modules.backends.ray.ray_replica import ActorLink
+from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
+address, *names = sys.argv[1:]
+ray.init(address=address, log_to_driver=False, logging_level="error")
+have_groups = threading.Barrier(len(names), action=lambda: os.kill(os.getpid(), 9))
+ActorLink._create = lambda link, group: have_groups.wait()
+with toy_actors():
+    replicas = [RayReplica(0, ray_service(name=name, detached=True)) for name in names]
+    for replica in replicas:
+        replica.start()
+    threading.Event().wait(600)
+"""
+
+
+def die_while_placing(address: str, *names: str) -> None:
+    """A driver that is killed between the group and the actor of the first replica of each service."""
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    command = [sys.executable, "-c", KILLED_WHILE_PLACING, address, *names]
+    assert subprocess.run(command, env=environment, timeout=120).returncode == -signal.SIGKILL
+
+
+def placed() -> list[Any]:
+    return [parse_group_name(name) for name in groups_in_use()]
+
+
+@pytest.mark.ray
+def test_a_group_of_a_killed_driver_is_found_by_its_name_and_removed_by_any_other(
+    in_cluster: Any, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "MAKING_SECONDS", 0.2)  # nobody is about to make an actor
+    service = ray_service(name="torn/c", detached=True)
+    lives = in_cluster(service, 1)
+    die_while_placing(ray_cluster.address, "torn/a", "torn/b", "torn/c")
+    torn = [(NAMESPACE, f"torn/{name}", 0) for name in "abc"]
+    assert placed() == [*torn, (NAMESPACE, "torn/c", 1)]
+    with pytest.raises(EngineError, match="no service 'torn/a' is running"):
+        find_service("torn/a", None)
+    until(lambda: placed() == [*torn[1:], (NAMESPACE, "torn/c", 1)])
+    end_service("torn/b", None)
+    until(lambda: placed() == [torn[2], (NAMESPACE, "torn/c", 1)])
+    with pytest.raises(EngineError, match="no service 'torn/b' is running"):
+        end_service("torn/b", None)
+    assert find_service("torn/c", None) == service
+    until(lambda: placed() == [(NAMESPACE, "torn/c", 1)])
+    assert answer(lives) == [2, 3]
+    end_service("torn/c", None)
+    assert running_services(NAMESPACE) == {}
+    until(lambda: groups_in_use() == [] and not lives.is_alive())
+
+
+@pytest.mark.ray
+def test_a_driver_that_is_killed_while_its_replica_waits_for_a_place_leaves_what_can_be_ended_by_name(
+    nothing_left: None, driver: Any
+) -> None:
+    with driver("waits") as process:
+        until(lambda: running_services(NAMESPACE) == {"waits": [0]}, START)
+        process.kill()
+        process.wait(60)
+    assert [parse_group_name(name) for name in groups_in_use()] == [(NAMESPACE, "waits", 0)]
+    end_service("waits", None)
+
+
+@pytest.mark.ray
+def test_what_no_node_has_is_named_and_the_wait_for_it_can_be_ended(in_cluster: Any) -> None:
+    replica = in_cluster(ray_service(name="wide", cpus=3.0), ready=False)
+    with pytest.raises(EngineError) as caught:
+        replica.wait_ready(3.0)
+    message = str(caught.value)
+    assert "replica 0 was not ready within 3 s" in message
+    assert "It waits for a node with {'CPU': 3.0} free" in message
+    assert "2 node(s) have {'CPU': 2.0}; {'CPU': 2.0}; free in total: {'CPU': 4.0}. No node is large enough" in message
+    began = time.monotonic()
+    replica.shutdown()
+    assert time.monotonic() - began < PATIENCE
+
+
+@pytest.mark.ray
+def test_an_engine_that_does_not_start_says_why(in_cluster: Any) -> None:
+    service = ray_service(name="broken", error="no such model", print="SomeError: in the log", sleeper=True)
+    replica = in_cluster(service, ready=False)
+    with pytest.raises(ReplicaDiedError, match=r"(?s)replica 0 did not start: ValueError: no such model\n.*in the log"):
+        replica.wait_ready(START)
+    until(lambda: groups_in_use() == [])  # before anybody shuts it down
+
+
+@pytest.mark.ray
+def test_a_name_of_another_service_is_refused_and_that_is_left_alone(in_cluster: Any) -> None:
+    first = in_cluster(ray_service(name="taken", detached=True))
+    other = in_cluster(ray_service(name="taken", detached=True, seconds=1), ready=False)
+    with pytest.raises(ReplicaDiedError, match="'taken-replica-0' belongs to another service of that name"):
+        other.wait_ready(START)
+    other.shutdown()
+    assert answer(first) == [2, 3]
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ray
+def test_a_killed_actor_is_dead_in_rays_words_and_leaves_nothing(in_cluster: Any) -> None:
+    replica = in_cluster(ray_service(name="killed", sleeper=True))
+    actor, engine = pids(replica)
+    assert len(group(engine)) == 2
+    (future,) = replica.submit([ids_request("x", sampling_params={"seconds": 3600})])
+    os.kill(actor, signal.SIGKILL)
+    with pytest.raises(ReplicaDiedError, match="replica 0 was lost: The actor is dead because its worker process"):
+        future.result(60.0)
+    until(lambda: not group(engine))
+    until(lambda: groups_in_use() == [])  # before anybody shuts it down
+
+
+@pytest.mark.ray
+def test_a_process_that_left_ray_is_not_brought_back_by_a_replica_that_it_had(ray_cluster: Any) -> None:
+    """Ray joins a cluster, or starts one, as soon as it is asked anything."""
+    with toy_actors():
+        replica = RayReplica(0, ray_service(name="left"))
+        replica.start()
+        replica.wait_ready(START)
+    ray.shutdown()
+    try:
+        until(lambda: replica.death)
+        replica.shutdown()
+        assert not ray.is_initialized()
+        assert replica.death == "replica 0 was lost: the connection to its actor ended: this process has left Ray"
+    finally:
+        ray.shutdown()
+        ray.init(address=ray_cluster.address, log_to_driver=False, logging_level="error")
+
+
+@pytest.mark.ray
+def test_a_replica_that_is_forgotten_is_ended(nothing_left: None) -> None:
+    replica = RayReplica(0, ray_service(name="forgotten", sleeper=True))
+    replica.start()
+    replica.wait_ready(START)
+    actor, engine = pids(replica)
+    del replica
+    gc.collect()
+    until(lambda: not group(engine) and is_gone(actor))
+
+
+@pytest.mark.ray
+def test_an_actor_that_outlives_its_drivers_is_restarted_by_ray_and_found_again(in_cluster: Any) -> None:
+    service = ray_service(name="lasting", detached=True)
+    first = in_cluster(service)
+    before = pids(first)
+    first.disconnect()
+    assert not first.is_alive()
+    last = in_cluster(service)
+    assert pids(last) == before
+    for victim in (1, 0):  # the engine's process, then the actor's
+        os.kill(before[victim], signal.SIGKILL)
+        until(lambda replica=last: not replica.is_alive())
+        until(lambda actor=before[0]: is_gone(actor))  # until then it tells who comes that it was ready, and died
+        last = in_cluster(service)  # waits for it
+        assert answer(last) == [2, 3]
+        assert set(pids(last)).isdisjoint(before)
+        before = pids(last)
+    assert len(groups_in_use()) == 1  # in its place
+    last.shutdown()
+    until(lambda: not group(before[1]))
+    with pytest.raises(ValueError, match="lasting-replica-0"):
+        ray.get_actor("lasting-replica-0", NAMESPACE)
+
+
+# -- the end of the driver --------------------------------------------------------------------------------------------
+
+DRIVER = """
+import os, sys, time
+import ray
+from support.actors import pids, ray_service, toy_actors
+from support.processes import ids_request
+from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
+how, address = sys.argv[1:]
+ray.init(address=address, log_to_driver=False, logging_level="error")
+with toy_actors():
+    # Ray kills a child of an actor itself, at once, and no grandchild: those of vLLM end when their parent has
+    detached = how in ("detached", "waits")
+    cpus = 64.0 if how == "waits" else 1.0
+    replica = RayReplica(0, ray_service(name=how, detached=detached, cpus=cpus, sleeper=how != "killed"))
+    replica.start()
+    replica.wait_ready(600 if how == "waits" else 240)
+replica.submit([ids_request("x", sampling_params={"seconds": 3600})])
+print(*pids(replica), replica.stats(10).running, flush=True)
+if how == "killed":
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def driver(ray_cluster: Any) -> Any:
+    def start(how: str) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+        arguments = [sys.executable, "-c", DRIVER, how, ray_cluster.address]
+        return subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    return start
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("how", ["killed", "returns"])
+def test_a_driver_that_ends_takes_its_replicas_with_it(nothing_left: None, driver: Any, how: str) -> None:
+    with driver(how) as process:
+        line = process.stdout.readline().split()
+        assert line, process.stderr.read()
+        actor, engine = map(int, line[:2])
+        if how == "killed":
+            process.kill()
+        process.wait(60)
+        assert process.returncode == (-signal.SIGKILL if how == "killed" else 0)
+    until(lambda: not group(engine))
+    until(lambda: is_gone(actor))  # Ray may take half a minute
+
+
+@pytest.mark.ray
+def test_a_detached_replica_survives_its_driver_whose_requests_are_aborted(in_cluster: Any, driver: Any) -> None:
+    with driver("detached") as process:
+        line = process.stdout.readline().split()
+        assert line, process.stderr.read()
+        process.wait(60)
+    replica = in_cluster(ray_service(name="detached", detached=True, sleeper=True))
+    assert pids(replica) == tuple(map(int, line[:2]))
+    until(lambda: replica.stats(10).requests == 1)  # counted when it is over
+    assert answer(replica) == [2, 3]

@@ -1,23 +1,329 @@
-"""What an actor does, without Ray: one toy engine, and drivers that come and go."""
+"""What an actor does, without Ray: a sealed connection, a listener, one toy engine, and drivers that come and go."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import errno
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import AuthenticationError
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from support.hosts import ToyHost
 from support.processes import group, ids_request
 from support.waiting import until
-from torchrl_moe.modules.backends.process import child, wire
-from torchrl_moe.modules.backends.process import wire as packing
-from torchrl_moe.modules.backends.ray.replica_host import ReplicaHost, dial, driver_of, named_after, wrap
+from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.ray import replica_host as replica_host
+from torchrl_moe.modules.backends.ray.replica_host import (
+    CHUNK_BYTES,
+    NONCE_BYTES,
+    NUMBER_BYTES,
+    TAG_BYTES,
+    LateConnection,
+    Listener,
+    ReplicaHost,
+    SealedConnection,
+    TamperedError,
+    dial,
+    named_after,
+    wrap,
+)
+
+# -- a sealed connection -----------------------------------------------------------------------------------------------
+
+
+KEY = b"k" * 32
+
+
+class Between:
+    """A socket between two sockets: what the first side says lies here until the test passes it on."""
+
+    def __init__(self) -> None:
+        self.actor_end, self._to_actor = socket.socketpair(socket.AF_UNIX)
+        self.driver_end, self._to_driver = socket.socketpair(socket.AF_UNIX)
+
+    def connect(self) -> tuple[SealedConnection, SealedConnection]:
+        """Return the actor's end and the driver's; the handshake is passed on as it is."""
+        hello = NONCE_BYTES + NUMBER_BYTES + TAG_BYTES
+        with ThreadPoolExecutor(2) as pool:
+            actor = pool.submit(SealedConnection, self.actor_end, KEY, True)
+            driver = pool.submit(SealedConnection, self.driver_end, KEY, False)
+            # each says its nonce at once, and the rest when it has the other's
+            nonces = self._from_actor(NONCE_BYTES), self._from_driver(NONCE_BYTES)
+            self._to_driver.sendall(nonces[0])
+            self._to_actor.sendall(nonces[1])
+            rest = hello - NONCE_BYTES
+            self._to_driver.sendall(self._from_actor(rest + len(b"actor")))
+            self._to_actor.sendall(self._from_driver(rest + len(b"driver")))
+            return actor.result(20), driver.result(20)
+
+    def _from_actor(self, count: int) -> bytes:
+        return self._to_actor.recv(count, socket.MSG_WAITALL)
+
+    def _from_driver(self, count: int) -> bytes:
+        return self._to_driver.recv(count, socket.MSG_WAITALL)
+
+    def said(self, length: int) -> bytes:
+        """Return the frame, of so many bytes of content, that the driver said."""
+        return self._from_driver(NUMBER_BYTES + length + TAG_BYTES)
+
+    def tell_actor(self, data: bytes) -> None:
+        self._to_actor.sendall(data)
+
+    def tell_driver(self, data: bytes) -> None:
+        self._to_driver.sendall(data)
+
+    def close(self) -> None:
+        for end in (self.actor_end, self.driver_end, self._to_actor, self._to_driver):
+            end.close()
+
+
+@pytest.fixture
+def between() -> Iterator[Between]:
+    wire = Between()
+    yield wire
+    wire.close()
+
+
+def test_frames_of_any_size_arrive_both_ways_in_order(between: Between) -> None:
+    actor, driver = between.connect()
+    for content in (b"", b"one", b"two"):
+        driver.send_bytes(content)
+        between.tell_actor(between.said(len(content)))
+        assert bytes(actor.recv_bytes()) == content
+    ours, theirs = socket.socketpair()
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(SealedConnection, end, KEY, is_actor) for end, is_actor in ((ours, True), (theirs, False))]
+        one, other = (end.result(20) for end in ends)
+        for size in (CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 5 * CHUNK_BYTES + 7):
+            content = np.random.default_rng(size).bytes(size)
+            for sender, reader in ((one, other), (other, one)):
+                sent = pool.submit(sender.send_bytes, memoryview(content))
+                assert bytes(reader.recv_bytes()) == content
+                sent.result(20)
+    one.close()
+    with pytest.raises(EOFError):
+        other.recv_bytes()
+    other.close()
+
+
+@pytest.mark.parametrize("place", [0, NUMBER_BYTES - 1, NUMBER_BYTES, NUMBER_BYTES + 4, -1])
+def test_a_bit_that_was_changed_ends_the_connection_with_a_line_in_the_log(
+    between: Between, place: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    actor, driver = between.connect()
+    driver.send_bytes(b"hello")
+    frame = bytearray(between.said(5))
+    frame[place] ^= 1
+    between.tell_actor(bytes(frame) + bytes(100))
+    with pytest.raises(TamperedError):
+        actor.recv_bytes()
+    assert "is given up: a frame " in caplog.text
+
+
+def two_said(between: Between) -> tuple[SealedConnection, SealedConnection, bytes, bytes]:
+    """Both ends of a connection, and two frames that the driver has said."""
+    actor, driver = between.connect()
+    driver.send_bytes(b"first")
+    driver.send_bytes(b"other")
+    return actor, driver, between.said(5), between.said(5)
+
+
+@pytest.mark.parametrize("way", ["twice", "before its turn", "back to its sender"])
+def test_a_frame_passes_once_in_its_place_and_direction(between: Between, way: str) -> None:
+    actor, driver, first, other = two_said(between)
+    if way == "twice":
+        between.tell_actor(first + first)
+        assert bytes(actor.recv_bytes()) == b"first"
+    elif way == "before its turn":  # so none can be left out
+        between.tell_actor(other)
+    else:
+        between.tell_driver(first)
+    with pytest.raises(TamperedError):
+        (driver if way == "back to its sender" else actor).recv_bytes()
+
+
+def test_a_frame_does_not_pass_in_another_connection_of_the_same_key(between: Between) -> None:
+    _, _, first, _ = two_said(between)
+    another = Between()
+    actor, _ = another.connect()
+    another.tell_actor(first)
+    with pytest.raises(TamperedError):
+        actor.recv_bytes()
+    another.close()
+
+
+def test_a_length_beyond_the_bound_is_refused_before_anything_is_set_aside(
+    between: Between, caplog: pytest.LogCaptureFixture
+) -> None:
+    actor, _ = between.connect()
+    between.tell_actor((1 << 62).to_bytes(NUMBER_BYTES, "big"))
+    with pytest.raises(
+        TamperedError, match="a frame of 4611686018427387904 bytes was announced; at most 4294967296 are"
+    ):
+        actor.recv_bytes()
+    assert "was announced" in caplog.text
+
+
+def test_who_has_another_key_is_found_out_by_both_sides() -> None:
+    ours, theirs = socket.socketpair()
+    with ThreadPoolExecutor(2) as pool:
+        ends = [
+            pool.submit(SealedConnection, end, key, is_actor)
+            for end, key, is_actor in ((ours, KEY, True), (theirs, b"wrong", False))
+        ]
+        for end in ends:
+            with pytest.raises(AuthenticationError, match="the other side has another key"):
+                end.result(20)
+    ours.close()
+    theirs.close()
+
+
+# -- the listener ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    """Says back what it hears."""
+
+    def echo(connection: SealedConnection) -> None:
+        while True:
+            connection.send_bytes(connection.recv_bytes())
+
+    listener = Listener("127.0.0.1", echo)
+    yield listener
+    listener.close()
+
+
+def test_a_wrong_key_stays_outside_and_the_next_one_comes_in(listener: Listener) -> None:
+    with pytest.raises(AuthenticationError):
+        dial(dataclasses.replace(listener.address, key=b"wrong"))
+    with dial(listener.address) as right:
+        right.send_bytes(b"hello")
+        assert right.recv_bytes() == b"hello"
+
+
+def test_hundreds_who_say_nothing_hold_few_threads_and_keep_nobody_out(listener: Listener) -> None:
+    def threads() -> int:
+        return sum(thread.name == "driver" for thread in threading.enumerate())
+
+    with contextlib.ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection((listener.address.host, listener.address.port)))
+            for _ in range(300)
+        ]
+        until(lambda: threads() <= replica_host.MOST_PENDING)
+        assert silent[0].recv(1 << 16) is not None  # the actor's greeting; then the end, not 20 s of waiting
+        until(lambda: silent[0].recv(1 << 16) == b"")
+        with dial(listener.address) as right:
+            right.send_bytes(b"hello")
+            assert right.recv_bytes() == b"hello"
+
+
+def test_an_error_as_somebody_comes_in_leaves_the_door_open(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept, failures = socket.socket.accept, [errno.EMFILE, errno.ECONNABORTED]
+
+    def fail_first(self: socket.socket) -> tuple[socket.socket, object]:
+        if failures:
+            raise OSError(failures.pop(), "as the system said")
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", fail_first)
+    for _ in range(3):  # the first one comes in by the accept that waits already
+        with dial(listener.address) as caller:
+            caller.send_bytes(b"hello")
+            assert caller.recv_bytes() == b"hello"
+    assert failures == []
+    listener.close()
+    until(lambda: not listener._thread.is_alive())
+
+
+def test_who_does_not_show_the_key_is_waited_for_so_long_and_who_did_may_be_silent(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_host, "DIAL_SECONDS", 1)
+    with (
+        dial(listener.address) as inside,
+        socket.create_connection((listener.address.host, listener.address.port)) as silent,
+    ):
+        silent.settimeout(20)
+        while silent.recv(1024):  # a nonce, then the end
+            pass
+        inside.send_bytes(b"still here")
+        assert inside.recv_bytes() == b"still here"
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        address = dataclasses.replace(listener.address, port=nobody.getsockname()[1])
+        with pytest.raises(TimeoutError, match="the other side said nothing for 1 s"):
+            dial(address)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux only")
+def test_what_is_not_received_ends_a_connection_as_silence_does(listener: Listener) -> None:
+    with dial(listener.address) as caller, socket.socket(fileno=caller.fileno()) as end:
+        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 25_000
+        assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        end.detach()
+
+
+def test_a_closed_door_lets_nobody_in_and_leaves_alone_who_is_in(listener: Listener) -> None:
+    with dial(listener.address) as inside:
+        listener.close()
+        listener.close()
+        with pytest.raises(OSError):
+            dial(listener.address)
+        inside.send_bytes(b"still here")
+        assert inside.recv_bytes() == b"still here"
+
+
+# -- a connection that is yet to come ---------------------------------------------------------------------------------
+
+
+def pair() -> tuple[SealedConnection, SealedConnection]:
+    """Two ends of one connection."""
+    with ThreadPoolExecutor(2) as pool:
+        ends = [
+            pool.submit(SealedConnection, end, b"key", is_actor)
+            for end, is_actor in zip(socket.socketpair(), (True, False), strict=True)
+        ]
+        return ends[0].result(20), ends[1].result(20)
+
+
+def test_giving_up_ends_the_waiting_and_closes_a_late_connection() -> None:
+    late = LateConnection()
+    caught: list[type[BaseException]] = []
+
+    def read() -> None:
+        try:
+            late.recv_bytes()
+        except EOFError as error:
+            caught.append(type(error))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    late.give_up()
+    reader.join(60.0)
+    assert caught == [EOFError]
+    with pytest.raises(OSError, match="was never made"):
+        late.send_bytes(b"x")
+    ours, other = pair()
+    late.become(ours)
+    with other, pytest.raises(EOFError):
+        other.recv_bytes()
+
+
+# -- one engine and its drivers ----------------------------------------------------------------------------------------
 
 
 class Driver:
@@ -38,7 +344,7 @@ class Driver:
 
     def ask(self, request_id: str, ids: Any = (1,), **params: Any) -> None:
         request = ids_request(named_after(self.name, request_id), ids, sampling_params=params)
-        self.say("generate", packing.pack_requests([request]), opens=(request_id,))
+        self.say("generate", wire.pack_requests([request]), opens=(request_id,))
 
     def hear(self) -> tuple[Any, ...]:
         """The next message that is not of stats, which come by the clock."""
@@ -66,50 +372,15 @@ def host() -> Iterator[ToyHost]:
 
 def completed(message: tuple[Any, ...]) -> dict[str, list[int]]:
     assert message[0] == "completions"
-    completions = packing.unpack_completions(message[1], 0)
+    completions = wire.unpack_completions(message[1], 0)
     return {completion.request_id: completion.outputs[0].token_ids.tolist() for completion in completions}
 
 
 def stats(driver: Driver, number: int) -> Any:
-    driver.say("call", (driver.name, number), "stats", wire.parcel({}))
+    driver.say("call", (driver.name, number), "stats", wire.payload({}))
     kind, answered, value = driver.hear()
     assert (kind, answered) == ("result", (driver.name, number))
-    return wire.open_parcel(value)
-
-
-def test_ids_of_drivers_are_kept_apart() -> None:
-    assert named_after("d", "x/y") == "d/x/y"
-    assert driver_of("d/x/y") == ("d", "x/y")
-
-
-def test_each_driver_gets_its_own_messages_and_a_late_one_that_the_engine_is_ready(host: ToyHost) -> None:
-    one = Driver(host, "one")
-    kind, info = one.hear()
-    assert (kind, info.model) == ("ready", "toy")
-    two = Driver(host, "two")
-    assert two.hear()[0] == "ready"
-    one.ask("same", (1, 2), seconds=0.2)
-    two.ask("same", (7,), seconds=0.1)
-    assert completed(two.hear()) == {"two/same": [8]}
-    assert completed(one.hear()) == {"one/same": [2, 3]}
-    assert stats(two, 5).requests == 2
-    assert [driver.open for driver in host._drivers.values()] == [set(), set()]  # nothing to abort if they leave
-    one.say("call", ("one", 0), "no_such_command", wire.parcel({}))
-    assert one.hear()[:3] == ("error", ("one", 0), "value")
-    one.ask("bad", refuse="too long")
-    assert one.hear() == ("refused", "one/bad", "value", "too long")
-
-
-def test_what_a_driver_that_left_had_asked_is_aborted_and_the_others_continue(host: ToyHost) -> None:
-    stays, leaves = Driver(host, "stays"), Driver(host, "leaves")
-    assert [driver.hear()[0] for driver in (stays, leaves)] == ["ready", "ready"]
-    leaves.ask("long", seconds=3600)
-    leaves.ask("short")
-    stays.ask("mine", (3,), seconds=2)
-    assert completed(leaves.hear()) == {"leaves/short": [2]}
-    leaves.connection.close()
-    until(lambda: stats(stays, 0).requests == 2)  # the short one, and the long one that was cut
-    assert completed(stays.hear()) == {"stays/mine": [4]}
+    return wire.open_payload(value)
 
 
 def test_a_killed_engine_is_told_to_those_who_are_there_and_those_who_come(host: ToyHost) -> None:
@@ -165,19 +436,6 @@ def test_an_end_on_purpose_is_reported_as_such_and_is_no_death_of_the_engine() -
     assert not host.died.is_set()
 
 
-def test_stats_are_told_to_all(host: ToyHost) -> None:
-    drivers = Driver(host, "one"), Driver(host, "two")
-    assert [driver.hear()[0] for driver in drivers] == ["ready", "ready"]
-    drivers[0].ask("x")
-    assert completed(drivers[0].hear()) == {"one/x": [2]}
-
-    def told(driver: Driver) -> bool:
-        stats(driver, 0)  # which also hears what came before
-        return any(stats.requests == 1 for stats in driver.stats)
-
-    until(lambda: all(map(told, drivers)))
-
-
 def test_an_engine_that_needs_secrets_starts_with_those_of_the_first_driver() -> None:
     host = ToyHost(awaits_secrets=True)
     assert host.log_tail() == "(its engine waits for a driver)"
@@ -208,23 +466,3 @@ def test_a_driver_that_stops_reading_is_dropped_with_a_line_in_the_log_and_its_r
     until(lambda: stats(reads, 0).requests == 4)  # the long one was cut
     reads.ask("mine", (3,))
     assert completed(reads.hear()) == {"reads/mine": [4]}
-
-
-def test_an_engine_process_that_stops_reading_is_ended_and_told_as_dead(
-    host: ToyHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(child, "GRACE_SECONDS", 0.5)
-    driver = Driver(host, "d")
-    assert driver.hear()[0] == "ready"
-    os.kill(host._child.process.pid, signal.SIGSTOP)
-    host._child.outbox._limit = 1 << 20
-    for number in range(3):
-        driver.ask(f"large {number}", range(1 << 20))
-    assert [message[0] for message in driver.hear_all()] == ["tail", "died"]
-    assert host._child.outbox.overflowed
-
-
-def test_its_log_can_be_read(host: ToyHost) -> None:
-    driver = Driver(host, "d")
-    assert driver.hear()[0] == "ready"
-    assert host.log_tail() == "toy: started"

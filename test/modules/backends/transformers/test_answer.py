@@ -1,7 +1,11 @@
-"""One answer as it grows: when it ends, its text, and what is known of each token; every value worked out by hand."""
+"""One answer as it grows, its sampling parameters and its text; every value worked out by hand."""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,18 +13,133 @@ import pytest
 
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.modules.backends.replica import CompletionOutput, KeptIds
-from torchrl_moe.modules.backends.transformers.answer import Answer, Draw, Words, read_sampling
+from torchrl_moe.modules.backends.transformers import answer as sampling
+from torchrl_moe.modules.backends.transformers.answer import Answer, Draw, LockedTokenizer, Sampling, read_sampling
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
 TOKENIZER = ByteTokenizer()
+
+
+def test_text_becomes_ids_and_ids_become_text() -> None:
+    words = LockedTokenizer(TOKENIZER)
+    assert words.encode("Hi") == [72, 105]
+    stream = words.stream([72, 105], True)
+    assert [stream.step(token) for token in (33, 0xC3, 0xA9, 65)] == ["!", "", "é", "A"]  # é has two bytes
+    assert stream.step(TOKENIZER.eos_token_id) == ""
+    assert stream.step(5000) == ""  # a model may have more words than its tokenizer
+    assert words.stream([5000, 72], True).step(65) == "A"
+    shown = words.stream([], False)
+    assert shown.step(TOKENIZER.eos_token_id) == TOKENIZER.eos_token
+
+
+def test_bytes_that_are_no_text_do_not_end_it() -> None:
+    stream = LockedTokenizer(TOKENIZER).stream([], True)
+    assert "".join(stream.step(token) for token in (0xFF, 0xFE, 65, 0xFF, 66)).replace("\ufffd", "") == "AB"
+
+
+@pytest.mark.parametrize(("named", "more"), [(None, set()), (7, {7}), ([TOKENIZER.eos_token_id, 7, 9], {7, 9})])
+def test_the_models_own_configuration_may_name_more_tokens_that_end(named: object, more: set[int]) -> None:
+    words = LockedTokenizer(TOKENIZER, SimpleNamespace(eos_token_id=named))
+    assert words.eos == TOKENIZER.eos_token_id
+    assert words.more_eos == more
+
+
+def test_a_tokenizer_without_the_library_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a fast tokenizer, got SimpleNamespace"):
+        LockedTokenizer(SimpleNamespace(eos_token_id=None))
+
+
+# -- sampling parameters -----------------------------------------------------------------------------------------------
+
+
+def vllm_fields() -> dict[str, Any]:
+    """Field -> default of vLLM's ``SamplingParams``, read from its source, where that is a literal."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse((Path(spec.origin).parent / "sampling_params.py").read_text())
+    (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "SamplingParams"]
+    fields = [node for node in found.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    named = {node.target.id: node.value for node in fields if not node.target.id.startswith("_")}  # type: ignore[union-attr]
+    return {name: value.value if isinstance(value, ast.Constant) else ... for name, value in named.items()}
+
+
+@pytest.mark.needs_vllm
+def test_each_field_of_vllms_is_served_or_refused_or_changes_nothing() -> None:
+    fields = vllm_fields()
+    known = sampling.KNOWN | sampling.REFUSED.keys() | sampling.WITHOUT_EFFECT
+    assert fields.keys() - known == set()
+    same = {name: value for name, value in fields.items() if name in sampling.KNOWN}
+    ours = {name: getattr(Sampling(), name) for name in same}
+    ours |= {"stop": None, "stop_token_ids": None, "logprobs": None}
+    assert ours == same
+
+
+@pytest.mark.needs_vllm
+def test_all_defaults_of_vllms_may_be_given() -> None:
+    """As they are when a user passes a ``SamplingParams``."""
+    given = {name: value for name, value in vllm_fields().items() if value is not ...}
+    assert read_sampling({**given, "stop": [], "output_kind": 2, "bad_words": []}) == Sampling()
+    assert read_sampling(None) == Sampling()
+
+
+def test_what_means_the_same_is_the_same() -> None:
+    assert read_sampling({"temperature": 0, "top_k": 5, "top_p": 0.5, "min_p": 0.1}) == Sampling(temperature=0.0)
+    for low in (1e-3, 1e-6, 5e-324):  # as vLLM raises them; only 0 is greedy
+        assert read_sampling({"temperature": low, "top_k": 5}) == Sampling(temperature=0.01, top_k=5)
+    assert read_sampling({"top_k": -1, "seed": -1, "stop": "x"}) == Sampling(stop=("x",))
+    assert read_sampling({"logprobs": 0}).logprobs
+    assert not read_sampling({"logprobs": None}).logprobs
+    assert read_sampling({"max_tokens": None}).max_tokens is None
+    assert [read_sampling(one).leaves_ids_out for one in ({}, {"top_k": 5}, {"temperature": 0, "top_k": 5})] == [
+        False,
+        True,
+        False,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"bad_words": ["a"]}, "does not serve bad_words=.*; vLLM does"),
+        ({"logit_bias": {1: 2.0}}, "does not serve logit_bias"),
+        ({"structured_outputs": {"regex": "a"}}, "does not serve structured_outputs"),
+        ({"nonsense": 1}, "unknown nonsense; known: detokenize, frequency_penalty"),
+        ({"stop": [""]}, "stop.* must be "),
+        ({"stop": b"x"}, "stop.* must be "),
+        ({"top_p": 0}, "top_p.* must be "),  # the service's checks, see its tests
+        ({"logprobs": 5}, "logprobs=5: a completion has the log-probs of its sampled tokens only"),
+        ({"temperature": "hot"}, "sampling_params: "),
+        ({"max_tokens": 4, "min_tokens": 5}, "min_tokens=5 is more than max_tokens=4"),
+        ({"n": 2, "temperature": 0}, "n=2 with temperature=0 would give one answer several times"),
+        ({"stop": "a", "detokenize": False}, "stop strings need detokenize=True"),
+        ("greedy", "must be a mapping, got str"),
+    ],
+)
+def test_what_is_invalid_or_not_served_is_refused(spec: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read_sampling(spec)
+
+
+def test_structured_outputs_are_refused() -> None:
+    with pytest.raises(ValueError, match="guided_options_request: engine='transformers' has no structured outputs"):
+        read_sampling({}, {"regex": "a"})
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
 EOS = TOKENIZER.eos_token_id
-WORDS = Words(TOKENIZER)
+LOCKED = LockedTokenizer(TOKENIZER)
 LAYOUT = RoutingLayout(num_layers=2, moe_layers=(1,), top_k=2, num_experts=8)
 NOTHING = np.empty(0, np.int32)
 
 
 def answer(max_model_len: int = 100, layout: RoutingLayout | None = LAYOUT, index: int = 0, **params: Any) -> Answer:
-    return Answer([1, 2, 3], read_sampling(params), index, WORDS, max_model_len, layout)
+    return Answer([1, 2, 3], read_sampling(params), index, LOCKED, max_model_len, layout)
 
 
 def grow(one: Answer, tokens: Any, version: int = 0, step: Any = NOTHING) -> Answer:
@@ -132,46 +251,6 @@ def test_many_experts_need_a_wider_type() -> None:
 
 
 # -- reading again ----------------------------------------------------------------------------------------------------
-
-
-def test_what_was_recorded_is_followed_and_wins_when_all_is_read_again() -> None:
-    one = answer()
-    recorded = np.array([row(0, 1), row(2, 3), row(4, 5)], np.int16)
-    one.note_read()
-    one.add_rows(recorded)
-    grow(one, [10])
-    followed = one.rows_to_follow()
-    assert followed is not None
-    assert (followed[:3] == recorded).all()
-    assert (followed[3] == -1).all()
-    one.note_read()
-    one.add_rows(np.array([row(7, 6), row(7, 6), row(7, 6), row(6, 7)], np.int16))
-    output = grow(one, [11]).output(True)
-    assert output.routed_experts is not None
-    assert output.routed_experts[:, 1].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert output.resume == "forced"
-
-
-def test_live_is_the_worse_of_both() -> None:
-    one = answer()
-    one.how = "live"
-    one.note_read()
-    assert one.output(True).resume == "none"  # it was the first time
-    one.add_rows(np.array([row(0, 1)] * 3, np.int16))
-    grow(one, [10])
-    assert one.rows_to_follow() is None
-    one.note_read()
-    one.how = "forced"
-    one.note_read()
-    assert one.output(True).resume == "live"
-
-
-def test_a_users_rows_are_followed_until_there_are_own_ones() -> None:
-    one = answer()
-    one.followed = np.array([row(5, 4)], np.int8)
-    rows = one.rows_to_follow()
-    assert rows is not None
-    assert rows.tolist() == [row(5, 4), [[-1, -1]] * 2, [[-1, -1]] * 2]
 
 
 def given(**fields: Any) -> CompletionOutput:

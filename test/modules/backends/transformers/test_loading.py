@@ -114,7 +114,7 @@ def test_the_models_own_ends_are_known(tmp_path: Path) -> None:
     model.generation_config.eos_token_id = [258, 10]
     model.save_pretrained(tmp_path)
     ByteTokenizer().save_pretrained(tmp_path)
-    words = loaded(tmp_path).reader.words
+    words = loaded(tmp_path).reader.tokenizer
     assert (words.eos, words.more_eos) == (258, {10})
 
 

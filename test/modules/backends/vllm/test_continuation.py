@@ -77,36 +77,12 @@ def words(ids: list[int], sizes: list[int]) -> KeptIds:
     return KeptIds(np.array(ids, np.int32), np.array(sizes, np.int32))
 
 
-@pytest.mark.parametrize(
-    ("first", "rest", "ids", "sizes"),
-    [
-        (([7, 8], [0, 2, 0]), ([9], [-1, 0]), [7, 8, 9], [0, 2, 0, -1, 0]),
-        (None, ([9], [-1, 0]), [9], [0, 0, 0, -1, 0]),
-        (([7, 8], [0, 2, 0]), None, [7, 8], [0, 2, 0, 0, 0]),
-    ],
-)
-def test_words_that_were_left_out_are_joined(first: Any, rest: Any, ids: list[int], sizes: list[int]) -> None:
-    one, two = part(b"abc", 0, 3, "abort"), part(b"de", 3, 4)
-    one.kept, two.kept = (given and words(*given) for given in (first, rest))
-    kept = join(2, one, two, Params(), decode).kept
-    assert kept is not None
-    assert (kept.ids.tolist(), kept.sizes.tolist()) == (ids, sizes)
-
-
 def test_words_past_a_stop_string_fall_away() -> None:
     one, two = part(b"one STO", 0, 3, "abort"), part(b"P two", 7, 4)
     one.kept, two.kept = words([5], [0] * 6 + [1]), words([6, 7, 8], [1, 0, -2, 0, 0])
     kept = join(2, one, two, Params(stop="STOP"), decode).kept
     assert kept is not None
     assert (kept.ids.tolist(), kept.sizes.tolist()) == ([5, 6], [0] * 6 + [1, 1])
-
-
-def test_a_part_without_a_token_changes_no_words() -> None:
-    one, nothing, fresh = part(b"abc", 0, 3, "abort"), part(b"", 3, 4, "abort"), part(b"xyz", 0, 4)
-    one.kept = fresh.kept = words([5], [0, 1, 0])
-    nothing.routed_experts = nothing.logprobs = None  # as vLLM gives it
-    assert join(2, one, nothing, Params(), decode).kept is one.kept
-    assert join(2, None, fresh, Params(), decode).kept is fresh.kept
 
 
 def test_an_answer_that_begins_again_is_the_rest_alone() -> None:
@@ -141,14 +117,6 @@ def test_an_answer_says_the_worst_of_how_it_was_read_again(before: Any, now: Any
     first, rest = part(b"ab", 0, 1), part(b"cd", 2, 2)
     first.resume, rest.resume = before, after
     assert join(0, first, rest, Params(), decode, now).resume == whole
-
-
-def test_what_was_not_asked_for_stays_away() -> None:
-    one, two = part(b"ab", 0, 3), part(b"c", 2, 4)
-    for item in (one, two):
-        item.logprobs = item.routed_experts = None
-    output = join(0, one, two, Params(), decode)
-    assert (output.logprobs, output.routed_experts) == (None, None)
 
 
 def test_a_rest_that_was_cut_before_its_first_token_leaves_the_first_part_as_it_was() -> None:
@@ -212,14 +180,6 @@ def test_a_token_that_ends_the_answer_has_no_text_after_a_cut_inside_a_character
 def test_stop_strings_are_found_after_a_cut_inside_a_character() -> None:
     raw = "é and STOP and on".encode()
     check(joined(raw[:1], raw[1:], Params(stop="STOP"), text=""), raw[:11], "é and ", 1, "stop")
-
-
-def test_without_text_nothing_is_decoded() -> None:
-    def refuse(ids: Any) -> str:
-        raise AssertionError("decoded")
-
-    one, two = part(b"a", 0, 3, text=""), part(b"b", 1, 4, text="")
-    assert join(0, one, two, Params(detokenize=False), refuse).text == ""
 
 
 def test_the_rest_is_asked_for_with_what_is_left() -> None:

@@ -20,7 +20,7 @@ import torch
 
 from torchrl_moe.modules.backends.vllm import cpu_kernels
 from torchrl_moe.modules.backends.vllm.cpu_kernels import KERNELS, MissingKernelError, by_name
-from torchrl_moe.modules.backends.vllm.kind import engine_environment
+from torchrl_moe.modules.backends.vllm.engine_args import engine_environment
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM has its own kernels here")
 

@@ -1,8 +1,10 @@
-"""Engine arguments: how they are passed, what is added, what is refused."""
+"""vLLM as a kind of engine: its processes' environment; arguments as they are passed, added and refused."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import site
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,16 +22,96 @@ from torchrl_moe.cli.services import started
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.errors import EngineError
 from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.modules.backends.engine_kind import EngineKind, find_kind
 from torchrl_moe.modules.backends.vllm import engine_args
+from torchrl_moe.modules.backends.vllm import engine_args as kind
 from torchrl_moe.modules.backends.vllm.engine_args import (
     WORKER_EXTENSION,
     arguments_of,
     build_engine_args,
     check_vllm,
     devices_per_replica,
+    engine_environment,
+    reason_not_to_fork,
     seeded,
 )
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
+
+# -- the environment ---------------------------------------------------------------------------------------------------
+
+
+def test_the_environment_is_the_drivers_and_what_vllm_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("VLLM_LOGGING_LEVEL", "OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "PYTHONPATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OF_THE_USER", "1")
+    monkeypatch.setattr(os, "cpu_count", lambda: 9)
+    environment = engine_environment(num_replicas=2)
+    assert environment["OF_THE_USER"] == "1"
+    assert environment["OMP_NUM_THREADS"] == "4"  # a core stays free, the others are shared
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert environment["TORCH_COMPILE_DISABLE"] == "1"
+    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert environment["VLLM_LOGGING_LEVEL"] == "WARNING"
+    assert environment["PYTHONPATH"] == str(Path(torchrl_moe.__file__).parents[1])
+    assert "VLLM_LOGGING_LEVEL" not in os.environ
+
+
+def test_the_environment_gives_way_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    monkeypatch.setenv("PYTHONPATH", "theirs")
+    environment = engine_environment(verbose=True)
+    assert (environment["OMP_NUM_THREADS"], environment["VLLM_LOGGING_LEVEL"]) == ("7", "DEBUG")
+    assert environment["PYTHONPATH"].split(os.pathsep)[1:] == ["theirs"]
+
+
+def test_an_installed_package_leaves_the_users_paths_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of site-packages would come before them."""
+    monkeypatch.setenv("PYTHONPATH", "theirs")
+    monkeypatch.setattr(site, "getsitepackages", lambda: [str(Path(torchrl_moe.__file__).parents[1])])
+    assert engine_environment()["PYTHONPATH"] == "theirs"
+
+
+def test_many_replicas_on_few_cores_have_a_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert engine_environment(num_replicas=8)["OMP_NUM_THREADS"] == "1"
+
+
+def test_on_gpus_the_replica_sees_its_own_devices_and_cpu_settings_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE"):
+        monkeypatch.delenv(name, raising=False)
+    environment = engine_environment("2,3")
+    assert environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert "TORCH_COMPILE_DISABLE" not in environment
+    assert "OMP_NUM_THREADS" not in environment
+
+
+def test_an_engine_is_no_rank_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own process group would look for torchrun's store, and wait."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "1")
+        assert name not in engine_environment()
+    monkeypatch.setenv("OF_RANK", "1")
+    assert engine_environment()["OF_RANK"] == "1"
+
+
+def test_a_users_setting_keeps_processes_from_being_forked() -> None:
+    assert reason_not_to_fork({}) == reason_not_to_fork({"VLLM_WORKER_MULTIPROC_METHOD": "fork"}) == ""
+    assert reason_not_to_fork({"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}) == "VLLM_WORKER_MULTIPROC_METHOD=spawn is set"
+
+
+def test_it_has_all_that_a_kind_has_and_its_program_is_there() -> None:
+    found = find_kind("torchrl_moe.modules.backends.vllm.engine_args")
+    assert found is kind
+    wanted = {*EngineKind.__annotations__, *(name for name in vars(EngineKind) if not name.startswith("_"))}
+    assert wanted <= {*vars(kind)}
+    path = Path(torchrl_moe.__file__).parents[1].joinpath(*kind.PROGRAM.split(".")).with_suffix(".py")
+    assert {"def preload(", "def run(", "def main("} <= {
+        line.partition("(")[0] + "(" for line in path.read_text().splitlines()
+    }
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,33 +157,12 @@ def test_an_argument_that_vllm_does_not_have_is_refused_before_a_start(name: str
     assert arguments_of(taken) == taken
 
 
-def test_a_mapping_is_copied_as_it_is() -> None:
-    given = {"model": "m", "max_model_len": 8, "enable_prefix_caching": None}
-    arguments = arguments_of(given)
-    assert arguments == given
-    assert arguments is not given
-
-
 @pytest.mark.parametrize("kind", ["AsyncEngineArgs", "EngineArgs"])
 def test_of_vllms_own_object_only_what_differs_from_its_defaults(kind: str) -> None:
     import vllm
 
     given = getattr(vllm, kind)(model="m", max_model_len=8, enforce_eager=True, enable_return_routed_experts=False)
     assert arguments_of(given) == {"model": "m", "max_model_len": 8, "enforce_eager": True}
-
-
-def test_vllms_default_model_can_be_named_in_its_object() -> None:
-    from vllm import AsyncEngineArgs
-
-    assert arguments_of(AsyncEngineArgs()) == {"model": AsyncEngineArgs.model}
-
-
-def test_an_object_and_its_arguments_build_the_same(moe: str) -> None:
-    from vllm import AsyncEngineArgs
-
-    given = AsyncEngineArgs(model=moe, max_model_len=64, compilation_config={"custom_ops": ["none"]})
-    built = build_engine_args(arguments_of(given))
-    assert (built.max_model_len, built.compilation_config.custom_ops) == (64, ["none"])
 
 
 @pytest.mark.parametrize("given", ["path", None, ["model"], RoutingLayout, SimpleNamespace(model="m")])
@@ -357,13 +418,3 @@ def test_a_foreign_worker_extension_is_refused_and_ours_is_not(moe: str) -> None
         build_engine_args({"model": moe, "worker_extension_cls": "theirs.Extension"})
     for same in (WORKER_EXTENSION, "", None):
         assert build_engine_args({"model": moe, "worker_extension_cls": same}).worker_extension_cls == WORKER_EXTENSION
-
-
-def test_an_unknown_argument_is_vllms_type_error(moe: str) -> None:
-    with pytest.raises(TypeError, match="max_model_length"):
-        build_engine_args({"model": moe, "max_model_length": 8})
-
-
-def test_what_is_not_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match=r"config\.json|Invalid repository ID"):
-        build_engine_args({"model": str(tmp_path)})

@@ -4,29 +4,390 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
+import math
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, wait
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from support import toy_engine
+from support.llm import FakeLLM
 from support.processes import ids_request
 from support.waiting import PATIENCE, until
-from torchrl_moe.errors import EngineError
+from torchrl_moe.errors import EngineError, WeightSyncError
 from torchrl_moe.modules.backends.checkpoint import load_tokenizer
 from torchrl_moe.modules.backends.process import engine_program, wire
-from torchrl_moe.modules.backends.process import engine_program as stats_feed
-from torchrl_moe.modules.backends.process import wire as packing
 from torchrl_moe.modules.backends.process.engine_program import Load
 from torchrl_moe.modules.backends.process.process_replica import LocalReplica
-from torchrl_moe.modules.backends.replica import Completion, PauseMode, ReplicaInfo, ReplicaStats, Request, WeightClaim
+from torchrl_moe.modules.backends.replica import (
+    Completion,
+    PauseMode,
+    ProbeReport,
+    ReplicaInfo,
+    ReplicaStats,
+    Request,
+    SwapReport,
+)
 from torchrl_moe.modules.backends.vllm import engine_requests
-from torchrl_moe.modules.backends.vllm.engine_process import EngineProcess
+from torchrl_moe.modules.backends.vllm.engine_process import EngineProbe, EngineProcess, EngineSleep
+from torchrl_moe.modules.backends.vllm.weights import EngineWeights
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
+
+# -- the stat logger ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def load() -> Any:
+    from torchrl_moe.modules.backends.vllm.engine_process import load_logger
+
+    return load_logger()
+
+
+def scheduler(running: int, waiting: int, usage: float, queries: int = 0, hits: int = 0) -> Any:
+    return SimpleNamespace(
+        num_running_reqs=running,
+        num_waiting_reqs=waiting,
+        kv_cache_usage=usage,
+        prefix_cache_stats=SimpleNamespace(queries=queries, hits=hits),
+    )
+
+
+def iteration(tokens: int, preempted: int, at: float) -> Any:
+    return SimpleNamespace(num_generation_tokens=tokens, num_preempted_reqs=preempted, iteration_timestamp=at)
+
+
+def test_the_last_step_says_what_is_and_all_steps_are_counted(load: Any) -> None:
+    assert load.load == Load()
+    load.record(scheduler(3, 2, 0.25, queries=10, hits=4), iteration(5, 1, 1000.0))
+    assert load.load == Load(
+        running=3,
+        waiting=2,
+        cache_usage=0.25,
+        tokens=5,
+        cache_queries=10,
+        cache_hits=4,
+        preemptions=1,
+        steps=1,
+        step_at=1000.0,
+    )
+    load.record(scheduler(1, 0, 0.125, queries=6), iteration(2, 0, 1001.0), mm_cache_stats=None, engine_idx=0)
+    assert load.load == Load(1, 0, 0.125, 7, 16, 4, 1, 2, 1001.0)
+
+
+def test_data_parallel_engines_are_added_up(load: Any) -> None:
+    load.record(scheduler(3, 2, 0.25), None, engine_idx=0)
+    load.record(scheduler(4, 0, 0.75), None, engine_idx=1)
+    assert load.load == Load(7, 2, 0.5)
+    load.record(scheduler(0, 1, 0.0), None, engine_idx=0)
+    assert load.load == Load(4, 1, 0.375)
+
+
+def test_vllms_own_figures_have_these_names(load: Any) -> None:
+    from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+
+    theirs = IterationStats()
+    load.record(SchedulerStats(num_running_reqs=2), theirs)
+    assert load.load == Load(running=2, steps=1, step_at=theirs.iteration_timestamp)
+
+
+def test_it_can_do_all_that_vllm_asks_of_a_logger(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    assert isinstance(load, StatLoggerBase)
+    load.log_engine_initialized()
+    load.log()
+    load.record_sleep_state(1, 1)
+    assert capsys.readouterr() == ("", "")
+
+
+# -- the probe ---------------------------------------------------------------------------------------------------------
+
+
+SPIN = "while True: pass"
+
+
+class Core:
+    """Answers a ping when it is let; counts them."""
+
+    def __init__(self) -> None:
+        self.pings = 0
+        self.free = asyncio.Event()
+        self.error: Exception | None = None
+
+    async def is_paused(self) -> bool:
+        self.pings += 1
+        await self.free.wait()
+        if self.error is not None:
+            raise self.error
+        return False
+
+
+@pytest.fixture
+def leader() -> Iterator[subprocess.Popen[bytes]]:
+    """A busy process, taken for that of the engine."""
+    process = subprocess.Popen([sys.executable, "-c", SPIN], start_new_session=True)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_core_that_answers_is_well_even_if_its_answer_is_an_error(leader: subprocess.Popen[bytes]) -> None:
+    async def main() -> list[bool]:
+        core = Core()
+        core.free.set()
+        signs = EngineProbe(core)
+        first = await signs.read(5.0)
+        core.error = RuntimeError("no such call")
+        second = await signs.read(5.0)
+        assert core.pings == 2
+        return [first.core_answered, second.core_answered]
+
+    assert asyncio.run(main()) == [True, True]
+
+
+def test_a_core_that_does_not_answer_is_pinged_once_until_it_does(leader: subprocess.Popen[bytes]) -> None:
+    async def main() -> None:
+        core = Core()
+        signs = EngineProbe(core)
+        assert [(await signs.read(0.01)).core_answered for _ in range(3)] == [False] * 3
+        assert core.pings == 1
+        core.free.set()
+        assert (await signs.read(5.0)).core_answered
+        assert (await signs.read(5.0)).core_answered
+        assert core.pings == 2
+
+    asyncio.run(main())
+
+
+def test_what_the_group_computes_and_whether_it_is_stopped(leader: subprocess.Popen[bytes]) -> None:
+    async def read() -> ProbeReport:
+        core = Core()
+        core.free.set()
+        return await EngineProbe(core).read(5.0)
+
+    first = asyncio.run(read())
+    until(lambda: asyncio.run(read()).cpu_seconds >= first.cpu_seconds + 0.1)
+    assert not asyncio.run(read()).stopped
+    leader.send_signal(signal.SIGSTOP)
+    until(lambda: asyncio.run(read()).stopped)
+    still = asyncio.run(read()).cpu_seconds
+    assert asyncio.run(read()).cpu_seconds == still
+    leader.send_signal(signal.SIGCONT)
+    until(lambda: not asyncio.run(read()).stopped)
+
+
+# -- sleep -------------------------------------------------------------------------------------------------------------
+
+
+PAUSE = ("pause", "wait", True)
+
+
+class Sleeper:
+    """A sleeper over a fake engine that knows whether it is paused."""
+
+    def __init__(self) -> None:
+        self.engine = Engine()
+        self.weights = EngineWeights(self.engine, dict)
+        self.sleeping = EngineSleep(self.engine, self.weights)
+
+    async def swap(self, version: int = 7) -> SwapReport:
+        return await self.sleeping.swap(version, "keep", False, None, math.inf)
+
+    @property
+    def log(self) -> list[Any]:
+        seen, self.engine.log = self.engine.log, []
+        return seen
+
+
+class Engine(FakeLLM):
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        await super().pause_generation(mode=mode, clear_cache=clear_cache)
+        self.is_paused = True
+
+    async def resume_generation(self) -> None:
+        await super().resume_generation()
+        self.is_paused = False
+
+
+def test_requests_that_come_while_it_sleeps_wait_until_all_of_it_is_awake() -> None:
+    async def run() -> None:
+        bench = Sleeper()
+        await bench.sleeping.sleep(1, "wait")
+        assert bench.log == [PAUSE, ("sleep", 1, "keep")]
+        coming = asyncio.ensure_future(bench.weights.salt())
+        await bench.sleeping.wake_up(["weights"])
+        await bench.sleeping.wake_up(["weights"])  # it is awake
+        await asyncio.sleep(0)
+        assert not coming.done()
+        await bench.sleeping.wake_up(None)
+        assert await coming == {}
+        assert bench.log == [("wake_up", ["weights"]), ("wake_up", ["kv_cache"]), "resume"]
+        await bench.sleeping.wake_up(None)
+        assert bench.log == []
+
+    asyncio.run(run())
+
+
+def test_one_that_was_paused_is_paused_afterwards() -> None:
+    async def run() -> None:
+        bench = Sleeper()
+        await bench.sleeping.pause("keep", False)
+        await bench.sleeping.sleep(1, "wait")
+        await bench.sleeping.wake_up(None)
+        assert bench.log == [
+            ("pause", "keep", False),
+            PAUSE,
+            ("sleep", 1, "keep"),
+            ("wake_up", ["kv_cache", "weights"]),
+            ("pause", "keep", False),
+        ]
+        await bench.weights.salt()  # it comes in, and waits in vLLM
+        await bench.sleeping.resume()
+        assert bench.log == ["resume"]
+
+    asyncio.run(run())
+
+
+def test_one_that_is_to_sleep_in_a_swap_does_not_take_its_pause_for_the_users() -> None:
+    async def run() -> None:
+        bench = Sleeper()
+        begun, go_on = asyncio.Event(), asyncio.Event()
+        load = bench.weights._load
+
+        async def slowly(version: int) -> None:
+            begun.set()
+            await go_on.wait()
+            await load(version)
+
+        bench.weights._load = slowly  # type: ignore[method-assign]
+        swap = asyncio.ensure_future(bench.swap())
+        await begun.wait()
+        sleep = asyncio.ensure_future(bench.sleeping.sleep(1, "wait"))
+        await asyncio.sleep(0)
+        go_on.set()
+        assert (await swap).error is None
+        await sleep
+        await bench.sleeping.wake_up(None)
+        assert not bench.engine.is_paused
+
+    asyncio.run(run())
+
+
+def test_an_update_wakes_the_weights_alone_and_leaves_it_paused() -> None:
+    async def run() -> None:
+        bench = Sleeper()
+        await bench.sleeping.sleep(1, "wait")
+        report = await bench.swap()
+        assert (report.error, report.unproved) == (None, "the engine is paused")
+        slept, woken, *load = bench.log[1:]
+        assert (slept, woken) == (("sleep", 1, "keep"), ("wake_up", ["weights"]))
+        assert load == [("pause", "keep", False), "start", ("update", {"version": 7}), ("finish", "7")]
+        await bench.swap(8)
+        assert "wake_up" not in [step[0] for step in bench.log]
+        await bench.sleeping.wake_up(None)
+        assert bench.log == [("wake_up", ["kv_cache"]), "resume"]
+        assert await bench.weights.salt() == {"cache_salt": "swap-2"}
+
+    asyncio.run(run())
+
+
+def test_weights_that_were_dropped_are_updated_before_it_serves() -> None:
+    async def run() -> None:
+        bench = Sleeper()
+        await bench.sleeping.sleep(2, "abort")
+        for tags in (None, ["kv_cache"]):
+            with pytest.raises(WeightSyncError, match="level 2 has dropped the weights; update them first"):
+                await bench.sleeping.wake_up(tags)
+        bench.engine.fail["update"] = RuntimeError("out of memory")
+        bench.engine.whole = [False]
+        assert (await bench.swap()).error == "RuntimeError: out of memory"
+        with pytest.raises(WeightSyncError, match="update them first"):
+            await bench.sleeping.wake_up(None)
+        bench.engine.fail.clear()
+        assert (await bench.swap()).error is None
+        await bench.sleeping.wake_up(None)
+        await bench.weights.salt()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("what", ["pause", "resume", "sleep deeper", "sleep half awake"])
+def test_what_would_run_on_memory_that_is_gone_is_refused(what: str) -> None:
+    async def run() -> None:
+        bench = Sleeper()
+        await bench.sleeping.sleep(1, "wait")
+        await bench.sleeping.sleep(1, "wait")  # nothing to do
+        assert bench.log == [PAUSE, ("sleep", 1, "keep")]
+        if what == "sleep half awake":
+            await bench.sleeping.wake_up(["weights"])
+        asked = {
+            "pause": lambda: bench.sleeping.pause("keep", False),
+            "resume": bench.sleeping.resume,
+            "sleep deeper": lambda: bench.sleeping.sleep(2, "wait"),
+            "sleep half awake": lambda: bench.sleeping.sleep(1, "wait"),
+        }[what]
+        with pytest.raises(EngineError, match=rf"{what.split()[0]}: the engine sleeps; wake_up\(\) first"):
+            await asked()
+
+    asyncio.run(run())
+
+
+def test_one_that_could_not_sleep_serves_on() -> None:
+    async def run() -> None:
+        bench = Sleeper()
+        bench.engine.fail["sleep"] = RuntimeError("memory usage increased")
+        with pytest.raises(RuntimeError, match="memory usage increased"):
+            await bench.sleeping.sleep(1, "wait")
+        assert bench.log == [PAUSE, ("sleep", 1, "keep"), "resume"]
+        await bench.weights.salt()
+
+    asyncio.run(run())
+
+
+def test_one_that_is_woken_before_its_requests_have_finished_never_sleeps() -> None:
+    async def run() -> None:
+        bench, finished = Sleeper(), asyncio.Event()
+        pause = bench.engine.pause_generation
+
+        async def wait(*, mode: str, clear_cache: bool) -> None:
+            await finished.wait()
+            await pause(mode=mode, clear_cache=clear_cache)
+
+        bench.engine.pause_generation = wait  # type: ignore[method-assign]
+        falling = asyncio.ensure_future(bench.sleeping.sleep(1, "wait"))
+        await asyncio.sleep(0)
+        await bench.sleeping.wake_up(None)
+        finished.set()
+        with pytest.raises(EngineError, match="was woken before its requests had finished"):
+            await falling
+        assert "sleep" not in [step[0] for step in bench.log]
+
+    asyncio.run(run())
+
+
+def test_a_level_or_a_tag_that_vllm_does_not_have_and_an_engine_without_sleep_mode_are_refused() -> None:
+    async def run() -> None:
+        bench = Sleeper()
+        with pytest.raises(ValueError, match=r"level must be 1 .* or 2 .*, got 0"):
+            await bench.sleeping.sleep(0, "wait")
+        with pytest.raises(ValueError, match="tags must be of 'weights' and 'kv_cache', got \\['scheduling'\\]"):
+            await bench.sleeping.wake_up(["scheduling"])
+        bench.engine.model_config = SimpleNamespace(enable_sleep_mode=False)
+        with pytest.raises(ValueError, match="start the engine with enable_sleep_mode=True; vLLM has it on GPUs only"):
+            await bench.sleeping.sleep(1, "wait")
+        assert bench.log == []
+
+    asyncio.run(run())
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
 
 
 class Inbox:
@@ -58,10 +419,10 @@ class Bench:
             self.sent.append(message)
 
     def generate(self, *requests: Request) -> None:
-        self.inbox.put("generate", packing.pack_requests(requests))
+        self.inbox.put("generate", wire.pack_requests(requests))
 
     def call(self, number: int, command: str, **kwargs: Any) -> None:
-        self.inbox.put("call", number, command, wire.parcel(kwargs))
+        self.inbox.put("call", number, command, wire.payload(kwargs))
 
     async def until_sent(self, count: int) -> list[tuple[Any, ...]]:
         async with asyncio.timeout(60.0):
@@ -103,18 +464,6 @@ def by_ids(request_id: str, *ids: int, **params: Any) -> Request:
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 
-def test_each_request_of_a_message_is_answered(serve: Serve) -> None:
-    async def script(bench: Bench) -> None:
-        text = Request(request_id="text", sampling_params=None, prompt="AB")
-        bench.generate(by_ids("ids", 5, 6, 7, seconds=0.05), text)
-        await bench.until_sent(2)
-
-    (first, text), (second, ids) = serve(script).sent
-    assert first == second == "completion"
-    assert (text.request_id, text.prompt, text.outputs[0].token_ids.tolist()) == ("text", "AB", [66, 67])
-    assert (ids.request_id, ids.prompt, ids.outputs[0].token_ids.tolist()) == ("ids", None, [6, 7, 8])
-
-
 @pytest.mark.parametrize(
     ("params", "kind", "words"),
     [
@@ -134,51 +483,6 @@ def test_a_refusal_says_whose_fault_it_is(serve: Serve, params: dict[str, Any], 
     assert [message[1].request_id for message in sent if message[0] == "completion"] == ["good"]
 
 
-def test_a_request_whose_tokens_were_no_good_starts_again(serve: Serve) -> None:
-    async def script(bench: Bench) -> None:
-        answers: list[Completion] = []
-
-        async def deliver(completion: Completion) -> Completion | None:
-            answers.append(completion)
-            return completion if len(answers) == 3 else None
-
-        bench.process.weights.deliver = deliver  # type: ignore[method-assign]
-        bench.generate(by_ids("a", 1))
-        await bench.until_sent(1)
-        assert [answer.request_id for answer in answers] == ["a"] * 3
-        assert bench.sent[0][1].outputs[0].token_ids is answers[2].outputs[0].token_ids
-
-    assert len(serve(script).sent) == 1
-
-
-def test_an_abort_cuts_its_requests_and_no_others(serve: Serve) -> None:
-    async def script(bench: Bench) -> None:
-        bench.generate(by_ids("a", seconds=3600), by_ids("b", seconds=3600))
-        await asyncio.sleep(0.05)
-        bench.inbox.put("abort", ["a", "unknown"])
-        await bench.until_sent(1)
-        await asyncio.sleep(0.05)
-        ((_, completion),) = bench.sent
-        assert (completion.request_id, completion.outputs[0].finish_reason) == ("a", "abort")
-        bench.inbox.put("abort", ["b"])
-        await bench.until_sent(2)
-
-    assert [completion.request_id for _, completion in serve(script).sent] == ["a", "b"]
-
-
-def test_an_abort_right_behind_its_request_is_not_lost(serve: Serve) -> None:
-    async def script(bench: Bench) -> None:
-        bench.generate(by_ids("a", read_seconds=0.1, seconds=9))  # the engine does not know it yet
-        bench.inbox.put("abort", ["a"])
-        await bench.until_sent(1)
-        asked = len(bench.engine.aborts)
-        await asyncio.sleep(5 * engine_requests.ABORT_SECONDS)
-        assert len(bench.engine.aborts) == asked  # and it does not continue asking
-
-    ((_, completion),) = serve(script).sent
-    assert completion.aborted
-
-
 def test_an_abort_spares_the_next_request_of_the_same_id(serve: Serve) -> None:
     async def script(bench: Bench) -> None:
         bench.generate(by_ids("again", seconds=9))
@@ -193,18 +497,10 @@ def test_an_abort_spares_the_next_request_of_the_same_id(serve: Serve) -> None:
     assert not second.aborted
 
 
-def test_an_abort_of_what_is_done_asks_nothing(serve: Serve) -> None:
-    async def script(bench: Bench) -> None:
-        bench.inbox.put("abort", ["long gone"])
-        await asyncio.sleep(0.02)
-
-    assert serve(script).engine.aborts == []
-
-
 # -- commands ---------------------------------------------------------------------------------------------------------
 
 
-def test_commands_reach_the_engine_and_their_values_come_back_in_parcels(serve: Serve) -> None:
+def test_commands_reach_the_engine_and_their_values_come_back_in_payloads(serve: Serve) -> None:
     async def script(bench: Bench) -> None:
         bench.call(1, "pause", mode="keep", clear_cache=False)
         bench.call(2, "resume")
@@ -216,7 +512,7 @@ def test_commands_reach_the_engine_and_their_values_come_back_in_parcels(serve: 
 
     bench = serve(script)
     assert bench.engine.calls == [("pause", "keep", False), ("resume",)]
-    values = {number: wire.open_parcel(value) for kind, number, value in bench.sent if kind == "result"}
+    values = {number: wire.open_payload(value) for kind, number, value in bench.sent if kind == "result"}
     assert load_tokenizer(values.pop(5)).encode("Hi") == [72, 105]
     assert values == {1: None, 2: None, 3: True, 4: [["name", [1], {"a": 2}]], 6: 0}
 
@@ -256,25 +552,6 @@ def test_an_engine_that_gets_adapters_alone_may_not_sleep(serve: Serve) -> None:
     assert bench.engine.calls == []
 
 
-def test_a_driver_that_has_left_has_no_claim_to_the_weights(serve: Serve) -> None:
-    ask = {"takeover": False}
-
-    async def script(bench: Bench) -> None:
-        bench.call(1, "claim_weights", driver="d1", name="first", **ask)
-        bench.call(2, "claim_weights", driver="d2", name="second", **ask)
-        await bench.until_sent(2)
-        bench.inbox.put("left", "d1")
-        bench.call(3, "claim_weights", driver="d2", name="second", **ask)
-        await bench.until_sent(3)
-
-    claims = [wire.open_parcel(parcel) for _, _, parcel in serve(script).sent]
-    assert claims == [
-        WeightClaim(epoch=1, owner="first"),
-        WeightClaim(epoch=0, owner="first"),
-        WeightClaim(epoch=2, owner="second"),
-    ]
-
-
 @pytest.mark.parametrize(
     ("command", "kwargs", "kind", "words"),
     [
@@ -300,53 +577,7 @@ def test_a_command_that_fails_answers_and_the_process_continues(
     assert answer[:2] == ("result", 2)
 
 
-def test_stats_count_what_was_done_and_an_idle_engine_has_no_load(serve: Serve) -> None:
-    async def script(bench: Bench) -> None:
-        bench.generate(by_ids("a", 1, 2, 3), by_ids("b", 1), by_ids("c", seconds=3600), by_ids("bad", refuse="no"))
-        await bench.until_sent(3)
-        bench.call(1, "stats")
-        await bench.until_sent(4)
-        bench.inbox.put("abort", ["c"])
-        await bench.until_sent(5)
-        bench.call(2, "stats")
-        await bench.until_sent(6)
-
-    busy, idle = (wire.open_parcel(message[2]) for message in serve(script).sent if message[0] == "result")
-    assert isinstance(busy, ReplicaStats)
-    assert (busy.running, busy.waiting, busy.cache_usage) == (3, 2, 0.5)
-    assert (busy.requests, busy.completions, busy.prompt_tokens, busy.cached_tokens) == (2, 2, 4, 2)
-    assert busy.generated_tokens == 4
-    assert (idle.running, idle.waiting, idle.cache_usage) == (0, 0, 0.0)
-    assert (idle.requests, idle.prompt_tokens, idle.generated_tokens) == (3, 6, 4)
-    assert idle.generation_seconds > busy.generation_seconds > 0
-
-
-def test_stats_are_sent_without_being_asked_for(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stats_feed, "FEED_SECONDS", 0.001)
-
-    async def script(bench: Bench) -> None:
-        bench.generate(by_ids("a", 1, 2, 3), by_ids("b", seconds=3600))
-        async with asyncio.timeout(60.0):
-            while not bench.stats or bench.stats[-1].requests < 1:
-                await asyncio.sleep(0.001)
-
-    bench = serve(script)
-    last = bench.stats[-1]
-    assert (last.running, last.waiting, last.cache_usage, last.prompt_tokens) == (3, 2, 0.5, 3)
-    assert len(set(bench.stats)) == len(bench.stats)  # only what changed
-
-
 # -- the end ----------------------------------------------------------------------------------------------------------
-
-
-def test_an_engine_that_dies_is_reported_once_and_ends_the_process(serve: Serve) -> None:
-    async def script(bench: Bench) -> None:
-        bench.generate(by_ids("a", seconds=3600), by_ids("b", seconds=3600))
-        await asyncio.sleep(0.01)
-        bench.engine.errored = True
-        await bench.until_sent(1)
-
-    assert serve(script).sent == [("died", "vLLM's engine core died: the toy is broken")]
 
 
 def test_a_request_that_fails_of_a_death_reports_the_death(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,19 +659,6 @@ def test_text_is_generated_from_as_its_ids_are(engine: Any) -> None:
 
 
 @pytest.mark.engine("qwen3_moe")
-def test_every_one_of_n_answers_comes_back_with_its_rows(engine: Any) -> None:
-    (completion,) = generate(
-        engine, by_ids("n", *prompt(1, 17), n=3, max_tokens=9, logprobs=0, temperature=1.0, ignore_eos=True)
-    )
-    assert [output.index for output in completion.outputs] == [0, 1, 2]
-    assert len({tuple(output.token_ids.tolist()) for output in completion.outputs}) == 3
-    check_rows(completion)
-    prompts = [output.routed_experts[:17] for output in completion.outputs]
-    np.testing.assert_array_equal(prompts[0], prompts[1])
-    np.testing.assert_array_equal(prompts[0], prompts[2])
-
-
-@pytest.mark.engine("qwen3_moe")
 def test_routes_and_logprobs_stay_behind_where_they_were_not_asked_for(engine: Any) -> None:
     request = Request(request_id="bare", sampling_params={"max_tokens": 2}, prompt="hi", return_routed_experts=False)
     ((output,),) = [completion.outputs for completion in generate(engine, request)]
@@ -477,26 +695,6 @@ def test_a_bad_request_is_refused_in_vllms_words_and_the_engine_continues(
     with pytest.raises(ValueError, match=message):
         refused.result(60.0)
     assert good.result(60.0).outputs[0].finish_reason in ("length", "stop")
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_structured_outputs_are_obeyed(engine: Any) -> None:
-    requests = [
-        Request(
-            request_id=str(i), sampling_params={"max_tokens": 12}, prompt="hi", guided_options={"regex": "[ab]{3,6}"}
-        )
-        for i in range(4)
-    ]
-    for completion in generate(engine, *requests):
-        assert re.fullmatch("[ab]{3,6}", completion.outputs[0].text)
-        check_rows(completion)
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_a_priority_is_no_error_for_an_engine_that_serves_in_order_of_arrival(engine: Any) -> None:
-    first = Request(request_id="first", sampling_params={"max_tokens": 2}, prompt="hi", priority=1)
-    (future,) = replica_of(engine).submit([first])
-    assert future.result(60.0).outputs[0].finish_reason in ("length", "stop")
 
 
 LONG = {"max_tokens": 480, "ignore_eos": True, "logprobs": 0}
@@ -562,16 +760,6 @@ def test_an_aborted_request_returns_what_it_has_with_a_row_for_each_token_but_th
 
 
 @pytest.mark.engine("qwen3_moe")
-def test_an_abort_on_the_heels_of_its_request_ends_it(engine: Any) -> None:
-    replica = replica_of(engine)
-    (future,) = replica.submit([Request(request_id="heels", sampling_params=LONG, prompt="a new text" * 3)])
-    replica.abort(["heels"])
-    completion = future.result(60.0)
-    assert completion.aborted
-    assert len(completion.outputs[0].token_ids) < 480
-
-
-@pytest.mark.engine("qwen3_moe")
 @pytest.mark.parametrize("clear_cache", [False, True])
 def test_a_pause_freezes_requests_and_a_resume_lets_them_continue(engine: Any, clear_cache: bool) -> None:
     replica = replica_of(engine)
@@ -594,69 +782,6 @@ def test_a_pause_freezes_requests_and_a_resume_lets_them_continue(engine: Any, c
     np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-4)
     check_rows(completion)
     np.testing.assert_array_equal(np.sort(one.routed_experts, -1), np.sort(two.routed_experts, -1))
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_a_pause_that_aborts_returns_what_there_is_and_a_resume_serves_again(engine: Any) -> None:
-    replica = replica_of(engine)
-
-    def act(future: Future[Completion]) -> Completion | None:
-        with paused(replica, "abort"):
-            (held,) = replica.submit([by_ids("held", *prompt(8, 4), max_tokens=2)])
-            completion = cut(future)
-            time.sleep(0.3)
-            assert not held.done()
-        assert held.result(60.0).outputs[0].finish_reason in ("length", "stop")
-        return completion
-
-    check_rows(in_its_run(engine, by_ids("cut", *prompt(7, 12), n=2, **LONG), act))
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_a_paused_engine_lets_a_frozen_request_be_aborted(engine: Any) -> None:
-    replica = replica_of(engine)
-
-    def act(future: Future[Completion]) -> Completion | None:
-        with paused(replica, "keep"):
-            replica.abort(["frozen"])
-            return cut(future)
-
-    check_rows(in_its_run(engine, by_ids("frozen", *prompt(9, 12), n=2, **LONG), act))
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_stats_count_what_came_back(engine: Any) -> None:
-    replica = replica_of(engine)
-    assert replica.reset_prefix_cache(20) is True
-    before = replica.stats(10)
-    assert (before.running, before.waiting, before.cache_usage) == (0, 0, 0.0)
-    ids = prompt(10, 300)
-    for name in ("first", "second"):
-        (completion,) = generate(engine, by_ids(name, *ids, max_tokens=5, n=2, ignore_eos=True))
-    after = replica.stats(10)
-    assert completion.num_cached_tokens == 256  # two whole blocks of 128
-    assert after.requests - before.requests == 2
-    assert after.completions - before.completions == 4
-    assert after.prompt_tokens - before.prompt_tokens == 600
-    assert 256 <= after.cached_tokens - before.cached_tokens <= 512
-    assert after.generated_tokens - before.generated_tokens == 20
-    assert after.generation_seconds > before.generation_seconds
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_a_busy_engine_has_load_and_keeps_its_cache(engine: Any) -> None:
-    replica = replica_of(engine)
-
-    def act(future: Future[Completion]) -> ReplicaStats | None:
-        stats = replica.stats(10)
-        could_reset = replica.reset_prefix_cache(20)
-        replica.abort(["busy"])
-        return None if cut(future) is None or could_reset or not stats.running else stats
-
-    busy = in_its_run(engine, by_ids("busy", *prompt(11, 12), n=2, **LONG), act)
-    assert 1 <= busy.running <= 18
-    assert 0 <= busy.waiting <= 18
-    assert 0 < busy.cache_usage <= 1
 
 
 @pytest.mark.engine("qwen3_moe")

@@ -7,20 +7,230 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Awaitable, Callable
+import itertools
+import pickle
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from vllm.exceptions import RetryableRequestError
 
+from torchrl_moe.data import RoutingLayout
+from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.replica import Completion, CompletionMetrics, CompletionOutput, Request
+from torchrl_moe.modules.backends.request_routes import RequestRoutes
 from torchrl_moe.modules.backends.vllm import engine_requests, weights
-from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
+from torchrl_moe.modules.backends.vllm.engine_requests import (
+    EngineRequests,
+    Forced,
+    attach,
+    attached,
+    completion_from_vllm,
+    forced_in,
+    forced_of,
+    sampled_logprobs,
+)
 from torchrl_moe.modules.backends.vllm.weight_check import WeightCheck
 from torchrl_moe.modules.backends.vllm.weights import EngineWeights
+
+# -- vLLM's outputs, by hand-made objects of their shape ---------------------------------------------------------------
+
+
+RECORDED = np.arange(4 * 2 * 2, dtype=np.uint8).reshape(4, 2, 2)
+
+
+def request(**fields: Any) -> Request:
+    return Request(request_id="ours", sampling_params=None, prompt="hi", **fields)
+
+
+def answer(index: int = 0, **fields: Any) -> SimpleNamespace:
+    given = {
+        "index": index,
+        "token_ids": [7, 8],
+        "text": "ab",
+        "finish_reason": "stop",
+        "stop_reason": None,
+        "logprobs": None,
+        "routed_experts": RECORDED,
+        "sampling_mask": None,
+    }
+    return SimpleNamespace(**{**given, **fields})
+
+
+def output(*answers: SimpleNamespace, **fields: Any) -> SimpleNamespace:
+    given = {
+        "request_id": "vllm's",
+        "prompt": "hi",
+        "prompt_token_ids": [104, 105, 33],
+        "num_cached_tokens": 2,
+        "outputs": list(answers),
+        "metrics": None,
+        "prompt_token_id_logprobs": None,
+    }
+    return SimpleNamespace(**{**given, **fields})
+
+
+def flat(*positions: list[float]) -> SimpleNamespace:
+    """``FlatLogprobs``: the values of all positions in one list, and where each begins."""
+    starts = np.cumsum([0, *map(len, positions)])[:-1].tolist()
+    return SimpleNamespace(start_indices=starts, logprobs=[value for position in positions for value in position])
+
+
+def test_vllms_own_flat_container_is_read_like_its_list() -> None:
+    from vllm.logprobs import FlatLogprobs, Logprob
+
+    positions = [{5: Logprob(-2.0), 9: Logprob(-0.1)}, {1: Logprob(-0.7)}]
+    own = FlatLogprobs()
+    own.extend(positions)
+    for container in (own, positions):
+        assert sampled_logprobs(container) == pytest.approx([-2.0, -0.7])
+
+
+def test_fields_are_taken_over_under_our_request_id() -> None:
+    completion = completion_from_vllm(output(answer(logprobs=flat([-1.0], [-2.0]), stop_reason=258)), request(), 5)
+    assert (completion.request_id, completion.prompt, completion.num_cached_tokens) == ("ours", "hi", 2)
+    assert completion.prompt_token_ids.tolist() == [104, 105, 33]
+    assert completion.prompt_token_ids.dtype == np.int64
+    (only,) = completion.outputs
+    assert (only.text, only.finish_reason, only.stop_reason) == ("ab", "stop", 258)
+    assert only.token_ids.tolist() == [7, 8]
+    assert only.token_ids.dtype == np.int64
+    assert only.logprobs is not None and only.logprobs.tolist() == [-1.0, -2.0]
+    assert only.policy_versions.tolist() == [5, 5]
+    assert only.policy_versions.dtype == np.int32
+    assert only.routed_experts is RECORDED  # 3 + 2 - 1 rows, as the engine gave them
+
+
+def test_answers_come_in_the_order_of_their_index() -> None:
+    completion = completion_from_vllm(output(answer(2, text="c"), answer(0, text="a"), answer(1)), request(), 0)
+    assert [(item.index, item.text) for item in completion.outputs] == [(0, "a"), (1, "ab"), (2, "c")]
+
+
+def test_routes_are_dropped_where_they_were_not_asked_for() -> None:
+    completion = completion_from_vllm(output(answer()), request(return_routed_experts=False), 0)
+    assert completion.outputs[0].routed_experts is None
+
+
+def test_words_that_were_left_out_are_taken_over() -> None:
+    """Of the first token words 4 and 9 were kept, of the second all but word 3."""
+    (only,) = completion_from_vllm(output(answer(sampling_mask=masks([4, 9], [~3]))), request(), 0).outputs
+    assert only.kept is not None
+    assert (only.kept.ids.tolist(), only.kept.sizes.tolist()) == ([4, 9, 3], [2, -1])
+    with pytest.raises(EngineError, match="the kept tokens of 1 tokens, of an answer of 2"):
+        completion_from_vllm(output(answer(sampling_mask=masks([4, 9]))), request(), 0)
+
+
+def masks(*words: list[int]) -> SimpleNamespace:
+    """vLLM's ``SamplingMask``."""
+    return SimpleNamespace(token_ids=list(words))
+
+
+@pytest.mark.parametrize("given", [None, masks(), masks([], []), masks([])])
+def test_where_no_word_was_left_out_nothing_is_said(given: Any) -> None:
+    assert completion_from_vllm(output(answer(sampling_mask=given)), request(), 0).outputs[0].kept is None
+
+
+def stamps(**times: float) -> SimpleNamespace:
+    given = {"queued_ts": 100.0, "scheduled_ts": 0.0, "first_token_ts": 0.0, "last_token_ts": 0.0}
+    return SimpleNamespace(**{**given, **times})
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        (None, (0.0, 0.0, 0.0)),
+        (stamps(scheduled_ts=100.5, first_token_ts=100.75, last_token_ts=103.0), (0.5, 0.75, 3.0)),
+        (stamps(), (0.0, 0.0, 0.0)),  # cut before it was scheduled
+        (stamps(scheduled_ts=101.0), (1.0, 0.0, 0.0)),  # cut before its first token
+    ],
+)
+def test_times_are_differences_of_stamps_and_0_where_a_stage_was_not_reached(
+    metrics: Any, expected: tuple[float, float, float]
+) -> None:
+    found = completion_from_vllm(output(answer(), metrics=metrics), request(), 0).metrics
+    queue, first, total = expected
+    assert found == CompletionMetrics(queue_seconds=queue, first_token_seconds=first, total_seconds=total)
+
+
+# -- rows to follow, on their way to the workers -----------------------------------------------------------------------
+
+
+LAYOUT = RoutingLayout(num_layers=3, moe_layers=(1, 2), top_k=2, num_experts=300)
+ROWS = np.full((4, 3, 2), -1, np.int16)
+ROWS[:3, 1:] = [[[0, 299], [7, 8]]] * 3
+
+ABLE, UNABLE = RequestRoutes(LAYOUT), RequestRoutes(LAYOUT, "FancyRouter routes inside its kernel")
+
+
+def rows_request(**fields: Any) -> Request:
+    return Request(request_id="a", sampling_params=None, prompt_token_ids=np.arange(4, dtype=np.int32), **fields)
+
+
+def rows_params(extra_args: Any = None) -> Any:
+    made = SimpleNamespace(extra_args=extra_args)
+    made.clone = lambda: copy.copy(made)
+    return made
+
+
+def sampling_params(**fields: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(**fields)
+
+
+def test_rows_cross_to_the_core_and_from_there_to_the_workers() -> None:
+    """As msgpack, which the core reads into the class again, and pickled."""
+    asked = sampling_params(max_tokens=3, extra_args={"mine": [1]})
+    made = attach(asked, Forced(rows=ROWS))
+    core = msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=type(made))
+    for one in (made, core, pickle.loads(pickle.dumps(core))):
+        forced = forced_in(one)
+        assert forced.rows is not None
+        assert forced.rows.dtype == np.int16
+        assert (forced.rows == ROWS).all()
+        assert not forced.is_live
+        assert one.extra_args["mine"] == [1]
+        assert one.max_tokens == 3
+    assert asked.extra_args == {"mine": [1]}
+
+
+def test_a_request_that_follows_nothing_shares_its_parameters() -> None:
+    asked = sampling_params()
+    assert attach(asked, Forced()) is asked
+    assert asked.extra_args is None
+    assert forced_in(attach(asked, Forced(is_live=True))).is_live
+
+
+def test_a_schedulers_request_is_looked_into_once() -> None:
+    request = SimpleNamespace(sampling_params=attach(sampling_params(), Forced(rows=ROWS)))
+    forced = forced_of(request)
+    assert (forced.rows == ROWS).all()
+    assert forced_of(request) is forced
+    pooling = SimpleNamespace(sampling_params=None)
+    assert forced_of(pooling).rows is None
+
+
+def test_a_request_without_rows_costs_nothing() -> None:
+    asked = rows_params()
+    assert attached(asked, rows_request(), ABLE) is asked
+    assert attached(asked, rows_request(on_resume="live"), UNABLE) is asked
+    assert forced_in(asked).rows is None
+    assert forced_in(None).rows is None
+
+
+def test_a_request_that_is_to_route_live_says_so_to_the_scheduler() -> None:
+    forced = forced_in(attached(rows_params(), rows_request(on_resume="live"), ABLE))
+    assert forced.is_live
+    assert forced.rows is None
+
+
+# -- requests across swaps ---------------------------------------------------------------------------------------------
+
 
 PROMPT = [7, 8, 9]
 
@@ -307,16 +517,69 @@ def test_what_a_swap_cuts_continues_where_it_was_cut(run: Run) -> None:
     assert bench.requests.counts["generated_tokens"] == 6
 
 
-def test_many_swaps_cut_one_request_many_times(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start()
-        for version in (1, 2, 3):
-            await bench.engine.step()
-            await bench.swap(version, "abort" if version != 2 else "keep")  # a keep lets it run beside the canary
-        await bench.swap(4)  # no token since
-        await bench.finish()
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_comes_between_each_token_knows_its_weights_and_its_place(run: Run, seed: int) -> None:
+    """Requests of several answers, resumed ones, swaps of each mode, weights that fail, aborts and snapshots."""
+    rng, names, failed, aborted = random.Random(seed), itertools.count(), set[int](), set[str]()
+    versions, dropped = itertools.count(1), False
 
-    check(run(script).done["r"].outputs[0], 0, 1, 2, 2, 4, 4)
+    def check_all(completions: Iterable[Completion]) -> None:
+        for completion in completions:
+            for output in completion.outputs:
+                made_by = output.policy_versions.tolist()
+                assert made_by == sorted(made_by) and not failed.intersection(made_by)
+                if made_by:
+                    check(output, *made_by)
+
+    async def start(bench: Bench) -> None:
+        name, n = f"r{next(names)}", rng.randint(1, 3)
+        guided = {"structured_outputs": "a grammar"} if rng.random() < 0.3 else {}  # cannot continue: starts again
+        resume = had(*(rng.randint(0, 4) for _ in range(n))) if rng.random() < 0.4 else None
+        if rng.random() < 0.2 and bench.engine.reading is None:
+            bench.engine.reading = asyncio.Event()  # vLLM still takes it in during what comes next
+        await bench.start(name, resume, n=n, max_tokens=6, **guided)
+
+    async def swap(bench: Bench) -> None:
+        nonlocal dropped
+        mode, clear_cache, version = rng.choice(["keep", "abort"]), rng.random() < 0.3, next(versions)
+        dropped |= clear_cache
+        if rng.random() < 0.25:
+            bench.engine.canary = ValueError("no good")
+            failed.add(version)
+            await bench.swap(version, mode, clear_cache)
+            bench.engine.canary, version = None, next(versions)
+        swapping = asyncio.ensure_future(bench.swap(version, mode, clear_cache))
+        await asyncio.sleep(0.001)
+        if rng.random() < 0.3:
+            cut = [f"r{rng.randrange(9)}"]
+            aborted.update(cut)
+            bench.requests.abort(cut)
+        await swapping
+
+    async def script(bench: Bench) -> None:
+        for _ in range(14):
+            action = rng.choice([start, start, swap, None])
+            if action is not None:
+                await action(bench)
+            if action is not start and bench.engine.reading is not None:
+                bench.engine.reading.set()
+                bench.engine.reading = None
+                await asyncio.sleep(0.03)
+            bench.engine.room = rng.choice([1, 2, 99])
+            await bench.engine.step(rng.randint(0, 2))
+            check_all(await bench.requests.snapshot())
+        if bench.engine.reading is not None:
+            bench.engine.reading.set()
+        bench.engine.room = 99
+        await bench.finish()
+        assert dropped or all(len(made_by) == 1 for made_by in bench.engine.salts.values())
+
+    bench = run(script)
+    assert (bench.refused, len(bench.done)) == ({}, next(names))
+    check_all(bench.done.values())
+    for name, completion in bench.done.items():
+        for output in completion.outputs:
+            assert name in aborted or (output.finish_reason, len(output.token_ids)) == ("length", 6)
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -338,88 +601,6 @@ def test_a_stop_string_across_a_cut_ends_the_answer_though_its_rest_is_cut_too(r
     assert len(bench.engine.asked) == 2
 
 
-def test_each_answer_continues_by_itself_and_those_that_are_done_stay(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start(n=3, lengths=(1, 9, 9), max_tokens=5, seed=10)
-        await bench.engine.step(2)
-        for params in [params for _, _, params in bench.engine.asked]:
-            params.lengths = ()
-        await bench.swap(1)
-        await bench.finish()
-
-    bench = run(script)
-    outputs = bench.done["r"].outputs
-    assert [output.index for output in outputs] == [0, 1, 2]
-    check(outputs[0], 0)
-    for output in outputs[1:]:
-        check(output, 0, 0, 1, 1, 1)
-    assert [params.seed for _, _, params in bench.engine.asked] == [10, 11, 12]
-    assert len({name for name, _, _ in bench.engine.asked}) == 3
-
-
-def test_what_cannot_be_continued_starts_again(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start(n=2, structured_outputs="a grammar", max_tokens=3)
-        await bench.engine.step(2)
-        await bench.swap(1)
-        await bench.finish()
-
-    bench = run(script)
-    for output in bench.done["r"].outputs:
-        check(output, 1, 1, 1)
-    assert [params.n for _, _, params in bench.engine.asked] == [2, 2]
-
-
-def test_a_finished_answer_stays_while_its_sibling_starts_again(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start(n=2, lengths=(2, 9), structured_outputs="a grammar", max_tokens=3)
-        await bench.engine.step(2)
-        bench.engine.asked[0][2].lengths = ()
-        await bench.swap(1)
-        await bench.finish()
-
-    one, two = run(script).done["r"].outputs
-    check(one, 0, 0)
-    check(two, 1, 1, 1)
-    assert (one.index, two.index) == (0, 1)
-
-
-@pytest.mark.parametrize("mode", ["keep", "abort"])
-def test_a_request_without_a_token_is_asked_for_again_with_the_new_salt(run: Run, mode: str) -> None:
-    async def script(bench: Bench) -> None:
-        bench.engine.room = 1
-        await bench.start("first")
-        await bench.start("waits", n=2)
-        await bench.engine.step(2)
-        await bench.swap(1, mode)
-        bench.engine.room = 99
-        await bench.finish()
-
-    bench = run(script)
-    check(bench.done["first"].outputs[0], 0, 0, 1, 1, 1, 1)
-    for output in bench.done["waits"].outputs:
-        check(output, 1, 1, 1, 1, 1, 1)
-    if mode == "keep":
-        # what is cached under the old salt is the first request's alone
-        assert bench.engine.salts == {"": {0}, "swap-1": {1}}
-        assert [prompt.get("cache_salt") for _, prompt, _ in bench.engine.asked] == [None, None, "swap-1"]
-
-
-def test_an_answer_without_a_token_is_asked_for_again_beside_its_siblings(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        bench.engine.room = 1
-        await bench.start(n=2, max_tokens=3)
-        await bench.engine.step(1)
-        await bench.swap(1, "keep")
-        await bench.finish()
-
-    bench = run(script)
-    one, two = bench.done["r"].outputs
-    check(one, 0, 1, 1)
-    check(two, 1, 1, 1)
-    assert [prompt.get("cache_salt") for _, prompt, _ in bench.engine.asked] == [None, "swap-1"]
-
-
 def test_a_dropped_cache_needs_no_answer_to_start_again(run: Run) -> None:
     async def script(bench: Bench) -> None:
         await bench.start()
@@ -429,58 +610,6 @@ def test_a_dropped_cache_needs_no_answer_to_start_again(run: Run) -> None:
     bench = run(script)
     check(bench.done["r"].outputs[0], *[1] * 6)
     assert len(bench.engine.asked) == 1
-
-
-@pytest.mark.parametrize("mode", ["keep", "abort"])
-def test_a_request_that_vllm_still_reads_at_the_swap_starts_again(run: Run, mode: str) -> None:
-    async def script(bench: Bench) -> None:
-        bench.engine.reading = asyncio.Event()
-        await bench.start()
-        await bench.swap(1, mode)
-        bench.engine.reading.set()
-        await asyncio.sleep(0.03)
-        await bench.finish()
-
-    bench = run(script)
-    check(bench.done["r"].outputs[0], *[1] * 6)
-    assert [prompt.get("cache_salt") for _, prompt, _ in bench.engine.asked] == [None, "swap-1"]
-
-
-def test_what_the_user_aborts_during_a_swap_comes_back_with_what_it_had(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start("cut")
-        await bench.start("guided", structured_outputs="a grammar", n=2)
-        await bench.start("other")
-        await bench.engine.step(2)
-        swapping = asyncio.ensure_future(bench.swap(1))
-        await asyncio.sleep(0.001)
-        bench.requests.abort(["cut", "guided"])
-        await swapping
-        assert set(bench.done) == {"cut", "guided"}
-        await bench.finish()
-
-    bench = run(script)
-    (cut,), guided, (other,) = (bench.done[name].outputs for name in ("cut", "guided", "other"))
-    assert [output.finish_reason for output in (cut, *guided)] == ["abort"] * 3
-    assert [output.index for output in guided] == [0, 1]
-    for output in (cut, *guided):
-        check(output, 0, 0)
-    check(other, 0, 0, 1, 1, 1, 1)
-
-
-def test_an_abort_reaches_what_continues_after_a_swap(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start(n=2)
-        await bench.engine.step(2)
-        await bench.swap(1)
-        await bench.engine.step(1)
-        bench.requests.abort(["r"])
-        await asyncio.sleep(0.05)
-        assert len(bench.requests) == 0
-
-    for output in run(script).done["r"].outputs:
-        check(output, 0, 0, 1)
-        assert output.finish_reason == "abort"
 
 
 def test_what_the_users_own_pause_cuts_stays_cut(run: Run) -> None:
@@ -494,22 +623,6 @@ def test_what_the_users_own_pause_cuts_stays_cut(run: Run) -> None:
     (output,) = run(script).done["r"].outputs
     check(output, 1, 1)
     assert output.finish_reason == "abort"
-
-
-@pytest.mark.parametrize(("mode", "versions"), [("keep", [2] * 6), ("abort", [0, 0, 2, 2, 2, 2])])
-def test_weights_that_fail_their_canary_leave_no_token(run: Run, mode: str, versions: list[int]) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start("running", n=2)
-        await bench.engine.step(2)
-        bench.engine.canary = ValueError("no good")
-        await bench.swap(1, mode)
-        assert (bench.engine.paused, bench.done) == (True, {})
-        bench.engine.canary = None
-        await bench.swap(2, mode)
-        await bench.finish()
-
-    for output in run(script).done["running"].outputs:
-        check(output, *versions)
 
 
 def test_an_error_while_it_continues_refuses_the_request(run: Run) -> None:
@@ -604,74 +717,6 @@ def test_a_request_continues_from_what_it_resumes(run: Run) -> None:
     assert bench.requests.counts["generated_tokens"] == 4
 
 
-def test_of_several_answers_each_continues_from_where_it_was_cut(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start(resume=had(4, 0, 2, reason="stop"), n=3, max_tokens=5)
-        await bench.finish()
-
-    bench = run(script)
-    done, late, cut = bench.done["r"].outputs
-    assert [output.index for output in (done, late, cut)] == [0, 1, 2]
-    check(done, 0, 0, 0, 0)
-    assert done.finish_reason == "stop"
-    for output in (late, cut):
-        check(output, 0, 0, 0, 0, 0)
-    assert sorted(len(prompt["prompt_token_ids"]) for _, prompt, _ in bench.engine.asked) == [3, 5]
-    assert bench.requests.counts["generated_tokens"] == 8
-
-
-def test_what_depends_on_where_it_began_begins_again(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.swap(1)
-        await bench.start(resume=had(2, 1), n=2, structured_outputs="a grammar", max_tokens=3)
-        await bench.finish()
-
-    bench = run(script)
-    for output in bench.done["r"].outputs:
-        check(output, 1, 1, 1)
-    assert bench.done["r"].prompt == "text"
-    assert bench.done["r"].metrics.total_seconds < 100
-    assert [params.n for _, _, params in bench.engine.asked] == [2]
-    assert bench.requests.counts["generated_tokens"] == 6
-
-
-def test_a_stop_string_across_the_cut_ends_what_is_resumed(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start(resume=had(2), stop="".join(map(chr, [4, 5])), include_stop_str_in_output=True)
-        await bench.finish()
-
-    (output,) = run(script).done["r"].outputs
-    check(output, 0, 0, 0)
-    assert (output.finish_reason, output.text) == ("stop", "".join(map(chr, [3, 4, 5])))
-
-
-@pytest.mark.parametrize("steps", [0, 1])
-def test_what_is_resumed_and_aborted_keeps_what_it_resumed(run: Run, steps: int) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start(resume=had(2))
-        await bench.engine.step(steps)
-        bench.requests.abort(["r"])
-        await asyncio.sleep(0.05)
-        assert len(bench.requests) == 0
-
-    (output,) = run(script).done["r"].outputs
-    check(output, *[0] * (2 + steps))
-    assert output.finish_reason == "abort"
-
-
-def test_what_is_resumed_is_cut_by_swaps_as_any_other(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start(resume=had(2, 1), n=2)
-        await bench.swap(1)  # before a token of its own
-        await bench.engine.step(1)
-        await bench.swap(2)
-        await bench.finish()
-
-    one, two = run(script).done["r"].outputs
-    check(one, 0, 0, 1, 2, 2, 2)
-    check(two, 0, 1, 2, 2, 2, 2)
-
-
 def test_what_has_all_its_tokens_is_refused_and_its_siblings_end_too(run: Run) -> None:
     async def script(bench: Bench) -> None:
         await bench.start(resume=had(1, 4), n=2, max_tokens=4)
@@ -754,83 +799,6 @@ def test_what_the_trainers_adapter_makes_continues_without_it_when_whole_weights
     assert sorted(name.split("~")[0] for name in rest) == ["late", "new", "old"]
     assert set(rest.values()) == {None}
     assert {output.finish_reason for done in bench.done.values() for output in done.outputs} == {"length"}
-
-
-def test_what_a_swap_of_whole_weights_cuts_continues_with_the_adapter_that_it_had(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        bench.requests.change_adapter(object(), 1)
-        bench.engine.version = 1
-        await bench.start(max_tokens=6)
-        await bench.engine.step(2)
-        bench.requests.adapter = None  # the new weights have it in them
-        assert not bench.weights.replaced
-        await bench.swap(2)
-        assert bench.weights.replaced
-        await bench.finish()
-
-    bench = run(script)
-    check(bench.done["r"].outputs[0], 1, 1, 2, 2, 2, 2)
-    assert [bench.engine.adapters[name] is None for name in ("r", "r~1")] == [False, True]
-
-
-# -- what there is of them so far -------------------------------------------------------------------------------------
-
-
-def test_a_snapshot_has_what_there_is_and_the_request_continues(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start(n=2, lengths=(2, 6))
-        (before,) = await bench.requests.snapshot()
-        assert [len(output.token_ids) for output in before.outputs] == [0, 0]
-        await bench.engine.step(3)
-        (now,) = await bench.requests.snapshot()
-        assert now.request_id == "r"
-        assert now.prompt_token_ids.tolist() == list(PROMPT)
-        (late,) = [output for output in now.outputs if output.index == 1]
-        assert late.finish_reason == "abort"
-        check(late, 0, 0, 0)
-        await bench.finish()
-
-    bench = run(script)
-    check(bench.done["r"].outputs[1], *[0] * 6)
-
-
-def test_a_snapshot_joins_what_a_swap_cut_and_knows_the_versions(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start()
-        await bench.engine.step(2)
-        await bench.swap(1)
-        (cut,) = await bench.requests.snapshot()
-        check(cut.outputs[0], 0, 0)
-        await bench.engine.step(3)
-        (now,) = await bench.requests.snapshot()
-        check(now.outputs[0], 0, 0, 1, 1, 1)
-        assert now.outputs[0].finish_reason == "abort"
-        (again,) = await bench.requests.snapshot()
-        check(again.outputs[0], 0, 0, 1, 1, 1)
-        await bench.finish()
-
-    check(run(script).done["r"].outputs[0], 0, 0, 1, 1, 1, 1)
-
-
-def test_a_snapshot_keeps_the_versions_of_frozen_requests(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        await bench.start()
-        await bench.engine.step(2)
-        await bench.swap(1, "keep")
-        await bench.engine.step()
-        for _ in range(2):
-            (now,) = await bench.requests.snapshot()
-            check(now.outputs[0], 0, 0, 1, 1)  # one of them as the new weights were proved
-        await bench.finish()
-
-    check(run(script).done["r"].outputs[0], 0, 0, 1, 1, 1, 1)
-
-
-def test_without_requests_a_snapshot_is_empty(run: Run) -> None:
-    async def script(bench: Bench) -> None:
-        assert await bench.requests.snapshot() == []
-
-    run(script)
 
 
 # -- a pause in which vLLM refuses requests ---------------------------------------------------------------------------

@@ -178,14 +178,6 @@ def test_a_request_that_ends_or_is_preempted_leaves_no_rows(monkeypatch: pytest.
     assert worker.firsts(("a", 0, 4)) == [0, 0, 0, 0]
 
 
-def test_rows_are_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They lie in the request's parameters, which the worker has anyway."""
-    worker, params = Worker(monkeypatch), params_of(rows_of(*range(6)))
-    worker.begin(a=params)
-    packed = params.extra_args["torchrl_moe"]["rows"]
-    assert np.shares_memory(worker.forced.rows["a"], np.frombuffer(packed, np.int8))
-
-
 @pytest.mark.parametrize("delivers", [True, False])
 def test_what_was_recorded_must_be_what_was_to_be_followed(delivers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On each rank, the one that delivers the routes and the others."""
@@ -200,16 +192,6 @@ def test_what_was_recorded_must_be_what_was_to_be_followed(delivers: bool, monke
         match="layer 2 did not follow 2 of 2 recorded rows" if delivers else None,
     ):
         worker.step(("a", 0, 3))
-
-
-def test_following_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = Worker(monkeypatch)
-    worker.forced.drive(False)
-    worker.begin(a=params_of(rows_of(3)))
-    assert worker.firsts(("a", 0, 1)) == [0]
-    worker.forced.drive(True)
-    worker.begin(a=params_of(rows_of(3)))
-    assert worker.firsts(("a", 0, 1)) == [3]
 
 
 @pytest.mark.parametrize(
@@ -385,24 +367,10 @@ def argmax_one_by_one(hidden_states: Tensor, gating_output: Tensor, topk: int, r
     return gating_output.gather(1, chosen), chosen.int()
 
 
-def half_topk(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> Any:
-    """Undoes every other choice."""
-    ids = torch.topk(gating_output, topk, dim=-1).indices
-    ids[::2] = gating_output[::2].argsort(descending=True)[:, :topk]
-    return gating_output.gather(1, ids), ids.int()
-
-
 def weights_by_rank(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> Any:
     """Follows, and weighs whatever it follows as its own choice."""
     ids = torch.topk(gating_output, topk, dim=-1).indices
     return gating_output.sort(-1, descending=True).values[:, :topk].softmax(-1) ** 2, ids.int()
-
-
-def nothing_outside(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> Any:
-    """Follows, and weighs with nothing what it would not have chosen."""
-    ids = torch.topk(gating_output, topk, dim=-1).indices
-    least = gating_output.sort(-1, descending=True).values[:, topk - 1 : topk]
-    return (gating_output.softmax(-1) ** 2 * (gating_output >= least)).gather(1, ids), ids.int()
 
 
 def confused(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> Any:
@@ -413,9 +381,7 @@ def confused(hidden_states: Tensor, gating_output: Tensor, topk: int, renormaliz
     ("function", "words"),
     [
         (argmax_one_by_one, "its own code: it does not follow other experts"),
-        (half_topk, "its own code: it does not follow other experts"),
         (weights_by_rank, "its own code: it does not weigh the experts that it follows"),
-        (nothing_outside, "its own code: it does not weigh the experts that it follows"),
         (confused, "its own code: IndexError: out of my depth"),
     ],
 )

@@ -1,21 +1,36 @@
-"""What users pass as sampling parameters: as vLLM gets it, and what a real engine makes of it."""
+"""What users pass as sampling parameters, as vLLM gets it; masks and scores that its worker reports."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+import math
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from support.engines import ADAPTED
 from torchrl_moe._compat import vllm_client_errors
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.process.wire import from_plain, to_plain
-from torchrl_moe.modules.backends.replica import Completion
-from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder, check_bad_words
+from torchrl_moe.modules.backends.replica import KeptIds, Scoring
+from torchrl_moe.modules.backends.vllm.sampling import (
+    SamplingParamsBuilder,
+    adjust_scores,
+    adjusted,
+    can_report,
+    check_bad_words,
+    lift_top_k_rule,
+    prompt_logprobs,
+    report_kept,
+    scoring_params,
+    shortest,
+)
 from torchrl_moe.testing import ByteTokenizer
 
 if TYPE_CHECKING:  # vLLM takes seconds to import: no reason to make other tests wait when this file is collected
@@ -45,13 +60,6 @@ def test_output_is_final_only_whatever_was_passed(wrap: Callable[..., Any], fiel
     assert build(None).output_kind is RequestOutputKind.FINAL_ONLY
 
 
-def test_a_mapping_and_an_object_mean_the_same() -> None:
-    fields = {"max_tokens": 3, "n": 2, "temperature": 0.5, "logprobs": 0, "stop": ["x"]}
-    one, two = build(fields), build(vllm_object(**fields))
-    assert one == two
-    assert (one.max_tokens, one.n, one.temperature, one.stop) == (3, 2, 0.5, ["x"])
-
-
 def test_an_object_means_the_same_on_the_other_side_of_a_process() -> None:
     from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
@@ -72,22 +80,11 @@ def test_an_object_means_the_same_on_the_other_side_of_a_process() -> None:
     assert there.extra_args == {"mine": [1, (2, 3)]}
 
 
-@pytest.mark.parametrize("spec", [None, {}])
-def test_nothing_means_vllms_defaults(spec: Any) -> None:
-    params = build(spec)
-    assert (params.max_tokens, params.n, params.logprobs) == (16, 1, None)
-
-
 def test_an_object_of_the_caller_is_left_as_it_was() -> None:
     theirs = vllm_object(logprobs=0)
     ours = build(theirs, {"regex": "a"})
     assert theirs == vllm_object(logprobs=0)
     assert ours is not theirs
-
-
-@pytest.mark.parametrize(("logprobs", "is_flat"), [(None, False), (0, True)])
-def test_logprobs_come_in_the_flat_container(logprobs: int | None, is_flat: bool) -> None:
-    assert build({"logprobs": logprobs}).flat_logprobs is is_flat
 
 
 @pytest.mark.parametrize("wrap", [dict, vllm_object])
@@ -106,33 +103,15 @@ def test_what_no_completion_carries_is_refused(wrap: Callable[..., Any], name: s
         build(wrap(**{name: value}))
 
 
-@pytest.mark.parametrize(
-    ("fields", "name"),
-    [
-        ({"top_k": 5}, "top_k"),
-        ({"top_p": 0.9}, "top_p"),
-        ({"min_p": 0.1}, "min_p"),
-        ({"min_tokens": 2}, "min_tokens"),
-        ({"bad_words": ["x"]}, "bad_words"),
-        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
-    ],
-)
-def test_an_engine_that_does_not_name_words_gives_no_log_probs_over_less_than_all(
-    fields: dict[str, Any], name: str
-) -> None:
-    silent = SamplingParamsBuilder(names_words=False)
+def test_an_engine_that_reports_no_kept_tokens_gives_no_log_probs_over_a_part_of_the_vocabulary() -> None:
+    fields = {"top_k": 5}
+    silent = SamplingParamsBuilder(reports_kept=False)
     with pytest.raises(
-        ValueError, match=f"^{name}=.* leaves vocabulary entries out, and this engine does not say which"
+        ValueError, match=r"^top_k=.* leaves vocabulary entries out, and this engine does not say which"
     ):
         silent({**fields, "logprobs": 0})
     assert silent(fields).logprobs is None
     assert build({**fields, "logprobs": 0}).logprobs == 0
-
-
-def test_all_words_need_no_names() -> None:
-    everything = {"top_k": -1, "top_p": 1.0, "min_p": 0.0, "logprobs": 0, "temperature": 0.6}
-    assert SamplingParamsBuilder(names_words=False)(everything).temperature == 0.6
 
 
 @pytest.mark.parametrize(
@@ -144,7 +123,7 @@ def test_all_words_need_no_names() -> None:
     ],
 )
 def test_log_probs_are_of_the_distribution_that_is_sampled_from(mode: str, temperature: float, words: str) -> None:
-    builder = SamplingParamsBuilder(names_words=False, logprobs_mode=mode)
+    builder = SamplingParamsBuilder(reports_kept=False, logprobs_mode=mode)
     with pytest.raises(ValueError, match=f"{words}.*leave out logprobs_mode, or logprobs"):
         builder({"temperature": temperature, "logprobs": 0})
     assert builder({"temperature": temperature}).logprobs is None
@@ -152,12 +131,8 @@ def test_log_probs_are_of_the_distribution_that_is_sampled_from(mode: str, tempe
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])  # greedy: nobody trains on it
 def test_raw_log_probs_are_right_where_temperature_changes_nothing(temperature: float) -> None:
-    builder = SamplingParamsBuilder(names_words=False, logprobs_mode="raw_logprobs")
+    builder = SamplingParamsBuilder(reports_kept=False, logprobs_mode="raw_logprobs")
     assert builder({"temperature": temperature, "logprobs": 0}).logprobs == 0
-
-
-def test_prompt_logprobs_are_left_alone_since_they_switch_the_prefix_cache_off() -> None:
-    assert build({"logprobs": 0}).prompt_logprobs is None
 
 
 @pytest.mark.parametrize(
@@ -174,11 +149,6 @@ def test_what_vllm_does_not_know_is_refused(spec: Any, error: type[Exception], m
     with pytest.raises(error, match=message) as caught:
         build(spec)
     assert isinstance(caught.value, vllm_client_errors())  # a refusal, not a failure of the engine
-
-
-@pytest.mark.parametrize("wrap", [dict, vllm_object])
-def test_a_request_may_have_a_seed(wrap: Callable[..., Any]) -> None:
-    assert build(wrap(seed=3)).seed == 3
 
 
 def test_where_no_cached_prefix_may_be_read_no_request_reads_one() -> None:
@@ -224,32 +194,14 @@ def test_guided_options_that_vllm_does_not_know_are_refused(options: Any) -> Non
         build({}, options)
 
 
-def test_one_object_is_built_per_distinct_value() -> None:
-    builder, first, second = SamplingParamsBuilder(), {"max_tokens": 1}, {"max_tokens": 1}
-    one = builder(first)
-    assert builder(first) is one
-    other = builder(second)
-    assert other is not one
-    assert builder(second, {"regex": "a"}) is not other
-    assert builder(None) is builder(None)
-
-
 def test_an_address_that_is_used_again_is_not_taken_for_the_old_value() -> None:
     builder = SamplingParamsBuilder()
     for max_tokens in range(1, 200):
         assert builder({"max_tokens": max_tokens}).max_tokens == max_tokens
 
 
-def test_a_refusal_is_not_remembered_as_the_answer() -> None:
-    builder, bad = SamplingParamsBuilder(), {"max_token": 3}
-    builder({"max_tokens": 2})
-    for _ in range(2):
-        with pytest.raises(TypeError):
-            builder(bad)
-
-
 def test_a_refusal_leaves_the_answer_before_it_alone() -> None:
-    builder, good = SamplingParamsBuilder(names_words=False), {"max_tokens": 2}
+    builder, good = SamplingParamsBuilder(reports_kept=False), {"max_tokens": 2}
     assert builder(good).max_tokens == 2
     with pytest.raises(ValueError, match="leaves vocabulary entries out"):
         builder({"top_k": 3, "logprobs": 0, "max_tokens": 9})
@@ -258,30 +210,7 @@ def test_a_refusal_leaves_the_answer_before_it_alone() -> None:
 
 # -- what a real engine makes of it -----------------------------------------------------------------------------------
 
-IDS = [72, 105, 44, 32, 119, 111, 114, 108, 100]
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_guided_answers_are_what_was_asked_for(engine: AsyncVLLM) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"ok": {"type": "boolean"}, "name": {"enum": ["ab", "cd"]}},
-        "required": ["ok", "name"],
-        "additionalProperties": False,
-    }
-
-    def ask(**options: Any) -> str:
-        params = {"max_tokens": 64, "logit_bias": dict.fromkeys(b"\t\n\r ", -100.0)}  # JSON may begin with any space
-        completion = engine.generate(IDS, params, use_tqdm=False, guided_options_request=options)
-        assert isinstance(completion, Completion)
-        return completion.outputs[0].text
-
-    assert re.fullmatch("[xy]{2,5}", ask(regex="[xy]{2,5}"))
-    assert ask(choice=["yes", "no"]) in ("yes", "no")
-    answer = json.loads(ask(json=schema))
-    assert answer.keys() == {"ok", "name"}
-    assert isinstance(answer["ok"], bool)
-    assert answer["name"] in ("ab", "cd")
+PROMPT_IDS = [72, 105, 44, 32, 119, 111, 114, 108, 100]
 
 
 @pytest.mark.engine("qwen3_moe", **ADAPTED)
@@ -291,7 +220,7 @@ def test_a_request_of_lower_priority_value_is_served_first(engine: AsyncVLLM) ->
 
         async def ask(name: str, priority: int, max_tokens: int) -> None:
             params = {"max_tokens": max_tokens, "ignore_eos": True}
-            await engine.agenerate(IDS, params, priority=priority)
+            await engine.agenerate(PROMPT_IDS, params, priority=priority)
             finished.append(name)
 
         blocker = asyncio.create_task(ask("running", 0, 400))  # the only one that the engine runs at a time
@@ -309,3 +238,199 @@ def test_a_request_of_lower_priority_value_is_served_first(engine: AsyncVLLM) ->
             assert finished == ["running", "priority 3", "priority 5", "priority 7"]
             return
     pytest.fail("the blocker was always done before the others had arrived")
+
+
+# -- masks of kept tokens; those of a real engine are in test_truncated_sampling.py ------------------------------------
+
+
+WORDS = 9
+
+
+def masks(*rows: list[int], rows_per_request: int = 1) -> Any:
+    """vLLM's tensors of these kept ids; lists longer than two are in the bit mask only, as long ones are."""
+    from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
+
+    kept = np.zeros((len(rows), WORDS), bool)
+    ids = np.zeros((len(rows), 2), np.int32)
+    for row, words in enumerate(rows):
+        kept[row, words] = True
+        ids[row, : len(words[:2])] = words[:2]
+    packed = np.packbits(kept, axis=1, bitorder="little")
+    counts = torch.from_numpy(kept.sum(1).astype(np.int32))
+    return SamplingMaskTensors(torch.from_numpy(ids), torch.from_numpy(packed), counts, WORDS, rows_per_request)
+
+
+class Runner:
+    """A model runner of vLLM's shape whose sampler has sampled."""
+
+    def __init__(self, *rows: list[int], rows_per_request: int = 1) -> None:
+        self.max_num_reqs = 8
+        self.rows, self.rows_per_request = rows, rows_per_request
+        self.sampler = SimpleNamespace(add_request=lambda slot, params: None, return_sampling_mask=True)
+
+    def sample(self, hidden_states: Any, batch: Any, grammar_output: Any) -> Any:
+        on = self.sampler.return_sampling_mask
+        found = masks(*self.rows, rows_per_request=self.rows_per_request) if on else None
+        return SimpleNamespace(sampling_mask_tensors=found), "num_sampled", "num_rejected"
+
+
+def said(runner: Runner, *params: dict[str, Any], num_sampled: list[int] | None = None) -> Any:
+    """The masks of a step of requests with these parameters, request by request; None if there are none."""
+    from vllm import SamplingParams
+
+    report_kept(runner)
+    report_kept(runner)  # once is enough
+    for slot, fields in enumerate(params):
+        runner.sampler.add_request(slot, SamplingParams(**{"logprobs": 0, **fields}))
+    output, *rest = runner.sample(None, SimpleNamespace(idx_mapping_np=np.arange(len(params))), None)
+    assert rest == ["num_sampled", "num_rejected"]
+    if output.sampling_mask_tensors is None:
+        return None
+    counts = num_sampled or [1] * len(params)
+    lists = output.sampling_mask_tensors.to_cpu_nonblocking().tolists(np.array(counts))
+    return [lists.slice_request(i, count).to_nested_list() for i, count in enumerate(counts)]
+
+
+ALL = list(range(WORDS))
+
+
+def test_masks_of_a_step() -> None:
+    """Few words are named, many by those that were left out, all not at all; nor is what nobody wants."""
+    runner = Runner([5, 7], [0, 1, 2, 3, 4, 5, 6, 8], ALL, [2, 3, 4], [1])
+    cuts: dict[str, Any] = {"top_p": 0.9}
+    assert said(runner, cuts, {"bad_words": ["x"]}, {"min_p": 0.1}, {}, {**cuts, "logprobs": None}) == [
+        [[5, 7]],
+        [[~7]],
+        [[]],
+        [[]],
+        [[]],
+    ]
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 0}, {"temperature": 0.3}, {"top_p": 0.5, "logprobs": None}])
+def test_a_step_in_which_nothing_can_be_left_out_computes_none(params: dict[str, Any]) -> None:
+    assert said(Runner(ALL), params) is None
+
+
+def test_several_tokens_of_a_request_are_one_list_each() -> None:
+    """As under speculative decoding."""
+    runner = Runner([5, 7], [1, 2, 3, 4, 5, 6, 7, 8], [3], [0], rows_per_request=2)
+    assert said(runner, {"top_k": 2}, {"top_k": 2}, num_sampled=[2, 1]) == [[[5, 7], [~0]], [[3]]]
+
+
+@pytest.mark.parametrize("count", range(WORDS + 1))
+def test_no_list_is_longer_than_half_the_vocabulary(count: int) -> None:
+    kept = np.random.default_rng(count).permutation(WORDS)[:count].astype(np.int32)
+    kept.sort()
+    found = shortest(kept, WORDS)
+    assert len(found) == min(count, WORDS - count)
+    words = set(ALL) - {int(~word) for word in found} if 2 * count > WORDS else {int(word) for word in found}
+    assert words == set(kept.tolist())
+
+
+@pytest.mark.parametrize(
+    ("fields", "reports"),
+    [({}, True), ({"logprobs_mode": "raw_logprobs"}, False), ({"logits_processors": ["mine"]}, False)],
+)
+def test_engines_whose_masks_say_all_report_them(fields: dict[str, Any], reports: bool) -> None:
+    args = SimpleNamespace(**{"logprobs_mode": "processed_logprobs", "logits_processors": None, **fields})
+    assert can_report(args) is reports
+
+
+def test_the_frontend_asks_for_no_top_k() -> None:
+    engine = SimpleNamespace(model_config=SimpleNamespace(return_sampling_mask=True))
+    assert lift_top_k_rule(engine) is True
+    assert lift_top_k_rule(engine) is False
+
+
+# -- scores of prompts -------------------------------------------------------------------------------------------------
+
+
+LOGITS = torch.tensor([[0.0, 2.0, 4.0, -2.0], [1.0, 1.0, 1.0, 1.0]])
+KEPT = KeptIds(np.array([1, 2, 0], np.int32), np.array([0, 0, 2, -1, 0], np.int32))
+
+
+def sampling_params() -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=1, extra_args={"mine": 1})
+
+
+def test_vllm_is_asked_for_the_prompts_own_tokens_which_no_cache_may_skip() -> None:
+    asked = sampling_params()
+    params = scoring_params(asked, Scoring(), np.array([5, 6, 7]))
+    assert params.prompt_logprob_token_ids.tolist() == [[6], [7]]
+    assert params.skip_reading_prefix_cache is True
+    assert params.routed_experts_prompt_start == 3  # nobody asked for them
+    assert params.extra_args == {"mine": 1}  # at temperature 1, over all words, there is nothing to adjust
+    assert (asked.prompt_logprob_token_ids, asked.extra_args) == (None, {"mine": 1})
+    assert scoring_params(asked, Scoring(), np.array([5])).prompt_logprob_token_ids is None  # nothing before it
+
+
+def test_logits_of_a_request_that_wants_no_scores_are_the_models() -> None:
+    assert adjusted(LOGITS, sampling_params(), 0) is LOGITS
+    assert adjusted(LOGITS, SimpleNamespace(extra_args=None), 0) is LOGITS
+
+
+@pytest.mark.parametrize("values", [[-1.0, -0.5], []])
+def test_scores_are_read_with_nothing_for_the_first_token(values: list[float]) -> None:
+    scores = prompt_logprobs(np.array(values)[:, None] if values else None, len(values) + 1)
+    assert scores is not None
+    assert scores.dtype == np.float32
+    assert math.isnan(scores[0])
+    assert scores[1:].tolist() == values
+
+
+def test_a_prompt_that_was_cut_has_no_scores() -> None:
+    assert prompt_logprobs(None, 3) is None
+
+
+class ScoringWorker:
+    """vLLM's worker for log-probs of prompts, with logits that are its hidden states."""
+
+    def __init__(self) -> None:
+        from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
+
+        self.prompt_logprobs_worker = PromptLogprobsWorker(4, torch.device("cpu"))
+        adjust_scores(self)
+        adjust_scores(self)  # once is enough
+
+    def step(self, logits: Tensor, *spans: tuple[str, int, int], prompt: int) -> dict[str, list[float]]:
+        batch = SimpleNamespace(
+            req_ids=[name for name, _, _ in spans],
+            idx_mapping_np=np.arange(len(spans)),
+            num_computed_prefill_tokens_np=np.array([start for _, start, _ in spans]),
+            num_scheduled_tokens=np.array([count for _, _, count in spans]),
+            query_start_loc_np=np.cumsum([0, *(count for _, _, count in spans)]),
+            prefill_len_np=np.full(len(spans), prompt),
+        )
+        found = self.prompt_logprobs_worker.compute_prompt_token_id_logprobs(
+            lambda hidden: hidden.clone(), logits, batch, np.full(len(spans), prompt)
+        )
+        return {name: scores[:, 0].tolist() for name, scores in found.items()}
+
+
+def test_each_request_of_a_step_is_scored_by_its_own_temperature_and_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks too, and beside one that has nothing to adjust; by hand from logits 0, 2, 4, -2."""
+    from vllm.v1.worker.gpu.sample import prompt_logprob
+
+    monkeypatch.setattr(  # a Triton kernel
+        prompt_logprob, "compute_token_logprobs", lambda logits, ids: logits.log_softmax(-1).gather(-1, ids)
+    )
+    ids = np.array([0, 1, 2, 1, 2])
+    worker = ScoringWorker()
+    add = worker.prompt_logprobs_worker.add_request
+    add("plain", 0, scoring_params(sampling_params(), Scoring(), ids))
+    add("warm", 1, scoring_params(sampling_params(), Scoring(temperature=2.0), ids))
+    add("kept", 2, scoring_params(sampling_params(), Scoring(kept=KEPT), ids))
+    row = LOGITS[0]
+    assert worker.step(row.expand(9, 4), ("warm", 0, 3), ("plain", 0, 3), ("kept", 0, 3), prompt=5) == {}
+    found = worker.step(row.expand(6, 4), ("kept", 3, 2), ("warm", 3, 2), ("plain", 3, 2), prompt=5)
+    plain, warm = row.log_softmax(-1), (row / 2).log_softmax(-1)
+    assert found["plain"] == pytest.approx([float(plain[i]) for i in ids[1:]])
+    assert found["warm"] == pytest.approx([float(warm[i]) for i in ids[1:]])
+    two, but_first = row[[1, 2]].log_softmax(-1), row[1:].log_softmax(-1)  # what tokens 2 and 3 were drawn from
+    assert found["kept"] == pytest.approx([float(plain[1]), float(two[1]), float(but_first[0]), float(plain[2])])
+    assert not worker.prompt_logprobs_worker.token_id_scores
+    worker.prompt_logprobs_worker.remove_request("warm")
+    assert "warm" not in worker.prompt_logprobs_worker.torchrl_moe_params

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Protocol
 
 from torchrl_moe.modules.backends.engine_kind import EngineKind
 from torchrl_moe.modules.backends.process import wire
@@ -39,7 +39,7 @@ SHOWN_LOG_LINES = 6
 SHOWN_LOG_COLUMNS = 400
 
 
-def configuration(arguments: Mapping[str, Any]) -> wire.Frames:
+def configuration(arguments: Mapping[str, object]) -> wire.Frames:
     """Return the first message to a child: its engine's arguments, pickled.
 
     They may be objects of the engine's own classes. Nothing else is sent to it as a pickle, and this one goes no
@@ -107,16 +107,19 @@ class Child:
     ) -> Launch | None:
         """Start the process, or have it forked, for which a thread waits. Closes both files."""
         places = _with_places(environment, self.folder)
+        # forked, unless the caller or the kind is against it
         launch, reason = None, self._kind.reason_not_to_fork(environment) if fork else ""
         if fork and not reason:
             try:
                 launch = fork_server(self._kind.PROGRAM, environment).fork(engine.fileno(), log.fileno(), places)
             except CannotFork as error:
                 reason = str(error)
+        # else started by module name, and the log says why
         if launch is None:
             with engine, log:
                 self._launched.set_result(self._spawn(places, engine, log, reason))
             return None
+        # the server may still be importing, for seconds: a thread waits for the process
         arguments = (launch, places, engine, log)
         threading.Thread(target=self._wait_for_fork, args=arguments, name="launch", daemon=True).start()
         return launch
@@ -196,6 +199,7 @@ class Child:
             self._launch.cancel()
 
     def _end_process(self) -> None:
+        # it may end politely; then the whole group goes, since an engine starts processes of its own
         self.outbox.put(wire.encode(("shutdown",)))
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE_SECONDS)
@@ -212,6 +216,7 @@ class Child:
         """Return the last errors that the process printed, or its last lines if it printed none."""
         try:
             with self.log.open("rb") as log:
+                # only what this child printed: a user's file also holds the logs of earlier ones
                 log.seek(max(log.seek(0, os.SEEK_END) - LOG_BYTES, self._log_start))
                 text = [line[:SHOWN_LOG_COLUMNS] for line in log.read().decode(errors="replace").splitlines()]
         except FileNotFoundError:  # removed at the end

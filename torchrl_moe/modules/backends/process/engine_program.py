@@ -5,9 +5,9 @@ DRIVER_PID``; in either case as the leader of a process group. The group never o
 socket, or the end of the driver's process, ends it.
 
 Messages in: ``("configure", pickle of arguments)``, ``("generate", packed)``, ``("abort", ids)``,
-``("call", number, method, parcel of kwargs)``, ``("left", driver)``, ``("shutdown",)``.
+``("call", number, method, payload of kwargs)``, ``("left", driver)``, ``("shutdown",)``.
 Messages out: ``("ready", info)``, ``("failed", text)``, ``("completions", packed)``, ``("refused", id, kind, text)``,
-``("result", number, parcel)``, ``("error", number, kind, text)``, ``("stats", stats)``, ``("died", text)``.
+``("result", number, payload)``, ``("error", number, kind, text)``, ``("stats", stats)``, ``("died", text)``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
@@ -34,7 +34,6 @@ from typing import Any, TypeAlias
 import psutil
 
 from torchrl_moe.modules.backends.process import wire
-from torchrl_moe.modules.backends.process import wire as packing
 from torchrl_moe.modules.backends.process.wire import Packed
 from torchrl_moe.modules.backends.replica import Completion, ReplicaInfo, ReplicaStats, Request
 
@@ -158,7 +157,7 @@ class Inbox:
         for task in (self._read, self._watch_driver):
             threading.Thread(target=task, name="inbox", daemon=True).start()
 
-    def put(self, *message: Any) -> None:
+    def put(self, *message: object) -> None:
         """Add a message from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the reader
             self._loop.call_soon_threadsafe(self.messages.put_nowait, message)
@@ -271,7 +270,7 @@ def _members(leader: int) -> list[psutil.Process]:
 MESSAGE_BYTES = 64 << 20  # beyond which completions continue in another one
 SMALL_BYTES = 1 << 10  # of what is not an array
 
-Send: TypeAlias = Callable[[tuple[Any, ...]], None]
+Send: TypeAlias = Callable[[tuple[object, ...]], None]
 
 
 class EngineProgram(abc.ABC):
@@ -284,7 +283,7 @@ class EngineProgram(abc.ABC):
         self._send = send
         self._client_errors: tuple[type[BaseException], ...] = (ValueError, TypeError)  # the caller's fault
         self._death_reported = False
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[wire.Payload]] = set()
         self._feed = StatsFeed(load, self._stats, send)
 
     # -- what an engine does ----------------------------------------------------------------------------------------
@@ -313,7 +312,7 @@ class EngineProgram(abc.ABC):
     def close(self) -> None:
         """End the engine."""
 
-    def _background(self) -> list[Coroutine[Any, Any, None]]:
+    def _background(self) -> list[Coroutine[object, None, None]]:
         """Return the coroutines that run while the process serves."""
         return []
 
@@ -321,7 +320,7 @@ class EngineProgram(abc.ABC):
 
     def generate(self, packed: Packed) -> None:
         """Start requests."""
-        for request in packing.unpack_requests(packed):
+        for request in wire.unpack_requests(packed):
             self.start(request)
 
     def _refuse(self, request_id: str, error: BaseException) -> None:
@@ -340,22 +339,22 @@ class EngineProgram(abc.ABC):
 
     # -- commands ---------------------------------------------------------------------------------------------------
 
-    def call(self, number: Any, method: str, kwargs: wire.Parcel) -> None:
+    def call(self, number: Hashable, method: str, kwargs: wire.Payload) -> None:
         """Start a command; its value or its error is sent when it is done."""
         task = asyncio.get_running_loop().create_task(self._answer(method, kwargs))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(partial(self._send_result, number))
 
-    async def _answer(self, method: str, kwargs: wire.Parcel) -> wire.Parcel:
+    async def _answer(self, method: str, kwargs: wire.Payload) -> wire.Payload:
         """Run a command. Arguments are decoded here, the value by the caller: failures of both stay with the caller."""
         command = getattr(self, f"command_{method}", None)
         if command is None:
             known = sorted(name.removeprefix("command_") for name in dir(self) if name.startswith("command_"))
             raise ValueError(f"an engine process has no command {method!r}; known: {', '.join(known)}")
-        return wire.parcel(await command(**wire.open_parcel(kwargs)))
+        return wire.payload(await command(**wire.open_payload(kwargs)))
 
-    def _send_result(self, number: Any, task: asyncio.Task[wire.Parcel]) -> None:
+    def _send_result(self, number: Hashable, task: asyncio.Task[wire.Payload]) -> None:
         if task.cancelled():
             return
         error = task.exception()
@@ -394,7 +393,7 @@ class EngineProgram(abc.ABC):
             await asyncio.sleep(WATCH_SECONDS)
 
     def _report_death(self) -> bool:
-        """Whether the engine is dead; then tell the driver once, and end. Other errors only follow from that."""
+        """Whether the engine is dead; then report that to the driver once, and end. Others follow from that."""
         death = "" if self._death_reported else self._death()
         if death:
             self._death_reported = True
@@ -403,14 +402,14 @@ class EngineProgram(abc.ABC):
         return self._death_reported
 
 
-OpenEngine: TypeAlias = Callable[[dict[str, Any], Inbox, Send], Awaitable[EngineProgram]]
+OpenEngine: TypeAlias = Callable[[dict[str, object], Inbox, Send], Awaitable[EngineProgram]]
 """Starts an engine with the given arguments."""
 
 
 def _size(message: tuple[Any, ...]) -> int:
     """Return roughly how many bytes a message occupies until it is written."""
     if message[0] == "completion":
-        return SMALL_BYTES + packing.completion_bytes(message[1])
+        return SMALL_BYTES + wire.completion_bytes(message[1])
     return SMALL_BYTES + (sum(array.nbytes for array in message[2]) if message[0] == "result" else 0)
 
 
@@ -426,7 +425,7 @@ def _frame(messages: list[tuple[Any, ...]]) -> list[wire.Frames]:
             batches[-1].append(message[1])
             size += _size(message)
     others = [wire.encode(message) for message in messages if message[0] != "completion"]
-    return [*(wire.encode(("completions", packing.pack_completions(batch))) for batch in batches), *others]
+    return [*(wire.encode(("completions", wire.pack_completions(batch))) for batch in batches), *others]
 
 
 async def _opened(open_engine: OpenEngine, arguments: bytes, inbox: Inbox, send: Send) -> EngineProgram:

@@ -109,6 +109,7 @@ class Launch:
         server, status, pid = self._server, Connection(os.dup(self._socket.fileno())), 0
         patience = ANSWER_SECONDS if server.has_answered else IMPORT_SECONDS
         try:
+            # the first answer comes after the import, later ones at once
             if not status.poll(patience):
                 server.kill()
                 raise CannotFork(f"the fork server did not answer within {patience:.0f} s{server.how_it_ended()}")
@@ -257,6 +258,7 @@ def fork_server(module: str, environment: Mapping[str, str]) -> ForkServer:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError) as error:  # another platform, an old kernel, or a sandbox
         raise CannotFork(f"process descriptors are not available: {error}") from error
+    # with the process id: a forked driver must not use the servers of its parent
     key = (os.getpid(), module, key_of(environment))
     with _servers_lock:
         server = _servers.pop(key, None)

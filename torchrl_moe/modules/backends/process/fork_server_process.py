@@ -85,7 +85,7 @@ class _Server:
             if orphaned_at and time.monotonic() - orphaned_at > ORPHAN_SECONDS:
                 for pid, _ in self._children.values():
                     kill_group(pid)
-        # a driver that ends without a word has closed its sockets a moment before it is gone
+        # a driver that ends without a message has closed its sockets a moment before it is gone
         if readable(self._driver, seconds=0 if self._was_dismissed else ORPHAN_SECONDS):
             for folder in self._folders:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -158,7 +158,7 @@ class _Server:
             os.environb.update(environment)
             tempfile.tempdir = None  # the new environment may have another
             _set_title("Replica")
-            # said by this process: if the server said it and were killed before, the driver would start a second one at
+            # sent by this process: if the server sent it and were killed before, the driver would start a second one at
             # this socket
             if _tell(status, "forked", os.getpid()):  # else it was cancelled meanwhile
                 status.close()

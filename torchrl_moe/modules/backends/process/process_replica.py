@@ -14,21 +14,23 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from torchrl_moe.errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.checkpoint import load_tokenizer
 from torchrl_moe.modules.backends.commands import Commands
 from torchrl_moe.modules.backends.engine_kind import EngineKind
 from torchrl_moe.modules.backends.process import wire
-from torchrl_moe.modules.backends.process import wire as packing
 from torchrl_moe.modules.backends.process.child import Child, configuration
 from torchrl_moe.modules.backends.replica import Completion, ProbeReport, ReplicaInfo, ReplicaStats, Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["EngineReplica", "Link", "LocalReplica"]
 
@@ -57,6 +59,8 @@ class Link(Protocol):
 
 
 LinkT = TypeVar("LinkT", bound=Link)
+K = TypeVar("K")
+T = TypeVar("T")
 
 
 class EngineReplica(Commands, Generic[LinkT]):
@@ -66,10 +70,10 @@ class EngineReplica(Commands, Generic[LinkT]):
         self.index = index
         self.was_ended = False
         self._lock = threading.Lock()
-        self._numbers: Iterator[Any] = itertools.count()
+        self._numbers: Iterator[Hashable] = itertools.count()
         self._ready: Future[ReplicaInfo] = Future()
         self._requests: dict[str, Future[Completion]] = {}
-        self._calls: dict[Any, Future[Any]] = {READY: self._ready}
+        self._calls: dict[Hashable, Future[Any]] = {READY: self._ready}
         self._death: str | None = None
         self.last_stats: ReplicaStats | None = None
         self._child: LinkT | None = None
@@ -143,6 +147,7 @@ class EngineReplica(Commands, Generic[LinkT]):
         child = self._started()
         futures: list[Future[Completion]] = [Future() for _ in requests]
         sent = []
+        # under the lock: a death in between would leave a future that nobody fails
         with self._lock:
             for request, future in zip(requests, futures, strict=True):
                 if self._death is not None:
@@ -161,8 +166,9 @@ class EngineReplica(Commands, Generic[LinkT]):
     def _send(self, child: LinkT, requests: Sequence[Request]) -> None:
         """Send requests in one message; if that cannot be encoded, each by itself, so that only those at fault fail."""
         try:
-            child.outbox.put(self._encode("generate", packing.pack_requests(requests)))
+            child.outbox.put(self._encode("generate", wire.pack_requests(requests)))
         except BaseException as error:  # whatever a user's object raises as its fields are read
+            # one of many is at fault: each is sent by itself
             if isinstance(error, Exception) and len(requests) > 1:
                 for request in requests:
                     self._send(child, [request])
@@ -193,18 +199,18 @@ class EngineReplica(Commands, Generic[LinkT]):
 
     def snapshot(self, timeout: float) -> list[Completion]:
         """Return what each request in flight has so far; see the protocol."""
-        return packing.unpack_completions(self._command("snapshot", timeout), self.index)
+        return wire.unpack_completions(self._command("snapshot", timeout), self.index)
 
-    def tokenizer(self, timeout: float) -> Any:
+    def tokenizer(self, timeout: float) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer, which is sent as its saved files."""
         return load_tokenizer(super().tokenizer(timeout))
 
-    def _ask(self, name: str, arguments: Mapping[str, Any]) -> tuple[Any, Future[Any]]:
-        """Send a command to the process; return its number, and the future of its value, a parcel."""
+    def _ask(self, name: str, arguments: Mapping[str, object]) -> tuple[Hashable, Future[wire.Payload]]:
+        """Send a command to the process; return its number, and the future of its value, a payload."""
         child = self._started()
         number = next(self._numbers)
-        frames = self._encode("call", number, name, wire.parcel(arguments))
-        future: Future[Any] = Future()
+        frames = self._encode("call", number, name, wire.payload(arguments))
+        future: Future[wire.Payload] = Future()
         with self._lock:
             if self._death is not None:
                 raise ReplicaDiedError(self._death)
@@ -212,11 +218,11 @@ class EngineReplica(Commands, Generic[LinkT]):
         child.outbox.put(frames)
         return number, future
 
-    def _command(self, name: str, timeout: float, /, **arguments: Any) -> Any:
+    def _command(self, name: str, timeout: float, /, **arguments: object) -> Any:
         """Run a command of the process and wait for its value."""
         number, future = self._ask(name, arguments)
         try:
-            return wire.open_parcel(future.result(timeout))
+            return wire.open_payload(future.result(timeout))
         except FutureTimeout:
             raise EngineError(f"replica {self.index} did not answer {name!r} within {timeout:g} s") from None
         finally:
@@ -225,13 +231,13 @@ class EngineReplica(Commands, Generic[LinkT]):
 
     # -- plumbing ---------------------------------------------------------------------------------------------------
 
-    def _encode(self, *message: Any) -> wire.Frames:
+    def _encode(self, *message: object) -> wire.Frames:
         return wire.encode(message)
 
     def _handle(self, kind: str, *rest: Any) -> None:
         """Act on one message of the process, in the receiver thread."""
         if kind == "completions":
-            for completion in packing.unpack_completions(rest[0], self.index):
+            for completion in wire.unpack_completions(rest[0], self.index):
                 self._resolve(self._requests, completion.request_id, completion)
         elif kind == "refused":
             self._resolve(self._requests, rest[0], _error(*rest[1:]))
@@ -248,7 +254,7 @@ class EngineReplica(Commands, Generic[LinkT]):
         else:
             self._fail_all(f"replica {self.index} died: {_with_cause(rest[0], self._tail())}")
 
-    def _resolve(self, table: dict[Any, Future[Any]], key: Any, value: Any) -> None:
+    def _resolve(self, table: dict[K, Future[T]], key: K, value: T | Exception) -> None:
         with self._lock:
             future = table.pop(key, None)
         if future is not None and future.set_running_or_notify_cancel():
@@ -259,6 +265,7 @@ class EngineReplica(Commands, Generic[LinkT]):
 
     def _fail_all(self, reason: str) -> None:
         """Fail everything that waits; the first reason stays."""
+        # from here on, submit and _ask fail by themselves
         with self._lock:
             if self._death is not None:
                 return
@@ -289,7 +296,7 @@ class LocalReplica(EngineReplica[Child]):
         self,
         index: int,
         kind: EngineKind,
-        arguments: Mapping[str, Any],
+        arguments: Mapping[str, object],
         environment: Mapping[str, str],
         log_folder: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -318,20 +325,20 @@ class LocalReplica(EngineReplica[Child]):
         return f"{self._started().ending()}. Its last log lines:\n{self._tail()}"
 
 
-def _pass_on(report: Future[ProbeReport], answer: Future[Any]) -> None:
+def _pass_on(report: Future[ProbeReport], answer: Future[wire.Payload]) -> None:
     error = answer.exception()
     if error is None:
-        report.set_result(wire.open_parcel(answer.result()))
+        report.set_result(wire.open_payload(answer.result()))
     else:
         report.set_exception(error)
 
 
-def _with_cause(words: str, tail: str) -> str:
-    """Return an engine's words and the end of its log; if they only point to that, after the first error there."""
+def _with_cause(message: str, tail: str) -> str:
+    """Return an error's message and the end of the log; if it only points to that, after the first error there."""
     found = re.search(r"\b((?:\w+\.)*\w*(?:Error|Exception): (?!.*root cause).+)", tail)
-    if "root cause" in words and found is not None:
-        words = f"{found[1]} ({words.split('. ')[0].rstrip('.')})"
-    return f"{words}\n{tail}"
+    if "root cause" in message and found is not None:
+        message = f"{found[1]} ({message.split('. ')[0].rstrip('.')})"
+    return f"{message}\n{tail}"
 
 
 def _error(kind: str, text: str) -> Exception:

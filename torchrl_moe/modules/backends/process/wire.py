@@ -15,10 +15,10 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import PurePath
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -40,6 +40,9 @@ from torchrl_moe.modules.backends.replica import (
 )
 from torchrl_moe.weight_update.transports.base import StageReport
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = [
     "MOST_FRAME_BYTES",
     "NOWHERE",
@@ -47,17 +50,17 @@ __all__ = [
     "Frames",
     "Outbox",
     "Packed",
-    "Parcel",
+    "Payload",
     "Stream",
     "completion_bytes",
     "encode",
     "from_plain",
     "hang_up",
-    "open_parcel",
+    "open_payload",
     "pack_completions",
     "pack_requests",
     "packed_ids",
-    "parcel",
+    "payload",
     "receive",
     "rename",
     "to_plain",
@@ -78,7 +81,7 @@ __all__ = [
 NUMBERS = "biuf"
 """Kinds of numpy dtypes that may be sent: booleans, integers, floats."""
 
-CARRIERS = {
+DATA_CLASSES = {
     kind.__name__: kind
     for kind in (ProbeReport, ReplicaInfo, ReplicaStats, RoutingLayout, StageReport, SwapReport, WeightClaim)
 }
@@ -90,7 +93,7 @@ class Packed(dict[str, Any]):
     """A dictionary that is plain already, to any depth: it is sent without a look at its content."""
 
 
-def to_plain(value: Any) -> Any:
+def to_plain(value: object) -> object:
     """Return the plain form of a value."""
     try:
         return _to_plain(value)
@@ -98,12 +101,14 @@ def to_plain(value: Any) -> Any:
         raise ValueError("it is nested too deeply, or contains itself") from error
 
 
-def _to_plain(value: Any) -> Any:
+def _to_plain(value: object) -> object:
     kind = type(value)
     if (convert := _BY_TYPE.get(kind)) is not None:
         return convert(value)
+    # torch is recognised by name, since an actor does without importing it
     if kind.__module__ == "torch" and kind.__name__ in ("dtype", "Size"):
         return _of_torch(value)
+    # subclasses: what users pass
     for kinds, convert in _BY_BASE:
         if isinstance(value, kinds):
             return convert(value)
@@ -115,11 +120,11 @@ def _to_plain(value: Any) -> Any:
     )
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return repr(value)[:80]
 
 
-def _itself(value: Any) -> Any:
+def _itself(value: object) -> object:
     return value
 
 
@@ -129,11 +134,11 @@ def _integer(value: int) -> int:
     return int(value)
 
 
-def _sequence(word: str) -> Callable[[Any], list[Any]]:
-    return lambda value: [word, *map(_to_plain, value)]
+def _sequence(tag: str) -> Callable[[Iterable[object]], list[object]]:
+    return lambda value: [tag, *map(_to_plain, value)]
 
 
-def _mapping(value: Mapping[Any, Any]) -> dict[Any, Any]:
+def _mapping(value: Mapping[Any, object]) -> dict[object, object]:
     for key in value:
         if isinstance(key, int):
             _integer(key)
@@ -142,17 +147,17 @@ def _mapping(value: Mapping[Any, Any]) -> dict[Any, Any]:
     return {(key.value if isinstance(key, Enum) else key): _to_plain(item) for key, item in value.items()}
 
 
-def _array(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _array(value: NDArray[np.generic]) -> NDArray[np.generic]:
     if value.dtype.kind not in NUMBERS:
         raise ValueError(f"an array of dtype {value.dtype} has no plain form: arrays hold numbers")
     return value
 
 
-def _carrier(value: Any) -> list[Any]:
+def _data_class(value: object) -> list[object]:
     return [type(value).__name__, _mapping(_fields_of(value) or {})]
 
 
-def _fields_of(value: Any) -> dict[str, Any] | None:
+def _fields_of(value: object) -> dict[str, object] | None:
     """Return the public fields that an object can be made with; ``None`` if its class has none."""
     if isinstance(value, type):
         return None
@@ -165,8 +170,8 @@ def _fields_of(value: Any) -> dict[str, Any] | None:
     return {name: getattr(value, name) for name in names if not name.startswith("_")}
 
 
-def _of_torch(value: Any) -> list[Any]:
-    if type(value).__name__ == "Size":
+def _of_torch(value: object) -> list[object]:
+    if isinstance(value, tuple):
         return ["torch.Size", *value]
     return ["torch.dtype", str(value).removeprefix("torch.")]
 
@@ -183,7 +188,7 @@ _BY_TYPE: dict[type, Callable[[Any], Any]] = {
     tuple: _sequence("tuple"),
     np.ndarray: _array,
     Packed: lambda value: ["packed", dict(value)],
-    **dict.fromkeys(CARRIERS.values(), _carrier),
+    **dict.fromkeys(DATA_CLASSES.values(), _data_class),
 }
 _BY_BASE: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (Enum, lambda value: _to_plain(value.value)),
@@ -199,37 +204,37 @@ _BY_BASE: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
 )
 
 
-def from_plain(value: Any) -> Any:
+def from_plain(value: object) -> Any:
     """Undo :func:`to_plain`, except for what has lost its class."""
     if type(value) is dict:
         return {key: from_plain(item) for key, item in value.items()}
     if type(value) is not list:
         return value
-    word, *rest = value or [None]
-    if word == "list":
+    tag, *rest = value or [None]
+    if tag == "list":
         return [from_plain(item) for item in rest]
-    if word == "tuple":
+    if tag == "tuple":
         return tuple([from_plain(item) for item in rest])
-    if word == "packed" and len(rest) == 1 and type(rest[0]) is dict:
+    if tag == "packed" and len(rest) == 1 and type(rest[0]) is dict:
         return Packed(rest[0])
-    if isinstance(word, str) and word in CARRIERS and len(rest) == 1 and type(rest[0]) is dict:
-        return _carrier_from(CARRIERS[word], rest[0])
-    if word in ("torch.dtype", "torch.Size"):
-        return _to_torch(word, rest)
-    raise ValueError(f"not the plain form of anything: a sequence that begins with {_shown(word)}")
+    if isinstance(tag, str) and tag in DATA_CLASSES and len(rest) == 1 and type(rest[0]) is dict:
+        return _data_class_from(DATA_CLASSES[tag], rest[0])
+    if tag in ("torch.dtype", "torch.Size"):
+        return _to_torch(tag, rest)
+    raise ValueError(f"not the plain form of anything: a sequence that begins with {_shown(tag)}")
 
 
-def _carrier_from(kind: type, fields: dict[str, Any]) -> Any:
+def _data_class_from(kind: type, fields: dict[str, object]) -> object:
     try:
         return kind(**{name: from_plain(item) for name, item in fields.items()})
     except TypeError as error:  # from another release of this package
         raise ValueError(f"not a {kind.__name__} of this version: {error}") from error
 
 
-def _to_torch(word: str, rest: list[Any]) -> Any:
+def _to_torch(tag: str, rest: list[Any]) -> torch.dtype | torch.Size:
     import torch  # here, since an actor reads no such thing and does without torch
 
-    if word == "torch.Size":
+    if tag == "torch.Size":
         return torch.Size(rest)
     dtype = getattr(torch, str(rest[0]), None) if len(rest) == 1 else None
     if not isinstance(dtype, torch.dtype):
@@ -238,10 +243,11 @@ def _to_torch(word: str, rest: list[Any]) -> Any:
 
 
 LOG = logging.getLogger(__name__)
+Scalar = TypeVar("Scalar", bound=np.generic)
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 Frames: TypeAlias = "list[bytes | memoryview]"
 """One message as it is written: a count of its large buffers and its head, then the buffers."""
-Parcel: TypeAlias = "list[NDArray[np.uint8]]"
+Payload: TypeAlias = "list[NDArray[np.uint8]]"
 """A message inside another; a process that passes it on does not decode it."""
 
 MOST_FRAME_BYTES = 1 << 32
@@ -253,11 +259,11 @@ COUNT_BYTES = 4
 INLINE_BYTES = 1 << 10  # an array that is smaller lies in the head: a frame of its own costs more
 
 
-def encode(message: Any) -> Frames:
+def encode(message: object) -> Frames:
     """Return the frames of one message; its arrays are not copied, so leave them as they are until it is written."""
     buffers: list[memoryview] = []
 
-    def put_aside(array: Any) -> Any:
+    def put_aside(array: NDArray[np.generic] | np.generic) -> Any:
         if isinstance(array, np.generic):
             return array.item()
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
@@ -278,7 +284,7 @@ def encode(message: Any) -> Frames:
 def decode(head: Buffer, buffers: Sequence[Buffer]) -> Any:
     """Undo :func:`encode`; the arrays share the buffers and are read-only."""
 
-    def take(code: int, data: memoryview) -> NDArray[Any]:
+    def take(code: int, data: memoryview) -> NDArray[np.generic]:
         name, shape, place = msgspec.msgpack.decode(data, type=tuple[str, tuple[int, ...], int | bytes])
         dtype = np.dtype(name)
         if code != ARRAY or dtype.kind not in NUMBERS:
@@ -293,14 +299,14 @@ def decode(head: Buffer, buffers: Sequence[Buffer]) -> Any:
         raise ValueError(str(error)) from error
 
 
-def parcel(message: Any) -> Parcel:
+def payload(message: object) -> Payload:
     """Encode a message that goes into another one; see :func:`encode`."""
     return [np.frombuffer(frame, np.uint8) for frame in encode(message)]
 
 
-def open_parcel(parcel: Parcel) -> Any:
-    """Undo :func:`parcel`."""
-    return decode(parcel[0].data, [buffer.data for buffer in parcel[1:]])
+def open_payload(payload: Payload) -> Any:
+    """Undo :func:`payload`."""
+    return decode(payload[0].data, [buffer.data for buffer in payload[1:]])
 
 
 class Stream(Protocol):
@@ -414,6 +420,7 @@ class Outbox:
                 batch.append(self._queue.get())
             closing = any(entry is None for entry in batch)
             entries = [entry for entry in batch if entry is not None]
+            # what waits is dropped: the reader is not coming back
             if self.overflowed:
                 return
             for frames in self._frame([item for item, _ in entries]) if entries else ():
@@ -440,11 +447,11 @@ def hang_up(connection: Stream) -> None:
 NOWHERE = -1  # the replica of a completion that none has finished
 
 
-def _concatenate(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+def _concatenate(arrays: Sequence[NDArray[np.generic]], dtype: type[Scalar]) -> NDArray[Scalar]:
     return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.empty(0, dtype)
 
 
-def _split(flat: NDArray[Any], lengths: NDArray[np.int64]) -> list[NDArray[Any]]:
+def _split(flat: NDArray[Scalar], lengths: NDArray[np.int64]) -> list[NDArray[Scalar]]:
     """Split into copies: a piece that is kept must not keep the whole message alive."""
     stops = np.cumsum(lengths)
     return [flat[stop - length : stop].copy() for stop, length in zip(stops.tolist(), lengths.tolist(), strict=True)]
@@ -464,6 +471,7 @@ def pack_requests(requests: Sequence[Request]) -> Packed:
     """Flatten requests; a prompt given as text has length -1 in ``lengths``. What requests share is sent once."""
     ids = [request.prompt_token_ids for request in requests]
     options = [(request.sampling_params, request.lora_request, request.guided_options) for request in requests]
+    # requests of one call share these objects, so identity tells equal ones without comparing
     keys = [tuple(map(id, of_one)) for of_one in options]
     distinct = dict(zip(keys, options, strict=True))
     places = {key: place for place, key in enumerate(distinct)}
@@ -512,7 +520,7 @@ def unpack_requests(packed: Packed) -> list[Request]:
     return requests
 
 
-def _pack_scoring(scoring: Scoring) -> tuple[Any, ...]:
+def _pack_scoring(scoring: Scoring) -> tuple[object, ...]:
     kept = scoring.kept
     return (scoring.temperature, *(() if kept is None else (kept.ids, kept.sizes)))
 
@@ -529,8 +537,8 @@ def pack_completions(completions: Sequence[Completion]) -> Packed:
     outputs = [output for completion in completions for output in completion.outputs]
     logprobs = [output.logprobs for output in outputs]
     routes = [output.routed_experts for output in outputs]
-    kept = [rows for rows in routes if rows is not None]
-    words = [output.kept for output in outputs]
+    recorded = [rows for rows in routes if rows is not None]
+    kept = [output.kept for output in outputs]
     return Packed(
         prompt_ids=_concatenate([c.prompt_token_ids for c in completions], np.int32),
         prompt_lengths=np.array([len(c.prompt_token_ids) for c in completions], np.int64),
@@ -538,11 +546,11 @@ def pack_completions(completions: Sequence[Completion]) -> Packed:
         lengths=np.array([len(o.token_ids) for o in outputs], np.int64),
         versions=_concatenate([o.policy_versions for o in outputs], np.int32),
         logprobs=_concatenate([row for row in logprobs if row is not None], np.float32),
-        kept_ids=_concatenate([k.ids for k in words if k is not None], np.int32),
-        kept_sizes=_concatenate([k.sizes for k in words if k is not None], np.int32),
-        kept_lengths=np.array([-1 if k is None else len(k.ids) for k in words], np.int64),
+        kept_ids=_concatenate([k.ids for k in kept if k is not None], np.int32),
+        kept_sizes=_concatenate([k.sizes for k in kept if k is not None], np.int32),
+        kept_lengths=np.array([-1 if k is None else len(k.ids) for k in kept], np.int64),
         has_logprobs=[row is not None for row in logprobs],
-        routes=np.concatenate(kept) if kept else None,
+        routes=np.concatenate(recorded) if recorded else None,
         route_lengths=np.array([-1 if rows is None else len(rows) for rows in routes], np.int64),
         outputs=[(o.index, o.text, o.finish_reason, o.stop_reason, o.resume) for o in outputs],
         scores=_concatenate([c.prompt_logprobs for c in completions if c.prompt_logprobs is not None], np.float32),
@@ -564,7 +572,7 @@ def pack_completions(completions: Sequence[Completion]) -> Packed:
 
 def completion_bytes(completion: Completion) -> int:
     """Return how many bytes the arrays of a completion take."""
-    arrays: list[NDArray[Any] | None] = [completion.prompt_token_ids, completion.prompt_logprobs]
+    arrays: list[NDArray[np.generic] | None] = [completion.prompt_token_ids, completion.prompt_logprobs]
     for output in completion.outputs:
         arrays += [output.token_ids, output.policy_versions, output.logprobs, output.routed_experts]
         arrays += [] if output.kept is None else [output.kept.ids, output.kept.sizes]
@@ -573,6 +581,7 @@ def completion_bytes(completion: Completion) -> int:
 
 def unpack_completions(packed: Packed, replica: int) -> list[Completion]:
     """Undo :func:`pack_completions`; ``replica`` is stamped on the metrics."""
+    # arrays of all answers were flattened in order, so iterators deal them out again
     outputs = iter(_unpack_outputs(packed))
     prompts = _split(packed["prompt_ids"].astype(np.int64), packed["prompt_lengths"])
     scored = np.array(packed["has_scores"], bool)
@@ -603,10 +612,10 @@ def _unpack_outputs(packed: Packed) -> list[CompletionOutput]:
     ids = _split(packed["ids"].astype(np.int64), lengths)
     versions = _split(packed["versions"], lengths)
     logprobs = iter(_split(packed["logprobs"], lengths[np.array(packed["has_logprobs"], bool)]))
-    kept = route_lengths[route_lengths >= 0]
-    routes = iter(_split(packed["routes"], kept) if len(kept) else ())
+    recorded = route_lengths[route_lengths >= 0]
+    routes = iter(_split(packed["routes"], recorded) if len(recorded) else ())
     named = packed["kept_lengths"]
-    words = zip(
+    kept = zip(
         _split(packed["kept_ids"], named[named >= 0]), _split(packed["kept_sizes"], lengths[named >= 0]), strict=True
     )
     return [
@@ -619,7 +628,7 @@ def _unpack_outputs(packed: Packed) -> list[CompletionOutput]:
             logprobs=next(logprobs) if packed["has_logprobs"][i] else None,
             routed_experts=next(routes) if route_lengths[i] >= 0 else None,
             stop_reason=stop_reason,
-            kept=KeptIds(*next(words)) if named[i] >= 0 else None,
+            kept=KeptIds(*next(kept)) if named[i] >= 0 else None,
             resume=resume,
         )
         for i, (index, text, finish_reason, stop_reason, resume) in enumerate(packed["outputs"])

@@ -7,13 +7,16 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import ray
 
 from torchrl_moe.modules.backends.engine_kind import find_kind
 from torchrl_moe.modules.backends.ray.cluster import RayService
 from torchrl_moe.modules.backends.ray.replica_host import Address, ReplicaHost
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
 
 __all__ = ["Description", "ReplicaActor", "actor_environment"]
 
@@ -23,7 +26,7 @@ class Description:
     """An actor's description of itself: where it listens, its placement group, the service that it belongs to."""
 
     address: Address
-    group: Any
+    group: PlacementGroup
     service: RayService
 
 
@@ -48,7 +51,7 @@ class ReplicaActor(ReplicaHost):
         index: int,
         service: RayService,
         forwarded: Mapping[str, str],
-        group: Any,
+        group: PlacementGroup,
         number: int,
         awaits_secrets: bool = False,
     ) -> None:
@@ -56,6 +59,7 @@ class ReplicaActor(ReplicaHost):
         self._service = service
         environment = actor_environment(service, forwarded)
         folder = None if service.log_folder is None else Path(service.log_folder)
+        # a restarted engine must not draw the random numbers of the first one again
         if ray.get_runtime_context().was_current_actor_reconstructed:
             number += secrets.randbelow(1 << 20)
         kind = find_kind(service.kind)

@@ -56,7 +56,7 @@ class RayService:
     detached: bool
     num_replicas: int
     kind: str
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, object]
     resources: Mapping[str, float]
     verbose: bool = False
     log_folder: str | None = None
@@ -201,6 +201,7 @@ def find_service(name: str, namespace: str | None) -> RayService:
             f"no service {name!r} is running. {_describe(namespace)} "
             f"AsyncVLLM.launch(..., backend='ray', name={name!r}) starts one."
         )
+    # any replica knows its service, and one may just be restarting
     reason = ""
     for index in indices:
         try:
@@ -219,6 +220,7 @@ def remove_leftovers(name: str, namespace: str) -> int:
 
     A driver that is killed while it places or ends a replica leaves such a group, which would hold its devices forever.
     """
+    # looked at twice: a driver that is placing a replica has a group and no actor for a moment
     first = _groups_without_actor(name, namespace)
     if not first:
         return 0
@@ -275,12 +277,14 @@ def end_service(name: str, namespace: str | None) -> None:
         with contextlib.suppress(ValueError):
             actors[index] = ray.get_actor(f"{name}-replica-{index}", namespace)
     waiting = {index for index, states in groups.items() if PLACED not in states.values()}  # they would not answer
+    # those that run end their engines; then all actors are killed, and their places freed
     ending = [actor.shut_down.remote() for index, actor in actors.items() if index not in waiting]
     if ending:
         ray.wait(ending, num_returns=len(ending), timeout=END_SECONDS)
     for actor in actors.values():
         ray.kill(actor)
     _remove_groups(set().union(*groups.values(), *_groups_of(name, namespace).values()))
+    # the caller may start a service of that name at once
     deadline = time.monotonic() + GONE_SECONDS
     while name in running_services(namespace) and time.monotonic() < deadline:
         time.sleep(MAKING_SECONDS / 10)

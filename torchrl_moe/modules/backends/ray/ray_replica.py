@@ -11,7 +11,7 @@ import uuid
 import weakref
 from dataclasses import replace
 from multiprocessing import AuthenticationError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
@@ -20,7 +20,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.process import wire
-from torchrl_moe.modules.backends.process import wire as packing
 from torchrl_moe.modules.backends.process.process_replica import EngineReplica
 from torchrl_moe.modules.backends.ray import actor
 from torchrl_moe.modules.backends.ray.actor import Description
@@ -41,10 +40,13 @@ from torchrl_moe.modules.backends.ray.replica_host import (
 )
 from torchrl_moe.modules.backends.replica import Completion
 
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
 __all__ = ["ActorLink", "RayReplica"]
 
 
-# A driver's end of a replica in a Ray cluster: finds its actor or places one, connects to it, and lets go of it.
+# A driver's end of a replica in a Ray cluster: finds its actor or places one, connects to it, and leaves it.
 #
 # Each replica has a placement group of one bundle, so its devices are on one node, as vLLM's ``mp`` executor needs.
 # An actor of a service with a name is detached: it outlives its drivers, and Ray restarts it in its place when it
@@ -75,15 +77,15 @@ class ActorLink:
 
     def __init__(self, index: int, service: RayService, number: int, places: bool = True) -> None:
         self.driver = uuid.uuid4().hex[:8]
-        self.words = ""
+        self.reason = ""
         self.connection = LateConnection()
         self.outbox = wire.Outbox(self.connection, reader=f"the actor of replica {index}")
         self._index = index
         self._service = service
         self._number = number
         self._places = places
-        self._actor: Any = None
-        self._made: Any = None  # the actor, if it was placed here
+        self._actor: ActorHandle | None = None
+        self._made: ActorHandle | None = None  # the actor, if it was placed here
         self._described = False  # so it runs
         self._group: PlacementGroup | None = None
         self._lock = threading.RLock()  # a garbage collection may end the link while this thread ends it
@@ -103,7 +105,7 @@ class ActorLink:
         except _GivenUpError:
             pass
         except (RayError, EngineError, AuthenticationError, EOFError, OSError, ValueError) as error:
-            self.words = f"could not be reached: {_cause(error)}"
+            self.reason = f"could not be reached: {_cause(error)}"
         finally:
             self.connection.give_up()
             if not self._described:
@@ -135,17 +137,18 @@ class ActorLink:
             self._check()
         self._described = True
         self._group = description.group
+        # found by its name, which another service may have taken
         if description.service != self._service:
             self._actor = self._group = None  # not ours to end
             raise ValueError(f"{self._service.actor_name(self._index)!r} belongs to another service of that name")
         return description
 
-    def _find(self) -> Any:
+    def _find(self) -> ActorHandle | None:
         with contextlib.suppress(ValueError):
             return ray.get_actor(self._service.actor_name(self._index), self._service.namespace)
         return None
 
-    def _place(self) -> Any:
+    def _place(self) -> ActorHandle | None:
         """Return a new actor in a new group; both may wait for resources. ``None`` if another driver was faster.
 
         The actor is made at once: without its name, nobody would find what a driver that is killed leaves behind.
@@ -153,6 +156,7 @@ class ActorLink:
         service = self._service
         if not self._places:
             raise EngineError(f"it has no actor {service.actor_name(self._index)!r}")
+        # a group first, so that all devices of a replica are on one node
         self._group = group = placement_group(
             [dict(service.resources)],
             strategy="PACK",
@@ -167,7 +171,7 @@ class ActorLink:
             self._free_group()
         return self._made
 
-    def _create(self, group: PlacementGroup) -> Any:
+    def _create(self, group: PlacementGroup) -> ActorHandle:
         service = self._service
         others = {name: amount for name, amount in service.resources.items() if name not in ("CPU", "GPU")}
         kind = ray.remote(actor.ReplicaActor).options(
@@ -193,7 +197,7 @@ class ActorLink:
                 ray.kill(made)
         self._free_group()
 
-    def _wait_for(self, reference: Any) -> Any:
+    def _wait_for(self, reference: ray.ObjectRef) -> Any:
         while not ray.wait([reference], timeout=WAIT_SECONDS)[0]:
             self._check()
         return ray.get(reference)
@@ -205,14 +209,14 @@ class ActorLink:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Let go of a lost connection; first note what Ray knows about it."""
-        if not self._given_up.is_set() and not self.words and self._actor is not None:
+        """Give up a lost connection; first note what Ray knows about it."""
+        if not self._given_up.is_set() and not self.reason and self._actor is not None:
             try:
                 self._ask_for_log()
                 left = "" if ray.is_initialized() else ": this process has left Ray"
-                self.words = f"the connection to its actor ended{left}"
+                self.reason = f"the connection to its actor ended{left}"
             except RayError as error:
-                self.words = _cause(error)
+                self.reason = _cause(error)
         self.end_and_forget()
 
     def end_and_forget(self) -> None:
@@ -252,6 +256,7 @@ class ActorLink:
             return
         if self._service.detached:
             self._hold_successor()
+        # the engine is asked to end, for its shared memory; the actor cannot refuse its own end
         mine, self._actor = self._actor, None
         if mine is not None:
             with contextlib.suppress(RayError):
@@ -277,8 +282,8 @@ class ActorLink:
 
     def log_tail(self) -> str:
         """Return the last errors of the engine process, or what the actor waits for."""
-        if self.words:
-            return self.words
+        if self.reason:
+            return self.reason
         if self._actor is None or not self._described:
             group = self._group
             waits = group is not None and not group.wait(0)
@@ -291,14 +296,15 @@ class ActorLink:
     def _ask_for_log(self) -> str:
         if not ray.is_initialized():  # Ray would join a cluster, or start one, to ask
             return "this process has left Ray"
+        assert self._actor is not None  # else nobody asks
         return str(ray.get(self._actor.log_tail.remote(), timeout=ASK_SECONDS))
 
 
 def _cause(error: Exception) -> str:
     """Return the part of Ray's long report that says why."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = " ".join([line for line in lines if line.startswith("The actor is dead")] or lines[-1:])
-    return said.partition(" Some common causes")[0] or repr(error)
+    text = " ".join([line for line in lines if line.startswith("The actor is dead")] or lines[-1:])
+    return text.partition(" Some common causes")[0] or repr(error)
 
 
 class RayReplica(EngineReplica[ActorLink]):
@@ -348,12 +354,13 @@ class RayReplica(EngineReplica[ActorLink]):
 
     def _encode(self, *message: Any) -> wire.Frames:
         """Wrap a message: request ids get this driver's name, and the actor learns them without unpacking it."""
+        # ids are unique per driver only, and the engine has those of all drivers
         driver = self._started().driver
         opened: list[str] = []
         kind, *rest = message
         if kind == "generate":
-            rest = [packing.rename(rest[0], lambda request_id: named_after(driver, request_id))]
-            opened = packing.packed_ids(rest[0])
+            rest = [wire.rename(rest[0], lambda request_id: named_after(driver, request_id))]
+            opened = wire.packed_ids(rest[0])
         elif kind == "abort":
             rest = [[named_after(driver, request_id) for request_id in rest[0]]]
         return wrap((kind, *rest), opened)
@@ -362,11 +369,11 @@ class RayReplica(EngineReplica[ActorLink]):
         if kind in ("tail", "died") and self._started().was_left:
             return  # a consequence of that; the connection ends, too, and then the link says why
         if kind == "tail":
-            self._started().words = rest[0]
+            self._started().reason = rest[0]
         elif kind == "ended":
             self.was_ended = True
         elif kind == "completions":
-            super()._handle(kind, packing.rename(rest[0], self._own_id))
+            super()._handle(kind, wire.rename(rest[0], self._own_id))
         elif kind == "refused":
             super()._handle(kind, self._own_id(rest[0]), *rest[1:])
         else:

@@ -170,7 +170,7 @@ def _begun(keyed: hmac.HMAC, number: int, length: bytes) -> hmac.HMAC:
 
 
 DIAL_SECONDS = 20
-MOST_STRANGERS = 32
+MOST_PENDING = 32
 RETRY_SECONDS = 0.2
 # A machine that is switched off sends nothing: it is probed after 10 s of silence, then every 5 s, and counts as gone
 # when three probes are unanswered. Linux sends no probes while data is unacknowledged: that has as long, in
@@ -193,7 +193,7 @@ class Listener:
     def __init__(self, host: str, welcome: Callable[[SealedConnection], None]) -> None:
         self._welcome = welcome
         self._closed = threading.Event()
-        self._strangers: deque[socket.socket] = deque()
+        self._pending: deque[socket.socket] = deque()
         self._socket = socket.create_server((host, 0))
         self.address = Address(host=host, port=self._socket.getsockname()[1], key=secrets.token_bytes(32))
         self._thread = threading.Thread(target=self._listen, name="listener", daemon=True)
@@ -202,24 +202,24 @@ class Listener:
     def _listen(self) -> None:
         while not self._closed.is_set():
             try:
-                visitor, _ = self._socket.accept()
-            except OSError:  # closed; or the visitor has left, or there are too many open files just now
+                caller, _ = self._socket.accept()
+            except OSError:  # closed; or the caller has left, or there are too many open files just now
                 self._closed.wait(RETRY_SECONDS)
             else:
                 # a caller without a key holds a thread: of too many the first goes, so that a driver always comes in
-                self._strangers.append(visitor)
-                if len(self._strangers) > MOST_STRANGERS:
+                self._pending.append(caller)
+                if len(self._pending) > MOST_PENDING:
                     with contextlib.suppress(OSError, IndexError):  # it has just left, or come in
-                        self._strangers.popleft().shutdown(socket.SHUT_RDWR)
-                threading.Thread(target=self._let_in, args=(visitor,), name="driver", daemon=True).start()
+                        self._pending.popleft().shutdown(socket.SHUT_RDWR)
+                threading.Thread(target=self._authenticate, args=(caller,), name="driver", daemon=True).start()
 
-    def _let_in(self, visitor: socket.socket) -> None:
+    def _authenticate(self, caller: socket.socket) -> None:
         with contextlib.suppress(AuthenticationError, EOFError, OSError), contextlib.ExitStack() as stack:
             try:
-                connection = stack.enter_context(_prove(visitor, self.address.key, is_actor=True))
+                connection = stack.enter_context(_prove(caller, self.address.key, is_actor=True))
             finally:
                 with contextlib.suppress(ValueError):  # it was sent away
-                    self._strangers.remove(visitor)
+                    self._pending.remove(caller)
             self._welcome(connection)
 
     def close(self) -> None:
@@ -328,9 +328,9 @@ def driver_of(request_id: str) -> tuple[str, str]:
     return driver, own
 
 
-def wrap(message: tuple[Any, ...], opened: Sequence[str] = ()) -> wire.Frames:
+def wrap(message: tuple[object, ...], opened: Sequence[str] = ()) -> wire.Frames:
     """Return the frames in which a driver sends a message for the engine process, unread by the actor."""
-    return wire.encode((list(opened), wire.parcel(message)))
+    return wire.encode((list(opened), wire.payload(message)))
 
 
 class _Driver:
@@ -340,7 +340,7 @@ class _Driver:
         self.outbox = wire.Outbox(connection, reader=f"driver {name}")
         self.open: set[str] = set()
 
-    def tell(self, *message: Any) -> None:
+    def send(self, *message: object) -> None:
         self.outbox.put(wire.encode(message))
 
 
@@ -351,7 +351,7 @@ class ReplicaHost:
         self,
         index: int,
         kind: EngineKind,
-        arguments: Mapping[str, Any],
+        arguments: Mapping[str, object],
         environment: Mapping[str, str],
         host: str,
         log_folder: Path | None = None,
@@ -359,7 +359,7 @@ class ReplicaHost:
     ) -> None:
         self._lock = threading.Lock()
         self._drivers: dict[str, _Driver] = {}
-        self._said: list[tuple[Any, ...]] = []  # what drivers that connect later must get, too
+        self._announced: list[tuple[object, ...]] = []  # what drivers that connect later must get, too
         self._configure = configuration(arguments)
         self._make_child = partial(Child, index, kind, log_folder=log_folder, fork=False)
         self._environment = dict(environment)
@@ -414,9 +414,10 @@ class ReplicaHost:
         child = self._start(secrets)
         driver = _Driver(name, connection)
         with self._lock:
+            # a driver that comes late gets what was announced to all: ready, or how it ended
             self._drivers[name] = driver
-            for message in self._said:
-                driver.tell(*message)
+            for message in self._announced:
+                driver.send(*message)
             if self._is_over():
                 driver.outbox.finish()
         try:
@@ -432,6 +433,7 @@ class ReplicaHost:
     def _part_with(self, child: Child, name: str) -> None:
         with self._lock:
             driver = self._drivers.pop(name)
+        # nobody would take these answers any more
         if driver.open:
             child.outbox.put(wire.encode(("abort", sorted(driver.open))))
         child.outbox.put(wire.encode(("left", name)))  # it may have owned the engine's weights
@@ -446,7 +448,7 @@ class ReplicaHost:
                     self._pass_on(*wire.receive(child.connection))
         finally:
             child.end()
-            self._hear_of_end(child)
+            self._report_end(child)
 
     def _pass_on(self, kind: str, *rest: Any) -> None:
         """Pass a message of the engine process to the drivers that it concerns."""
@@ -456,10 +458,10 @@ class ReplicaHost:
             if kind in ("ready", *ENDS):
                 self._announce(kind, *rest)
                 return
-            for name in self._concerned(kind, rest[0]) & self._drivers.keys():
-                self._drivers[name].tell(kind, *rest)
+            for name in self._recipients(kind, rest[0]) & self._drivers.keys():
+                self._drivers[name].send(kind, *rest)
 
-    def _concerned(self, kind: str, what: Any) -> set[str]:
+    def _recipients(self, kind: str, what: Any) -> set[str]:
         if kind == "completions":
             return self._over(packed_ids(what))
         if kind == "refused":
@@ -475,23 +477,23 @@ class ReplicaHost:
             self._drivers[name].open.difference_update(ids)
         return names
 
-    def _announce(self, *message: Any) -> None:
+    def _announce(self, *message: object) -> None:
         """Send a message to all drivers, later ones included."""
-        self._said.append(message)
+        self._announced.append(message)
         for driver in self._drivers.values():
-            driver.tell(*message)
+            driver.send(*message)
 
     def _is_over(self) -> bool:
-        return any(message[0] in ENDS for message in self._said)
+        return any(message[0] in ENDS for message in self._announced)
 
-    def _hear_of_end(self, child: Child) -> None:
-        """Tell the drivers, unless the engine process did; then hang up."""
+    def _report_end(self, child: Child) -> None:
+        """Report the end to the drivers, unless the engine process did; then hang up."""
         with self._lock:
             if not self._is_over():
                 self._announce("tail", self.log_tail())
                 self._announce("died", f"its engine process ended with exit code {child.process.poll()}")
             drivers = list(self._drivers.values())
-            died = self._said[0][0] == "ready" and ("ended",) not in self._said
+            died = self._announced[0][0] == "ready" and ("ended",) not in self._announced
         for driver in drivers:
             driver.outbox.close()
         if died:

@@ -9,7 +9,7 @@ import dataclasses
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -21,7 +21,11 @@ from torchrl_moe.modules.backends.replica import CompletionOutput, KeptIds, OnRe
 from torchrl_moe.modules.backends.request_routes import rows_of_answer
 from torchrl_moe.modules.backends.sampling_fields import check_fields
 
-__all__ = ["Answer", "Draw", "Sampling", "TextStream", "Words", "read_sampling"]
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+__all__ = ["Answer", "Draw", "LockedTokenizer", "Sampling", "TextStream", "read_sampling"]
 
 
 # Text in and out of an engine: a model's tokenizer, and the text of an answer as its tokens come.
@@ -30,14 +34,14 @@ __all__ = ["Answer", "Draw", "Sampling", "TextStream", "Words", "read_sampling"]
 INVALID_PREFIX = "Invalid prefix encountered"  # the message of tokenizers for bytes that are no text
 
 
-class Words:
+class LockedTokenizer:
     """A tokenizer that two threads use."""
 
-    def __init__(self, tokenizer: Any, generation_config: Any = None) -> None:
-        self.backend = getattr(tokenizer, "backend_tokenizer", None)
-        if self.backend is None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None) -> None:
+        backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
             raise ValueError(f"engine='transformers' needs a fast tokenizer, got {type(tokenizer).__name__}")
-        self.tokenizer = tokenizer
+        self.backend, self.tokenizer = backend, tokenizer
         self.eos: int | None = tokenizer.eos_token_id
         named = getattr(generation_config, "eos_token_id", None)
         listed = [named] if isinstance(named, int) else list(named or ())
@@ -54,7 +58,7 @@ class Words:
         """Return the text stream of an answer to a prompt."""
         return TextStream(self, prompt_ids, skip_special_tokens)
 
-    def step(self, stream: Any, token: int) -> str | None:
+    def step(self, stream: DecodeStream, token: int) -> str | None:
         """Return what a token adds to a text; ``None`` for a part of a character."""
         with self._lock:
             text: str | None = stream.step(self.backend, token)
@@ -64,19 +68,19 @@ class Words:
 class TextStream:
     """The text of one answer, token by token; a character whose bytes are not all there yet is not shown."""
 
-    def __init__(self, words: Words, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
-        self._words, self._skips = words, skip_special_tokens
+    def __init__(self, tokenizer: LockedTokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
+        self._tokenizer, self._skips = tokenizer, skip_special_tokens
         self._stream = DecodeStream(ids=list(prompt_ids), skip_special_tokens=skip_special_tokens)
 
     def step(self, token: int) -> str:
         """Return what a token adds."""
         try:
-            return self._words.step(self._stream, token) or ""
+            return self._tokenizer.step(self._stream, token) or ""
         except Exception as error:  # the library has no error of its own
             if not str(error).startswith(INVALID_PREFIX):
                 raise
         self._stream = DecodeStream(skip_special_tokens=self._skips)
-        return self._words.step(self._stream, token) or ""
+        return self._tokenizer.step(self._stream, token) or ""
 
 
 # Reads what users pass as vLLM's ``SamplingParams``; what this engine does not serve is refused by name.
@@ -84,7 +88,7 @@ class TextStream:
 
 LEAST_TEMPERATURE = 1e-2  # vLLM's: it samples at this one where a lower one is asked for, except for 0
 
-REFUSED: Mapping[str, tuple[Any, ...]] = {
+REFUSED: Mapping[str, tuple[object, ...]] = {
     "prompt_logprobs": (None,),
     "prompt_logprob_token_ids": (None,),
     "prompt_logprob_start": (None,),
@@ -141,12 +145,12 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest word is taken."""
+        """Whether the likeliest token is taken."""
         return self.temperature == 0.0
 
     @property
-    def leaves_words_out(self) -> bool:
-        """Whether a token may be drawn from fewer than all words."""
+    def leaves_ids_out(self) -> bool:
+        """Whether a token may be drawn from a part of the vocabulary only."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.min_tokens > 0
 
     def __post_init__(self) -> None:
@@ -159,7 +163,7 @@ class Sampling:
 KNOWN = {field.name for field in dataclasses.fields(Sampling)}
 
 
-def read_sampling(spec: Any, guided_options: Any = None) -> Sampling:
+def read_sampling(spec: object, guided_options: object = None) -> Sampling:
     """Return the sampling that a mapping of ``SamplingParams`` fields asks for; ``None`` is vLLM's default."""
     if not isinstance(spec, Mapping | None):
         raise ValueError(f"sampling_params must be a mapping, got {type(spec).__name__}")
@@ -198,7 +202,7 @@ def _as_vllm_reads(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-Rows = NDArray[np.integer[Any]]
+Rows = NDArray[np.integer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,44 +215,28 @@ class Draw:
 
 
 class Answer:
-    """An answer that is being generated.
-
-    Args:
-        prompt_ids: ``[P]``.
-        sampling: how it is sampled.
-        index: which of the request's answers it is.
-        words: the model's.
-        max_model_len: tokens that prompt and answer may have.
-        layout: the model's routers; ``None`` if no routes are recorded.
-
-    Attributes:
-        prompt_ids: its prompt's.
-        tokens: those so far.
-        followed: rows ``[rows, L, K]`` that its first positions follow, -1 where the model routes; ``None`` for none.
-        how: how it reads its own tokens again, when it has to.
-        finish_reason: ``"stop"`` or ``"length"``; ``None`` while it grows.
-        generator: its own random numbers, if it has a seed.
-    """
+    """An answer that is being generated; ``layout`` is ``None`` if no routes are recorded."""
 
     def __init__(
         self,
         prompt_ids: Sequence[int],
         sampling: Sampling,
         index: int,
-        words: Words,
+        tokenizer: LockedTokenizer,
         max_model_len: int,
         layout: RoutingLayout | None,
     ) -> None:
         self.prompt_ids = list(prompt_ids)
         self.sampling, self.index = sampling, index
         self.tokens: list[int] = []
+        # rows [rows, L, K] that its first positions follow, -1 where the model routes
         self.followed: Rows | None = None
-        self.how: OnResume = "forced"
-        self.finish_reason: str | None = None
-        self.generator: torch.Generator | None = None
+        self.how: OnResume = "forced"  # how it reads its own tokens again, when it has to
+        self.finish_reason: str | None = None  # None while it grows
+        self.generator: torch.Generator | None = None  # its own random numbers, if it has a seed
         room = max_model_len - len(self.prompt_ids)
         self.limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
-        self._words, self._layout = words, layout
+        self._tokenizer, self._layout = tokenizer, layout
         self._text = ""
         self._stop_reason: int | str | None = None
         self._log_probs: list[float] | None = [] if sampling.logprobs else None
@@ -258,7 +246,7 @@ class Answer:
         self._rows_held = 0
         self._given: CompletionOutput | None = None
         self._resume: OnResume | Literal["none"] = "none"
-        self._stream = words.stream(self.prompt_ids, sampling.skip_special_tokens)
+        self._stream = tokenizer.stream(self.prompt_ids, sampling.skip_special_tokens)
 
     @property
     def ids(self) -> list[int]:
@@ -272,11 +260,11 @@ class Answer:
 
     @property
     def masked(self) -> list[int]:
-        """Words that cannot come yet, since they would end it before ``min_tokens``."""
+        """Token ids that cannot come yet, since they would end it before ``min_tokens``."""
         if len(self.tokens) >= self.sampling.min_tokens:
             return []
-        eos = () if self._words.eos is None else (self._words.eos,)
-        return sorted({*eos, *self._words.more_eos, *self.sampling.stop_token_ids})
+        eos = () if self._tokenizer.eos is None else (self._tokenizer.eos,)
+        return sorted({*eos, *self._tokenizer.more_eos, *self.sampling.stop_token_ids})
 
     # -- growing ----------------------------------------------------------------------------------------------------
 
@@ -345,9 +333,10 @@ class Answer:
     def _end(self, token: int) -> None:
         """End it if this token does: as a stop token, as the end of a stop string, or as the last one allowed."""
         sampling = self.sampling
-        if not sampling.ignore_eos and token == self._words.eos:
+        # a token that ends it, or the length; a stop string below
+        if not sampling.ignore_eos and token == self._tokenizer.eos:
             self.finish_reason = "stop"
-        elif token in sampling.stop_token_ids or (not sampling.ignore_eos and token in self._words.more_eos):
+        elif token in sampling.stop_token_ids or (not sampling.ignore_eos and token in self._tokenizer.more_eos):
             self.finish_reason, self._stop_reason = "stop", token
         elif len(self.tokens) >= self.limit:
             self.finish_reason = "length"
@@ -390,11 +379,12 @@ class Answer:
         if self._log_probs is None:
             return None
         had = None if self._given is None else self._given.kept
+        # a step names its place in the whole answer; a part counts from its own first token
         steps = [np.concatenate([[i], step[1:]]).astype(np.int32) for i, step in enumerate(self._steps) if len(step)]
         parts = [len(self.tokens) - len(self._steps), len(self._steps)]
         return KeptIds.join([had, KeptIds.of_steps(steps, parts[1])], parts)
 
-    def _routes(self) -> NDArray[np.unsignedinteger[Any]] | None:
+    def _routes(self) -> NDArray[np.unsignedinteger] | None:
         """Return ``[P + G - 1, L, K]`` as engines give them: unsigned, zero where there is no router."""
         if not self._rows or self._layout is None:
             return None

@@ -3,7 +3,7 @@
 The batch is padded on the left, so that the newest token of every answer is in the last column; keys and values are
 those of transformers' own ``DynamicCache``, and whatever is padded is masked. Nothing here is fast.
 
-Letters: R answers of the batch, J that join, S columns, V words, L decoder layers, K experts per token.
+Letters: R answers of the batch, J that join, S columns, V vocabulary, L decoder layers, K experts per token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -47,10 +47,20 @@ from torchrl_moe.modules.backends.replica import (
     nothing_yet,
 )
 from torchrl_moe.modules.backends.request_routes import RequestRoutes, check_rows, rows_of_answer
-from torchrl_moe.modules.backends.transformers.answer import Answer, Draw, Rows, Sampling, Words, read_sampling
-from torchrl_moe.modules.backends.transformers.engine_args import EngineArguments
+from torchrl_moe.modules.backends.transformers.answer import (
+    Answer,
+    Draw,
+    LockedTokenizer,
+    Rows,
+    Sampling,
+    read_sampling,
+)
+from torchrl_moe.modules.backends.transformers.transformers_arguments import EngineArguments
 from torchrl_moe.modules.replay.binding import UNSET, Recording
 from torchrl_moe.modules.replay.router_replay import RouterReplay
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["BatchDecoder", "RequestReader", "Running", "Sampler", "WaitingLine"]
 
@@ -121,7 +131,7 @@ class RequestReader:
     max_model_len: int
     vocabulary: int
     token_bytes: int
-    words: Words
+    tokenizer: LockedTokenizer
     layout: RoutingLayout | None
     routes: RequestRoutes
     device: torch.device
@@ -133,7 +143,7 @@ class RequestReader:
         request = self.routes.checked(request)
         sampling = read_sampling(request.sampling_params, request.guided_options)
         given = request.prompt_token_ids
-        ids = self.words.encode(request.prompt or "") if given is None else given.tolist()
+        ids = self.tokenizer.encode(request.prompt or "") if given is None else given.tolist()
         self._check_prompt(ids, scored=request.scoring is not None)
         running = Running(request, ids)
         if request.scoring is None:
@@ -148,7 +158,7 @@ class RequestReader:
         if before is not None and before.finish_reason != "abort":
             running.done[index] = before
             return
-        answer = Answer(running.prompt_ids, sampling, index, self.words, self.max_model_len, self.layout)
+        answer = Answer(running.prompt_ids, sampling, index, self.tokenizer, self.max_model_len, self.layout)
         answer.followed, answer.how = request.routed_experts, self.routes.how(request)
         if before is not None and len(before.token_ids):
             self._check_first_part(answer, before)
@@ -164,16 +174,16 @@ class RequestReader:
         most = self.max_model_len - (not scored)
         if not 1 <= len(ids) <= most:
             raise ValueError(f"a prompt must have 1 to {most} tokens, got {len(ids)}: max_model_len is the limit")
-        self._check_words("a prompt", ids)
+        self._check_ids("a prompt", ids)
 
-    def _check_words(self, what: str, ids: list[int]) -> None:
+    def _check_ids(self, what: str, ids: list[int]) -> None:
         if wrong := [token for token in ids if not 0 <= token < self.vocabulary]:
             raise ValueError(f"{what} names token {wrong[0]}; the model has 0..{self.vocabulary - 1}")
 
     def _check_first_part(self, answer: Answer, before: CompletionOutput) -> None:
         """Refuse what cannot be read again: in the batch it would end the engine, and all other requests with it."""
         ids = before.token_ids.tolist()
-        self._check_words(f"answer {before.index} to resume", ids)
+        self._check_ids(f"answer {before.index} to resume", ids)
         if answer.how == "forced" and self.layout is not None and before.routed_experts is not None:
             rows = rows_of_answer(before.routed_experts, self.layout)
             check_rows(rows, len(answer.prompt_ids) + len(ids), self.layout)
@@ -189,7 +199,7 @@ class RequestReader:
 
 # Draws tokens from logits, each row as its answer asks: the processors are transformers', their order is vLLM's.
 #
-# Letters: R answers, V words.
+# Letters: R answers, V vocabulary.
 
 
 NOTHING = np.empty(0, np.int32)
@@ -206,12 +216,12 @@ class Sampler:
         self._generator.manual_seed(seed)
 
     def __call__(self, logits: Tensor, answers: Sequence[Answer]) -> list[Draw]:
-        """Return the next token of each answer; those that sample alike are drawn together."""
-        alike: dict[Sampling, list[int]] = {}
+        """Return the next token of each answer; those with equal parameters are drawn together."""
+        by_sampling: dict[Sampling, list[int]] = {}
         for row, answer in enumerate(answers):
-            alike.setdefault(answer.sampling, []).append(row)
+            by_sampling.setdefault(answer.sampling, []).append(row)
         draws: dict[int, Draw] = {}
-        for sampling, rows in alike.items():
+        for sampling, rows in by_sampling.items():
             drawn = self._draw(logits[rows].float(), sampling, [answers[row] for row in rows])
             draws.update(zip(rows, drawn, strict=True))
         return [draws[row] for row in range(len(answers))]
@@ -221,11 +231,11 @@ class Sampler:
         log_probs = logits.log_softmax(-1)
         if sampling.is_greedy:
             tokens = logits.argmax(-1)
-        else:  # an exponential race: each word's clock rings at the rate of its probability, and the first one wins
+        else:  # an exponential race: each id's time is drawn at the rate of its probability, and the earliest wins
             tokens = (log_probs.exp() / self._noise(log_probs, answers)).argmax(-1)
         chosen = log_probs.gather(-1, tokens[:, None])[:, 0].tolist()
         steps = [NOTHING] * len(answers)
-        if sampling.logprobs and sampling.leaves_words_out:
+        if sampling.logprobs and sampling.leaves_ids_out:
             named = name_kept(log_probs, [0] * len(answers))
             if named is not None:
                 flat, offsets = named
@@ -243,16 +253,16 @@ class Sampler:
 
 
 def _processed(logits: Tensor, sampling: Sampling, answers: Sequence[Answer]) -> Tensor:
-    """Return the logits ``[R, V]`` of what is drawn from, -inf for words that are left out."""
+    """Return the logits ``[R, V]`` of what is drawn from, -inf for ids that are left out."""
     for row, answer in enumerate(answers):
         if sampling.repetition_penalty != 1:
             ids = torch.tensor([answer.ids], device=logits.device)
             penalise = RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty))
             logits[row] = penalise(ids, logits[row : row + 1])[0]
         if answer.tokens and (sampling.frequency_penalty or sampling.presence_penalty):
-            words, counts = torch.tensor(answer.tokens, device=logits.device).unique(return_counts=True)
-            logits[row, words] -= sampling.frequency_penalty * counts + sampling.presence_penalty
-        if masked := [word for word in answer.masked if word < logits.shape[1]]:
+            ids, counts = torch.tensor(answer.tokens, device=logits.device).unique(return_counts=True)
+            logits[row, ids] -= sampling.frequency_penalty * counts + sampling.presence_penalty
+        if masked := [token for token in answer.masked if token < logits.shape[1]]:
             logits[row, masked] = float("-inf")
     for warp in _warpers(sampling):
         logits = warp(None, logits)
@@ -261,10 +271,10 @@ def _processed(logits: Tensor, sampling: Sampling, answers: Sequence[Answer]) ->
 
 @lru_cache(maxsize=256)
 def _warpers(sampling: Sampling) -> tuple[Callable[[None, Tensor], Tensor], ...]:
-    """Return the temperature, then what leaves words out, in vLLM's order; a greedy answer has neither."""
+    """Return the temperature, then what leaves ids out, in vLLM's order; a greedy answer has neither."""
     if sampling.is_greedy:
         return ()
-    wanted: tuple[tuple[bool, Callable[[], Any]], ...] = (
+    wanted: tuple[tuple[bool, Callable[[], Callable[[None, Tensor], Tensor]]], ...] = (
         (sampling.temperature != 1, lambda: TemperatureLogitsWarper(float(sampling.temperature))),
         (sampling.min_p > 0, lambda: MinPLogitsWarper(float(sampling.min_p))),
         (sampling.top_k > 0, lambda: TopKLogitsWarper(int(sampling.top_k))),
@@ -282,12 +292,12 @@ COARSE = 0.1  # the same for other dtypes
 class BatchDecoder:
     """Decodes with one model, which no other thread may use at the same time."""
 
-    def __init__(self, model: Any, replay: RouterReplay | None, sampler: Sampler) -> None:
+    def __init__(self, model: PreTrainedModel, replay: RouterReplay | None, sampler: Sampler) -> None:
         self.model, self.replay, self.sampler = model, replay, sampler
         self.answers: list[Answer] = []
         self._takes = set(inspect.signature(model.forward).parameters)
         self._cache_argument = cache_argument(self._takes)
-        self._cache: Any = None
+        self._cache: DynamicCache | None = None
         self._mask = torch.empty(0)  # bool [R, S]
         self.token_bytes = self._check()
 
@@ -307,6 +317,7 @@ class BatchDecoder:
     @torch.no_grad()
     def step(self, joining: Sequence[Answer], version: int) -> None:
         """Read what joins, and give each answer a token."""
+        # those of the batch read their last token; those that join read all of theirs
         logits = [self._advance()] if self.answers else []
         if joining:
             logits.append(self._read(joining))
@@ -324,8 +335,10 @@ class BatchDecoder:
             self._cache = None
             return
         self._mask = self._mask[stays]
+        # columns on the left that only those had
         empty = int((~self._mask.any(0)).long().cumprod(0).sum())
         self._mask = self._mask[:, empty:]
+        assert self._cache is not None
         for layer in self._cache.layers:
             layer.keys, layer.values = layer.keys[stays, :, empty:], layer.values[stays, :, empty:]
 
@@ -351,7 +364,7 @@ class BatchDecoder:
     def _read(self, joining: Sequence[Answer]) -> Tensor:
         """Read all tokens of answers, equal ones once; return logits ``[J, V]``."""
         followed = [answer.rows_to_follow() for answer in joining]
-        places: dict[Any, int] = {}
+        places: dict[tuple[int | bytes | None, ...], int] = {}
         unique: list[tuple[list[int], Rows | None]] = []
         index = []
         for answer, rows in zip(joining, followed, strict=True):
@@ -381,7 +394,7 @@ class BatchDecoder:
                 routes[row, ids.shape[1] - len(one) :] = torch.from_numpy(one.astype(np.int16))
         return routes
 
-    def _merge(self, cache: Any, mask: Tensor) -> None:
+    def _merge(self, cache: DynamicCache, mask: Tensor) -> None:
         """Add rows below those of the batch; the narrower ones are padded on the left."""
         if self._cache is None:
             self._cache, self._mask = cache, mask
@@ -395,7 +408,7 @@ class BatchDecoder:
     # -- the model --------------------------------------------------------------------------------------------------
 
     def _forward(
-        self, ids: Tensor, mask: Tensor, cache: Any, followed: Tensor | None = None, keep: int = 1
+        self, ids: Tensor, mask: Tensor, cache: DynamicCache, followed: Tensor | None = None, keep: int = 1
     ) -> tuple[Tensor, Rows | None]:
         """Run the model on tokens."""
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
@@ -444,11 +457,12 @@ class BatchDecoder:
     def _check(self) -> int:
         """Compare a padded batch, read in two parts, with each sequence by itself; return the bytes of a token."""
         kind = type(self.model).__name__
+        # each sequence by itself; then both in one padded batch, the last token in a second part
         alone = [torch.arange(1, count + 1, device=self.device)[None] for count in CHECKED]
         found = [self._forward(ids, torch.ones_like(ids).bool(), DynamicCache()) for ids in alone]
         ids, mask = _padded([one[0, :-1].tolist() for one in alone], self.device)
         routes = [None if rows is None else rows[0] for _, rows in found]
-        cache: Any = DynamicCache()
+        cache = DynamicCache()
         self._forward(ids, mask, cache, self._laid_out([None if one is None else one[:-1] for one in routes], ids))
         if any(type(layer) is not DynamicLayer for layer in cache.layers):
             raise ValueError(f"engine='transformers' cannot serve {kind}: it keeps more than keys and values; try vLLM")
@@ -522,11 +536,11 @@ class WaitingLine:
 
     def add(self, running: Running) -> None:
         """Add a request's answers, or its prompt if it is to be scored."""
-        turn = running.request.priority if self._arguments.scheduling_policy == "priority" else 0
+        priority = running.request.priority if self._arguments.scheduling_policy == "priority" else 0
         if running.request.scoring is not None:
-            heapq.heappush(self._scored, (turn, next(self._serial), running))
+            heapq.heappush(self._scored, (priority, next(self._serial), running))
         for answer in running.answers:
-            heapq.heappush(self._answers, (turn, next(self._serial), running, answer))
+            heapq.heappush(self._answers, (priority, next(self._serial), running, answer))
 
     def drop(self, gone: Running) -> None:
         """Remove a request."""
@@ -554,6 +568,7 @@ class WaitingLine:
             if self._is_too_much(len(joining), widest):
                 return joining
             joining.append(answer)
+        # then those that wait, in order; one that may not run now is put back
         while self._answers:
             entry = heapq.heappop(self._answers)
             _, _, running, answer = entry

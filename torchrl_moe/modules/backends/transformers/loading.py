@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
@@ -15,11 +15,14 @@ from torchrl_moe.data import RoutingLayout
 from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules.backends.replica import ReplicaInfo
 from torchrl_moe.modules.backends.request_routes import RequestRoutes
-from torchrl_moe.modules.backends.transformers.answer import Words
+from torchrl_moe.modules.backends.transformers.answer import LockedTokenizer
 from torchrl_moe.modules.backends.transformers.decoder import BatchDecoder, RequestReader, Sampler
-from torchrl_moe.modules.backends.transformers.engine_args import EngineArguments
+from torchrl_moe.modules.backends.transformers.transformers_arguments import EngineArguments
 from torchrl_moe.modules.replay.discovery import has_experts
 from torchrl_moe.modules.replay.router_replay import RouterReplay
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = ["Loaded", "load"]
 
@@ -35,11 +38,12 @@ class Loaded:
     decoder: BatchDecoder
     reader: RequestReader
     info: ReplicaInfo
-    report: Mapping[str, Any]
+    report: Mapping[str, Iterable[str]]
 
 
 def load(arguments: EngineArguments) -> Loaded:
     """Load a model, and test that it can serve."""
+    # the model
     transformers.utils.logging.disable_progress_bar()  # no bars in a log
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     trust = {"trust_remote_code": arguments.trust_remote_code}
@@ -53,19 +57,21 @@ def load(arguments: EngineArguments) -> Loaded:
     check_whole(arguments.model, report)
     model = model.to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer or arguments.model, **trust)
-    words = Words(tokenizer, model.generation_config)
+    locked = LockedTokenizer(tokenizer, model.generation_config)
+    # its routes, and a first forward pass: a model that does not fit is refused here
     replay = _replay(model, arguments)
     layout = None if replay is None else layout_of(replay)
     decoder = _decoder(model, replay, Sampler(device, arguments.seed))
     longest = _longest(model, arguments)
     forced_routing_unavailable_reason = NO_ROUTES if layout is None else ""
     vocabulary = model.get_input_embeddings().num_embeddings
+    # what requests are checked by
     reader = RequestReader(
         arguments=arguments,
         max_model_len=longest,
         vocabulary=vocabulary,
         token_bytes=decoder.token_bytes,
-        words=words,
+        tokenizer=locked,
         layout=layout,
         routes=RequestRoutes(layout, forced_routing_unavailable_reason, vocabulary=vocabulary),
         device=device,
@@ -81,7 +87,7 @@ def load(arguments: EngineArguments) -> Loaded:
     return Loaded(arguments=arguments, decoder=decoder, reader=reader, info=info, report=report)
 
 
-def _decoder(model: Any, replay: RouterReplay | None, sampler: Sampler) -> BatchDecoder:
+def _decoder(model: PreTrainedModel, replay: RouterReplay | None, sampler: Sampler) -> BatchDecoder:
     """Return the decoder, or raise if the model's forward pass fails in it: it may need another kind of cache."""
     try:
         return BatchDecoder(model, replay, sampler)
@@ -92,7 +98,7 @@ def _decoder(model: Any, replay: RouterReplay | None, sampler: Sampler) -> Batch
         ) from error
 
 
-def _replay(model: Any, arguments: EngineArguments) -> RouterReplay | None:
+def _replay(model: PreTrainedModel, arguments: EngineArguments) -> RouterReplay | None:
     """Return the recorder of the model's routes; ``None`` if none are to be recorded."""
     wanted, moe = arguments.enable_return_routed_experts, has_experts(model)
     if wanted and not moe:
@@ -107,6 +113,7 @@ def _replay(model: Any, arguments: EngineArguments) -> RouterReplay | None:
 
 def layout_of(replay: RouterReplay) -> RoutingLayout:
     """Return a model's routers as plain data."""
+    # one array of routes holds all layers
     if len({(site.top_k, site.num_experts) for site in replay.sites}) > 1:
         raise UnsupportedRouterError(
             f"{type(replay.model).__name__} has routers of different sizes: enable_return_routed_experts=False serves "
@@ -117,7 +124,7 @@ def layout_of(replay: RouterReplay) -> RoutingLayout:
     )
 
 
-def _longest(model: Any, arguments: EngineArguments) -> int:
+def _longest(model: PreTrainedModel, arguments: EngineArguments) -> int:
     text = model.config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
     longest = int(limit or MAX_MODEL_LEN) if arguments.max_model_len is None else arguments.max_model_len
@@ -132,7 +139,7 @@ def _longest(model: Any, arguments: EngineArguments) -> int:
     return longest
 
 
-def _same_angles(config: Any) -> int | None:
+def _same_angles(config: PretrainedConfig) -> int | None:
     """Return the most tokens for which a longrope model rotates positions by the same angles; else ``None``."""
     rope = getattr(config, "rope_parameters", None) or {}
     parts = [part for part in (rope, *rope.values()) if isinstance(part, Mapping)]  # some have one for each layer type

@@ -10,17 +10,21 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torchrl_moe.modules.backends.process.engine_program import FOLDER_VARIABLE
 from torchrl_moe.modules.backends.vllm.sampling import check_wire
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 __all__ = ["Adapters", "build_lora_request", "load_adapter", "unused_modules"]
 
 SHOWN_MODULES = 4
 
 
-def build_lora_request(spec: Any) -> Any:
+def build_lora_request(spec: object) -> LoRARequest | None:
     """Return vLLM's ``LoRARequest`` of a mapping of its fields or of such an object; ``None`` stays."""
     if spec is None:
         return None
@@ -39,14 +43,14 @@ def build_lora_request(spec: Any) -> Any:
     return spec
 
 
-async def load_adapter(engine: Any, fields: Mapping[str, Any]) -> list[str]:
+async def load_adapter(engine: AsyncLLM, fields: Mapping[str, object]) -> list[str]:
     """Load an adapter, by the fields of vLLM's request; return its modules that the engine does not adapt."""
     by_worker = await engine.collective_rpc("torchrl_moe_load_adapter", args=(dict(fields),))
     return sorted(set.intersection(*map(set, by_worker)))  # each pipeline stage adapts only its own layers
 
 
 def unused_modules(modules: Sequence[str]) -> str:
-    """Return the words for modules of an adapter that the engine does not adapt."""
+    """Return a message's part on modules of an adapter that the engine does not adapt."""
     return (
         f"has {len(modules)} modules that the engine does not adapt ({', '.join(modules[:SHOWN_MODULES])}"
         f"{', ...' if len(modules) > SHOWN_MODULES else ''}): start it with lora_target_modules= that names them"
@@ -59,7 +63,7 @@ class _Known:
 
     path: str
     folder: Path
-    loading: asyncio.Task[Any]
+    loading: asyncio.Task[LoRARequest | None]
 
 
 class Adapters:
@@ -71,17 +75,18 @@ class Adapters:
     bits there, and cached prefixes are found by name.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
         self._known: dict[int, _Known] = {}
         self._numbers = itertools.count(1)
 
-    async def load(self, spec: Any) -> Any:
+    async def load(self, spec: object) -> LoRARequest | None:
         """Return vLLM's request of a spec, see :func:`build_lora_request`, once its adapter is loaded."""
         lora = build_lora_request(spec)
         if lora is None:
             return None
         number, path = lora.lora_int_id, lora.lora_path
+        # one load for all requests that name it; a user replaces it by load_inplace only
         before = self._known.get(number)
         if before is None or lora.load_inplace:
             folder = Path(tempfile.mkdtemp(prefix="adapter-", dir=os.environ.get(FOLDER_VARIABLE)))
@@ -102,7 +107,7 @@ class Adapters:
                     self._known[number] = before
             raise ValueError(f"adapter {lora.lora_name!r} of {path!r} cannot be loaded: {error}") from error
 
-    async def _load(self, lora: Any, folder: Path, before: _Known | None) -> Any:
+    async def _load(self, lora: LoRARequest, folder: Path, before: _Known | None) -> LoRARequest | None:
         number = next(self._numbers)
         try:
             is_copied = await asyncio.to_thread(_copy, lora.lora_path, folder)
@@ -113,6 +118,7 @@ class Adapters:
                 "lora_path": str(folder) if is_copied else lora.lora_path,
                 "load_inplace": False,  # once: vLLM would load it in every step
             }
+            # vLLM would leave such modules out in silence
             if unused := await load_adapter(self._engine, fields):
                 await self._engine.remove_lora(number)
                 raise ValueError(f"it {unused_modules(unused)}")

@@ -13,16 +13,20 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchrl_moe.modules.backends.replica import CompletionOutput, KeptIds, OnResume, Request
 
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+
 __all__ = ["can_continue", "join", "request_for_rest", "sampling_for_rest"]
 
 Decode = Callable[[Sequence[int]], str]
+Scalar = TypeVar("Scalar", bound=np.generic)
 HALF = "\ufffd"  # what a tokenizer shows for the bytes of an unfinished character
 
 STATEFUL = (
@@ -37,7 +41,7 @@ STATEFUL = (
 """Sampling parameters whose effect on the next token depends on where the answer began."""
 
 
-def can_continue(params: Any) -> bool:
+def can_continue(params: SamplingParams) -> bool:
     """Whether the next token depends on prompt + answer only, and not on where one ends and the other begins.
 
     If it does not, as with a grammar, whose state cannot be restored, the answer has to start again.
@@ -48,9 +52,9 @@ def can_continue(params: Any) -> bool:
 def request_for_rest(
     request: Request,
     name: str,
-    prompt_ids: NDArray[Any],
+    prompt_ids: NDArray[np.generic],
     first: CompletionOutput | None,
-    rows: NDArray[np.integer[Any]] | None = None,
+    rows: NDArray[np.integer] | None = None,
 ) -> Request:
     """Return the request, called ``name``, for the rest of an answer."""
     if first is None:
@@ -61,8 +65,8 @@ def request_for_rest(
 
 
 def sampling_for_rest(
-    params: Any, index: int, prompt_tokens: int, first: CompletionOutput | None, decode: Decode
-) -> Any:
+    params: SamplingParams, index: int, prompt_tokens: int, first: CompletionOutput | None, decode: Decode
+) -> SamplingParams:
     """Return vLLM's ``SamplingParams`` for the rest of answer ``index``."""
     rest = params.clone()
     rest.n = 1
@@ -85,7 +89,7 @@ def sampling_for_rest(
     return rest
 
 
-def _ends_inside_a_character(first: CompletionOutput, params: Any, decode: Decode) -> bool:
+def _ends_inside_a_character(first: CompletionOutput, params: SamplingParams, decode: Decode) -> bool:
     return bool(params.detokenize) and decode(first.token_ids.tolist()).endswith(HALF)
 
 
@@ -93,7 +97,7 @@ def join(
     index: int,
     first: CompletionOutput | None,
     rest: CompletionOutput,
-    params: Any,
+    params: SamplingParams,
     decode: Decode,
     on_resume: OnResume = "live",
 ) -> CompletionOutput:
@@ -105,6 +109,7 @@ def join(
     """
     if first is None:
         return replace(rest, index=index)
+    # nothing came since the cut
     if not len(rest.token_ids):  # cut again; vLLM gives no rows then
         return replace(first, index=index, finish_reason=rest.finish_reason, stop_reason=rest.stop_reason)
     text = first.text + rest.text
@@ -124,16 +129,19 @@ def join(
     )
 
 
-def _concatenated(first: NDArray[Any] | None, rest: NDArray[Any] | None) -> NDArray[Any] | None:
+def _concatenated(first: NDArray[Scalar] | None, rest: NDArray[Scalar] | None) -> NDArray[Scalar] | None:
     return None if first is None or rest is None else np.concatenate([first, rest])
 
 
-def _read(first: CompletionOutput, rest: CompletionOutput, params: Any, decode: Decode) -> tuple[CompletionOutput, str]:
+def _read(
+    first: CompletionOutput, rest: CompletionOutput, params: SamplingParams, decode: Decode
+) -> tuple[CompletionOutput, str]:
     """Return the rest, ended where a stop string that vLLM could not see ends it, and the text of the whole answer."""
     inside = _ends_inside_a_character(first, params, decode)
     stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or [])
     if not inside and not stops:
         return rest, first.text + rest.text
+    # decoded across the cut, from the end of the text that is known
     before, after = first.token_ids.tolist(), rest.token_ids.tolist()
     known = len(decode(before).rstrip(HALF))
 
@@ -144,6 +152,7 @@ def _read(first: CompletionOutput, rest: CompletionOutput, params: Any, decode: 
     last_start = None if inside else len(first.text)
     floor = len(text(max(params.min_tokens - len(before), 0)))
     found = partial(_first_match, stops=stops, begun=len(first.text), floor=floor, last_start=last_start)
+    # the fewest tokens whose text has a stop string: once there, it stays there
     count = bisect_left(range(len(after) + 1), True, key=lambda count: found(text(count)) is not None)
     if count > len(after):
         if not inside:

@@ -22,17 +22,20 @@ import linecache
 import sys
 from collections.abc import Callable, Mapping
 from types import FunctionType, MappingProxyType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+if TYPE_CHECKING:
+    from vllm.triton_utils.dispatcher import KernelOverride
+
 __all__ = ["KERNELS", "MissingKernelError", "by_name", "install", "register"]
 
 NEG_INF = float("-inf")
 
-Array = npt.NDArray[Any]
+Array: TypeAlias = npt.NDArray[np.integer]
 
 
 # --- input_batch ------------------------------------------------------------------------------------------------------
@@ -152,7 +155,7 @@ def post_update(
 ) -> None:
     """Add the sampled tokens [N, 1 + D] to the state of their slots. A slot of -1 is skipped."""
     n, slots, counts = idx_mapping.shape[0], idx_mapping.numpy(), num_sampled.numpy()
-    rows: Any = slice(n)
+    rows: slice | Array = slice(n)
     if slots.min(initial=0) < 0:
         rows = np.flatnonzero(slots >= 0)
         slots = slots[rows]
@@ -160,7 +163,7 @@ def post_update(
     if draft_tokens is not None and draft_tokens_out is not None:
         draft_tokens_out.numpy()[slots] = draft_tokens.numpy()[rows]
     for i in range(int(counts.max(initial=0))):
-        on: Any = slice(None) if counts.min() > i else counts > i
+        on: slice | npt.NDArray[np.bool_] = slice(None) if counts.min() > i else counts > i
         to, token = slots[on], tokens[on, i]
         all_token_ids.numpy()[to, lens[to] + i] = token
         last_sampled_tokens.numpy().reshape(-1)[to] = token
@@ -451,7 +454,7 @@ _HIGH_DOMAIN = 0x9E3779B9
 _DRAFT_SALT = 1 << 30
 
 
-def _rotate(value: Any, bits: int) -> Any:
+def _rotate(value: Any, bits: int) -> Any:  # Any: an int, or an array of uint64
     return (value << bits | value >> 32 - bits) & _LOW_32
 
 
@@ -606,10 +609,10 @@ def compact_sampling_mask(
     max_num_kept: int,
     ROWS_PER_REQUEST: int,
 ) -> None:
-    """Write for each sampled token which words were kept (a finite logit), for requests x ROWS_PER_REQUEST rows.
+    """Write for each sampled token which ids were kept (a finite logit), for requests x ROWS_PER_REQUEST rows.
 
     ``counts`` says how many; ``token_ids`` [rows, max_num_kept] are the first of them; ``packed_mask`` [rows, V / 8]
-    has a bit for each word of the vocabulary. The rows of other tokens get the count 0.
+    has a bit for each entry of the vocabulary. The rows of other tokens get the count 0.
     """
     sampled = num_sampled_tokens.numpy()
     place = np.arange(ROWS_PER_REQUEST)
@@ -629,7 +632,7 @@ def compact_sampling_mask(
 
 
 def _unpack(packed: Array, vocab_size: int) -> Array:
-    """Return the bits of int32 words [..., V / 32] as bool [..., V]."""
+    """Return the bits of int32 numbers [..., V / 32] as bool [..., V]."""
     return np.unpackbits(packed.view(np.uint8), axis=-1, bitorder="little")[..., :vocab_size].view(np.bool_)
 
 
@@ -645,7 +648,7 @@ def penalties(
     output_bin_counts: torch.Tensor,
     vocab_size: int,
 ) -> None:
-    """Penalise, in the logits [R, V], the words of answers, [S, V], and for repetition of prompts, bits [S, V / 32]."""
+    """Penalise, in the logits [R, V], tokens of answers, [S, V], and for repetition of prompts, bits [S, V / 32]."""
     slots = expanded_idx_mapping.numpy()
     repetition, frequency, presence = (
         penalty.numpy()[slots] for penalty in (repetition_penalty, frequency_penalty, presence_penalty)
@@ -671,7 +674,7 @@ def bincount(
     prompt_bin_mask: torch.Tensor,
     output_bin_counts: torch.Tensor,
 ) -> None:
-    """Add the words of the prompts to bits [S, V / 32], and count those of answers that were computed before [S, V]."""
+    """Add prompts' tokens to bits [S, V / 32], and count those of answers that were computed before [S, V]."""
     tokens, masks, counts = all_token_ids.numpy(), prompt_bin_mask.numpy(), output_bin_counts.numpy()
     slots = expanded_idx_mapping.numpy()
     prompts, prefills = prompt_len.numpy()[slots].tolist(), prefill_len.numpy()[slots].tolist()
@@ -779,7 +782,7 @@ def apply_grammar_bitmask(
     vocab_size: int,
     MASK_STRIDE: int,
 ) -> None:
-    """Mask, in the logits [R, V], the words whose bit is 0.
+    """Mask, in the logits [R, V], the ids whose bit is 0.
 
     ``bitmask`` is [M, V / 32]. ``logits_indices`` [M] are request x MASK_STRIDE + row of the request; rows that the
     step does not have are passed over.
@@ -834,7 +837,7 @@ class MissingKernelError(NotImplementedError):
     """A Triton kernel of vLLM was launched that has no CPU version here."""
 
 
-def by_name(name: str, kernel: Callable[..., Any], function: Callable[..., None]) -> Callable[..., None]:
+def by_name(name: str, kernel: Callable[..., object], function: Callable[..., None]) -> Callable[..., None]:
     """Return what launches ``function`` in the place of the kernel ``name``, with the arguments that it has names
     for.
     """
@@ -848,7 +851,7 @@ def by_name(name: str, kernel: Callable[..., Any], function: Callable[..., None]
         )
     places = [(i, n) for i, n in enumerate(names) if n in wanted]
 
-    def launch(*args: Any, **constants: Any) -> None:
+    def launch(*args: object, **constants: object) -> None:
         given = {n: args[i] for i, n in places if i < len(args)}
         for constant, value in constants.items():
             if constant in wanted:
@@ -865,7 +868,7 @@ def _vllm_version() -> str:
     return str(vllm.__version__)
 
 
-def _kernel(name: str) -> Callable[..., Any]:
+def _kernel(name: str) -> Callable[..., object]:
     """Return vLLM's kernel of that name."""
     module, _, attribute = name.rpartition(".")
     kernel = getattr(importlib.import_module(module), attribute, None)
@@ -877,7 +880,7 @@ def _kernel(name: str) -> Callable[..., Any]:
 def _refusal(name: str) -> Callable[..., NoReturn]:
     """Return what raises when the kernel ``name`` is launched."""
 
-    def refuse(*args: Any, **constants: Any) -> NoReturn:
+    def refuse(*args: object, **constants: object) -> NoReturn:
         raise MissingKernelError(
             f"vLLM's Triton kernel {name} has no CPU version in torchrl_moe (it was launched with "
             f"{len(args) + len(constants)} arguments). Leave out the request's or the engine's option that needs it, "
@@ -911,10 +914,10 @@ def _refuse_later_kernels(triton: Any) -> None:
 
     decorate = triton.jit
 
-    def stand_in(function: Callable[..., Any]) -> Any:
+    def stand_in(function: Callable[..., object]) -> KernelOverride:
         return KernelOverride(function, _refusal(f"{function.__module__}.{function.__qualname__}"))
 
-    def jit(*args: Any, **options: Any) -> Any:
+    def jit(*args: Callable[..., object], **options: object) -> object:
         decorated = decorate(*args, **options)
         return stand_in(decorated) if args else lambda function: stand_in(decorated(function))
 

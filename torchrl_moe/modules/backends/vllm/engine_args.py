@@ -1,10 +1,14 @@
-"""Engine arguments: what users pass, what we add, what we refuse. Runs in both the driver and the engine process."""
+"""vLLM as a kind of engine (:class:`~torchrl_moe.modules.backends.engine_kind.EngineKind`), and its arguments.
+
+What users pass, what we add, what we refuse. Runs in both the driver and the engine process.
+"""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import difflib
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -12,24 +16,38 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import SpecifierSet
 
 from torchrl_moe import _compat
 from torchrl_moe.errors import EngineError
+from torchrl_moe.modules.backends.engine_kind import process_environment
 from torchrl_moe.modules.backends.vllm.sampling import can_report
 
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
 __all__ = [
+    "PROGRAM",
     "RUNNER",
     "WORKER_EXTENSION",
     "arguments_of",
     "build_engine_args",
     "check_vllm",
     "devices_per_replica",
+    "engine_environment",
+    "reason_not_to_fork",
     "seeded",
 ]
 
+# vLLM warns on each CPU, where its kernels have functions of ours: see ``cpu_kernels``
+logging.getLogger("vllm.triton_utils.importing").addFilter(
+    lambda record: "doesn't include CPU backend" not in record.getMessage()
+)
+
+PROGRAM = "torchrl_moe.modules.backends.vllm.engine_process"
 SUPPORTED = SpecifierSet(">=0.32,<0.34")  # as in pyproject.toml
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
@@ -37,7 +55,7 @@ WORKER_EXTENSION = "torchrl_moe.modules.backends.vllm.worker.WorkerExtension"
 
 # Why: log-probs are of the distribution that was sampled from; the answers of a group share their prompt's KV blocks; a
 # Ray executor hangs with route capture.
-DEFAULTS: Mapping[str, Any] = {
+DEFAULTS: Mapping[str, object] = {
     "logprobs_mode": "processed_logprobs",
     "enable_prefix_caching": True,
     "distributed_executor_backend": "mp",
@@ -45,7 +63,7 @@ DEFAULTS: Mapping[str, Any] = {
     "use_tqdm_on_load": False,  # no bars in a log
     "disable_log_stats": True,  # vLLM's own log lines; our stats come through a logger of ours all the same
 }
-ON_CPU: Mapping[str, Any] = {"enforce_eager": True}  # there are no CUDA graphs, and compiling takes a minute
+ON_CPU: Mapping[str, object] = {"enforce_eager": True}  # there are no CUDA graphs, and compiling takes a minute
 CPU_CACHE_BYTES = 1 << 29
 CACHE_SIZES, CACHE_VARIABLE = {"kv_cache_memory_bytes", "gpu_memory_utilization"}, "VLLM_CPU_KVCACHE_SPACE"
 
@@ -77,7 +95,7 @@ def _release_of(distribution: str) -> str | None:
         return None
 
 
-def arguments_of(engine_args: Any) -> dict[str, Any]:
+def arguments_of(engine_args: object) -> dict[str, Any]:
     """Return engine arguments as keywords: a mapping as it is; of an ``EngineArgs``, the model and what is not
     default.
     """
@@ -116,7 +134,7 @@ def _known() -> Mapping[str, str]:
     }
 
 
-def _check_known(arguments: Mapping[str, Any]) -> None:
+def _check_known(arguments: Mapping[str, object]) -> None:
     known = _known()
     for name, value in arguments.items():
         if known and name not in known:
@@ -137,7 +155,7 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def _default_of(field: dataclasses.Field[Any]) -> Any:
+def _default_of(field: dataclasses.Field[object]) -> object:
     if field.default is not dataclasses.MISSING:
         return field.default
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else dataclasses.MISSING
@@ -157,7 +175,29 @@ def seeded(arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
     return {**arguments, "seed": (arguments.get("seed") or 0) + number} if number else dict(arguments)
 
 
-def build_engine_args(arguments: Mapping[str, Any]) -> Any:
+def engine_environment(devices: str | None = None, num_replicas: int = 1, verbose: bool = False) -> dict[str, str]:
+    """Return the environment of an engine process: the driver's, plus what vLLM needs where the user has set
+    nothing.
+    """
+    environment = process_environment(devices, num_replicas)
+    check_vllm(environment)
+    environment.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "WARNING")
+    if devices is None:
+        # Measured on CPU: compiling vLLM's log-prob helper costs 10 s and gains nothing; binding threads to cores puts
+        # every replica on the same ones.
+        environment.setdefault("TORCH_COMPILE_DISABLE", "1")
+        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        # Without Triton vLLM chooses V1 in each process that our plugin does not reach (VLLM_PLUGINS may leave it out).
+        environment.setdefault(RUNNER, "1")
+    return environment
+
+
+def reason_not_to_fork(environment: Mapping[str, str]) -> str:
+    """Return why a process with this environment must import vLLM itself: vLLM's own setting says so; else ``""``."""
+    return f"{_compat.METHOD_VARIABLE}=spawn is set" if environment.get(_compat.METHOD_VARIABLE) == "spawn" else ""
+
+
+def build_engine_args(arguments: Mapping[str, object]) -> AsyncEngineArgs:
     """Build vLLM's ``AsyncEngineArgs`` in the engine process, with our defaults where the user has set nothing.
 
     Every engine of the package is built here: the commands', the trainer's and the tests' alike. Route capture is
@@ -167,6 +207,7 @@ def build_engine_args(arguments: Mapping[str, Any]) -> Any:
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.platforms import current_platform
 
+    # what the engine sets itself
     extension = arguments.get("worker_extension_cls") or WORKER_EXTENSION
     if extension != WORKER_EXTENSION:
         raise ValueError(
@@ -179,6 +220,7 @@ def build_engine_args(arguments: Mapping[str, Any]) -> Any:
         raise ValueError(
             "return_sampling_mask: completions always say which vocabulary entries sampling kept; leave it out"
         )
+    # our defaults, below what the user says
     on_cpu = current_platform.is_cpu()
     engine_args = AsyncEngineArgs(
         **{**DEFAULTS, **(ON_CPU if on_cpu else {}), **arguments, "worker_extension_cls": extension}
@@ -187,6 +229,7 @@ def build_engine_args(arguments: Mapping[str, Any]) -> Any:
     if on_cpu and not (arguments.keys() & CACHE_SIZES or os.environ.get(CACHE_VARIABLE)):
         engine_args.kv_cache_memory_bytes = size = max(CPU_CACHE_BYTES, 2 * _bytes_of_one(model_config))
         print(f"torchrl_moe: kv_cache_memory_bytes={size}: vLLM's default takes nearly all memory", flush=True)
+    # routes are captured if there are any
     is_moe = model_config.get_num_experts() > 0
     capture = arguments.get("enable_return_routed_experts", engine_args.aux_output_config.enabled or is_moe)
     if capture and not is_moe:
@@ -195,6 +238,7 @@ def build_engine_args(arguments: Mapping[str, Any]) -> Any:
         )
     if capture:
         _check_capture(engine_args)
+    # what vLLM's CPU kernels cannot do
     if is_moe:
         _check_experts_on_cpu(engine_args)
     if model_config.use_mla:
@@ -206,14 +250,14 @@ def build_engine_args(arguments: Mapping[str, Any]) -> Any:
     return engine_args
 
 
-def _bytes_of_one(model_config: Any) -> int:
+def _bytes_of_one(model_config: ModelConfig) -> int:
     """Return how many bytes the keys and values of one sequence of the greatest length take, or a few more."""
     layers, heads = model_config.get_total_num_hidden_layers(), model_config.get_total_num_kv_heads()
     values = 2 * layers * heads * model_config.get_head_size() * model_config.max_model_len
     return int(values) * int(model_config.dtype.itemsize)
 
 
-def _check_capture(engine_args: Any) -> None:
+def _check_capture(engine_args: AsyncEngineArgs) -> None:
     """Refuse what vLLM records no routes with, before a model is loaded."""
     from vllm.config import KVTransferConfig
 
@@ -243,7 +287,7 @@ def _check_capture(engine_args: Any) -> None:
         )
 
 
-def _use_torch_for_latents_on_cpu(engine_args: Any) -> None:
+def _use_torch_for_latents_on_cpu(engine_args: AsyncEngineArgs) -> None:
     """Switch off vLLM's own CPU kernels for a model with latent attention (MLA), where they compute other values."""
     from vllm.platforms import current_platform
 
@@ -258,7 +302,7 @@ def _use_torch_for_latents_on_cpu(engine_args: Any) -> None:
     engine_args.compilation_config.custom_ops = ["none"]
 
 
-def _check_experts_on_cpu(engine_args: Any) -> None:
+def _check_experts_on_cpu(engine_args: AsyncEngineArgs) -> None:
     """Refuse what vLLM at start-up and crashes on in its first step."""
     from vllm.platforms import current_platform
 

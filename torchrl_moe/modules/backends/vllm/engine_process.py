@@ -6,17 +6,20 @@ vLLM may import this module again in its own child processes, so its top level i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING
+
+import psutil
 
 from torchrl_moe import _compat
 from torchrl_moe._lazy import without_collections
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.errors import EngineError, WeightSyncError
 from torchrl_moe.modules.backends.checkpoint import checkpoint_folder, checkpoint_metadata, tokenizer_files
-from torchrl_moe.modules.backends.process import wire as packing
+from torchrl_moe.modules.backends.process import wire
 from torchrl_moe.modules.backends.process.engine_program import EngineProgram, Inbox, Load, Send, run_engine, run_script
 from torchrl_moe.modules.backends.process.wire import Packed
 from torchrl_moe.modules.backends.replica import PauseMode, ProbeReport, ReplicaInfo, ReplicaStats, Request, SwapReport
@@ -24,11 +27,17 @@ from torchrl_moe.modules.backends.request_routes import RequestRoutes
 from torchrl_moe.modules.backends.vllm import cpu_kernels
 from torchrl_moe.modules.backends.vllm.engine_args import build_engine_args, check_vllm
 from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
-from torchrl_moe.modules.backends.vllm.probe import EngineProbe
 from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder, lift_top_k_rule, why_unscored
 from torchrl_moe.modules.backends.vllm.weights import AdapterVersions, EngineWeightCommands, EngineWeights
 
-__all__ = ["EngineSleep"]
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.loggers import StatLoggerBase
+    from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+
+__all__ = ["EngineProbe", "EngineSleep", "load_logger"]
 
 
 # An engine that gives its GPU's memory to the trainer, and takes it back: vLLM's sleep mode.
@@ -45,7 +54,7 @@ WEIGHTS, REST = "weights", "kv_cache"  # vLLM's names of what sleeps
 class EngineSleep:
     """Which parts of an ``AsyncLLM`` sleep, and which commands it takes meanwhile."""
 
-    def __init__(self, engine: Any, weights: EngineWeights) -> None:
+    def __init__(self, engine: AsyncLLM, weights: EngineWeights) -> None:
         self._engine, self._weights = engine, weights
         self._asleep: set[str] = set()
         self._level = 0
@@ -121,7 +130,7 @@ class EngineSleep:
         self._weights.awake.set()
 
     async def swap(
-        self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, Any] | None, patience: float
+        self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, object] | None, patience: float
     ) -> SwapReport:
         """Replace the weights, as :meth:`EngineWeights.swap` does; if they sleep they are woken, and stay awake."""
         async with self._turn:
@@ -139,7 +148,7 @@ class EngineProcess(EngineProgram, EngineWeightCommands):
 
     def __init__(
         self,
-        engine: Any,
+        engine: AsyncLLM,
         info: ReplicaInfo,
         load: Load,
         inbox: Inbox,
@@ -211,18 +220,20 @@ class EngineProcess(EngineProgram, EngineWeightCommands):
     async def command_set_seed(self, seed: int) -> None:
         await self.engine.collective_rpc("torchrl_moe_set_seed", None, (seed,), None)
 
-    async def command_collective_rpc(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    async def command_collective_rpc(
+        self, method: str, args: tuple[object, ...], kwargs: dict[str, object] | None
+    ) -> object:
         return await self.engine.collective_rpc(method, None, args, kwargs)
 
-    async def command_tokenizer(self) -> Any:
+    async def command_tokenizer(self) -> dict[str, object]:
         tokenizer = _compat.plain_tokenizer(self.engine.get_tokenizer())
         return tokenizer_files(tokenizer, self.engine.model_config.trust_remote_code)
 
-    async def command_metadata(self) -> Any:
+    async def command_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
         return checkpoint_metadata(checkpoint_folder(self.info.model))
 
     async def command_snapshot(self) -> Packed:
-        return packing.pack_completions(await self.requests.snapshot())
+        return wire.pack_completions(await self.requests.snapshot())
 
     async def command_probe(self, seconds: float) -> ProbeReport:
         return await self.probe.read(seconds)
@@ -254,23 +265,113 @@ class EngineProcess(EngineProgram, EngineWeightCommands):
         self.engine.shutdown(timeout=SHUTDOWN_SECONDS)
 
 
-async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Load, SamplingParamsBuilder]:
+class EngineProbe:
+    """Pings an engine core, and reads the state and CPU time of its processes, the descendants of this one."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+        self._ping: asyncio.Task[bool] | None = None
+
+    async def read(self, seconds: float) -> ProbeReport:
+        """Ping the core, which gets ``seconds`` to answer. While a ping is unanswered, no other is sent.
+
+        Several drivers may ask at the same time; they share the ping.
+        """
+        ping = self._ping
+        if ping is None:
+            self._ping = ping = asyncio.get_running_loop().create_task(self._engine.is_paused())
+        await asyncio.wait({ping}, timeout=seconds)
+        answered = ping.done()
+        if answered:
+            ping.exception()  # an error is a reply, too
+            if self._ping is ping:
+                self._ping = None
+        stopped, cpu_seconds = _what_they_do()
+        return ProbeReport(core_answered=answered, stopped=stopped, cpu_seconds=cpu_seconds)
+
+
+def _what_they_do() -> tuple[bool, float]:
+    """Return whether one of this process's descendants is stopped, and the CPU seconds of all."""
+    stopped, seconds = False, 0.0
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            times = process.cpu_times()
+            seconds += times.user + times.system
+            stopped |= process.status() == psutil.STATUS_STOPPED
+    return stopped, seconds
+
+
+def load_logger() -> StatLoggerBase:
+    """Return a stat logger of vLLM's that keeps a :class:`Load` as its ``load``; give vLLM its ``factory``.
+
+    A function, since its base class is vLLM's, which only an engine process may import.
+    """
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class LoadLogger(StatLoggerBase):
+        """The scheduler's own stats; :meth:`factory` returns this very object."""
+
+        def __init__(self) -> None:
+            self.load = Load()
+            self._of_engines: dict[int, tuple[int, int, float]] = {}
+
+        def factory(self, vllm_config: VllmConfig, engine_index: int = 0) -> LoadLogger:
+            """Return this logger for each data-parallel engine: it sums them up."""
+            del vllm_config, engine_index
+            return self
+
+        def record(
+            self,
+            scheduler_stats: SchedulerStats | None,
+            iteration_stats: IterationStats | None,
+            mm_cache_stats: object = None,
+            engine_idx: int = 0,
+        ) -> None:
+            """Take the stats of one step: the scheduler's, and those of the tokens that came out."""
+            del mm_cache_stats
+            load = self.load
+            if scheduler_stats is not None:
+                of_engine = (
+                    scheduler_stats.num_running_reqs,
+                    scheduler_stats.num_waiting_reqs,
+                    scheduler_stats.kv_cache_usage,
+                )
+                self._of_engines[engine_idx] = of_engine
+                running, waiting, usages = zip(*self._of_engines.values(), strict=True)
+                load.running, load.waiting = sum(running), sum(waiting)
+                load.cache_usage = sum(usages) / len(usages)
+                load.cache_queries += scheduler_stats.prefix_cache_stats.queries
+                load.cache_hits += scheduler_stats.prefix_cache_stats.hits
+            if iteration_stats is not None:
+                load.tokens += iteration_stats.num_generation_tokens
+                load.preemptions += iteration_stats.num_preempted_reqs
+                load.steps += 1
+                load.step_at = iteration_stats.iteration_timestamp
+
+        def log_engine_initialized(self) -> None:
+            """Say nothing: vLLM's own loggers do."""
+
+    return LoadLogger()
+
+
+async def _start_engine(arguments: dict[str, object]) -> tuple[AsyncLLM, ReplicaInfo, Load, SamplingParamsBuilder]:
     check_vllm(os.environ)
     with without_collections():
         _compat.import_engine()
     import vllm
 
     from torchrl_moe.modules.backends.vllm.forced_routing import forced_routing_unavailable_reason
-    from torchrl_moe.modules.backends.vllm.load_logger import LoadLogger
 
+    # before vLLM reads its configuration
     cpu_kernels.register()  # VLLM_PLUGINS may leave our plugin out
     _compat.keep_prefix_cache_with_latents()
     _compat.inspect_models_here()
     engine_args = build_engine_args(arguments)
-    logger = LoadLogger()
+    logger = load_logger()
     engine, reason = _compat.make_async_llm(engine_args, [logger.factory])
     if reason:
         print(f"torchrl_moe: vLLM's own processes import vLLM again: {reason}", flush=True)
+    # what the workers found out about themselves
     reports_masks = lift_top_k_rule(engine)
     of_worker = (await engine.collective_rpc("torchrl_moe_report", args=(reports_masks,)))[0]
     live = forced_routing_unavailable_reason(engine.vllm_config) or of_worker
@@ -284,6 +385,7 @@ async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Lo
             top_k=model_config.get_num_experts_per_tok(),
             num_experts=model_config.get_num_experts(),
         )
+    # what the driver learns of it
     info = ReplicaInfo(
         model=engine_args.model,
         layout=layout,
@@ -301,7 +403,7 @@ async def _start_engine(arguments: dict[str, Any]) -> tuple[Any, ReplicaInfo, Lo
     return engine, info, logger.load, sampling
 
 
-async def _open(arguments: dict[str, Any], inbox: Inbox, send: Send) -> EngineProcess:
+async def _open(arguments: dict[str, object], inbox: Inbox, send: Send) -> EngineProcess:
     engine, info, load, sampling = await _start_engine(arguments)
     return EngineProcess(engine, info, load, inbox, send, sampling)
 

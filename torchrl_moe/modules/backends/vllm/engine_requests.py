@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,15 @@ from torchrl_moe.modules.backends.vllm.sampling import (
     scoring_params,
 )
 
+if TYPE_CHECKING:
+    from vllm.logprobs import FlatLogprobs, Logprob
+    from vllm.lora.request import LoRARequest
+    from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.stats import RequestStateStats
+    from vllm.v1.request import Request as SchedulerRequest
+
 __all__ = [
     "EngineRequests",
     "Forced",
@@ -59,7 +68,7 @@ __all__ = [
 # The functions read attributes only, so they need no vLLM import and are tested with plain objects.
 
 
-def sampled_logprobs(logprobs: Any) -> NDArray[np.float32] | None:
+def sampled_logprobs(logprobs: FlatLogprobs | list[dict[int, Logprob]] | None) -> NDArray[np.float32] | None:
     """Return the log-probs of the sampled tokens, float32 ``[G]``.
 
     vLLM lists the sampled token first at each position, then the top ones that were asked for. Both of its
@@ -67,13 +76,12 @@ def sampled_logprobs(logprobs: Any) -> NDArray[np.float32] | None:
     """
     if logprobs is None:
         return None
-    starts = getattr(logprobs, "start_indices", None)
-    if starts is not None:
-        return np.array(logprobs.logprobs, np.float32)[np.array(starts, np.int64)]
+    if not isinstance(logprobs, list):
+        return np.array(logprobs.logprobs, np.float32)[np.array(logprobs.start_indices, np.int64)]
     return np.array([next(iter(position.values())).logprob for position in logprobs], np.float32)
 
 
-def _metrics(metrics: Any) -> CompletionMetrics:
+def _metrics(metrics: RequestStateStats | None) -> CompletionMetrics:
     """Read vLLM's time stamps, all of the engine core's clock; a request that was cut before a stage has 0 there."""
     if metrics is None:
         return CompletionMetrics()
@@ -84,7 +92,7 @@ def _metrics(metrics: Any) -> CompletionMetrics:
     )
 
 
-def completion_from_vllm(output: Any, request: Request, version: int) -> Completion:
+def completion_from_vllm(output: RequestOutput, request: Request, version: int) -> Completion:
     """Turn vLLM's final output of ``request`` into a :class:`Completion` of weight version ``version``."""
     outputs = []
     for item in sorted(output.outputs, key=lambda item: item.index):
@@ -125,7 +133,7 @@ class Part:
 
     name: str
     answers: int
-    lora: Any = None
+    lora: LoRARequest | None = None
     is_synced: bool = False
     version: int | None = None
     cut: bool = False
@@ -137,7 +145,7 @@ class Part:
         """Whether an answer is done, or was cut for good."""
         return output.index not in self.restarted and not (self.cut and output.finish_reason == "abort")
 
-    def keeps(self, output: CompletionOutput, params: Any) -> bool:
+    def keeps(self, output: CompletionOutput, params: SamplingParams) -> bool:
         """Whether what was generated of an answer is kept."""
         if self.over(output):
             return True
@@ -166,7 +174,7 @@ KEY = OURS
 class Forced:
     """What a request follows."""
 
-    rows: NDArray[np.integer[Any]] | None = None
+    rows: NDArray[np.integer] | None = None
     is_live: bool = False
     is_recorded: bool = False
 
@@ -174,11 +182,11 @@ class Forced:
 NOTHING = Forced()
 
 
-def attach(params: Any, forced: Forced) -> Any:
+def attach(params: SamplingParams, forced: Forced) -> SamplingParams:
     """Return vLLM's ``SamplingParams`` with what the request follows in them."""
     if forced.rows is None and not forced.is_live:
         return params
-    packed: dict[str, Any] = {"live": forced.is_live}
+    packed: dict[str, object] = {"live": forced.is_live}
     if forced.rows is not None:
         packed |= {"rows": forced.rows.tobytes(), "dtype": forced.rows.dtype.str, "shape": list(forced.rows.shape)}
     params = params.clone()
@@ -186,7 +194,7 @@ def attach(params: Any, forced: Forced) -> Any:
     return params
 
 
-def attached(params: Any, request: Request, routes: RequestRoutes) -> Any:
+def attached(params: SamplingParams, request: Request, routes: RequestRoutes) -> SamplingParams:
     """Return vLLM's ``SamplingParams`` with what a request asks for beyond them: rows to follow, and scores."""
     if request.scoring is not None:
         assert request.prompt_token_ids is not None  # the service makes such requests this way
@@ -196,7 +204,7 @@ def attached(params: Any, request: Request, routes: RequestRoutes) -> Any:
     return attach(params, Forced(rows=request.routed_experts, is_live=routes.how(request) == "live"))
 
 
-def forced_in(params: Any) -> Forced:
+def forced_in(params: SamplingParams) -> Forced:
     """Return what :func:`attach` put into ``SamplingParams``; the rows share its memory."""
     packed: Mapping[str, Any] | None = ((params and params.extra_args) or {}).get(KEY)
     if packed is None:
@@ -207,7 +215,7 @@ def forced_in(params: Any) -> Forced:
     return Forced(rows=rows, is_live=packed["live"])
 
 
-def forced_of(request: Any) -> Forced:
+def forced_of(request: SchedulerRequest) -> Forced:
     """Return what a request of vLLM's scheduler follows; looked up once."""
     forced: Forced | None = getattr(request, "torchrl_moe_forced", None)
     if forced is None:
@@ -215,6 +223,7 @@ def forced_of(request: Any) -> Forced:
     return forced
 
 
+T = TypeVar("T")
 ABORT_SECONDS = 0.01
 
 
@@ -253,7 +262,7 @@ class EngineRequests:
 
     def __init__(
         self,
-        engine: Any,
+        engine: AsyncLLM,
         weights: Weights,
         send: Callable[[Completion], None],
         refuse: Callable[[str, BaseException], None],
@@ -262,14 +271,14 @@ class EngineRequests:
     ) -> None:
         self.engine = engine
         self.weights = weights
-        self.adapter: Any = None
+        self.adapter: LoRARequest | None = None
         self.counts = dict.fromkeys(("requests", "completions", "prompt_tokens", "cached_tokens"), 0)
         self.counts["generated_tokens"] = 0
         self.seconds = 0.0
         self._send = send
         self._refuse = refuse
         self._open: dict[str, Running] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._sampling = sampling or SamplingParamsBuilder()
         self._retryable = _compat.retryable_error()
         self._adapters = Adapters(engine)
@@ -284,7 +293,7 @@ class EngineRequests:
         self._open[request.request_id] = running = Running(request, time.monotonic())
         self._spawn(self._run(running), partial(self._done, running))
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, Any], *on_done: Callable[[asyncio.Task[Any]], None]) -> None:
+    def _spawn(self, coroutine: Coroutine[object, None, T], *on_done: Callable[[asyncio.Task[T]], None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         for callback in (self._tasks.discard, *on_done):
@@ -343,7 +352,7 @@ class EngineRequests:
         prompt = completion.prompt if given is None else given.prompt
         return replace(completion, request_id=request.request_id, prompt=prompt, outputs=outputs, metrics=metrics)
 
-    async def _first(self, running: Running, params: Any) -> tuple[Completion, Part]:
+    async def _first(self, running: Running, params: SamplingParams) -> tuple[Completion, Part]:
         """Return vLLM's first completion, or the one that the request resumes."""
         request, given = running.request, running.request.resume
         if given is None:
@@ -356,7 +365,7 @@ class EngineRequests:
         return f"{request.request_id}~{next(self._serial)}"
 
     async def _ask(
-        self, running: Running, request: Request, params: Any, answer: int | None = None
+        self, running: Running, request: Request, params: SamplingParams, answer: int | None = None
     ) -> tuple[Completion, Part]:
         """Run vLLM once, with the present weights; again if these fail the weight check, or once a pause is over."""
         while True:
@@ -389,10 +398,10 @@ class EngineRequests:
         return completion
 
     async def _generate(
-        self, running: Running, request: Request, params: Any, answer: int | None
+        self, running: Running, request: Request, params: SamplingParams, answer: int | None
     ) -> tuple[Completion, Part]:
         lora = await self._adapters.load(request.lora_request)
-        prompt: dict[str, Any] = await self.weights.salt()
+        prompt: dict[str, object] = {**await self.weights.salt()}
         if request.prompt_token_ids is None:
             prompt["prompt"] = request.prompt
         else:
@@ -414,12 +423,12 @@ class EngineRequests:
         if final is None:
             raise RuntimeError(f"vLLM ended request {request.request_id!r} without an output")
         if any(output.finish_reason == "error" for output in final.outputs):
-            raise ValueError("vLLM ended an answer with an error; a grammar that no word fits does that")
+            raise ValueError("vLLM ended an answer with an error; a grammar that no token fits does that")
         version = self.weights.version if part.version is None else part.version
         return completion_from_vllm(final, request, version), part
 
     async def _finish(
-        self, running: Running, completion: Completion, part: Part, output: CompletionOutput, params: Any
+        self, running: Running, completion: Completion, part: Part, output: CompletionOutput, params: SamplingParams
     ) -> CompletionOutput:
         """Generate the rest of one answer, however many swaps cut it."""
         index, over = output.index, part.over(output)
@@ -446,7 +455,7 @@ class EngineRequests:
                 over = over or output.finish_reason != "abort"  # a stop string across the cut ends it
         return replace(output if kept is None else kept, index=index)
 
-    def _decode(self, params: Any, ids: Any) -> str:
+    def _decode(self, params: SamplingParams, ids: Sequence[int]) -> str:
         text: str = self.engine.get_tokenizer().decode(ids, skip_special_tokens=params.skip_special_tokens)
         return text
 
@@ -461,7 +470,7 @@ class EngineRequests:
         live = _compat.running_outputs(self.engine)
         return [self._so_far(running, live) for running in self._open.values()]
 
-    def _so_far(self, running: Running, live: Mapping[str, Any]) -> Completion:
+    def _so_far(self, running: Running, live: Mapping[str, RequestOutput]) -> Completion:
         """Return what a request has so far, from the outputs that vLLM has of its parts."""
         request = running.request
         parts = {
@@ -488,14 +497,14 @@ class EngineRequests:
         prompt = running.first.prompt if request.resume is None else request.resume.prompt
         return replace(running.first, request_id=request.request_id, prompt=prompt, outputs=outputs)
 
-    def _of_part(self, part: Part, request: Request, output: Any) -> Completion:
+    def _of_part(self, part: Part, request: Request, output: RequestOutput) -> Completion:
         version = self.weights.version if part.version is None else part.version
         completion = completion_from_vllm(output, replace(request, request_id=part.name), version)
         return self._noted(self.weights.stamp(completion, keep=True), part, request)
 
     # -- adapters ---------------------------------------------------------------------------------------------------
 
-    def change_adapter(self, adapter: Any, version: int) -> None:
+    def change_adapter(self, adapter: LoRARequest | None, version: int) -> None:
         """Give new requests another adapter; those in flight keep the one that they began with."""
         for part in self._parts():
             if part.version is None:
@@ -529,7 +538,7 @@ class EngineRequests:
             await _compat.abort_answers(self.engine, {name: answers for name, (_, answers) in adapted.items()})
             self._spawn(self._cut(adapted))
 
-    def uses(self, adapter: Any) -> bool:
+    def uses(self, adapter: LoRARequest | None) -> bool:
         """Whether a request in flight is made with an adapter."""
         return any(part.lora is adapter for part in self._parts())
 

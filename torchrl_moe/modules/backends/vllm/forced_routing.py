@@ -31,7 +31,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, ParamSpec, TypeAlias
 
 import numpy as np
 import torch
@@ -51,6 +51,15 @@ from torchrl_moe.modules.backends.vllm.engine_requests import Forced, attach, fo
 from torchrl_moe.modules.backends.vllm.weight_check import is_weight_check
 from torchrl_moe.modules.replay.interception import OwnChoice, TopKInterception
 
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.distributed.aux_output_connector.worker import PendingAuxOutput
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request as SchedulerRequest
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
 __all__ = [
     "FORMULAS",
     "AsyncMoEScheduler",
@@ -63,6 +72,7 @@ __all__ = [
     "through_topk",
 ]
 
+P = ParamSpec("P")
 PROOF_ROWS = 4
 WEIGHT_TOLERANCE = 1e-5
 # whatever a router's own code raises for experts that it did not choose
@@ -77,11 +87,11 @@ Routing: TypeAlias = tuple[Tensor, Tensor]
 """Weights float32 ``[N, K]`` and experts ``[N, K]`` of a step's tokens."""
 Compute: TypeAlias = Callable[..., Routing]
 """A router's ``_compute_routing(hidden_states, router_logits, indices_type, *, input_ids)``."""
-Way: TypeAlias = Callable[[Any, Compute, Callable[[int], Tensor]], Compute]
+Way: TypeAlias = "Callable[[BaseRouter, Compute, Callable[[int], Tensor]], Compute]"
 """From a router, its own code and a function that gives the rows ``[N, K]`` to a code that follows them."""
 
 
-def forced_routing_unavailable_reason(config: Any) -> str:
+def forced_routing_unavailable_reason(config: VllmConfig) -> str:
     """Return why an engine of this configuration cannot follow recorded experts, or ""."""
     parallel = config.parallel_config
     if not config.aux_output_config.enabled:
@@ -104,7 +114,7 @@ def forced_routing_unavailable_reason(config: Any) -> str:
     return ""
 
 
-def _calls_python(config: Any) -> bool:
+def _calls_python(config: VllmConfig) -> bool:
     """Whether each step runs a router's Python code, and no graph or compiled code in its place."""
     return config.model_config.enforce_eager or os.environ.get("TORCH_COMPILE_DISABLE") == "1"
 
@@ -117,7 +127,7 @@ def follow_in_workers() -> None:
     if hasattr(initialize, "torchrl_moe"):
         return
 
-    def initialize_and_follow(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def initialize_and_follow(self: GPUModelRunner, *args: object, **kwargs: object) -> object:
         done = initialize(self, *args, **kwargs)
         if self.aux_output_connector is not None:
             self.torchrl_moe_forced = ForcedRouting(self)
@@ -130,15 +140,15 @@ def follow_in_workers() -> None:
 class ForcedRouting:
     """What the requests of a worker follow."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: GPUModelRunner) -> None:
         config = runner.vllm_config
         capturer = runner.aux_output_connector._capturer
         self._captured: Tensor = capturer.device_buffer
-        self._rows: dict[str, NDArray[Any]] = {}
+        self._rows: dict[str, NDArray[np.generic]] = {}
         self._buffer = torch.full_like(self._captured, UNSET_EXPERT)
         self._filled = 0  # rows of the buffer that may hold an expert
         self._step: NDArray[np.int32] | None = None  # what the step's tokens follow [N, L, K]; None: nothing
-        self._routers: dict[int, tuple[Any, Compute]] = {}
+        self._routers: dict[int, tuple[BaseRouter, Compute]] = {}
         self._always = not _calls_python(config)
         self._runner = runner
         self.forced_routing_unavailable_reason = forced_routing_unavailable_reason(config) or self._wrap_routers(
@@ -147,7 +157,7 @@ class ForcedRouting:
         if not self.forced_routing_unavailable_reason:
             self.drive(True)
 
-    def _wrap_routers(self, model_config: Any) -> str:
+    def _wrap_routers(self, model_config: ModelConfig) -> str:
         hidden, dtype = model_config.get_hidden_size(), model_config.dtype
         try:
             for layer, router in routers_of(self._runner.get_model()).items():
@@ -159,11 +169,6 @@ class ForcedRouting:
 
     def _slice_of(self, layer: int, top_k: int) -> Callable[[int], Tensor]:
         return lambda tokens: self._buffer[:tokens, layer, :top_k]
-
-    @property
-    def rows(self) -> Mapping[str, NDArray[Any]]:
-        """The rows ``[rows, L, K]`` of each request that follows some."""
-        return self._rows
 
     def drive(self, on: bool) -> None:
         """Follow, or let the routers choose, to measure the cost."""
@@ -188,8 +193,8 @@ class ForcedRouting:
 
     # -- the runner's methods ---------------------------------------------------------------------------------------
 
-    def _add_requests(self, native: Callable[[Any], None]) -> Callable[[Any], None]:
-        def add_requests(scheduler_output: Any) -> None:
+    def _add_requests(self, native: Callable[[SchedulerOutput], None]) -> Callable[[SchedulerOutput], None]:
+        def add_requests(scheduler_output: SchedulerOutput) -> None:
             native(scheduler_output)  # which removes each first
             for new in scheduler_output.scheduled_new_reqs:
                 if (rows := forced_in(new.sampling_params).rows) is not None:
@@ -204,8 +209,8 @@ class ForcedRouting:
 
         return remove_request
 
-    def _prepare_inputs(self, native: Callable[..., Any]) -> Callable[..., Any]:
-        def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
+    def _prepare_inputs(self, native: Callable[P, InputBatch]) -> Callable[P, InputBatch]:
+        def prepare_inputs(*args: P.args, **kwargs: P.kwargs) -> InputBatch:
             batch = native(*args, **kwargs)
             if self._rows or self._filled:
                 self._lay_out(batch)
@@ -213,8 +218,10 @@ class ForcedRouting:
 
         return prepare_inputs
 
-    def _prepare_output(self, native: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def prepare_output(batch: Any) -> Any:
+    def _prepare_output(
+        self, native: Callable[[InputBatch], PendingAuxOutput | None]
+    ) -> Callable[[InputBatch], PendingAuxOutput | None]:
+        def prepare_output(batch: InputBatch) -> PendingAuxOutput | None:
             pending, step = native(batch), self._step
             if step is None:
                 return pending
@@ -227,7 +234,7 @@ class ForcedRouting:
                 return None
             process = pending.process_output
 
-            def compare_and_process() -> Any:  # once the copy of the routes has arrived
+            def compare_and_process() -> object:  # once the copy of the routes has arrived
                 _check_followed(step, pending.routed_experts[: len(step)], self._routers)
                 return process()
 
@@ -238,7 +245,7 @@ class ForcedRouting:
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    def _lay_out(self, batch: Any) -> None:
+    def _lay_out(self, batch: InputBatch) -> None:
         """Fill the buffer with the rows that the step's tokens follow."""
         tokens, step = int(batch.query_start_loc_np[batch.num_reqs]), None
         spans = zip(
@@ -272,7 +279,7 @@ class ForcedRouting:
 
 
 def _check_followed(
-    step: NDArray[np.int32], recorded: NDArray[Any], routers: Mapping[int, tuple[Any, Compute]]
+    step: NDArray[np.int32], recorded: NDArray[np.generic], routers: Mapping[int, tuple[BaseRouter, Compute]]
 ) -> None:
     """Compare what vLLM recorded with what a step's tokens follow, both ``[N, L, K]``."""
     for layer, (router, _) in routers.items():
@@ -286,13 +293,13 @@ def _check_followed(
 # -- routers ----------------------------------------------------------------------------------------------------------
 
 
-def routers_of(model: Any) -> dict[int, Any]:
+def routers_of(model: torch.nn.Module) -> dict[int, BaseRouter]:
     """Return the routers of a worker's model, by decoder layer."""
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
     from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCaptureSource
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
-    found: dict[int, Any] = {}
+    found: dict[int, BaseRouter] = {}
     for name, module in model.named_modules():
         if isinstance(module, MoERunner):
             if module._quant_method.is_monolithic:
@@ -307,11 +314,11 @@ def routers_of(model: Any) -> dict[int, Any]:
     return found
 
 
-def through_topk(router: Any, own: Compute, rows_of: Callable[[int], Tensor]) -> Compute:
+def through_topk(router: BaseRouter, own: Compute, rows_of: Callable[[int], Tensor]) -> Compute:
     """Run a router's own code, with its ``topk`` answered; groups of experts that it leaves out are opened."""
     experts, top_k = router.global_num_experts, router.top_k
 
-    def compute_routing(hidden_states: Tensor, router_logits: Tensor, *args: Any, **kwargs: Any) -> Routing:
+    def compute_routing(hidden_states: Tensor, router_logits: Tensor, *args: object, **kwargs: object) -> Routing:
         rows = rows_of(len(router_logits)).long()
         on = rows[:, :1] >= 0
 
@@ -341,15 +348,15 @@ class Formula:
     score: str
     normalise: bool
 
-    def weights(self, router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    def weights(self, router: BaseRouter, logits: Tensor, experts: Tensor) -> Tensor:
         """Return the weights ``[N, K]`` of experts by the formula."""
         given = SCORES[self.score](logits.float()).gather(1, experts.long().clamp(min=0))
         if self.normalise:
             given = given / given.sum(-1, keepdim=True)
         return given * _scale_of(router)
 
-    def __call__(self, router: Any, own: Compute, rows_of: Callable[[int], Tensor]) -> Compute:
-        def compute_routing(hidden_states: Tensor, router_logits: Tensor, *args: Any, **kwargs: Any) -> Routing:
+    def __call__(self, router: BaseRouter, own: Compute, rows_of: Callable[[int], Tensor]) -> Compute:
+        def compute_routing(hidden_states: Tensor, router_logits: Tensor, *args: object, **kwargs: object) -> Routing:
             weights, ids = own(hidden_states, router_logits, *args, **kwargs)
             rows = rows_of(len(ids))
             if ids.is_cuda:  # one kernel; the lines below are fifteen, in each layer of each graph
@@ -365,7 +372,7 @@ class Formula:
         return compute_routing
 
 
-def _scale_of(router: Any) -> float:
+def _scale_of(router: BaseRouter) -> float:
     return float(getattr(router, "routed_scaling_factor", 1.0))  # the simplest kind of router has none
 
 
@@ -376,7 +383,9 @@ FORMULAS: Mapping[str, Formula] = {
 }
 
 
-def prove(layer: int, router: Any, hidden_size: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Way:
+def prove(
+    layer: int, router: BaseRouter, hidden_size: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Way:
     """Return the way in which a router follows its own choice, which must change no bit, and then another."""
     random = torch.Generator().manual_seed(layer)
     logits = torch.randn(PROOF_ROWS, router.global_num_experts, generator=random).to(device, dtype)
@@ -395,7 +404,7 @@ def prove(layer: int, router: Any, hidden_size: int, dtype: torch.dtype, device:
     raise ValueError(f"layer {layer}: {type(router).__name__} cannot follow ({'; '.join(failures)})")
 
 
-def _why_not(way: Way, router: Any, hidden: Tensor, logits: Tensor, other: Tensor) -> str:
+def _why_not(way: Way, router: BaseRouter, hidden: Tensor, logits: Tensor, other: Tensor) -> str:
     """Return why a router does not follow in a way, or ""."""
     own = router._compute_routing
 
@@ -449,9 +458,9 @@ _compat.zero_new_blocks()  # the workers do this too
 class MoEScheduler(Scheduler):
     """The scheduler of an engine that waits for each step."""
 
-    running: list[Any]
+    running: list[SchedulerRequest]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self._weight_check = ""  # the id of the last weight check's request
         self._follows = not forced_routing_unavailable_reason(self.vllm_config)
@@ -462,9 +471,9 @@ class MoEScheduler(Scheduler):
 
     # -- recorded rows ----------------------------------------------------------------------------------------------
 
-    def _take_and_keep(self, request: Any, output: Any) -> NDArray[Any] | None:
+    def _take_and_keep(self, request: SchedulerRequest, output: object) -> NDArray[np.generic] | None:
         """Keep the rows that are delivered: the workers drop theirs when a request is preempted."""
-        rows: NDArray[Any] | None = self._deliver(request, output)
+        rows: NDArray[np.generic] | None = self._deliver(request, output)
         if rows is not None and len(rows) and not forced_of(request).is_live:
             if not hasattr(request, "torchrl_moe_rows"):
                 request.torchrl_moe_rows = request.num_tokens - 1 - len(rows), []  # the first one's position
@@ -473,11 +482,11 @@ class MoEScheduler(Scheduler):
                 self._send_rows(request)
         return rows
 
-    def _preempt_request(self, request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
+    def _preempt_request(self, request: SchedulerRequest, timestamp: float, drop_stale_output: bool = False) -> None:
         super()._preempt_request(request, timestamp, drop_stale_output)
         self._send_rows(request)
 
-    def _send_rows(self, request: Any) -> None:
+    def _send_rows(self, request: SchedulerRequest) -> None:
         """Have a request follow the rows of its tokens ``[P + G - 1, L, K]``; the last token's are not known yet."""
         first, rows = getattr(request, "torchrl_moe_rows", (0, []))
         if not rows:
@@ -503,12 +512,12 @@ class MoEScheduler(Scheduler):
 
     # -- the weight check -------------------------------------------------------------------------------------------
 
-    def add_request(self, request: Any) -> None:
+    def add_request(self, request: SchedulerRequest) -> None:
         super().add_request(request)
         if is_weight_check(request.sampling_params):
             self._weight_check = request.request_id
 
-    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+    def schedule(self, *args: object, **kwargs: object) -> SchedulerOutput:
         check = self.requests.get(self._weight_check)
         if check is None:
             return super().schedule(*args, **kwargs)
@@ -519,7 +528,7 @@ class MoEScheduler(Scheduler):
         self.max_num_active_reqs -= 1
         return output
 
-    def _schedule_alone(self, request: Any) -> Any:
+    def _schedule_alone(self, request: SchedulerRequest) -> SchedulerOutput:
         """Schedule a step of one request; the others are left out, like requests beyond a step's token budget."""
         if request not in self.running:
             while (victim := self._victim_for(request)) is not None:
@@ -542,7 +551,7 @@ class MoEScheduler(Scheduler):
             self.waiting.prepend_request(one)
         return output
 
-    def _victim_for(self, request: Any) -> Any:
+    def _victim_for(self, request: SchedulerRequest) -> SchedulerRequest | None:
         """Return the request to preempt for a waiting one, vLLM's own choice; ``None`` if there is room, or none left.
 
         The room is estimated conservatively: the whole prompt, in each group of the cache.
@@ -569,7 +578,9 @@ def _key_blocks_by_rows() -> None:
     if hasattr(plain, "torchrl_moe"):
         return
 
-    def with_rows(request: Any, start_token_idx: int, end_token_idx: int, start_mm_idx: int) -> Any:
+    def with_rows(
+        request: SchedulerRequest, start_token_idx: int, end_token_idx: int, start_mm_idx: int
+    ) -> tuple[object, int]:
         keys, next_mm_idx = plain(request, start_token_idx, end_token_idx, start_mm_idx)
         rows = forced_of(request).rows
         if rows is not None and (part := rows[start_token_idx:end_token_idx]).size and part.max() >= 0:

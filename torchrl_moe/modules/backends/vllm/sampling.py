@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,15 @@ from torchrl_moe.modules.backends.replica import Scoring, leaves_words_out
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedTokenizerFast
+    from vllm.config import ModelConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.outputs import SamplingMaskLists
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 __all__ = [
     "SamplingParamsBuilder",
@@ -39,16 +48,16 @@ class SamplingParamsBuilder:
     """
 
     def __init__(
-        self, names_words: bool = True, logprobs_mode: str = "processed_logprobs", reads_cache: bool = True
+        self, reports_kept: bool = True, logprobs_mode: str = "processed_logprobs", reads_cache: bool = True
     ) -> None:
-        self._names_words = names_words
+        self._reports_kept = reports_kept
         self._mode = logprobs_mode
         self._reads_cache = reads_cache
         self._key: tuple[int, int] | None = None
-        self._held: tuple[Any, Any] | None = None
-        self._last: Any = None
+        self._held: tuple[object, object] | None = None
+        self._last: SamplingParams
 
-    def __call__(self, spec: Any, guided_options: Any = None) -> Any:
+    def __call__(self, spec: object, guided_options: object = None) -> SamplingParams:
         """Return the parameters of a mapping, of a ``SamplingParams``, or vLLM's defaults for ``None``."""
         key = (id(spec), id(guided_options))
         if key != self._key:
@@ -62,10 +71,10 @@ class SamplingParamsBuilder:
             self._key, self._held, self._last = key, (spec, guided_options), params
         return self._last
 
-    def _refuse_other_distributions(self, params: Any) -> None:
+    def _refuse_other_distributions(self, params: SamplingParams) -> None:
         """Refuse log-probs of another distribution than is sampled from, or of one that cannot be known."""
         name = leaves_words_out(partial(getattr, params))
-        if name is not None and not self._names_words:
+        if name is not None and not self._reports_kept:
             raise ValueError(
                 f"{name}={getattr(params, name)!r} leaves vocabulary entries out, and this engine does not say which: "
                 "it has logits processors of your own, or another logprobs_mode than 'processed_logprobs'. Leave out "
@@ -80,7 +89,7 @@ class SamplingParamsBuilder:
             raise ValueError(f"{wrong} (logprobs_mode={self._mode!r}): leave out logprobs_mode, or logprobs")
 
 
-def check_wire(name: str, value: Any) -> None:
+def check_wire(name: str, value: object) -> None:
     """Read a struct as vLLM's engine core will, which ends at what it cannot read."""
     kind: Any = type(value)
     encoder, decoder = _wire_of(kind)
@@ -90,7 +99,7 @@ def check_wire(name: str, value: Any) -> None:
         raise ValueError(f"{name}: {error}") from error
 
 
-def check_bad_words(params: Any, tokenizer: Any) -> None:
+def check_bad_words(params: SamplingParams, tokenizer: PreTrainedTokenizerFast) -> None:
     """Refuse more bad words than vLLM's model runner has room for, which ends at more."""
     from vllm import envs
 
@@ -108,7 +117,7 @@ def check_bad_words(params: Any, tokenizer: Any) -> None:
 
 
 @cache
-def _wire_of(kind: Any) -> tuple[Any, Any]:
+def _wire_of(kind: Hashable) -> tuple[MsgpackEncoder, MsgpackDecoder]:
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
     return MsgpackEncoder(), MsgpackDecoder(kind)
@@ -127,7 +136,7 @@ def default_of(name: str) -> Any:
     return getattr(SamplingParams(), name)
 
 
-def _refuse_dropped(params: Any) -> None:
+def _refuse_dropped(params: SamplingParams) -> None:
     """Refuse what vLLM would compute and a completion does not carry, and what it would leave out."""
     log_probs = "a completion has the log-probs of its sampled tokens only, logprobs=0"
     dropped = {
@@ -144,7 +153,7 @@ def _refuse_dropped(params: Any) -> None:
         raise ValueError(f"SamplingParams({name}={value!r}): {instead}: leave it out")
 
 
-def _build(spec: Any, guided_options: Any) -> Any:
+def _build(spec: object, guided_options: object) -> SamplingParams:
     from vllm import SamplingParams
     from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
@@ -164,6 +173,7 @@ def _build(spec: Any, guided_options: Any) -> Any:
                 except (TypeError, ValueError) as error:
                     raise ValueError(f"sampling_params: {name}: {error}") from error
         params = SamplingParams(**fields)
+    # whatever way it came, it must hold nothing that a completion does not carry
     _refuse_dropped(params)
     if guided_options is not None:
         if not isinstance(guided_options, StructuredOutputsParams | Mapping):
@@ -171,22 +181,23 @@ def _build(spec: Any, guided_options: Any) -> Any:
             raise ValueError(f"guided_options must be vLLM's StructuredOutputsParams or a mapping, got {kind}")
         is_mapping = isinstance(guided_options, Mapping)
         params.structured_outputs = StructuredOutputsParams(**guided_options) if is_mapping else guided_options
+    # a cumulative kind loses answers for n > 1
     params.output_kind = RequestOutputKind.FINAL_ONLY
     params.flat_logprobs = params.logprobs is not None
     return params
 
 
-# The words that sampling kept, as vLLM's Model Runner V2 reports them: here made small enough for any vocabulary.
+# The token ids that sampling kept, as vLLM's Model Runner V2 reports them: here made small enough for any vocabulary.
 #
 # With ``return_sampling_mask`` vLLM lists the kept ids of every token, and demands a ``top_k`` that bounds their
-# number. Here a token from which no word was left out has no list, one from which a few were left out lists these,
+# number. Here a token from which no id was left out has no list, one from which a few were left out lists these,
 # and steps in which no request leaves any out compute none. So ``top_p``, ``min_p``, bans and grammars need no
 # ``top_k``.
 #
 # Letters: N requests of a step, R their sampled tokens, V vocabulary.
 
 
-def can_report(engine_args: Any) -> bool:
+def can_report(engine_args: AsyncEngineArgs) -> bool:
     """Whether an engine of these arguments can report masks that are all a trainer needs to know.
 
     It cannot if the user has logits processors, which may change values, or if log-probs are not those of the sampled
@@ -195,7 +206,7 @@ def can_report(engine_args: Any) -> bool:
     return engine_args.logprobs_mode == "processed_logprobs" and not engine_args.logits_processors
 
 
-def lift_top_k_rule(engine: Any) -> bool:
+def lift_top_k_rule(engine: AsyncLLM) -> bool:
     """Let an ``AsyncLLM`` that reports masks take requests without a ``top_k``, and greedy ones; whether it reports.
 
     Its frontend refuses them; the engine core, another process with a configuration of its own, does not.
@@ -205,7 +216,7 @@ def lift_top_k_rule(engine: Any) -> bool:
     return reports
 
 
-def report_kept(runner: Any) -> None:
+def report_kept(runner: GPUModelRunner) -> None:
     """Make a worker's model runner report masks as described above. Idempotent."""
     from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
 
@@ -215,7 +226,7 @@ def report_kept(runner: Any) -> None:
         def to_cpu_nonblocking(self) -> KeptMasks:
             return KeptMasks(*super().to_cpu_nonblocking())
 
-        def tolists(self, num_sampled_tokens: NDArray[Any] | None = None) -> Any:
+        def tolists(self, num_sampled_tokens: NDArray[np.generic] | None = None) -> SamplingMaskLists:
             lists = super().tolists(num_sampled_tokens)
             return lists._replace(
                 **dict(zip(("token_ids", "offsets"), _shortened(lists, self.vocab_size), strict=True))
@@ -228,11 +239,11 @@ def report_kept(runner: Any) -> None:
     sampler.torchrl_moe_on = True  # false while the cost is measured
     add_request, sample = sampler.add_request, runner.sample
 
-    def add_and_note(req_idx: int, params: Any) -> None:
+    def add_and_note(req_idx: int, params: SamplingParams) -> None:
         add_request(req_idx, params)
         cuts[req_idx] = params.logprobs is not None and leaves_words_out(partial(getattr, params)) is not None
 
-    def sample_and_report(hidden_states: Any, batch: Any, grammar_output: Any) -> Any:
+    def sample_and_report(hidden_states: Tensor, batch: InputBatch, grammar_output: object) -> tuple[Any, ...]:
         wanted = cuts[batch.idx_mapping_np] & sampler.torchrl_moe_on
         sampler.return_sampling_mask = bool(wanted.any())
         output, *rest = sample(hidden_states, batch, grammar_output)
@@ -247,7 +258,7 @@ def report_kept(runner: Any) -> None:
     sampler.add_request, runner.sample = add_and_note, sample_and_report
 
 
-def _shortened(lists: Any, vocabulary: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+def _shortened(lists: SamplingMaskLists, vocabulary: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Return the ids and offsets of a step's lists ``[R]``, each as :func:`shortest` has it."""
     counts = np.diff(lists.offsets)
     if 2 * counts.max(initial=0) <= vocabulary:
@@ -272,9 +283,9 @@ def shortest(kept: NDArray[np.int32], vocabulary: int) -> NDArray[np.int32]:
 
 # Log-probs of a prompt's own tokens: what vLLM is asked for, and how its worker adjusts logits as the rollout's were.
 #
-# vLLM scores any words that a request names for each position (``prompt_logprob_token_ids``), normalised over all
-# words at temperature 1, whatever it samples with. Here a request names its own next token. Temperature and kept
-# words travel in its ``SamplingParams``, as its rows do (``forced_rows``), and the worker divides and masks logits by
+# vLLM scores any ids that a request names for each position (``prompt_logprob_token_ids``), normalised over the
+# vocabulary at temperature 1, whatever it samples with. Here a request names its own next token. Temperature and kept
+# ids travel in its ``SamplingParams``, as its rows do (``forced_rows``), and the worker divides and masks logits by
 # them. (Naming all kept tokens instead would need no hook, but a rectangle of ids as wide as the longest list.)
 #
 # Letters: P prompt tokens, N tokens of a step, V vocabulary.
@@ -283,14 +294,14 @@ def shortest(kept: NDArray[np.int32], vocabulary: int) -> NDArray[np.int32]:
 KEY = "torchrl_moe_scoring"
 
 
-def scoring_params(params: Any, scoring: Scoring, token_ids: NDArray[Any]) -> Any:
+def scoring_params(params: SamplingParams, scoring: Scoring, token_ids: NDArray[np.generic]) -> SamplingParams:
     """Return ``SamplingParams`` that ask for the log-probs of a prompt's tokens, and for no routes."""
     params = params.clone()
     params.routed_experts_prompt_start = len(token_ids)
     params.skip_reading_prefix_cache = True  # a token that is not computed has no log-prob
     if len(token_ids) > 1:
         params.prompt_logprob_token_ids = np.ascontiguousarray(token_ids[1:, None], np.int32)
-    packed: dict[str, Any] = {"temperature": scoring.temperature}
+    packed: dict[str, float | bytes] = {"temperature": scoring.temperature}
     if scoring.kept is not None:
         packed |= {"ids": scoring.kept.ids.tobytes(), "sizes": scoring.kept.sizes.tobytes()}
     if scoring.temperature != 1 or scoring.kept is not None:
@@ -298,7 +309,7 @@ def scoring_params(params: Any, scoring: Scoring, token_ids: NDArray[Any]) -> An
     return params
 
 
-def adjust_scores(runner: Any) -> None:
+def adjust_scores(runner: GPUModelRunner) -> None:
     """Make a worker's model runner score each request by its own temperature and kept tokens. Idempotent.
 
     vLLM computes the logits of one request after another, but does not say whose they are. So each request that has
@@ -307,12 +318,12 @@ def adjust_scores(runner: Any) -> None:
     worker = runner.prompt_logprobs_worker
     if "torchrl_moe_params" in vars(worker):
         return
-    params: dict[str, Any] = {}
+    params: dict[str, SamplingParams] = {}
     worker.torchrl_moe_params = params
     add_request, remove_request = worker.add_request, worker.remove_request
     compute = worker.compute_prompt_token_id_logprobs
 
-    def add_and_note(req_id: str, req_idx: int, sampling_params: Any) -> None:
+    def add_and_note(req_id: str, req_idx: int, sampling_params: SamplingParams) -> None:
         add_request(req_id, req_idx, sampling_params)
         if KEY in (sampling_params.extra_args or {}):
             params[req_id] = sampling_params
@@ -321,7 +332,9 @@ def adjust_scores(runner: Any) -> None:
         params.pop(req_id, None)
         remove_request(req_id)
 
-    def compute_one_by_one(logits_fn: Any, hidden_states: Any, batch: Any, prompt_lens: Any) -> dict[str, Any]:
+    def compute_one_by_one(
+        logits_fn: Callable[[Tensor], Tensor], hidden_states: Tensor, batch: InputBatch, prompt_lens: Tensor
+    ) -> dict[str, object]:
         asked = worker.token_id_scores
         if not any(name in params for name in asked):  # nearly every step
             return compute(logits_fn, hidden_states, batch, prompt_lens)
@@ -333,7 +346,7 @@ def adjust_scores(runner: Any) -> None:
         for name in adjusting:
             at = starts[name]  # position of the next logits
 
-            def of_request(hidden: Any, name: str = name) -> Any:
+            def of_request(hidden: Tensor, name: str = name) -> Tensor:
                 nonlocal at
                 at += len(hidden)
                 return adjusted(logits_fn(hidden), params[name], at - len(hidden))
@@ -348,7 +361,7 @@ def adjust_scores(runner: Any) -> None:
     worker.compute_prompt_token_id_logprobs = compute_one_by_one
 
 
-def adjusted(logits: Tensor, params: Any, start: int) -> Tensor:
+def adjusted(logits: Tensor, params: SamplingParams, start: int) -> Tensor:
     """Return the logits ``[N, V]`` from which a prompt's tokens ``start + 1`` to ``start + N`` were drawn."""
     packed = (params.extra_args or {}).get(KEY)
     if packed is None:
@@ -368,7 +381,7 @@ def adjusted(logits: Tensor, params: Any, start: int) -> Tensor:
     return logits.masked_fill(~mask.to(logits.device), float("-inf"))
 
 
-def prompt_logprobs(given: Any, tokens: int) -> NDArray[np.float32] | None:
+def prompt_logprobs(given: Tensor | NDArray[np.floating] | None, tokens: int) -> NDArray[np.float32] | None:
     """Return vLLM's log-probs of a prompt's tokens, float32 ``[P]``, NaN for the first; ``None`` if it was cut."""
     if given is None and tokens > 1:
         return None
@@ -377,7 +390,7 @@ def prompt_logprobs(given: Any, tokens: int) -> NDArray[np.float32] | None:
     return scores
 
 
-def why_unscored(model_config: Any) -> str:
+def why_unscored(model_config: ModelConfig) -> str:
     """Return why an engine cannot score prompts as they were sampled, or ""."""
     mode = model_config.logprobs_mode
     return "" if mode.endswith("logprobs") else f"logprobs_mode={mode!r} gives logits"

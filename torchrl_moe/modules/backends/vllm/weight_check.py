@@ -9,10 +9,15 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchrl_moe.errors import WeightSyncError
 from torchrl_moe.modules.backends.commands import compare_log_probs
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestOutputCollector
 
 __all__ = ["WeightCheck", "is_weight_check"]
 
@@ -28,9 +33,9 @@ class WeightCheck:
     means that the engine is full, and says nothing about its weights.
     """
 
-    def __init__(self, engine: Any, proof: Mapping[str, Any] | None, name: str) -> None:
+    def __init__(self, engine: AsyncLLM, proof: Mapping[str, Any] | None, name: str) -> None:
         self._engine, self._proof, self._name = engine, proof, name
-        self._sent: Any = None
+        self._sent: RequestOutputCollector | None = None
 
     async def send(self) -> None:
         """Send the request; a paused engine answers it in its first steps after the pause. Idempotent."""
@@ -56,7 +61,9 @@ class WeightCheck:
         """Return why the weights were not checked; an empty string if they passed."""
         await self.send()
         seconds = min(seconds, PROBE_SECONDS if self._proof is None else PROOF_SECONDS)
+        assert self._sent is not None
         answer = asyncio.ensure_future(self._sent.get())
+        # a check without an answer says nothing about the weights
         done, _ = await asyncio.wait([answer], timeout=seconds)
         if not done:
             answer.cancel()
@@ -66,6 +73,7 @@ class WeightCheck:
         first = final.outputs[0].logprobs[0]
         if not all(math.isfinite(entry.logprob) for entry in first.values()):
             raise WeightSyncError("the new weights give a log-prob that is not a number")
+        # the trainer's log-probs of the same prompt
         if self._proof is not None:
             tokens = self._proof["token_ids"][1:]
             got = [entry[token].logprob for token, entry in zip(tokens, final.prompt_logprobs[1:], strict=True)]
@@ -73,6 +81,6 @@ class WeightCheck:
         return ""
 
 
-def is_weight_check(params: Any) -> bool:
+def is_weight_check(params: SamplingParams | None) -> bool:
     """Whether ``SamplingParams`` are those of a weight check."""
     return bool(params and params.max_tokens == 1 and (params.extra_args or {}).get(KEY))

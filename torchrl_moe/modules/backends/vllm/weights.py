@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypedDict
 
 from torchrl_moe import _compat
 from torchrl_moe.errors import ManifestMismatch, WeightSyncError
@@ -24,6 +24,11 @@ from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
 from torchrl_moe.modules.backends.vllm.weight_check import WeightCheck
 from torchrl_moe.weight_update.store import Manifest, WeightStoreReader, check_tensors, copy_adapter
 from torchrl_moe.weight_update.transports.base import StageReport
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 __all__ = ["AdapterVersions", "EngineWeightCommands", "EngineWeights"]
 
@@ -45,14 +50,16 @@ class _Loaded:
     """An adapter in the engine: its version, vLLM's request of it, and our copy of its files."""
 
     version: int
-    lora: Any
+    lora: LoRARequest
     folder: Path
 
 
 class AdapterVersions:
     """The versions of a trainer's adapter in one ``AsyncLLM``."""
 
-    def __init__(self, engine: Any, requests: EngineRequests, check: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self, engine: AsyncLLM, requests: EngineRequests, check: Callable[[str], None] = lambda _: None
+    ) -> None:
         self._engine, self._requests, self._check = engine, requests, check
         self._store: Path | None = None
         self._numbers = itertools.count(FIRST_NUMBER)
@@ -60,7 +67,7 @@ class AdapterVersions:
         self._serving: _Loaded | None = None
         self._leaving: set[asyncio.Task[None]] = set()
 
-    def init(self, options: Mapping[str, Any], replaced: bool) -> None:
+    def init(self, options: Mapping[str, object], replaced: bool) -> None:
         """Note the weight store's ``folder``."""
         if self._engine.vllm_config.lora_config is None:
             raise ValueError(
@@ -73,7 +80,7 @@ class AdapterVersions:
                 "lora='adapter' sends no weights, and this engine's were replaced by a sender's, so that a restarted "
                 "replica would not have them: start the engine from the model that the adapter is for"
             )
-        self._store = Path(options["folder"])
+        self._store = Path(str(options["folder"]))
 
     async def stage(self, version: int) -> StageReport:
         """Load a version, which no request uses yet."""
@@ -96,14 +103,16 @@ class AdapterVersions:
     async def _load(self, version: int, folder: Path) -> _Loaded:
         number = next(self._numbers)
         fields = {"lora_name": f"synced-{number}", "lora_int_id": number, "lora_path": str(folder)}
-        unused: Any
+        unused: list[str] | BaseException
         (unused,) = await asyncio.gather(load_adapter(self._engine, fields), return_exceptions=True)
         if isinstance(unused, BaseException):
             raise ManifestMismatch(f"the engine cannot load adapter version {version}: {unused}")
         if unused:
             await self._engine.remove_lora(number)
             raise ManifestMismatch(f"adapter version {version} {unused_modules(unused)}, or send lora='merged'")
-        return _Loaded(version, build_lora_request(fields), folder)
+        lora = build_lora_request(fields)
+        assert lora is not None
+        return _Loaded(version, lora, folder)
 
     def swap(self, version: int) -> SwapReport:
         """Give the version staged last to all new requests."""
@@ -129,7 +138,7 @@ class AdapterVersions:
     async def _remove(self, adapter: _Loaded) -> None:
         while self._requests.uses(adapter.lora):
             await asyncio.sleep(LEAVE_SECONDS)
-        error: Any
+        error: BaseException | None
         (error,) = await asyncio.gather(self._engine.remove_lora(adapter.lora.lora_int_id), return_exceptions=True)
         if not isinstance(error, BaseException):  # else the engine is ending
             shutil.rmtree(adapter.folder, ignore_errors=True)
@@ -163,6 +172,18 @@ SETTLE_SECONDS = 0.01  # between two polls for tokens that are still in transit
 POLL_SECONDS = (0.005, 0.1)  # between two polls of workers that stage: first, and at most
 
 
+Expected: TypeAlias = "Mapping[str, tuple[torch.dtype, torch.Size]]"
+"""Dtype and shape of each tensor of the checkpoint."""
+
+
+class StagingReport(TypedDict):
+    """How far a worker is with staging a version: plain data, sent from its process."""
+
+    running: bool
+    fetched: float
+    error: str | None
+
+
 class InFlight(Protocol):
     """The requests of the engine, which a swap may cut short."""
 
@@ -185,10 +206,10 @@ class InFlight(Protocol):
 class EngineWeights:
     """The weights of one ``AsyncLLM``."""
 
-    def __init__(self, engine: Any, expected: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, engine: AsyncLLM, expected: Callable[[], Expected]) -> None:
         self.engine = engine
         self._read_expected = expected
-        self._expected: dict[str, Any] | None = None  # until a transport is open
+        self._expected: Expected | None = None  # until a transport is open
         self.version = 0
         self.proved_version = 0  # of the last weights that passed the check
         self.in_flight: InFlight | None = None
@@ -209,13 +230,13 @@ class EngineWeights:
         self._stagings = 0
         self._marks: dict[str, list[tuple[int, dict[int, int]]]] = {}  # request -> version, tokens of each answer
 
-    async def init(self, transport: str, options: Mapping[str, Any]) -> None:
+    async def init(self, transport: str, options: Mapping[str, object]) -> None:
         """Open the transport in the workers, and here."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         info = {"transport": transport, "options": dict(options)}
         await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
-        self.reader = WeightStoreReader(options["folder"]) if transport == "memmap" else None
+        self.reader = WeightStoreReader(str(options["folder"])) if transport == "memmap" else None
         self._expected = await asyncio.to_thread(self._read_expected)
 
     @property
@@ -282,6 +303,7 @@ class EngineWeights:
         if self._expected is None:
             raise WeightSyncError("the weight transport is not initialised: call init_all_workers_group() first")
         started = time.perf_counter()
+        # names and shapes first, before a worker is asked
         found, nbytes, digest = await asyncio.to_thread(self._find, version, manifest, self._expected)
         reports = await self._stage_in_workers(found, verify == "digest", threads)
         verifying = time.perf_counter()
@@ -295,7 +317,7 @@ class EngineWeights:
             fetched=ended - verifying + max(report["fetched"] for report in reports),
         )
 
-    def _find(self, version: int, manifest: str | None, expected: Mapping[str, Any]) -> tuple[Manifest, int, str]:
+    def _find(self, version: int, manifest: str | None, expected: Expected) -> tuple[Manifest, int, str]:
         """Return the manifest of a version that fits, its bytes and digest; slow with many tensors."""
         if manifest is not None:
             found = Manifest.from_json(manifest)
@@ -306,7 +328,7 @@ class EngineWeights:
         check_tensors(found.tensors, expected)
         return found, found.nbytes, found.digest
 
-    async def _stage_in_workers(self, found: Manifest, *options: Any) -> list[dict[str, Any]]:
+    async def _stage_in_workers(self, found: Manifest, *options: object) -> list[StagingReport]:
         """Let all workers stage a version, each in a thread; return their final reports."""
         waiting, longest = POLL_SECONDS
         self._stagings = mine = self._stagings + 1
@@ -314,7 +336,7 @@ class EngineWeights:
             await asyncio.sleep(longest)  # an earlier version is still being fetched
             self._check_newest(mine)
         while True:
-            reports: list[dict[str, Any]] = await self.engine.collective_rpc("torchrl_moe_staged")
+            reports: list[StagingReport] = await self.engine.collective_rpc("torchrl_moe_staged")
             if not any(report["running"] for report in reports):
                 break
             await asyncio.sleep(waiting)
@@ -336,7 +358,7 @@ class EngineWeights:
         version: int,
         pause: PauseMode,
         clear_cache: bool,
-        canary: Mapping[str, Any] | None = None,
+        canary: Mapping[str, object] | None = None,
         patience: float = math.inf,
     ) -> SwapReport:
         """Replace the weights. Does not raise for a failed update: the report says how far it got.
@@ -356,32 +378,36 @@ class EngineWeights:
         version: int,
         pause: PauseMode,
         clear_cache: bool,
-        canary: Mapping[str, Any] | None,
+        canary: Mapping[str, object] | None,
         patience: float,
     ) -> SwapReport:
+        # hold: pause, and note which tokens the old weights made
         was_paused = self.user_paused
         (error,) = await asyncio.gather(self._hold(pause, clear_cache), return_exceptions=True)
         if error is not None:
             touched = self._left_paused
             await self._settle(error, restored=not touched, resume=not touched and not was_paused)
-            return SwapReport(started=touched, error=_words(error))
+            return SwapReport(started=touched, error=_message(error))
         paused = time.perf_counter()
         self._swaps += 1  # whatever the outcome, earlier cache entries must not be used afterwards
+        # load: every layer is taken apart, and put together from the new tensors
         (error,) = await asyncio.gather(self._load(version), return_exceptions=True)
         loaded = resumed = time.perf_counter()
         restored = error is not None and not self._left_paused and await self._whole()
         unproved = "the engine is paused" if error is None and was_paused else ""
         if error is None:
             self.version = version
+            # prove: no answer leaves before the weight check is passed
             if not was_paused:
                 self._proved.clear()
                 proving = self._prove(canary, before=pause == "keep", deadline=started + patience)
-                (said,) = await asyncio.gather(proving, return_exceptions=True)
-                if isinstance(said, BaseException):
-                    error = said
+                (proof,) = await asyncio.gather(proving, return_exceptions=True)
+                if isinstance(proof, BaseException):
+                    error = proof
                     await self._withdraw()
                 else:
-                    resumed, unproved = said
+                    resumed, unproved = proof
+        # settle: old weights serve on, new ones serve, or the engine stays paused
         await self._settle(error, restored, resume=restored and not was_paused)
         return SwapReport(
             started=not restored,
@@ -389,7 +415,7 @@ class EngineWeights:
             loading_seconds=loaded - paused,
             paused_seconds=resumed - started,
             unproved=unproved,
-            error=_words(error),
+            error=_message(error),
         )
 
     async def _hold(self, pause: PauseMode, clear_cache: bool) -> None:
@@ -430,7 +456,7 @@ class EngineWeights:
         (whole,) = await asyncio.gather(asked, return_exceptions=True)
         return not isinstance(whole, BaseException) and all(whole)
 
-    async def _prove(self, canary: Mapping[str, Any] | None, before: bool, deadline: float) -> tuple[float, str]:
+    async def _prove(self, canary: Mapping[str, object] | None, before: bool, deadline: float) -> tuple[float, str]:
         """Resume; return the time of that, and why the weights were not checked, if they were not."""
         question = WeightCheck(self.engine, canary, f"weight-probe-{self._swaps}")
         if before:
@@ -464,7 +490,7 @@ class EngineWeights:
             self._proved.set()
 
 
-def _words(error: BaseException | None) -> str | None:
+def _message(error: BaseException | None) -> str | None:
     return None if error is None else f"{type(error).__name__}: {error}"
 
 
@@ -489,7 +515,7 @@ class EngineWeightCommands(WeightCommands):
     async def command_weights_version(self) -> int:
         return self.weights.version
 
-    async def _open_transport(self, transport: str, options: Mapping[str, Any]) -> None:
+    async def _open_transport(self, transport: str, options: Mapping[str, object]) -> None:
         if transport == "adapter":
             self.adapters.init(options, self.weights.replaced)
         else:
@@ -502,7 +528,7 @@ class EngineWeightCommands(WeightCommands):
         return await self.weights.stage(version, verify, threads, manifest)
 
     async def _swap(
-        self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, Any] | None, patience: float
+        self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, object] | None, patience: float
     ) -> SwapReport:
         if self._sends_adapters:
             return self.adapters.swap(version)

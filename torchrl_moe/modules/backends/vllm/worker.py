@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -26,9 +26,14 @@ from torchrl_moe.modules.backends.vllm import cpu_kernels
 from torchrl_moe.modules.backends.vllm.adapters import build_lora_request
 from torchrl_moe.modules.backends.vllm.forced_routing import follow_in_workers
 from torchrl_moe.modules.backends.vllm.sampling import adjust_scores, report_kept
+from torchrl_moe.modules.backends.vllm.weights import StagingReport
 from torchrl_moe.weight_update.store import Manifest
 from torchrl_moe.weight_update.transports.base import Receiver
 from torchrl_moe.weight_update.transports.registry import open_receiver
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 __all__ = ["InitInfo", "Staging", "UpdateInfo", "WeightEngine", "WorkerExtension"]
 
@@ -49,7 +54,7 @@ __all__ = ["InitInfo", "Staging", "UpdateInfo", "WeightEngine", "WorkerExtension
 
 
 NICENESS = 5
-TURN_SECONDS = 0.0005  # of Python's interpreter lock, instead of 5 ms
+SWITCH_SECONDS = 0.0005  # of Python's interpreter lock, instead of 5 ms
 
 
 @dataclass
@@ -57,7 +62,7 @@ class InitInfo(WeightTransferInitInfo):
     """Which transport, and what its receiver needs to know."""
 
     transport: str
-    options: dict[str, Any]
+    options: dict[str, object]
 
 
 @dataclass
@@ -77,14 +82,14 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.whole = True
         self._receiver: Receiver | None = None
-        self._kernels: list[tuple[Any, Any]] = []
+        self._kernels: list[tuple[object, object]] = []
         self._reading = ExitStack()  # of the version that is being loaded
         self._staging: Staging | None = None
-        self._asked: tuple[Any, ...] | None = None  # the arguments of ``_staging``; None once another was asked for
+        self._asked: tuple[object, ...] | None = None  # the arguments of ``_staging``; None once another was asked for
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Open the transport, and close the previous one."""
@@ -116,7 +121,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._staging = Staging(manifest, receiver, verify=verify, threads=threads)
         return True
 
-    def staged(self) -> dict[str, Any]:
+    def staged(self) -> StagingReport:
         """Return the progress of staging, as :meth:`Staging.report` does."""
         if self._staging is None:
             raise RuntimeError("nothing was staged")
@@ -210,10 +215,10 @@ class Staging:
         """Whether the thread is still running."""
         return not self._job.done()
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> StagingReport:
         """Return its progress, as plain data."""
         if self.running:
-            return {"running": True}
+            return {"running": True, "fetched": 0.0, "error": None}
         error = self._job.exception()
         return {
             "running": False,
@@ -229,7 +234,7 @@ class Staging:
 
 
 def _run_politely(work: Callable[[], None]) -> Future[None]:
-    """Run a function in its own thread, at a lower priority, and with shorter turns of Python's interpreter lock.
+    """Run a function in its own thread, at a lower priority, with shorter intervals of Python's interpreter lock.
 
     With the usual 5 ms, a step of the worker's loop would wait for that lock at each of its many short calls.
     """
@@ -246,7 +251,7 @@ def _polite() -> Iterator[None]:
         # only upwards: lowering the nice value needs a privilege
         os.setpriority(os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
     before = sys.getswitchinterval()
-    sys.setswitchinterval(TURN_SECONDS)
+    sys.setswitchinterval(SWITCH_SECONDS)
     try:
         yield
     finally:
@@ -273,9 +278,9 @@ end_with_leader()  # the engine core, this process's parent, does not watch its 
 class WorkerExtension:
     """Mixed into vLLM's ``Worker``; the attributes without our prefix are the worker's own."""
 
-    model_runner: Any
-    weight_transfer_engine: Any
-    add_lora: Callable[[Any], bool]
+    model_runner: GPUModelRunner
+    weight_transfer_engine: WeightEngine
+    add_lora: Callable[[LoRARequest], bool]
     torchrl_moe_saved: dict[str, Tensor]
 
     def torchrl_moe_router_layers(self) -> list[int]:
@@ -319,23 +324,23 @@ class WorkerExtension:
         began: bool = self.weight_transfer_engine.stage(manifest, verify=verify, threads=threads)
         return began
 
-    def torchrl_moe_staged(self) -> dict[str, Any]:
+    def torchrl_moe_staged(self) -> StagingReport:
         """Return how far staging is; see ``Staging.report``."""
-        report: dict[str, Any] = self.weight_transfer_engine.staged()
-        return report
+        return self.weight_transfer_engine.staged()
 
     def torchrl_moe_whole(self) -> bool:
         """Whether the model can run: no layer of it is taken apart."""
-        whole: bool = self.weight_transfer_engine.whole
-        return whole
+        return self.weight_transfer_engine.whole
 
-    def torchrl_moe_load_adapter(self, fields: dict[str, Any]) -> list[str]:
+    def torchrl_moe_load_adapter(self, fields: dict[str, object]) -> list[str]:
         """Load an adapter, by the fields of vLLM's request; return the modules it names and this worker does not adapt.
 
         Both in one call: with room for one adapter only, the next step may evict it for that of a running request.
         """
-        self.add_lora(build_lora_request(fields))
-        return _compat.unused_adapter_modules(self.model_runner, fields["lora_int_id"])
+        lora = build_lora_request(fields)
+        assert lora is not None
+        self.add_lora(lora)
+        return _compat.unused_adapter_modules(self.model_runner, lora.lora_int_id)
 
     def torchrl_moe_save_params(self) -> int:
         """Keep a copy of the parameters in host memory, for :meth:`torchrl_moe_validate`; return how many."""

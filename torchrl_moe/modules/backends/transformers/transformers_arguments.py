@@ -1,4 +1,7 @@
-"""Engine arguments of ``engine="transformers"``: vLLM's names where the meaning is vLLM's; all others are refused."""
+"""Plain transformers as a kind of engine (:class:`~torchrl_moe.modules.backends.engine_kind.EngineKind`).
+
+Its arguments have vLLM's names where the meaning is vLLM's; all others are refused.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,24 @@ from numbers import Integral
 from typing import Any
 
 from torchrl_moe.modules.backends.checkpoint import check_weights
+from torchrl_moe.modules.backends.engine_kind import process_environment
 
-__all__ = ["EngineArguments", "arguments_of", "build_engine_args", "seeded"]
+__all__ = [
+    "PROGRAM",
+    "EngineArguments",
+    "arguments_of",
+    "build_engine_args",
+    "devices_per_replica",
+    "engine_environment",
+    "reason_not_to_fork",
+    "seeded",
+]
+
+PROGRAM = "torchrl_moe.modules.backends.transformers.transformers_process"
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POLICIES = ("fcfs", "priority")
-WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
+WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "enforce_eager": (None, True, False),  # nothing is ever compiled
     "compilation_config": (None, {}, {"mode": 0}),
     "tensor_parallel_size": (None, 1),
@@ -70,7 +85,7 @@ class EngineArguments:
 KNOWN = tuple(field.name for field in dataclasses.fields(EngineArguments))
 
 
-def arguments_of(engine_args: Any) -> dict[str, Any]:
+def arguments_of(engine_args: object) -> dict[str, Any]:
     """Return the engine arguments that a user passed as a mapping; those of vLLM's that change nothing are left
     out.
     """
@@ -81,6 +96,7 @@ def arguments_of(engine_args: Any) -> dict[str, Any]:
         )
     arguments: dict[str, Any] = {}
     for name, value in engine_args.items():
+        # asks for what this engine does anyway
         if name in WITHOUT_EFFECT and value in WITHOUT_EFFECT[name]:
             continue
         if name not in KNOWN:
@@ -89,12 +105,13 @@ def arguments_of(engine_args: Any) -> dict[str, Any]:
         arguments[name] = str(value).removeprefix("torch.") if name == "dtype" else value
     if not arguments.get("model"):
         raise ValueError("engine_args names no model: set 'model' to a folder or a hub name.")
+    # here, in the driver: a wrong value or an empty folder costs no start of a process
     EngineArguments(**arguments)
     check_weights(arguments["model"])
     return arguments
 
 
-def build_engine_args(arguments: Mapping[str, Any]) -> EngineArguments:
+def build_engine_args(arguments: Mapping[str, object]) -> EngineArguments:
     """Return the arguments of a replica, checked."""
     return EngineArguments(**arguments_of(arguments))
 
@@ -102,3 +119,22 @@ def build_engine_args(arguments: Mapping[str, Any]) -> EngineArguments:
 def seeded(arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Return the arguments of the ``number``-th replica that is made, with its own seed."""
     return {**arguments, "seed": (arguments.get("seed") or 0) + number} if number else dict(arguments)
+
+
+def devices_per_replica(arguments: Mapping[str, object]) -> int:
+    """Return 1: a replica computes on one device, whatever the arguments."""
+    del arguments
+    return 1
+
+
+def engine_environment(devices: str | None = None, num_replicas: int = 1, verbose: bool = False) -> dict[str, str]:
+    """Return the environment of an engine process: the driver's, and the log level of transformers."""
+    environment = process_environment(devices, num_replicas)
+    environment.setdefault("TRANSFORMERS_VERBOSITY", "info" if verbose else "warning")
+    return environment
+
+
+def reason_not_to_fork(environment: Mapping[str, str]) -> str:
+    """Return ``""``: a process may always be forked from one that has imported transformers."""
+    del environment
+    return ""

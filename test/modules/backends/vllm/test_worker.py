@@ -1,9 +1,8 @@
-"""The worker's side on plain modules: vLLM's layerwise reload needs no engine. ``test_weights.py`` has real ones."""
+"""What we add to vLLM's worker, and its side of an update: vLLM's layerwise reload needs no engine."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from support.processes import toy_environment
 from support.waiting import until
 from torchrl_moe.errors import DigestMismatch, ManifestMismatch, SyncTimeout, WeightSyncError
+from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.vllm.worker import WorkerExtension
 from torchrl_moe.weight_update.store import Manifest, WeightStoreWriter
 from torchrl_moe.weight_update.transports.registry import MemmapReceiver
 
@@ -179,14 +181,6 @@ def test_a_model_that_takes_no_tensor_stays_whole_and_old(worker: Any, model: Mo
     assert same(weights_of(model), values(1.0))
 
 
-def test_an_update_without_weights_leaves_the_old_ones(worker: Any, model: Model, store: WeightStoreWriter) -> None:
-    store.publish(values(1.0).items(), 1)
-    load(worker, 1)
-    worker.start_weight_update()
-    worker.finish_weight_update()
-    assert same(weights_of(model), values(1.0))
-
-
 def test_a_model_that_stops_reading_is_found(worker: Any, model: Model, store: WeightStoreWriter) -> None:
     store.publish(values(1.0).items(), 1)
     model.stop_at = "second.a"
@@ -287,29 +281,6 @@ def test_a_staging_that_failed_leaves_the_old_weights_and_the_next_is_good(
     assert same(weights_of(model), values(20.0))
 
 
-def test_an_earlier_staging_that_still_runs_is_waited_for(
-    worker: Any, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started, release = threading.Event(), threading.Event()
-    fetched: list[int] = []
-
-    def fetch(self: Any, manifest: Any, **_: Any) -> None:
-        fetched.append(manifest.version)
-        started.set()
-        assert release.wait(60.0)
-
-    monkeypatch.setattr(MemmapReceiver, "fetch", fetch)
-    one, two = (store.publish(values(10.0 * version).items(), version) for version in (1, 2))
-    assert begin(worker, one)
-    assert started.wait(60.0)
-    assert not begin(worker, two)
-    release.set()
-    assert finished(worker)["error"] is None
-    assert begin(worker, two)
-    finished(worker)
-    assert fetched == [1, 2]
-
-
 def test_a_version_that_is_being_staged_continues_however_often_it_is_asked_for(
     worker: Any, store: WeightStoreWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,114 +329,73 @@ def test_a_version_is_not_left_to_a_transport_that_was_given_up(
     finished(worker)
 
 
-# -- its thread ------------------------------------------------------------------------------------------------------
+# -- the extension -----------------------------------------------------------------------------------------------------
 
 
-class FakeReceiver:
-    """Notes how it was asked for a version."""
-
-    def __init__(self) -> None:
-        self.fetched: list[tuple[int, bool, int]] = []
-        self.error: Exception | None = None
-        self.hold: threading.Event | None = None
-        self.during: dict[str, Any] = {}
-
-    def manifest(self, version: int) -> Manifest:
-        return Manifest(version, 0, ())
-
-    def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> None:
-        self.during = {
-            "thread": threading.current_thread(),
-            "turn": sys.getswitchinterval(),
-            "priority": os.getpriority(os.PRIO_PROCESS, threading.get_native_id()),
-        }
-        self.fetched.append((manifest.version, verify, threads))
-        if self.hold is not None:
-            assert self.hold.wait(60.0)
-        if self.error is not None:
-            raise self.error
-
-    def close(self) -> None:
-        """Nothing is held."""
+def test_an_adapter_is_loaded_and_its_modules_that_are_not_adapted_are_named() -> None:
+    loras = {"layers.0.attn.qkv_proj": 0, "layers.0.mlp.up_proj": 0, "layers.1.experts.base_layer": 0, "lm_head": 0}
+    adapters: dict[int, Any] = {}
+    manager = SimpleNamespace(
+        list_adapters=lambda: adapters,
+        modules={"layers.0.attn.qkv_proj": 0, "layers.1.experts": 0},
+    )
+    worker = WorkerExtension()
+    worker.model_runner = SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
+    worker.add_lora = lambda lora: bool(adapters.update({lora.lora_int_id: SimpleNamespace(loras=loras)}))
+    fields = {"lora_name": "tiny", "lora_int_id": 7, "lora_path": "somewhere"}
+    assert worker.torchrl_moe_load_adapter(fields) == ["layers.0.mlp.up_proj", "lm_head"]
 
 
-def begun_with(receiver: FakeReceiver, text: str = "", verify: bool = False, threads: int = 1) -> Any:
-    from torchrl_moe.modules.backends.vllm.worker import Staging
+def test_the_weight_engine_is_asked_by_name(tmp_path: Path) -> None:
+    asked: list[Any] = []
 
-    return Staging(text or Manifest(3, 0, ()).to_json(), receiver, verify=verify, threads=threads)  # type: ignore[arg-type]
+    class Engine:
+        whole = False
 
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **kwargs: asked.append((name, args, kwargs)) or name
 
-def run_staging(receiver: FakeReceiver) -> Any:
-    begun = begun_with(receiver, verify=True, threads=2)
-    until(lambda: not begun.running)
-    return begun
-
-
-def test_a_version_is_fetched_in_the_thread_and_its_manifest_is_kept() -> None:
-    receiver = FakeReceiver()
-    begun = run_staging(receiver)
-    report = begun.report()
-    assert report.pop("fetched") > 0
-    assert report == {"running": False, "error": None}
-    assert receiver.fetched == [(3, True, 2)]
-    assert begun.manifest == Manifest(3, 0, ())
-
-
-def test_until_it_has_ended_it_says_only_that_it_runs() -> None:
-    receiver = FakeReceiver()
-    receiver.hold = threading.Event()
-    begun = begun_with(receiver)
-    assert (begun.running, begun.report()) == (True, {"running": True})
-    receiver.hold.set()
-    until(lambda: not begun.running)
-    assert begun.report()["error"] is None
+    manifest = WeightStoreWriter(tmp_path).publish([("w", torch.ones(1))], 4)
+    worker = WorkerExtension()
+    worker.weight_transfer_engine = Engine()
+    assert worker.torchrl_moe_stage(manifest.to_json(), False, 2) == "stage"
+    assert worker.torchrl_moe_staged() == "staged"
+    assert worker.torchrl_moe_whole() is False
+    assert asked == [
+        ("stage", (manifest.to_json(),), {"verify": False, "threads": 2}),
+        ("staged", (), {}),
+    ]
 
 
-def test_what_goes_wrong_in_the_thread_is_reported() -> None:
-    receiver = FakeReceiver()
-    receiver.error = DigestMismatch("bytes of a")
-    report = run_staging(receiver).report()
-    assert (report["error"], report["fetched"]) == ("DigestMismatch: bytes of a", 0.0)
-    begun = begun_with(receiver, "no manifest")
-    until(lambda: not begun.running)
-    assert begun.report()["error"].startswith("ManifestMismatch: ")
-    assert begun.manifest is None
+def told(frames: list[bytes]) -> Any:
+    return wire.decode(frames[0], frames[1:])
 
 
-def test_its_thread_is_polite_and_alone_in_that() -> None:
-    from torchrl_moe.modules.backends.vllm.worker import NICENESS, TURN_SECONDS
+def test_a_check_sees_the_parameters_as_they_were_and_the_model_as_it_is() -> None:
+    model = torch.nn.Linear(2, 1)
+    worker = WorkerExtension()
+    worker.model_runner = SimpleNamespace(get_model=lambda: model)
 
-    receiver = FakeReceiver()
-    before = (sys.getswitchinterval(), os.getpriority(os.PRIO_PROCESS, 0))
-    run_staging(receiver)
-    assert receiver.during["thread"] is not threading.current_thread()
-    assert receiver.during["turn"] == pytest.approx(TURN_SECONDS)
-    if sys.platform == "linux":
-        assert receiver.during["priority"] == max(before[1], NICENESS)
-    assert (sys.getswitchinterval(), os.getpriority(os.PRIO_PROCESS, 0)) == before
+    def check(saved: Any, model: torch.nn.Linear) -> dict[str, float]:
+        return {name: (model.get_parameter(name) - tensor).abs().sum().item() for name, tensor in saved.items()}
 
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only there a priority may be a thread's own")
-def test_a_nicer_worker_stays_so_for_only_the_privileged_may_raise_a_priority() -> None:
-    receiver = FakeReceiver()
-
-    def nicely() -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 12)
-        run_staging(receiver)
-
-    thread = threading.Thread(target=nicely)
-    thread.start()
-    thread.join()
-    assert receiver.during["priority"] == 12
+    ask = cloudpickle.dumps(check)
+    assert told(worker.torchrl_moe_validate(ask)) == {}  # nothing was saved yet
+    assert worker.torchrl_moe_save_params() == 2
+    with torch.no_grad():
+        model.bias += 3.0
+    assert told(worker.torchrl_moe_validate(ask)) == {"weight": 0.0, "bias": 3.0}
 
 
-def test_a_stream_counts_what_was_taken() -> None:
-    from torchrl_moe.modules.backends.vllm.worker import TensorStream
+@pytest.mark.parametrize("place", ["cpu_worker.CPUWorker", "gpu_worker.Worker"])
+def test_it_shares_no_name_with_vllms_workers_which_vllm_would_refuse(place: str) -> None:
+    from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    stream = TensorStream({"a": torch.zeros(1), "b": torch.ones(1), "c": torch.ones(2)})
-    taking = iter(stream)
-    assert next(taking)[0] == "a"
-    with pytest.raises(WeightSyncError, match="the model took 1 of 3 tensors of version 9"):
-        stream.check_taken(9)
-    assert [name for name, _ in taking] == ["b", "c"]
-    stream.check_taken(9)
+    ours = {name for name in vars(WorkerExtension) if not name.startswith("__")}
+    assert ours == {name for name in ours if name.startswith("torchrl_moe_")}
+    assert not ours & set(dir(resolve_obj_by_qualname(f"vllm.v1.worker.{place}")))
+
+
+@pytest.mark.engine("qwen3_moe")
+def test_the_engines_workers_have_it(engine: Any) -> None:
+    assert engine.collective_rpc("torchrl_moe_router_layers") == [[[1, 2, 3]]]

@@ -10,7 +10,7 @@ import fcntl
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +20,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
-from torchrl.modules.llm.policies import Tokens
 
 from support.engines import EngineShelf, start_engine
 from support.llm import FakeLLM, report
@@ -29,16 +27,351 @@ from support.manifests import note_made
 from support.reference import TOLERANCE, Reference, route_mismatches
 from support.waiting import until
 from torchrl_moe.errors import DigestMismatch, EngineError, ManifestMismatch, ReplicaDiedError, WeightSyncError
-from torchrl_moe.modules import AsyncVLLM, FaultPolicy, vLLMWrapper
+from torchrl_moe.modules import AsyncVLLM, FaultPolicy
+from torchrl_moe.modules.backends.process.engine_program import FOLDER_VARIABLE
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, SwapReport
-from torchrl_moe.modules.backends.vllm.weights import EngineWeights
+from torchrl_moe.modules.backends.vllm import weight_check
+from torchrl_moe.modules.backends.vllm import weights as adapter_versions
+from torchrl_moe.modules.backends.vllm.weight_check import WeightCheck, is_weight_check
+from torchrl_moe.modules.backends.vllm.weights import FIRST_NUMBER, AdapterVersions, EngineWeightCommands, EngineWeights
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
-from torchrl_moe.testing.tiny_moe import save_tiny_moe
 from torchrl_moe.weight_update import SyncReport, VLLMWeightSyncScheme, get_model_metadata
 from torchrl_moe.weight_update.sender import VLLMWeightSender
-from torchrl_moe.weight_update.store import WeightStoreReader, WeightStoreWriter
+from torchrl_moe.weight_update.store import VersionsWriter, WeightStoreReader, WeightStoreWriter, adapter_tensors
 from torchrl_moe.weight_update.store.slots import slot_path
 from torchrl_moe.weight_update.transports.base import StageReport
+
+# -- trainers of adapters and of whole weights in turn -----------------------------------------------------------------
+
+
+HOW: dict[str, Any] = {"verify": "digest", "threads": 1, "manifest": None}
+HOW_TO_SWAP: dict[str, Any] = {"pause": "keep", "clear_cache": False, "canary": None}
+
+
+class Weights:
+    """Whole weights of an engine."""
+
+    replaced = False
+
+    def __init__(self) -> None:
+        self.opened: list[str] = []
+        self.error: str | None = None
+
+    async def init(self, transport: str, options: Any) -> None:
+        self.opened.append(transport)
+
+    async def stage(self, version: int, *how: Any) -> StageReport:
+        return StageReport(seconds=0.0, nbytes=0, digest="whole")
+
+    async def swap(self, version: int, *how: Any) -> SwapReport:
+        return SwapReport(started=self.error is None, error=self.error)
+
+
+class Adapters:
+    """Adapters that take what they are given."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def init(self, options: Any, replaced: bool) -> None:
+        self.log.append(f"in {options['folder']}, {replaced=}")
+
+    async def stage(self, version: int) -> StageReport:
+        return StageReport(seconds=0.0, nbytes=0, digest=f"adapter {version}")
+
+    def swap(self, version: int) -> SwapReport:
+        self.log.append(f"swapped {version}")
+        return SwapReport()
+
+    def leave(self) -> None:
+        self.log.append("left")
+
+
+@pytest.fixture
+def commands() -> Any:
+    made: Any = EngineWeightCommands(Weights(), SimpleNamespace(adapter=None), Adapters())  # type: ignore[arg-type]
+    return made
+
+
+async def ask_stage(commands: Any, epoch: int, version: int = 5) -> StageReport:
+    report: StageReport = await commands.command_stage_weights(epoch=epoch, version=version, **HOW)
+    return report
+
+
+async def ask_swap(commands: Any, epoch: int, digest: str, version: int = 5) -> SwapReport:
+    report: SwapReport = await commands.command_swap_weights(epoch=epoch, version=version, digest=digest, **HOW_TO_SWAP)
+    return report
+
+
+def test_a_trainer_of_adapters_and_one_of_whole_weights_take_turns(commands: Any) -> None:
+    async def run() -> None:
+        await commands.command_init_weights(0, "adapter", {"folder": "here"})
+        assert (await ask_stage(commands, 0)).digest == "adapter 5"
+        assert (await ask_swap(commands, 0, "adapter 5")).error is None
+        adapter = commands.requests.adapter = object()
+        await commands.command_init_weights(0, "memmap", {})
+        await ask_stage(commands, 0)
+        commands.weights.error = "x"
+        assert (await ask_swap(commands, 0, "whole")).error == "x"
+        assert commands.requests.adapter is adapter  # the old weights serve on, and it with them
+        commands.weights.error = None
+        assert (await ask_swap(commands, 0, "whole")).error is None
+        assert commands.requests.adapter is None
+
+    asyncio.run(run())
+    assert commands.adapters.log == ["in here, replaced=False", "swapped 5", "left"]
+    assert commands.weights.opened == ["memmap"]
+
+
+# -- the weight check --------------------------------------------------------------------------------------------------
+
+
+CANARY = {"token_ids": [5, 6, 7], "log_probs": [-1.0, -2.0], "tolerance": 1e-3}
+
+
+def ask(engine: FakeLLM, canary: Any = None, seconds: float = 60.0) -> str:
+    return asyncio.run(WeightCheck(engine, canary, "probe-3").ask(seconds))
+
+
+def test_without_a_canary_one_token_is_asked_for_and_no_log_prob_of_the_prompt() -> None:
+    engine = FakeLLM()
+    ask(engine)
+    prompt, params, name = engine.prompts[0]
+    assert (prompt, name) == ({"prompt_token_ids": [0], "cache_salt": "probe-3"}, "probe-3")
+    assert (params.max_tokens, params.logprobs, params.prompt_logprobs) == (1, 0, None)
+    assert is_weight_check(params)
+    params.max_tokens = 2  # then it would have steps of its own for as long as it likes
+    assert not is_weight_check(params)
+
+
+def test_requests_of_users_are_no_canaries() -> None:
+    from vllm import SamplingParams
+
+    assert not is_weight_check(None)
+    assert not is_weight_check(SamplingParams(max_tokens=1))
+    assert not is_weight_check(SamplingParams(max_tokens=1, extra_args={"torchrl_moe": {"live": True}}))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("canary", [None, CANARY])
+def test_a_token_whose_log_prob_is_no_number_is_wrong(bad: float, canary: Any) -> None:
+    with pytest.raises(WeightSyncError, match="the new weights give a log-prob that is not a number"):
+        ask(FakeLLM(logprob=bad), canary)
+
+
+def test_a_canary_is_asked_for_the_log_probs_of_its_own_prompt() -> None:
+    engine = FakeLLM(prompt_logprobs=(-1.0005, -1.9995))
+    ask(engine, CANARY)
+    prompt, params, _ = engine.prompts[0]
+    assert prompt["prompt_token_ids"] == [5, 6, 7]
+    assert params.prompt_logprobs == 0
+    with pytest.raises(WeightSyncError, match=r"by up to 2.0e-03 \(at token 2: -2.002 and -2\), allowed: 1.0e-03"):
+        ask(FakeLLM(prompt_logprobs=(-1.0015, -2.002)), CANARY)
+
+
+def test_a_question_behind_a_long_queue_is_let_go_and_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_check, "PROBE_SECONDS", 0.01)
+    monkeypatch.setattr(weight_check, "PROOF_SECONDS", 0.02)
+    engine = FakeLLM()
+    assert ask(engine) == ask(engine, CANARY) == ""
+    engine.hangs = True
+    assert ask(engine) == "the check of the new weights had no turn within 0.01 s"
+    assert ask(engine, CANARY) == "the check of the new weights had no turn within 0.02 s"
+    assert ask(engine, CANARY, seconds=0.005) == "the check of the new weights had no turn within 0.005 s"
+    assert engine.log[-2:] == ["probe", ("abort", ["probe-3"])]
+
+
+def test_what_the_engine_refuses_is_raised() -> None:
+    engine = FakeLLM()
+    engine.fail["probe"] = ValueError("the prompt is too long")
+    with pytest.raises(ValueError, match="too long"):
+        ask(engine, CANARY)
+
+
+# -- versions of an adapter --------------------------------------------------------------------------------------------
+
+
+class Requests:
+    """The adapters that requests have, and the one for those that come."""
+
+    def __init__(self) -> None:
+        self.adapter: Any = None
+        self.version = 0
+        self.used: list[Any] = []
+
+    def change_adapter(self, adapter: Any, version: int) -> None:
+        self.adapter, self.version = adapter, version
+
+    def uses(self, adapter: Any) -> bool:
+        return any(used is adapter for used in self.used)
+
+
+class AdapterBench:
+    def __init__(self, folder: Path, lora: bool = True) -> None:
+        self.folder, self.copies = folder / "store", folder / "copies"
+        self.writer = VersionsWriter(self.folder, keep_versions=2)
+        self.engine, self.requests = FakeLLM(lora=lora), Requests()
+        self.versions = AdapterVersions(self.engine, self.requests)  # type: ignore[arg-type]
+
+    async def stage(self, version: int) -> Any:
+        files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"v%d" % version}
+        manifest = self.writer.publish(adapter_tensors(files).items(), version)
+        report = await self.versions.stage(version)
+        assert (report.digest, report.nbytes) == (manifest.digest, 4)
+        return report
+
+    async def update(self, version: int) -> None:
+        await self.stage(version)
+        assert self.versions.swap(version).error is None
+
+    async def until(self, *there: str) -> None:
+        """Wait until these are loaded, and copies of these alone are on the disk."""
+        async with asyncio.timeout(60.0):
+            loaded = self.engine.adapters
+            while sorted(loaded.values()) != list(there) or len(list(self.copies.iterdir())) != len(there):
+                await asyncio.sleep(0.001)
+
+
+RunAdapters = Callable[[Callable[[AdapterBench], Awaitable[None]]], None]
+
+
+@pytest.fixture
+def run_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunAdapters:
+    monkeypatch.setattr(adapter_versions, "LEAVE_SECONDS", 0.001)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "copies"))
+    (tmp_path / "copies").mkdir()
+
+    def play(script: Callable[[AdapterBench], Awaitable[None]]) -> None:
+        async def main() -> None:
+            bench = AdapterBench(tmp_path)
+            bench.versions.init({"folder": str(bench.folder)}, False)
+            await script(bench)
+
+        asyncio.run(main())
+
+    return play
+
+
+def test_new_requests_get_the_new_version_under_a_name_of_its_own(run_adapters: RunAdapters) -> None:
+    async def script(bench: AdapterBench) -> None:
+        report = await bench.stage(1)
+        assert bench.requests.adapter is None  # loaded, and used by nobody
+        assert 0 < report.fetched <= report.seconds
+        assert report.fetched + report.loaded == pytest.approx(report.seconds)
+        assert bench.versions.swap(1).paused_seconds == 0.0
+        first = bench.requests.adapter
+        assert (first.lora_int_id, first.lora_name, bench.requests.version) == (
+            *(FIRST_NUMBER, f"synced-{FIRST_NUMBER}"),
+            1,
+        )
+        await bench.update(2)
+        assert bench.requests.adapter.lora_int_id == FIRST_NUMBER + 1
+        assert bench.requests.adapter != first  # vLLM compares names, in its prefix cache too
+        await bench.until("v2")
+
+    run_adapters(script)
+
+
+def test_an_old_version_goes_when_no_request_uses_it_and_its_files_outlive_the_store(run_adapters: RunAdapters) -> None:
+    async def script(bench: AdapterBench) -> None:
+        await bench.update(1)
+        first = bench.requests.adapter
+        bench.requests.used.append(first)
+        for version in (2, 3, 4):
+            await bench.update(version)
+        await bench.until("v1", "v4")
+        assert not (bench.folder / "adapter-v1").exists()
+        assert (Path(first.lora_path) / "adapter_model.safetensors").read_text() == "v1"  # vLLM may read it again
+        bench.requests.used.clear()
+        await bench.until("v4")
+
+    run_adapters(script)
+
+
+def test_a_version_that_is_staged_and_never_used_is_dropped_by_the_next(run_adapters: RunAdapters) -> None:
+    async def script(bench: AdapterBench) -> None:
+        await bench.stage(1)
+        await bench.stage(2)
+        await bench.until("v2")
+        report = bench.versions.swap(1)
+        assert (report.started, report.error) == (False, "adapter version 1 is not the one staged last")
+        assert bench.versions.swap(2).error is None
+        assert not bench.versions.swap(2).started  # nothing is staged now
+
+    run_adapters(script)
+
+
+def test_whole_weights_take_the_adapters_place(run_adapters: RunAdapters) -> None:
+    async def script(bench: AdapterBench) -> None:
+        await bench.update(1)
+        bench.versions.leave()
+        bench.versions.leave()
+        await bench.until()
+
+    run_adapters(script)
+
+
+def test_what_cannot_be_loaded_whole_is_refused_and_leaves_nothing(run_adapters: RunAdapters) -> None:
+    async def script(bench: AdapterBench) -> None:
+        await bench.update(1)
+        bench.engine.fail["load_adapter"] = Exception("LoRA rank 16 is greater than max_lora_rank 8.")
+        with pytest.raises(ManifestMismatch, match="cannot load adapter version 2: LoRA rank 16 is greater"):
+            await bench.stage(2)
+        bench.engine.fail.clear()
+        bench.engine.unused = [[f"layers.{n}.mlp.experts" for n in range(6)]]
+        with pytest.raises(
+            ManifestMismatch, match=r"6 modules that the engine does not adapt \(layers\.0\.mlp\.experts, .*, \.\.\.\)"
+        ):
+            await bench.stage(3)
+        bench.engine.unused = [["a", "b"], ["b", "c"]]  # two pipeline stages
+        with pytest.raises(ManifestMismatch, match=r"1 modules that the engine does not adapt \(b\): start it with"):
+            await bench.stage(4)
+        bench.engine.unused = [["a"], ["b"]]
+        await bench.update(5)
+        await bench.until("v5")
+
+    run_adapters(script)
+
+
+def test_files_that_are_not_what_was_published_are_not_loaded(run_adapters: RunAdapters) -> None:
+    async def script(bench: AdapterBench) -> None:
+        await bench.update(1)
+        path = bench.folder / "v1.safetensors"
+        path.write_bytes(path.read_bytes().replace(b"v1", b"v9"))
+        with pytest.raises(DigestMismatch):
+            await bench.versions.stage(1)
+        await bench.until("v1")
+
+    run_adapters(script)
+
+
+def test_an_engine_whose_weights_were_replaced_takes_no_adapter(tmp_path: Path) -> None:
+    bench = AdapterBench(tmp_path)
+    with pytest.raises(ValueError, match="start the engine from the model that the adapter is for"):
+        bench.versions.init({"folder": str(bench.folder)}, True)
+
+
+def test_an_engine_without_lora_says_what_to_pass(tmp_path: Path) -> None:
+    bench = AdapterBench(tmp_path, lora=False)
+    with pytest.raises(ValueError, match="started without: pass enable_lora=True and max_lora_rank="):
+        bench.versions.init({"folder": str(bench.folder)}, False)
+    with pytest.raises(WeightSyncError, match="not initialised"):
+        asyncio.run(bench.versions.stage(1))
+
+
+def test_none_is_loaded_into_an_engine_that_sleeps(run_adapters: RunAdapters) -> None:
+    async def script(bench: AdapterBench) -> None:
+        def refuse(what: str) -> None:
+            raise EngineError(f"{what}: the engine sleeps")
+
+        bench.versions = AdapterVersions(bench.engine, bench.requests, refuse)  # type: ignore[arg-type]
+        bench.versions.init({"folder": str(bench.folder)}, False)
+        with pytest.raises(EngineError, match="the update of an adapter: the engine sleeps"):
+            await bench.stage(1)
+        assert bench.engine.adapters == {}
+
+    run_adapters(script)
+
 
 EXPECTED = {"w": (torch.float32, torch.Size([4]))}
 
@@ -194,12 +527,6 @@ def test_a_swap_is_one_transaction_that_ends_with_a_probe_and_it_is_the_first_to
     assert weights.version == 7
 
 
-def test_the_cache_is_cleared_if_asked() -> None:
-    engine = FakeLLM()
-    swap(make(engine), clear_cache=True)
-    assert engine.log[0] == ("pause", "keep", True)
-
-
 FAILING = pytest.mark.parametrize(("step", "done"), [("start", 2), ("update", 3), ("finish", 4)])
 
 
@@ -226,16 +553,6 @@ def test_an_update_that_fails_before_it_touched_the_model_leaves_the_old_weights
     assert (report.started, report.error) == (False, "RuntimeError: boom")
     assert engine.log == [*GOOD[:done], "resume"]
     assert weights.version == 0
-
-
-def test_a_second_attempt_that_does_not_begin_cannot_bring_the_old_weights_back() -> None:
-    engine = FakeLLM()
-    weights = make(engine)
-    engine.fail["update"], engine.whole = RuntimeError("boom"), [False]
-    swap(weights)
-    engine.whole = [True]
-    assert swap(weights).started
-    assert engine.log.count("resume") == 0
 
 
 def test_a_second_attempt_that_cannot_even_pause_leaves_bad_weights_paused() -> None:
@@ -281,17 +598,6 @@ def test_a_probe_that_is_not_a_number_pauses_the_engine_again(bad: float) -> Non
     assert (weights.version, weights.proved_version, weights.accepting.is_set()) == (8, 8, True)
 
 
-def test_a_failed_swap_can_be_tried_again() -> None:
-    engine = FakeLLM()
-    engine.fail["update"], engine.whole = RuntimeError("boom"), [False]
-    weights = make(engine)
-    swap(weights)
-    engine.fail.clear()
-    engine.log.clear()
-    assert swap(weights).error is None
-    assert engine.log == GOOD
-
-
 def test_every_swap_has_a_salt_of_its_own_even_of_the_same_version() -> None:
     """Another trainer may begin to count at 1 again."""
     weights = make()
@@ -301,15 +607,6 @@ def test_every_swap_has_a_salt_of_its_own_even_of_the_same_version() -> None:
         salts.append(asyncio.run(weights.salt()))
     assert salts[0] == {}
     assert len({salt["cache_salt"] for salt in salts[1:]}) == 4
-
-
-def test_every_probe_is_computed_again() -> None:
-    engine = FakeLLM()
-    weights = make(engine)
-    for _ in range(3):
-        swap(weights)
-    assert len({prompt["cache_salt"] for prompt, _, _ in engine.prompts}) == 3
-    assert len({request_id for _, _, request_id in engine.prompts}) == 3
 
 
 # -- staging ----------------------------------------------------------------------------------------------------------
@@ -371,14 +668,6 @@ def test_staging_needs_the_transport_and_then_checks_everything(tmp_path: Path) 
         asyncio.run(staged(weights, 1))
     for verify in ("canary", "off"):
         assert asyncio.run(staged(weights, 1, verify=verify)).digest == manifest.digest
-
-
-def test_workers_are_told_what_to_do(tmp_path: Path) -> None:
-    engine = FakeLLM()
-    weights = memmap(engine, tmp_path)
-    manifest = WeightStoreWriter(tmp_path).publish([("w", torch.ones(4))], 1)
-    asyncio.run(staged(weights, 1, verify="off", threads=3))
-    assert engine.log == [("stage", manifest.to_json(), False, 3)]
 
 
 def test_a_transport_that_cannot_look_versions_up_is_given_the_manifest(tmp_path: Path) -> None:
@@ -490,14 +779,6 @@ def test_nothing_that_new_weights_made_leaves_before_the_canary(good: bool) -> N
     asyncio.run(run())
 
 
-def test_requests_that_ran_on_weights_that_failed_are_cut_short() -> None:
-    engine = FakeLLM()
-    engine.counts = {"a": ("a", 0, 2)}
-    engine.logprob = math.nan
-    swap(make(engine))
-    assert ("abort", ["a"]) in engine.log
-
-
 # -- whose tokens -----------------------------------------------------------------------------------------------------
 
 
@@ -530,26 +811,6 @@ def test_tokens_delivered_before_a_swap_keep_their_version() -> None:
     assert stamped(weights, "a", 4, 2) == [[0, 0, 1, 1], [1, 1]]
     assert stamped(weights, "b", 3) == [[0, 0, 0]]
     assert stamped(weights, "c", 2) == [[1, 1]]
-
-
-def test_many_swaps_mark_one_request_many_times() -> None:
-    engine = FakeLLM()
-    weights = make(engine)
-    for version, count in ((1, 2), (2, 2), (5, 3)):
-        engine.counts = {"a": ("a", 0, count)}
-        swap(weights, version)
-    assert stamped(weights, "a", 5) == [[0, 0, 2, 5, 5]]
-
-
-def test_a_failed_attempt_marks_nothing_twice() -> None:
-    engine = FakeLLM()
-    engine.counts = {"a": ("a", 0, 2)}
-    weights = make(engine)
-    engine.fail["update"], engine.whole = RuntimeError("boom"), [False]
-    swap(weights, 1)
-    engine.fail.clear()
-    swap(weights, 1)
-    assert stamped(weights, "a", 3) == [[0, 0, 1]]
 
 
 def test_tokens_of_the_last_step_are_waited_for() -> None:
@@ -669,19 +930,6 @@ def test_after_each_sync_the_engine_computes_what_the_trainer_does(family: str, 
         print(f"{family}: {report!r}, |dlogp| {trainer.reference.distance(*completions):.1e}")
 
 
-@pytest.mark.soak
-@pytest.mark.engine
-def test_a_tied_head_is_synced(no_engine: EngineShelf, tmp_path: Path) -> None:
-    save_tiny_moe(tmp_path, "qwen3_moe", tie_word_embeddings=True)
-    with start_engine(tmp_path) as engine:
-        trainer = Trainer(engine, tmp_path)
-        for seed in range(3):
-            trainer.reference.change(seed, "embed")  # the head is these too
-            trainer.update()
-            assert trainer.reference.distance(*trainer.generate()) <= TOLERANCE
-        trainer.sender.shutdown()
-
-
 @pytest.mark.engine("qwen3_moe")
 def test_generation_continues_while_a_version_is_staged(train: Train) -> None:
     trainer = train()
@@ -695,29 +943,6 @@ def test_generation_continues_while_a_version_is_staged(train: Train) -> None:
         assert not staging.done()
         fcntl.flock(file, fcntl.LOCK_UN)
         assert staging.result(60.0).fetched > 0
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_a_version_that_was_staged_and_never_applied_is_dropped(train: Train) -> None:
-    trainer = train()
-    before = trainer.generate()
-    trainer.reference.change(21)
-    trainer.stage(trainer.sender.publish())
-    assert trainer.engine.stats()[0]["version"] == before[0].outputs[0].policy_versions[0]
-    trainer.reference.change(22)
-    trainer.update()
-    trainer.assert_agrees(trainer.generate())
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_a_canary_that_the_engine_gets_right_is_passed(train: Train) -> None:
-    trainer, ids = train(), list(range(60, 90))
-    for seed in (31, 32):
-        trainer.reference.change(seed)
-        version = trainer.sender.publish()
-        trainer.stage(version, verify="canary")
-        assert trainer.swap(version, canary=trainer.canary(ids, TOLERANCE)).error is None
-        trainer.assert_agrees(trainer.generate())
 
 
 @pytest.mark.engine("qwen3_moe")
@@ -809,116 +1034,10 @@ def test_a_correction_bias_alone_is_synced(train: Train) -> None:
     trainer.assert_agrees(trainer.generate())
 
 
-@pytest.mark.engine("qwen3_moe")
-def test_the_same_weights_again_change_nothing(train: Train) -> None:
-    trainer = train()
-    greedy = {"max_tokens": 16, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
-
-    def answers() -> list[tuple[list[int], list[float]]]:
-        completions = trainer.engine.generate(prompt_token_ids=PROMPTS, sampling_params=greedy, use_tqdm=False)
-        return [(c.outputs[0].token_ids.tolist(), c.outputs[0].logprobs.tolist()) for c in completions]
-
-    before = answers()
-    trainer.sender.update_weights()
-    after = answers()
-    assert [ids for ids, _ in after] == [ids for ids, _ in before]
-    for (_, new), (_, old) in zip(after, before, strict=True):
-        assert new == pytest.approx(old, abs=2e-6)
-
-
-@pytest.mark.engine("qwen3_moe")
-@pytest.mark.parametrize("kv", ["salt", "recompute"])
-def test_a_prefix_cached_under_older_weights_is_not_used_again(train: Train, kv: str) -> None:
-    trainer = train(kv=kv)
-    prompt = torch.randint(0, 256, (200,), generator=torch.Generator().manual_seed(hash(kv) % 100)).tolist()
-
-    def cached() -> int:
-        return trainer.generate([prompt], tokens=2)[0].num_cached_tokens
-
-    assert (cached() == 0, cached() > 0) == (True, True)
-    trainer.reference.change(3)
-    trainer.sender.update_weights()
-    assert (cached() == 0, cached() > 0) == (True, True)
-    trainer.assert_agrees(trainer.generate([prompt]))
-    train(kv=kv).sender.update_weights()  # another trainer, with weights of its own
-    assert cached() == 0
-
-
-@pytest.mark.engine("qwen3_moe")
-@pytest.mark.parametrize("kv", ["salt", "recompute"])
-def test_requests_in_flight_continue_with_the_new_weights_and_each_token_knows_its_version(
-    train: Train, kv: str
-) -> None:
-    """Tokens made before the swap have the old weights' log-probs, exactly up to the mark. Those after have the new
-    weights' if the cache was recomputed; else their prefix is of both."""
-    trainer, prompts = train(kv=kv), [list(range(start, 60)) for start in range(44, 56)]
-    params = {"max_tokens": 250, "ignore_eos": True, "logprobs": 0, "temperature": 1.0, "n": 2}
-    before = trainer.sender.version
-    done: list[Completion] = []
-
-    def ask() -> None:
-        done.extend(trainer.engine.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False))
-
-    old = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
-    trainer.reference.change(4)
-    after = trainer.sender.publish()
-    staged = {0: trainer.stage(after)}
-    thread = threading.Thread(target=ask)
-    thread.start()
-    let_run(trainer.engine)
-    trainer.sender.apply(after, staged)
-    thread.join(60.0)
-    assert not thread.is_alive()
-    assert len(done) == len(prompts)
-    outputs = [(completion, output) for completion in done for output in completion.outputs]
-    since = after if kv == "recompute" else None
-    new_side = [trainer.reference.expected(*pair, since=since)[0] for pair in outputs]
-    trainer.model.load_state_dict(old)
-    old_side = [trainer.reference.expected(*pair)[0] for pair in outputs]
-    for (completion, output), by_new, by_old in zip(outputs, new_side, old_side, strict=True):
-        versions = torch.from_numpy(output.policy_versions.astype(np.int64))
-        assert set(versions.tolist()) == {before, after}
-        assert (versions.diff() >= 0).all()
-        assert len(output.token_ids) == 250
-        assert output.finish_reason == "length"
-        assert len(output.routed_experts) == len(completion.prompt_token_ids) + 249
-        got, head = torch.from_numpy(output.logprobs.copy()), versions == before
-        assert (got - by_old)[head].abs().max() <= TOLERANCE
-        tail = (got - by_new)[~head].abs()
-        assert (got - by_old)[~head].abs().median() > 100 * TOLERANCE
-        if kv == "recompute":
-            assert tail.max() <= TOLERANCE
-        else:
-            assert tail.isfinite().all()
-
-
 def let_run(engine: AsyncVLLM, seconds: float = 0.2) -> None:
     """Wait until a request is in flight, and a little longer: long enough for tokens, too short for all of them."""
     until(lambda: engine.replica_table[0].inflight, 30.0, look_every=0.001)
     time.sleep(seconds)
-
-
-@pytest.mark.engine("qwen3_moe")
-def test_a_wrappers_rows_have_versions_per_token_and_their_minimum(train: Train) -> None:
-    trainer = train()
-    before = trainer.sender.version
-    wrapper = vLLMWrapper(
-        trainer.engine, input_mode="tokens", generate_kwargs={"max_new_tokens": 200, "ignore_eos": True}
-    )
-    rows: list[Any] = []
-    prompts = lazy_stack([TensorDict(tokens=Tokens(prompt=torch.arange(60, 65))) for _ in range(32)])
-    after = trainer.sender.publish()
-    thread = threading.Thread(target=lambda: rows.extend(wrapper(prompts).unbind(0)))
-    thread.start()
-    let_run(trainer.engine)
-    trainer.sender.apply(after)
-    thread.join(60.0)
-    assert len(rows) == 32
-    for row in rows:
-        versions = row["policy_versions", "full"]
-        assert versions[:5].tolist() == [-1] * 5
-        assert set(versions[5:].tolist()) == {before, after}
-        assert int(row["policy_version"]) == before
 
 
 @pytest.mark.engine("qwen3_moe")
@@ -935,17 +1054,6 @@ def test_half_of_the_names_are_refused_and_the_engine_serves_on_exactly(train: T
     assert trainer.engine.stats()[0]["state"] == "SERVING"
     assert trainer.engine.stats()[0]["version"] == version
     trainer.assert_agrees(trainer.generate())
-
-
-@pytest.mark.engine("qwen3_moe", num_replicas=2)
-def test_after_a_sync_each_of_two_replicas_agrees_with_the_trainer(engine: AsyncVLLM, shelf: EngineShelf) -> None:
-    trainer = Trainer(engine, shelf.folder("qwen3_moe"))
-    trainer.reference.change(11)
-    report = trainer.sender.update_weights()
-    assert [(entry.replica, entry.error) for entry in report.replicas] == [(0, None), (1, None)]
-    for index in (0, 1):
-        trainer.assert_agrees(trainer.generate(actor_index=index))
-    trainer.restore()
 
 
 @pytest.mark.engine

@@ -1,7 +1,8 @@
-"""Engine arguments: vLLM's names where they mean the same, all others refused."""
+"""Plain transformers as a kind of engine: vLLM's arguments where they mean the same, all others refused."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from torchrl_moe.modules.backends.transformers.engine_args import arguments_of, build_engine_args, seeded
+import torchrl_moe
+from torchrl_moe.modules.backends.engine_kind import EngineKind, find_kind
+from torchrl_moe.modules.backends.process.process_replica import LocalReplica
+from torchrl_moe.modules.backends.transformers import transformers_arguments as kind
+from torchrl_moe.modules.backends.transformers.transformers_arguments import arguments_of, build_engine_args, seeded
 
 
 def test_arguments_that_say_what_the_engine_does_anyway_are_left_out() -> None:
@@ -65,3 +70,44 @@ def test_each_replica_has_a_seed_of_its_own() -> None:
     assert seeded({"model": "m", "seed": 5}, 0) == {"model": "m", "seed": 5}
     assert seeded({"model": "m", "seed": 5}, 2)["seed"] == 7
     assert seeded({"model": "m"}, 1)["seed"] == 1
+
+
+# -- the kind ----------------------------------------------------------------------------------------------------------
+
+
+def test_it_has_all_that_a_kind_has_and_its_program_is_there() -> None:
+    assert find_kind("torchrl_moe.modules.backends.transformers.transformers_arguments") is kind
+    wanted = {*EngineKind.__annotations__, *(name for name in vars(EngineKind) if not name.startswith("_"))}
+    assert wanted <= {*vars(kind)}
+    path = Path(torchrl_moe.__file__).parents[1].joinpath(*kind.PROGRAM.split(".")).with_suffix(".py")
+    assert {"def preload(", "def run(", "def main("} <= {
+        line.partition("(")[0] + "(" for line in path.read_text().splitlines()
+    }
+
+
+def test_a_replica_has_one_device_and_may_be_forked() -> None:
+    assert kind.devices_per_replica({"model": "m"}) == 1
+    assert kind.reason_not_to_fork({"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}) == ""
+
+
+def test_the_environment_says_how_loud_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 9)
+    environment = kind.engine_environment(num_replicas=2)
+    assert (environment["TRANSFORMERS_VERBOSITY"], environment["OMP_NUM_THREADS"]) == ("warning", "4")
+    assert kind.engine_environment("3", verbose=True)["CUDA_VISIBLE_DEVICES"] == "3"
+    assert kind.engine_environment(verbose=True)["TRANSFORMERS_VERBOSITY"] == "info"
+
+
+def test_its_program_runs_by_itself_where_nothing_may_fork_it(
+    plain_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind a Ray actor."""
+    monkeypatch.setattr(kind, "reason_not_to_fork", lambda environment: "of the tests")
+    replica = LocalReplica(0, kind, {"model": str(plain_folder)}, kind.engine_environment())
+    replica.start()
+    try:
+        assert replica.wait_ready(240.0).model == str(plain_folder)
+    finally:
+        replica.shutdown()

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 import psutil
@@ -22,7 +22,7 @@ from torch import Tensor
 from torchrl_moe.errors import WeightSyncError
 from torchrl_moe.modules.backends.checkpoint import checkpoint_folder, checkpoint_metadata, tokenizer_files
 from torchrl_moe.modules.backends.commands import WeightCommands, compare_log_probs
-from torchrl_moe.modules.backends.process import wire as packing
+from torchrl_moe.modules.backends.process import wire
 from torchrl_moe.modules.backends.process.engine_program import EngineProgram, Inbox, Load, Send, run_engine, run_script
 from torchrl_moe.modules.backends.process.wire import Packed
 from torchrl_moe.modules.backends.replica import (
@@ -36,10 +36,15 @@ from torchrl_moe.modules.backends.replica import (
 )
 from torchrl_moe.modules.backends.transformers.answer import Answer
 from torchrl_moe.modules.backends.transformers.decoder import BatchDecoder, RequestReader, Running, WaitingLine
-from torchrl_moe.modules.backends.transformers.engine_args import build_engine_args
+from torchrl_moe.modules.backends.transformers.transformers_arguments import build_engine_args
 from torchrl_moe.weight_update.store import Manifest, WeightStoreReader, check_tensors
 from torchrl_moe.weight_update.transports.base import Receiver, StageReport
 from torchrl_moe.weight_update.transports.registry import open_receiver
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from torchrl_moe.modules.backends.transformers.loading import Loaded
 
 __all__ = ["EngineRequests", "EngineWeights", "exchange"]
 
@@ -47,7 +52,7 @@ __all__ = ["EngineRequests", "EngineWeights", "exchange"]
 class EngineProcess(EngineProgram, WeightCommands):
     """One engine process over plain transformers."""
 
-    def __init__(self, loaded: Any, inbox: Inbox, send: Send) -> None:
+    def __init__(self, loaded: Loaded, inbox: Inbox, send: Send) -> None:
 
         self.requests = EngineRequests(
             loaded.decoder, loaded.reader, lambda completion: send(("completion", completion)), self._refuse
@@ -72,11 +77,11 @@ class EngineProcess(EngineProgram, WeightCommands):
         """End the claim of a driver that is gone."""
         self.owner.left(driver)
 
-    def _background(self) -> list[Coroutine[Any, Any, None]]:
+    def _background(self) -> list[Coroutine[object, None, None]]:
         return [self._work()]
 
     async def _work(self) -> None:
-        """Run the requests; if that fails, tell the driver at once."""
+        """Run the requests; if that fails, report that to the driver at once."""
         await asyncio.gather(self.requests.run(), return_exceptions=True)
         self._report_death()
 
@@ -104,7 +109,9 @@ class EngineProcess(EngineProgram, WeightCommands):
     async def command_wake_up(self, tags: list[str] | None) -> None:
         del tags  # it never sleeps
 
-    async def command_collective_rpc(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    async def command_collective_rpc(
+        self, method: str, args: tuple[object, ...], kwargs: dict[str, object] | None
+    ) -> NoReturn:
         del args, kwargs
         raise ValueError(f"{method}: engine='transformers' has no workers to call; collective_rpc is vLLM's")
 
@@ -112,25 +119,25 @@ class EngineProcess(EngineProgram, WeightCommands):
         return not self.requests  # nothing is cached beyond a request
 
     async def command_set_seed(self, seed: int) -> None:
-        async with self.requests.turn:
+        async with self.requests.step_lock:
             self.requests.decoder.sampler.seed(seed)
 
-    async def command_tokenizer(self) -> Any:
-        return tokenizer_files(self._loaded.reader.words.tokenizer, self._loaded.arguments.trust_remote_code)
+    async def command_tokenizer(self) -> dict[str, object]:
+        return tokenizer_files(self._loaded.reader.tokenizer.tokenizer, self._loaded.arguments.trust_remote_code)
 
-    async def command_metadata(self) -> Any:
+    async def command_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
         return checkpoint_metadata(checkpoint_folder(self.info.model))
 
     async def command_snapshot(self) -> Packed:
-        return packing.pack_completions(await self.requests.snapshot())
+        return wire.pack_completions(await self.requests.snapshot())
 
     async def command_probe(self, seconds: float) -> ProbeReport:
         """Report whether a step ended in time, and this process's CPU time: its model thread is the engine core."""
-        waiting = asyncio.ensure_future(self.requests.turn.acquire())
+        waiting = asyncio.ensure_future(self.requests.step_lock.acquire())
         await asyncio.wait({waiting}, timeout=seconds)
         answered = waiting.done()
         if answered:
-            self.requests.turn.release()
+            self.requests.step_lock.release()
         else:
             waiting.cancel()
         times = self._self.cpu_times()
@@ -154,7 +161,7 @@ class EngineProcess(EngineProgram, WeightCommands):
     async def command_weights_version(self) -> int:
         return self.requests.version
 
-    async def _open_transport(self, transport: str, options: Mapping[str, Any]) -> None:
+    async def _open_transport(self, transport: str, options: Mapping[str, object]) -> None:
         await self.weights.init(transport, options)
 
     async def _stage(self, version: int, verify: str, threads: int, manifest: str | None) -> StageReport:
@@ -166,38 +173,10 @@ class EngineProcess(EngineProgram, WeightCommands):
         return await self.weights.swap(version, pause, clear_cache, canary, patience)
 
 
-async def _open(arguments: dict[str, Any], inbox: Inbox, send: Send) -> EngineProcess:
-    from torchrl_moe.modules.backends.transformers.loading import load
-
-    return EngineProcess(load(build_engine_args(arguments)), inbox, send)
-
-
-def run(connection: Connection, driver_is_gone: Callable[[], bool]) -> None:
-    """Run the engine, then end the process."""
-    run_engine(connection, driver_is_gone, _open)
-
-
-def preload() -> str:
-    """Import what an engine process imports; none of it keeps a process from being forked."""
-    from torchrl_moe.modules.backends.transformers import loading
-
-    del loading
-    return ""
-
-
-def main() -> None:
-    """Run as a child of the driver."""
-    run_script(run)
-
-
-if __name__ == "__main__":
-    main()
-
-
 # The requests that an engine process over plain transformers runs, in one loop: admit what may join, then step.
 #
 # The model computes in one thread, a step at a time. Whatever else needs it, or must not see it in mid-step (an
-# abort, a pause, a snapshot, a weight swap), takes the turn between two steps; so nothing here is ever half done.
+# abort, a pause, a snapshot, a weight swap), takes the step lock between two steps; so nothing here is ever half done.
 
 
 T = TypeVar("T")
@@ -216,7 +195,7 @@ class EngineRequests:
         refuse: Callable[[str, BaseException], None],
     ) -> None:
         self.decoder = decoder
-        self.turn = asyncio.Lock()
+        self.step_lock = asyncio.Lock()
         self.version = 0
         self.load = Load()
         self.failure: BaseException | None = None
@@ -235,8 +214,8 @@ class EngineRequests:
     def __len__(self) -> int:
         return len(self._open)
 
-    async def compute(self, work: Callable[..., T], *args: Any) -> T:
-        """Run a function in the model's thread; the caller holds :attr:`turn`."""
+    async def compute(self, work: Callable[..., T], *args: object) -> T:
+        """Run a function in the model's thread; the caller holds :attr:`step_lock`."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
     def start(self, request: Request) -> None:
@@ -263,19 +242,21 @@ class EngineRequests:
             while True:
                 await self._changed.wait()
                 self._changed.clear()
-                async with self.turn:
+                async with self.step_lock:
                     await self._work()
         except Exception as error:
             self.failure = error
             raise
 
     async def _work(self) -> None:
+        # aborts first: what they free may join
         self._cut()
         if not all(map(self._may_run, self._begun())):
             return
         if scored := self._line.next_scored():
             await self._score(scored)
             self._changed.set()
+        # then those that have room, and one step of all
         joining = self._line.joining(self.decoder.answers, self._again)
         self._again = self._again[len(joining) :]  # they come first
         if joining or self.decoder.answers:
@@ -341,7 +322,7 @@ class EngineRequests:
 
     async def snapshot(self) -> list[Completion]:
         """Return what each request has so far, without disturbing any."""
-        async with self.turn:
+        async with self.step_lock:
             return [running.completion() for running in self._open.values()]
 
     # -- pauses -----------------------------------------------------------------------------------------------------
@@ -354,7 +335,7 @@ class EngineRequests:
         self._changed.set()
         for running in finishing:
             await running.over.wait()
-        async with self.turn:
+        async with self.step_lock:
             self._cut()
             if clear_cache:
                 self.read_again()
@@ -371,19 +352,19 @@ class EngineRequests:
         return only is not None and any(running not in only for running in self._open.values())
 
     def read_again(self) -> None:
-        """Drop the keys and values of what runs, so that its tokens are read again; the caller holds :attr:`turn`."""
+        """Drop the keys and values of what runs, so that it is read again; the caller holds :attr:`step_lock`."""
         self._again += self.decoder.empty()
 
     @asynccontextmanager
     async def between_steps(self, mode: PauseMode) -> AsyncIterator[None]:
-        """Hold the turn; with ``"wait"``, requests in flight finish first, and new ones wait."""
+        """Hold the step lock; with ``"wait"``, requests in flight finish first, and new ones wait."""
         try:
             if mode == "wait":
                 self._draining = draining = set(self._open.values())
                 self._changed.set()
                 for running in draining:
                     await running.over.wait()
-            async with self.turn:
+            async with self.step_lock:
                 yield
         finally:
             self._draining = None
@@ -421,21 +402,23 @@ class OnlyWorker:
 class EngineWeights:
     """The weights of one engine."""
 
-    def __init__(self, model: Any, source: str, requests: EngineRequests, known: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, source: str, requests: EngineRequests, known: Mapping[str, Iterable[str]]
+    ) -> None:
         self._model, self._source, self._requests, self._known = model, source, requests, known
         self._receiver: Receiver | None = None
         self._reader: WeightStoreReader | None = None
-        self._expected: dict[str, Any] = {}
+        self._expected: dict[str, tuple[torch.dtype, torch.Size]] = {}
         self._staged: Manifest | None = None
 
-    async def init(self, transport: str, options: Mapping[str, Any]) -> None:
+    async def init(self, transport: str, options: Mapping[str, object]) -> None:
         """Open a transport, and close the one before."""
         if transport not in TRANSPORTS:
             hint = "lora='merged'" if transport == "adapter" else "transport='memmap' or 'gloo'"
             raise ValueError(f"engine='transformers' takes no weights by {transport!r}: use {hint}")
         self.close()
         self._receiver = open_receiver(transport, options, OnlyWorker())
-        self._reader = WeightStoreReader(options["folder"]) if transport == "memmap" else None
+        self._reader = WeightStoreReader(str(options["folder"])) if transport == "memmap" else None
         self._expected = await asyncio.to_thread(lambda: checkpoint_metadata(checkpoint_folder(self._source)))
 
     def _open(self) -> Receiver:
@@ -513,8 +496,11 @@ class EngineWeights:
         self._receiver = self._reader = self._staged = None
 
 
-def exchange(model: Any, tensors: Mapping[str, Tensor], known: Mapping[str, Any]) -> dict[str, Tensor]:
+def exchange(
+    model: PreTrainedModel, tensors: Mapping[str, Tensor], known: Mapping[str, Iterable[str]]
+) -> dict[str, Tensor]:
     """Give a model other weights, and return those that it had, by its own names."""
+    # a second model, by transformers' own loader, which stacks a checkpoint's experts
     fresh, info = type(model).from_pretrained(
         None,
         config=copy.deepcopy(model.config),
@@ -525,6 +511,7 @@ def exchange(model: Any, tensors: Mapping[str, Tensor], known: Mapping[str, Any]
     wrong = {name: sorted(map(str, set(info[name]) - set(known.get(name, ())))) for name in REPORTED}
     if found := [f"{name} {', '.join(keys[:4])}" for name, keys in wrong.items() if keys]:
         raise WeightSyncError(f"{type(model).__name__} cannot take these weights: {'; '.join(found)}")
+    # what shares memory with the store is copied: the store is written again
     theirs = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
     new = {
         name: tensor.clone() if tensor.untyped_storage().data_ptr() in theirs else tensor
@@ -535,8 +522,39 @@ def exchange(model: Any, tensors: Mapping[str, Tensor], known: Mapping[str, Any]
     return before
 
 
-def _put(model: Any, state: Mapping[str, Tensor]) -> None:
+def _put(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
     """Replace a model's tensors, by its own names; the new ones are not copied if they are on its device."""
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():
             tensor.data = state[name].to(tensor.device)
+
+
+# The program: last, since running it needs all that is defined above.
+
+
+async def _open(arguments: dict[str, object], inbox: Inbox, send: Send) -> EngineProcess:
+    from torchrl_moe.modules.backends.transformers.loading import load
+
+    return EngineProcess(load(build_engine_args(arguments)), inbox, send)
+
+
+def run(connection: Connection, driver_is_gone: Callable[[], bool]) -> None:
+    """Run the engine, then end the process."""
+    run_engine(connection, driver_is_gone, _open)
+
+
+def preload() -> str:
+    """Import what an engine process imports; none of it keeps a process from being forked."""
+    from torchrl_moe.modules.backends.transformers import loading
+
+    del loading
+    return ""
+
+
+def main() -> None:
+    """Run as a child of the driver."""
+    run_script(run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,567 @@
+"""Requests in one loop and new weights between its steps; a real service over plain transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack, set_list_to_stack
+from torch import Tensor
+from torchrl.modules.llm.policies import Tokens
+from transformers import AutoModelForCausalLM
+
+from support.engines import EngineShelf
+from support.plain import TOLERANCE, Bench, check_output, loaded, serve, sets
+from support.processes import ids_request
+from support.versions import SECONDS, Versions, ask, let_run, random_ids
+from support.waiting import until
+from torchrl_moe.errors import EngineError, ManifestMismatch, RequestRefusedError, WeightSyncError
+from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, vLLMWrapper
+from torchrl_moe.modules.backends.replica import Completion, Scoring
+from torchrl_moe.modules.backends.transformers.loading import Loaded
+from torchrl_moe.modules.backends.transformers.transformers_process import EngineProcess, EngineWeights, exchange
+from torchrl_moe.modules.policies.unstack import checkpoint_tensors
+from torchrl_moe.modules.replay.router_replay import RouterReplay
+from torchrl_moe.testing.tiny_moe import make_tiny_moe
+from torchrl_moe.weight_update import VLLMWeightSyncScheme, get_model_metadata
+from torchrl_moe.weight_update.store import WeightStoreWriter
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_request_is_answered_and_counted(plain: Loaded) -> None:
+    async def script(bench: Bench) -> None:
+        bench.start("a")
+        bench.start("b", [70], params={"n": 3, "max_tokens": 2})
+        bench.start("bad", params={"logit_bias": {1: 1.0}})
+        bench.start("s", [70, 71, 72], scoring=Scoring(temperature=0.5))
+        await bench.until(lambda: len(bench.sent) == 3)
+
+    bench = serve(plain, script)
+    assert list(bench.refused) == ["bad"]
+    assert [len(output.token_ids) for output in bench.sent["b"].outputs] == [2, 2, 2]
+    assert bench.sent["a"].outputs[0].finish_reason == "length"
+    scores = bench.sent["s"].prompt_logprobs
+    assert scores is not None
+    assert scores[1:] == pytest.approx(plain.decoder.score([70, 71, 72], Scoring(temperature=0.5))[1:], abs=TOLERANCE)
+    assert bench.requests.counts == {"requests": 3, "completions": 4, "prompt_tokens": 6, "generated_tokens": 8 + 6}
+    metrics = bench.sent["a"].metrics
+    assert 0 <= metrics.queue_seconds <= metrics.first_token_seconds <= metrics.total_seconds
+    assert bench.requests.seconds >= metrics.total_seconds
+    assert (bench.requests.load.running, bench.requests.load.waiting, len(bench.requests)) == (0, 0, 0)
+    assert bench.requests.load.tokens == 14
+
+
+def test_an_abort_that_comes_too_late_spares_the_next_request_of_that_id(
+    plain: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, go_on, step = threading.Event(), threading.Event(), plain.decoder.step
+
+    def slow_step(*arguments: Any) -> None:
+        step(*arguments)
+        inside.set()
+        go_on.wait(60.0)
+
+    monkeypatch.setattr(plain.decoder, "step", slow_step)
+
+    async def script(bench: Bench) -> None:
+        def take(completion: Completion) -> None:
+            bench._take(completion)
+            if len(bench.order) == 1:
+                bench.start("a", params={"max_tokens": 2})
+
+        bench.requests._send = take
+        bench.start("a", params={"max_tokens": 1})
+        await bench.until(inside.is_set)
+        bench.requests.abort(["a"])  # its only token is there already
+        go_on.set()
+        await bench.until(lambda: len(bench.order) == 2)
+        assert not bench.sent["a"].aborted
+        assert len(bench.sent["a"].outputs[0].token_ids) == 2
+
+    serve(plain, script)
+
+
+def test_what_is_cut_continues_as_if_it_never_was(plain: Loaded) -> None:
+    params = {"temperature": 0.0, "max_tokens": 12}
+
+    async def script(bench: Bench) -> None:
+        bench.start("whole", [65, 66, 67], params=params)
+        await bench.until(lambda: bench.sent)
+        bench.start("a", [65, 66, 67], params=params)
+        await bench.tokens("a", 3)
+        bench.requests.abort(["a"])
+        await bench.until(lambda: "a" in bench.sent)
+        bench.start("b", [65, 66, 67], params=params, resume=bench.sent["a"])
+        await bench.until(lambda: "b" in bench.sent)
+
+    bench = serve(plain, script)
+    whole, again = bench.sent["whole"].outputs[0], bench.sent["b"].outputs[0]
+    assert bench.sent["a"].outputs[0].finish_reason == "abort"
+    assert again.token_ids.tolist() == whole.token_ids.tolist()
+    assert again.logprobs == pytest.approx(whole.logprobs, abs=TOLERANCE)
+    assert again.routed_experts is not None
+    assert whole.routed_experts is not None
+    assert (np.sort(again.routed_experts, -1) == np.sort(whole.routed_experts, -1)).all()
+    assert (again.text, again.resume) == (whole.text, "forced")
+    assert bench.requests.counts["generated_tokens"] == 12 + 12
+
+
+# -- pauses -----------------------------------------------------------------------------------------------------------
+
+
+def test_whatever_comes_between_each_answer_is_what_the_model_makes_of_it(plain: Loaded) -> None:
+    """Prompts of any lengths in a batch with too little room, some aborted, all paused now and then, and read again."""
+    rng = random.Random(0)
+    reader = replace(plain.reader, arguments=replace(plain.arguments, max_num_seqs=5, max_num_batched_tokens=40))
+    prompts = {f"r{i}": [rng.randrange(256) for _ in range(rng.randint(1, 30))] for i in range(14)}
+
+    async def script(bench: Bench) -> None:
+        for name, ids in prompts.items():
+            bench.start(name, ids, params={"n": rng.randint(1, 3), "max_tokens": rng.randint(1, 20)})
+        for i in range(6):
+            await asyncio.sleep(rng.random() * 0.02)
+            if i % 2:
+                bench.requests.abort([f"r{rng.randrange(14)}"])
+            else:
+                await bench.requests.pause(("keep", "wait", "abort")[i // 2], i % 4 == 0)
+                bench.start(f"late{i}", [70], params={"max_tokens": 2})
+                await asyncio.sleep(0.01)
+                assert f"late{i}" not in bench.sent
+                bench.requests.resume()
+        await bench.until(lambda: len(bench.sent) == 17)
+
+    sent = serve(replace(plain, reader=reader), script).sent
+    for name, completion in sent.items():
+        for output in completion.outputs:
+            assert completion.aborted or output.finish_reason == "length"
+            if len(output.token_ids):
+                check_output(plain, prompts.get(name, [70]), output)
+
+
+# -- new weights -------------------------------------------------------------------------------------------------------
+
+
+IDS = list(range(70, 80))
+LONG = {"max_tokens": 24, "temperature": 0.0}
+
+
+@pytest.fixture
+def engine(plain_folder: Path) -> Loaded:
+    """An engine whose weights may be changed."""
+    return loaded(plain_folder)
+
+
+def others(seed: int = 1) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in checkpoint_tensors(make_tiny_moe(seed=seed)).items()}
+
+
+def state(model: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+# -- the exchange -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [("qwen3_moe", {}), ("deepseek_v3", {}), ("mixtral", {"tie_word_embeddings": True}), ("qwen3", {})],
+)
+def test_a_model_gets_a_checkpoints_weights_and_stays_itself(family: str, config: dict[str, Any]) -> None:
+    model, wanted = make_tiny_moe(family, **config), make_tiny_moe(family, seed=1, **config)
+    source = {name: tensor.clone() for name, tensor in checkpoint_tensors(wanted).items()}
+    names, old = set(map(id, model.parameters())), state(model)
+    before = exchange(model, source, {})
+    assert same(state(model), state(wanted))
+    assert same(before, old)
+    assert set(map(id, model.parameters())) == names
+    for tensor in source.values():  # nothing of the model lies in what was given
+        if tensor.is_floating_point():
+            tensor.fill_(7)
+    assert same(state(model), state(wanted))
+
+
+def test_weights_are_cast_to_what_the_model_computes_in() -> None:
+    model = make_tiny_moe("qwen3_moe", dtype=torch.bfloat16)
+    exchange(model, others(), {})
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.bfloat16}
+
+
+def test_weights_of_another_model_change_nothing() -> None:
+    model = make_tiny_moe("qwen3_moe")
+    before, source = state(model), others()
+    del source["model.norm.weight"]
+    with pytest.raises(WeightSyncError, match=r"cannot take these weights: missing_keys model\.norm\.weight"):
+        exchange(model, source, {})
+    assert same(state(model), before)
+    exchange(model, source, {"missing_keys": {"model.norm.weight"}})  # the checkpoint lacked it, too
+
+
+# -- a version on its way ---------------------------------------------------------------------------------------------
+
+
+class Updates:
+    """A store, and an engine's weights behind it."""
+
+    def __init__(self, bench: Bench, engine: Loaded, folder: Path) -> None:
+        self.writer = WeightStoreWriter(folder)
+        self.folder = folder
+        self.weights = EngineWeights(engine.decoder.model, engine.info.model, bench.requests, engine.report)
+
+    async def stage(self, version: int, tensors: Mapping[str, Tensor], **how: Any) -> Any:
+        self.writer.publish(tensors.items(), version)
+        options = {"verify": "digest", "threads": 1, "manifest": None, **how}
+        return await self.weights.stage(version, **options)
+
+    async def bring(self, version: int, tensors: Mapping[str, Tensor], pause: Any = "keep", **how: Any) -> Any:
+        if self.weights._receiver is None:
+            await self.weights.init("memmap", {"folder": str(self.folder)})
+        await self.stage(version, tensors)
+        clear, canary = how.get("clear_cache", False), how.get("canary")
+        return await self.weights.swap(version, pause, clear, canary, 60.0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "store"
+
+
+def test_an_update_changes_the_answers_and_their_versions(engine: Loaded, folder: Path) -> None:
+    async def script(bench: Bench) -> None:
+        updates = Updates(bench, engine, folder)
+        bench.start("before", IDS, params=LONG)
+        await bench.until(lambda: bench.sent)
+        report = await updates.bring(3, others())
+        assert (report.started, report.error, report.unproved) == (True, None, "")
+        assert 0 < report.loading_seconds <= report.paused_seconds
+        bench.start("after", IDS, params=LONG)
+        await bench.until(lambda: len(bench.sent) == 2)
+        updates.weights.close()
+        updates.weights.close()
+
+    bench = serve(engine, script)
+    before, after = bench.sent["before"].outputs[0], bench.sent["after"].outputs[0]
+    assert set(before.policy_versions.tolist()) == {0}
+    assert set(after.policy_versions.tolist()) == {3}
+    assert before.token_ids.tolist() != after.token_ids.tolist()
+    with torch.no_grad():
+        ids = torch.tensor([[*IDS, *after.token_ids.tolist()]])
+        logits = make_tiny_moe("qwen3_moe", seed=1)(ids).logits[0].log_softmax(-1)[len(IDS) - 1 : -1]
+    expected = logits.gather(-1, torch.from_numpy(after.token_ids)[:, None])[:, 0].numpy()
+    assert after.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("pause", "clear", "resume"), [("keep", False, "none"), ("keep", True, "forced"), ("abort", False, "forced")]
+)
+def test_an_answer_continues_with_new_weights(
+    engine: Loaded, folder: Path, pause: str, clear: bool, resume: str
+) -> None:
+    async def script(bench: Bench) -> None:
+        updates = Updates(bench, engine, folder)
+        bench.start("a", IDS, params=LONG)
+        await bench.tokens("a", 3)
+        await updates.bring(1, others(), pause, clear_cache=clear)
+        await bench.until(lambda: bench.sent)
+
+    (output,) = serve(engine, script).sent["a"].outputs
+    versions = output.policy_versions.tolist()
+    assert versions == sorted(versions)
+    assert set(versions) == {0, 1}
+    assert (len(versions), output.finish_reason, output.resume) == (24, "length", resume)
+    assert output.routed_experts is not None
+    assert output.logprobs is not None
+    assert (len(output.routed_experts), len(output.logprobs)) == (len(IDS) + 23, 24)
+    if not clear and pause == "keep":
+        return
+    cut = versions.index(1)  # what was read again follows the first part's experts; then each token routes itself
+    whole = np.concatenate([output.routed_experts, np.zeros((1, 4, 4))]).astype(np.int16)[None]
+    whole[0, :, 0], whole[0, len(IDS) + cut - 1 :] = -1, -1
+    model = make_tiny_moe("qwen3_moe", seed=1)
+    with torch.no_grad(), RouterReplay(model).replay(torch.from_numpy(whole)):
+        logits = model(torch.tensor([[*IDS, *output.token_ids.tolist()]])).logits[0].log_softmax(-1)
+    expected = logits[len(IDS) - 1 : -1].gather(-1, torch.from_numpy(output.token_ids)[:, None])[:, 0].numpy()
+    assert output.logprobs[cut:] == pytest.approx(expected[cut:], abs=TOLERANCE)
+
+
+def test_wait_lets_answers_finish_with_the_old_weights(engine: Loaded, folder: Path) -> None:
+    async def script(bench: Bench) -> None:
+        updates = Updates(bench, engine, folder)
+        bench.start("a", IDS, params=LONG)
+        await bench.tokens("a", 1)
+        bringing = asyncio.create_task(updates.bring(1, others(), "wait"))
+        await bringing
+        bench.start("b", IDS, params=LONG)
+        await bench.until(lambda: len(bench.sent) == 2)
+        await bench.requests.pause("keep", False)
+        bench.start("c", IDS)
+        frozen = await updates.bring(2, others(2), "wait")
+        assert (frozen.started, "resume() it first" in frozen.error) == (False, True)
+        assert (await updates.bring(2, others(2))).error is None  # an engine that is paused may be updated
+
+    bench = serve(engine, script)
+    assert [set(bench.sent[name].outputs[0].policy_versions.tolist()) for name in "ab"] == [{0}, {1}]
+    assert bench.requests.version == 2
+
+
+def test_new_weights_must_answer_the_canary(engine: Loaded, folder: Path) -> None:
+    proof: dict[str, Any] = {"token_ids": IDS, "tolerance": 1e-4}
+
+    async def script(bench: Bench) -> None:
+        updates = Updates(bench, engine, folder)
+        before, scores = state(engine.decoder.model), engine.decoder.score(IDS, Scoring())
+        bad = await updates.bring(1, others(), canary={**proof, "log_probs": scores[1:].tolist()})
+        assert bad.started is False
+        assert bad.error is not None
+        assert "differ from the trainer's by up to" in bad.error
+        assert same(state(engine.decoder.model), before)
+        assert bench.requests.version == 0
+        broken = others()
+        broken["model.norm.weight"].fill_(3e38)  # which overflows
+        unproved = await updates.bring(2, broken)
+        assert "a log-prob that is not a number" in unproved.error
+        assert same(state(engine.decoder.model), before)
+        exchange(engine.decoder.model, others(), {})
+        right = engine.decoder.score(IDS, Scoring())[1:].tolist()
+        assert (await updates.bring(3, others(), canary={**proof, "log_probs": right})).error is None
+
+    assert serve(engine, script).requests.version == 3
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_paused(engine: Loaded, folder: Path) -> None:
+    async def script(bench: Bench) -> None:
+        updates = Updates(bench, engine, folder)
+        with pytest.raises(WeightSyncError, match=r"call init_all_workers_group\(\) first"):
+            await updates.stage(1, others())
+        await updates.weights.init("memmap", {"folder": str(folder)})
+        with pytest.raises(ManifestMismatch):
+            await updates.stage(2, {name: tensor for name, tensor in others().items() if "norm" not in name})
+        report = await updates.stage(3, others())
+        assert (report.nbytes > 0, report.loaded) == (True, 0.0)
+        late = await updates.weights.swap(2, "keep", False, None, 60.0)
+        assert (late.started, late.error) == (False, "WeightSyncError: version 2 is not what was staged last")
+
+    serve(engine, script)
+
+
+@pytest.mark.parametrize(("transport", "hint"), [("adapter", "use lora='merged'"), ("mpi", "transport='memmap'")])
+def test_other_transports_are_refused_by_name(engine: Loaded, transport: str, hint: str) -> None:
+    async def script(bench: Bench) -> None:
+        weights = EngineWeights(engine.decoder.model, engine.info.model, bench.requests, engine.report)
+        with pytest.raises(ValueError, match=f"takes no weights by '{transport}': .*{hint}"):
+            await weights.init(transport, {"folder": "here"})
+
+    serve(engine, script)
+
+
+# -- a service ---------------------------------------------------------------------------------------------------------
+
+
+GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "logprobs": 0}
+
+
+def test_several_replicas_stand_behind_one_service(second_engine: AsyncVLLM) -> None:
+    assert [info.engine_version.split()[0] for info in second_engine.infos] == ["transformers"] * 2
+    ids = [70, 71, 72]
+    one, two = (second_engine.generate(ids, GREEDY, actor_index=i, use_tqdm=False) for i in (0, 1))
+    assert [one.metrics.replica, two.metrics.replica] == [0, 1]
+    assert one.outputs[0].token_ids.tolist() == two.outputs[0].token_ids.tolist()
+    sampled = {"max_tokens": 30, "ignore_eos": True}
+    noisy = [second_engine.generate(ids, sampled, actor_index=i, use_tqdm=False).outputs[0] for i in (0, 1)]
+    assert noisy[0].token_ids.tolist() != noisy[1].token_ids.tolist()  # each has a seed of its own
+    seeded = [
+        second_engine.generate(ids, {**sampled, "seed": 3}, actor_index=i, use_tqdm=False).outputs[0] for i in (0, 1)
+    ]
+    assert seeded[0].token_ids.tolist() == seeded[1].token_ids.tolist()
+    many = second_engine.generate([ids] * 6, {**sampled, "n": 2}, use_tqdm=False)
+    assert {completion.metrics.replica for completion in many} == {0, 1}
+    assert all(len(completion.outputs) == 2 for completion in many)
+    assert second_engine.get_tokenizer().encode("Hi") == [72, 105]
+    assert second_engine.get_model_metadata() == get_model_metadata(make_tiny_moe("qwen3_moe"))
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.7}, {"top_p": 0.9, "top_k": 40, "temperature": 0.8}])
+@torch.no_grad()
+def test_rollouts_are_what_the_trainer_scores_with_their_experts(
+    second_engine: AsyncVLLM, shelf: EngineShelf, sampling: dict[str, Any]
+) -> None:
+    kwargs = {"max_new_tokens": 12, "ignore_eos": True, **sampling}
+    policy = vLLMWrapper(second_engine, input_mode="tokens", generate_kwargs=kwargs)
+    rows = [torch.from_numpy(random_ids(seed, 5 + seed)) for seed in range(6)]
+    with set_list_to_stack(True):
+        td = policy(lazy_stack([TensorDict(tokens=Tokens(prompt=row)) for row in rows]))
+        model = AutoModelForCausalLM.from_pretrained(shelf.folder("qwen3_moe"), dtype=torch.float32)
+        scored = TransformersWrapper(model, replay="R3").score(td, entropy=False)[0]
+    for row, own in zip(td.unbind(0), scored, strict=True):
+        sampled, routes = row["log_probs", "full"], row["routed_experts", "full"]
+        known = sampled.isfinite()
+        assert known.sum() == 12
+        assert (sampled[known] - own[-len(sampled) :][known]).abs().max() <= TOLERANCE
+        assert routes.dtype == torch.int8
+        assert (routes[-1] == -1).all()
+        assert (routes[:, 0] == -1).all()
+        assert (routes[:-1, 1:] >= 0).all()
+
+
+def test_experts_are_followed_and_tokens_are_scored(second_engine: AsyncVLLM) -> None:
+    ids = [70, 71, 72, 73]
+    own = second_engine.generate(ids, GREEDY, use_tqdm=False).outputs[0].routed_experts
+    assert own is not None
+    rows = (own[:4].astype(np.int8) + 1) % 16
+    rows[:, 0] = -1
+    forced = second_engine.generate(ids, GREEDY, routed_experts=rows, use_tqdm=False).outputs[0].routed_experts
+    assert forced is not None
+    assert (sets(forced[:4, 1:]) == sets(rows[:, 1:])).all()
+    free, followed = second_engine.score([ids, ids], routed_experts=[None, rows])
+    assert free.shape == followed.shape == (4,)
+    assert not torch.equal(free[1:], followed[1:])
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["memmap", "gloo"])
+def versions(
+    second_engine: AsyncVLLM, shelf: EngineShelf, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Versions]:
+    """Versions of the weights, brought by each transport; the old ones afterwards."""
+    made = Versions(second_engine, shelf, "qwen3_moe", tmp_path, request.param)
+    yield made
+    made.close()
+
+
+def test_every_token_is_of_the_version_that_it_says(versions: Versions) -> None:
+    for seed, (pause, clear_cache) in enumerate([("keep", False), ("keep", True), ("abort", False)]):
+        before, manifest = versions.now, versions.prepare(seed)
+        asked = ask("running", random_ids(seed, 9), max_tokens=30, n=2)
+        futures = [replica.submit([asked])[0] for replica in versions.replicas]
+        let_run(versions.replicas[0], futures, 0.02)
+        versions.swap(manifest, pause, clear_cache)
+        mixes = pause == "keep" and not clear_cache  # then old keys and values serve new tokens
+        for future in futures:
+            completion = future.result(SECONDS)
+            for output in completion.outputs:
+                assert len(output.token_ids) == 30
+                only = before if mixes and output.policy_versions[0] == before else None
+                versions.check(completion, output, only=only)
+    for replica in versions.replicas:
+        (fresh,) = (future.result(SECONDS) for future in replica.submit([ask("new", random_ids(9, 12), max_tokens=8)]))
+        assert set(fresh.outputs[0].policy_versions.tolist()) == {versions.now}
+        versions.check(fresh, fresh.outputs[0])
+
+
+def test_a_trainer_sends_its_weights_and_a_killed_replica_gets_the_newest(
+    second_engine: AsyncVLLM, tmp_path: Path
+) -> None:
+    sender = VLLMWeightSyncScheme(mode="abort_resume", verify="canary").create_sender()
+    try:
+        for seed in (1, 0):  # the last are those that it had
+            model = make_tiny_moe("qwen3_moe", seed=seed)
+            sender.register_model(model)
+            sender.init_all_workers_group(None, vllm_engine=second_engine)
+            report = sender.update_weights()
+            assert report.failed == {}
+            completion = second_engine.generate([70, 71, 72], GREEDY, use_tqdm=False)
+            (output,) = completion.outputs
+            assert set(output.policy_versions.tolist()) == {report.version}
+            with torch.no_grad():
+                ids = torch.tensor([[70, 71, 72, *output.token_ids.tolist()]])
+                assert model(ids).logits[0, 2:-1].argmax(-1).tolist() == output.token_ids.tolist()
+        restarts = second_engine.replica_table[1].restarts
+        os.kill(second_engine.replica_table[1].replica._child.process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        many = second_engine.generate([[70, 71]] * 8, GREEDY, use_tqdm=False)  # none is lost
+        assert len(many) == 8
+
+        def is_back() -> bool:
+            entry = second_engine.replica_table[1]
+            return entry.restarts > restarts and entry.state.name == "SERVING"
+
+        until(is_back, SECONDS)
+        late = second_engine.generate([70, 71], GREEDY, actor_index=1, use_tqdm=False)
+        assert set(late.outputs[0].policy_versions.tolist()) == {report.version}
+    finally:
+        sender.shutdown()
+
+
+# -- what it refuses --------------------------------------------------------------------------------------------------
+
+
+def test_what_it_does_not_serve_is_refused_by_name_and_it_continues(second_engine: AsyncVLLM) -> None:
+    with pytest.raises(ValueError, match="sleep: engine='transformers' keeps its model in memory"):
+        second_engine.sleep()
+    with pytest.raises(ValueError, match="torchrl_moe_save_params: engine='transformers' has no workers"):
+        second_engine.save_model_params()
+    with pytest.raises(RequestRefusedError, match="serves no adapters"):
+        second_engine.generate([70], GREEDY, lora_request={"lora_name": "a", "lora_path": "b"}, use_tqdm=False)
+    with pytest.raises(RequestRefusedError, match="does not serve logit_bias"):
+        second_engine.generate([70], {**GREEDY, "logit_bias": {1: 1.0}}, use_tqdm=False)
+    sender = VLLMWeightSyncScheme(lora="adapter").create_sender()
+    with pytest.raises((ValueError, EngineError), match="lora='merged'"):
+        try:
+            sender.init_all_workers_group(None, vllm_engine=second_engine)
+        finally:
+            sender.shutdown()
+    second_engine.wake_up()
+    assert second_engine.reset_prefix_cache()
+    assert second_engine.generate([70], GREEDY, use_tqdm=False).outputs[0].finish_reason == "length"
+
+
+# -- one process from the inside --------------------------------------------------------------------------------------
+
+
+class Inbox:
+    """The driver's messages, put by hand."""
+
+    def __init__(self) -> None:
+        self.messages: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
+
+    def put(self, *message: Any) -> None:
+        self.messages.put_nowait(message)
+
+
+def test_a_probe_says_whether_a_step_ends_in_time(plain: Loaded) -> None:
+    async def main() -> None:
+        process = EngineProcess(plain, Inbox(), lambda message: None)  # type: ignore[arg-type]
+        idle = await process.command_probe(60.0)
+        async with process.requests.step_lock:
+            late = await process.command_probe(0.01)
+        again = await process.command_probe(60.0)
+        assert [one.core_answered for one in (idle, late, again)] == [True, False, True]
+        assert 0 < idle.cpu_seconds <= again.cpu_seconds
+        process.close()
+
+    asyncio.run(main())
+
+
+def test_a_model_that_fails_ends_the_process_with_its_words(plain: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(plain.decoder, "step", fail)
+    sent: list[tuple[Any, ...]] = []
+
+    async def main() -> None:
+        process = EngineProcess(plain, Inbox(), sent.append)  # type: ignore[arg-type]
+        serving = asyncio.create_task(process.serve())
+        process.start(ids_request("a", [70]))
+        await asyncio.wait_for(serving, 60.0)
+        process.close()
+
+    asyncio.run(main())
+    assert [message for message in sent if message[0] != "stats"] == [
+        ("died", "the model failed: RuntimeError: out of memory")
+    ]
