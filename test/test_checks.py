@@ -28,26 +28,94 @@ def fails(error: type[Exception], text: str, call: Callable[[], Any]) -> None:
     assert caught.type is error
 
 
-def test_rank() -> None:
-    _checks.check_rank("x", torch.zeros(2, 3), 2)
+ONES = {
+    dtype: torch.zeros(1, dtype=dtype) for dtype in (torch.int64, torch.int8, torch.uint8, torch.uint16, torch.bool)
+}
+A, B = torch.zeros(2, 3), torch.zeros(2, 4)
+DO = {"hint": "Do this."}
+
+
+def test_what_fits_passes() -> None:
+    _checks.check_rank("x", A, 2)
     _checks.check_rank("x", np.zeros(()), 0)
-    fails(
-        ValueError,
-        "x must have 1 dimension, got 2: shape [2, 3].",
-        lambda: _checks.check_rank("x", np.zeros((2, 3)), 1),
-    )
-    fails(
-        RouteShapeError,
-        "x must have 3 dimensions, got 1: shape [2]. Do this.",
-        lambda: _checks.check_rank("x", torch.zeros(2), 3, error=RouteShapeError, hint="Do this."),
-    )
+    _checks.check_same_shape({"a": A, "b": np.zeros((2, 3))})
+    _checks.check_same_shape({})
+    for dtype in (torch.uint8, torch.uint16, torch.int8, torch.int64):
+        _checks.check_integer("x", ONES[dtype])
+    _checks.check_integer("x", ONES[torch.int8], signed=True)
+    for kind in (np.uint8, np.int32):
+        _checks.check_integer("x", np.zeros(1, dtype=kind))
+    _checks.check_floating("x", torch.zeros(1, dtype=torch.bfloat16))
+    _checks.check_rows("x", 3, 3)
+    _checks.check_route_dtype("x", torch.int8, torch.int8, 64)
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "check", "arguments", "options"),
+    [
+        (ValueError, "x must have 1 dimension, got 2: shape [2, 3].", _checks.check_rank, (np.zeros((2, 3)), 1), {}),
+        (
+            RouteShapeError,
+            "x must have 3 dimensions, got 1: shape [1]. Do this.",
+            _checks.check_rank,
+            (ONES[torch.int8], 3),
+            {"error": RouteShapeError, **DO},
+        ),
+        (ValueError, "x must have an integer dtype, got torch.bool.", _checks.check_integer, (ONES[torch.bool],), {}),
+        (ValueError, "x must have an integer dtype, got torch.float32.", _checks.check_integer, (A,), {}),
+        (
+            RouteValueError,
+            "x must have a signed integer dtype, got uint16. Do this.",
+            _checks.check_integer,
+            (np.zeros(1, dtype=np.uint16),),
+            {"signed": True, "error": RouteValueError, **DO},
+        ),
+        (
+            ValueError,
+            "x must have a signed integer dtype, got torch.uint8.",
+            _checks.check_integer,
+            (ONES[torch.uint8],),
+            {"signed": True},
+        ),
+        (
+            ValueError,
+            "x must have a floating point dtype, got torch.int64.",
+            _checks.check_floating,
+            (ONES[torch.int64],),
+            {},
+        ),
+        (RouteShapeError, "x must have 1 row, got 2.", _checks.check_rows, (2, 1), {}),
+        (RouteShapeError, "x must have 4 rows, got 2. Do this.", _checks.check_rows, (2, 4), DO),
+        (
+            RouteValueError,
+            "x must have dtype torch.int8 for 64 experts, got torch.uint8. Use RoutedExperts.from_vllm on what an"
+            " engine returned, and .to(torch.int8) on other routes.",
+            _checks.check_route_dtype,
+            (torch.uint8, torch.int8, 64),
+            {},
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    error: type[Exception], text: str, check: Callable[..., None], arguments: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    fails(error, text, lambda: check("x", *arguments, **options))
+
+
+def test_arrays_of_different_shapes_are_named() -> None:
+    text = "a, b and c must have the same shape, got a [2, 3], b [2, 4], c [2, 3]."
+    fails(ValueError, text, lambda: _checks.check_same_shape({"a": A, "b": B, "c": A}))
+
+
+Shape = tuple[int, ...]
+Expected = tuple[int | str | EllipsisType, ...]
 
 
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [((2, 3), (2, 3)), ((2, 3), ("T", 3)), ((3,), (..., 3)), ((7, 2, 3), (..., "T", 3)), ((), ()), ((5,), (...,))],
 )
-def test_a_fitting_shape_passes(shape: tuple[int, ...], expected: tuple[int | str | EllipsisType, ...]) -> None:
+def test_a_fitting_shape_passes(shape: Shape, expected: Expected) -> None:
     _checks.check_shape("x", shape, expected)
 
 
@@ -61,74 +129,10 @@ def test_a_fitting_shape_passes(shape: tuple[int, ...], expected: tuple[int | st
         ((3,), (..., "T", 3), "[..., T, 3]"),
     ],
 )
-def test_a_shape_that_does_not_fit(
-    shape: tuple[int, ...], expected: tuple[int | str | EllipsisType, ...], wanted: str
-) -> None:
-    message = f"x must have shape {wanted}, got {list(shape)}. Do this."
-    fails(ValueError, message, lambda: _checks.check_shape("x", shape, expected, hint="Do this."))
-    fails(
-        RouteShapeError,
-        message.removesuffix(" Do this."),
-        lambda: _checks.check_shape("x", shape, expected, error=RouteShapeError),
-    )
-
-
-def test_same_shape() -> None:
-    a, b = torch.zeros(2, 3), torch.zeros(2, 4)
-    _checks.check_same_shape({"a": a, "b": np.zeros((2, 3))})
-    _checks.check_same_shape({})
-    fails(
-        ValueError,
-        "a, b and c must have the same shape, got a [2, 3], b [2, 4], c [2, 3].",
-        lambda: _checks.check_same_shape({"a": a, "b": b, "c": a}),
-    )
-
-
-def test_integer() -> None:
-    for dtype in (torch.uint8, torch.uint16, torch.int8, torch.int64):
-        _checks.check_integer("x", torch.zeros(1, dtype=dtype))
-    _checks.check_integer("x", torch.zeros(1, dtype=torch.int16), signed=True)
-    for kind in (np.uint8, np.int32):
-        _checks.check_integer("x", np.zeros(1, dtype=kind))
-    for dtype in (torch.bool, torch.float32):
-        text = f"x must have an integer dtype, got {dtype}."
-        fails(ValueError, text, lambda dtype=dtype: _checks.check_integer("x", torch.zeros(1, dtype=dtype)))
-    fails(
-        RouteValueError,
-        "x must have a signed integer dtype, got uint16. Do this.",
-        lambda: _checks.check_integer(
-            "x", np.zeros(1, dtype=np.uint16), signed=True, error=RouteValueError, hint="Do this."
-        ),
-    )
-    fails(
-        ValueError,
-        "x must have a signed integer dtype, got torch.uint8.",
-        lambda: _checks.check_integer("x", torch.zeros(1, dtype=torch.uint8), signed=True),
-    )
-
-
-def test_floating() -> None:
-    _checks.check_floating("x", torch.zeros(1, dtype=torch.bfloat16))
-    text = "x must have a floating point dtype, got torch.int64."
-    fails(ValueError, text, lambda: _checks.check_floating("x", torch.zeros(1, dtype=torch.int64)))
-
-
-def test_rows() -> None:
-    _checks.check_rows("x", 3, 3)
-    fails(RouteShapeError, "x must have 1 row, got 2.", lambda: _checks.check_rows("x", 2, 1))
-    fails(
-        RouteShapeError, "x must have 4 rows, got 2. Do this.", lambda: _checks.check_rows("x", 2, 4, hint="Do this.")
-    )
-
-
-def test_route_dtype() -> None:
-    _checks.check_route_dtype("x", torch.int8, torch.int8, 64)
-    fails(
-        RouteValueError,
-        "x must have dtype torch.int8 for 64 experts, got torch.uint8. Use RoutedExperts.from_vllm on what an engine"
-        " returned, and .to(torch.int8) on other routes.",
-        lambda: _checks.check_route_dtype("x", torch.uint8, torch.int8, 64),
-    )
+def test_a_shape_that_does_not_fit(shape: Shape, expected: Expected, wanted: str) -> None:
+    text = f"x must have shape {wanted}, got {list(shape)}."
+    fails(ValueError, f"{text} Do this.", lambda: _checks.check_shape("x", shape, expected, **DO))
+    fails(RouteShapeError, text, lambda: _checks.check_shape("x", shape, expected, error=RouteShapeError))
 
 
 def test_the_structural_checks_are_static_under_compile() -> None:
@@ -164,12 +168,7 @@ def test_engine_rows_that_fit() -> None:
         ([[[0, 0], [-1, 3]]], 2, RouteValueError, "token 0, layer 1 holds expert -1 in [-1, 3]; allowed are 0..7."),
         ([[[0, 4], [5, 3]]], 2, RouteValueError, "token 0, layer 0 holds expert 4 in [0, 4]; the layer has no router"),
         ([[[0.0, 0], [5, 3]]], 2, RouteValueError, "must have an integer dtype, got float64. vLLM returns uint8"),
-        (
-            [[[0, 0], [5, 3]]],
-            4,
-            RouteShapeError,
-            "must have 3 rows, got 1. Each of the 4 tokens has a row except the last",
-        ),
+        ([[[0, 0], [5, 3]]], 4, RouteShapeError, "must have 3 rows, got 1. Each of the 4 tokens has a row except"),
         ([[[0, 0], [5, 3]]], 1, RouteShapeError, "must have 0 rows, got 1."),
         ([[[0, 0]]], 2, RouteShapeError, "must have shape [rows, 2, 2], got [1, 1, 2]. Check that the RoutingLayout"),
         ([[[0], [5]]], 2, RouteShapeError, "must have shape [rows, 2, 2], got [1, 2, 1]."),
@@ -196,9 +195,7 @@ def test_good_routes_pass() -> None:
     _checks.check_routes(good.long(), moe_layers=MOE, num_experts=8)
     _checks.check_routes(good, moe_layers=MOE, num_experts=8, keep=torch.tensor([True, True, False]))
     _checks.check_routes(good[:0], moe_layers=MOE, num_experts=8)
-
-
-def test_expert_zero_alone_is_a_route_at_top_1() -> None:
+    # expert zero alone, at top 1
     _checks.check_routes(torch.zeros(2, 1, 1, dtype=torch.int8), moe_layers=(0,), num_experts=4)
 
 
@@ -229,26 +226,17 @@ def test_repeats_are_found_at_any_distance() -> None:
                 _checks.check_routes(row.view(1, 1, 4), moe_layers=(0,), num_experts=200)
 
 
-def test_a_dense_layer_with_a_route_is_named() -> None:
+def test_a_dense_layer_or_a_pad_with_a_route_is_named_and_where_names_the_row() -> None:
     bad = routes([[0, 1], [2, 3]])
     bad[0, 0] = 5
     text = "routed_experts: row 0, layer 0 holds [5, 5], but that layer has no router; the layers with one are [1, 2]. "
     with pytest.raises(RouteValueError, match=f"^{re.escape(text)}Rows of other layers must be -1"):
         _checks.check_routes(bad, moe_layers=MOE, num_experts=8)
-
-
-def test_a_pad_with_a_route_is_named() -> None:
-    good = routes([[0, 1], [2, 3]], [[-1, -1], [2, 3]])
-    text = (
-        "routed_experts: row 1, layer 2 holds [2, 3], but the attention mask says it is a pad. Rows of pads must be -1"
-    )
-    with pytest.raises(RouteValueError, match=f"^{re.escape(text)}"):
-        _checks.check_routes(good, moe_layers=MOE, num_experts=8, keep=torch.tensor([True, False]))
-
-
-def test_where_names_the_row() -> None:
-    with pytest.raises(RouteValueError, match=r"^routed_experts: token nine, layer 1 "):
-        _checks.check_routes(routes([[0, 0], [2, 3]]), moe_layers=MOE, num_experts=8, where=lambda row: "token nine")
+    padded = routes([[0, 1], [2, 3]], [[-1, -1], [2, 3]])
+    text = "token nine, layer 2 holds [2, 3], but the attention mask says it is a pad. Rows of pads must be -1"
+    with pytest.raises(RouteValueError, match=f"^routed_experts: {re.escape(text)}"):
+        keep = torch.tensor([True, False])
+        _checks.check_routes(padded, moe_layers=MOE, num_experts=8, keep=keep, where=lambda row: "token nine")
 
 
 def test_only_signed_integers_of_rank_three_are_routes() -> None:

@@ -1,24 +1,35 @@
-"""The private names we reach for are there, and what is made of them needs none of them."""
+"""The private names that we reach for are there, and what is made of them needs none of them.
+
+What differs between releases of transformers is called by the installed one's names, so that nothing warns.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import subprocess
 import sys
+import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin, PreTrainedModel
 
-from torchrl_moe import _compat
+from torchrl_moe import _compat, _compat_transformers
+from torchrl_moe._compat_memory import peak_bytes, without_memory
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
+from torchrl_moe.testing.tiny_moe import make_tiny_moe
 
 
-def test_importing_compat_imports_neither_library() -> None:
-    code = "import sys, torchrl_moe._compat; print([name for name in ('vllm', 'torchrl') if name in sys.modules])"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+def test_importing_these_files_imports_no_library() -> None:
+    names = "torchrl_moe._compat, torchrl_moe._compat_transformers"
+    code = f"import sys, {names}; print({{'vllm', 'torchrl', 'transformers'}} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
 
 
 # -- routers ----------------------------------------------------------------------------------------------------------
@@ -47,16 +58,13 @@ def runner(layer_id: int) -> Any:
 def test_router_layers_are_sorted_once_each_and_nothing_else_counts() -> None:
     dense = SimpleNamespace(layer_id=0)
     assert _compat.router_layer_ids(model_of(runner(11), Source(2), dense, runner(2), runner(5))) == [2, 5, 11]
-
-
-def test_a_dense_model_has_no_router_layers() -> None:
-    assert _compat.router_layer_ids(model_of(SimpleNamespace(layer_id=0))) == []
+    assert _compat.router_layer_ids(model_of(dense)) == []
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
-def test_vllms_refusals_are_client_errors_and_its_deaths_are_not() -> None:
+def test_vllms_refusals_are_client_errors_and_its_deaths_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.exceptions import GenerationError, VLLMValidationError
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -65,9 +73,7 @@ def test_vllms_refusals_are_client_errors_and_its_deaths_are_not() -> None:
     assert isinstance(ValueError(), errors)
     assert not isinstance(EngineDeadError(), errors)
     assert not isinstance(GenerationError(), errors)
-
-
-def test_a_vllm_without_its_own_client_error_is_taken_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    # a release without its own client error
     monkeypatch.delattr("vllm.exceptions.VLLMClientError")
     assert _compat.vllm_client_errors() == (ValueError, TypeError)
 
@@ -118,17 +124,14 @@ def test_cpu_experts_keep_their_kernel_when_lora_is_on(monkeypatch: pytest.Monke
     assert method.select_unquantized_moe_backend(Config(True)) == Config(False)
 
 
-def test_the_proxy_stays_as_it_was() -> None:
+def test_the_proxy_stays_as_it_was_and_a_tokenizer_of_vllms_own_is_returned_as_it_is() -> None:
+    from vllm.tokenizers.mistral import MistralTokenizer
+
     proxy = cached(ByteTokenizer())
     kind = type(proxy)
     _compat.plain_tokenizer(proxy).padding_side = "right"
     assert type(proxy) is kind
     assert proxy.padding_side == "left"
-
-
-def test_a_tokenizer_that_is_vllms_own_is_returned_as_it_is() -> None:
-    from vllm.tokenizers.mistral import MistralTokenizer
-
     own = MistralTokenizer.__new__(MistralTokenizer)
     assert _compat.plain_tokenizer(own) is own
 
@@ -143,11 +146,6 @@ def packed(weight: torch.nn.Parameter, handle: Any) -> Any:
     return layer
 
 
-def test_a_packed_layer_is_known_by_its_handle() -> None:
-    assert _compat.has_packed(packed(torch.nn.Parameter(torch.ones(1)), "handle"))
-    assert not _compat.has_packed(torch.nn.Linear(1, 1))
-
-
 def test_only_layers_whose_weight_is_an_earlier_ones_are_packed_again() -> None:
     asked: list[str] = []
     shared, own = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
@@ -158,6 +156,7 @@ def test_only_layers_whose_weight_is_an_earlier_ones_are_packed_again() -> None:
         layer.quant_method = SimpleNamespace(process_weights_after_loading=lambda _, name=name: asked.append(name))
     _compat.pack_tied(model)
     assert asked == ["head"]
+    assert _compat.has_packed(model["embed"]) and not _compat.has_packed(model["norm"])
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
@@ -183,3 +182,134 @@ def test_answers_are_aborted_by_request_and_index_and_those_that_are_known_are_r
     assert engine.aborted == [(["0_a-x", "2_a-x"], True)]
     assert asyncio.run(_compat.abort_answers(engine, {"gone": {0}})) == {}
     assert len(engine.aborted) == 1
+
+
+# -- generation -------------------------------------------------------------------------------------------------------
+
+
+def test_torchrls_names_and_checks() -> None:
+    given = {"max_tokens": 3, "max_new_tokens": 4, "n": 2}
+    assert _compat_transformers.standard_names(given) == {"max_new_tokens": 3, "num_return_sequences": 2}
+    assert given["max_tokens"] == 3
+    with pytest.raises(ValueError, match="top_k must be positive"):
+        _compat_transformers.standard_names({"top_k": 0})
+
+
+def test_transformers_loop_takes_what_generate_gives_it() -> None:
+    names = ["input_ids", "logits_processor", "stopping_criteria", "generation_config"]
+    assert list(inspect.signature(GenerationMixin._sample).parameters)[1:5] == names
+    assert "custom_generate" in inspect.signature(GenerationMixin.generate).parameters
+
+
+def test_the_loop_is_that_of_the_model() -> None:
+    class Model:
+        def _sample(self, *args: object, **kwargs: object) -> object:
+            return args, kwargs
+
+    assert _compat_transformers.sample_by(Model(), 1, two=2) == ((1,), {"two": 2})
+
+
+# -- transformers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return make_tiny_moe("qwen3_moe")
+
+
+def test_the_cache_has_the_name_that_does_not_warn(model: PreTrainedModel) -> None:
+    cache, ids = DynamicCache(), torch.tensor([[1, 2, 3]])
+    name = _compat_transformers.cache_argument(inspect.signature(model.forward).parameters)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        model(input_ids=ids, use_cache=True, **{name: cache})
+    assert cache.get_seq_length() == 3
+
+
+def test_activations_are_computed_again_without_a_warning(model: PreTrainedModel) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        _compat_transformers.checkpoint_activations(model)
+    assert model.is_gradient_checkpointing
+    given: list[Any] = []
+    old: Any = SimpleNamespace(gradient_checkpointing_enable=lambda **options: given.append(options))
+    _compat_transformers.checkpoint_activations(old)
+    _compat_transformers.checkpoint_activations(old, use_reentrant=True, preserve_rng_state=False)
+    assert given == [
+        {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        {"gradient_checkpointing_kwargs": {"use_reentrant": True, "preserve_rng_state": False}},
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("family", ["deepseek_v3", "mixtral", "qwen3_moe", "qwen3"])
+def test_a_lowered_model_is_what_transformers_loads(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = make_tiny_moe(family)
+    model.save_pretrained(tmp_path)
+    wanted = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert _compat_transformers.lowered(model, dtype) is model
+    mine = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, tensor in [*wanted.named_parameters(), *wanted.named_buffers()]:
+        torch.testing.assert_close(mine[name], tensor, atol=0, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+    kept = {name for name, tensor in model.state_dict().items() if tensor.dtype != dtype}
+    assert bool(kept) == (family == "deepseek_v3" and dtype != torch.float32)  # its correction bias, at the least
+
+
+def test_a_model_that_is_not_of_transformers_is_lowered_as_a_whole() -> None:
+    model = _compat_transformers.lowered(torch.nn.BatchNorm1d(2), torch.bfloat16)
+    assert {tensor.dtype for tensor in model.state_dict().values() if tensor.is_floating_point()} == {torch.bfloat16}
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_freed_counts_until_then() -> None:
+    def run() -> None:
+        first = torch.ones(100)  # 400 B
+        second = first + 1  # 800 B
+        del first
+        third = second + 1  # 800 B again
+        del second, third
+
+    assert peak_bytes(run) == 800
+
+
+def test_views_and_changes_in_place_take_nothing() -> None:
+    assert peak_bytes(lambda: torch.ones(10, 10).T.reshape(-1)[::2].add_(1)) == 400 + 400  # the reshape copies
+
+
+def test_what_was_there_before_is_no_part() -> None:
+    weight = torch.ones(100, requires_grad=True)
+    # its square, the sum, and the gradients of the three; the last is kept by the weight
+    assert peak_bytes(lambda: (weight * 1).sum().backward()) <= 400 + 4 + 4 + 400 + 400
+    assert weight.grad is not None
+
+
+def test_a_linear_layer_by_hand() -> None:
+    layer = nn.Linear(30, 20, bias=False)
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    given = torch.ones(7, 30)
+    out, scalar, grad_weight = 7 * 20 * 4, 4, 20 * 30 * 4
+    peak = peak_bytes(lambda: layer(given).sum().backward())
+    assert grad_weight <= peak <= grad_weight + out + 3 * scalar  # the output may be gone by then
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products_have_their_shapes_and_gradients_without_memory(dtype: torch.dtype) -> None:
+    with without_memory():
+        rows = torch.zeros(10**6, 64, dtype=dtype, requires_grad=True)
+        weight = torch.zeros(128, 64, 32, dtype=dtype, requires_grad=True)
+        offsets = torch.zeros(128, dtype=torch.int32)
+        out = torch.nn.functional.grouped_mm(rows, weight, offs=offsets)
+        assert out.shape == (10**6, 32)
+        out.sum().backward()
+        assert rows.grad is not None and weight.grad is not None
+        assert (rows.grad.shape, weight.grad.shape) == (rows.shape, weight.shape)
+
+
+def test_a_module_changes_its_dtype_without_memory() -> None:
+    with without_memory():
+        layer = nn.Linear(10**6, 10**6)
+        names = dict(layer.named_parameters())  # something that refers to them
+        layer.to(torch.bfloat16)
+        assert all(weight.dtype == torch.bfloat16 for weight in names.values())

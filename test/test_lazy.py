@@ -1,7 +1,8 @@
-"""A room's names load on first use, and a broken submodule says so."""
+"""A room's names load on first use, a broken submodule says so, and imports pause garbage collection."""
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -10,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from torchrl_moe._lazy import attach
+from torchrl_moe._lazy import attach, without_collections
 
 ROOM = """
 from torchrl_moe._lazy import attach
@@ -35,26 +36,17 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType
 
 
 def test_a_name_loads_on_first_use(room: ModuleType) -> None:
+    from fractions import Fraction
+
     assert "a_lazy_room.late" not in sys.modules
     assert room.Late is sys.modules["a_lazy_room.late"].Late
     assert "Late" in vars(room)
-
-
-def test_another_package_is_named_in_full(room: ModuleType) -> None:
-    from fractions import Fraction
-
-    assert room.Fraction is Fraction
-
-
-def test_from_import_works(room: ModuleType) -> None:
+    assert room.Fraction is Fraction  # another package is named in full
+    assert "a_lazy_room.parts" not in sys.modules
+    assert room.parts is sys.modules["a_lazy_room.parts"]  # a submodule is a name too
     from a_lazy_room import Late
 
     assert Late is room.Late
-
-
-def test_a_submodule_is_a_name_too(room: ModuleType) -> None:
-    assert "a_lazy_room.parts" not in sys.modules
-    assert room.parts is sys.modules["a_lazy_room.parts"]
 
 
 def test_dir_and_all_name_the_exports_without_loading_them(room: ModuleType) -> None:
@@ -80,3 +72,29 @@ def test_a_submodule_that_cannot_give_the_name_is_an_import_error_with_the_cause
 def test_a_name_that_is_its_own_files_is_refused() -> None:
     with pytest.raises(ValueError, match="room exports figure of a file of the same name: rename the file"):
         attach("room", {"figure": ".figure", "other": ".figure"})
+
+
+# -- garbage collection -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def collecting() -> Iterator[None]:
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("collecting")
+def test_collections_pause_in_an_import_and_are_afterwards_as_they_were() -> None:
+    with without_collections():
+        assert not gc.isenabled()
+        with without_collections():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ImportError), without_collections():
+        raise ImportError("no such package")
+    assert gc.isenabled()
+    gc.disable()
+    with without_collections():
+        assert not gc.isenabled()
+    assert not gc.isenabled()

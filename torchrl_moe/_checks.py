@@ -1,4 +1,4 @@
-"""Checks of numbers, ranks, shapes, dtypes and routes: the only place that words such messages; former names.
+"""Checks of numbers, ranks, shapes, dtypes and routes: the only place that writes such messages; former names.
 
 Every public function calls these on its arguments first. A message says what is wrong, what was given, what is allowed
 and what to do. The structural checks read no values, so they cost nothing on a device and are static under
@@ -60,6 +60,7 @@ def renamed(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     def decorated(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> T:
+            # by keyword only: a positional argument has no name that could have changed
             for former in names.keys() & kwargs.keys():
                 name = names[former]
                 warnings.warn(f"{former}= is now {name}=", DeprecationWarning, stacklevel=2)
@@ -97,6 +98,7 @@ def check_number(
     """
     if none and value is None:
         return
+    # The range is put into words only for a value that is refused.
     if not is_number(value, least, most, above=above, whole=whole, infinite=infinite):
         kind = "an integer" if whole else "a number" if infinite else "a finite number"
         low = "" if above is None else f" above {above}"
@@ -117,6 +119,7 @@ def is_number(
     infinite: bool = False,
 ) -> bool:
     """Whether a value is a number of Python's or numpy's, and in range; arguments as of :func:`check_number`."""
+    # True is 1 for Python: a flag in the place of a count is a mistake
     if isinstance(value, bool) or not isinstance(value, Integral if whole else Real) or not isinstance(value, Real):
         return False
     number: float = value  # type: ignore[assignment]  # what is registered as Real compares like one
@@ -186,6 +189,7 @@ def check_shape(
     Traceback (most recent call last):
     ValueError: routes must have shape [..., T, 4, 2], got [9, 5, 2].
     """
+    # After a leading "..." only the last dimensions count; strings name dimensions of any size.
     tail = expected[1:] if expected and expected[0] is Ellipsis else expected
     rank_fits = len(shape) >= len(tail) if len(tail) < len(expected) else len(shape) == len(tail)
     dims = shape[len(shape) - len(tail) :]
@@ -216,6 +220,7 @@ def check_integer(
     Traceback (most recent call last):
     ValueError: tokens must have an integer dtype, got torch.float32.
     """
+    # bool is neither in torch's list nor of numpy's kinds i and u
     if isinstance(array, torch.Tensor):
         dtype = array.dtype
         unsigned = dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
@@ -252,6 +257,7 @@ def as_mask(name: str, mask: object, *, error: type[Exception] = ValueError) -> 
         given = torch.as_tensor(mask)
     except (TypeError, ValueError, RuntimeError) as reason:
         raise error(f"{name} must be a tensor of bool, or of 0 and 1, got {shown(mask)}.") from reason
+    # reading the values of a bool mask would wait for the device
     if given.dtype is not torch.bool:
         wrong = (given != 0) & (given != 1)
         if bool(wrong.any()):
@@ -284,6 +290,7 @@ def check_engine_rows(
     rows: npt.NDArray[np.integer], shape: tuple[int, int, int], num_experts: int, dense_layers: Sequence[int] = ()
 ) -> None:
     """Check the rows an engine returned for one sequence, before anything is written."""
+    # Every answer passes here: cheap tests first, and messages are made only after one has failed.
     num_tokens, *rest = shape
     if rows.dtype.kind not in "ui":
         check_integer("engine rows", rows, error=RouteValueError, hint="vLLM returns uint8 or uint16.")
@@ -294,6 +301,7 @@ def check_engine_rows(
         return
     if rows.max() >= num_experts or (rows.dtype.kind == "i" and rows.min() < 0):
         _raise_engine_value(rows, (rows >= num_experts) | (rows < 0), f"allowed are 0..{num_experts - 1}")
+    # vLLM's buffer starts as zeros, and nothing writes where there is no router
     if dense_layers and rows[:, dense_layers].any():
         bad = np.zeros(rows.shape, dtype=bool)
         bad[:, dense_layers] = rows[:, dense_layers] != 0
@@ -344,6 +352,7 @@ def check_routes(
     """Check the values of routes and name the first row that is wrong."""
     check_rank("routes", routes, 3, error=RouteShapeError)
     check_integer("routes", routes, signed=True, error=RouteValueError)
+    # one wait for the device per chunk, and none after the first fault
     for start, bad in _bad_chunks(routes, moe_layers, num_experts, keep):
         if bool(bad.any()):
             row, layer = bad.nonzero()[0].tolist()
@@ -363,6 +372,7 @@ def _bad_chunks(
     routes: torch.Tensor, moe_layers: Collection[int], num_experts: int, keep: torch.Tensor | None
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """First row and ``[n, L]`` bool of each chunk of rows."""
+    # made on the CPU: one copy to the device instead of a write for each layer
     is_moe = torch.zeros(routes.shape[1], dtype=torch.bool)
     is_moe[list(moe_layers)] = True
     on_moe = is_moe.to(routes.device)
@@ -378,9 +388,11 @@ def _bad_rows(routes: torch.Tensor, allowed: torch.Tensor, num_experts: int) -> 
     largest = min(num_experts - 1, torch.iinfo(routes.dtype).max)
     columns = routes.movedim(-1, 0).contiguous()  # reductions over a short last dimension are slow
     high, low = columns.amax(0), columns.amin(0)
+    # K is small: comparing each pair of columns is cheaper than sorting the rows
     repeats = torch.zeros_like(high, dtype=torch.bool)
     for shift in range(1, len(columns)):
         repeats |= (columns[shift:] == columns[:-shift]).any(0)
+    # out of range; partly unset, or experts where none may be; an expert twice
     bad = (high > largest) | (low < _UNSET)
     bad |= (high != _UNSET) & ((low == _UNSET) | ~allowed)
     return bad | (repeats & (low != _UNSET))
@@ -388,6 +400,7 @@ def _bad_rows(routes: torch.Tensor, allowed: torch.Tensor, num_experts: int) -> 
 
 def _reason(row: list[int], layer: int, moe_layers: Collection[int], num_experts: int, padded: bool) -> str:
     """What is wrong with a bad row, most telling first."""
+    # a wrong layer or a pad explains all that its numbers show, so it comes first
     outside = [expert for expert in row if not _UNSET <= expert < num_experts]
     twice = [expert for i, expert in enumerate(row) if expert in row[:i]]
     if layer not in moe_layers:

@@ -28,32 +28,6 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.loggers import StatLoggerFactory
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-__all__ = [
-    "abort_answers",
-    "delivered_tokens",
-    "forget_half_loads",
-    "has_packed",
-    "import_engine",
-    "inspect_models_here",
-    "keep_cpu_experts_with_lora",
-    "keep_prefix_cache_with_latents",
-    "make_async_llm",
-    "pack_tied",
-    "plain_tokenizer",
-    "reads_prefix_cache",
-    "refuse_bad_adapters",
-    "register_weight_engine",
-    "reserve_check_slot",
-    "restore_moe_kernels",
-    "retryable_error",
-    "router_layer_ids",
-    "running_outputs",
-    "take_moe_kernels",
-    "unused_adapter_modules",
-    "vllm_client_errors",
-    "zero_new_blocks",
-]
-
 
 def router_layer_ids(model: nn.Module) -> list[int]:
     """Return the sorted decoder-layer indices of ``model``'s MoE routers, in a vLLM worker.
@@ -89,6 +63,7 @@ def plain_tokenizer(tokenizer: Any) -> Any:
     A proxy is a shallow copy under a subclass that is made on the fly and has no public way back. A tokenizer that is
     vLLM's own (Mistral's) holds one of transformers.
     """
+    # The first class that vLLM has not made is the tokenizer's own: an instance of it with the same attributes.
     not_a_tokenizer = {"builtins", "typing", "typing_extensions"}
     for kind in type(tokenizer).__mro__:
         if kind.__module__.startswith("vllm.") or kind.__module__ in not_a_tokenizer:
@@ -131,15 +106,17 @@ def make_async_llm(engine_args: AsyncEngineArgs, stat_loggers: list[StatLoggerFa
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    # Whether processes may be forked, and what forbids it if not.
     reason = ""
     if os.environ.get(METHOD_VARIABLE) == "spawn":
         reason = f"{METHOD_VARIABLE}=spawn is set"
     elif current_platform.is_cpu() and os.environ.get(BIND_VARIABLE) != "nobind":
         reason = f"{BIND_VARIABLE} is not 'nobind', and vLLM binds threads in processes that it starts"
-    config = engine_args.create_engine_config()
+    config = engine_args.create_engine_config()  # on a CPU this sets "spawn", which is undone here
     if not reason and current_platform.is_cpu():
         os.environ[METHOD_VARIABLE] = "fork"
         resource_tracker.ensure_running()  # one for all processes of the engine, as with spawned ones
+    # Our scheduler follows recorded experts; a scheduler of the user's own, and speculation, leave vLLM's in place.
     scheduling = config.scheduler_config
     if scheduling.scheduler_cls is None and config.speculative_config is None:
         name = "AsyncMoEScheduler" if scheduling.async_scheduling else "MoEScheduler"
@@ -173,6 +150,7 @@ def keep_prefix_cache_with_latents() -> None:
     if not current_platform.is_cpu() or hasattr(update, "torchrl_moe"):
         return
 
+    # vLLM's own decision is made, and taken back only where it was about this kernel
     def update_and_keep(config: VllmConfig) -> None:
         asked = config.cache_config.enable_prefix_caching
         update(config)
@@ -224,6 +202,7 @@ def take_moe_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
     vLLM packs the experts for the CPU only while there is no kernel: reloaded weights would stay unpacked and be
     read in the wrong layout.
     """
+    # layers may share one, which is to be taken once
     methods: dict[int, Any] = {
         id(m.quant_method): m.quant_method for m in model.modules() if hasattr(m, "quant_method")
     }
@@ -255,6 +234,7 @@ def keep_cpu_experts_with_lora() -> None:
 
     choose = method.select_unquantized_moe_backend
 
+    # the choice is made from a copy: other readers of the configuration still see that LoRA is on
     def choose_for_cpu(moe_config: Any) -> Any:
         return choose(dataclasses.replace(moe_config, is_lora_enabled=False))
 
@@ -268,6 +248,7 @@ def refuse_bad_adapters() -> None:
     """
     from vllm.lora.worker_manager import WorkerLoRAManager
 
+    # At the load, in the worker: before it, nothing has read the adapter's files; after it, requests may use it.
     load = WorkerLoRAManager._load_adapter
     if hasattr(load, "torchrl_moe"):
         return
@@ -294,6 +275,7 @@ def _adapted_sizes(manager: LoRAModelManager) -> dict[str, tuple[int, int | None
         stacked = getattr(linear, "lora_b_stacked", None)
         if not isinstance(getattr(base, "input_size", None), int) or not isinstance(stacked, tuple):
             continue
+        # q, k and v are one layer in vLLM and three in an adapter
         parts = manager.packed_modules.get(name) or [name]
         if len(parts) == len(stacked):
             is_whole = getattr(base, "tp_size", 1) == 1
@@ -357,7 +339,7 @@ def forget_half_loads(model: nn.Module) -> None:
 
     for layer in model.modules():
         info = get_layerwise_info(layer)
-        if info.can_load():
+        if info.can_load():  # a reload of it has begun
             info.load_numel = 0
             info.loaded_weights.clear()
 
@@ -376,6 +358,7 @@ def pack_tied(model: nn.Module) -> None:
         weight = vars(module)["_parameters"].get("weight")
         if weight is None or not has_packed(module):
             continue
+        # the first layer with this parameter was packed by the reload itself
         if owners.setdefault(id(weight), module) is not module:
             method: Any = module.quant_method
             method.process_weights_after_loading(module)
@@ -408,6 +391,7 @@ def running_outputs(engine: AsyncLLM) -> dict[str, Any]:
 
     It contains the answers that have started. vLLM collects routes step by step and joins them only at the end.
     """
+    # vLLM's states are one per answer; here they are put together by request, in the form of a RequestOutput.
     found: dict[str, Any] = {}
     for state in engine.output_processor.request_states.values():
         if state.detokenizer is None:

@@ -18,8 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["peak_bytes", "without_memory"]
-
 
 class _GroupedMatmul(TorchDispatchMode):
     """Infers the shape of a grouped product of any dtype; torch's own rule accepts bfloat16 only."""
@@ -32,6 +30,7 @@ class _GroupedMatmul(TorchDispatchMode):
     ) -> Any:
         if func is not torch.ops.aten._grouped_mm.default:
             return func(*args, **(kwargs or {}))
+        # Forward or backward, by the shapes: the gradient of the weights is a product of two matrices.
         left, right = args[0], args[1]
         if right.ndim == 3:  # [rows, H] by [E, H, N]
             return left.new_empty(left.shape[0], right.shape[2])
@@ -49,6 +48,7 @@ def without_memory() -> Iterator[None]:
     def none_packed(position_ids: Tensor) -> None:
         """Tell transformers, which would read it from values, that a row holds one sequence; then it makes no mask."""
 
+    # Patches hold for the whole process: no other thread may run a model meanwhile.
     packed = patch("transformers.masking_utils.find_packed_sequence_indices", none_packed)
     with FakeTensorMode(), _GroupedMatmul(), patch.object(torch.utils, "swap_tensors", put), packed:
         yield
@@ -68,6 +68,7 @@ class _Peak(TorchDispatchMode):
         for given in tree_iter((args, kwargs)):  # it existed before, so it does not count
             if isinstance(given, Tensor):
                 self._known.setdefault(given.untyped_storage(), 0)
+        # Storages, not tensors: views share one, and it lives as long as the last of them.
         out = func(*args, **(kwargs or {}))
         for made in tree_iter(out):
             if isinstance(made, Tensor) and made.untyped_storage() not in self._known:

@@ -8,21 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = [
-    "cache_argument",
-    "chat_template_named",
-    "checkpoint_activations",
-    "load_whole",
-    "lowered",
-    "restore_frequencies",
-    "sample_by",
-    "standard_names",
-    "stays_float32",
-]
-
-
-# Private names of TorchRL and transformers that wrappers need; imports neither.
-
 
 def standard_names(generate_kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return ``generate_kwargs`` by TorchRL's common names, checked as its own wrappers check them (0.14).
@@ -89,6 +74,7 @@ def lowered(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """
     if dtype not in (torch.bfloat16, torch.float16) or not hasattr(model, "_keep_in_fp32_modules_strict"):
         return model.to(dtype)
+    # keep_vars gives the parameters themselves, whose data is replaced: optimizers and hooks stay attached
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and not stays_float32(model, name, dtype):
             tensor.data = tensor.data.to(dtype)
@@ -102,6 +88,7 @@ def restore_frequencies(model: nn.Module) -> None:
     """
     for module in model.modules():
         own, config = dict(module.named_buffers(recurse=False)), getattr(module, "config", None)
+        # made again by the module's own constructor, which knows its kind of scaling
         rounded = {name for name, one in own.items() if name.endswith("inv_freq") and one.dtype.itemsize == 2}
         if rounded and config is not None:
             exact = dict(type(module)(config).named_buffers(recurse=False))
@@ -111,6 +98,7 @@ def restore_frequencies(model: nn.Module) -> None:
 
 def stays_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
     """Whether transformers keeps a weight of a model in float32 where others are in ``dtype``."""
+    # transformers has two lists: one for all narrow types, one for float16 alone, whose range is small
     kept = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
     if dtype == torch.float16:
         kept |= {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
@@ -122,6 +110,7 @@ INCOMPLETE = "config.json is of another model, or the weights are incomplete: wr
 
 def load_whole(source: object, load: Callable[..., Any], **arguments: Any) -> Any:
     """Return what ``from_pretrained`` loads, if all of it was stored: transformers makes the rest up, at random."""
+    # Other shapes are an error of transformers, missing tensors only a warning.
     try:
         model, report = load(source, output_loading_info=True, **arguments)
     except RuntimeError as error:

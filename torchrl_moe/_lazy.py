@@ -49,6 +49,7 @@ def attach(
         <class 'torchrl_moe.errors.TorchRLMoEError'>
     """
 
+    # importing the file would replace the exported name in the room by the module
     if clashes := [name for name, module in exports.items() if module == f".{name}"]:
         raise ValueError(f"{package_name} exports {', '.join(clashes)} of a file of the same name: rename the file")
 
@@ -62,7 +63,8 @@ def attach(
         except AttributeError as error:
             # Left as it is, `from room import name` would swallow the cause, and hasattr(room, name) would say False.
             raise ImportError(f"cannot load {name!r} of {package_name!r} from {exports[name]!r}: {error}") from error
-        setattr(sys.modules[package_name], name, value)  # the next access does not come here
+        # the next access finds it in the module and does not come here
+        setattr(sys.modules[package_name], name, value)
         return value
 
     def __dir__() -> list[str]:

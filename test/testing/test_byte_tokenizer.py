@@ -61,11 +61,6 @@ def test_specials_come_after_the_bytes(tokenizer: PreTrainedTokenizerFast) -> No
     assert tokenizer.encode("<|im_start|>a<|im_end|>") == [257, 97, 258]
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_text_round_trips(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
 @settings(max_examples=200)
 @given(st.lists(st.one_of(st.text(), st.sampled_from(SPECIAL_TOKENS))).map("".join))
 def test_any_unicode_round_trips(text: str) -> None:
@@ -73,11 +68,8 @@ def test_any_unicode_round_trips(text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_markers_can_be_encoded_as_plain_bytes(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_markers_as_plain_bytes_or_skipped_and_broken_utf8(tokenizer: PreTrainedTokenizerFast) -> None:
     assert tokenizer.encode("<|im_end|>", split_special_tokens=True) == list(b"<|im_end|>")
-
-
-def test_specials_can_be_skipped_and_broken_utf8_is_replaced(tokenizer: PreTrainedTokenizerFast) -> None:
     assert tokenizer.decode([257, 104, 105, 258, 256], skip_special_tokens=True) == "hi"
     assert tokenizer.decode([104, 0xC3]) == "h\ufffd"
 
@@ -98,10 +90,7 @@ def test_chat_template_renders_chatml(tokenizer: PreTrainedTokenizerFast) -> Non
     assert tokenizer.apply_chat_template(CHAT, tokenize=False) == CHAT_TEXT
     opened = tokenizer.apply_chat_template(CHAT[:2], tokenize=False, add_generation_prompt=True)
     assert opened == CHAT_TEXT[: CHAT_TEXT.index("né😀")]
-
-
-def test_a_message_without_content_is_an_empty_turn(tokenizer: PreTrainedTokenizerFast) -> None:
-    chat = [{"role": "assistant", "content": None}]
+    chat = [{"role": "assistant", "content": None}]  # an empty turn
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "<|im_start|>assistant\n<|im_end|>\n"
 
 
@@ -140,13 +129,11 @@ def test_chat_env_prompts_with_it(tokenizer: PreTrainedTokenizerFast) -> None:
     assert torch.as_tensor(td["tokens", "prompt"][0]).tolist() == expected
 
 
-def test_it_pickles(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_pickle_and_a_saved_folder_load_without_torchrl_moe(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     copy = pickle.loads(pickle.dumps(tokenizer))
-    assert copy.encode(CHAT_TEXT) == tokenizer.encode(CHAT_TEXT)
-    assert copy.chat_template == CHAT_TEMPLATE
-
-
-def test_a_saved_folder_loads_without_torchrl_moe(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    assert (copy.encode(CHAT_TEXT), copy.chat_template) == (tokenizer.encode(CHAT_TEXT), CHAT_TEMPLATE)
     tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert type(loaded) is type(tokenizer)

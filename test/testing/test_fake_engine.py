@@ -1,22 +1,27 @@
-"""The fake engine: a replica by the protocol, whose answers are a pure function of seed, version and prefix."""
+"""The fake engine: a replica by the protocol, whose answers are a pure function of seed, version and prefix.
+
+Faults on purpose do what they say; that checks notice them is shown where a run is checked.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict, lazy_stack
 
 from support.waiting import until
 from torchrl_moe.data import RoutedExperts, RoutingLayout
 from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules.backends.replica import Completion, ProbeReport, Replica, Request
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
-from torchrl_moe.testing.fake_engine import LAYOUT, FakeReplica
+from torchrl_moe.testing.fake_engine import LAYOUT, FakeReplica, shift_routes, shuffle_advantages, wrong_ids
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -44,20 +49,19 @@ def complete(replica: FakeReplica, ids: Any = PROMPT, **params: Any) -> Completi
 # -- the protocol -----------------------------------------------------------------------------------------------------
 
 
-def test_it_is_a_replica() -> None:
-    assert isinstance(FakeReplica(), Replica)
-
-
 def test_a_life_in_the_order_of_the_protocol() -> None:
     replica = FakeReplica(3, token_seconds=3600.0)
+    assert isinstance(replica, Replica)
     replica.start()
     info = replica.wait_ready(1.0)
     assert (info.model, info.layout, info.tensor_parallel_size) == ("fake", LAYOUT, 1)
     assert replica.is_alive()
     first, second = replica.submit([request(request_id="a"), request(request_id="b")])
     replica.abort(["a", "unknown"])
-    assert first.result(60.0).outputs[0].finish_reason == "abort"
+    (output,) = first.result(60.0).outputs
+    assert (output.finish_reason, len(output.token_ids)) == ("abort", 0)  # the abort adds no token of its own
     assert first.result().metrics.replica == 3
+    assert not second.cancel()  # as a request in an engine cannot be
     replica.shutdown()
     replica.shutdown()
     assert not replica.is_alive()
@@ -65,24 +69,13 @@ def test_a_life_in_the_order_of_the_protocol() -> None:
         second.result(60.0)
 
 
-def test_a_future_cannot_be_cancelled_as_a_request_in_an_engine_cannot() -> None:
-    replica = FakeReplica(token_seconds=3600.0)
-    (future,) = replica.submit([request()])
-    assert not future.cancel()
-    replica.shutdown()
-
-
 # -- what it makes up -------------------------------------------------------------------------------------------------
 
 
 def test_shapes_and_kinds_are_those_of_an_engine() -> None:
     completion = complete(FakeReplica(2), max_tokens=5, n=2)
-    assert (completion.request_id, completion.prompt, completion.finished, completion.aborted) == (
-        "r",
-        None,
-        True,
-        False,
-    )
+    assert (completion.request_id, completion.prompt) == ("r", None)
+    assert (completion.finished, completion.aborted) == (True, False)
     assert completion.prompt_token_ids.tolist() == PROMPT
     assert completion.prompt_token_ids.dtype == np.int64
     assert [output.index for output in completion.outputs] == [0, 1]
@@ -124,20 +117,12 @@ def test_what_was_not_asked_for_does_not_come() -> None:
     assert len(output.token_ids) == 16  # vLLM's default
 
 
-def test_sampling_parameters_may_be_an_object() -> None:
-    class Params:
-        max_tokens, n, logprobs = 3, 2, None
-
-    (future,) = FakeReplica().submit(
-        [Request(request_id="r", sampling_params=Params(), prompt_token_ids=np.array(PROMPT, np.int32))]
-    )
-    assert [len(output.token_ids) for output in future.result().outputs] == [3, 3]
-
-
 def test_the_same_seed_version_and_prefix_give_the_same_answer_on_any_replica() -> None:
     assert answer(FakeReplica(0, seed=5)) == answer(FakeReplica(1, seed=5))
     replica = FakeReplica()
-    assert answer(replica) == answer(replica)
+    long, short = answer(replica), answer(replica, max_tokens=2)
+    assert long == answer(replica)
+    assert short == (long[0][:2], long[1][:2], long[2][:4])
 
 
 def test_seed_version_and_prefix_each_change_the_answer() -> None:
@@ -161,11 +146,6 @@ def test_a_resumed_prompt_continues_the_same_answer(k: int) -> None:
     tokens, log_probs, routes = answer(replica, PROMPT, max_tokens=8)
     resumed = answer(replica, PROMPT + tokens[:k], max_tokens=8 - k)
     assert resumed == (tokens[k:], log_probs[k:], routes)
-
-
-def test_a_shorter_answer_is_the_beginning_of_a_longer_one() -> None:
-    long, short = answer(FakeReplica(), max_tokens=8), answer(FakeReplica(), max_tokens=2)
-    assert short == (long[0][:2], long[1][:2], long[2][:4])
 
 
 def test_routes_are_valid_for_the_layout() -> None:
@@ -200,18 +180,10 @@ def test_tokens_take_their_time() -> None:
     assert not future.done()
     total = future.result(60.0).metrics.total_seconds
     assert 0.1 <= total <= time.monotonic() - started
-
-
-def test_the_time_may_depend_on_the_request() -> None:
     replica = FakeReplica(token_seconds=lambda r: 60.0 if r.request_id == "slow" else 0.0)
     slow, fast = replica.submit([request(request_id="slow"), request(request_id="fast")])
-    assert fast.done()
-    assert not slow.done()
+    assert (fast.done(), slow.done()) == (True, False)
     replica.shutdown()
-
-
-def test_time_does_not_change_the_answer() -> None:
-    assert answer(FakeReplica(token_seconds=0.001)) == answer(FakeReplica())
 
 
 def test_an_aborted_request_returns_what_it_had() -> None:
@@ -224,13 +196,6 @@ def test_an_aborted_request_returns_what_it_had() -> None:
     assert 1 <= (count := len(output.token_ids)) < 1000
     assert output.token_ids.tolist() == answer(FakeReplica(), max_tokens=count)[0]
     assert output.routed_experts.shape[0] == 3 + count - 1
-
-
-def test_an_abort_adds_no_token_of_its_own() -> None:
-    replica = FakeReplica(token_seconds=3600.0)
-    (future,) = replica.submit([request()])
-    replica.abort(["r"])
-    assert len(future.result(60.0).outputs[0].token_ids) == 0
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------
@@ -263,13 +228,9 @@ def test_an_injected_death_fails_what_runs_and_all_that_comes() -> None:
     for future in (running, later):
         with pytest.raises(ReplicaDiedError, match=r"^replica 1 died: out of memory$"):
             future.result(60.0)
-    for use in (
-        lambda: replica.tokenizer(1.0),
-        lambda: replica.stats(1.0),
-        lambda: replica.wait_ready(1.0),
-    ):
+    for use in (replica.tokenizer, replica.stats, replica.wait_ready):
         with pytest.raises(ReplicaDiedError, match="out of memory"):
-            use()
+            use(1.0)
     assert not replica.is_alive()
 
 
@@ -315,7 +276,7 @@ def test_a_stalled_replica_makes_no_token_and_answers_nothing_until_it_dies() ->
     timer.join()
 
 
-def test_a_start_may_take_its_time_or_fail() -> None:
+def test_a_start_may_take_its_time_or_fail_and_a_shutdown_ends_it() -> None:
     slow = FakeReplica(start_seconds=0.05)
     with pytest.raises(EngineError, match=r"replica 0 was not ready within 0\.01 s"):
         slow.wait_ready(0.01)
@@ -324,9 +285,6 @@ def test_a_start_may_take_its_time_or_fail() -> None:
     assert time.monotonic() - started >= 0.05
     with pytest.raises(ReplicaDiedError, match="replica 0 died: no memory"):
         FakeReplica(fail_start="no memory").wait_ready(1.0)
-
-
-def test_a_shutdown_ends_a_slow_start() -> None:
     replica = FakeReplica(start_seconds=3600.0)
     timer = threading.Timer(0.05, replica.shutdown)
     timer.start()
@@ -355,15 +313,6 @@ def test_keep_freezes_requests_until_resume() -> None:
     replica.resume(1.0)
     assert running.result(60.0).outputs[0].token_ids.tolist() == answer(FakeReplica(), max_tokens=300)[0]
     assert len(new.result(60.0).outputs[0].token_ids) == 8
-
-
-def test_a_paused_replica_without_delays_waits_too() -> None:
-    replica = FakeReplica()
-    replica.pause("keep", False, 1.0)
-    (future,) = replica.submit([request()])
-    assert not future.done()
-    replica.resume(1.0)
-    assert len(future.result(60.0).outputs[0].token_ids) == 8
 
 
 def test_wait_lets_requests_finish_first() -> None:
@@ -458,13 +407,6 @@ def test_every_argument_reaches_every_replica() -> None:
     engine.shutdown()
 
 
-def test_replicas_of_one_engine_answer_alike() -> None:
-    with FakeAsyncVLLM(2, seed=3) as engine:
-        one, two = (engine.generate("hi", actor_index=i, use_tqdm=False).outputs[0] for i in range(2))
-    assert one.token_ids.tolist() == two.token_ids.tolist()
-    assert torch.equal(torch.from_numpy(one.routed_experts), torch.from_numpy(two.routed_experts))
-
-
 def test_an_engine_without_replicas_is_refused() -> None:
     with pytest.raises(ValueError, match="num_replicas must be an integer from 1 to 65536, got 0"):
         FakeAsyncVLLM(0)
@@ -480,3 +422,36 @@ def test_a_dead_replica_of_several_leaves_the_others_serving() -> None:
             engine.generate("hi", use_tqdm=False)
         with pytest.raises(NoReplicaError):
             engine.generate("hi", use_tqdm=False)
+
+
+# -- faults on purpose -------------------------------------------------------------------------------------------------
+
+
+ROUTES = torch.tensor([[[0, 1]], [[2, 3]], [[3, 0]], [[-1, -1]]], dtype=torch.int8)
+
+
+def batch_of(count: int) -> Any:
+    rows = [{"routed_experts": {"full": ROUTES}, "advantage": torch.full((1, 1), float(i))} for i in range(count)]
+    return lazy_stack([TensorDict(row) for row in rows])
+
+
+def spoiled(fault: Any) -> Any:
+    trainer = SimpleNamespace(collector=SimpleNamespace(postproc=None))
+    fault(trainer)
+    return trainer.collector.postproc(batch_of(2))[1]["routed_experts", "full"].tolist()
+
+
+def test_each_token_has_the_experts_of_the_one_before_or_the_next_experts() -> None:
+    assert spoiled(shift_routes) == [[[-1, -1]], [[0, 1]], [[2, 3]], [[3, 0]]]
+    assert spoiled(wrong_ids) == [[[1, 2]], [[3, 0]], [[0, 1]], [[-1, -1]]]
+
+
+def test_advantages_change_places() -> None:
+    torch.manual_seed(0)
+    found: list[Any] = []
+    trainer = SimpleNamespace(register_op=lambda stage, hook: found.append((stage, hook)))
+    shuffle_advantages(trainer)
+    ((stage, hook),) = found
+    values = [float(row["advantage"]) for row in hook(batch_of(20)).unbind(0)]
+    assert stage == "batch_process"
+    assert sorted(values) == list(range(20)) != values

@@ -6,17 +6,19 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from torchrl_moe.testing.arithmetic import ArithmeticTask, CharacterTokenizer, WarmUp, answer_log_probs, encode, warm_up
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
-from torchrl_moe.testing.tiny_moe import TINY_MOE_FAMILIES, make_tiny_moe, save_tiny_moe
+from torchrl_moe.testing.tiny_moe import SIZES, TINY_MOE_FAMILIES, make_tiny_moe, practised_tiny_moe, save_tiny_moe
 
 FAMILIES = sorted(TINY_MOE_FAMILIES)
 MOE_FAMILIES = [family for family in FAMILIES if TINY_MOE_FAMILIES[family].experts_key]
-SIZES = {"qwen3_moe": (16, 4), "mixtral": (8, 2), "olmoe": (16, 4), "deepseek_v3": (16, 4)}
+EXPERTS = {"qwen3_moe": (16, 4), "mixtral": (8, 2), "olmoe": (16, 4), "deepseek_v3": (16, 4)}
 """Experts and experts per token."""
 
 
@@ -77,7 +79,7 @@ def test_layers_from_the_first_moe_layer_on_have_routers(family: str, first: int
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_every_expert_is_used_and_routing_is_not_uniform(family: str) -> None:
-    experts, top_k = SIZES[family]
+    experts, top_k = EXPERTS[family]
     for logits, chosen in run_routers(make_tiny_moe(family), random_ids(8, 64)).values():
         assert chosen.shape == (8 * 64, top_k)
         assert chosen.unique().tolist() == list(range(experts))
@@ -89,7 +91,7 @@ def test_every_expert_is_used_and_routing_is_not_uniform(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
 def test_the_kth_expert_beats_the_next_by_far_more_than_noise(family: str) -> None:
-    top_k = SIZES[family][1]
+    top_k = EXPERTS[family][1]
     for logits, _ in run_routers(make_tiny_moe(family), random_ids(8, 64)).values():
         ordered = logits.float().sort(dim=-1, descending=True).values
         margin = ordered[:, top_k - 1] - ordered[:, top_k]
@@ -240,3 +242,59 @@ def test_a_vocabulary_too_small_for_the_tokenizer_is_not_saved(tmp_path: Path) -
     with pytest.raises(ValueError, match="vocab_size=48, but the saved ByteTokenizer has 259 tokens"):
         save_tiny_moe(tmp_path, vocab_size=48, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     assert not list(tmp_path.iterdir())
+
+
+# -- a model that half knows the toy task ------------------------------------------------------------------------------
+
+
+TASK = ArithmeticTask(digits=1, held_out=90)
+SMALL: dict[str, Any] = {"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}
+OPTIONS = WarmUp(noisy_lr=1e-3, noise=0.7, noisy_target=0.3, mistake="random", batch_size=256)
+
+
+def test_it_is_the_model_made_and_warmed_up_by_hand() -> None:
+    before = torch.get_rng_state()
+    model, tokenizer = practised_tiny_moe(TASK, OPTIONS, seed=3, **SMALL)
+    assert torch.equal(torch.get_rng_state(), before)
+    special = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    by_hand = make_tiny_moe("qwen3_moe", seed=3, vocab_size=48, hidden_size=64, mlp_only_layers=[], **special, **SMALL)
+    reached = warm_up(by_hand, TASK.train, CharacterTokenizer(), OPTIONS, 3)
+    for name, value in by_hand.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    assert tokenizer.get_vocab() == CharacterTokenizer().get_vocab()
+    assert 0.1 < reached <= 0.3
+    assert not model.training
+    with torch.no_grad():
+        probabilities = answer_log_probs(model, *encode(TASK.train, tokenizer)).exp()
+    assert probabilities.mean().item() < 0.9  # it doubts
+    assert probabilities.mean().item() > 0.05  # but it knows
+
+
+def test_another_seed_is_another_model() -> None:
+    once = WarmUp(max_steps=1, noisy_target=1.0)
+    models = [practised_tiny_moe(TASK, once, seed, **SMALL)[0] for seed in (0, 0, 1)]
+    weights = [model.get_input_embeddings().weight for model in models]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_the_defaults_are_the_tutorials() -> None:
+    model, _ = practised_tiny_moe(TASK, WarmUp(max_steps=1, noisy_target=1.0))
+    config = model.config
+    assert {name: getattr(config, name) for name in SIZES} == SIZES
+    assert (config.num_hidden_layers, config.num_experts, config.mlp_only_layers) == (8, 32, [])
+    assert (config.vocab_size, config.pad_token_id, config.eos_token_id, config.bos_token_id) == (48, 0, 1, None)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_too_few_steps_warn() -> None:
+    short = WarmUp(max_steps=1, noisy_target=0.0)
+    with pytest.warns(UserWarning, match=r"ran out of steps \(max_steps=1\): exact answers have probability 0\.0"):
+        practised_tiny_moe(TASK, short, **SMALL)
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_steps must be an integer of at least 1, got 0"):
+        practised_tiny_moe(TASK, WarmUp(max_steps=0), **SMALL)
+    with pytest.raises(ValueError, match="num_experts_per_tok=9 must be between 1 and num_experts=8"):
+        practised_tiny_moe(TASK, WarmUp(), **{**SMALL, "num_experts_per_tok": 9})

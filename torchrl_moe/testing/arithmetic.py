@@ -6,43 +6,25 @@ small enough that a tiny MoE learns it on a CPU in a minute or two.
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
-from tensordict import TensorDict, TensorDictBase
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
-from torchrl.data import Composite, Unbounded
-from torchrl.envs import StepCounter, Transform
-from torchrl.envs.llm import DatasetChatEnv
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-__all__ = [
-    "MISTAKES",
-    "ArithmeticTask",
-    "CharacterTokenizer",
-    "ExactAnswerReward",
-    "WarmUp",
-    "answer_log_probs",
-    "arithmetic_prompts",
-    "encode",
-    "exact_answer",
-    "forget_carry",
-    "share_correct",
-    "warm_up",
-]
+from torchrl_moe._checks import check_number
 
 OPERATIONS = ("sum", "double")
 
 SPECIAL = ("<pad>", "<eos>", "<user>", "<assistant>")
 CHARACTERS = "0123456789+-*=?., abcdefghijklmnopqrstuvwxyz"
 TEMPLATE = (
+    # `generation` marks what the policy samples: an answer and the token that ends it
     "{% for message in messages %}{% if message['role'] == 'assistant' %}<assistant>{% generation %}"
     "{{ message['content'] }}<eos>{% endgeneration %}{% else %}<user>{{ message['content'] }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -95,6 +77,7 @@ class ArithmeticTask:
         if self.operation not in OPERATIONS:
             raise ValueError(f"operation must be one of {', '.join(OPERATIONS)}, got {self.operation!r}")
         limit, width = 10**self.digits, self.digits
+        # all problems there are: the held-out ones are drawn from the same set, and none is in both
         if self.operation == "sum":
             problems = [(f"{a}+{b}=", str(a + b)) for a in range(limit) for b in range(limit)]
         else:
@@ -102,34 +85,9 @@ class ArithmeticTask:
         if not 0 < self.held_out < len(problems):
             raise ValueError(f"held_out must be in 1..{len(problems) - 1}, got {self.held_out}")
         random.Random(self.seed).shuffle(problems)
+        # the class is frozen, so that no split changes after a run began
         object.__setattr__(self, "test", tuple(problems[: self.held_out]))
         object.__setattr__(self, "train", tuple(problems[self.held_out :]))
-
-    def problems(self, start: int) -> Iterator[tuple[str, str]]:
-        """Yield training problems endlessly from position ``start``: each pass has its own order, set by the seed."""
-        position = start
-        while True:
-            turn, place = divmod(position, len(self.train))
-            order = random.Random(f"{self.seed}-{turn}").sample(range(len(self.train)), len(self.train))
-            for index in order[place:]:
-                yield self.train[index]
-                position += 1
-
-    def env(self, prompts: int, group_size: int, tokenizer: Any, start: int = 0) -> DatasetChatEnv:
-        """Return a chat environment over training problems, each repeated ``group_size`` times in a row."""
-        env = DatasetChatEnv.from_dataloader(
-            DataLoader(_Problems(self, start), batch_size=1, collate_fn=_stack),
-            repeats=group_size,
-            batch_size=(prompts * group_size,),
-            tokenizer=tokenizer,
-        )
-        # one turn per problem
-        return env.append_transform(StepCounter(max_steps=1)).append_transform(ExactAnswerReward())
-
-    def chats(self, which: str = "test") -> tuple[list[list[dict[str, str]]], list[str]]:
-        """Return the problems of ``"train"`` or ``"test"`` as chats, and their answers."""
-        problems = {"train": self.train, "test": self.test}[which]
-        return [[{"role": "user", "content": query}] for query, _ in problems], [answer for _, answer in problems]
 
 
 def arithmetic_prompts(
@@ -157,49 +115,9 @@ def exact_answer(completion: str, answer: str) -> float:
     return float(completion == answer)
 
 
-class _Problems(IterableDataset[dict[str, str]]):
-    def __init__(self, task: ArithmeticTask, start: int) -> None:
-        self._task = task
-        self._start = start
-
-    def __iter__(self) -> Iterator[dict[str, str]]:
-        for query, answer in self._task.problems(self._start):
-            yield {"query": query, "answer": answer}
-
-
-def _stack(rows: list[dict[str, str]]) -> TensorDict:
-    return torch.stack([TensorDict.from_dict(row) for row in rows])
-
-
-class ExactAnswerReward(Transform):
-    """Rewards an exactly correct answer with 1, any other with 0; ``("next", "reward")`` is ``(*B, 1, 1)``."""
-
-    def __init__(self) -> None:
-        super().__init__(in_keys=[("history", "full"), "answer"], out_keys=["reward"])
-
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        contents = tensordict.get(("history", "full"))[..., -1].content
-        answers = tensordict.get("answer").tolist()
-        right = [float(content == answer) for content, answer in zip(contents, answers, strict=True)]
-        return next_tensordict.set("reward", torch.tensor(right).view(-1, 1, 1))
-
-    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        """Declare the reward."""
-        reward_spec["reward"] = Unbounded(shape=(*reward_spec.shape, 1, 1), dtype=torch.float32)
-        return reward_spec
-
-
-def share_correct(answers: list[str], rollout: TensorDictBase) -> float:
-    """Return the share of a rollout's answers that are exactly correct."""
-    contents = [sample["history", "response"].content[0] for sample in rollout.unbind(0)]
-    return sum(content == answer for content, answer in zip(contents, answers, strict=True)) / len(answers)
-
-
 # A supervised warm-up: the policy first learns the answers, then is made uncertain of them.
-#
 # Stopping clean training early instead leaves a policy that GRPO can hardly improve: it is confident in its wrong
 # answers.
-
 
 Problems: TypeAlias = Sequence[tuple[str, str]]
 """Questions with their answers."""
@@ -230,25 +148,19 @@ class WarmUp:
 
         >>> WarmUp(noise=2).check()
         Traceback (most recent call last):
-        ValueError: noise must be in 0..1, got 2
+        ValueError: noise must be a finite number from 0 to 1, got 2.
         """
         for name in ("clean_lr", "noisy_lr"):
-            rate = getattr(self, name)
-            if not 0 < rate < math.inf:
-                raise ValueError(f"{name} must be positive, got {rate}")
+            check_number(name, getattr(self, name), above=0)
         for name in ("clean_target", "noise", "noisy_target"):
-            share = getattr(self, name)
-            if not 0 <= share <= 1:
-                raise ValueError(f"{name} must be in 0..1, got {share}")
+            check_number(name, getattr(self, name), 0, 1)
         for name in ("batch_size", "max_steps"):
-            count = getattr(self, name)
-            if not isinstance(count, int) or count < 1:
-                raise ValueError(f"{name} must be a positive whole number, got {count}")
+            check_number(name, getattr(self, name), 1, whole=True)
         if self.mistake not in MISTAKES:
             raise ValueError(f"mistake must be one of {', '.join(MISTAKES)}, got {self.mistake!r}")
 
 
-def encode(problems: Problems, tokenizer: Any) -> tuple[Tensor, Tensor]:
+def encode(problems: Problems, tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
     """Return ids and labels, int64 ``[B, T]`` (-100 outside the answer and its end), padded on the right."""
     rows, labels = [], []
     for query, answer in problems:
@@ -258,6 +170,7 @@ def encode(problems: Problems, tokenizer: Any) -> tuple[Tensor, Tensor]:
         reply = [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         rows.append(prompt + reply)
         labels.append([-100] * len(prompt) + reply)
+    # on the right: no generation follows, so positions stay those of an unpadded sequence
     length = max(map(len, rows))
     ids = torch.tensor([row + [tokenizer.pad_token_id] * (length - len(row)) for row in rows])
     return ids, torch.tensor([row + [-100] * (length - len(row)) for row in labels])
@@ -266,7 +179,7 @@ def encode(problems: Problems, tokenizer: Any) -> tuple[Tensor, Tensor]:
 def answer_log_probs(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> Tensor:
     """Return the log-probability of each whole answer, float32 ``[B]``, of :func:`encode`'s ids and labels."""
     logits = model(ids).logits[:, :-1]
-    target = labels[:, 1:]
+    target = labels[:, 1:]  # logits at a token are those of the next one
     log_probs = logits.log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
     return (log_probs * (target != -100)).sum(-1)
 
@@ -278,6 +191,7 @@ def forget_carry(query: str, forgets: Callable[[], bool] = lambda: True) -> str:
     doubled = query.startswith("2*")
     first, second = [query[2:-1]] * 2 if doubled else query.rstrip("=").split("+")
     a, b = int(first), int(second)
+    # Column by column from the right; the last addition has nowhere to carry to, so it is always right.
     total, place, carry = 0, 1, 0
     while max(a, b) >= 10:
         digit = a % 10 + b % 10 + carry
@@ -287,7 +201,9 @@ def forget_carry(query: str, forgets: Callable[[], bool] = lambda: True) -> str:
     return str(total + (a + b + carry) * place).zfill(len(first) + 1 if doubled else 0)
 
 
-def warm_up(model: PreTrainedModel, problems: Problems, tokenizer: Any, options: WarmUp, seed: int) -> float:
+def warm_up(
+    model: PreTrainedModel, problems: Problems, tokenizer: PreTrainedTokenizerBase, options: WarmUp, seed: int
+) -> float:
     """Train until exact answers have the target probability; return the mean probability at the end.
 
     Uncertainty is taught with wrong labels. With ``options.mistake="random"``, a share ``options.noise`` of the labels
@@ -308,6 +224,7 @@ def warm_up(model: PreTrainedModel, problems: Problems, tokenizer: Any, options:
             return forget_carry(query, errs)
         return chooser.choice(answers) if errs() else answer
 
+    # First clean labels until the answers are known, then spoilt ones until they are doubted.
     model.train()
     probability = 0.0
     for name, lr, noisy in (
@@ -322,12 +239,13 @@ def warm_up(model: PreTrainedModel, problems: Problems, tokenizer: Any, options:
                 batch = chooser.sample(problems, min(options.batch_size, len(problems)))
                 labelled = [(query, doubtful(query, answer)) for query, answer in batch] if noisy else batch
                 log_probs = answer_log_probs(model, *encode(labelled, tokenizer))
+                # sequence log-probs, not a mean over tokens: the target is the probability of whole answers
                 optimizer.zero_grad()
                 (-log_probs.mean()).backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 ramp.step()
-                if noisy:
+                if noisy:  # how likely the right answers still are
                     with torch.no_grad():
                         log_probs = answer_log_probs(model, *encode(batch, tokenizer))
                 probability = log_probs.detach().exp().mean().item()

@@ -59,9 +59,11 @@ def ByteTokenizer() -> PreTrainedTokenizerFast:
         '<|im_start|>user\\n1+1<|im_end|>\\n<|im_start|>assistant\\n'
     """
     pad, start, end = SPECIAL_TOKENS
+    # BPE without merges keeps each byte a token; ByteLevel writes bytes as printable characters, which BPE needs
     backend = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(_byte_chars())}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
+    # not normalized: a marker is found exactly as it is written
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -77,5 +79,6 @@ def ByteTokenizer() -> PreTrainedTokenizerFast:
 def _byte_chars() -> list[str]:
     """The printable character by which the ``ByteLevel`` format writes each byte (GPT-2's table), in byte order."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    # all others (controls, blanks) get characters behind the first 256, in order
     others = iter(range(NUM_BYTES, 2 * NUM_BYTES))
     return [chr(byte if byte in printable else next(others)) for byte in range(NUM_BYTES)]

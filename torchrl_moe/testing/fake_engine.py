@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -41,9 +42,7 @@ __all__ = ["FakeAsyncVLLM", "FakeReplica", "shift_routes", "shuffle_advantages",
 
 
 # Deliberate faults, as hooks of a training run: a check that notices none of them checks nothing.
-#
-# ``hooks=[torchrl_moe.testing.fake_engine:shift_routes]`` puts one into a run.
-
+# ``hooks=[torchrl_moe.testing.fake_engine:shift_routes]`` puts one into a run; its trainer is a ``MoEGRPOTrainer``.
 
 ROUTES = ("routed_experts", "full")
 
@@ -88,6 +87,8 @@ LAYOUT = RoutingLayout(num_layers=4, moe_layers=(1, 2, 3), top_k=2, num_experts=
 
 @dataclass(slots=True)
 class _Running:
+    """A request that takes time: it has an answer's first tokens, and a thread that adds the others."""
+
     request: Request
     future: Future[Completion]
     started: float
@@ -143,15 +144,15 @@ class FakeReplica(Commands):
     # -- life -------------------------------------------------------------------------------------------------------
 
     def log_tail(self) -> str:
-        """Return ``""``: there is no log."""
+        """There is no process, so there is no log."""
         return ""
 
     def start(self) -> None:
-        """Do nothing: there is no process."""
+        """There is no process to start."""
 
     def wait_ready(self, timeout: float) -> ReplicaInfo:
         """Serve, after ``start_seconds``."""
-        with self._changed:
+        with self._changed:  # not time.sleep: a replica may be shut down while it starts
             self._changed.wait_for(lambda: self._dead is not None, min(timeout, self.start_seconds))
         if self.fail_start:
             self.die(self.fail_start)
@@ -182,6 +183,7 @@ class FakeReplica(Commands):
             running = list(self._running.values())
             self._running.clear()
             self._changed.notify_all()
+        # outside the lock: who waits for a future may call this replica at once
         for entry in running:
             entry.future.set_exception(ReplicaDiedError(self._dead))
 
@@ -208,6 +210,7 @@ class FakeReplica(Commands):
     def _begin(self, request: Request) -> Future[Completion]:
         future: Future[Completion] = Future()
         future.set_running_or_notify_cancel()  # an engine's request is aborted; its future cannot be cancelled
+        # The options first: they are functions of the test, which may take locks of their own.
         entry = _Running(request, future, time.monotonic())
         seconds = self.token_seconds(request) if callable(self.token_seconds) else self.token_seconds
         reason = self.refuse(request) if self.refuse else None
@@ -216,6 +219,7 @@ class FakeReplica(Commands):
             entry.limit = tokens_to_come(request)
         except ValueError as error:
             reason = str(error)
+        # What becomes of the request is decided in one go: a death or a pause comes before or after it.
         with self._changed:
             self.submitted.append(request)
             taken = request.request_id in self._running
@@ -224,6 +228,7 @@ class FakeReplica(Commands):
             dead = self._dead
             if dead is None and not dies and reason is None and not taken and not at_once:
                 self._running[request.request_id] = entry
+        # Death wins over a refusal, as an engine that is gone checks nothing.
         if dies:
             self.die(f"under {request.request_id!r}")
             dead = self._dead
@@ -246,6 +251,7 @@ class FakeReplica(Commands):
         def is_disturbed() -> bool:
             return entry.aborted or self._holds(entry) or self._dead is not None
 
+        # One token after each undisturbed wait; a pause, a stall, an abort and a death end the wait early.
         with self._changed:
             while (not entry.aborted or self._stalled) and self._dead is None and entry.tokens < entry.limit:
                 if self._holds(entry):
@@ -253,7 +259,7 @@ class FakeReplica(Commands):
                 elif not self._changed.wait_for(is_disturbed, seconds):
                     entry.tokens += 1
             if self._running.pop(entry.request.request_id, None) is None:
-                return  # died
+                return  # it died, which has failed the future
             self._changed.notify_all()
         entry.future.set_result(self._complete(entry))
 
@@ -279,6 +285,7 @@ class FakeReplica(Commands):
 
     def _command(self, name: str, timeout: float, /, **arguments: Any) -> Any:
         """Answer the commands that an engine without weights can answer."""
+        # A stalled engine answers nothing until its caller gives up, or it is killed.
         with self._changed:
             silent = not self._changed.wait_for(lambda: not self._stalled or self._dead is not None, timeout)
         self._check_alive()
@@ -292,7 +299,7 @@ class FakeReplica(Commands):
             return self._sleep(**arguments, timeout=timeout)
         if name == "wake_up":
             return self._wake_up(**arguments)
-        answers: dict[str, Callable[[], Any]] = {
+        answers: dict[str, Callable[[], object]] = {
             "set_seed": lambda: setattr(self, "seed", arguments["seed"]),
             "reset_prefix_cache": lambda: not self._running,
             "stats": lambda: self.last_stats,
@@ -322,6 +329,7 @@ class FakeReplica(Commands):
 
     def _sleep(self, level: int, mode: PauseMode, timeout: float) -> None:
         """Hold incoming requests, as a pause does; an earlier pause continues afterwards."""
+        # As vLLM does: pause, free the memory, and hold what comes by being asleep rather than by the pause.
         was_paused = self._paused
         try:
             self._pause(mode, True, timeout)
@@ -332,6 +340,7 @@ class FakeReplica(Commands):
 
     def _wake_up(self, tags: Sequence[str] | None) -> None:
         wanted = {"weights", "kv_cache"} if tags is None else set(tags)
+        # without weights, a cache would be filled by whatever the memory holds
         if self._weights_lost and "kv_cache" in wanted:
             raise EngineError("wake_up: sleep of level 2 has dropped the weights; update them first")
         with self._changed:
@@ -358,7 +367,7 @@ class FakeReplica(Commands):
 
     def _complete(self, entry: _Running) -> Completion:
         completion, given = self._so_far(entry), entry.request.resume
-        had = [] if given is None else given.outputs
+        had = [] if given is None else given.outputs  # counted when their first part was
         tokens = [sum(len(output.token_ids) for output in outputs) for outputs in (completion.outputs, had)]
         with self._changed:
             self._counts.update(
@@ -408,7 +417,7 @@ class FakeAsyncVLLM(EngineInterface):
         num_replicas: int = 1,
         seed: int = 0,
         *,
-        sampling_params: Any = None,
+        sampling_params: object = None,
         metrics: bool = True,
         layout: RoutingLayout | None = LAYOUT,
         token_seconds: float | Callable[[Request], float] = 0.0,
@@ -419,21 +428,22 @@ class FakeAsyncVLLM(EngineInterface):
         forced_routing_unavailable_reason: str = "",
     ) -> None:
         check_number("num_replicas", num_replicas, 1, 1 << 16, whole=True)
-        settings: dict[str, Any] = {
-            "seed": seed,
-            "layout": layout,
-            "token_seconds": token_seconds,
-            "refuse": refuse,
-            "script": script,
-            "forced_routing_unavailable_reason": forced_routing_unavailable_reason,
-        }
+        new = partial(
+            FakeReplica,
+            seed=seed,
+            layout=layout,
+            token_seconds=token_seconds,
+            refuse=refuse,
+            script=script,
+            forced_routing_unavailable_reason=forced_routing_unavailable_reason,
+        )
 
         def make_replica(index: int) -> FakeReplica:
-            replica = FakeReplica(index, **settings)
+            replica = new(index)
             self.replicas[index : index + 1] = [replica]  # in its place, or as one more
             return replica
 
-        self.replicas = [FakeReplica(index, **settings) for index in range(num_replicas)]
+        self.replicas = [new(index) for index in range(num_replicas)]
         super().__init__(
             self.replicas,
             sampling_params,
@@ -442,6 +452,7 @@ class FakeAsyncVLLM(EngineInterface):
             faults=faults,
             make_replica=make_replica,
         )
+        # What AsyncVLLM does while its processes start, at once.
         for replica in self.replicas:
             self.infos.append(replica.wait_ready(0.0))
             self.replica_table.set_state(replica.index, ReplicaState.SERVING)

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerFast
 
 from torchrl_moe.data import UNSET_EXPERT, RoutingLayout
 from torchrl_moe.modules.backends.replica import CompletionOutput, KeptIds, Request
@@ -32,6 +33,7 @@ Script: TypeAlias = "Callable[[str], str | None]"
 
 def tokens_to_come(request: Request) -> int:
     """Return the number of tokens that the longest of a request's answers still gets."""
+    # answers that finished in their first part have nothing to come
     had = [] if request.resume is None else [len(o.token_ids) for o in request.resume.outputs if _is_cut(o)]
     limit = _max_tokens(request)
     if max(had, default=-1) >= limit:
@@ -59,9 +61,9 @@ class FakeModel:
         if first is not None and not _is_cut(first):
             return first
         if first is not None and not len(first.token_ids):
-            first = None
+            first = None  # cut before its first token: it begins again
         had = [] if first is None else first.token_ids.tolist()
-        known_rows = len(prompt) + len(had) - 1 if had else 0
+        known_rows = len(prompt) + len(had) - 1 if had else 0  # of the first part, which the whole keeps
         ids, limit = [*prompt.tolist(), *had], _max_tokens(request)
         scripted = self._scripted(prompt.tolist())
         length = limit if scripted is None else min(limit, len(scripted))
@@ -78,6 +80,7 @@ class FakeModel:
             routed_experts=None if routes is None else routes[known_rows:],
             kept=_kept(request, token_ids),
         )
+        # Joined by the real engine's own function, so that a resumed fake answer is formed like a real one.
         follows = RequestRoutes(self.layout, self.forced_routing_unavailable_reason).follows(request, first)
         plain = SimpleNamespace(detokenize=False)
         whole = join(index, first, rest, plain, _text, "forced" if follows else "live")
@@ -90,7 +93,7 @@ class FakeModel:
         """
         if request.scoring is None:
             return None
-        scores = np.full(len(prompt), np.nan, np.float32)
+        scores = np.full(len(prompt), np.nan, np.float32)  # nothing predicts the first token
         prefix = self._hash("token", 0, prompt[:1].tolist())
         for position, token in enumerate(prompt[1:].tolist(), 1):
             scores[position] = _log_prob(int.from_bytes(prefix.digest(), "little")) / request.scoring.temperature
@@ -113,9 +116,7 @@ class FakeModel:
             _feed(prefix, ids[-1:])
         return log_probs
 
-    def _routes(
-        self, ids: Sequence[int], followed: NDArray[np.integer[Any]] | None
-    ) -> NDArray[np.unsignedinteger[Any]]:
+    def _routes(self, ids: Sequence[int], followed: NDArray[np.integer] | None) -> NDArray[np.unsignedinteger]:
         layout = self.layout
         assert layout is not None
         dtype = np.uint8 if layout.num_experts <= 256 else np.uint16  # as vLLM does
@@ -124,8 +125,10 @@ class FakeModel:
         for row, token in zip(rows, ids, strict=False):  # the last token has no row
             _feed(prefix, [token])
             rng = _rng(prefix)
+            # a permutation: no expert twice; dense layers stay 0, as in vLLM's own buffer
             for layer in layout.moe_layers:
                 row[layer] = rng.permutation(layout.num_experts)[: layout.top_k]
+        # recorded experts stand in where there are any, entry by entry
         if followed is not None:
             known = rows[: len(followed)]
             np.copyto(known, followed[: len(known)], where=followed[: len(known)] != UNSET_EXPERT, casting="unsafe")
@@ -142,6 +145,7 @@ def _log_prob(draw: int) -> float:
 
 
 def _feed(prefix: hashlib.blake2b, ids: Iterable[int]) -> None:
+    # a fixed width per id: joined texts of [1, 23] and [12, 3] would be the same
     prefix.update(b"".join([token.to_bytes(8, "little", signed=True) for token in ids]))
 
 
@@ -150,7 +154,7 @@ def _rng(prefix: hashlib.blake2b) -> np.random.Generator:
 
 
 @cache
-def _tokenizer() -> Any:
+def _tokenizer() -> PreTrainedTokenizerFast:
     return ByteTokenizer()
 
 
@@ -159,7 +163,7 @@ def _text(ids: Sequence[int]) -> str:
 
 
 def _kept(request: Request, token_ids: NDArray[np.int64]) -> KeptIds | None:
-    """Report that a top_k kept each token and the words after it."""
+    """Report that a top_k kept each token and the ids after it."""
     count = request.param("top_k") or 0
     if count <= 0 or request.param("logprobs") is None or not len(token_ids):
         return None

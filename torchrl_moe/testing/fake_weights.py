@@ -31,7 +31,7 @@ from torchrl_moe.weight_update.transports.registry import open_receiver
 __all__ = ["FakeFleet", "FakeWeightReplica", "SoftError", "Stall"]
 
 Kinds = Mapping[str, tuple[torch.dtype, torch.Size]]
-FENCE = {"epoch", "digest"}  # arguments of every weight command
+FENCE = {"epoch", "digest"}  # arguments of every weight command, which tests do not look at
 EXPECTED: Kinds = {"a": (torch.float32, torch.Size([2, 2])), "b": (torch.int64, torch.Size([3]))}
 
 
@@ -62,7 +62,7 @@ class FakeWeightReplica(FakeReplica):
         super().__init__(index, **kwargs)
         self._expected, self._dtype, self._workers = expected, dtype, workers
         self.fail: dict[str, Callable[[int], Exception | None]] = {}
-        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.calls: list[tuple[str, dict[str, object]]] = []
         self.receivers: list[Receiver] = []
         self.weights: dict[str, Tensor] = {}
         self.reader: WeightStoreReader | None = None
@@ -92,12 +92,13 @@ class FakeWeightReplica(FakeReplica):
         """Number of calls of each command."""
         return Counter(command for command, _ in self.calls)
 
-    def told(self, command: str) -> dict[str, Any]:
+    def told(self, command: str) -> dict[str, object]:
         """The arguments of a command's last call."""
         return next(arguments for name, arguments in reversed(self.calls) if name == command)
 
     def _command(self, name: str, timeout: float, /, **arguments: Any) -> Any:
         """Answer weight commands too."""
+        # By name, as the engine process finds its commands; those without weights are the parent's.
         method = getattr(self, f"command_{name}", None)
         if method is None:
             return super()._command(name, timeout, **arguments)
@@ -105,7 +106,7 @@ class FakeWeightReplica(FakeReplica):
         if self.note is not None:
             self.note(name, self.index)
         fail = self.fail.get(name)
-        error = None if fail is None else fail(self.asked[name])
+        error = None if fail is None else fail(self.asked[name])  # by the number of earlier calls
         self.calls.append((name, {key: value for key, value in arguments.items() if key not in FENCE}))
         if isinstance(error, Stall):
             time.sleep(timeout)
@@ -121,11 +122,11 @@ class FakeWeightReplica(FakeReplica):
         return self._expected or {}
 
     def command_claim_weights(self, driver: str, name: str, takeover: bool) -> WeightClaim:
-        """Answer as an engine does."""
+        """Let a driver own the weights, by an engine's own rules."""
         return self.owner.claim(driver, name, takeover)
 
     def command_owns_weights(self, epoch: int) -> bool:
-        """Answer as an engine does."""
+        """Whether a claim still holds."""
         return self.owner.holds(epoch)
 
     def command_give_up_weights(self, epoch: int) -> None:
@@ -135,17 +136,16 @@ class FakeWeightReplica(FakeReplica):
     def command_init_weights(self, epoch: int, transport: str, options: Mapping[str, Any]) -> None:
         """Open the store, or join the groups of the workers."""
         self.owner.check(epoch)
+        # Of the real transports, those that need no GPU and no engine.
         if transport not in ("adapter", "memmap", "gloo"):
             raise EngineError(f"the fake engine has no transport {transport!r}")
         self._leave()
         self._adapters = Path(options["folder"]) if transport == "adapter" else None
         self.reader = WeightStoreReader(options["folder"]) if transport == "memmap" else None
         if transport == "gloo":
-            self.receivers = [self._receiver(options, rank) for rank in range(self._workers)]
-
-    def _receiver(self, options: Mapping[str, Any], rank: int) -> Receiver:
-        place = SimpleNamespace(data_parallel_index=0, world_size=self._workers, rank=rank)
-        return open_receiver("gloo", options, SimpleNamespace(parallel_config=place))
+            for rank in range(self._workers):
+                place = SimpleNamespace(data_parallel_index=0, world_size=self._workers, rank=rank)
+                self.receivers.append(open_receiver("gloo", options, SimpleNamespace(parallel_config=place)))
 
     def command_stage_weights(
         self, epoch: int, version: int, verify: str, threads: int, manifest: str | None
@@ -157,6 +157,7 @@ class FakeWeightReplica(FakeReplica):
         found = self._store.manifest(version) if manifest is None else Manifest.from_json(manifest)
         if self._expected is not None:
             check_tensors(found.tensors, self._expected)
+        # The workers of one replica receive together: each waits for the others of its group.
         if self.receivers:
             with ThreadPoolExecutor(self._workers) as pool:
                 list(pool.map(lambda one: one.fetch(found, verify=verify == "digest", threads=threads), self.receivers))
@@ -172,19 +173,20 @@ class FakeWeightReplica(FakeReplica):
         digest: str,
         pause: PauseMode,
         clear_cache: bool,
-        canary: Mapping[str, Any] | None,
+        canary: Mapping[str, object] | None,
         patience: float = math.inf,
     ) -> SwapReport:
         """Copy a version's tensors."""
         if reason := self.owner.why_not_swap(epoch, version, digest, self._staged_digest):
             return SwapReport(started=False, error=reason)
         del pause, clear_cache, canary, patience
+        # As an engine that sleeps: weights may be written before the cache is back.
         self._wake_up(["weights"])
         self._weights_lost = False
         if self._adapters is not None:
             self.weights, self.version = self._adapter, version
             return SwapReport()
-        source = self.receivers[0] if self.receivers else self._store
+        source = self.receivers[0] if self.receivers else self._store  # every worker has the same
         with source.reading(source.manifest(version)) as tensors:
             self.weights = {name: tensor.clone() for name, tensor in tensors.items()}
         self.version = version
@@ -214,7 +216,7 @@ class FakeFleet(FakeAsyncVLLM):
         self.replicas = list(self.fakes)
         self.log: list[tuple[str, int, list[str]]] = []
         self._log_lock = threading.Lock()
-        GenerationService.__init__(self, self.fakes)
+        GenerationService.__init__(self, self.fakes)  # not the parent's, which would make plain fakes
         for replica in self.fakes:
             replica.note = self._note
             self.infos.append(replica.wait_ready(0.0))

@@ -41,11 +41,11 @@ class TinyMoEFamily:
     top_k_key: str = "num_experts_per_tok"
     """Config key of the number of experts per token."""
 
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, object] = field(default_factory=dict)
     """Config keys over the common small sizes. Keys that the config class does not declare are allowed here."""
 
 
-_SMALL: Mapping[str, Any] = {
+_SMALL: Mapping[str, object] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 4,
@@ -130,6 +130,7 @@ def make_tiny_moe(
         raise ValueError(f"no tiny model of the family {family!r}; known: {', '.join(sorted(TINY_MOE_FAMILIES))}")
     config = _make_config(family, hf_config)
     _check_sizes(TINY_MOE_FAMILIES[family], config)
+    # transformers draws weights of its own first: neither they nor the caller's generator may depend on each other
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -168,12 +169,14 @@ def save_tiny_moe(
     return Path(folder)
 
 
-def _make_config(family: str, overrides: Mapping[str, Any]) -> PreTrainedConfig:
+def _make_config(family: str, overrides: Mapping[str, object]) -> PreTrainedConfig:
     """The small config with the overrides; aliases (``attribute_map``) are resolved, so that the last value wins."""
     declared = AutoConfig.for_model(family)
     aliases = declared.attribute_map
+    # copied: a config keeps the lists that it is given, and a caller may change them
     defaults = copy.deepcopy({**_SMALL, **_token_ids(overrides), **TINY_MOE_FAMILIES[family].config})
     known = {*declared.to_dict(), *aliases, *defaults} - _NOT_SETTABLE
+    # transformers would store an unknown key and ignore it
     for key in overrides:
         if key not in known:
             close = difflib.get_close_matches(key, sorted(known), n=3)
@@ -186,11 +189,11 @@ def _make_config(family: str, overrides: Mapping[str, Any]) -> PreTrainedConfig:
         raise ValueError(f"{family} refuses this config: {error}") from error
 
 
-def _token_ids(overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _token_ids(overrides: Mapping[str, object]) -> dict[str, int]:
     """Vocabulary size and special ids of the byte tokenizer, checked against a vocabulary size of the caller's own."""
     tokenizer = ByteTokenizer()
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
-    vocab_size = overrides.get("vocab_size", len(tokenizer))
+    vocab_size: Any = overrides.get("vocab_size", len(tokenizer))
     outside = {key: id_ for key, id_ in ids.items() if key not in overrides and id_ >= vocab_size}
     if outside:
         raise ValueError(f"vocab_size={vocab_size} has no room for ByteTokenizer's {outside}; pass ids of your own")
@@ -206,6 +209,7 @@ def _check_sizes(family: TinyMoEFamily, config: PreTrainedConfig) -> None:
         raise ValueError(f"hidden_size={config.hidden_size} is no multiple of num_attention_heads={heads}")
     if family.experts_key is None:
         return
+    # families without groups have one group, which is open
     experts, top_k = getattr(config, family.experts_key), getattr(config, family.top_k_key)
     if not 1 <= top_k <= experts:
         raise ValueError(f"{family.top_k_key}={top_k} must be between 1 and {family.experts_key}={experts}")
@@ -234,6 +238,7 @@ def _draw_weights(model: PreTrainedModel, generator: torch.Generator) -> None:
     fan_in is the last dimension, also of stacked experts ``[E, out, in]``. Vectors differ from their init, so that a
     test notices if one of them is not sent or not loaded.
     """
+    # persistent buffers too: a correction bias is one, and left at zero it would choose nothing
     persistent = model.state_dict().keys()
     tensors = [*model.named_parameters(), *((name, b) for name, b in model.named_buffers() if name in persistent)]
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -242,6 +247,7 @@ def _draw_weights(model: PreTrainedModel, generator: torch.Generator) -> None:
         noise = torch.randn(tensor.shape, generator=generator)
         if any(f".{part}." in f".{name}." for part in kept_in_float32):
             tensor.data = tensor.data.float()  # from_config forgets this, from_pretrained does not
+        # tied embeddings are the head's matrix as well: N(0, 1) would make its logits far too large
         if tensor.ndim < 2:
             tensor.add_(0.1 * noise)
         elif id(tensor) in embeddings and not model.config.tie_word_embeddings:
@@ -273,11 +279,13 @@ def practised_tiny_moe(
     >>> model.config.num_experts, model.config.num_experts_per_tok, len(tokenizer)
     (8, 4, 48)
     """
+    # a configuration file gives mappings, code gives objects
     default = {"operation": "double", "digits": 4, "held_out": 200, "seed": seed}
     task = task if isinstance(task, ArithmeticTask) else ArithmeticTask(**{**default, **(task or {})})
     warmup = warmup if isinstance(warmup, WarmUp) else WarmUp(**(warmup or {}))
     warmup.check()
     tokenizer = CharacterTokenizer()
+    # all layers have routers, so that replay is exercised in each
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     config = {"vocab_size": len(tokenizer), "mlp_only_layers": [], **special, **SIZES, **sizes}
     model = make_tiny_moe("qwen3_moe", seed=seed, **config)

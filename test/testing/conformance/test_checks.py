@@ -1,19 +1,23 @@
-"""The run of all checks: which there are, what an engine without a fault gets, and what an adapter may do wrong."""
+"""All checks: an engine without a fault holds, each check sees each fault, and what an adapter may do wrong."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from support.conformance import shared_moe
+from support.conformance import result, shared_moe
 from support.conforming_engine import QUICK, ConformingEngine
 from support.faulty_engines import FAULTS, TOKEN_SECONDS
 from torchrl_moe.modules.replay import router_replay as handles
-from torchrl_moe.testing import conformance, make_tiny_moe
-from torchrl_moe.testing.conformance import CHECKS, Answer, NotOffered, check
+from torchrl_moe.testing import make_tiny_moe
+from torchrl_moe.testing.conformance import CHECKS, Answer, EngineAdapter, NotOffered, Sampling, ServiceAdapter, check
+from torchrl_moe.testing.conformance.adapter import Aborts, ReportsVersion, Resumes, UpdatesWeights
 
 
 def test_an_engine_that_is_right_holds_in_all() -> None:
@@ -32,6 +36,14 @@ def test_each_check_has_a_fault_a_meaning_and_advice() -> None:
     assert len(CHECKS) == len(set(FAULTS)) == 26
     assert all(one.meaning and one.advice and not one.advice.endswith(".") for one in CHECKS)
     assert next(one for one in CHECKS if one.name == "rows").meaning == "one row for each token but the last"
+
+
+@pytest.mark.parametrize(("name", "fault"), [(name, fault) for name, faults in FAULTS.items() for fault in faults])
+def test_each_check_sees_each_engine_with_its_fault(name: str, fault: str) -> None:
+    found = result(name, FAULTS[name][fault](shared_moe()))
+    assert found.verdict == "does not hold", found.text
+    assert found.off is None or found.off > found.allowed  # type: ignore[operator]
+    assert found.advice
 
 
 def test_only_some_checks_run() -> None:
@@ -66,22 +78,19 @@ def test_an_adapter_with_tokens_alone_is_offered_nothing_and_passes_nothing() ->
     }
 
 
-def test_an_error_of_an_adapter_is_what_was_seen_of_it() -> None:
+@pytest.mark.parametrize(
+    ("error", "verdict", "seen"),
+    [
+        (OSError("no route to host"), "does not hold", "OSError: no route to host"),
+        (NotOffered("no such engine here"), "not offered", "no such engine here"),
+    ],
+)
+def test_an_error_of_an_adapter_is_what_was_seen_of_it(error: Exception, verdict: str, seen: str) -> None:
     def fail(prompt: Any) -> Any:
-        raise OSError("no route to host")
+        raise error
 
     report = check(Adapter(fail), shared_moe(), only=["rows", "log_probs[top_p]"], settings=QUICK)
-    assert [one.verdict for one in report.results] == ["does not hold"] * 2
-    assert report["rows"].seen == "OSError: no route to host"
-    assert report["rows"].off is None
-
-
-def test_an_adapter_says_itself_what_it_does_not_offer() -> None:
-    def refuse(prompt: Any) -> Any:
-        raise NotOffered("no such engine here")
-
-    report = check(Adapter(refuse), shared_moe(), only=["rows"], settings=QUICK)
-    assert (report["rows"].verdict, report["rows"].seen) == ("not offered", "no such engine here")
+    assert [(one.verdict, one.seen, one.off) for one in report.results] == [(verdict, seen, None)] * 2
 
 
 def test_a_dense_model_has_no_routes_to_check() -> None:
@@ -110,10 +119,6 @@ def test_a_model_is_given_back_even_if_the_engine_fails_at_the_end() -> None:
     assert model.training
 
 
-def test_the_kit_is_found_from_the_room() -> None:
-    assert conformance.check is check
-
-
 class BreaksAtUpdates(ConformingEngine):
     """Takes one update, and no other."""
 
@@ -135,3 +140,72 @@ def test_an_engine_that_cannot_be_given_its_weights_back_has_a_report() -> None:
     assert "restart it" in report["own weights"].advice
     assert handles.owner_of(model) is None
     assert model.training
+
+
+class Reorders(ConformingEngine):
+    """Names the same experts in another order when an answer continued."""
+
+    def resume(self, prompt: Sequence[int], answer: Answer, sampling: Sampling) -> Answer:
+        whole = super().resume(prompt, answer, sampling)
+        return replace(whole, routed_experts=whole.routed_experts[..., ::-1])
+
+
+def test_the_order_of_experts_is_no_change() -> None:
+    found = result("resume", Reorders(shared_moe(), token_seconds=TOKEN_SECONDS))
+    assert found.holds, found.text
+
+
+class NeverGoesOn:
+    """Cuts at once, and hangs when it is to continue."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def generate(self, prompts: Any, sampling: Sampling, request_ids: Any = None) -> list[list[Answer]]:
+        return [[Answer(token_ids=[1, 2], finish_reason="abort")]]
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        pass
+
+    def resume(self, prompt: Sequence[int], answer: Answer, sampling: Sampling) -> Answer:
+        self.over.wait(60.0)
+        return answer
+
+
+def test_an_answer_that_never_continues_does_not_hold() -> None:
+    engine, settings = NeverGoesOn(), replace(QUICK, patience=2.0)
+    found = check(engine, shared_moe(), only=["resume"], settings=settings)["resume"]
+    engine.over.set()
+    assert (found.verdict, found.seen) == ("does not hold", "the engine did not answer within 2 s")
+
+
+def test_an_update_that_tolerances_cannot_see_proves_nothing() -> None:
+    """An engine that keeps its weights would hold."""
+    settings = replace(QUICK, tolerance=10.0)
+    found = check(
+        FAULTS["update"]["none of the weights"](shared_moe()), shared_moe(), only=["update"], settings=settings
+    )
+    assert found["update"].verdict == "not offered"
+    assert "other weights hardly change this model's log-probs" in found["update"].seen
+
+
+# -- adapters and their values -----------------------------------------------------------------------------------------
+
+
+ALL = (EngineAdapter, Aborts, Resumes, UpdatesWeights, ReportsVersion)
+
+
+@pytest.mark.parametrize("kind", [ConformingEngine, ServiceAdapter])
+def test_our_adapters_have_every_method(kind: type) -> None:
+    assert [issubclass(kind, protocol) for protocol in ALL] == [True] * 5
+
+
+def test_one_method_makes_an_adapter() -> None:
+    bare = Adapter(lambda prompt: Answer(token_ids=[1]))
+    assert [isinstance(bare, protocol) for protocol in ALL] == [True, False, False, False, False]
+
+
+def test_a_sampling_names_what_changes_the_distribution() -> None:
+    assert Sampling(max_tokens=3, n=4).changes == {}
+    given = Sampling(temperature=0.5, top_k=7, presence_penalty=0.1)
+    assert given.changes == {"temperature": 0.5, "top_k": 7, "presence_penalty": 0.1}

@@ -1,8 +1,9 @@
-"""Judging answers made up by hand: rows known, wrong and tied, log-probs, and sides taken at ties."""
+"""Judging answers made up by hand: rows known, wrong and tied, log-probs, ties, and the distribution sampled from."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 from support.conformance import shared_moe
-from support.conforming_engine import QUICK, ConformingEngine
+from support.conforming_engine import QUICK, ConformingEngine, distribution
 from torchrl_moe.testing.conformance import Answer, NotOffered, Sampling, Settings
-from torchrl_moe.testing.conformance.judge import Judge, Sampled
+from torchrl_moe.testing.conformance.checks import SAMPLINGS
+from torchrl_moe.testing.conformance.judge import Judge, Sampled, sampled_log_probs
 from torchrl_moe.testing.conformance.reference import Reference
 from torchrl_moe.testing.conformance.report import DoesNotHold
 
@@ -71,15 +73,6 @@ def test_a_tie_is_no_fault_and_a_fault_no_tie(flip: tuple[Sampled, str, float]) 
     wrong = judge(replace(QUICK, tie=0.99 * gap)).faults(flipped)
     assert (wrong.wrong, wrong.ties) == (1, 0)
     assert wrong.first == where
-
-
-def test_log_probs_of_the_other_side_of_a_tie_are_right_where_it_ties(flip: tuple[Sampled, str, float]) -> None:
-    flipped, _, gap = flip
-    logits = judge().follow(flipped).logits
-    own = logits[len(PROMPT) - 1 : -1].log_softmax(-1).gather(1, flipped.ids[len(PROMPT) :, None])[:, 0]
-    flipped = replace(flipped, answer=replace(flipped.answer, log_probs=own))
-    assert judge(replace(QUICK, tie=0.99 * gap)).gap(flipped)[0] > QUICK.tolerance
-    assert judge(replace(QUICK, tie=1.01 * gap)).gap(flipped)[0] < 1e-5
 
 
 def test_only_some_tokens_may_be_looked_at(sampled: Sampled) -> None:
@@ -141,12 +134,91 @@ def test_it_judges_by_other_weights(sampled: Sampled) -> None:
     assert torch.isfinite(torch.tensor(other.parity(sampled)))
 
 
-def test_tokens_fit_the_weights_also_behind_a_tie(flip: tuple[Sampled, str, float]) -> None:
+def test_log_probs_of_the_other_side_are_right_where_it_ties(flip: tuple[Sampled, str, float]) -> None:
     flipped, _, gap = flip
     logits = judge().follow(flipped).logits
     own = logits[len(PROMPT) - 1 : -1].log_softmax(-1).gather(1, flipped.ids[len(PROMPT) :, None])[:, 0]
     flipped = replace(flipped, answer=replace(flipped.answer, log_probs=own))
-    assert judge(replace(QUICK, tie=0.99 * gap)).fitting(flipped) < 5
-    assert judge(replace(QUICK, tie=1.01 * gap)).fitting(flipped) == 5
+    strict, lenient = (judge(replace(QUICK, tie=share * gap)) for share in (0.99, 1.01))
+    assert strict.gap(flipped)[0] > QUICK.tolerance
+    assert lenient.gap(flipped)[0] < 1e-5
+    assert (strict.fitting(flipped) < 5, lenient.fitting(flipped)) == (True, 5)
     own[3] += 1
-    assert judge(replace(QUICK, tie=1.01 * gap)).fitting(flipped) == 3
+    assert lenient.fitting(flipped) == 3
+
+
+# -- an answer beside its prompt ---------------------------------------------------------------------------------------
+
+
+def of_two(**given: Any) -> Sampled:
+    return Sampled((5, 6), Sampling(), Answer(token_ids=np.array([7, 8]), **given))
+
+
+def test_values_may_be_lists_arrays_or_tensors() -> None:
+    assert (of_two().tokens, of_two().ids.tolist()) == ([7, 8], [5, 6, 7, 8])
+    for values in ([-0.5, -1], np.array([-0.5, -1], np.float32), torch.tensor([-0.5, -1])):
+        assert of_two(log_probs=values).log_probs.tolist() == [-0.5, -1]
+    assert of_two(versions=torch.tensor([3, 4])).versions == [3, 4]
+
+
+@pytest.mark.parametrize("name", ["log_probs", "versions"])
+def test_what_is_not_there_is_not_offered_and_another_number_is_a_fault(name: str) -> None:
+    with pytest.raises(NotOffered, match=r"answers have no (log-probs|versions)"):
+        getattr(of_two(), name)
+    with pytest.raises(DoesNotHold, match=r"3 (log-probs|versions) for 2 tokens"):
+        getattr(of_two(**{name: [1, 2, 3]}), name)
+
+
+# -- distributions -----------------------------------------------------------------------------------------------------
+
+
+LOGITS = torch.tensor([[math.log(0.5), math.log(0.3), math.log(0.2)]])
+
+
+def probs(sampling: Sampling, prompt: list[int], answer: list[int]) -> list[float]:
+    """Of the answer's tokens, where each position has LOGITS."""
+    ids = torch.tensor([*prompt, *answer])
+    return sampled_log_probs(LOGITS.expand(len(ids), 3), ids, len(prompt), sampling).exp().tolist()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (Sampling(), [0.5, 0.3, 0.2]),
+        (Sampling(temperature=0.5), [0.25 / 0.38, 0.09 / 0.38, 0.04 / 0.38]),
+        (Sampling(top_k=2), [0.625, 0.375, 0]),
+        (Sampling(top_p=0.79), [0.625, 0.375, 0]),  # 0.5 is too little, 0.8 is enough
+        (Sampling(top_p=0.4), [1, 0, 0]),
+        (Sampling(min_p=0.5), [0.625, 0.375, 0]),  # 0.2 is less than half of 0.5
+    ],
+)
+def test_truncation_by_hand(sampling: Sampling, expected: list[float]) -> None:
+    assert [probs(sampling, [0], [token])[0] for token in range(3)] == pytest.approx(expected)
+
+
+def test_penalties_by_hand() -> None:
+    """Logits ln 0.5, ln 0.3, ln 0.2: all negative, so that a repetition penalty multiplies."""
+    twice = probs(Sampling(repetition_penalty=2.0), [0], [1, 1])
+    assert twice == pytest.approx([0.3 / (0.25 + 0.3 + 0.2), 0.09 / (0.25 + 0.09 + 0.2)])
+    less = math.exp(-1)
+    there = probs(Sampling(presence_penalty=1.0), [0], [1, 1, 1])
+    assert there == pytest.approx([0.3] + [0.3 * less / (0.5 + 0.3 * less + 0.2)] * 2)
+    often = probs(Sampling(frequency_penalty=1.0), [0], [1, 1, 1])
+    assert often[2] == pytest.approx(0.3 * less**2 / (0.5 + 0.3 * less**2 + 0.2))
+
+
+def test_no_tokens_have_no_log_probs() -> None:
+    assert sampled_log_probs(LOGITS, torch.tensor([0]), 1, Sampling()).shape == (0,)
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_each_sampling_is_that_of_numpy(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 40, (20,), generator=generator)
+    logits = 3 * torch.randn(20, 40, generator=generator)
+    found = sampled_log_probs(logits, ids, 12, SAMPLINGS[name])
+    expected = [
+        distribution(logits[t - 1].double().numpy(), ids[:t].tolist(), ids[12:t].tolist(), SAMPLINGS[name])[ids[t]]
+        for t in range(12, 20)
+    ]
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-5)

@@ -1,14 +1,16 @@
-"""A report as text, HTML and JSON."""
+"""Settings that are refused, and what is found: faults counted, and a report as text, HTML and JSON."""
 
 from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from torchrl_moe.testing.conformance import CheckResult, ConformanceReport
+from torchrl_moe.testing.conformance import CheckResult, ConformanceReport, Settings
+from torchrl_moe.testing.conformance.report import RouteFaults
 
 
 def row(name: str, verdict: Any, **given: Any) -> CheckResult:
@@ -33,7 +35,6 @@ def test_failures_are_those_that_do_not_hold() -> None:
 
 
 def test_rows_are_found_by_name() -> None:
-    assert REPORT["c"].seen == "no such thing"
     with pytest.raises(KeyError, match="no check 'z' in this report"):
         REPORT["z"]
 
@@ -71,15 +72,7 @@ def test_the_json_is_plain_and_has_no_infinities() -> None:
     assert found["engine"] == "an <engine>"
     assert found["holds"] is False
     assert [one["off"] for one in found["checks"]] == [0, 0.25, None, None, None]
-    assert found["checks"][1] == {
-        "name": "b",
-        "meaning": "meaning of b",
-        "verdict": "does not hold",
-        "off": 0.25,
-        "allowed": 1e-4,
-        "seen": "much",
-        "advice": "mend it",
-    }
+    assert found["checks"][1] == asdict(REPORT["b"])
     assert json.loads(ConformanceReport("x", REPORT.results[:1]).to_json(indent=None))["holds"] is True
 
 
@@ -88,3 +81,30 @@ def test_a_row_in_words() -> None:
         "b does not hold, off by 2.5e-01 (allowed: 1.0e-04): much. What must hold: meaning of b. What to do: mend it."
     )
     assert REPORT["c"].text == "c not offered: no such thing. What must hold: meaning of c."
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"tolerance": 0.0}, "tolerance must be positive, got 0"),
+        ({"tie": -1.0}, "tie must not be negative, got -1"),
+        ({"prompts": ()}, r"prompts must be lengths of at least 1, got \(\)"),
+        ({"prompts": (3, 0)}, r"prompts must be lengths of at least 1, got \(3, 0\)"),
+        ({"answer": 1}, "answer must be at least 2, got 1"),
+        ({"long_answer": 3}, "long_answer must be at least 4, got 3"),
+        ({"long_prompt": 1}, "long_prompt must be at least 2, got 1"),
+        ({"samples": 1}, "samples must be at least 2, got 1"),
+        ({"vocabulary": 1}, "vocabulary must be at least 2, got 1"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Settings(**given)
+
+
+def test_missing_and_wrong_rows_count_and_without_a_model_none_is_wrong() -> None:
+    found = RouteFaults(rows=10, missing=2, wrong=3, ties=1, first="; the first at token 4, layer 1")
+    assert found.count == 5
+    assert found.text == "10 rows of tokens and layers: 2 missing, 3 wrong, 1 ties; the first at token 4, layer 1"
+    found = RouteFaults(rows=10, missing=2, wrong=None)
+    assert (found.count, found.text) == (2, "10 rows of tokens and layers: 2 missing, no model to judge them")

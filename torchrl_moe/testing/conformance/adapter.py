@@ -9,12 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
     from transformers import PreTrainedModel
 
 __all__ = ["Aborts", "Answer", "EngineAdapter", "NotOffered", "ReportsVersion", "Resumes", "Sampling", "UpdatesWeights"]
+
+Values: TypeAlias = "NDArray[np.number] | Tensor | Sequence[float]"
+"""Numbers, one for each token, or for each token, layer and column."""
 
 
 class NotOffered(Exception):
@@ -74,10 +80,10 @@ class Answer:
     it needs to resume the answer.
     """
 
-    token_ids: Any
-    log_probs: Any = None
-    routed_experts: Any = None
-    versions: Any = None
+    token_ids: Values
+    log_probs: Values | None = None
+    routed_experts: Values | None = None
+    versions: Values | None = None
     finish_reason: str = "length"
     num_cached_tokens: int | None = None
     native: Any = None

@@ -1,4 +1,7 @@
-"""All checks by name, and how they are run. Naming them loads neither torch nor transformers."""
+"""All checks by name, in the order in which they run. Naming them loads neither torch nor transformers.
+
+A check is a function with ``@checked``, which has its advice; the first line of its docstring is what must hold.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchrl_moe.testing.conformance.adapter import EngineAdapter, NotOffered, Resumes, Sampling
-from torchrl_moe.testing.conformance.background import in_thread, result
-from torchrl_moe.testing.conformance.interruptions import crossed_by_update, cut_midway
+from torchrl_moe.testing.conformance.interruptions import crossed_by_update, cut_midway, in_thread, result
 from torchrl_moe.testing.conformance.report import (
     CheckResult,
     ConformanceReport,
@@ -32,44 +34,48 @@ if TYPE_CHECKING:
     from torchrl_moe.testing.conformance.judge import Judge, Sampled
     from torchrl_moe.testing.conformance.trial import Trial
 
-__all__ = [
-    "CHECKS",
-    "MEANING",
-    "SAMPLINGS",
-    "Check",
-    "abort",
-    "check",
-    "chunked_prefill",
-    "dense_layers",
-    "dtype",
-    "last_token",
-    "log_probs",
-    "native_routes",
-    "open_trial",
-    "prefix_cache",
-    "replay_parity",
-    "resume",
-    "resumed_tail",
-    "rows",
-    "rows_over_update",
-    "run_check",
-    "samples",
-    "update",
-    "values",
-    "versions",
-    "versions_over_update",
-]
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check: its name, its function, what to do if it fails, and what must hold."""
+
+    name: str
+    find: Callable[[Trial], Finding]
+    advice: str
+    meaning: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.meaning:
+            first = (self.find.__doc__ or "").splitlines()[0]
+            object.__setattr__(self, "meaning", first[:1].lower() + first[1:].rstrip("."))
+
+
+_checks: list[Check] = []
+
+
+def checked(advice: str) -> Callable[[Callable[[Trial], Finding]], Callable[[Trial], Finding]]:
+    """Add a function to :data:`CHECKS` under its own name."""
+
+    def add(find: Callable[[Trial], Finding]) -> Callable[[Trial], Finding]:
+        _checks.append(Check(find.__name__, find, advice))
+        return find
+
+    return add
 
 
 # Checks of the form of routes: rows, dtype, layers without a router, the last token, values.
 
 
+@checked("return the rows of prompt and answer, except for the last token: a row too few or too many shifts all others")
 def rows(trial: Trial) -> Finding:
     """One row for each token but the last."""
     off, worst = 0, ""
     for sampled in trial.plain:
         count, tokens = len(trial.judge.routes(sampled)), len(sampled.ids)
         known = int(trial.judge.known(sampled).any(1).sum())
+        # a row of -1 counts as missing; the last token may have one, so only those beyond it are too many
         surplus = max(0, count - tokens)
         if tokens - 1 - known + surplus > off:
             off = tokens - 1 - known + surplus
@@ -77,16 +83,21 @@ def rows(trial: Trial) -> Finding:
     return Finding(off, 0, f"rows too few or too many, at worst of {len(trial.plain)} answers{worst}")
 
 
+@checked(
+    "convert in the adapter: an unsigned type cannot hold -1, a wide one costs its width for every token and layer"
+)
 def dtype(trial: Trial) -> Finding:
     """The narrowest signed integer that holds -1 and all experts."""
     wanted = trial.judge.layout.numpy_dtype
     for sampled in trial.plain:
         trial.judge.routes(sampled)  # raises if they are invalid
     found = {str(np.asarray(sampled.answer.routed_experts).dtype) for sampled in trial.plain}
+    # numpy's type, also of tensors: names of torch's types would differ
     wrong = found - {str(wanted)}
     return Finding(len(wrong), 0, f"wrong types: routes are {', '.join(sorted(found))}, wanted {wanted}")
 
 
+@checked("write -1 where a layer has no router: 0 is an expert, and a trainer would replay it")
 def dense_layers(trial: Trial) -> Finding:
     """Layers without a router hold -1."""
     layers = list(trial.judge.layout.dense_layers)
@@ -98,6 +109,7 @@ def dense_layers(trial: Trial) -> Finding:
     return Finding(len(wrong), 0, f"entries of {len(entries)} in layers {layers} that are not -1{example}")
 
 
+@checked("omit its row, or write -1: any other value was routed for another token, or for none")
 def last_token(trial: Trial) -> Finding:
     """The last token was never an input: it has no row, or one of -1."""
     filled = 0
@@ -107,12 +119,14 @@ def last_token(trial: Trial) -> Finding:
     return Finding(filled, 0, f"answers of {len(trial.plain)} in which the last token has experts")
 
 
+@checked("return logical expert ids (not those of redundant or local copies), K different ones for each token")
 def values(trial: Trial) -> Finding:
     """Expert ids exist, and none occurs twice in a row of one layer."""
     layout = trial.judge.layout
     faulty, total, example = 0, 0, ""
     for sampled in trial.plain:
         found = trial.judge.routes(sampled)[:, list(layout.moe_layers)].reshape(-1, layout.top_k)
+        # sorted, so that an expert that occurs twice stands beside itself; -1 may repeat
         ordered = np.sort(found, -1)
         twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(-1)
         outside = ((found < -1) | (found >= layout.num_experts)).any(-1)
@@ -126,15 +140,20 @@ def values(trial: Trial) -> Finding:
 # Checks that routes are correct: for plain answers, cached prompts, chunked prompts and several samples.
 
 
+@checked(
+    "compare by hand one answer's rows with RouterReplay.record(): a shift by a token, another order of layers, or "
+    "rows of another request; in lower precision raise Settings.tie"
+)
 def native_routes(trial: Trial) -> Finding:
     """Each row holds the experts that the model's router chooses, or the alternative at a tie."""
     judge = trial.judge
-    judge.check_reference()  # without it no row can be called wrong
+    judge.reference  # noqa: B018  raises if there is none: no row could be called wrong
     found = [judge.faults(sampled) for sampled in trial.plain]
     rows, faulty = sum(one.rows for one in found), sum(one.count for one in found)
     missing = sum(one.missing for one in found)
     ties, largest = sum(one.ties for one in found), max((one.largest for one in found), default=0.0)
     first = next((one.first for one in found if one.count), "")
+    # a share, not a count: it can be compared between engines and between numbers of prompts
     return Finding(
         faulty / max(rows, 1),
         0,
@@ -143,12 +162,14 @@ def native_routes(trial: Trial) -> Finding:
     )
 
 
+@checked("see native_routes; if that holds, precision differs (raise Settings.tolerance), or the weights")
 def replay_parity(trial: Trial) -> Finding:
     """The model that follows the routes gives the engine's log-probs."""
     judge = trial.judge
     off = shifted = 0.0
     for sampled in trial.plain:
         off = max(off, judge.parity(sampled))
+        # what a shift by one token does shows whether this model could reveal wrong routes at all
         rows = judge.routes(sampled)[: len(sampled.ids) - 1]
         if len(rows) > 1:
             shifted = max(shifted, judge.parity(sampled.with_routes(np.roll(rows, 1, 0))))
@@ -159,6 +180,7 @@ def replay_parity(trial: Trial) -> Finding:
     )
 
 
+@checked("keep rows with the cached blocks and return them too, or switch prefix caching off for training")
 def prefix_cache(trial: Trial) -> Finding:
     """A cached prompt has all of its rows, and they are correct."""
     cold, warm = trial.repeated
@@ -167,12 +189,14 @@ def prefix_cache(trial: Trial) -> Finding:
         raise NotOffered(f"no prefix was cached: num_cached_tokens is {cached} when a prompt comes again")
     faults = trial.judge.faults(warm)
     off, others = faults.count, ""
+    # without a model nothing says which rows are wrong: the rows of the first time are the comparison
     if faults.wrong is None:
         differing = _differing(trial, cold, warm, len(warm.prompt))
         off, others = off + differing, f"; {differing} differ from those of the first time"
     return Finding(off, 0, f"faults with {cached} of {len(warm.prompt)} tokens cached, {faults.text}{others}")
 
 
+@checked("join the rows of all chunks, in order, or switch chunked prefill off for training")
 def chunked_prefill(trial: Trial) -> Finding:
     """A prompt that is prefilled in several chunks has the rows of all of them."""
     cold, _ = trial.repeated
@@ -186,12 +210,14 @@ def chunked_prefill(trial: Trial) -> Finding:
     )
 
 
+@checked("keep rows by answer, not by request, or ask n times for one answer")
 def samples(trial: Trial) -> Finding:
     """Each of several answers to one prompt has its own rows."""
     asked = Sampling(max_tokens=trial.settings.answer, n=trial.settings.samples)
     answers = trial.ask([trial.prompt(23, seed=2)], asked)
     found: Sequence[RouteFaults] = [trial.judge.faults(sampled) for sampled in answers]
     shared = 0
+    # rows of the answers' own tokens only: those of the shared prompt are equal
     for one, two in combinations(answers, 2):
         left, right = (trial.judge.routes(sampled)[len(sampled.prompt) :] for sampled in (one, two))
         shared += one.tokens != two.tokens and np.array_equal(left, right)
@@ -208,14 +234,12 @@ def _differing(trial: Trial, one: Sampled, two: Sampled, tokens: int) -> int:
     """Count the rows (token, layer) of the leading tokens in which two answers have different experts."""
     layers = list(trial.judge.layout.moe_layers)
     left, right = (np.sort(trial.judge.routes(sampled)[:tokens, layers]) for sampled in (one, two))
-    rows = min(len(left), len(right))
+    rows = min(len(left), len(right))  # missing rows are counted elsewhere
     return int((left[:rows] != right[:rows]).any(-1).sum())
 
 
 # Checks that log-probs are of the sampled distribution, under every setting that changes it.
 
-
-MEANING = "log-probs are those of the distribution that each token was sampled from"
 
 SAMPLINGS: Mapping[str, Sampling] = MappingProxyType(
     {
@@ -235,9 +259,9 @@ SAMPLINGS: Mapping[str, Sampling] = MappingProxyType(
 
 def log_probs(trial: Trial, name: str) -> Finding:
     """Log-probs are those of the distribution that was sampled."""
-    trial.judge.check_reference()  # without it, no need to generate
+    trial.judge.reference  # noqa: B018  raises if there is none: no need to generate
     if name == "plain":
-        answers = trial.plain
+        answers = trial.plain  # other checks have asked for them already
     else:
         prompts = [trial.prompt(length, seed=3) for length in trial.settings.prompts]
         answers = trial.ask(prompts, replace(SAMPLINGS[name], max_tokens=trial.settings.answer))
@@ -245,103 +269,25 @@ def log_probs(trial: Trial, name: str) -> Finding:
     off, unprocessed = (max(values, default=0.0) for values in zip(*found, strict=True))
     tokens = sum(len(sampled.tokens) for sampled in answers)
     allowed = trial.settings.tolerance
+    # a setting that changes hardly anything would pass whether the engine applies it or not
     if name != "plain" and off <= allowed and unprocessed <= 10 * allowed:
         raise NotOffered(f"it hardly changes this model's log-probs: by {unprocessed:.1e} in {tokens} log-probs")
     power = f"; the model's own, unprocessed ones would be off by {unprocessed:.1e}" if name != "plain" else ""
     return Finding(off, allowed, f"largest difference of {tokens} log-probs{power}")
 
 
-# Checks of weight updates: answers after an update, and answers that continue over one.
-
-
-@dataclass(frozen=True, slots=True)
-class Updated:
-    """Answers to one prompt before and after a weight update, the judge of the second, and the engine's versions."""
-
-    before: Sampled
-    after: Sampled
-    judge: Judge
-    versions: tuple[int | None, int | None]
-
-
-def updated(trial: Trial) -> Updated:
-    """Send a long prompt, update the weights, and send it again; the model's own weights are restored afterwards."""
-    prompt, sampling = trial.prompt(trial.settings.long_prompt, seed=6), Sampling(max_tokens=trial.settings.answer)
-    before, version = trial.ask([prompt], sampling)[0], trial.version()
-    try:
-        judge = trial.judge.by(trial.switch_weights())
-        return Updated(before, trial.ask([prompt], sampling)[0], judge, (version, trial.version()))
-    finally:
-        trial.restore_weights()
-
-
-def versions(trial: Trial) -> Finding:
-    """Every token has a version, that of the engine's weights."""
-    served = trial.version()
-    answers = trial.ask([trial.prompt(9, seed=7)], Sampling(max_tokens=trial.settings.answer))
-    found = [version for sampled in answers for version in sampled.versions]
-    wanted = found[0] if served is None else served
-    wrong = sum(version != wanted for version in found)
-    serving = "does not say what it serves" if served is None else f"serves {served}"
-    said = ", ".join(map(str, sorted(set(found))))
-    return Finding(wrong, 0, f"tokens of {len(found)} with a wrong version; they say {said}, and the engine {serving}")
-
-
-def update(trial: Trial) -> Finding:
-    """After an update answers come from the new weights, also for a prompt that is cached from the old ones."""
-    found = trial.once(updated)
-    off = found.judge.gap(found.after)[0]
-    stale = trial.judge.gap(found.after)[0]
-    allowed = trial.settings.tolerance
-    old, new = found.versions
-    if old is not None and new is not None and new <= old:
-        off = float("inf")
-    if off <= allowed and stale <= 10 * allowed:
-        raise NotOffered(
-            f"other weights hardly change this model's log-probs: by {stale:.1e}, with {allowed:.1e} allowed"
-        )
-    return Finding(
-        off,
-        allowed,
-        f"largest difference of log-probs after an update (of the old weights: {stale:.1e}); "
-        f"{found.after.answer.num_cached_tokens} tokens of the prompt cached; version {old}, then {new}",
+# Each setting is a check of its own: engines get some of them right and others not.
+_checks += [
+    Check(
+        f"log_probs[{name}]",
+        partial(log_probs, name=name),
+        "have the engine return log-probs after temperature, penalties and truncation (vLLM: logprobs_mode="
+        "'processed_logprobs'; SGLang: return_sampling_mask), or ratios are biased wherever it changes the "
+        "distribution",
+        "log-probs are those of the distribution that each token was sampled from",
     )
-
-
-def versions_over_update(trial: Trial) -> Finding:
-    """Tokens of an answer that continues over an update have the version that made them."""
-    found = trial.once(crossed_by_update)
-    labels, boundary = found.sampled.versions, found.boundary
-    old, new = found.versions
-    wanted_old = labels[0] if old is None else old
-    wanted_new = new if new is not None else max(labels) if max(labels) != wanted_old else None
-    wrong = sum(label != wanted_old for label in labels[:boundary])
-    wrong += sum(label == wanted_old or label != wanted_new for label in labels[boundary:])
-    said = " then ".join(f"{labels.count(version)} of version {version}" for version in dict.fromkeys(labels))
-    return Finding(
-        wrong,
-        0,
-        f"tokens of {len(labels)} with another version; the old weights made {boundary}, the engine says {said}",
-    )
-
-
-def rows_over_update(trial: Trial) -> Finding:
-    """Rows stay beside the log-probs that they were sampled with when an answer continues over an update."""
-    found = trial.once(crossed_by_update)
-    tokens = len(found.sampled.prompt) + found.boundary
-    faults = found.before.faults(found.sampled, tokens=tokens)
-    off = found.before.parity(found.sampled, tokens=tokens)
-    others = ""
-    if faults.wrong:
-        again = found.after.faults(found.sampled, tokens=tokens)
-        if (again.wrong or 0) < faults.wrong:
-            others = f"; with the new weights {again.wrong} are wrong: the rows were recomputed, the log-probs were not"
-    return Finding(
-        faults.count / max(faults.rows, 1),
-        0,
-        f"share of rows beside old tokens that the old weights do not choose, {faults.text}; log-probs under them are "
-        f"off by {off:.1e}{others}",
-    )
+    for name in SAMPLINGS
+]
 
 
 # Checks of answers that are aborted, and that continue afterwards.
@@ -363,11 +309,12 @@ def resumed(trial: Trial) -> Resumed:
     if not isinstance(engine, Resumes):
         raise NotOffered("the adapter has no resume(prompt, answer, sampling)")
     part = trial.once(cut_midway)
+    # With other weights in between, rows that are computed again differ from those that were delivered.
     try:
         has_other_weights = _switched(trial)
         judge = trial.judge_now
-        going_on = in_thread(lambda: engine.resume(part.prompt, part.answer, part.sampling))
-        answer = result(going_on, trial.settings.patience)
+        resuming = in_thread(lambda: engine.resume(part.prompt, part.answer, part.sampling))
+        answer = result(resuming, trial.settings.patience)
     finally:
         trial.restore_weights()
     from torchrl_moe.testing.conformance.judge import Sampled
@@ -378,13 +325,14 @@ def resumed(trial: Trial) -> Resumed:
     return Resumed(part, whole, judge, has_other_weights)
 
 
+@checked("return the tokens so far with finish_reason='abort': an aborted answer must not count as finished")
 def abort(trial: Trial) -> Finding:
     """An aborted answer says so, and has what it made: tokens, log-probs, and the rows of all tokens but the last."""
     part = trial.once(cut_midway)
     faults = trial.judge.faults(part)
     reason = part.answer.finish_reason
     if part.answer.log_probs is not None:
-        part.check_log_probs()
+        part.log_probs  # noqa: B018  raises unless there is one for each token
     return Finding(
         faults.count + (reason != "abort"),
         0,
@@ -392,11 +340,13 @@ def abort(trial: Trial) -> Finding:
     )
 
 
+@checked("keep the first part's rows and log-probs, and append only the new ones: rows[len(old):]")
 def resume(trial: Trial) -> Finding:
     """A continued answer keeps what was delivered (tokens, log-probs, versions, rows), and has all other rows."""
     found = trial.once(resumed)
     part, whole = found.part, found.whole
     tokens, rows = len(part.tokens), len(part.ids) - 1
+    # experts of a row are a set: their order may change
     delivered, kept = (np.sort(trial.judge.routes(sampled)[:rows], -1) for sampled in (part, whole))
     changed = {
         "tokens": _places_that_differ(part.tokens, whole.tokens[:tokens]),
@@ -408,7 +358,7 @@ def resume(trial: Trial) -> Finding:
     surplus = max(0, len(trial.judge.routes(whole)) - len(whole.ids))
     named = ", ".join(f"{count} of the {name}" for name, count in changed.items() if count) or "none"
     between = "other weights" if found.has_other_weights else "the same weights, where recomputed rows look the same"
-    cut = whole.answer.finish_reason == "abort"
+    cut = whole.answer.finish_reason == "abort"  # it ran to its end, so it may not say so any more
     return Finding(
         sum(changed.values()) + missing + surplus + cut,
         0,
@@ -417,6 +367,7 @@ def resume(trial: Trial) -> Finding:
     )
 
 
+@checked("let the engine follow the recorded experts when it processes the first part again, or expect this mismatch")
 def resumed_tail(trial: Trial) -> Finding:
     """After an abort, log-probs are those of a model that follows all rows, those from before it included."""
     found = trial.once(resumed)
@@ -443,110 +394,109 @@ def _places_that_differ(one: list[int], two: list[int]) -> int:
     return int(np.sum(np.array(one) != np.array(two)))
 
 
-LOG = logging.getLogger(__name__)
+# Checks of weight updates: answers after an update, and answers that continue over one.
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
-    """One check: its name, its function (whose docstring says what must hold), and what to do if it fails."""
+class Updated:
+    """Answers to one prompt before and after a weight update, the judge of the second, and the engine's versions."""
 
-    name: str
-    find: Callable[[Trial], Finding]
-    advice: str
-    meaning: str = ""
-
-    def __post_init__(self) -> None:
-        if not self.meaning:
-            first = (self.find.__doc__ or "").splitlines()[0]
-            object.__setattr__(self, "meaning", first[:1].lower() + first[1:].rstrip("."))
+    before: Sampled
+    after: Sampled
+    judge: Judge
+    versions: tuple[int | None, int | None]
 
 
-SAMPLED = (
-    "have the engine return log-probs after temperature, penalties and truncation (vLLM: logprobs_mode="
-    "'processed_logprobs'; SGLang: return_sampling_mask), or ratios are biased wherever it changes the distribution"
-)
+def updated(trial: Trial) -> Updated:
+    """Send a long prompt, update the weights, and send it again; the model's own weights are restored afterwards."""
+    # a long prompt, so that an engine with a prefix cache has old blocks to reuse by mistake
+    prompt, sampling = trial.prompt(trial.settings.long_prompt, seed=6), Sampling(max_tokens=trial.settings.answer)
+    before, version = trial.ask([prompt], sampling)[0], trial.version()
+    try:
+        judge = trial.judge.by(trial.switch_weights())
+        return Updated(before, trial.ask([prompt], sampling)[0], judge, (version, trial.version()))
+    finally:
+        trial.restore_weights()
 
-CHECKS: tuple[Check, ...] = (
-    Check(
-        "rows",
-        rows,
-        "return the rows of prompt and answer, except for the last token: a row too few or too many shifts all others",
-    ),
-    Check(
-        "dtype",
-        dtype,
-        "convert in the adapter: an unsigned type cannot hold -1, a wide one costs its width for every token and layer",
-    ),
-    Check(
-        "dense_layers",
-        dense_layers,
-        "write -1 where a layer has no router: 0 is an expert, and a trainer would replay it",
-    ),
-    Check(
-        "last_token",
-        last_token,
-        "omit its row, or write -1: any other value was routed for another token, or for none",
-    ),
-    Check(
-        "values",
-        values,
-        "return logical expert ids (not those of redundant or local copies), K different ones for each token",
-    ),
-    Check(
-        "native_routes",
-        native_routes,
-        "compare by hand one answer's rows with RouterReplay.record(): a shift by a token, another order of layers, or "
-        "rows of another request; in lower precision raise Settings.tie",
-    ),
-    Check(
-        "replay_parity",
-        replay_parity,
-        "see native_routes; if that holds, precision differs (raise Settings.tolerance), or the weights",
-    ),
-    Check(
-        "prefix_cache",
-        prefix_cache,
-        "keep rows with the cached blocks and return them too, or switch prefix caching off for training",
-    ),
-    Check(
-        "chunked_prefill",
-        chunked_prefill,
-        "join the rows of all chunks, in order, or switch chunked prefill off for training",
-    ),
-    Check("samples", samples, "keep rows by answer, not by request, or ask n times for one answer"),
-    *(Check(f"log_probs[{name}]", partial(log_probs, name=name), SAMPLED, MEANING) for name in SAMPLINGS),
-    Check(
-        "abort",
-        abort,
-        "return the tokens so far with finish_reason='abort': an aborted answer must not count as finished",
-    ),
-    Check(
-        "resume",
-        resume,
-        "keep the first part's rows and log-probs, and append only the new ones: rows[len(old):]",
-    ),
-    Check(
-        "resumed_tail",
-        resumed_tail,
-        "let the engine follow the recorded experts when it processes the first part again, or expect this mismatch",
-    ),
-    Check("versions", versions, "label each token with the version of the weights that made it"),
-    Check(
-        "update",
-        update,
-        "send every tensor, buffers too, and drop the prefix cache (or salt it by version) with each update",
-    ),
-    Check(
-        "versions_over_update",
-        versions_over_update,
-        "label tokens, not answers: at the update, record how many tokens each answer has",
-    ),
-    Check(
-        "rows_over_update",
-        rows_over_update,
-        "keep delivered rows when a request is prefilled again (SGLang: pause in_place or abort, not retract)",
-    ),
-)
+
+@checked("label each token with the version of the weights that made it")
+def versions(trial: Trial) -> Finding:
+    """Every token has a version, that of the engine's weights."""
+    served = trial.version()
+    answers = trial.ask([trial.prompt(9, seed=7)], Sampling(max_tokens=trial.settings.answer))
+    found = [version for sampled in answers for version in sampled.versions]
+    # an engine that does not report its version must at least be consistent
+    wanted = found[0] if served is None else served
+    wrong = sum(version != wanted for version in found)
+    serving = "does not say what it serves" if served is None else f"serves {served}"
+    said = ", ".join(map(str, sorted(set(found))))
+    return Finding(wrong, 0, f"tokens of {len(found)} with a wrong version; they say {said}, and the engine {serving}")
+
+
+@checked("send every tensor, buffers too, and drop the prefix cache (or salt it by version) with each update")
+def update(trial: Trial) -> Finding:
+    """After an update answers come from the new weights, also for a prompt that is cached from the old ones."""
+    found = trial.once(updated)
+    off = found.judge.gap(found.after)[0]
+    stale = trial.judge.gap(found.after)[0]
+    allowed = trial.settings.tolerance
+    old, new = found.versions
+    # new weights under an old version would be stored as the old policy's
+    if old is not None and new is not None and new <= old:
+        off = float("inf")
+    if off <= allowed and stale <= 10 * allowed:
+        raise NotOffered(
+            f"other weights hardly change this model's log-probs: by {stale:.1e}, with {allowed:.1e} allowed"
+        )
+    return Finding(
+        off,
+        allowed,
+        f"largest difference of log-probs after an update (of the old weights: {stale:.1e}); "
+        f"{found.after.answer.num_cached_tokens} tokens of the prompt cached; version {old}, then {new}",
+    )
+
+
+@checked("label tokens, not answers: at the update, record how many tokens each answer has")
+def versions_over_update(trial: Trial) -> Finding:
+    """Tokens of an answer that continues over an update have the version that made them."""
+    found = trial.once(crossed_by_update)
+    labels, boundary = found.sampled.versions, found.boundary
+    old, new = found.versions
+    wanted_old = labels[0] if old is None else old
+    wanted_new = new if new is not None else max(labels) if max(labels) != wanted_old else None
+    # tokens before the boundary have the old version, those behind it the new one
+    wrong = sum(label != wanted_old for label in labels[:boundary])
+    wrong += sum(label == wanted_old or label != wanted_new for label in labels[boundary:])
+    said = " then ".join(f"{labels.count(version)} of version {version}" for version in dict.fromkeys(labels))
+    return Finding(
+        wrong,
+        0,
+        f"tokens of {len(labels)} with another version; the old weights made {boundary}, the engine says {said}",
+    )
+
+
+@checked("keep delivered rows when a request is prefilled again (SGLang: pause in_place or abort, not retract)")
+def rows_over_update(trial: Trial) -> Finding:
+    """Rows stay beside the log-probs that they were sampled with when an answer continues over an update."""
+    found = trial.once(crossed_by_update)
+    tokens = len(found.sampled.prompt) + found.boundary
+    faults = found.before.faults(found.sampled, tokens=tokens)
+    off = found.before.parity(found.sampled, tokens=tokens)
+    others = ""
+    # wrong by the old weights, right by the new ones: this tells the cause
+    if faults.wrong:
+        again = found.after.faults(found.sampled, tokens=tokens)
+        if (again.wrong or 0) < faults.wrong:
+            others = f"; with the new weights {again.wrong} are wrong: the rows were recomputed, the log-probs were not"
+    return Finding(
+        faults.count / max(faults.rows, 1),
+        0,
+        f"share of rows beside old tokens that the old weights do not choose, {faults.text}; log-probs under them are "
+        f"off by {off:.1e}{others}",
+    )
+
+
+CHECKS: tuple[Check, ...] = tuple(_checks)
 """In the order in which they run."""
 
 
@@ -576,7 +526,7 @@ def check(
     Raises:
         ValueError: ``only`` names an unknown check.
     """
-    chosen = _chosen(only)
+    chosen = _chosen(only)  # before a model is loaded
     trial = open_trial(adapter, model, layout, settings)
     lost: tuple[CheckResult, ...] = ()
     try:
@@ -605,29 +555,20 @@ def open_trial(
 
 
 def run_check(one: Check, trial: Trial) -> CheckResult:
-    """Run one check."""
+    """Run one check; an error of the engine is a finding like any other."""
+    row = partial(CheckResult, name=one.name, meaning=one.meaning)
     try:
         found = one.find(trial)
     except NotOffered as reason:
-        return CheckResult(name=one.name, meaning=one.meaning, verdict="not offered", seen=str(reason))
+        return row(verdict="not offered", seen=str(reason))
     except DoesNotHold as fault:
-        seen, off, allowed = str(fault), None, None
+        return row(verdict="does not hold", seen=str(fault), advice=one.advice)
     except Exception as error:  # whatever an engine raises is the finding; the log has where it came from
         LOG.info("check %s raised", one.name, exc_info=True)
-        seen, off, allowed = f"{type(error).__name__}: {error}", None, None
-    else:
-        seen, off, allowed = found.seen, found.off, found.allowed
-        if off <= allowed:
-            return CheckResult(name=one.name, meaning=one.meaning, verdict="holds", off=off, allowed=allowed, seen=seen)
-    return CheckResult(
-        name=one.name,
-        meaning=one.meaning,
-        verdict="does not hold",
-        off=off,
-        allowed=allowed,
-        seen=seen,
-        advice=one.advice,
-    )
+        return row(verdict="does not hold", seen=f"{type(error).__name__}: {error}", advice=one.advice)
+    row = partial(row, off=found.off, allowed=found.allowed, seen=found.seen)
+    # in this order: a NaN holds nowhere
+    return row(verdict="holds") if found.off <= found.allowed else row(verdict="does not hold", advice=one.advice)
 
 
 def _closed(trial: Trial) -> tuple[CheckResult, ...]:

@@ -2,7 +2,7 @@
 
 Only the engine knows how far an answer is. The moment of an abort is found by trial: at half of the time that a whole
 answer takes, then earlier or later. Around an update answers are requested one after the other, so that one is in
-flight. Durations are not judged.
+flight. Durations are not judged. An engine may never answer, so calls run in threads that are not joined at the end.
 """
 
 from __future__ import annotations
@@ -10,23 +10,48 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torchrl_moe.testing.conformance.adapter import Aborts, NotOffered, Sampling
-from torchrl_moe.testing.conformance.background import in_thread, result
 from torchrl_moe.testing.conformance.report import DoesNotHold
 
 if TYPE_CHECKING:
     from torchrl_moe.testing.conformance.judge import Judge, Sampled
     from torchrl_moe.testing.conformance.trial import Trial
 
-__all__ = ["Crossed", "crossed_by_update", "cut_midway"]
+__all__ = ["Crossed", "crossed_by_update", "cut_midway", "in_thread", "result"]
 
-ABORTS = 10
-UPDATES = 8
-CANDIDATES = 12
+ABORTS = 10  # attempts to cut an answer midway
+UPDATES = 8  # attempts to have an answer in flight at an update
+CANDIDATES = 12  # of the answers around an update, the last ones are compared with both models
+Result = TypeVar("Result")
+
+
+def in_thread(function: Callable[[], Result]) -> Future[Result]:
+    """Run a function in its own thread; return a future of its result."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001  it is raised where the result is read
+            future.set_exception(error)
+
+    # a daemon, and no pool: Python's end would wait for an engine that hangs
+    threading.Thread(target=run, name="torchrl_moe-conformance", daemon=True).start()
+    return future
+
+
+def result(future: Future[Result], seconds: float) -> Result:
+    """Wait for a future; an engine that takes longer does not hold."""
+    try:
+        return future.result(seconds)
+    except TimeoutError as error:
+        if future.done():  # the engine's own timeout
+            raise
+        raise DoesNotHold(f"the engine did not answer within {seconds:g} s") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +71,7 @@ def cut_midway(trial: Trial) -> Sampled:
     if not isinstance(engine, Aborts):
         raise NotOffered("the adapter has no abort(request_ids)")
     sampling, prompt = Sampling(max_tokens=trial.settings.long_answer), trial.prompt(20, seed=4)
+    # The first try comes at half the time that a whole answer takes.
     start = time.monotonic()
     trial.ask([prompt], sampling)
     delay, seen = (time.monotonic() - start) / 2, []
@@ -59,6 +85,7 @@ def cut_midway(trial: Trial) -> Sampled:
         if 1 < tokens < sampling.max_tokens:  # of one token there are no rows but the prompt's
             return sampled
         seen.append(tokens)
+        # too late is halved, too early grows by less, so the two do not alternate for ever
         delay *= 0.5 if tokens > 1 else 1.8
     raise DoesNotHold(f"no abort cut an answer of {sampling.max_tokens} tokens midway: they came back with {seen}")
 
@@ -69,6 +96,7 @@ def crossed_by_update(trial: Trial) -> Crossed:
     seen: list[str] = []
     try:
         for _ in range(UPDATES):
+            # Ask for answers, update meanwhile, and look for one whose log-probs change weights on the way.
             before, old = trial.judge_now, trial.version()
             answers = _asked_during(trial, trial.switch_weights)[-CANDIDATES:]
             for sampled in reversed(answers):
@@ -78,7 +106,7 @@ def crossed_by_update(trial: Trial) -> Crossed:
             reasons = {sampled.answer.finish_reason for sampled in answers}
             seen.append(" and ".join(map(repr, sorted(reasons))))
             if "abort" in reasons:
-                break
+                break  # it ends requests at an update, so no further attempt will find one
     finally:
         trial.restore_weights()
     raise NotOffered(f"no answer continued over a weight update; those in flight ended with {', '.join(seen)}")
@@ -96,7 +124,7 @@ def _asked_during(trial: Trial, act: Callable[[], object]) -> list[Sampled]:
                 answers.extend(trial.ask([prompt], sampling, [f"conformance-update-{len(answers)}"]))
                 begun.set()
         finally:
-            begun.set()
+            begun.set()  # an error, too, ends the wait below
         return answers
 
     future = in_thread(ask)

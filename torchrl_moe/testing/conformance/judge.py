@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,19 +23,16 @@ from transformers.generation.logits_process import (
 
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.errors import RoutingError
-from torchrl_moe.testing.conformance.adapter import Answer, NotOffered, Sampling
+from torchrl_moe.testing.conformance.adapter import Answer, NotOffered, Sampling, Values
 from torchrl_moe.testing.conformance.reference import Followed, Reference
 from torchrl_moe.testing.conformance.report import DoesNotHold, RouteFaults, Settings
 
 __all__ = ["Judge", "Sampled", "sampled_log_probs"]
 
 
-# An answer together with its prompt.
-
-
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """An answer, and its prompt."""
+    """An answer together with its prompt."""
 
     prompt: tuple[int, ...]
     sampling: Sampling
@@ -52,13 +48,9 @@ class Sampled:
         """Prompt and answer, int64 ``[T]``."""
         return torch.tensor([*self.prompt, *self.tokens])
 
-    def with_routes(self, routes: Any) -> Sampled:
+    def with_routes(self, routes: Values) -> Sampled:
         """Return the same with other routes."""
         return replace(self, answer=replace(self.answer, routed_experts=routes))
-
-    def check_log_probs(self) -> None:
-        """Raise as :attr:`log_probs` does."""
-        self.log_probs  # noqa: B018
 
     @property
     def log_probs(self) -> Tensor:
@@ -98,10 +90,12 @@ def sampled_log_probs(logits: Tensor, ids: Tensor, prompt_tokens: int, sampling:
     tensor([0.5000, 0.5000])
     """
     found = []
+    # One position at a time: penalties depend on the tokens before it.
     for place in range(prompt_tokens, len(ids)):
         seen, row = ids[None, :place], logits[None, place - 1].clone()
         for processor in _processors(sampling):
             row = processor(seen, row)
+            # right behind transformers' own penalty and before the temperature, as in vLLM
             if isinstance(processor, RepetitionPenaltyLogitsProcessor):
                 row = _penalised(row, ids[prompt_tokens:place], sampling)
         found.append(row.log_softmax(-1)[0, ids[place]])
@@ -151,10 +145,6 @@ class Judge:
             raise NotOffered("there is no model to compare with: pass model=")
         return self.given_reference
 
-    def check_reference(self) -> None:
-        """Raise as :attr:`reference` does."""
-        self.reference  # noqa: B018
-
     def routes(self, sampled: Sampled) -> NDArray[np.int64]:
         """Return an answer's routes as delivered, int64 ``[R, L, K]``."""
         if sampled.answer.routed_experts is None:
@@ -178,6 +168,7 @@ class Judge:
     def follow(self, sampled: Sampled, tokens: int | None = None) -> Followed:
         """Run the model over an answer, following the routes that came with it."""
         count = len(sampled.ids) if tokens is None else tokens
+        # what stands on layers without a router is another check's finding
         rows = torch.from_numpy(self.routes(sampled))[: count - 1].clone()
         rows[:, list(self.layout.dense_layers)] = -1
         try:
@@ -192,6 +183,7 @@ class Judge:
         missing = int((~known).sum())
         if self.given_reference is None:
             return RouteFaults(known.size, missing, None, first=_first(~known, self.layout.moe_layers))
+        # A row is wrong if its worst expert scores less than the best one left out by more than a tie.
         gaps = self.follow(sampled, tokens).gaps[: count - 1, list(self.layout.moe_layers)].numpy()
         wrong = gaps > self.settings.tie
         ties = int(((gaps > 0) & ~wrong).sum())
@@ -214,6 +206,7 @@ class Judge:
         prompt = len(sampled.prompt)
         logits = self.reference.logits(sampled.ids)
         off = self._distance(given, logits, sampled)
+        # Rounding may have decided a tie otherwise in the engine: its choice is then as right as the model's.
         if off > self.settings.tolerance and sampled.answer.routed_experts is not None:
             sided = self._sided(sampled)
             if sided is not None:
@@ -257,7 +250,7 @@ def _largest(difference: Tensor) -> float:
 
 def _first(faulty: NDArray[np.bool_], layers: Sequence[int]) -> str:
     """Return a text that says where the first fault is."""
-    places: Any = np.argwhere(faulty)
+    places = np.argwhere(faulty)
     if not len(places):
         return ""
     token, place = (int(value) for value in places[0])

@@ -18,15 +18,14 @@ and in a test file::
         conformance_check()
 
 Checks that are not offered are skipped, with the reason. The table is shown at the end; ``--conformance-json FILE``
-writes the
-report. The checks share one engine: run them in one process, without ``-n`` of pytest-xdist.
+writes the report. The checks share one engine: run them in one process, without ``-n`` of pytest-xdist.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -36,18 +35,10 @@ from torchrl_moe.testing.conformance.checks import CHECKS, open_trial, run_check
 from torchrl_moe.testing.conformance.report import CheckResult, ConformanceReport, Settings
 from torchrl_moe.testing.conformance.trial import Trial
 
-__all__ = [
-    "conformance_adapter",
-    "conformance_check",
-    "conformance_layout",
-    "conformance_model",
-    "conformance_settings",
-    "conformance_trial",
-    "pytest_addoption",
-    "pytest_generate_tests",
-    "pytest_terminal_summary",
-]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
+# what the summary at the end shows; only the configuration outlives the fixtures
 RESULTS = pytest.StashKey[dict[str, CheckResult]]()
 ENGINE = pytest.StashKey[str]()
 
@@ -59,7 +50,7 @@ def conformance_adapter() -> EngineAdapter:
 
 
 @pytest.fixture(scope="session")
-def conformance_model() -> Any:
+def conformance_model() -> PreTrainedModel | str | Path | None:
     """The served transformers model, or where to load it from; unless overridden, nothing is compared."""
     return None
 
@@ -79,7 +70,7 @@ def conformance_settings() -> Settings:
 @pytest.fixture(scope="session")
 def conformance_trial(
     conformance_adapter: EngineAdapter,
-    conformance_model: Any,
+    conformance_model: PreTrainedModel | str | Path | None,
     conformance_layout: RoutingLayout | None,
     conformance_settings: Settings,
     pytestconfig: pytest.Config,
@@ -98,6 +89,7 @@ def conformance_check(
     """A function that runs one check, and fails or skips the test."""
 
     def run() -> None:
+        # noted before the test is skipped or failed, which both leave this function
         result = run_check(request.param, conformance_trial)
         pytestconfig.stash.setdefault(RESULTS, {})[result.name] = result
         if result.verdict == "not offered":
@@ -120,11 +112,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("conformance_check", CHECKS, ids=[one.name for one in CHECKS], indirect=True)
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Shows the table, and writes the JSON."""
     results = config.stash.get(RESULTS, {})
     if not results:
-        return
+        return  # the session ran other tests only
     report = ConformanceReport(config.stash.get(ENGINE, "engine"), tuple(results.values()))
     terminalreporter.section("conformance")
     terminalreporter.write_line(report.table())

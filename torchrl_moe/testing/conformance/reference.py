@@ -9,10 +9,9 @@ Letters: T tokens, V vocabulary, L decoder layers, K experts per token, E expert
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,11 @@ __all__ = ["Followed", "Reference"]
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """What the model computes under given routes."""
+    """What the model computes under given routes: logits ``[T, V]``, and by how much each row is not the best.
+
+    A gap ``[T, L]`` is the highest score of an expert left out minus the lowest of one chosen: at most 0 if the router
+    itself would choose the row, and -inf where there is none.
+    """
 
     logits: Tensor
     gaps: Tensor
@@ -46,6 +49,7 @@ class Reference:
         self._replay: RouterReplay | None = None
         self._why_not = ""
         self._owns = False
+        # A model has at most one RouterReplay: a user's own is used, and stays.
         try:
             before = _replay_of(model)
             self._replay = before or RouterReplay(model)
@@ -75,6 +79,7 @@ class Reference:
         """Run a sequence, following given experts."""
         if self._replay is None:
             raise NotOffered(f"routes cannot be replayed in this model: {self._why_not}")
+        # rows that are not given are -1: there the model chooses
         rows = torch.full((len(ids), *routes.shape[1:]), -1)
         rows[: len(routes)] = routes[: len(ids)]
         with self._scores(len(ids)) as scores, self._replay.replay(rows[None], measure=True):
@@ -93,20 +98,21 @@ class Reference:
         scores: dict[int, Tensor] = {}
         entered: list[int] = []
 
-        def enter(layer: int) -> Any:
+        def enter(layer: int) -> Callable[[nn.Module, object], None]:
             return lambda _module, _args: entered.append(layer)
 
-        def tell(ranked: Tensor, chosen: Tensor) -> None:
+        def note(ranked: Tensor, chosen: Tensor) -> None:
             layer = entered[-1] if entered else -1
             if layer not in sites or layer in scores:
                 return
+            # some routers call topk on groups of experts first: only the call over all experts ranks them
             experts, top_k = sites[layer].num_experts, sites[layer].top_k
             if (ranked.numel(), ranked.shape[-1], chosen.shape[-1]) == (tokens * experts, experts, top_k):
                 scores[layer] = ranked.detach().reshape(tokens, experts).float().cpu()
 
         hooks = [modules[site.name].register_forward_pre_hook(enter(layer)) for layer, site in sites.items()]
         try:
-            with TopKObserver(tell):
+            with TopKObserver(note):
                 yield scores
         finally:
             for hook in hooks:
@@ -121,6 +127,7 @@ class Reference:
         """Return a reference over a copy of the model whose parameters are perturbed by a fraction of their spread."""
         model = copy.deepcopy(self.model)
         generator = torch.Generator().manual_seed(seed)
+        # relative to each parameter's spread: one absolute size would drown some and not touch others
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator).to(parameter)
             parameter.add_(share * parameter.float().std(correction=0).to(parameter) * noise)

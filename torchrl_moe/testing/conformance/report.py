@@ -6,16 +6,14 @@ import json
 import math
 from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from torchrl_moe.render.tables import html_table, plain_table
 
 __all__ = ["CheckResult", "ConformanceReport", "DoesNotHold", "Finding", "RouteFaults", "Settings", "Verdict"]
 
 
-# How an engine is asked, and what counts as equal.
-
-
+# Fewer tokens would leave a check nothing to look at: a long answer must have a middle, a prompt a second token.
 LEAST = {"answer": 2, "long_prompt": 2, "long_answer": 4, "samples": 2, "vocabulary": 2}
 
 
@@ -23,8 +21,8 @@ LEAST = {"answer": 2, "long_prompt": 2, "long_answer": 4, "samples": 2, "vocabul
 class Settings:
     """Settings of the requests to an engine, and tolerances.
 
-    The defaults are for float32 on both sides, which proves the mapping. In bfloat16 the scores of routers and words
-    differ by rounding alone: set the two tolerances that your model needs.
+    The defaults are for float32 on both sides, which proves the mapping. In bfloat16 router scores and log-probs differ
+    by rounding alone: set the two tolerances that your model needs.
 
     Raises:
         ValueError: an invalid setting.
@@ -64,9 +62,6 @@ class Settings:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
 
-# What a check finds: a number, or a failure that cannot be given as a number.
-
-
 class DoesNotHold(Exception):
     """A check fails in a way that cannot be given as a number; the message says how."""
 
@@ -101,7 +96,7 @@ class RouteFaults:
 
     @property
     def text(self) -> str:
-        """In words."""
+        """One line for the report's last column."""
         judged = "no model to judge them" if self.wrong is None else f"{self.wrong} wrong, {self.ties} ties"
         return f"{self.rows} rows of tokens and layers: {self.missing} missing, {judged}{self.first}"
 
@@ -190,6 +185,7 @@ class ConformanceReport:
 
     def _advice(self) -> list[str]:
         """Return what must hold, and what to do, once for all failures that share it."""
+        # nine checks of log-probs share one sentence
         names: dict[tuple[str, str], list[str]] = {}
         for one in self.failures:
             names.setdefault((one.meaning, one.advice), []).append(one.name)
@@ -198,9 +194,10 @@ class ConformanceReport:
     def _rows(self) -> list[list[str]]:
         return [[one.name, one.verdict, _number(one.off), _number(one.allowed), one.seen] for one in self.results]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the report as plain data: ``engine``, ``holds`` (no failure) and a mapping for each of ``checks``."""
         rows = [asdict(result) for result in self.results]
+        # JSON has no infinity, and a NaN is no number either
         for row in rows:
             row["off"] = row["off"] if row["off"] is not None and math.isfinite(row["off"]) else None
         return {"engine": self.engine, "holds": not self.failures, "checks": rows}
@@ -211,4 +208,5 @@ class ConformanceReport:
 
 
 def _number(value: float | None) -> str:
+    # counts as they are, differences with their order of magnitude
     return "" if value is None else f"{value:.0f}" if float(value).is_integer() else f"{value:.1e}"

@@ -12,6 +12,9 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.data.routed_experts import routes_from_vllm
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
@@ -25,7 +28,7 @@ from torchrl_moe.testing.conformance.adapter import (
     Sampling,
     UpdatesWeights,
 )
-from torchrl_moe.testing.conformance.background import in_thread, result
+from torchrl_moe.testing.conformance.interruptions import in_thread, result
 from torchrl_moe.testing.conformance.judge import Judge, Sampled
 from torchrl_moe.testing.conformance.reference import Reference
 from torchrl_moe.testing.conformance.report import DoesNotHold, Settings
@@ -99,7 +102,8 @@ class ServiceAdapter:
 
     def _answer(self, completion: Completion, output: CompletionOutput) -> Answer:
         layout, tokens = self._engine.routing_layout, len(completion.prompt_token_ids) + len(output.token_ids)
-        rows: Any = None
+        rows: NDArray[np.signedinteger] | None = None
+        # with -1 for dense layers and the last token, which vLLM's own arrays cannot say
         if layout is not None and output.routed_experts is not None:
             rows = routes_from_vllm(output.routed_experts, tokens, layout)
         return Answer(
@@ -113,13 +117,13 @@ class ServiceAdapter:
         )
 
 
-def _params(sampling: Sampling) -> dict[str, Any]:
+def _params(sampling: Sampling) -> dict[str, object]:
     return {
         "max_tokens": sampling.max_tokens,
         "n": sampling.n,
         "logprobs": 0,
-        "ignore_eos": True,
-        "temperature": 1.0,
+        "ignore_eos": True,  # or answers end early, and checks that interrupt them have nothing to cut
+        "temperature": 1.0,  # not the model's generation_config's
         **sampling.changes,
     }
 
@@ -136,10 +140,11 @@ class Trial:
     ) -> None:
         self.adapter = adapter
         self.settings = settings
+        # the model's own layout wins over a given one
         known = layout if reference is None or reference.layout is None else reference.layout
         self.judge = Judge(settings, known, reference)
         self._reference = reference
-        self.serving = reference
+        self.serving = reference  # whose weights the engine has now
         self._altered: Reference | None = None
         self._made: dict[Any, Future[Any]] = {}
 
@@ -154,13 +159,14 @@ class Trial:
             vocabulary = min(vocabulary, int(config.vocab_size))
             for value in (getattr(config, name, None) for name in SPECIAL):
                 special.update(value if isinstance(value, list) else [value])
-        words = [word for word in range(vocabulary) if word not in special]
-        return random.Random(f"{self.settings.seed} {seed} {length}").choices(words, k=length)
+        ids = [token for token in range(vocabulary) if token not in special]
+        return random.Random(f"{self.settings.seed} {seed} {length}").choices(ids, k=length)
 
     def ask(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, request_ids: Sequence[str] | None = None
     ) -> list[Sampled]:
         """Return all answers to prompts, in order."""
+        # in a thread: an engine that hangs is a finding, not the end of the run
         asked = in_thread(lambda: self.adapter.generate(prompts, sampling, request_ids))
         groups = result(asked, self.settings.patience)
         if [len(group) for group in groups] != [sampling.n] * len(prompts):
@@ -173,6 +179,7 @@ class Trial:
             for prompt, group in zip(prompts, groups, strict=True)
             for answer in group
         ]
+        # a named request may have been aborted before its first token; others may not be empty
         empty = sum(not sampled.tokens for sampled in found)
         if empty and request_ids is None:
             raise DoesNotHold(f"{empty} of {len(found)} answers have no token")
@@ -221,7 +228,7 @@ class Trial:
         :attr:`judge` still uses the model's own.
         """
         engine, own = self.check_updates(), self.judge.reference
-        if self._altered is None:
+        if self._altered is None:  # made once: it copies the model
             self._altered = own.altered(self.settings.seed + 1)
         target = self._altered if self.serving is own else own
         engine.update_weights(target.model)
