@@ -12,25 +12,25 @@ from torch import nn
 
 from support.families import build
 from torchrl_moe.errors import UnsupportedRouterError
-from torchrl_moe.modules import RouterReplay
-from torchrl_moe.modules.policies.transformers_wrapper import (
-    complete,
-    model_of,
-    pad_of,
-    recorder_of,
-    replay_of,
-    tokenizer_of,
-)
+from torchrl_moe.modules import RouterReplay, TransformersWrapper
+from torchrl_moe.modules.policies.transformers_wrapper import model_of, tokenizer_of
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 
-OPEN: dict[str, Any] = {
-    "input_mode": None,
-    "generate": None,
-    "chat_template": None,
-    "chat_template_name": None,
-    "num_samples": None,
-    "generate_kwargs": None,
-}
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return make_tiny_moe(num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def dense() -> nn.Module:
+    return make_tiny_moe("qwen3")
+
+
+def wrapper(model: nn.Module, **given: Any) -> TransformersWrapper:
+    return TransformersWrapper(model, tokenizer=ByteTokenizer(), **given)
 
 
 @pytest.mark.parametrize(
@@ -44,38 +44,29 @@ OPEN: dict[str, Any] = {
         ({"input_mode": "tokens", "generate": 1}, "tokens", True),
     ],
 )
-def test_what_none_means(given: dict[str, Any], mode: str, generates: bool) -> None:
-    found = complete({**OPEN, **given, "other": 3})
-    assert (found["input_mode"], found["generate"], found["other"]) == (mode, generates, 3)
+def test_what_none_means(dense: nn.Module, given: dict[str, Any], mode: str, generates: bool) -> None:
+    found = wrapper(dense, **given)
+    assert (found.input_mode, found.generate) == (mode, generates)
 
 
-def scoring(**given: Any) -> dict[str, Any]:
-    return {"replay": None, "generate": False, "input_mode": "tokens", **given}
+def test_which_experts_are_followed(model: nn.Module, dense: nn.Module) -> None:
+    assert wrapper(model).replay == "R3"
+    assert wrapper(dense).replay == "none"
+    assert wrapper(nn.Linear(1, 1)).replay == "none"
+    assert wrapper(model, input_mode="text", generate=False).replay == "none"
+    assert wrapper(model, input_mode="tokens", generate=True).replay == "none"
 
 
-def test_which_experts_are_followed() -> None:
-    model, dense = make_tiny_moe(num_hidden_layers=2), make_tiny_moe("qwen3")
-    assert replay_of(scoring(), model) == "R3"
-    assert replay_of(scoring(), dense) == "none"
-    assert replay_of(scoring(), nn.Linear(1, 1)) == "none"
-    assert replay_of(scoring(replay="R2"), dense) == "R2"  # refused later, by what cannot be replayed
-    assert replay_of(scoring(input_mode="text"), model) == "none"
-    assert replay_of(scoring(generate=True), model) == "none"
-
-
-def test_what_records_the_experts_of_an_answer() -> None:
-    model, dense = make_tiny_moe(num_hidden_layers=2), make_tiny_moe("qwen3")
-    arguments = {"generate": True, "return_routed_experts": None, "router_replay": None}
-    found = recorder_of(arguments, model)
+def test_what_records_the_experts_of_an_answer(model: nn.Module, dense: nn.Module) -> None:
+    found = wrapper(model, generate=True).router_replay
     assert found is RouterReplay.of(model)
-    assert recorder_of({**arguments, "router_replay": found}, model) is found
-    assert recorder_of({**arguments, "generate": False}, model) is None
-    assert recorder_of({**arguments, "return_routed_experts": False}, model) is None
-    assert recorder_of(arguments, dense) is None
+    assert wrapper(model, generate=True, router_replay=found).router_replay is found
+    assert wrapper(model, generate=True, return_routed_experts=False).router_replay is None
+    assert wrapper(dense, generate=True).router_replay is None
     with pytest.raises(ValueError, match="Qwen3ForCausalLM has no experts by its config"):
-        recorder_of({**arguments, "return_routed_experts": True}, dense)
+        wrapper(dense, generate=True, return_routed_experts=True)
     with pytest.raises(UnsupportedRouterError, match=r"sparsemixer.* return_routed_experts=False"):
-        recorder_of(arguments, build("phimoe"))
+        TransformersWrapper(build("phimoe"), input_mode="tokens", generate=True)
 
 
 def test_a_tokenizer() -> None:
@@ -85,13 +76,6 @@ def test_a_tokenizer() -> None:
     assert tokenizer_of(None, object(), SimpleNamespace(get_tokenizer=lambda: "its own"), "text") == "its own"
     with pytest.raises(ValueError, match="input_mode='history' makes tokens of text"):
         tokenizer_of(None, object(), object(), "history")
-
-
-def test_a_pad() -> None:
-    assert pad_of(ByteTokenizer()) == 256
-    assert pad_of(SimpleNamespace(pad_token_id=None, eos_token_id=3)) == 3
-    assert pad_of(SimpleNamespace(pad_token_id=0, eos_token_id=3)) == 0
-    assert pad_of(None) is None
 
 
 def test_a_model_that_cannot_generate() -> None:
@@ -111,8 +95,10 @@ def test_a_model_is_loaded_where_it_is_wanted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [{"num_samples": 4}, {"generate_kwargs": {"max_new_tokens": 3}}])
-def test_arguments_of_generating_are_not_lost_on_a_wrapper_that_would_score(given: dict[str, Any]) -> None:
+def test_arguments_of_generating_are_not_lost_on_a_wrapper_that_would_score(
+    dense: nn.Module, given: dict[str, Any]
+) -> None:
     with pytest.raises(ValueError, match="is for generation, and tokens are scored by default"):
-        complete({**OPEN, **given})
-    assert complete({**OPEN, **given, "generate": True})["generate"]
-    assert not complete({**OPEN, **given, "generate": False})["generate"]
+        wrapper(dense, **given)
+    assert wrapper(dense, **given, generate=True).generate
+    assert not wrapper(dense, **given, generate=False).generate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,8 @@ def test_a_new_version_keeps_every_argument() -> None:
     }
     scorer = TransformersWrapper(make_tiny_moe(), **changed)
     again = scorer.get_new_version()
-    assert again._arguments == scorer._arguments
-    assert {**again._arguments, **changed} == again._arguments
+    assert again._options == scorer._options
+    assert replace(again._options, **changed) == again._options
     assert again.router_replay is scorer.router_replay is not None
     for name in (
         "tokenizer",

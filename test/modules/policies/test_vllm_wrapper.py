@@ -25,7 +25,6 @@ from torchrl_moe.data import KeptTokens, RoutedExperts
 from torchrl_moe.errors import EngineError, GenerationTimeout
 from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds, Request
-from torchrl_moe.modules.policies import vllm_wrapper
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 
 MODES = ("history", "text", "tokens")
@@ -1021,16 +1020,6 @@ def test_a_folder_or_a_hub_name_starts_an_engine(fake: FakeAsyncVLLM, monkeypatc
     assert started == ["org/model", Path("folder")]
 
 
-def test_nothing_is_started_for_a_bad_argument(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_wrapper, "model_of", lambda model: pytest.fail("an engine was started"))
-    with pytest.raises(ValueError, match="text may be encoded to other tokens"):
-        vLLMWrapper("org/model", generate=False, replay="R3")
-    with pytest.raises(TypeError, match="chat_template_kwargs must be a mapping of names to values, got 3"):
-        vLLMWrapper("org/model", chat_template_kwargs=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="chat_template_name='mine' must be one of TorchRL's"):
-        vLLMWrapper("org/model", chat_template_name="mine")
-
-
 # new versions
 
 
@@ -1076,7 +1065,7 @@ def visible(policy: vLLMWrapper) -> dict[str, Any]:
 
 
 def test_the_table_of_changes_is_complete(fake: FakeAsyncVLLM) -> None:
-    arguments = set(visible(vLLMWrapper(fake))["_arguments"])
+    arguments = set(vars(vLLMWrapper(fake)._options))
     of_scoring = {"generate", "replay", "temperature"}
     assert set(CHANGES) | of_scoring | {"model", "pad_model_input", "num_samples"} == arguments
 

@@ -6,34 +6,17 @@ import re
 from typing import Any
 
 import pytest
+from torchrl.modules.llm.policies import LLMWrapperBase
 
+from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
 from torchrl_moe.modules.policies.wrapper_arguments import (
-    changed_arguments,
-    engine_of,
-    keeps_routes,
-    refuse,
+    engine_arguments_of,
+    overridden,
     sampling_parameters_of,
-    scorer_of,
+    sampling_params_of,
     split_arguments,
-    tokenizer_of,
 )
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
-
-PLAIN: dict[str, Any] = {
-    "batching": None,
-    "min_batch_size": None,
-    "max_batch_size": None,
-    "generate": True,
-    "input_mode": "text",
-    "pad_model_input": None,
-    "pad_output": False,
-    "return_log_probs": None,
-    "return_routed_experts": None,
-    "layout": None,
-    "num_samples": None,
-    "replay": None,
-    "temperature": None,
-}
 
 
 def test_what_is_the_engines_is_taken_out_of_the_sampling_parameters() -> None:
@@ -50,39 +33,44 @@ def test_the_same_argument_twice_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "words"),
+    ("bad", "message"),
     [
         ({"generate": False, "replay": "R3"}, "text may be encoded to other tokens"),
+        ({"generate": False, "replay": "R2"}, "an engine records no R2"),
+        ({"generate": False, "temperature": 0.0}, "temperature must be positive, got 0.0"),
         ({"generate": False, "num_samples": 2}, "num_samples=2 is for generation"),
         ({"generate": False, "return_log_probs": False}, "return_log_probs must be True"),
+        ({"temperature": 0.5}, "temperature is for scoring, generate=False"),
         ({"pad_output": 1}, "pad_output must be a boolean, got 1"),
         ({"input_mode": "image"}, "must be one of"),
         ({"pad_model_input": True}, "without padding"),
         ({"layout": 3}, "layout must be None"),
         ({"num_samples": 0}, "at least 1, got 0"),
+        ({"batching": True}, "batching must be None, got True: .* the engine batches the requests"),
+        ({"min_batch_size": 1}, "min_batch_size must be None, got 1"),
+        ({"max_batch_size": 4}, "max_batch_size must be None, got 4"),
+        ({"chat_template_name": "mine"}, "chat_template_name='mine' must be one of TorchRL's"),
+        ({"chat_template_kwargs": 3}, "chat_template_kwargs must be a mapping of names to values, got 3"),
     ],
 )
-def test_an_invalid_value_is_refused(bad: dict[str, Any], words: str) -> None:
-    refuse(PLAIN)
-    with pytest.raises(ValueError, match=words):
-        refuse({**PLAIN, **bad})
+def test_an_invalid_value_is_refused_before_an_engine_is_started(
+    monkeypatch: pytest.MonkeyPatch, bad: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(AsyncVLLM, "from_pretrained", lambda path: pytest.fail("an engine was started"))
+    with pytest.raises((TypeError, ValueError), match=message):
+        vLLMWrapper("no/such/folder", **{"input_mode": "text", **bad})
 
 
-def test_an_engine_is_itself_and_anything_else_is_refused() -> None:
-    with FakeAsyncVLLM() as engine:
-        assert engine_of(engine) is engine
-    with pytest.raises(
-        TypeError, match=r"model must be an AsyncVLLM, a folder .* got builtins\.int\. .*AsyncVLLM\.connect"
-    ):
-        engine_of(3)
-
-
-@pytest.mark.parametrize("name", ["vllm.entrypoints.llm.LLM", "torchrl.modules.llm.backends.vllm.AsyncVLLM"])
+@pytest.mark.parametrize(
+    "name", ["builtins.int", "vllm.entrypoints.llm.LLM", "torchrl.modules.llm.backends.vllm.AsyncVLLM"]
+)
 def test_the_engines_of_others_are_refused_by_name(name: str) -> None:
     module, _, cls = name.rpartition(".")
     theirs = type(cls, (), {"__module__": module})()
-    with pytest.raises(TypeError, match=rf"got {re.escape(name)}\. AsyncVLLM\.from_pretrained"):
-        engine_of(theirs)
+    with pytest.raises(
+        TypeError, match=rf"model must be an AsyncVLLM, .*, got {re.escape(name)}\. AsyncVLLM\.from_pretrained"
+    ):
+        vLLMWrapper(theirs)
 
 
 def test_sampling_parameters_have_what_rl_needs() -> None:
@@ -91,20 +79,6 @@ def test_sampling_parameters_have_what_rl_needs() -> None:
     assert sampling_parameters_of({"logprobs": 2}, 3, False) == {"logprobs": 2, "n": 3, **needs}
     with pytest.raises(ValueError, match=r"num_samples=2 differs from generate_kwargs\['n'\]=3"):
         sampling_parameters_of({"num_return_sequences": 3}, 2, True)
-
-
-SCORING: dict[str, Any] = {
-    "generate": False,
-    "input_mode": "tokens",
-    "replay": None,
-    "temperature": None,
-    "input_key": None,
-    "tokens_key": "tokens",
-    "masks_key": "masks",
-    "routed_experts_key": "routed_experts",
-    "timeout_seconds": None,
-    "use_tqdm": False,
-}
 
 
 @pytest.mark.parametrize(
@@ -121,35 +95,162 @@ def test_tokens_follow_recorded_experts_where_an_engine_captures_some(
     routes: bool, arguments: dict[str, Any], replay: str
 ) -> None:
     with FakeAsyncVLLM() if routes else FakeAsyncVLLM(layout=None) as engine:
-        scorer = scorer_of(engine, {**SCORING, **arguments}, {})
-        assert scorer is not None
-        assert scorer.replay == replay
-        assert scorer_of(engine, {**SCORING, "generate": True}, {}) is None
+        scoring = vLLMWrapper(engine, **{"input_mode": "tokens", "generate": False, **arguments})
+        assert scoring.scorer is not None
+        assert scoring.scorer.replay == replay
+        assert scoring.get_new_version(generate=True).scorer is None
 
 
 def test_a_new_version_changes_what_goes_with_its_changes() -> None:
-    given = {**PLAIN, "input_key": "mine", "num_samples": 2, "return_log_probs": False}
-    assert changed_arguments(given, {}) == given
-    assert changed_arguments(given, {"input_mode": "text"}) == given  # the same as before
-    assert changed_arguments(given, {"input_mode": "tokens"}) == {**given, "input_mode": "tokens", "input_key": None}
-    scoring = {"generate": False, "input_key": None, "num_samples": None, "return_log_probs": None}
-    assert changed_arguments(given, {"generate": False}) == {**given, **scoring}
-    assert changed_arguments(given, {"generate": False, "num_samples": 3})["num_samples"] == 3
-    with pytest.raises(TypeError, match=r"get_new_version got unknown arguments \['x'\]"):
-        changed_arguments(given, {"x": 1})
+    with FakeAsyncVLLM() as engine:
+        given = {"input_mode": "text", "input_key": "mine", "num_samples": 2, "return_log_probs": False}
+        policy = vLLMWrapper(engine, **given)
+        same = policy.get_new_version(input_mode="text")
+        assert (same.input_key, same.num_samples, same.return_log_probs) == ("mine", 2, False)
+        assert policy.get_new_version(input_mode="tokens").input_key == ("tokens", "prompt")
+        scoring = policy.get_new_version(generate=False)
+        assert (scoring.input_key, scoring.num_samples, scoring.return_log_probs) == (("text", "full"), None, True)
+        assert scoring.get_new_version(generate=True, num_samples=3).num_samples == 3
+        with pytest.raises(TypeError, match=r"get_new_version got unknown arguments \['x'\]"):
+            policy.get_new_version(x=1)
 
 
 def test_a_tokenizer_is_the_engines_unless_one_is_given() -> None:
     mine = ByteTokenizer()
     with FakeAsyncVLLM() as engine:
-        assert tokenizer_of(mine, engine) is mine
-        assert tokenizer_of(None, engine) is engine.get_tokenizer()
+        assert vLLMWrapper(engine, tokenizer=mine).tokenizer is mine
+        assert vLLMWrapper(engine).tokenizer is engine.get_tokenizer()
 
 
 def test_routes_are_kept_if_there_are_any() -> None:
     with FakeAsyncVLLM() as engine, FakeAsyncVLLM(layout=None) as dense:
-        assert keeps_routes(None, engine)
-        assert not keeps_routes(False, engine)
-        assert not keeps_routes(None, dense)
+        assert vLLMWrapper(engine).return_routed_experts
+        assert not vLLMWrapper(engine, return_routed_experts=False).return_routed_experts
+        assert not vLLMWrapper(dense).return_routed_experts
         with pytest.raises(ValueError, match="captures no routes"):
-            keeps_routes(True, dense)
+            vLLMWrapper(dense, return_routed_experts=True)
+
+
+# -- TorchRL's common names become vLLM's, and what vLLM cannot do is refused by name
+
+
+@pytest.mark.parametrize(
+    ("given", "params"),
+    [
+        (None, {}),
+        ({}, {}),
+        ({"max_new_tokens": 8}, {"max_tokens": 8}),
+        ({"num_return_sequences": 3}, {"n": 3}),
+        ({"stop_sequences": ["a"]}, {"stop": ["a"]}),
+        ({"temperature": 0.7, "top_p": 0.9, "top_k": 5}, {"temperature": 0.7, "top_p": 0.9, "top_k": 5}),
+        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"skip_special_tokens": True}, {"skip_special_tokens": True}),
+        ({"min_tokens": 2, "stop_token_ids": [7]}, {"min_tokens": 2, "stop_token_ids": [7]}),  # vLLM's own
+    ],
+)
+def test_names_are_mapped(given: dict[str, Any] | None, params: dict[str, Any]) -> None:
+    assert sampling_params_of(given) == params
+
+
+def test_arguments_of_the_engine_are_no_sampling_parameters() -> None:
+    given = {"lora_request": None, "max_new_tokens": 8, "actor_index": 0, "on_resume": "live"}
+    engine = {"actor_index": 0, "lora_request": None, "on_resume": "live"}
+    assert engine_arguments_of(given) == (engine, {"max_new_tokens": 8})
+    assert len(given) == 4
+    assert engine_arguments_of(None) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("common", "own"), [("max_new_tokens", "max_tokens"), ("num_return_sequences", "n"), ("stop_sequences", "stop")]
+)
+def test_vllms_own_name_wins_in_either_order(common: str, own: str) -> None:
+    assert sampling_params_of({common: 1, own: 2}) == {own: 2}
+    assert sampling_params_of({own: 2, common: 1}) == {own: 2}
+
+
+def test_the_argument_is_left_as_it_was() -> None:
+    given = {"max_new_tokens": 8, "do_sample": False, "num_beams": 1, "logprobs": True}
+    sampling_params_of(given)
+    assert given == {"max_new_tokens": 8, "do_sample": False, "num_beams": 1, "logprobs": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "params"),
+    [
+        ({"do_sample": False}, {"temperature": 0.0}),
+        ({"do_sample": False, "temperature": 0}, {"temperature": 0.0}),
+        ({"do_sample": False, "temperature": None}, {"temperature": 0.0}),
+        ({"do_sample": True}, {}),
+        ({"do_sample": None, "temperature": 0.5}, {"temperature": 0.5}),
+        ({"do_sample": True, "temperature": 0.5}, {"temperature": 0.5}),
+    ],
+)
+def test_greedy_is_temperature_zero(given: dict[str, Any], params: dict[str, Any]) -> None:
+    assert sampling_params_of(given) == params
+
+
+def test_greedy_with_a_temperature_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"When do_sample=False .* temperature must be 0.*temperature=0\.7"):
+        sampling_params_of({"do_sample": False, "temperature": 0.7})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"temperature": -0.1}, "Temperature must be non-negative"),
+        ({"top_p": 1.5}, "top_p must be between 0 and 1"),
+        ({"top_k": 0}, "top_k must be positive"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be positive"),
+    ],
+)
+def test_a_value_out_of_its_range_is_refused_as_by_torchrl(given: dict[str, Any], words: str) -> None:
+    for check in (sampling_params_of, lambda kwargs: overridden({}, kwargs)):
+        with pytest.raises(ValueError, match=words):
+            check(given)
+
+
+@pytest.mark.parametrize(("given", "params"), [(True, 0), (False, None), (0, 0), (5, 5)])
+def test_log_probs_as_a_switch_or_a_number(given: Any, params: Any) -> None:
+    mapped = sampling_params_of({"logprobs": given})["logprobs"]
+    assert (mapped, type(mapped)) == (params, type(params))
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_beams", 2), ("length_penalty", 0.5), ("early_stopping", True)])
+def test_beam_search_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(
+        ValueError, match=rf"generate_kwargs\['{name}'\]={value!r}: vLLM samples and has no beam search"
+    ):
+        sampling_params_of({name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_beams", 1), ("num_beams", None), ("length_penalty", 1.0), ("early_stopping", False)],
+)
+def test_beam_search_that_is_off_leaves_no_trace(name: str, value: Any) -> None:
+    assert sampling_params_of({name: value, "max_tokens": 3}) == {"max_tokens": 3}
+
+
+def test_every_common_name_of_torchrl_is_known_to_vllm_afterwards() -> None:
+    fields = {"n", "max_tokens", "stop", "temperature", "top_p", "top_k", "repetition_penalty", "skip_special_tokens"}
+    off = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False}
+    given = {name: off.get(name, 1) for name in LLMWrapperBase.COMMON_GENERATION_PARAMS}
+    assert set(sampling_params_of(given)) == fields | {"logprobs"}
+
+
+@pytest.mark.parametrize(
+    ("params", "call", "merged"),
+    [
+        ({"max_tokens": 8, "n": 2}, {}, {"max_tokens": 8, "n": 2}),
+        ({"max_tokens": 8, "n": 2}, {"max_new_tokens": 4}, {"max_tokens": 4, "n": 2}),
+        ({"temperature": 0.7}, {"do_sample": False}, {"temperature": 0.0}),
+        ({"temperature": 0.0, "n": 1}, {"do_sample": True}, {"n": 1}),
+        ({"temperature": 0.0}, {"do_sample": True, "temperature": 0.3}, {"temperature": 0.3}),
+        ({"temperature": 0.7}, {"do_sample": True}, {"temperature": 0.7}),
+        ({}, {"do_sample": True}, {}),
+    ],
+)
+def test_a_call_changes_what_it_names(params: dict[str, Any], call: dict[str, Any], merged: dict[str, Any]) -> None:
+    before = dict(params)
+    assert overridden(params, call) == merged
+    assert params == before

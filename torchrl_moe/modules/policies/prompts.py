@@ -9,31 +9,37 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from tensordict import NestedKey, NonTensorData, TensorDictBase, lazy_stack
+from tensordict import NestedKey, NonTensorData, NonTensorStack, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.data.llm import History
-from torchrl.modules.llm.policies import ChatHistory, Text
+from torchrl.modules.llm.policies import ChatHistory, LLMWrapperBase, Text
 
 from torchrl_moe._compat_transformers import chat_template_named
+from torchrl_moe.modules.policies.rollout import RolloutKeys, pad_answers, stack_answers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = [
+    "NAMES",
     "Chat",
+    "PolicyWrapper",
     "Prompts",
     "Source",
-    "check_templates",
+    "WrapperOptions",
     "goes_on_from",
     "history_entry",
     "known_ids",
+    "no_distribution",
     "options_of",
     "plain_message",
     "prompts_from_chats",
     "prompts_from_text",
     "prompts_from_tokens",
     "reads_chats",
-    "refuse_batching",
     "require_key",
     "template_of",
     "template_options",
@@ -73,7 +79,7 @@ class Chat:
         return own is None or (said != own if not own else not said.endswith(own))
 
     @classmethod
-    def of(cls, given: Any, key: NestedKey = ("history", "prompt"), answered: str | None = None) -> Chat:
+    def of(cls, given: object, key: NestedKey = ("history", "prompt"), answered: str | None = None) -> Chat:
         """Read a ``History`` ``[turns]``, or a list of messages, mappings as those of OpenAI's API.
 
         Whatever a message has beside role and content (``name``, ``tool_call_id``, ``tool_calls``, ...) is for the
@@ -96,7 +102,7 @@ class Chat:
         history = given if isinstance(given, History) else History.from_chats([known])[0]
         return cls(messages, history, answered)
 
-    def rendered(self, tokenizer: Any, template: str | None, options: Mapping[str, Any]) -> str:
+    def rendered(self, tokenizer: PreTrainedTokenizerBase, template: str | None, options: Mapping[str, object]) -> str:
         """Return its text, with a generation prompt, or with the last message open if that is to be continued."""
         given = {} if template is None else {"chat_template": template}
         text: str = tokenizer.apply_chat_template(
@@ -137,9 +143,11 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _decoded(call: Any) -> Any:
+def _decoded(call: object) -> object:
     """Return a tool call with its arguments as a mapping, as templates write them; OpenAI's API has them as JSON."""
-    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping):
+        return call
+    function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:
@@ -149,7 +157,7 @@ def _decoded(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def goes_on_from(last: Mapping[str, Any]) -> bool:
+def goes_on_from(last: Mapping[str, object]) -> bool:
     """Whether a last message can be continued: the assistant's, and not one that calls tools."""
     return last["role"] == "assistant" and isinstance(last.get("content"), str) and not last.get("tool_calls")
 
@@ -157,7 +165,7 @@ def goes_on_from(last: Mapping[str, Any]) -> bool:
 def prompts_from_chats(
     chats: Sequence[Chat],
     texts: Sequence[str],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     known: Sequence[Mapping[str, list[int]]] | None = None,
 ) -> Prompts:
     """Encode rendered chats."""
@@ -168,7 +176,7 @@ def prompts_from_chats(
     return Prompts([ids for ids, _ in pairs], [text for _, text in pairs], list(chats))
 
 
-def _continued(text: str, known: Mapping[str, list[int]], tokenizer: Any) -> tuple[list[int], str]:
+def _continued(text: str, known: Mapping[str, list[int]], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], str]:
     """Return the ids of a rendered chat, and their text: known ids as far as they reach, then the encoded rest.
 
     Ids of an earlier turn contain neither what the template writes after an answer nor the next question.
@@ -183,7 +191,9 @@ def _continued(text: str, known: Mapping[str, list[int]], tokenizer: Any) -> tup
     return tokenizer(text, add_special_tokens=False)["input_ids"], text
 
 
-def known_ids(sample: TensorDictBase, tokens_key: NestedKey, mask: Tensor | None, pad: int | None) -> dict[str, Any]:
+def known_ids(
+    sample: TensorDictBase, tokens_key: NestedKey, mask: Tensor | None, pad: int | None
+) -> dict[str, list[int]]:
     """Return the ids that ``sample`` holds at ``tokens_key``, by leaf, without padding."""
     tokens = sample.get(tokens_key, None)
     found = {}
@@ -195,7 +205,9 @@ def known_ids(sample: TensorDictBase, tokens_key: NestedKey, mask: Tensor | None
     return found
 
 
-def prompts_from_text(texts: Any, tokenizer: Any, tokenizer_kwargs: Mapping[str, Any]) -> Prompts:
+def prompts_from_text(
+    texts: str | list[str] | NonTensorStack, tokenizer: PreTrainedTokenizerBase, tokenizer_kwargs: Mapping[str, object]
+) -> Prompts:
     """Encode text prompts: a string, a list of them, or a non-tensor stack. Padding is never added."""
     listed = [texts] if isinstance(texts, str) else list(texts if isinstance(texts, list) else texts.tolist())
     plain = {**tokenizer_kwargs, "padding": False, "return_tensors": None}
@@ -267,8 +279,8 @@ class Source:
 
     input_mode: str
     input_key: NestedKey
-    tokenizer: Any
-    tokenizer_kwargs: dict[str, Any]
+    tokenizer: PreTrainedTokenizerBase
+    tokenizer_kwargs: dict[str, object]
     chat_template: str | None
     chat_template_name: str | None
     attention_mask_key: NestedKey
@@ -276,13 +288,13 @@ class Source:
     masks_key: NestedKey
     prefer_tokens: bool
     pad: int | None
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: dict[str, object] = field(default_factory=dict)
 
-    def template(self, tools: Any = None) -> str | None:
+    def template(self, tools: object = None) -> str | None:
         """Return the chat template to render with, see :func:`template_of`."""
         return template_of(self.tokenizer, self.chat_template, self.chat_template_name, tools)
 
-    def options(self, sample: TensorDictBase) -> dict[str, Any]:
+    def options(self, sample: TensorDictBase) -> dict[str, object]:
         """Return the further arguments of the chat template for a sample, see :func:`options_of`."""
         return options_of(self.chat_template_kwargs, {key: _plain(sample.get(key, None)) for key in (OPTIONS, TOOLS)})
 
@@ -335,21 +347,7 @@ def require_key(samples: Sequence[TensorDictBase], key: NestedKey, input_mode: s
             )
 
 
-def refuse_batching(arguments: Mapping[str, Any], instead: str) -> None:
-    """Refuse what joins calls of several threads in TorchRL's wrappers."""
-    for name in ("batching", "min_batch_size", "max_batch_size"):
-        if arguments[name] not in (None, False):
-            raise ValueError(f"{name} must be None, got {arguments[name]!r}: calls are not joined here; {instead}")
-
-
-def check_templates(arguments: Mapping[str, Any]) -> None:
-    """Refuse a wrapper's ``chat_template_kwargs`` and ``chat_template_name``, before a model is loaded."""
-    template_options(arguments.get(OPTIONS))
-    if arguments.get("chat_template_name") is not None:
-        chat_template_named(arguments["chat_template_name"])
-
-
-def reads_chats(tokenizer: Any) -> bool:
+def reads_chats(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a tokenizer has a chat template, or its own way to render a chat."""
     if hasattr(tokenizer, "chat_template"):
         return tokenizer.chat_template is not None
@@ -357,7 +355,10 @@ def reads_chats(tokenizer: Any) -> bool:
 
 
 def template_of(
-    tokenizer: Any, chat_template: str | None = None, chat_template_name: str | None = None, tools: Any = None
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: str | None = None,
+    chat_template_name: str | None = None,
+    tools: object = None,
 ) -> str | None:
     """Return the chat template to render with; ``None``: the tokenizer has its own way.
 
@@ -387,13 +388,13 @@ def template_of(
     return template
 
 
-def options_of(common: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+def options_of(common: Mapping[str, object], row: Mapping[str, object]) -> dict[str, object]:
     """Return the further arguments of the chat template for a row: the common ones, changed by those in the row."""
     options, tools = {**common, **template_options(row.get(OPTIONS))}, tool_list(row.get(TOOLS))
     return {**options, TOOLS: tools} if tools else options
 
 
-def template_options(given: Any) -> dict[str, Any]:
+def template_options(given: object) -> dict[str, object]:
     """Return ``chat_template_kwargs``, checked; ``None`` is none."""
     if not isinstance(given, Mapping | None) or not all(isinstance(name, str) for name in given or ()):
         raise TypeError(f"{OPTIONS} must be a mapping of names to values, got {given!r:.100}")
@@ -402,21 +403,183 @@ def template_options(given: Any) -> dict[str, Any]:
     return dict(given or {})
 
 
-def tool_list(given: Any) -> list[Any] | None:
+def tool_list(given: object) -> list[object] | None:
     """Return a sample's ``tools``: JSON schemas or functions, or the same schemas as JSON text; ``None`` is none."""
     tools = given
     if isinstance(given, str):
         try:
             tools = json.loads(given)
         except json.JSONDecodeError:
-            tools = 0
-    if tools is not None and not (
-        isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) or callable(tool) for tool in tools)
-    ):
+            tools = 0  # which is refused below
+    if tools is None:
+        return None
+    if not isinstance(tools, list | tuple) or not all(isinstance(one, Mapping) or callable(one) for one in tools):
         raise TypeError(f"tools must be a list of JSON schemas or functions, or its JSON text, got {given!r:.100}")
-    return None if tools is None else list(tools)
+    return list(tools)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return an entry of one sample as plain Python."""
     return value.data if isinstance(value, NonTensorData) else value.tolist() if hasattr(value, "tolist") else value
+
+
+# What both wrappers are made of: their common arguments, and what TorchRL's code reads of them besides ``forward``.
+
+
+NAMES = ("history", "text", "tokens", "masks", "log_probs", "routed_experts")
+"""The entries of a sample whose keys are arguments, ``history_key`` and so on."""
+
+
+def no_distribution(message: str) -> NotImplementedError:
+    """Return the error that TorchRL's wrappers raise where they have no distributions, such as where they generate."""
+    return NotImplementedError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrapperOptions:
+    """The arguments that both wrappers have, as they were given; the wrappers' docstrings explain them."""
+
+    tokenizer: PreTrainedTokenizerBase | str | None
+    input_mode: Literal["history", "text", "tokens"] | None
+    input_key: NestedKey | None
+    attention_mask_key: NestedKey
+    generate: bool | None
+    generate_kwargs: dict[str, object] | None
+    tokenizer_kwargs: dict[str, object] | None
+    pad_output: bool
+    pad_model_input: bool | None
+    inplace: Literal["empty"] | bool | None
+    device: torch.device | str | None
+    layout: torch.layout | None
+    num_samples: int | None
+    chat_template_name: str | None
+    chat_template: str | None
+    chat_template_kwargs: dict[str, object] | None
+    return_log_probs: bool | None
+    return_routed_experts: bool | None
+    history_key: str
+    text_key: str
+    tokens_key: str
+    masks_key: str
+    log_probs_key: str
+    routed_experts_key: str
+    batching: bool | None
+    min_batch_size: int | None
+    max_batch_size: int | None
+    batching_timeout: float
+    prefer_tokens: bool
+    replay: Literal["R3", "R2", "none"] | None
+    temperature: float | None
+
+    def check_common(self, instead: str) -> None:
+        """Refuse what both wrappers refuse, before a model is loaded."""
+        template_options(self.chat_template_kwargs)
+        if self.chat_template_name is not None:
+            chat_template_named(self.chat_template_name)
+        for name in ("batching", "min_batch_size", "max_batch_size"):
+            if (value := getattr(self, name)) not in (None, False):
+                raise ValueError(f"{name} must be None, got {value!r}: calls are not joined here; {instead}")
+        if self.num_samples is not None and self.num_samples < 1:
+            raise ValueError(f"num_samples must be at least 1, got {self.num_samples}")
+
+
+class PolicyWrapper(LLMWrapperBase):
+    """What both wrappers share: attributes under TorchRL's names, keys, and how prompts and text are read and written.
+
+    Attributes:
+        in_keys: keys that it reads.
+        out_keys: TorchRL's keys, in TorchRL's order, of what it writes.
+        return_history, return_text, return_tokens, return_masks, return_log_probs: which of these it writes.
+    """
+
+    # TorchRL's base class reads them: calls of several threads are not joined
+    _min_batch_size = _max_batch_size = None
+
+    tokenizer: PreTrainedTokenizerBase
+    input_mode: str
+    input_key: NestedKey
+    attention_mask_key: NestedKey
+    generate: bool
+    pad_output: bool
+    chat_template: str | None
+    chat_template_name: str | None
+    prefer_tokens: bool
+    return_log_probs: bool
+    return_routed_experts: bool
+    history_key: str
+    text_key: str
+    tokens_key: str
+    masks_key: str
+    log_probs_key: str
+    routed_experts_key: str
+
+    def _set_options(self, options: WrapperOptions) -> None:
+        """Keep the arguments for a new version, and set the attributes that they become unchanged."""
+        self._options = options
+        unchanged = ("input_mode", "generate", "prefer_tokens", "attention_mask_key", "chat_template")
+        for name in (*unchanged, "chat_template_name", "pad_output", *(f"{name}_key" for name in NAMES)):
+            setattr(self, name, getattr(options, name))
+        self.tokenizer_kwargs = dict(options.tokenizer_kwargs or {})
+        self.chat_template_kwargs = template_options(options.chat_template_kwargs)
+        self.return_history, self.return_text = self.input_mode == "history", self.input_mode != "tokens"
+        self.return_tokens = self.return_masks = True
+
+    def _set_common_keys(self, input_key: NestedKey) -> None:
+        """Set the keys that TorchRL's wrappers have, once it is known what is written."""
+        self.input_key = input_key
+        self.keys = RolloutKeys(
+            tokens=self.tokens_key,
+            masks=self.masks_key,
+            log_probs=self.log_probs_key if self.return_log_probs else None,
+            routed_experts=self.routed_experts_key if self.return_routed_experts else None,
+        )
+        self.out_keys = [self.text_key] if self.return_text else []
+        self.out_keys += [self.masks_key, self.tokens_key]
+        self.out_keys += [self.log_probs_key] if self.return_log_probs else []
+        self.out_keys += [self.history_key] if self.return_history else []
+        if self.input_mode == "history":
+            self._source.template()  # raises if there is none
+
+    @property
+    def _pad(self) -> int | None:
+        """The padding token; the end-of-turn token if there is no separate one."""
+        pad: int | None = getattr(self.tokenizer, "pad_token_id", None)
+        return getattr(self.tokenizer, "eos_token_id", None) if pad is None else pad
+
+    @property
+    def _source(self) -> Source:
+        """The source of prompts, made at each call: attributes may have been set since the last one."""
+        return Source(
+            input_mode=self.input_mode,
+            input_key=self.input_key,
+            tokenizer=self.tokenizer,
+            tokenizer_kwargs=self.tokenizer_kwargs,
+            attention_mask_key=self.attention_mask_key,
+            chat_template=self.chat_template,
+            chat_template_name=self.chat_template_name,
+            prefer_tokens=self.prefer_tokens,
+            tokens_key=self.tokens_key,
+            masks_key=self.masks_key,
+            pad=self._pad,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
+    def _stacked(self, answers: Sequence[TensorDictBase], batch: Sequence[int], samples: int | None) -> TensorDictBase:
+        """Return answers in the batch size of their prompts, with a last dimension if there are several to each."""
+        shape = (*batch, *(() if samples is None else (samples,)))
+        if self.pad_output:
+            return pad_answers(answers, self._pad or 0, self.keys, shape)
+        return stack_answers(answers, shape)
+
+    def _add_text(self, answer: TensorDictBase, prompts: Prompts, i: int, skip_special_tokens: bool) -> None:
+        """Add an answer's text, and its chat, to an answer to prompt ``i``; there are none for tokens."""
+        if not self.return_text:
+            return
+        ids = answer.get((self.tokens_key, "response")).tolist()
+        response = self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        answer.set(self.text_key, text_entry(prompts.texts[i], response))
+        if self.return_history:
+            # the template writes the end-of-turn token after the content, which does not include it
+            if ids and ids[-1] == self.tokenizer.eos_token_id:
+                response = self.tokenizer.decode(ids[:-1], skip_special_tokens=skip_special_tokens)
+            answer.set(self.history_key, history_entry(prompts.chats[i], response))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from tensordict import NonTensorData, TensorClass, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
@@ -43,7 +43,7 @@ __all__ = [
 
 
 SAMPLING = "sampling"
-CHANGES_NOTHING: Mapping[str, tuple[Any, ...]] = {
+CHANGES_NOTHING: Mapping[str, tuple[object, ...]] = {
     "repetition_penalty": (None, 1, 1.0),
     "presence_penalty": (None, 0, 0.0),
     "frequency_penalty": (None, 0, 0.0),
@@ -91,7 +91,7 @@ def sampling_entry(
     real: Tensor | None,
 ) -> TensorDict:
     """Return the entry of one answer."""
-    source: dict[str, Any] = {"temperature": torch.tensor(_temperature(params))}
+    source: dict[str, object] = {"temperature": torch.tensor(_temperature(params))}
     before = None if earlier is None else earlier.get((SAMPLING, "kept"), None)
     names_words = params.get("logprobs") is not None  # otherwise it is unknown which were kept
     if kept is not None or before is not None or (names_words and leaves_words_out(params.get)):
@@ -105,7 +105,7 @@ def _temperature(params: Mapping[str, Any]) -> float:
     return max(value, LEAST_TEMPERATURE) if value > 0 else value
 
 
-def _kept(kept: KeptIds | None, prompt: int, total: int, before: Any, real: Tensor | None) -> KeptTokens:
+def _kept(kept: KeptIds | None, prompt: int, total: int, before: KeptTokens | None, real: Tensor | None) -> KeptTokens:
     sizes = torch.zeros(total, dtype=torch.int32)
     ids = torch.zeros(0, dtype=torch.int32)
     if kept is not None:
@@ -155,7 +155,7 @@ def _mask(prompt: int, total: int) -> Tensor:
     return mask
 
 
-def _unpadded(kind: Any, **tensors: Tensor) -> Any:
+def _unpadded(kind: type[TensorClass], **tensors: Tensor) -> TensorClass:
     """Return a TensorClass of one answer; its constructor, called once per field, costs five times as much."""
     return kind.from_tensordict(TensorDict({**tensors, "padded": NonTensorData(False)}))
 
@@ -192,7 +192,7 @@ def answer_tensordict(
         _keep_earlier(earlier, real, per_token)
     goes_on_from = None if real is None else earlier
     assistant = _mask(len(prompt), len(full))
-    source: dict[str, Any] = {
+    source: dict[str, object] = {
         keys.tokens: _unpadded(Tokens, prompt=prompt, response=response, full=full),
         keys.masks: _unpadded(Masks, all_attention_mask=torch.ones_like(assistant), all_assistant_mask=assistant),
         "resume": NonTensorData(_resume(output, goes_on_from)),
@@ -313,11 +313,11 @@ def pad_answers(
     return padded.unflatten(0, shape) if shape else padded[0]
 
 
-def _tensors(value: Any) -> list[str]:
+def _tensors(value: TensorDictBase) -> list[str]:
     return [leaf for leaf in value.keys() if isinstance(value.get(leaf), Tensor)]  # noqa: SIM118
 
 
-def _typed(example: Any, entry: TensorDict) -> Any:
+def _typed(example: TensorDictBase, entry: TensorDict) -> TensorDictBase:
     if isinstance(example, TensorDictBase):
         return entry
     typed = type(example).from_tensordict(entry)
@@ -326,7 +326,7 @@ def _typed(example: Any, entry: TensorDict) -> Any:
     return typed
 
 
-def _pad(leaf: str, rows: Sequence[Tensor], prompts: Sequence[int], value: Any) -> Tensor:
+def _pad(leaf: str, rows: Sequence[Tensor], prompts: Sequence[int], value: float) -> Tensor:
     """Pad ``[T, ...]`` rows to ``[B, T, ...]`` around the border between prompt and response."""
     split = [0] * len(rows) if leaf == "response" else prompts
     left = max(split)

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, lazy_stack
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
@@ -139,7 +139,7 @@ def _first_fit(lengths: Sequence[int], width: int) -> tuple[list[int], list[int]
     return starts, used
 
 
-def pad_left(rows: Sequence[Tensor], value: Any) -> Tensor:
+def pad_left(rows: Sequence[Tensor], value: float) -> Tensor:
     """Stack ``[T, ...]`` rows to ``[B, T, ...]``, padded on the left."""
     longest = max(len(row) for row in rows)
     out = rows[0].new_full((len(rows), longest, *rows[0].shape[1:]), value)
@@ -148,7 +148,7 @@ def pad_left(rows: Sequence[Tensor], value: Any) -> Tensor:
     return out
 
 
-def samples_of(td: TensorDictBase, key: Any) -> Sequence[Tensor | None] | None:
+def samples_of(td: TensorDictBase, key: NestedKey) -> Sequence[Tensor | None] | None:
     """Return an entry of a dense, a lazily stacked or a nested batch, sample by sample; ``None`` if it is missing."""
     rows = td.get(key, None, as_list=True)
     if isinstance(rows, Tensor) and rows.is_nested:
@@ -158,8 +158,8 @@ def samples_of(td: TensorDictBase, key: Any) -> Sequence[Tensor | None] | None:
 
 def read_rows(
     td: TensorDictBase,
-    key: Any,
-    value: Any,
+    key: NestedKey,
+    value: float,
     lengths: Sequence[int] | None = None,
 ) -> Tensor | None:
     """Read a per-token entry of a dense, a lazily stacked or a nested batch as ``[B, T, ...]``."""
@@ -175,13 +175,13 @@ def read_rows(
     return pad_left(rows, value)
 
 
-def _all_samples(td: TensorDictBase, key: Any) -> list[Tensor] | None:
+def _all_samples(td: TensorDictBase, key: NestedKey) -> list[Tensor] | None:
     samples = samples_of(td, key)
     rows = [] if samples is None else [row for row in samples if row is not None]
     return rows if len(rows) == len(td) else None
 
 
-def read_batch(td: TensorDictBase, tokens_key: Any, mask_key: Any) -> ScoringBatch:
+def read_batch(td: TensorDictBase, tokens_key: NestedKey, mask_key: NestedKey) -> ScoringBatch:
     """Read the tokens to score; without a mask all are real."""
     if td.batch_dims != 1 or not len(td):
         raise ValueError(
@@ -202,7 +202,7 @@ def read_batch(td: TensorDictBase, tokens_key: Any, mask_key: Any) -> ScoringBat
     return batch
 
 
-def _refuse_gaps(batch: ScoringBatch, mask_key: Any) -> None:
+def _refuse_gaps(batch: ScoringBatch, mask_key: NestedKey) -> None:
     """Refuse a token after a gap: it would count with a log-prob that no policy sampled it with."""
     behind = batch.mask & ~batch.scored & (batch.mask.cumsum(-1) > 1)
     if bool(behind.any()):
@@ -215,7 +215,7 @@ def _refuse_gaps(batch: ScoringBatch, mask_key: Any) -> None:
         )
 
 
-def missing(td: TensorDictBase, key: Any) -> KeyError:
+def missing(td: TensorDictBase, key: NestedKey) -> KeyError:
     """Return the error for an entry that some sample does not have."""
     return KeyError(f"no {key!r} in every sample; the first one has {sorted(map(str, td[0].keys(True, True)))}")
 
@@ -264,7 +264,7 @@ NO_ROUTES = UNSET_EXPERT - 1  # for routes that do not fit a sample: the check o
 
 
 def read_routes(
-    td: TensorDictBase, key: Any, batch: ScoringBatch, tail: tuple[int, int], on_bad_routes: OnBadRoutes
+    td: TensorDictBase, key: NestedKey, batch: ScoringBatch, tail: tuple[int, int], on_bad_routes: OnBadRoutes
 ) -> Tensor | None:
     """Read the routes of a dense, a lazily stacked or a nested batch as ``[B, T, L, K]``, -1 where rows were added."""
     rows = samples_of(td, key)
@@ -299,7 +299,7 @@ def _checked(name: str, row: Tensor | None, length: int, tail: tuple[int, int]) 
     return row
 
 
-def no_routes(replay: Literal["R3", "R2"], key: Any) -> ReplayError:
+def no_routes(replay: Literal["R3", "R2"], key: NestedKey) -> ReplayError:
     """Return the error for a batch without the routes that ``replay`` needs."""
     return ReplayError(f"replay={replay!r} needs {key!r} in every sample, and the input lacks it: {REMEDIES[replay]}")
 
@@ -308,7 +308,7 @@ def note_routing(
     td: TensorDictBase,
     batch: ScoringBatch,
     routes: Tensor,
-    report: Mapping[int, Mapping[str, Any]],
+    report: Mapping[int, Mapping[str, float | None]],
     refused: Collection[int],
 ) -> None:
     """Write how many tokens ran on live routing, and in which share of rows the live router agrees."""

@@ -424,7 +424,7 @@ class _ScoringOutput:
         self.head = head
         self.shadowed: Any = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         if self.shadowed is None:  # no bound method: after a graph break, torch.compile would look it up on the model
             output: Any = type(self.model).forward(self.model, *args, **kwargs)
         else:

@@ -17,18 +17,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
 from torchrl.data.llm import History
 from torchrl.modules.distributions import LLMMaskedCategorical
-from torchrl.modules.llm.policies import ChatHistory, LLMWrapperBase, LogProbs, Masks, Text, Tokens
+from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tokens
 
 from torchrl_moe import _checks
 from torchrl_moe.errors import UnsupportedRouterError
-from torchrl_moe.modules.policies.prompts import Chat, Source, prompts_from_text, require_key
+from torchrl_moe.modules.policies.prompts import (
+    Chat,
+    PolicyWrapper,
+    Source,
+    no_distribution,
+    prompts_from_text,
+    require_key,
+)
 from torchrl_moe.modules.policies.rollout import SAMPLING
 from torchrl_moe.modules.policies.scoring import (
     RECORDED,
@@ -58,6 +65,9 @@ from torchrl_moe.modules.policies.scoring_model import (
 from torchrl_moe.modules.replay.discovery import computing_device, discover, number_of_layers, summed_again
 from torchrl_moe.modules.replay.router_replay import OnBadRoutes, Packing, RouterReplay
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 __all__ = [
     "DenseDistributions",
     "Encoded",
@@ -80,11 +90,8 @@ __all__ = [
 # They hold logits ``[B, T, V]``. Our losses call ``score``, which makes none.
 
 
-class DenseDistributions(LLMWrapperBase):
+class DenseDistributions(PolicyWrapper):
     """The part of a wrapper that answers TorchRL's losses."""
-
-    tokens_key: str
-    masks_key: str
 
     @abstractmethod
     def _batch(self, td: TensorDictBase) -> ScoringBatch:
@@ -215,7 +222,7 @@ class Encoded:
     texts: list[str]
     assistant: list[Tensor] | None = None
 
-    def text_entry(self) -> Any:
+    def text_entry(self) -> Text:
         """Return the ``Text`` of the batch, of which only ``full`` is known."""
         return lazy_stack([Text(full=text) for text in self.texts])
 
@@ -234,7 +241,7 @@ def encode(td: TensorDictBase, source: Source) -> Encoded:
     )
 
 
-def _rendered(history: History, source: Source, options: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, str]:
+def _rendered(history: History, source: Source, options: Mapping[str, object]) -> tuple[Tensor, Tensor | None, str]:
     """Return the ids of one chat, the mask of the assistant's tokens, and the text."""
     template = source.template(options.get("tools"))
     ids, assistant, text = _rendered_by(template, history, source, options)
@@ -246,7 +253,7 @@ def _rendered(history: History, source: Source, options: Mapping[str, Any]) -> t
 
 
 def _rendered_by(
-    template: str | None, history: History, source: Source, options: Mapping[str, Any]
+    template: str | None, history: History, source: Source, options: Mapping[str, object]
 ) -> tuple[Tensor, Tensor | None, str]:
     how = {"tokenizer": source.tokenizer, "chat_template": template, "add_generation_prompt": False, **options}
     text = history.apply_chat_template(**how)
@@ -263,36 +270,39 @@ def _rendered_by(
 
 
 def _spoken(
-    chat: Sequence[Mapping[str, Any]],
-    tokenizer: Any,
+    chat: Sequence[Mapping[str, object]],
+    tokenizer: PreTrainedTokenizerBase,
     template: str | None,
     text: str,
     ids: Tensor,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
 ) -> Tensor | None:
     """Return which tokens are the assistant's text, bool ``[T]``; ``None`` if the template changes that text.
 
     Its position is found by rendering a placeholder instead of it.
     """
     turns = [turn for turn in chat if turn["role"] != "<none>"]  # of a ragged batch
-    said = [turn["content"] or "" for turn in turns if turn["role"] == "assistant"]
-    if not all(isinstance(words, str) for words in said) or not getattr(tokenizer, "is_fast", False):
+    answers = [turn["content"] or "" for turn in turns if turn["role"] == "assistant"]
+    texts = [one for one in answers if isinstance(one, str)]
+    if len(texts) != len(answers) or not getattr(tokenizer, "is_fast", False):
         return None
+    # render the chat with a placeholder for each answer: what is between the placeholders is the template's own text
     blank = [{**turn, "content": STAND_IN} if turn["role"] == "assistant" else turn for turn in turns]
     parts = tokenizer.apply_chat_template(
         blank, chat_template=template, tokenize=False, add_generation_prompt=False, **options
     ).split(STAND_IN)
-    if len(parts) != len(said) + 1:
+    if len(parts) != len(texts) + 1:
         return None
     spans, place = [], 0
-    for part, words in zip(parts, [*said, ""], strict=True):
+    # each answer must follow its part of the template in the real text, so that its position is known
+    for part, answer in zip(parts, [*texts, ""], strict=True):
         begin = place + len(part)
         if text[place:begin] != part:
             return None
-        words = words if text.startswith(words, begin) else words.strip()  # as many templates strip it
-        if not text.startswith(words, begin):
+        answer = answer if text.startswith(answer, begin) else answer.strip()  # as many templates strip it
+        if not text.startswith(answer, begin):
             return None
-        place = begin + len(words)
+        place = begin + len(answer)
         spans.append((begin, place))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     if place != len(text) or encoded["input_ids"] != ids.tolist():
@@ -303,14 +313,14 @@ def _spoken(
 # -- entries ----------------------------------------------------------------------------------------------------------
 
 
-def token_entry(rows: Sequence[Tensor], pad: int | None) -> Any:
+def token_entry(rows: Sequence[Tensor], pad: int | None) -> Tokens:
     """Return the ``Tokens`` of a batch, in full; padded on the left with ``pad``, if there is one."""
     if pad is None:
         return lazy_stack([Tokens(full=row, padded=False) for row in rows])
     return Tokens(full=pad_left(rows, pad), padded=True, batch_size=[len(rows)])
 
 
-def mask_entry(attention: Sequence[Tensor], assistant: Sequence[Tensor] | None, padded: bool) -> Any:
+def mask_entry(attention: Sequence[Tensor], assistant: Sequence[Tensor] | None, padded: bool) -> Masks:
     """Return the ``Masks`` of a batch."""
     if not padded:
         spoken: Sequence[Tensor | None] = [None] * len(attention) if assistant is None else assistant
@@ -324,7 +334,7 @@ def mask_entry(attention: Sequence[Tensor], assistant: Sequence[Tensor] | None, 
     )
 
 
-def log_prob_entry(batch: ScoringBatch, log_probs: Tensor, padded: bool) -> Any:
+def log_prob_entry(batch: ScoringBatch, log_probs: Tensor, padded: bool) -> LogProbs:
     """Return the ``LogProbs`` of a batch, from ``[B, T]``."""
     if padded:
         return LogProbs(full=log_probs, padded=True, batch_size=[len(log_probs)])
@@ -430,12 +440,12 @@ def _real(ids: Tensor, pad: int | None, end: int | None) -> Tensor:
     return real
 
 
-def scored_tensordict(sequence: FullSequence, log_probs: Tensor, keys: Mapping[str, Any]) -> TensorDict:
+def scored_tensordict(sequence: FullSequence, log_probs: Tensor, keys: Mapping[str, NestedKey]) -> TensorDict:
     """Return what is written of one sequence, batch size ``[]``."""
     masks = {"all_attention_mask": sequence.mask}
     if sequence.assistant is not None:
         masks["all_assistant_mask"] = sequence.assistant
-    source: dict[Any, Any] = {
+    source: dict[NestedKey, object] = {
         keys["tokens"]: Tokens(full=sequence.ids, padded=False),
         keys["masks"]: Masks(**masks, padded=False),
         keys["log_probs"]: LogProbs(full=log_probs, padded=False),
@@ -447,7 +457,7 @@ def scored_tensordict(sequence: FullSequence, log_probs: Tensor, keys: Mapping[s
     return TensorDict(source)
 
 
-def pad_scored(scored: Sequence[TensorDictBase], pad_token_id: int, keys: Mapping[str, Any]) -> TensorDict:
+def pad_scored(scored: Sequence[TensorDictBase], pad_token_id: int, keys: Mapping[str, NestedKey]) -> TensorDict:
     """Stack what is written of several sequences densely, batch size ``[B]``: tokens padded on the left, and all
     else.
     """
@@ -465,7 +475,7 @@ def pad_scored(scored: Sequence[TensorDictBase], pad_token_id: int, keys: Mappin
     return padded
 
 
-def _has(entry: Any, leaf: str) -> bool:
+def _has(entry: TensorDictBase, leaf: str) -> bool:
     return entry.get(leaf, None) is not None
 
 
@@ -475,13 +485,6 @@ class ScoringWrapper(DenseDistributions):
     A subclass sets the attributes below, from arguments of the same names.
     """
 
-    input_mode: str
-    input_key: NestedKey
-    source: Source
-    pad_output: bool
-    generate: bool
-    text_key: str
-    history_key: str
     model: nn.Module
     scoring_model: ScoringModel
     router_replay: RouterReplay | None
@@ -491,11 +494,7 @@ class ScoringWrapper(DenseDistributions):
     measure_agreement: bool
     on_bad_routes: OnBadRoutes
     rerecord: bool
-    log_probs_key: str
-    routed_experts_key: str
     _has_warned = _has_warned_of_routes = _has_warned_of_sums = False
-    # TorchRL's base class reads them: calls of several threads are not joined
-    _min_batch_size = _max_batch_size = None
 
     def score(
         self, td: TensorDictBase, router_logits: bool = False, entropy: bool = True, mask: Tensor | None = None
@@ -546,7 +545,7 @@ class ScoringWrapper(DenseDistributions):
     def _batch(self, td: TensorDictBase) -> ScoringBatch:
         """Return the tokens of ``td``; for chats and text, those already in it, otherwise those that they encode to."""
         if self.generate:
-            raise _no_scores("this wrapper generates: get_new_version(generate=False) is one that scores")
+            raise no_distribution("this wrapper generates: get_new_version(generate=False) is one that scores")
         tokens, mask = self.input_key, (self.masks_key, "all_attention_mask")
         if self.input_mode != "tokens":
             tokens = (self.tokens_key, "full")
@@ -554,16 +553,16 @@ class ScoringWrapper(DenseDistributions):
                 self._tokenize(td)
         elif samples_of(td, tokens) is None and (self.history_key, "full") in td.keys(True):
             raise KeyError(f"no {tokens!r}, and there are chats: input_mode='history', TorchRL's default, scores them")
-        masks = (mask, self.source.attention_mask_key)
+        masks = (mask, self.attention_mask_key)
         found = next((key for key in masks if samples_of(td, key) is not None), None)
         batch = read_batch(td, tokens, found or mask)
-        if found is None and self.source.pad is not None and not isinstance(td, LazyStackedTensorDict):
-            batch = replace(batch, mask=without_pads(batch.ids, self.source.pad))
+        if found is None and self._pad is not None and not isinstance(td, LazyStackedTensorDict):
+            batch = replace(batch, mask=without_pads(batch.ids, self._pad))
         return batch.to(computing_device(self.model))
 
     def _tokenize(self, td: TensorDictBase) -> None:
         """Write the tokens of chats or text into a batch ``[B]``, with the text that they were made from."""
-        encoded = encode(td, self.source)
+        encoded = encode(td, self._source)
         refuse_other_tokens(td, self.tokens_key, encoded.ids)
         read = td.get(self.input_key)
         if self.input_mode == "history":
@@ -596,7 +595,7 @@ class ScoringWrapper(DenseDistributions):
         batch, log_probs = self._batch(td).to(device), log_probs.to(device)
         # given rows of equal length are not changed
         made = self.pad_output and (self.input_mode != "tokens" or len(set(batch.lengths)) > 1)
-        pad = (self.source.pad or 0) if self.pad_output else None
+        pad = (self._pad or 0) if self.pad_output else None
         tokens = (self.tokens_key, "full")
         if made or (self.input_mode == "tokens" and self.input_key != tokens):
             td.set(self.tokens_key, token_entry(batch.split(batch.ids), pad))
@@ -711,8 +710,3 @@ class ScoringWrapper(DenseDistributions):
         for layer, logits in zip(self._router_layers, given, strict=True):
             out[:, :, layer] = layout.read(logits.reshape(layout.shape.numel(), -1))
         return out
-
-
-def _no_scores(message: str) -> NotImplementedError:
-    """Return the error that TorchRL's wrappers raise for distributions, if they generate."""
-    return NotImplementedError(message)

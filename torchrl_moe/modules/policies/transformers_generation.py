@@ -15,35 +15,33 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDictBase
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 
 from torchrl_moe import _compat_transformers as _compat_generation
-from torchrl_moe.data import UNSET_EXPERT, RoutedExperts
-from torchrl_moe.data.segments import first_writer_wins
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds, name_kept
-from torchrl_moe.modules.policies.prompts import Prompts, Source, history_entry, text_entry
-from torchrl_moe.modules.policies.rollout import SAMPLING, RolloutKeys, answer_tensordict, check_prompts, repeated
 from torchrl_moe.modules.policies.scoring import pad_left
 from torchrl_moe.modules.policies.scoring_model import unwrap
 from torchrl_moe.modules.replay.binding import Recording
 from torchrl_moe.modules.replay.discovery import computing_device
 from torchrl_moe.modules.replay.router_replay import RouterReplay, evaluating
 
-__all__ = ["Generation", "GenerationSettings", "changes_of", "generate_answers", "leaves_words_out", "temperature_of"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["GenerationSettings", "changes_of", "generate_answers", "leaves_words_out", "temperature_of"]
 
 
 # Translates TorchRL's ``generate_kwargs`` to a transformers ``GenerationConfig``, and reads its sampling settings.
 
 
-BEAMS: Mapping[str, tuple[Any, ...]] = {
+BEAMS: Mapping[str, tuple[object, ...]] = {
     "num_beams": (None, 1),
     "num_beam_groups": (None, 1),
     "length_penalty": (None, 1, 1.0),
@@ -52,7 +50,7 @@ BEAMS: Mapping[str, tuple[Any, ...]] = {
     "force_words_ids": (None,),
 }
 """Settings of beam search -> values that switch it off."""
-KEEPS_ALL: Mapping[str, tuple[Any, ...]] = {
+KEEPS_ALL: Mapping[str, tuple[object, ...]] = {
     "top_k": (None, 0),
     "top_p": (None, 1, 1.0),
     "min_p": (None, 0, 0.0),
@@ -62,7 +60,7 @@ KEEPS_ALL: Mapping[str, tuple[Any, ...]] = {
     "eta_cutoff": (None, 0, 0.0),
 }
 """Settings that exclude words from sampling -> values that switch them off."""
-BANS: Mapping[str, tuple[Any, ...]] = {
+BANS: Mapping[str, tuple[object, ...]] = {
     "no_repeat_ngram_size": (None, 0),
     "encoder_no_repeat_ngram_size": (None, 0),
     "bad_words_ids": (None, []),
@@ -74,7 +72,7 @@ BANS: Mapping[str, tuple[Any, ...]] = {
     "forced_eos_token_id": (None,),
 }
 """The same for settings that also apply to greedy answers."""
-CHANGES: Mapping[str, tuple[Any, ...]] = {
+CHANGES: Mapping[str, tuple[object, ...]] = {
     "repetition_penalty": (None, 1, 1.0),
     "encoder_repetition_penalty": (None, 1, 1.0),
     "sequence_bias": (None, {}, []),
@@ -100,7 +98,7 @@ class GenerationSettings:
     skip_special_tokens: bool
 
     @classmethod
-    def of(cls, generate_kwargs: Mapping[str, Any] | None) -> GenerationSettings:
+    def of(cls, generate_kwargs: Mapping[str, object] | None) -> GenerationSettings:
         """Read ``generate_kwargs``: TorchRL's common names, its older ones, or fields of a ``GenerationConfig``.
 
         A temperature of 0 is greedy. Any sampling setting, such as a temperature, implies sampling; transformers itself
@@ -132,7 +130,7 @@ class GenerationSettings:
             raise ValueError(f"generate_kwargs has {unknown}, which transformers' GenerationConfig does not know")
         return cls(named, _greedy_or_not(fields), samples, bool(skip))
 
-    def changed(self, generate_kwargs: Mapping[str, Any]) -> GenerationSettings:
+    def changed(self, generate_kwargs: Mapping[str, object]) -> GenerationSettings:
         """Return the settings as the ``generate_kwargs`` of one call change them."""
         if not generate_kwargs:
             return self
@@ -143,7 +141,7 @@ class GenerationSettings:
             before = {name: value for name, value in before.items() if name not in ("do_sample", "temperature")}
         return type(self).of({**before, **changes})
 
-    def config(self, model: Any) -> GenerationConfig:
+    def config(self, model: PreTrainedModel) -> GenerationConfig:
         """Return the complete configuration: the given settings, then those of the model's own configuration.
 
         If neither sets ``top_k``, all words are sampled from; transformers would use 50.
@@ -201,14 +199,14 @@ _LOCKS: WeakKeyDictionary[nn.Module, threading.Lock] = WeakKeyDictionary()
 
 
 def generate_answers(
-    model: Any,
+    model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     config: GenerationConfig,
     samples: int = 1,
     *,
     log_probs: bool = True,
     replay: RouterReplay | None = None,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase = None,
 ) -> list[Completion]:
     """Sample ``samples`` answers to each prompt, in eval mode and without gradients."""
     config.num_return_sequences = samples
@@ -272,7 +270,7 @@ class _Draws:
         self.kept: list[tuple[NDArray[np.int32], NDArray[np.int64]] | None] = []
         self._drawn_from: Tensor | None = None
 
-    def run(self, model: Any, input_ids: Tensor, **kwargs: Any) -> Any:
+    def run(self, model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> object:
         """Run transformers' loop with the observing lists."""
         self.width = input_ids.shape[1]
         self.most = (kwargs["stopping_criteria"].max_length or math.inf) - self.width
@@ -345,7 +343,7 @@ class _Processors(LogitsProcessorList):
         super().__init__(processors)
         self.draws = draws
 
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
         processed: Tensor = super().__call__(input_ids, scores.clone(), **kwargs)
         self.draws.note(input_ids, scores, processed)
         return processed
@@ -358,7 +356,7 @@ class _Criteria(StoppingCriteriaList):
         super().__init__(criteria)
         self.draws = draws
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
         ended = super().__call__(input_ids, scores, **kwargs)
         self.draws.end(input_ids, ended)
         return ended
@@ -368,18 +366,18 @@ class _Criteria(StoppingCriteriaList):
 
 
 @contextmanager
-def _recorded(model: Any, replay: RouterReplay) -> Iterator[list[Recording]]:
+def _recorded(model: PreTrainedModel, replay: RouterReplay) -> Iterator[list[Recording]]:
     """Record each forward pass of this thread, in the list that is yielded."""
     steps: list[Recording] = []
     contexts: list[AbstractContextManager[Recording]] = []
     thread = threading.get_ident()
 
-    def begin(*_: Any) -> None:
+    def begin(*_: object) -> None:
         if threading.get_ident() == thread:
             contexts.append(replay.record())
             steps.append(contexts[-1].__enter__())
 
-    def finish(*_: Any) -> None:
+    def finish(*_: object) -> None:
         if threading.get_ident() == thread and contexts:
             contexts.pop().__exit__(*sys.exc_info())
 
@@ -402,97 +400,3 @@ def _joined(steps: Sequence[Recording]) -> Tensor:
         parts.append(routes[:, again:])
         count += routes.shape[1] - again
     return torch.cat(parts, 1)
-
-
-# Answers generated by a model itself, as TensorDicts, with the keys of an engine's rollouts as far as they apply.
-#
-# Weight version, segments, finish reason and cached tokens exist only for engines, and are absent.
-
-
-OF_ENGINES = ("policy_versions", "policy_version", "num_segments", "resume", "finish_reason", "num_cached_tokens")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
-    """How prompts become answers, and where these are written."""
-
-    model: nn.Module
-    source: Source
-    settings: GenerationSettings
-    answers: int
-    keys: RolloutKeys
-    text_key: str | None
-    history_key: str | None
-    recorder: RouterReplay | None
-
-    @property
-    def pad(self) -> int:
-        """The value at positions without a token."""
-        return self.source.pad or 0
-
-    def run(self, samples: Sequence[TensorDictBase]) -> list[TensorDictBase]:
-        """Return one TensorDict for each answer, batch size ``[]``, prompt by prompt."""
-        if self.settings.samples not in (1, self.answers):
-            raise ValueError(f"num_return_sequences={self.settings.samples} differs from num_samples={self.answers}")
-        config = self.settings.config(self.model)
-        if config.pad_token_id is None:
-            config.pad_token_id = self.pad
-        params = {"temperature": temperature_of(config), "logprobs": 0, "top_k": config.top_k, "top_p": config.top_p}
-        prompts = self.source.prompts(samples)
-        check_prompts(prompts.ids, self.keys, params, samples)
-        completions = generate_answers(
-            self.model,
-            prompts.ids,
-            config,
-            self.answers,
-            log_probs=self.keys.log_probs is not None,
-            replay=self.recorder,
-            tokenizer=self.source.tokenizer,
-        )
-        found = [
-            self._answer(completion, output, prompts, i, samples[i], params)
-            for i, completion in enumerate(completions)
-            for output in completion.outputs
-        ]
-        if all(float(one[SAMPLING, "temperature"]) == 1 and "kept" not in one[SAMPLING] for one in found):
-            for one in found:
-                del one[SAMPLING]  # temperature 1 over all words is the meaning of a missing entry
-        return found
-
-    def _answer(
-        self,
-        completion: Completion,
-        output: CompletionOutput,
-        prompts: Prompts,
-        i: int,
-        sample: TensorDictBase,
-        params: Mapping[str, Any],
-    ) -> TensorDictBase:
-        answer = answer_tensordict(completion, output, None, self.keys, params, sample).exclude(*OF_ENGINES)
-        if self.keys.routed_experts is not None:
-            answer[self.keys.routed_experts] = self._routes(output, sample, answer[self.keys.tokens, "prompt"])
-        if self.text_key is not None:
-            self._add_text(answer, output.token_ids.tolist(), prompts, i)
-        return answer
-
-    def _routes(self, output: CompletionOutput, sample: TensorDictBase, prompt: Tensor) -> RoutedExperts:
-        assert output.routed_experts is not None
-        assert self.recorder is not None
-        fed = torch.from_numpy(output.routed_experts)
-        routes = torch.cat([fed, torch.full_like(fed[:1], UNSET_EXPERT)])  # the last token was never fed
-        routes = routes.to(torch.int8 if self.recorder.num_experts <= 128 else torch.int16)
-        real = repeated(sample, prompt, self.keys)
-        known = sample.get((str(self.keys.routed_experts), "full"), None)
-        if real is not None and known is not None and len(known) == len(real):
-            routes = first_writer_wins(known[real].to(routes), routes)
-        return RoutedExperts(full=routes)
-
-    def _add_text(self, answer: TensorDictBase, ids: list[int], prompts: Prompts, i: int) -> None:
-        tokenizer, skip = self.source.tokenizer, self.settings.skip_special_tokens
-        response = tokenizer.decode(ids, skip_special_tokens=skip)
-        answer.set(self.text_key, text_entry(prompts.texts[i], response))
-        if self.history_key is not None:
-            # the template writes the end-of-turn token after the content, which does not include it
-            if ids and ids[-1] == tokenizer.eos_token_id:
-                response = tokenizer.decode(ids[:-1], skip_special_tokens=skip)
-            answer.set(self.history_key, history_entry(prompts.chats[i], response))

@@ -1,125 +1,153 @@
 """``TransformersWrapper``: a stock transformers model that scores rollouts with the recorded experts, or generates.
 
 Name, arguments and keys are TorchRL's. Scores are computed in ``scoring_wrapper``, answers in
-``transformers_generation``; prompts are read in ``prompt_reading``, text to be scored in ``text_scoring``.
+``transformers_generation``; prompts are read in ``prompts``.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase, lazy_stack, set_list_to_stack
-from torch import nn
+from torch import Tensor, nn
 
 from torchrl_moe._compat_transformers import load_whole
+from torchrl_moe.data import UNSET_EXPERT, RoutedExperts
+from torchrl_moe.data.segments import first_writer_wins
 from torchrl_moe.errors import UnsupportedRouterError
-from torchrl_moe.modules.policies.prompts import Source, check_templates, refuse_batching, template_options
-from torchrl_moe.modules.policies.rollout import SAMPLING, RolloutKeys, flat_samples, pad_answers, stack_answers
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
+from torchrl_moe.modules.policies.prompts import WrapperOptions
+from torchrl_moe.modules.policies.rollout import (
+    SAMPLING,
+    answer_tensordict,
+    check_prompts,
+    flat_samples,
+    repeated,
+    stack_answers,
+)
 from torchrl_moe.modules.policies.scoring import RECORDED
 from torchrl_moe.modules.policies.scoring_model import ScoringModel
 from torchrl_moe.modules.policies.scoring_wrapper import ScoringWrapper
 from torchrl_moe.modules.policies.transformers_generation import (
-    Generation,
     GenerationSettings,
+    generate_answers,
     leaves_words_out,
     temperature_of,
 )
 from torchrl_moe.modules.replay.discovery import computing_device, has_experts, refused_parallelism
 from torchrl_moe.modules.replay.router_replay import ON_BAD_ROUTES, OnBadRoutes, RouterReplay
 
-__all__ = [
-    "OF_SCORING",
-    "TransformersWrapper",
-    "check_vocabulary",
-    "complete",
-    "model_of",
-    "pad_of",
-    "recorder_of",
-    "refuse",
-    "replay_of",
-    "tokenizer_of",
-]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["TransformersOptions", "TransformersWrapper", "check_vocabulary", "model_of", "tokenizer_of"]
 
 
-# How :class:`~torchrl_moe.modules.TransformersWrapper` reads its constructor's arguments, and which it refuses.
-
-
-INPUT_MODES = ("history", "text", "tokens")
-REPLAYS = (None, "R3", "R2", "none")
-LAYOUTS = (None, torch.strided, torch.jagged)
 OF_SCORING = ("replay", "temperature", "pad_model_input")
 """Arguments that a generating wrapper refuses, and that its scoring versions may have."""
+OF_ENGINES = ("policy_versions", "policy_version", "num_segments", "resume", "finish_reason", "num_cached_tokens")
+"""Entries of an engine's answers that a model's own answers do not have."""
 
 
-def complete(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with the defaults of ``input_mode`` and ``generate`` filled in.
+@dataclass(frozen=True, kw_only=True)
+class TransformersOptions(WrapperOptions):
+    """The arguments of :class:`TransformersWrapper`, as they were given, or :meth:`completed`."""
 
-    A chat template, or ``generate=True`` alone, implies chats. Otherwise tokens are read, which a rollout's routes
-    belong to. Chats and text are used for generation, tokens for scoring.
-    """
-    mode = arguments["input_mode"]
-    if mode is None:
-        chats = ("chat_template", "chat_template_name", "generate")
-        mode = "history" if any(arguments[name] for name in chats) else "tokens"
-    if arguments["generate"] is None and mode == "tokens":
-        for name in ("num_samples", "generate_kwargs"):
-            if arguments[name]:
+    model: nn.Module | str | os.PathLike[str]
+    measure_agreement: bool
+    on_bad_routes: OnBadRoutes
+    rerecord: bool
+    router_replay: RouterReplay | None
+
+    def completed(self) -> TransformersOptions:
+        """Return the options with the defaults of ``input_mode`` and ``generate`` filled in.
+
+        A chat template, or ``generate=True`` alone, implies chats. Otherwise tokens are read, which a rollout's routes
+        belong to. Chats and text are used for generation, tokens for scoring.
+        """
+        mode = self.input_mode
+        if mode is None:
+            mode = "history" if self.chat_template or self.chat_template_name or self.generate else "tokens"
+        if self.generate is None and mode == "tokens":
+            for name in ("num_samples", "generate_kwargs"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"{name} is for generation, and tokens are scored by default: pass generate=True or False"
+                    )
+        return replace(self, input_mode=mode, generate=mode != "tokens" if self.generate is None else self.generate)
+
+    def check(self) -> None:
+        """Refuse invalid values, before a model is loaded."""
+        self.check_common("pass one batch")
+        allowed: dict[str, tuple[object, ...]] = {
+            "input_mode": ("history", "text", "tokens"),
+            "replay": (None, "R3", "R2", "none"),
+            "on_bad_routes": ON_BAD_ROUTES,
+            "inplace": (None, True, False, "empty"),
+            "pad_output": (True, False),
+            "layout": (None, torch.strided, torch.jagged),
+        }
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name} must be one of {values}, got {getattr(self, name)!r}")
+        if not self.generate:
+            self._check_scoring()
+            return
+        for name in OF_SCORING:
+            if getattr(self, name) not in (None, "none"):
                 raise ValueError(
-                    f"{name} is for generation, and tokens are scored by default: pass generate=True or False"
+                    f"{name}={getattr(self, name)!r} is for scoring, generate=False. Sampling is set by "
+                    "generate_kwargs, prompts are padded on the left, and the model's own routes are recorded"
                 )
-    generate = mode != "tokens" if arguments["generate"] is None else bool(arguments["generate"])
-    return {**arguments, "input_mode": mode, "generate": generate}
 
-
-def refuse(arguments: dict[str, Any]) -> None:
-    """Refuse invalid values, before a model is loaded."""
-    check_templates(arguments)
-    refuse_batching(arguments, "pass one batch")
-    allowed = {
-        "input_mode": INPUT_MODES,
-        "replay": REPLAYS,
-        "on_bad_routes": ON_BAD_ROUTES,
-        "inplace": (None, True, False, "empty"),
-        "pad_output": (True, False),
-        "layout": LAYOUTS,
-    }
-    for name, values in allowed.items():
-        if arguments[name] not in values:
-            raise ValueError(f"{name} must be one of {values}, got {arguments[name]!r}")
-    if arguments["num_samples"] is not None and arguments["num_samples"] < 1:
-        raise ValueError(f"num_samples must be at least 1, got {arguments['num_samples']}")
-    if arguments["generate"]:
-        _refuse_to_generate(arguments)
-    else:
-        _refuse_to_score(arguments)
-
-
-def _refuse_to_generate(arguments: dict[str, Any]) -> None:
-    for name in OF_SCORING:
-        if arguments[name] not in (None, "none"):
+    def _check_scoring(self) -> None:
+        if self.return_log_probs is False:
             raise ValueError(
-                f"{name}={arguments[name]!r} is for scoring, generate=False. Sampling is set by generate_kwargs, "
-                "prompts are padded on the left, and the model's own routes are recorded"
+                "return_log_probs must be True (or None) with generate=False: there is nothing else to write"
             )
+        if self.input_mode != "tokens" and self.replay not in (None, "none"):
+            raise ValueError(
+                f"replay={self.replay!r} with input_mode={self.input_mode!r}: encoding text again may give other "
+                "tokens than those that were generated and routed. Use input_mode='tokens', which reads "
+                "('tokens', 'full') of the rollout, or replay='none'"
+            )
+        if self.temperature is not None and not self.temperature > 0:
+            raise ValueError(f"temperature must be positive, got {self.temperature}")
+
+    def replay_of(self, model: nn.Module) -> str:
+        """Return which experts a scorer follows: as passed, else the engine's, for tokens of a model with routers.
+
+        Whether a model has routers is read from its config.
+        """
+        if self.replay is not None:
+            return self.replay
+        follows = not self.generate and self.input_mode == "tokens" and has_experts(model)
+        return "R3" if follows else "none"
+
+    def recorder_of(self, model: nn.Module) -> RouterReplay | None:
+        """Return what records the experts of an answer; ``None`` if no routes are written."""
+        if not self.generate or self.return_routed_experts is False:
+            return None
+        if not has_experts(model):
+            if self.return_routed_experts:
+                raise ValueError(f"return_routed_experts=True, and {type(model).__name__} has no experts by its config")
+            return None
+        try:
+            return self.router_replay or RouterReplay.of(model)
+        except UnsupportedRouterError as error:
+            raise UnsupportedRouterError(
+                f"{error}. To generate without routes, pass return_routed_experts=False"
+            ) from error
 
 
-def _refuse_to_score(arguments: dict[str, Any]) -> None:
-    if arguments["return_log_probs"] is False:
-        raise ValueError("return_log_probs must be True (or None) with generate=False: there is nothing else to write")
-    if arguments["input_mode"] != "tokens" and arguments["replay"] not in (None, "none"):
-        raise ValueError(
-            f"replay={arguments['replay']!r} with input_mode={arguments['input_mode']!r}: encoding text again may give "
-            "other tokens than those that were generated and routed. Use input_mode='tokens', which reads "
-            "('tokens', 'full') of the rollout, or replay='none'"
-        )
-    if arguments["temperature"] is not None and not arguments["temperature"] > 0:
-        raise ValueError(f"temperature must be positive, got {arguments['temperature']}")
-
-
-def model_of(model: Any, device: Any = None, generate: bool = False) -> nn.Module:
+def model_of(
+    model: nn.Module | str | os.PathLike[str], device: torch.device | str | None = None, generate: bool = False
+) -> nn.Module:
     """Return the model: as given, or loaded from a folder or by its hub name."""
     if isinstance(model, str | os.PathLike):
         from transformers import AutoModelForCausalLM
@@ -142,26 +170,26 @@ def model_of(model: Any, device: Any = None, generate: bool = False) -> nn.Modul
     return model
 
 
-def tokenizer_of(tokenizer: Any, model: Any, loaded: Any, input_mode: str) -> Any:
+def tokenizer_of(
+    tokenizer: PreTrainedTokenizerBase | str | None, model: object, loaded: nn.Module, input_mode: str | None
+) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer: as given, by its name, or the model's."""
+    if tokenizer is None and input_mode != "tokens":
+        if not isinstance(model, str | os.PathLike) and hasattr(loaded, "get_tokenizer"):
+            return loaded.get_tokenizer()  # type: ignore[operator]
+        tokenizer = model if isinstance(model, str | os.PathLike) else None
     if isinstance(tokenizer, str | os.PathLike):
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(tokenizer)
     if tokenizer is not None or input_mode == "tokens":
         return tokenizer
-    if isinstance(model, str | os.PathLike):
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(model)
-    if hasattr(loaded, "get_tokenizer"):
-        return loaded.get_tokenizer()
     raise ValueError(f"input_mode={input_mode!r} makes tokens of text: pass tokenizer=, an object, a folder or a name")
 
 
-def check_vocabulary(tokenizer: Any, model: Any) -> None:
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> None:
     """Refuse a tokenizer with ids for which a model has no row of embeddings: a prompt with one would fail."""
-    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None  # type: ignore[operator]
     rows = getattr(getattr(embedding, "weight", None), "shape", [None])[0]
     if rows is None or not hasattr(tokenizer, "get_vocab"):
         return
@@ -172,44 +200,6 @@ def check_vocabulary(tokenizer: Any, model: Any) -> None:
             f"rows for 0 to {rows - 1}: call model.resize_token_embeddings({last + 1}) where tokens were added, or "
             "pass the model's own tokenizer"
         )
-
-
-def pad_of(tokenizer: Any) -> int | None:
-    """Return the id of a tokenizer's padding token; the end-of-sequence id, if it has none."""
-    pad = getattr(tokenizer, "pad_token_id", None)
-    return getattr(tokenizer, "eos_token_id", None) if pad is None else pad
-
-
-def replay_of(arguments: dict[str, Any], model: nn.Module) -> str:
-    """Return which experts a scorer follows: as passed, else the engine's, if it reads tokens of a model with routers.
-
-    Whether a model has routers is read from its config.
-    """
-    if arguments["replay"] is not None:
-        return str(arguments["replay"])
-    follows = not arguments["generate"] and arguments["input_mode"] == "tokens" and has_experts(model)
-    return "R3" if follows else "none"
-
-
-def recorder_of(arguments: dict[str, Any], model: nn.Module) -> RouterReplay | None:
-    """Return the ``RouterReplay`` that records the experts of an answer; ``None`` if no routes are written."""
-    wanted = arguments["return_routed_experts"]
-    if not arguments["generate"] or wanted is False:
-        return None
-    if not has_experts(model):
-        if wanted:
-            raise ValueError(f"return_routed_experts=True, and {type(model).__name__} has no experts by its config")
-        return None
-    try:
-        return arguments["router_replay"] or RouterReplay.of(model)
-    except UnsupportedRouterError as error:
-        raise UnsupportedRouterError(
-            f"{error}. To generate without routes, pass return_routed_experts=False"
-        ) from error
-
-
-AS_THEY_ARE = ("temperature", "pad_model_input", "measure_agreement", "on_bad_routes", "rerecord", "pad_output")
-KEYS = ("history_key", "text_key", "tokens_key", "masks_key", "log_probs_key", "routed_experts_key")
 
 
 class TransformersWrapper(ScoringWrapper):
@@ -269,19 +259,19 @@ class TransformersWrapper(ScoringWrapper):
         policy = actor.get_new_version(generate=True, input_mode="history", generate_kwargs={"temperature": 1.0})
     """
 
-    history_key: str
+    _options: TransformersOptions
 
     def __init__(
         self,
-        model: Any,
+        model: nn.Module | str | os.PathLike[str],
         *,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | str | os.PathLike[str] | None = None,
         input_mode: Literal["history", "text", "tokens"] | None = None,
         input_key: NestedKey | None = None,
         attention_mask_key: NestedKey = "attention_mask",
         generate: bool | None = None,
-        generate_kwargs: dict[str, Any] | None = None,
-        tokenizer_kwargs: dict[str, Any] | None = None,
+        generate_kwargs: dict[str, object] | None = None,
+        tokenizer_kwargs: dict[str, object] | None = None,
         pad_output: bool = False,
         pad_model_input: bool | None = None,
         inplace: Literal["empty"] | bool | None = None,
@@ -290,7 +280,7 @@ class TransformersWrapper(ScoringWrapper):
         num_samples: int | None = None,
         chat_template_name: str | None = None,
         chat_template: str | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        chat_template_kwargs: dict[str, object] | None = None,
         return_log_probs: bool | None = None,
         history_key: str = "history",
         text_key: str = "text",
@@ -311,60 +301,63 @@ class TransformersWrapper(ScoringWrapper):
         routed_experts_key: str = "routed_experts",
         return_routed_experts: bool | None = None,
     ) -> None:
-        arguments = complete({name: value for name, value in locals().items() if name not in ("self", "__class__")})
         super().__init__()
-        refuse(arguments)
+        options = TransformersOptions(
+            model=model, tokenizer=tokenizer, input_mode=input_mode, input_key=input_key,
+            attention_mask_key=attention_mask_key, generate=generate, generate_kwargs=generate_kwargs,
+            tokenizer_kwargs=tokenizer_kwargs, pad_output=pad_output, pad_model_input=pad_model_input, inplace=inplace,
+            device=device, layout=layout, num_samples=num_samples, chat_template_name=chat_template_name,
+            chat_template=chat_template, chat_template_kwargs=chat_template_kwargs, return_log_probs=return_log_probs,
+            history_key=history_key, text_key=text_key, tokens_key=tokens_key, masks_key=masks_key,
+            log_probs_key=log_probs_key, batching=batching, min_batch_size=min_batch_size,
+            max_batch_size=max_batch_size, batching_timeout=batching_timeout, prefer_tokens=prefer_tokens,
+            replay=replay, temperature=temperature, measure_agreement=measure_agreement, on_bad_routes=on_bad_routes,
+            rerecord=rerecord, router_replay=router_replay, routed_experts_key=routed_experts_key,
+            return_routed_experts=return_routed_experts,
+        ).completed()  # fmt: skip
+        options.check()
         self.settings = GenerationSettings.of(generate_kwargs)
-        self.input_mode, self.generate = arguments["input_mode"], arguments["generate"]
-        self._set_samples(num_samples, inplace)
-        self._set_model(arguments)
-        self._set_keys()
-
-    def _set_model(self, arguments: dict[str, Any]) -> None:
-        """Set the model and how it runs; keep the arguments for a new version, which shares the model."""
-        given = arguments["model"]
-        self.model = model_of(given, arguments["device"], self.generate)
-        self.tokenizer = tokenizer_of(arguments["tokenizer"], given, self.model, self.input_mode)
-        check_vocabulary(self.tokenizer, self.model)
-        self.replay = replay_of(arguments, self.model)
-        recorder = recorder_of(arguments, self.model)
-        self.return_routed_experts = recorder is not None
-        self.router_replay = recorder or arguments["router_replay"]
-        if self.replay != "none" and self.router_replay is None:
-            self.router_replay = RouterReplay.of(self.model)
-        self.scoring_model = ScoringModel(self.model)
-        for name in AS_THEY_ARE:
-            setattr(self, name, arguments[name])
-        self.return_log_probs = not self.generate or arguments["return_log_probs"] is not False
-        layout = arguments["layout"]
-        self.layout = torch.strided if layout is None and not self.pad_output else layout
-        shared = {"model": self.model, "tokenizer": self.tokenizer, "router_replay": self.router_replay}
-        self._arguments = {**arguments, **shared}
-
-    def _set_samples(self, num_samples: int | None, inplace: Literal["empty"] | bool | None) -> None:
-        """Set the number of answers per prompt, and where they are written."""
-        said = self.settings.samples
-        if num_samples is not None and "num_return_sequences" in self.settings.named and num_samples != said:
-            raise ValueError(f"num_samples={num_samples} differs from generate_kwargs['num_return_sequences']={said}")
-        self.num_samples = (num_samples or (said if said > 1 else None)) if self.generate else None
+        self.num_samples = self._samples(options)
         if self.num_samples is not None and inplace in (True, "empty"):
             raise ValueError(f"inplace must be False (or None) when generating more than one sample, got {inplace!r}")
         self.inplace = (self.num_samples is None) if inplace is None else inplace
+        self._set_model(options)
+        self._set_keys(options)
 
-    def _set_keys(self) -> None:
+    def _samples(self, options: TransformersOptions) -> int | None:
+        """Return the number of answers per prompt; ``None`` for one, which has the prompt's own batch size."""
+        given, also = options.num_samples, self.settings.samples
+        if given is not None and "num_return_sequences" in self.settings.named and given != also:
+            raise ValueError(f"num_samples={given} differs from generate_kwargs['num_return_sequences']={also}")
+        return (given or (also if also > 1 else None)) if options.generate else None
+
+    def _set_model(self, options: TransformersOptions) -> None:
+        """Set the model and how it runs; keep the arguments for a new version, which shares the model."""
+        generate = bool(options.generate)
+        self.model = model_of(options.model, options.device, generate)
+        self.tokenizer = tokenizer_of(options.tokenizer, options.model, self.model, options.input_mode)
+        check_vocabulary(self.tokenizer, self.model)
+        self.replay = options.replay_of(self.model)
+        # an answer's routes are recorded, those of scores are replayed: both by the one RouterReplay of a model
+        recorder = options.recorder_of(self.model)
+        self.return_routed_experts = recorder is not None
+        self.router_replay = recorder or options.router_replay
+        if self.replay != "none" and self.router_replay is None:
+            self.router_replay = RouterReplay.of(self.model)
+        self.scoring_model = ScoringModel(self.model)
+        for name in ("temperature", "pad_model_input", "measure_agreement", "on_bad_routes", "rerecord"):
+            setattr(self, name, getattr(options, name))
+        self.return_log_probs = not generate or options.return_log_probs is not False
+        self.layout = torch.strided if options.layout is None and not options.pad_output else options.layout
+        self._set_options(
+            replace(options, model=self.model, tokenizer=self.tokenizer, router_replay=self.router_replay)
+        )
+
+    def _set_keys(self, options: TransformersOptions) -> None:
         """Set all keys, and which entries are read and written."""
-        given = self._arguments
-        for name in (*KEYS, "attention_mask_key", "prefer_tokens"):
-            setattr(self, name, given[name])
-        self.return_history, self.return_text = self.input_mode == "history", self.input_mode != "tokens"
-        self.return_tokens = self.return_masks = True
         first = self.tokens_key if self.input_mode == "tokens" else self.input_mode
-        self.input_key = given["input_key"] or (first, "prompt" if self.generate else "full")
+        self._set_common_keys(options.input_key or (first, "prompt" if self.generate else "full"))
         self.in_keys = [self.input_key, *([(self.routed_experts_key, "full")] if self.replay == "R3" else [])]
-        self.out_keys = [self.text_key] if self.return_text else []
-        self.out_keys += [self.masks_key, self.tokens_key]
-        self.out_keys += [self.log_probs_key] if self.return_log_probs else []
-        self.out_keys += [self.history_key] if self.return_history else []
         self.out_keys += ["routing"] if self.replay != "none" else []
         self.out_keys += [RECORDED] if self.replay == "R2" else []
         self.generate_kwargs = {**self.settings.named}
@@ -373,25 +366,6 @@ class TransformersWrapper(ScoringWrapper):
             self.out_keys += [self.routed_experts_key] if self.return_routed_experts else []
             config = self.settings.config(self.model)
             self.out_keys += [SAMPLING] if temperature_of(config) != 1 or leaves_words_out(config) else []
-        names = (
-            "chat_template",
-            "chat_template_name",
-            "attention_mask_key",
-            "prefer_tokens",
-            "tokens_key",
-            "masks_key",
-        )
-        self.source = Source(
-            input_mode=self.input_mode,
-            input_key=self.input_key,
-            tokenizer=self.tokenizer,
-            tokenizer_kwargs=dict(given["tokenizer_kwargs"] or {}),
-            pad=pad_of(self.tokenizer),
-            chat_template_kwargs=template_options(given["chat_template_kwargs"]),
-            **{name: given[name] for name in names},
-        )
-        if self.input_mode == "history":
-            self.source.template()  # raises if there is none
 
     @property
     def device(self) -> torch.device:
@@ -404,10 +378,11 @@ class TransformersWrapper(ScoringWrapper):
         Both share the ``RouterReplay``; another ``model`` gets its own. Arguments for scoring only are dropped for a
         version that generates, and ``input_key`` for one with another input.
         """
-        unknown = sorted(set(kwargs) - set(self._arguments))
+        before = vars(self._options)
+        unknown = sorted(set(kwargs) - set(before))
         if unknown:
-            raise TypeError(f"get_new_version got unknown arguments {unknown}; known: {sorted(self._arguments)}")
-        kept = dict(self._arguments)
+            raise TypeError(f"get_new_version got unknown arguments {unknown}; known: {sorted(before)}")
+        kept = dict(before)
         if kwargs.get("generate", self.generate):
             kept.update(dict.fromkeys(OF_SCORING))
         if any(kwargs.get(name, kept[name]) != kept[name] for name in ("generate", "input_mode")):
@@ -416,10 +391,13 @@ class TransformersWrapper(ScoringWrapper):
         new = type(self)(**{**kept, **({} if same else {"router_replay": None}), **kwargs})
         if same:
             new.scoring_model = self.scoring_model
-            self._arguments["router_replay"] = new.router_replay  # a model has one, whichever version made it
+            # a model has one RouterReplay, whichever version made it
+            self._options = replace(self._options, router_replay=new.router_replay)
         return new
 
-    def reference(self, model: Any = None, *, replay: bool = False) -> TransformersWrapper:
+    def reference(
+        self, model: nn.Module | str | os.PathLike[str] | None = None, *, replay: bool = False
+    ) -> TransformersWrapper:
         """Return a wrapper of the reference policy, which is not trained.
 
         Args:
@@ -467,7 +445,12 @@ class TransformersWrapper(ScoringWrapper):
             TypeError: the history is of another type, or the wrapper scores and got generation settings.
         """
         if self.generate:
-            return self._write(tensordict, tensordict_out, self._generated(tensordict, generate_kwargs))
+            samples = flat_samples(tensordict)
+            if not samples:
+                raise ValueError(f"the input has no samples: its batch size is {list(tensordict.batch_size)}")
+            answers = self._generated(samples, self.settings.changed(generate_kwargs))
+            stacked = self._stacked(answers, tensordict.batch_size, self.num_samples)
+            return self._write(tensordict, tensordict_out, stacked)
         if generate_kwargs:
             raise TypeError(f"{sorted(generate_kwargs)} are for generation, but this wrapper has generate=False")
         flat = tensordict if tensordict.ndim == 1 else lazy_stack(flat_samples(tensordict))
@@ -488,26 +471,55 @@ class TransformersWrapper(ScoringWrapper):
             target.set(key, out.get(key))
         return target
 
-    def _generated(self, tensordict: TensorDictBase, generate_kwargs: dict[str, Any]) -> TensorDictBase:
-        samples = flat_samples(tensordict)
-        if not samples:
-            raise ValueError(f"the input has no samples: its batch size is {list(tensordict.batch_size)}")
-        keys = RolloutKeys(
-            tokens=self.tokens_key,
-            masks=self.masks_key,
-            log_probs=self.log_probs_key if self.return_log_probs else None,
-            routed_experts=self.routed_experts_key if self.return_routed_experts else None,
+    # -- answers ----------------------------------------------------------------------------------------------------
+
+    def _generated(self, samples: Sequence[TensorDictBase], settings: GenerationSettings) -> list[TensorDictBase]:
+        """Return one TensorDict for each answer, batch size ``[]``, prompt by prompt, under the keys of a rollout."""
+        count = self.num_samples or 1
+        if settings.samples not in (1, count):
+            raise ValueError(f"num_return_sequences={settings.samples} differs from num_samples={count}")
+        config = settings.config(self.model)
+        if config.pad_token_id is None:
+            config.pad_token_id = self._pad or 0
+        params = {"temperature": temperature_of(config), "logprobs": 0, "top_k": config.top_k, "top_p": config.top_p}
+        prompts = self._source.prompts(samples)
+        check_prompts(prompts.ids, self.keys, params, samples)
+        completions = generate_answers(
+            self.model,
+            prompts.ids,
+            config,
+            count,
+            log_probs=self.keys.log_probs is not None,
+            replay=self.router_replay if self.return_routed_experts else None,
+            tokenizer=self.tokenizer,
         )
-        generation = Generation(
-            model=self.model,
-            source=self.source,
-            settings=self.settings.changed(generate_kwargs),
-            answers=self.num_samples or 1,
-            keys=keys,
-            text_key=self.text_key if self.return_text else None,
-            history_key=self.history_key if self.return_history else None,
-            recorder=self.router_replay if self.return_routed_experts else None,
-        )
-        answers = generation.run(samples)
-        shape = (*tensordict.batch_size, *(() if self.num_samples is None else (self.num_samples,)))
-        return pad_answers(answers, generation.pad, keys, shape) if self.pad_output else stack_answers(answers, shape)
+        found = []
+        for i, completion in enumerate(completions):
+            for output in completion.outputs:
+                found.append(self._answer(completion, output, params, samples[i]))
+                self._add_text(found[-1], prompts, i, settings.skip_special_tokens)
+        if all(float(one[SAMPLING, "temperature"]) == 1 and "kept" not in one[SAMPLING] for one in found):
+            for one in found:
+                del one[SAMPLING]  # temperature 1 over the whole vocabulary is the meaning of a missing entry
+        return found
+
+    def _answer(
+        self, completion: Completion, output: CompletionOutput, params: Mapping[str, Any], sample: TensorDictBase
+    ) -> TensorDictBase:
+        answer = answer_tensordict(completion, output, None, self.keys, params, sample).exclude(*OF_ENGINES)
+        if self.keys.routed_experts is not None:
+            answer[self.keys.routed_experts] = self._routes_of(output, sample, answer[self.keys.tokens, "prompt"])
+        return answer
+
+    def _routes_of(self, output: CompletionOutput, sample: TensorDictBase, prompt: Tensor) -> RoutedExperts:
+        assert output.routed_experts is not None
+        assert self.router_replay is not None
+        fed = torch.from_numpy(output.routed_experts)
+        routes = torch.cat([fed, torch.full_like(fed[:1], UNSET_EXPERT)])  # the last token was never fed
+        routes = routes.to(torch.int8 if self.router_replay.num_experts <= 128 else torch.int16)
+        # rows of an earlier turn stay: its answer was sampled with them
+        real = repeated(sample, prompt, self.keys)
+        known = sample.get((self.routed_experts_key, "full"), None)
+        if real is not None and known is not None and len(known) == len(real):
+            routes = first_writer_wins(known[real].to(routes), routes)
+        return RoutedExperts(full=routes)

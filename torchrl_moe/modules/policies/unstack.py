@@ -12,13 +12,16 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from torchrl_moe.errors import ManifestMismatch
 from torchrl_moe.ops.log_probs import LogitTransform
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 __all__ = [
     "LoraLayers",
@@ -169,7 +172,7 @@ def linear_parts(module: nn.Module, hidden: Tensor) -> tuple[list[Tensor], list[
     return hiddens, weights, linear.bias
 
 
-def logit_transform(config: Any) -> LogitTransform:
+def logit_transform(config: PreTrainedConfig | None) -> LogitTransform:
     """Return the transform that a model applies to its head's output, from the known config keys of transformers."""
     if config is not None and hasattr(config, "get_text_config"):
         config = config.get_text_config()
@@ -180,7 +183,7 @@ def logit_transform(config: Any) -> LogitTransform:
     return LogitTransform(scale=scale, soft_cap=_positive(config, "final_logit_softcapping"))
 
 
-def _positive(config: Any, name: str) -> float | None:
+def _positive(config: PreTrainedConfig | None, name: str) -> float | None:
     value = getattr(config, name, None)
     return float(value) if isinstance(value, int | float) and 0 < value < float("inf") else None
 
@@ -381,7 +384,7 @@ def model_metadata(model: nn.Module) -> dict[str, TensorKind]:
     return ModelWeights(model).kinds
 
 
-def check_dense(name: Any, value: Any) -> None:
+def check_dense(name: object, value: object) -> None:
     """Check that a value is a tensor whose bytes can be read."""
     if not isinstance(name, str):
         raise ManifestMismatch(f"a tensor is named by a str, got {name!r}")
@@ -403,7 +406,7 @@ def check_dense(name: Any, value: Any) -> None:
         )
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _alike(one: Tensor, other: Tensor) -> bool:
     check_dense("a tied weight", one)
     one, other = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in (one, other))
     return one.data_ptr() == other.data_ptr() or torch.equal(one, other)
@@ -417,7 +420,7 @@ def _untied(state: Mapping[str, Tensor], base: nn.Module) -> dict[str, Tensor]:
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     local = {name: tensor.to_local() if hasattr(tensor, "to_local") else tensor for name, tensor in state.items()}
-    kept: Mapping[str, Any] = remove_tied_weights_from_state_dict(local, base)
+    kept: Mapping[str, object] = remove_tied_weights_from_state_dict(local, base)
     return {name: state[name] for name in state if name in kept}
 
 
@@ -449,7 +452,7 @@ def _layout(base: nn.Module, state: Mapping[str, Tensor]) -> _Layout:
             layer = re.match(r".*?\.\d+\.", key)
             layers.setdefault(layer.group() if layer else key, []).append(key)
     names, converted = {piece.name for piece in found}, []
-    first: dict[tuple[Any, ...], tuple[str, dict[str, Slice | None]]] = {}  # of layers with equal structure
+    first: dict[tuple[object, ...], tuple[str, dict[str, Slice | None]]] = {}  # of layers with equal structure
     for prefix, keys in layers.items():
         looks = tuple((key.removeprefix(prefix), state[key].shape) for key in keys)
         known = first.get(looks)

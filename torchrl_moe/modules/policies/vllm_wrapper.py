@@ -1,44 +1,40 @@
 """``vLLMWrapper``: prompts in a TensorDict become answers in a TensorDict, with the experts of every token.
 
-Name, arguments and keys are TorchRL's, the engine is ours. Prompts are read in ``prompts``, other entries for requests
-in ``request_keys``, sampling parameters are mapped in ``generate_kwargs``, answers are laid out in ``rollout``.
+Name, arguments and keys are TorchRL's, the engine is ours. Prompts are read in ``prompts``; what a batch asks for
+besides them, and how arguments become sampling parameters, is in ``wrapper_arguments``; answers are laid out in
+``rollout``.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from tensordict import NestedKey, TensorDictBase, set_list_to_stack
-from torchrl.modules.llm.policies import LLMWrapperBase
+from tensordict import NestedKey, TensorClass, TensorDictBase, set_list_to_stack
 from torchrl.modules.llm.policies import vLLMWrapper as TorchRLWrapper
 
 from torchrl_moe.errors import EngineError
-from torchrl_moe.modules.backends.replica import Completion
-from torchrl_moe.modules.policies import prompts as reading
-from torchrl_moe.modules.policies.prompts import Prompts, Source, template_options
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
+from torchrl_moe.modules.policies.prompts import NAMES, PolicyWrapper, Prompts, no_distribution
 from torchrl_moe.modules.policies.rollout import (
     SAMPLING,
     RolloutKeys,
     answer_tensordict,
     check_prompts,
     flat_samples,
-    pad_answers,
     refuse_changed_values,
     stack_answers,
 )
 from torchrl_moe.modules.policies.scoring_wrapper import FullSequence, pad_scored, read_sequences
 from torchrl_moe.modules.policies.wrapper_arguments import (
-    EngineScorer,
-    changed_arguments,
+    EngineOptions,
     engine_arguments_of,
     engine_of,
     keeps_routes,
-    model_of,
     overridden,
-    refuse,
     request_argument,
     request_arguments,
     sampling_parameters_of,
@@ -46,209 +42,25 @@ from torchrl_moe.modules.policies.wrapper_arguments import (
     split_arguments,
     tokenizer_of,
 )
+from torchrl_moe.modules.serving.service import GenerationService
 
-__all__ = ["EngineWrapper", "SampleRequest", "no_logits", "vLLMWrapper"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from vllm.lora.request import LoRARequest
 
-
-# What TorchRL's code uses of an engine's wrapper besides ``forward``, under TorchRL's names: keys, tokenizer, device.
-#
-# Also how a wrapper reads a batch, and writes answers or scores into it.
-
-
-PLAIN = (
-    "input_mode",
-    "generate",
-    "prefer_tokens",
-    "attention_mask_key",
-    "chat_template",
-    "chat_template_name",
-    "pad_output",
-    "layout",
-    "timeout_seconds",
-    "use_tqdm",
-)
-"""Arguments that become attributes unchanged."""
-NAMES = ("history", "text", "tokens", "masks", "log_probs", "routed_experts")
-
-
-def no_logits() -> NotImplementedError:
-    """Return the error for methods that need logits, as TorchRL's ``get_dist`` and its variants do."""
-    return NotImplementedError(
-        "vLLM does not return logits, so there is no distribution: use a TransformersWrapper. generate=False gives the "
-        "log-probs of tokens."
-    )
+__all__ = ["SampleRequest", "vLLMWrapper"]
 
 
 class _CompletionClass:
     """The TensorClass that TorchRL makes of vLLM's ``CompletionOutput``, as an attribute of a class."""
 
-    def __get__(self, wrapper: Any, kind: Any) -> Any:
+    def __get__(self, wrapper: object, kind: type) -> type[TensorClass]:
         return TorchRLWrapper.CompletionOutput_tc
-
-
-class EngineWrapper(LLMWrapperBase):
-    """A wrapper whose model is an engine.
-
-    Attributes:
-        in_keys: keys that it reads.
-        out_keys: TorchRL's keys, in TorchRL's order, of what it writes.
-        extra_keys: further keys that it writes. return_history, return_text, return_tokens, return_masks,
-            return_log_probs: which of these it writes.
-    """
-
-    CompletionOutput_tc = _CompletionClass()
-    # TorchRL's base class reads them: calls of several threads are not joined
-    _min_batch_size = _max_batch_size = None
-
-    scorer: EngineScorer | None
-    tokenizer: Any
-    input_mode: Literal["history", "text", "tokens"]
-    tokenizer_kwargs: dict[str, Any]
-    attention_mask_key: NestedKey
-    chat_template: str | None
-    chat_template_name: str | None
-    chat_template_kwargs: dict[str, Any]
-    prefer_tokens: bool
-    timeout_seconds: float | None
-    use_tqdm: bool
-    return_log_probs: bool
-    return_routed_experts: bool
-    history_key: str
-    routed_experts_key: str
-    keys: RolloutKeys
-    _device: torch.device | None
-
-    def _set_plain(self, arguments: Mapping[str, Any]) -> None:
-        """Set the attributes that are given by arguments."""
-        for name in PLAIN:
-            setattr(self, name, arguments[name])
-        self.tokenizer_kwargs = dict(arguments["tokenizer_kwargs"] or {})
-        self.chat_template_kwargs = template_options(arguments["chat_template_kwargs"])
-        self.return_log_probs = arguments["return_log_probs"] is not False
-        self._device = None if arguments["device"] is None else torch.device(arguments["device"])
-
-    @property
-    def device(self) -> torch.device | None:
-        """Where the output goes; ``None`` leaves it on the CPU."""
-        return self._device
-
-    @property
-    def padding_value(self) -> int | None:
-        """The padding token; the end-of-turn token if there is no separate one."""
-        pad: int | None = getattr(self.tokenizer, "pad_token_id", None)
-        return getattr(self.tokenizer, "eos_token_id", None) if pad is None else pad
-
-    def set_tokenizer(self, tokenizer: Any) -> None:
-        """Use another tokenizer from now on."""
-        self.tokenizer = tokenizer
-
-    def _set_keys(self, arguments: Mapping[str, Any]) -> None:
-        """Set all keys, and which entries are read and written."""
-        for name in NAMES:
-            setattr(self, f"{name}_key", arguments[f"{name}_key"])
-        self.return_history, self.return_text = self.input_mode == "history", self.input_mode != "tokens"
-        self.return_tokens = self.return_masks = True
-        self.keys = RolloutKeys(
-            tokens=self.tokens_key,
-            masks=self.masks_key,
-            log_probs=self.log_probs_key if self.return_log_probs else None,
-            routed_experts=self.routed_experts_key if self.return_routed_experts else None,
-        )
-        leaf = "full" if self.scorer is not None else "prompt"
-        self.input_key = arguments["input_key"] or (self.input_mode, leaf)
-        self.in_keys = [self.input_key, *([] if self.scorer is None else self.scorer.in_keys)]
-        self.out_keys = [self.text_key] if self.return_text else []
-        self.out_keys += [self.masks_key, self.tokens_key]
-        self.out_keys += [self.log_probs_key] if self.return_log_probs else []
-        self.out_keys += [self.history_key] if self.return_history else []
-        self.extra_keys = [] if self.scorer is not None else self._extra_keys()
-
-    def _extra_keys(self) -> list[NestedKey]:
-        keys: list[NestedKey] = [] if self.keys.routed_experts is None else [self.keys.routed_experts]
-        return [
-            *keys,
-            "policy_versions",
-            "policy_version",
-            "num_segments",
-            "resume",
-            "finish_reason",
-            "num_cached_tokens",
-            SAMPLING,
-        ]
-
-    @property
-    def _source(self) -> Source:
-        return Source(
-            input_mode=self.input_mode,
-            input_key=self.input_key,
-            tokenizer=self.tokenizer,
-            tokenizer_kwargs=self.tokenizer_kwargs,
-            attention_mask_key=self.attention_mask_key,
-            chat_template=self.chat_template,
-            chat_template_name=self.chat_template_name,
-            prefer_tokens=self.prefer_tokens,
-            tokens_key=self.tokens_key,
-            masks_key=self.masks_key,
-            pad=self.padding_value,
-            chat_template_kwargs=self.chat_template_kwargs,
-        )
-
-    # -- scores -----------------------------------------------------------------------------------------------------
-
-    def _score(
-        self, scorer: EngineScorer, samples: Sequence[TensorDictBase], source: TensorDictBase, target: Any
-    ) -> TensorDictBase:
-        """Score the samples of ``source``, and write the results."""
-        sequences = read_sequences(samples, self._source)
-        names = {name: getattr(self, f"{name}_key") for name in NAMES}
-        answers = scorer.answers(samples, sequences, names)
-        shape = source.batch_size
-        if self.pad_output:
-            padded = pad_scored(answers, self.padding_value or 0, names)
-            out: TensorDictBase = padded.reshape(shape) if shape else padded[0]
-        else:
-            out = stack_answers(answers, shape)
-        stays = self._stays(sequences) and target is None and self.inplace is True
-        if stays:  # other entries of the rollout have the layout of these tokens
-            out = out.exclude(self.tokens_key, *([self.masks_key] if _have(samples, self.masks_key) else []))
-        return self._write(source, target, out, [self.log_probs_key] if stays else self.out_keys)
-
-    def _stays(self, sequences: Sequence[FullSequence]) -> bool:
-        """Whether the tokens that were read are those that would be written."""
-        if self.input_mode != "tokens" or self.input_key != (self.tokens_key, "full"):
-            return False
-        return not self.pad_output or len({len(one.ids) for one in sequences}) == 1
-
-    # -- output -----------------------------------------------------------------------------------------------------
-
-    def _write(
-        self,
-        source: TensorDictBase,
-        target: TensorDictBase | None,
-        out: TensorDictBase,
-        stale: Sequence[NestedKey] | None = None,
-    ) -> TensorDictBase:
-        """Put the output where it belongs."""
-        out = out if self._device is None else out.to(self._device)
-        if target is None:
-            if self.inplace is False:
-                return out
-            target = source.empty() if self.inplace == "empty" else source
-        stale = [*self.out_keys, *self.extra_keys] if stale is None else stale
-        return target.exclude(*stale, inplace=True).update(out)
-
-
-def _have(samples: Sequence[TensorDictBase], masks_key: str) -> bool:
-    """Whether all samples have a mask of non-padding tokens."""
-    return all(sample.get((masks_key, "all_attention_mask"), None) is not None for sample in samples)
-
-
-# The request for one sample of a batch, for callers that send requests to the engine themselves.
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """The request for one sample."""
+    """The request for one sample of a batch, for callers that send requests to the engine themselves."""
 
     sample: TensorDictBase
     prompts: Prompts
@@ -257,10 +69,13 @@ class SampleRequest:
     arguments: dict[str, Any]
 
 
-NO_SAMPLES = "inplace must be False (or None) when generating more than one sample"
+OURS = (
+    "policy_versions", "policy_version", "num_segments", "resume", "finish_reason", "num_cached_tokens", SAMPLING,
+)  # fmt: skip
+"""Keys that it writes beside TorchRL's and the routes."""
 
 
-class vLLMWrapper(EngineWrapper):
+class vLLMWrapper(PolicyWrapper):
     """Generates with an :class:`AsyncVLLM`, or scores with it.
 
     Args:
@@ -316,17 +131,22 @@ class vLLMWrapper(EngineWrapper):
         td[0]["routed_experts", "full"]  # [T, L, K]
     """
 
+    CompletionOutput_tc = _CompletionClass()
+
+    _options: EngineOptions
+    engine: GenerationService
+
     def __init__(
         self,
-        model: Any,
+        model: GenerationService | str | os.PathLike[str],
         *,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase = None,
         input_mode: Literal["history", "text", "tokens"] = "history",
         input_key: NestedKey | None = None,
         attention_mask_key: NestedKey = "attention_mask",
         generate: bool = True,
-        generate_kwargs: dict[str, Any] | None = None,
-        tokenizer_kwargs: dict[str, Any] | None = None,
+        generate_kwargs: dict[str, object] | None = None,
+        tokenizer_kwargs: dict[str, object] | None = None,
         pad_output: bool = False,
         pad_model_input: bool | None = None,
         inplace: Literal["empty"] | bool | None = None,
@@ -335,7 +155,7 @@ class vLLMWrapper(EngineWrapper):
         num_samples: int | None = None,
         chat_template_name: str | None = None,
         chat_template: str | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        chat_template_kwargs: dict[str, object] | None = None,
         return_log_probs: bool | None = None,
         return_routed_experts: bool | None = None,
         history_key: str = "history",
@@ -352,44 +172,72 @@ class vLLMWrapper(EngineWrapper):
         timeout_seconds: float | None = None,
         use_tqdm: bool = False,
         actor_index: int | None = None,
-        lora_request: Any = None,
+        lora_request: LoRARequest | Mapping[str, object] | None = None,
         replay: Literal["R3", "none"] | None = None,
         temperature: float | None = None,
     ) -> None:
-        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
-        refuse(arguments)
-        self.model = model = model_of(model)
-        self.engine = engine_of(model)
-        # a new version shares the engine and changes the rest
-        self._arguments = {**arguments, "model": model}
+        options = EngineOptions(
+            model=model, tokenizer=tokenizer, input_mode=input_mode, input_key=input_key,
+            attention_mask_key=attention_mask_key, generate=generate, generate_kwargs=generate_kwargs,
+            tokenizer_kwargs=tokenizer_kwargs, pad_output=pad_output, pad_model_input=pad_model_input, inplace=inplace,
+            device=device, layout=layout, num_samples=num_samples, chat_template_name=chat_template_name,
+            chat_template=chat_template, chat_template_kwargs=chat_template_kwargs, return_log_probs=return_log_probs,
+            return_routed_experts=return_routed_experts, history_key=history_key, text_key=text_key,
+            tokens_key=tokens_key, masks_key=masks_key, log_probs_key=log_probs_key,
+            routed_experts_key=routed_experts_key, batching=batching, min_batch_size=min_batch_size,
+            max_batch_size=max_batch_size, batching_timeout=batching_timeout, prefer_tokens=prefer_tokens,
+            timeout_seconds=timeout_seconds, use_tqdm=use_tqdm, actor_index=actor_index, lora_request=lora_request,
+            replay=replay, temperature=temperature,
+        )  # fmt: skip
+        options.check()
+        # nothing is started before the arguments are known to be good; a new version shares the engine
+        self.model = self.engine = engine_of(model)
         self.tokenizer = tokenizer_of(tokenizer, self.engine)
-        self._set_plain(arguments)
+        self._set_options(replace(options, model=self.engine))
+        self.layout, self.timeout_seconds, self.use_tqdm = layout, timeout_seconds, use_tqdm
+        self.return_log_probs = return_log_probs is not False
+        self._device = None if device is None else torch.device(device)
         self.return_routed_experts = keeps_routes(return_routed_experts, self.engine)
+        # the arguments of the engine's generate() may also be among generate_kwargs
         given = {"actor_index": actor_index, "lora_request": lora_request}
         self.engine_arguments, sampling = split_arguments(generate_kwargs, **given)
-        self.scorer = scorer_of(self.engine, arguments, self.engine_arguments)
+        self.scorer = scorer_of(self.engine, options, self.engine_arguments)
         self.sampling_params = sampling_parameters_of(sampling, num_samples, self.return_log_probs)
-        self._set_samples(num_samples, inplace)
-        self._set_keys(arguments)
-        if input_mode == "history":
-            self._source.template()  # raises if there is none
-
-    def _set_samples(self, num_samples: int | None, inplace: Literal["empty"] | bool | None) -> None:
-        """Set the number of answers per prompt, and where they are written."""
+        # several answers to a prompt have another batch size than the input, so they cannot be written into it
         asked = num_samples or self.sampling_params.get("n", 1)
-        self.num_samples = num_samples or (asked if asked > 1 and self.generate else None)
+        self.num_samples = num_samples or (asked if asked > 1 and generate else None)
         self.inplace = (self.num_samples is None) if inplace is None else inplace
         if self.num_samples is not None and self.inplace is not False:
-            raise ValueError(f"{NO_SAMPLES}, got inplace={inplace!r}")
+            raise ValueError(
+                f"inplace must be False (or None) when generating more than one sample, got inplace={inplace!r}"
+            )
+        self._set_common_keys(input_key or (input_mode, "prompt" if self.scorer is None else "full"))
+        self.in_keys = [self.input_key, *([] if self.scorer is None else self.scorer.in_keys)]
+        routes = [] if self.keys.routed_experts is None else [self.keys.routed_experts]
+        self.extra_keys = [] if self.scorer is not None else [*routes, *OURS]
 
-    def get_new_version(self, **kwargs: Any) -> vLLMWrapper:
+    @property
+    def device(self) -> torch.device | None:
+        """Where the output goes; ``None`` leaves it on the CPU."""
+        return self._device
+
+    @property
+    def padding_value(self) -> int | None:
+        """The padding token; the end-of-turn token if there is no separate one."""
+        return self._pad
+
+    def set_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Use another tokenizer from now on."""
+        self.tokenizer = tokenizer
+
+    def get_new_version(self, **kwargs: object) -> vLLMWrapper:
         """Return a wrapper of the same engine with some arguments changed and all others kept.
 
         If ``generate`` or ``input_mode`` changes, ``input_key`` is reset to its default; if ``generate`` changes, so
         are the arguments that only the other kind of wrapper has.
         """
-        return type(self)(**changed_arguments(self._arguments, kwargs))
+        return type(self)(**self._options.changed(kwargs))
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -418,27 +266,26 @@ class vLLMWrapper(EngineWrapper):
             TypeError: the history is not a ``History``, or an entry for requests is of a wrong type.
             EngineError: a request failed, or was aborted: a cut answer is never returned as a complete one.
         """
-        if logits_only:
-            raise no_logits()
+        if logits_only:  # as TorchRL's get_dist and its variants ask
+            raise no_distribution(
+                "vLLM does not return logits, so there is no distribution: use a TransformersWrapper. generate=False "
+                "gives the log-probs of tokens."
+            )
         samples = flat_samples(tensordict)
         if not samples:
             raise ValueError(f"the input has no samples: its batch size is {list(tensordict.batch_size)}")
         if self.scorer is not None:
             if generate_kwargs:
                 raise ValueError(f"{sorted(generate_kwargs)} are for generation, but this wrapper has generate=False")
-            return self._score(self.scorer, samples, tensordict, tensordict_out)
-        keys = self.keys if return_routed_experts else replace(self.keys, routed_experts=None)
-        prompts = self._source.prompts(samples)
-        given, sampling = engine_arguments_of(generate_kwargs)
-        asked = {**self.engine_arguments, **given, **request_arguments(samples)}
-        params = self._params_of_call(overridden(self.sampling_params, sampling), keys)
-        check_prompts(prompts.ids, keys, params, samples)
-        completions = self._generate(prompts.ids, params, keys, asked)
-        answers = self._answers(samples, prompts, completions, keys, params)
-        shape = (*tensordict.batch_size, *(() if self.num_samples is None else (self.num_samples,)))
-        pad = self.padding_value or 0
-        out = pad_answers(answers, pad, keys, shape) if self.pad_output else stack_answers(answers, shape)
-        return self._write(tensordict, tensordict_out, out)
+            return self._score(samples, tensordict, tensordict_out)
+        prompts, keys, params, given = self._asked(samples, return_routed_experts, generate_kwargs)
+        completions = self._generate(prompts.ids, params, keys, {**given, **request_arguments(samples)})
+        answers = [
+            self._answer(SampleRequest(samples[i], prompts, i, keys, {"sampling_params": params}), completion, output)
+            for i, completion in enumerate(completions)
+            for output in completion.outputs
+        ]
+        return self._write(tensordict, tensordict_out, self._stacked(answers, tensordict.batch_size, self.num_samples))
 
     @set_list_to_stack(True)  # type: ignore[untyped-decorator]
     def requests(
@@ -456,13 +303,8 @@ class vLLMWrapper(EngineWrapper):
         if self.num_samples is not None:
             raise ValueError(f"requests() asks for one answer per sample, but num_samples={self.num_samples}")
         samples = flat_samples(tensordict)
-        keys = self.keys if return_routed_experts else replace(self.keys, routed_experts=None)
-        prompts = self._source.prompts(samples)
-        given, sampling = engine_arguments_of(generate_kwargs)
-        params = self._params_of_call(overridden(self.sampling_params, sampling), keys)
-        check_prompts(prompts.ids, keys, params, samples)
+        prompts, keys, params, given = self._asked(samples, return_routed_experts, generate_kwargs)
         common = {
-            **self.engine_arguments,
             **given,
             "sampling_params": params,
             "timeout_seconds": self.timeout_seconds,
@@ -478,12 +320,26 @@ class vLLMWrapper(EngineWrapper):
     @set_list_to_stack(True)  # type: ignore[untyped-decorator]
     def answer(self, request: SampleRequest, completion: Completion) -> TensorDictBase:
         """Return the answer to one of :meth:`requests`: the keys that :meth:`forward` writes, batch size ``[]``."""
-        layout = self.engine.routing_layout
+        return self._answer(request, completion, completion.outputs[0])
+
+    def _answer(self, request: SampleRequest, completion: Completion, output: CompletionOutput) -> TensorDictBase:
         params = request.arguments["sampling_params"]
-        answer = answer_tensordict(completion, completion.outputs[0], layout, request.keys, params, request.sample)
-        if self.input_mode != "tokens":
-            self._add_text(answer, request.prompts, request.index, params)
+        layout = self.engine.routing_layout
+        answer = answer_tensordict(completion, output, layout, request.keys, params, request.sample)
+        self._add_text(answer, request.prompts, request.index, bool(params.get("skip_special_tokens")))
         return answer
+
+    def _asked(
+        self, samples: Sequence[TensorDictBase], return_routed_experts: bool, generate_kwargs: Mapping[str, Any]
+    ) -> tuple[Prompts, RolloutKeys, dict[str, Any], dict[str, Any]]:
+        """Return prompts, keys, sampling parameters and engine arguments of one call."""
+        keys = self.keys if return_routed_experts else replace(self.keys, routed_experts=None)
+        prompts = self._source.prompts(samples)
+        given, sampling = engine_arguments_of(generate_kwargs)
+        params = self._params_of_call(overridden(self.sampling_params, sampling), keys)
+        # before anything is generated: an answer that cannot be joined to an earlier turn would be lost
+        check_prompts(prompts.ids, keys, params, samples)
+        return prompts, keys, params, {**self.engine_arguments, **given}
 
     def _generate(
         self, ids: list[list[int]], params: dict[str, Any], keys: RolloutKeys, asked: dict[str, Any]
@@ -499,8 +355,8 @@ class vLLMWrapper(EngineWrapper):
         assert isinstance(completions, list)  # a list of prompts was passed
         aborted = [completion.request_id for completion in completions if completion.aborted]
         if aborted:
-            words = f"{len(aborted)} of {len(completions)} requests were aborted ({aborted[0]!r}, ...)"
-            raise EngineError(words, completions)
+            message = f"{len(aborted)} of {len(completions)} requests were aborted ({aborted[0]!r}, ...)"
+            raise EngineError(message, completions)
         return completions
 
     def _params_of_call(self, params: dict[str, Any], keys: RolloutKeys) -> dict[str, Any]:
@@ -514,31 +370,47 @@ class vLLMWrapper(EngineWrapper):
         params.setdefault("detokenize", bool(params.get("stop")))
         return params
 
-    def _answers(
-        self,
-        samples: Sequence[TensorDictBase],
-        prompts: reading.Prompts,
-        completions: Sequence[Completion],
-        keys: RolloutKeys,
-        params: dict[str, Any],
-    ) -> list[TensorDictBase]:
-        """Return the TensorDicts of all answers, prompt by prompt."""
-        layout = self.engine.routing_layout
-        answers = []
-        for i, completion in enumerate(completions):
-            for output in completion.outputs:
-                answer = answer_tensordict(completion, output, layout, keys, params, samples[i])
-                if self.input_mode != "tokens":
-                    self._add_text(answer, prompts, i, params)
-                answers.append(answer)
-        return answers
+    # -- scores, and where results are written ----------------------------------------------------------------------
 
-    def _add_text(self, answer: TensorDictBase, prompts: reading.Prompts, i: int, params: dict[str, Any]) -> None:
-        ids, skips = answer.get((self.tokens_key, "response")).tolist(), bool(params.get("skip_special_tokens"))
-        response = self.tokenizer.decode(ids, skip_special_tokens=skips)
-        answer.set(self.text_key, reading.text_entry(prompts.texts[i], response))
-        if self.input_mode == "history":
-            # the template writes the end-of-turn token after the content; it is not part of it
-            if ids and ids[-1] == self.tokenizer.eos_token_id:
-                response = self.tokenizer.decode(ids[:-1], skip_special_tokens=skips)
-            answer.set(self.history_key, reading.history_entry(prompts.chats[i], response))
+    def _score(
+        self, samples: Sequence[TensorDictBase], source: TensorDictBase, target: TensorDictBase | None
+    ) -> TensorDictBase:
+        """Score the samples of ``source``, and write the results."""
+        assert self.scorer is not None
+        sequences = read_sequences(samples, self._source)
+        names = {name: getattr(self, f"{name}_key") for name in NAMES}
+        answers = self.scorer.answers(samples, sequences, names)
+        shape = source.batch_size
+        if self.pad_output:
+            padded = pad_scored(answers, self._pad or 0, names)
+            out: TensorDictBase = padded.reshape(shape) if shape else padded[0]
+        else:
+            out = stack_answers(answers, shape)
+        stays = self._stays(sequences) and target is None and self.inplace is True
+        if stays:  # other entries of the rollout have the layout of these tokens
+            masks = [sample.get((self.masks_key, "all_attention_mask"), None) for sample in samples]
+            out = out.exclude(self.tokens_key, *([] if any(mask is None for mask in masks) else [self.masks_key]))
+        return self._write(source, target, out, [self.log_probs_key] if stays else self.out_keys)
+
+    def _stays(self, sequences: Sequence[FullSequence]) -> bool:
+        """Whether the tokens that were read are those that would be written."""
+        if self.input_mode != "tokens" or self.input_key != (self.tokens_key, "full"):
+            return False
+        return not self.pad_output or len({len(one.ids) for one in sequences}) == 1
+
+    def _write(
+        self,
+        source: TensorDictBase,
+        target: TensorDictBase | None,
+        out: TensorDictBase,
+        stale: Sequence[NestedKey] | None = None,
+    ) -> TensorDictBase:
+        """Put the output where it belongs."""
+        out = out if self._device is None else out.to(self._device)
+        if target is None:
+            if self.inplace is False:
+                return out
+            target = source.empty() if self.inplace == "empty" else source
+        # entries of an earlier turn that this one does not write would be of other tokens
+        stale = [*self.out_keys, *self.extra_keys] if stale is None else stale
+        return target.exclude(*stale, inplace=True).update(out)

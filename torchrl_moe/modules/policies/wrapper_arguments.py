@@ -6,18 +6,18 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDictBase, lazy_stack
+from tensordict import NestedKey, NonTensorData, NonTensorStack, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from torchrl_moe._compat_transformers import standard_names
 from torchrl_moe.data import KeptTokens
 from torchrl_moe.data.kept_tokens import select_rows
 from torchrl_moe.errors import EngineError, ReplayError
-from torchrl_moe.modules.policies.prompts import check_templates, refuse_batching
+from torchrl_moe.modules.policies.prompts import WrapperOptions
 from torchrl_moe.modules.policies.rollout import SAMPLING
 from torchrl_moe.modules.policies.scoring import ScoringBatch, no_routes, read_batch, read_routes
 from torchrl_moe.modules.policies.scoring_model import UNSAID, read_sampling, says_nothing
@@ -26,15 +26,17 @@ from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
 from torchrl_moe.modules.serving.requests import SamplingParameters
 from torchrl_moe.modules.serving.service import GenerationService
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from vllm.lora.request import LoRARequest
+
 __all__ = [
+    "EngineOptions",
     "EngineScorer",
-    "changed_arguments",
     "engine_arguments_of",
     "engine_of",
     "keeps_routes",
-    "model_of",
     "overridden",
-    "refuse",
     "request_argument",
     "request_arguments",
     "sampling_parameters_of",
@@ -147,11 +149,11 @@ def request_argument(sample: TensorDictBase) -> dict[str, Any]:
     return {key: found[name][0] for key, name in ARGUMENTS.items() if name in found}
 
 
-def _is_unset(value: Any) -> bool:
+def _is_unset(value: object) -> bool:
     return value is None or (isinstance(value, int) and value == UNSET)
 
 
-def _plain(value: Any, key: str, sample: int) -> Any:
+def _plain(value: object, key: str, sample: int) -> object:
     """Return a sample's value as plain Python."""
     if isinstance(value, NonTensorData):
         value = value.data
@@ -184,19 +186,19 @@ class EngineScorer:
     engine: GenerationService
     replay: Literal["R3", "none"] = "R3"
     temperature: float | None = None
-    tokens_key: Any = ("tokens", "full")
-    mask_key: Any = ("masks", "all_attention_mask")
-    routed_experts_key: Any = ("routed_experts", "full")
-    sampled_key: Any = ("log_probs", "full")
+    tokens_key: NestedKey = ("tokens", "full")
+    mask_key: NestedKey = ("masks", "all_attention_mask")
+    routed_experts_key: NestedKey = ("routed_experts", "full")
+    sampled_key: NestedKey = ("log_probs", "full")
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def in_keys(self) -> list[Any]:
+    def in_keys(self) -> list[object]:
         """The keys that it reads from every sample besides its sequence."""
         return [self.routed_experts_key] if self.replay == "R3" else []
 
     def answers(
-        self, samples: Sequence[TensorDictBase], sequences: Sequence[FullSequence], keys: Mapping[str, Any]
+        self, samples: Sequence[TensorDictBase], sequences: Sequence[FullSequence], keys: Mapping[str, NestedKey]
     ) -> list[TensorDictBase]:
         """Return the output of each sample; see :meth:`score`, and ``scored_tensordict``."""
         rows = [self._row(*pair, i) for i, pair in enumerate(zip(samples, sequences, strict=True))]
@@ -269,76 +271,82 @@ INPUT_MODES = ("history", "text", "tokens")
 OF_GENERATING = ("num_samples", "return_routed_experts")
 
 
-def refuse(arguments: dict[str, Any]) -> None:
-    """Refuse invalid values, before an engine is started."""
-    check_templates(arguments)
-    if not arguments["generate"]:
-        _refuse_to_score(arguments)
-    elif given := sorted(name for name in ("replay", "temperature") if arguments[name] is not None):
-        raise ValueError(f"{given[0]} is for scoring, generate=False; generate_kwargs set how a wrapper samples")
-    if arguments["input_mode"] not in INPUT_MODES:
-        raise ValueError(f"input_mode must be one of {INPUT_MODES}, got {arguments['input_mode']!r}")
-    if arguments["pad_model_input"] is not None:
-        raise ValueError("pad_model_input must be None: vLLM takes prompts without padding")
-    if not isinstance(arguments["pad_output"], bool):
-        raise ValueError(f"pad_output must be a boolean, got {arguments['pad_output']!r}")
-    if arguments["layout"] not in (None, torch.strided):
-        raise ValueError(f"layout must be None or torch.strided, got {arguments['layout']}")
-    refuse_batching(arguments, "the engine batches the requests of all threads")
-    num_samples = arguments["num_samples"]
-    if num_samples is not None and num_samples < 1:
-        raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(WrapperOptions):
+    """The arguments of :class:`~torchrl_moe.modules.vLLMWrapper`, as they were given."""
+
+    model: GenerationService | str | os.PathLike[str]
+    timeout_seconds: float | None
+    use_tqdm: bool
+    actor_index: int | None
+    lora_request: LoRARequest | Mapping[str, object] | None
+
+    def check(self) -> None:
+        """Refuse invalid values, before an engine is started."""
+        if not self.generate:
+            self._check_scoring()
+        elif given := sorted(name for name in ("replay", "temperature") if getattr(self, name) is not None):
+            raise ValueError(f"{given[0]} is for scoring, generate=False; generate_kwargs set how a wrapper samples")
+        if self.input_mode not in INPUT_MODES:
+            raise ValueError(f"input_mode must be one of {INPUT_MODES}, got {self.input_mode!r}")
+        if self.pad_model_input is not None:
+            raise ValueError("pad_model_input must be None: vLLM takes prompts without padding")
+        if not isinstance(self.pad_output, bool):
+            raise ValueError(f"pad_output must be a boolean, got {self.pad_output!r}")
+        if self.layout not in (None, torch.strided):
+            raise ValueError(f"layout must be None or torch.strided, got {self.layout}")
+        self.check_common("the engine batches the requests of all threads")
+
+    def _check_scoring(self) -> None:
+        if self.return_log_probs is False:
+            raise ValueError("return_log_probs must be True when generate=False: log-probs are all that it computes")
+        if self.replay not in (None, "R3", "none"):
+            raise ValueError(f"replay must be 'R3' or 'none', got {self.replay!r}: an engine records no R2")
+        if self.replay == "R3" and self.input_mode != "tokens":
+            raise ValueError(
+                f"replay='R3' with input_mode={self.input_mode!r}: text may be encoded to other tokens than those "
+                "that were sampled and routed. input_mode='tokens' reads ('tokens', 'full') of the rollout."
+            )
+        if self.temperature is not None and not self.temperature > 0:
+            raise ValueError(f"temperature must be positive, got {self.temperature}")
+        for name in OF_GENERATING:
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name}={getattr(self, name)!r} is for generation: leave it out with generate=False")
+
+    def changed(self, changes: Mapping[str, object]) -> dict[str, Any]:
+        """Return the arguments of a new version."""
+        before = vars(self)
+        if unknown := sorted(set(changes) - set(before)):
+            raise TypeError(f"get_new_version got unknown arguments {unknown}; known: {sorted(before)}")
+        follow: dict[str, object] = {}
+        # a key that was given for the prompts is not that of full sequences, nor is text where tokens are
+        if any(changes.get(name, before[name]) != before[name] for name in ("generate", "input_mode")):
+            follow["input_key"] = None
+        if changes.get("generate", self.generate) != self.generate:
+            follow |= dict.fromkeys((*OF_GENERATING, "replay", "temperature", "return_log_probs"))
+        return {**before, **follow, **changes}
 
 
-def _refuse_to_score(arguments: dict[str, Any]) -> None:
-    """Refuse invalid values of a wrapper that scores."""
-    if arguments["return_log_probs"] is False:
-        raise ValueError("return_log_probs must be True when generate=False: log-probs are all that it computes")
-    if arguments["replay"] not in (None, "R3", "none"):
-        raise ValueError(f"replay must be 'R3' or 'none', got {arguments['replay']!r}: an engine records no R2")
-    if arguments["replay"] == "R3" and arguments["input_mode"] != "tokens":
-        raise ValueError(
-            f"replay='R3' with input_mode={arguments['input_mode']!r}: text may be encoded to other tokens than those "
-            "that were sampled and routed. input_mode='tokens' reads ('tokens', 'full') of the rollout."
-        )
-    if arguments["temperature"] is not None and not arguments["temperature"] > 0:
-        raise ValueError(f"temperature must be positive, got {arguments['temperature']}")
-    for name in OF_GENERATING:
-        if arguments[name] is not None:
-            raise ValueError(f"{name}={arguments[name]!r} is for generation: leave it out with generate=False")
-
-
-def changed_arguments(arguments: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a new version."""
-    if unknown := sorted(set(changes) - set(arguments)):
-        raise TypeError(f"get_new_version got unknown arguments {unknown}; known: {sorted(arguments)}")
-    follow: dict[str, Any] = {}
-    if any(changes.get(name, arguments[name]) != arguments[name] for name in ("generate", "input_mode")):
-        follow["input_key"] = None
-    if changes.get("generate", arguments["generate"]) != arguments["generate"]:
-        follow |= dict.fromkeys((*OF_GENERATING, "replay", "temperature", "return_log_probs"))
-    return {**arguments, **follow, **changes}
-
-
-def scorer_of(engine: GenerationService, arguments: dict[str, Any], asked: dict[str, Any]) -> EngineScorer | None:
+def scorer_of(engine: GenerationService, options: EngineOptions, asked: Mapping[str, Any]) -> EngineScorer | None:
     """Return the scorer, which asks ``generate`` for what is in ``asked``; ``None`` if the wrapper generates."""
-    if arguments["generate"]:
+    if options.generate:
         return None
-    given: dict[str, Any] = {name: asked[name] for name in ("actor_index", "lora_request") if name in asked}
-    follows = arguments["input_mode"] == "tokens" and engine.routing_layout is not None
-    replay: Literal["R3", "none"] = arguments["replay"] or ("R3" if follows else "none")
+    given = {name: asked[name] for name in ("actor_index", "lora_request") if name in asked}
+    follows = options.input_mode == "tokens" and engine.routing_layout is not None
     return EngineScorer(
         engine=engine,
-        replay=replay,
-        temperature=arguments["temperature"],
-        tokens_key=arguments["input_key"] or (arguments["tokens_key"], "full"),
-        mask_key=(arguments["masks_key"], "all_attention_mask"),
-        routed_experts_key=(arguments["routed_experts_key"], "full"),
-        arguments={**given, "timeout_seconds": arguments["timeout_seconds"], "use_tqdm": arguments["use_tqdm"]},
+        replay="R3" if options.replay == "R3" or (options.replay is None and follows) else "none",
+        temperature=options.temperature,
+        tokens_key=options.input_key or (options.tokens_key, "full"),
+        mask_key=(options.masks_key, "all_attention_mask"),
+        routed_experts_key=(options.routed_experts_key, "full"),
+        arguments={**given, "timeout_seconds": options.timeout_seconds, "use_tqdm": options.use_tqdm},
     )
 
 
-def split_arguments(generate_kwargs: dict[str, Any] | None, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_arguments(
+    generate_kwargs: dict[str, object] | None, **arguments: object
+) -> tuple[dict[str, object], dict[str, object]]:
     """Return the engine's arguments, including those in ``generate_kwargs``, and the remaining sampling settings."""
     given, sampling = engine_arguments_of(generate_kwargs)
     if twice := sorted(name for name in given if arguments.get(name) is not None):
@@ -347,7 +355,7 @@ def split_arguments(generate_kwargs: dict[str, Any] | None, **arguments: Any) ->
 
 
 def sampling_parameters_of(
-    generate_kwargs: dict[str, Any], num_samples: int | None, log_probs: bool
+    generate_kwargs: dict[str, object], num_samples: int | None, log_probs: bool
 ) -> SamplingParameters:
     """Return a wrapper's sampling parameters."""
     params = sampling_params_of(generate_kwargs)
@@ -360,15 +368,10 @@ def sampling_parameters_of(
     return SamplingParameters(params)
 
 
-def model_of(model: Any) -> Any:
-    """Return the model; for a folder or a name, start an :class:`AsyncVLLM`."""
+def engine_of(model: object) -> GenerationService:
+    """Return the engine; for a folder or a name, start an :class:`AsyncVLLM`."""
     if isinstance(model, str | os.PathLike):
-        return AsyncVLLM.from_pretrained(model)
-    return model
-
-
-def engine_of(model: Any) -> GenerationService:
-    """Return the engine interface of a model."""
+        model = AsyncVLLM.from_pretrained(model)
     if isinstance(model, GenerationService):
         return model
     name = f"{type(model).__module__}.{type(model).__qualname__}"
@@ -378,7 +381,7 @@ def engine_of(model: Any) -> GenerationService:
     )
 
 
-def tokenizer_of(tokenizer: Any, engine: GenerationService) -> Any:
+def tokenizer_of(tokenizer: PreTrainedTokenizerBase | str | None, engine: GenerationService) -> Any:
     """Return the tokenizer: as given, by its name, or the engine's."""
     if tokenizer is None:
         return engine.get_tokenizer()
@@ -386,6 +389,7 @@ def tokenizer_of(tokenizer: Any, engine: GenerationService) -> Any:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    assert not isinstance(tokenizer, str)
     try:
         own = {number: token for token, number in engine.get_tokenizer().get_vocab().items()}
         given = [pair for pair in tokenizer.get_vocab().items() if pair[1] in own]

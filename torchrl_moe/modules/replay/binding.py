@@ -6,10 +6,9 @@ Letters: B sequences, T tokens, N = B * T rows, L decoder layers, K experts per 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +64,7 @@ class LayerReport:
     refused: int = 0
     agreeing: Tensor | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, float | None]:
         """The entry of a layer in :meth:`RouterReplay.report`; waits for the device."""
         agreement = None
         if self.agreeing is not None and self.replayed:
@@ -238,7 +237,7 @@ class ReplayState:
         self._layer = _Layer()
         self._lock = threading.Lock()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return ReplayState, ()
 
     @property
@@ -324,13 +323,13 @@ NAMES = ("_gradient_checkpointing_func", "checkpoint_fn")
 class _Captured:
     """A checkpointed layer's function; its first call is the forward, every later one a recompute."""
 
-    def __init__(self, state: ReplayState, function: Any) -> None:
+    def __init__(self, state: ReplayState, function: Callable[..., object]) -> None:
         self._state = state
         self._binding = state.binding
         self._function = function
         self._calls = 0
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         self._calls += 1
         recompute = self._calls > 1
         if recompute and self._binding is not None and not self._state.owned:
@@ -342,15 +341,15 @@ class _Captured:
 class _Checkpoint:
     """Stands in for a layer's checkpoint function."""
 
-    def __init__(self, state: ReplayState, checkpoint: Any) -> None:
+    def __init__(self, state: ReplayState, checkpoint: Callable[..., object]) -> None:
         self.state = state
         self.checkpoint = checkpoint
 
-    def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, function: Callable[..., object], *args: object, **kwargs: object) -> object:
         return self.checkpoint(_Captured(self.state, function), *args, **kwargs)
 
 
-def _checkpoints(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+def _checkpoints(model: nn.Module) -> Iterator[tuple[nn.Module, str, Callable[..., object]]]:
     for module in model.modules():
         for name in NAMES:
             checkpoint = module.__dict__.get(name)

@@ -128,7 +128,7 @@ class RouterSite:
         return self.name[: match.end(1)]
 
 
-def expert_counts(config: Any) -> set[int]:
+def expert_counts(config: object) -> set[int]:
     """Return every number of experts that a config names."""
     found: set[int] = set()
     for part in [config, *(getattr(config, name, None) for name in NESTED)]:
@@ -190,7 +190,7 @@ def arriving(model: nn.Module) -> Iterator[dict[int, list[Tensor]]]:
     """Collect the tensors that each layer's experts are called with."""
     arrived: dict[int, list[Tensor]] = {}
 
-    def keep(layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def keep(layer: int, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         values = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         arrived.setdefault(layer, []).extend(x.clone() for x in values)
 

@@ -36,7 +36,7 @@ OwnChoice: TypeAlias = Callable[[Tensor | None], TopK]
 TOPK_FUNCTIONS = (torch.topk, Tensor.topk)
 
 
-def _ranked(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, int] | None:
+def _ranked(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, int] | None:
     """Return input and k of a ``topk`` along the last dimension; ``None`` for any other call."""
     if func not in TOPK_FUNCTIONS:
         return None
@@ -46,7 +46,7 @@ def _ranked(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tupl
     return (x, k) if dim in (-1, x.ndim - 1) else None
 
 
-def _order(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, bool]:
+def _order(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, bool]:
     """Return ``largest`` and ``sorted`` of a ``topk``; experts are summed in the order in which they are chosen."""
     given = dict(zip(("largest", "sorted"), args[3:], strict=False)) | dict(kwargs)
     return given.get("largest", True), given.get("sorted", True)
@@ -59,7 +59,9 @@ class TopKObserver(TorchFunctionMode):
         super().__init__()
         self._tell = tell
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         del types
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -87,7 +89,9 @@ class TopKInterception(TorchFunctionMode):
         self._choose = choose
         self._groups = groups
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         del types
         kwargs = kwargs or {}
         ranked = _ranked(func, args, kwargs)
@@ -131,7 +135,7 @@ LOOKUPS = {"gather", "take_along_dim", "getitem", "index_select"}
 Steps = tuple[str, ...]
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def _tensors(values: object) -> Iterator[Tensor]:
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, list | tuple):
@@ -155,7 +159,9 @@ class ScoreTracer(TorchFunctionMode):
         """Return what made ``x`` since the last matrix product; empty if there was none."""
         return self._steps.get(x, ())
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         del types
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

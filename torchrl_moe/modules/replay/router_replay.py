@@ -39,7 +39,7 @@ from torchrl_moe.modules.replay.discovery import (
     number_of_layers,
     refused_parallelism,
 )
-from torchrl_moe.modules.replay.interception import TopK, TopKInterception
+from torchrl_moe.modules.replay.interception import OwnChoice, TopK, TopKInterception
 from torchrl_moe.render.tables import html_table, number_text, one_line, plain_table, share_text
 
 __all__ = [
@@ -68,7 +68,7 @@ LAYERS = 64
 CHARACTERS = 60
 
 
-class ReplayReport(dict[int, dict[str, Any]]):
+class ReplayReport(dict[int, dict[str, float | None]]):
     """A mapping, layer -> what :meth:`RouterReplay.report` says of it, that is printed as a table.
 
     >>> ReplayReport({3: {"replayed": 14, "live": 4, "refused": 0, "agreement": None}})
@@ -135,7 +135,7 @@ class _Handle:
         self.state = state
         self.shadowed = module.__dict__.get("forward")  # another library's replacement
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """The module's own forward, looked up late: FSDP and parametrizations change its class."""
         if self.shadowed is not None:
             return self.shadowed(*args, **kwargs)
@@ -150,7 +150,7 @@ class _RouterHandle(_Handle):
         super().__init__(module, state)
         self.site = site
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         binding, recompute = self.state.binding, self.state.recompute
         if binding is None:
             return self.forward(*args, **kwargs)
@@ -158,21 +158,21 @@ class _RouterHandle(_Handle):
             binding.compare(self.site, self._own_choice(*args, **kwargs))
         site = self.site
 
-        def choose(scores: Tensor, own: Any) -> Tensor:
+        def choose(scores: Tensor, own: OwnChoice) -> Tensor:
             return binding.choose(site, scores, own, recompute)
 
-        def groups(scores: Tensor, own: Any, top_k: int) -> Tensor:
+        def groups(scores: Tensor, own: OwnChoice, top_k: int) -> Tensor:
             return binding.groups(site, scores, own, top_k)
 
         opening = None if binding.routes is None else groups
         with TopKInterception(site.num_experts, site.top_k, site.rank, choose, opening):
             return self.forward(*args, **kwargs)
 
-    def _own_choice(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _own_choice(self, *args: object, **kwargs: object) -> Tensor:
         """Return the experts ``[N, K]`` that the router chooses in a separate run, with its own groups."""
         chosen: list[Tensor] = []
 
-        def choose(scores: Tensor, own: Any) -> Tensor:
+        def choose(scores: Tensor, own: OwnChoice) -> Tensor:
             result: TopK = own(None)
             chosen.append(result.indices.reshape(len(scores), -1))
             return chosen[-1]
@@ -190,7 +190,7 @@ class _LayerHandle(_Handle):
         super().__init__(module, state)
         self.jitter = jitter
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         binding: Binding | None = self.state.binding
         if binding is not None:
             hidden = args[0] if args else kwargs.get("hidden_states")
@@ -307,7 +307,7 @@ class _Incoming:
 
 
 def bind_routes(
-    routes: Any,
+    routes: object,
     sites: Sequence[RouterSite],
     num_layers: int,
     *,
@@ -344,7 +344,7 @@ def bind_routes(
     )
 
 
-def _read(routes: Any, mask: Tensor | None, tail: tuple[int, int], device: torch.device | None) -> _Incoming:
+def _read(routes: object, mask: Tensor | None, tail: tuple[int, int], device: torch.device | None) -> _Incoming:
     """Check everything but the ids, and concatenate the rows."""
     given = _tensor(routes)
     if mask is not None:
@@ -405,7 +405,7 @@ def _read_jagged(
     return _Incoming(rows, lengths, (mask.shape[0], mask.shape[1]), mask.flatten().to(device))
 
 
-def _tensor(routes: Any) -> Tensor:
+def _tensor(routes: object) -> Tensor:
     full = getattr(routes, "full", routes)
     try:
         given = torch.as_tensor(full.copy() if isinstance(full, np.ndarray) else full)  # it may be read-only
@@ -515,7 +515,7 @@ class RouterReplay:
         owner = owner_of(model)
         return owner if isinstance(owner, cls) else cls(model)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         if belong_to(self.model, self._state):  # not if it was removed
             self._state.owner = self
@@ -574,7 +574,7 @@ class RouterReplay:
     @contextmanager
     def replay(
         self,
-        routes: Any,
+        routes: object,
         attention_mask: Tensor | None = None,
         measure: bool = False,
         on_bad_routes: OnBadRoutes = "raise",
