@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+
 import pytest
 from torchrl.envs import StepCounter
 from torchrl.envs.llm import DatasetChatEnv
 
 from support.collecting import TOKENIZER, Questions, chat, policy_of
-from torchrl_moe.collectors.arguments import engine_of, refuse, settings_of, source_of
+from support.values import VALUES
+from torchrl_moe.collectors import AsyncLLMCollector
+from torchrl_moe.collectors.arguments import Settings, engine_of, groups_in_batch, source_of
 from torchrl_moe.collectors.arguments import policy_of as checked
+from torchrl_moe.collectors.schedule import Schedule
 from torchrl_moe.modules import vLLMWrapper
 from torchrl_moe.testing import FakeAsyncVLLM
 
@@ -50,20 +57,7 @@ def test_environments_of_one_sample_stay_so() -> None:
 
 @pytest.mark.parametrize(("groups", "turns", "expected"), [(None, None, 1), (3, None, 3), (None, 8, 2), (2, 8, 2)])
 def test_groups_in_a_batch(groups: int | None, turns: int | None, expected: int) -> None:
-    given = {
-        "group_size": 4,
-        "groups_per_batch": groups,
-        "dialog_turns_per_batch": turns,
-        "yield_only_last_steps": None,
-    }
-    assert settings_of(given, 4).groups_per_batch == expected
-
-
-def test_other_settings_are_as_given() -> None:
-    given = {"group_size": None, "groups_per_batch": 2, "dialog_turns_per_batch": None, "yield_only_last_steps": True}
-    settings = settings_of({**given, "max_staleness": 5, "order": "fifo", "env": None}, 8)
-    assert (settings.group_size, settings.max_staleness, settings.order) == (8, 5, "fifo")
-    assert settings.only_last_turns
+    assert groups_in_batch(groups, turns, 4) == expected
 
 
 def test_in_history_mode_later_turns_send_the_ids_of_earlier_ones() -> None:
@@ -74,21 +68,36 @@ def test_in_history_mode_later_turns_send_the_ids_of_earlier_ones() -> None:
         assert checked(None, lambda: tokens) is tokens
 
 
-def test_torchrls_other_values_are_taken() -> None:
-    refuse(
-        {
-            "yield_completed_trajectories": True,
-            "async_envs": False,
-            "flatten_data": True,
-            "queue": None,
-            "on_weight_update": None,
-            "track_policy_version": True,
-            "reset_at_each_iter": True,
-        }
-    )
+def test_torchrls_other_values_are_taken(collect: Callable[..., AsyncLLMCollector]) -> None:
+    with FakeAsyncVLLM() as engine:
+        given = {"yield_completed_trajectories": True, "async_envs": False, "flatten_data": True}
+        settings = collect(
+            policy=policy_of(engine), **given, reset_at_each_iter=True, yield_only_last_steps=True
+        ).settings
+    assert settings.only_last_turns
 
 
 def test_an_engine_is_that_of_a_policy_of_ours() -> None:
     assert engine_of(lambda td: td) is None
     with FakeAsyncVLLM() as engine:
         assert engine_of(vLLMWrapper(engine)) is engine
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_defaults_of_settings_are_the_collectors() -> None:
+    defaults = {name: one.default for name, one in inspect.signature(AsyncLLMCollector).parameters.items()}
+    settings = Settings(reward_timeout=None, over_sample=2.0, on_stale="drop").by_name()
+    other = {"group_size": 1, "groups_per_batch": 1, "over_sample": 2.0, "on_stale": "drop", "only_last_turns": False}
+    assert settings == {name: other.get(name, defaults.get(name)) for name in settings}
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Settings)])
+def test_each_setting_takes_a_value_or_refuses_it_by_its_name(name: str) -> None:
+    for value in VALUES:
+        try:
+            settings = Settings(**{name: value})
+            Schedule(settings.groups_per_batch, settings.max_staleness, settings.order, settings.window)
+        except ValueError as error:
+            assert name in str(error), (value, str(error))

@@ -179,11 +179,6 @@ def test_groups_that_became_too_old_are_dropped_and_replaced(
     assert collector.stats()["collector/groups_dropped/stale"] >= 2
 
 
-def test_over_sampling_needs_dropping(collect: Callable[..., AsyncLLMCollector]) -> None:
-    with pytest.raises(ValueError, match="needs on_stale='drop'"):
-        collect(over_sample=1.5)
-
-
 def test_no_more_answers_are_generated_at_a_time_than_asked_for(engine: FakeAsyncVLLM) -> None:
     most, now, lock = [0], [0], threading.Lock()
     generate = engine.agenerate
@@ -742,6 +737,10 @@ def test_pauses_can_be_nested(collect: Callable[..., AsyncLLMCollector], engine:
         ({"max_turns": 0}, ValueError, "max_turns must be an integer of at least 1"),
         ({"max_in_flight": 0}, ValueError, "max_in_flight must be an integer of at least 1"),
         ({"reward_timeout": 0.0}, ValueError, "reward_timeout must be a finite number above 0"),
+        ({"heartbeat_timeout": float("nan")}, ValueError, "heartbeat_timeout must be a finite number above 0"),
+        ({"max_in_flight": "all"}, ValueError, "max_in_flight must be an integer of at least 1"),
+        ({"over_sample": 1.5}, ValueError, "needs on_stale='drop'"),
+        ({"total_dialog_turns": -2}, ValueError, "total_dialog_turns must be"),
         ({"on_stale": "keep"}, ValueError, "on_stale must be 'wait' or 'drop'"),
         ({"policy": None}, ValueError, "either policy= or policy_factory="),
         ({"policy": print}, TypeError, "must be a torchrl_moe vLLMWrapper"),

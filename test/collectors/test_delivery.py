@@ -81,18 +81,18 @@ def test_a_batch_that_is_not_accepted_yet_is_known() -> None:
     delivery, source, seen = Delivery(), Source(), []
 
     def accept(given: TensorDict) -> None:
-        with delivery.still() as awaited:
+        with delivery.hold() as awaited:
             seen.append(awaited)
 
     take(delivery, source, accept)
     assert seen == source.asked
-    with delivery.still() as awaited:
+    with delivery.hold() as awaited:
         assert awaited is None
 
 
 def test_nothing_is_accepted_while_it_stands_still() -> None:
     delivery, source = Delivery(), Source()
-    with delivery.still():
+    with delivery.hold():
         taking = in_thread(lambda: take(delivery, source, number_of))
         assert not source.asked
     assert taking.result(60) == 0

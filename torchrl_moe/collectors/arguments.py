@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
@@ -16,29 +16,10 @@ from torchrl_moe.collectors.workflow import EpisodeFunction, Workflow, is_episod
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 from torchrl_moe.modules.serving.service import GenerationService
 
-__all__ = [
-    "EnvLike",
-    "Settings",
-    "Source",
-    "engine_of",
-    "one_env",
-    "one_policy",
-    "policy_of",
-    "pool_of",
-    "refuse",
-    "refuse_queue",
-    "refuse_seed",
-    "refuse_version_tracker",
-    "settings_of",
-    "source_of",
-]
-
-
-# The checked settings of an :class:`AsyncLLMCollector`.
-
-
-GroupFilter = Callable[[TensorDictBase], bool]
+Policy: TypeAlias = "Callable[[TensorDictBase], TensorDictBase]"
+GroupFilter: TypeAlias = "Callable[[TensorDictBase], bool]"
 """Whether to train on a group, ``[rows]``."""
+EnvLike: TypeAlias = "EnvBase | Callable[[], EnvBase] | EpisodeFunction"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +55,7 @@ class Settings:
         if not callable(self.group_filter) and self.group_filter is not None:
             raise ValueError(f"group_filter must be a function of a group, or None, got {shown(self.group_filter)}.")
         check_number("over_sample", self.over_sample, 1, 100)
+        # surplus groups end by being dropped: nothing else takes them out of the line
         if self.over_sample > 1 and self.on_stale != "drop":
             raise ValueError(
                 f"over_sample={self.over_sample} begins more groups than can be used in time: it needs on_stale='drop'"
@@ -85,42 +67,46 @@ class Settings:
         for name in ("reward_timeout", "heartbeat_timeout"):
             check_number(name, getattr(self, name), above=0, most=LONGEST, none=True, hint="It is in seconds.")
 
-    def by_name(self) -> dict[str, Any]:
-        """Return them as a mapping."""
+    def by_name(self) -> dict[str, object]:
+        # dataclasses.asdict would copy what the user gave, a filter with a lock in it, say
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-EnvLike: TypeAlias = "EnvBase | Callable[[], EnvBase] | EpisodeFunction"
-
-
-def refuse(arguments: Mapping[str, Any]) -> None:
+def refuse(
+    *,
+    yield_completed_trajectories: bool | None,
+    async_envs: bool | None,
+    flatten_data: bool | None,
+    queue: object,
+    track_policy_version: object,
+    on_weight_update: object,
+) -> None:
     """Refuse values of TorchRL's arguments that have no meaning here."""
-    reasons = {
-        "yield_completed_trajectories": (False, "only whole groups are yielded"),
-        "async_envs": (True, "environments are stepped in threads anyway: leave it out"),
-        "flatten_data": (False, "answers have different lengths: batches are flat"),
-    }
-    for name, (value, reason) in reasons.items():
-        if arguments[name] is value:
-            raise ValueError(f"{name}={value}: {reason}")
-    refuse_queue(arguments["queue"])
-    refuse_version_tracker(arguments["track_policy_version"])
-    if arguments["on_weight_update"] is not None:
+    # the other value of each changes nothing, so it is taken
+    if yield_completed_trajectories is False:
+        raise ValueError("yield_completed_trajectories=False: only whole groups are yielded")
+    if async_envs is True:
+        raise ValueError("async_envs=True: environments are stepped in threads anyway: leave it out")
+    if flatten_data is False:
+        raise ValueError("flatten_data=False: answers have different lengths: batches are flat")
+    refuse_queue(queue)
+    refuse_version_tracker(track_policy_version)
+    if on_weight_update is not None:
         raise ValueError(
-            f"on_weight_update={arguments['on_weight_update']!r}: what an update does to running answers is the "
+            f"on_weight_update={on_weight_update!r}: what an update does to running answers is the "
             "weight sync's mode, VLLMWeightSyncScheme(mode=...)"
         )
 
 
-def refuse_queue(queue: Any) -> None:
-    """Refuse TorchRL's queue."""
+def refuse_queue(queue: object) -> None:
     if queue is not None:
         raise ValueError("queue: it would lose the oldest data silently. Iterate, or pass replay_buffer=.")
 
 
-def refuse_seed(policy: Any) -> None:
+def refuse_seed(policy: vLLMWrapper) -> None:
     """Refuse one seed for all answers: those to a prompt would be the same."""
     seed = policy.sampling_params.get("seed")
+    # vLLM's -1 means no seed, as None does
     if seed not in (None, -1):
         raise ValueError(
             f"the policy samples with seed={seed}, so all answers to a prompt are the same: leave it out and seed the "
@@ -128,14 +114,15 @@ def refuse_seed(policy: Any) -> None:
         )
 
 
-def refuse_version_tracker(track_policy_version: Any) -> None:
+def refuse_version_tracker(track_policy_version: object) -> None:
     """Refuse TorchRL's transform, which would overwrite the versions in the rows."""
     if not isinstance(track_policy_version, bool):
         raise ValueError("track_policy_version: the rows carry the engine's versions; leave the transform out")
 
 
-def one_env(env: Any) -> EnvBase:
-    """Return the environment."""
+def one_env(env: EnvBase | Callable[[], EnvBase]) -> EnvBase:
+    """Return the environment of a collector that has one."""
+    # an environment is callable too, and an async function would return a coroutine
     env = env() if callable(env) and not isinstance(env, EnvBase) and not is_episode_function(env) else env
     if not isinstance(env, EnvBase):
         raise TypeError(
@@ -145,22 +132,24 @@ def one_env(env: Any) -> EnvBase:
     return env
 
 
-def one_policy(policy: Any, factory: Callable[[], Any] | None) -> Any:
+def one_policy(policy: Policy | None, factory: Callable[[], Policy] | None) -> Policy:
     """Return the policy; one of ours in history mode sends the ids of earlier turns."""
-    if (policy is None) == (factory is None):
+    if policy is None and factory is not None:
+        policy = factory()
+    elif policy is None or factory is not None:
         raise ValueError("pass either policy= or policy_factory=")
-    policy = factory() if factory is not None else policy
+    # rendering a chat again may give other ids for a turn, and its log-probs and routes would be lost
     if isinstance(policy, vLLMWrapper) and policy.input_mode == "history" and not policy.prefer_tokens:
         return policy.get_new_version(prefer_tokens=True)
     return policy
 
 
-def engine_of(policy: Any) -> GenerationService | None:
+def engine_of(policy: Policy) -> GenerationService | None:
     """Return the engine behind a policy; ``None`` for a policy that is not ours."""
     return policy.engine if isinstance(policy, vLLMWrapper) else None
 
 
-def policy_of(policy: Any, factory: Callable[[], Any] | None) -> vLLMWrapper:
+def policy_of(policy: Policy | None, factory: Callable[[], Policy] | None) -> vLLMWrapper:
     """Return the policy of a collector that asks the engine for one answer at a time."""
     policy = one_policy(policy, factory)
     if not isinstance(policy, vLLMWrapper):
@@ -177,12 +166,12 @@ class Source(NamedTuple):
     """An environment, or the async function that runs a sample."""
     make: Callable[[], EnvBase] | None
     """Makes more environments; ``None``: the given one is copied."""
-    dataloader: Iterable[Any]
+    dataloader: Iterable[object]
     group_size: int
     """Samples of a prompt; at least 1."""
 
 
-def source_of(env: EnvLike, dataloader: Iterable[Any] | None, group_size: int | None) -> Source:
+def source_of(env: EnvLike, dataloader: Iterable[object] | None, group_size: int | None) -> Source:
     """Return where samples come from. Data and group size are those of the environment if they are not given."""
     check_number("group_size", group_size, 1, 1 << 16, whole=True, none=True)
     if is_episode_function(env):
@@ -190,13 +179,14 @@ def source_of(env: EnvLike, dataloader: Iterable[Any] | None, group_size: int | 
     if not isinstance(env, EnvBase) and not callable(env):
         got = type(env).__name__
         raise TypeError(f"env must be an environment, a callable that makes one, or an async function, got {got}")
+    # one is made even of a factory: it says which data there are, and of what size the groups
     first, found, repeats = take_dataloader(env if isinstance(env, EnvBase) else env())
     size = group_size or repeats or 1
     make = None if isinstance(env, EnvBase) else lambda: with_batch_size(take_dataloader(env())[0], size)
     return Source(with_batch_size(first, size), make, _data(found if dataloader is None else dataloader), size)
 
 
-def _data(dataloader: Iterable[Any] | None) -> Iterable[Any]:
+def _data(dataloader: Iterable[object] | None) -> Iterable[object]:
     if dataloader is None:
         raise ValueError("there is no data: pass dataloader=, or an environment that has a DataLoadingPrimer")
     return dataloader
@@ -207,21 +197,9 @@ def pool_of(env: EnvBase | EpisodeFunction, make: Callable[[], EnvBase] | None) 
     return EnvironmentPool(env, make) if isinstance(env, EnvBase) else Workflow(env)
 
 
-def settings_of(arguments: Mapping[str, Any], group_size: int) -> Settings:
-    """Return the settings."""
-    names = {field.name for field in fields(Settings)} & arguments.keys() - {"group_size", "groups_per_batch"}
-    turns = arguments["dialog_turns_per_batch"]
+def groups_in_batch(groups: int | None, turns: int | None, group_size: int) -> int:
+    """Return how many groups make a batch, by either of the two arguments that say so."""
     check_number("dialog_turns_per_batch", turns, 1, whole=True, none=True)
-    check_number("total_dialog_turns", arguments.get("total_dialog_turns", -1), -1, whole=True)
-    return Settings(
-        group_size=group_size,
-        groups_per_batch=_groups_per_batch(arguments["groups_per_batch"], turns, group_size),
-        only_last_turns=bool(arguments["yield_only_last_steps"]),
-        **{name: arguments[name] for name in names},
-    )
-
-
-def _groups_per_batch(groups: int | None, turns: int | None, group_size: int) -> int:
     if groups is None and turns is not None:
         if turns % group_size:
             raise ValueError(f"dialog_turns_per_batch={turns} is no multiple of group_size={group_size}")

@@ -9,20 +9,30 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
+from torchrl.collectors.weight_update import WeightUpdaterBase
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 from tqdm.auto import tqdm
 
 from torchrl_moe._checks import check_number
-from torchrl_moe.collectors.arguments import EnvLike, GroupFilter, policy_of, pool_of, refuse, settings_of, source_of
+from torchrl_moe.collectors.arguments import (
+    EnvLike,
+    GroupFilter,
+    Settings,
+    groups_in_batch,
+    policy_of,
+    pool_of,
+    refuse,
+    source_of,
+)
 from torchrl_moe.collectors.environments import MAX_TURNS, EnvironmentPool, gather
 from torchrl_moe.collectors.group import CollectionStats
 from torchrl_moe.collectors.prompt_stream import Prompt, PromptStream
-from torchrl_moe.collectors.reports import Reports
+from torchrl_moe.collectors.reports import FreeRunning, Reports
 from torchrl_moe.collectors.rollouts import Delivery, Rollouts
 from torchrl_moe.collectors.schedule import Order, Schedule
 from torchrl_moe.collectors.workflow import Workflow, snapshots
@@ -30,23 +40,25 @@ from torchrl_moe.errors import CollectionError, RequestRefusedError
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest, vLLMWrapper
 from torchrl_moe.modules.serving.event_loop import EventLoop
+from torchrl_moe.modules.serving.service import GenerationService
 
-__all__ = ["AsyncLLMCollector", "evaluate"]
-
-
-# Held-out prompts, each answered once, while a collection runs and ahead of it in the engine's queue.
-
+T = TypeVar("T")
 
 LOG = logging.getLogger(__name__)
 FIRST = -1 << 30
 """A priority ahead of any collection's."""
+JOIN_SECONDS = 5.0
+OVER = "the collector was shut down"
+
+
+# -- evaluation -------------------------------------------------------------------------------------------------------
 
 
 def evaluate(
     policy: vLLMWrapper,
     env: EnvLike,
     count: int,
-    dataloader: Iterable[Any] | None = None,
+    dataloader: Iterable[object] | None = None,
     reward_timeout: float | None = None,
     use_tqdm: bool = True,
     max_turns: int = MAX_TURNS,
@@ -115,9 +127,11 @@ async def _play(
     environments: EnvironmentPool | Workflow,
     prompts: list[Prompt],
     limits: tuple[float | None, int],
-    generate_kwargs: dict[str, Any],
-    bar: tqdm[Any],
+    generate_kwargs: Mapping[str, Any],
+    bar: tqdm[NoReturn],
 ) -> list[TensorDictBase]:
+    """Answer all prompts side by side; those that are refused, or have no reward, are left out."""
+
     async def generate(request: SampleRequest, _: int) -> Completion:
         return await policy.model.agenerate(**{**request.arguments, "priority": FIRST})
 
@@ -134,6 +148,7 @@ async def _play(
         bar.update()
         if not turns:
             return None
+        # the batch size of an evaluation's environments is 1: [0] is the sample
         last: TensorDictBase = turns[-1][0]
         rewards = [turn[0].get(("next", "reward"), None) for turn in turns]
         if any(reward is None for reward in rewards):
@@ -142,6 +157,7 @@ async def _play(
         return last.set(("next", "episode_reward"), torch.full_like(rewards[-1], total, dtype=torch.float32))
 
     refused: list[RequestRefusedError] = []
+    # the first error of another kind ends them all
     answers = [one for one in await gather([answer(prompt) for prompt in prompts]) if one is not None]
     if len(refused) == len(prompts):
         raise refused[0]
@@ -150,15 +166,14 @@ async def _play(
     return answers
 
 
-JOIN_SECONDS = 5.0
-OVER = "the collector was shut down"
+# -- the collector ----------------------------------------------------------------------------------------------------
 
 
 class _ShutDown(CollectionError):
     """The collector was shut down, and nothing was wrong."""
 
 
-class AsyncLLMCollector(Reports):
+class AsyncLLMCollector(FreeRunning, Reports):
     """Collects groups of answers continuously, for a trainer that takes them batch by batch.
 
     Args:
@@ -216,7 +231,6 @@ class AsyncLLMCollector(Reports):
             sender.update_weights()
     """
 
-    init_random_frames = 0  # TorchRL's trainer reads it
     is_paced_by_updates = False  # True in an actor whose driver fills a buffer from a thread
 
     def __init__(
@@ -234,11 +248,11 @@ class AsyncLLMCollector(Reports):
         replay_buffer: ReplayBuffer | None = None,
         reset_at_each_iter: bool = False,
         flatten_data: bool | None = None,
-        weight_updater: Any = None,
-        queue: Any = None,
-        track_policy_version: Any = False,
+        weight_updater: WeightUpdaterBase | Callable[[], WeightUpdaterBase] | None = None,
+        queue: object = None,
+        track_policy_version: bool = False,
         verbose: bool = False,
-        dataloader: Iterable[Any] | None = None,
+        dataloader: Iterable[object] | None = None,
         group_size: int | None = None,
         groups_per_batch: int | None = None,
         max_staleness: int = 2,
@@ -255,12 +269,37 @@ class AsyncLLMCollector(Reports):
         reward_timeout: float | None = None,
         heartbeat_timeout: float | None = 300.0,
     ) -> None:
-        given = dict(locals())
         super().__init__()
-        refuse(given)
+        del reset_at_each_iter  # each sample starts with a reset
+        refuse(
+            yield_completed_trajectories=yield_completed_trajectories,
+            async_envs=async_envs,
+            flatten_data=flatten_data,
+            queue=queue,
+            track_policy_version=track_policy_version,
+            on_weight_update=on_weight_update,
+        )
+        check_number("total_dialog_turns", total_dialog_turns, -1, whole=True)
         self.policy = policy_of(policy, policy_factory)
         self.env, make, data, size = source_of(env, dataloader, group_size)
-        self.settings = settings = settings_of(given, size)
+        self.settings = settings = Settings(
+            group_size=size,
+            groups_per_batch=groups_in_batch(groups_per_batch, dialog_turns_per_batch, size),
+            max_staleness=max_staleness,
+            order=order,
+            window=window,
+            on_stale=on_stale,
+            max_in_flight=max_in_flight,
+            over_sample=over_sample,
+            group_filter=group_filter,
+            max_failures=max_failures,
+            max_dropped_groups=max_dropped_groups,
+            max_turns=max_turns,
+            reward_timeout=reward_timeout,
+            heartbeat_timeout=heartbeat_timeout,
+            only_last_turns=bool(yield_only_last_steps),
+            track_policy_version=track_policy_version,
+        )
         self.postproc, self.replay_buffer = postproc, replay_buffer
         self.total_dialog_turns = self.total_frames = total_dialog_turns
         self.weight_updater = weight_updater
@@ -268,21 +307,18 @@ class AsyncLLMCollector(Reports):
         self._schedule = Schedule(settings.groups_per_batch, max_staleness, order, window, over_sample)
         self._environments = pool_of(self.env, make)
         self._begin_reports(self.policy, settings.by_name(), total_dialog_turns, verbose)
-        self._begin_counting()
-        self.policy.register_collector(self)
-
-    def _begin_counting(self) -> None:
-        """Make the state of the collection."""
+        # the state of the collection; the loop's thread starts with the first call into it
         self._frames = 0
         self._collection = CollectionStats()
         self._rollouts = Rollouts(
-            self.policy, self._environments, self._prompts, self.settings, self._schedule, self._collection
+            self.policy, self._environments, self._prompts, settings, self._schedule, self._collection
         )
         self._loop = EventLoop("torchrl_moe-collector")
         self._watches = self._is_over = False
         self._writer: threading.Thread | None = None
         self._iterator: Iterator[TensorDictBase | None] | None = None
         self._delivery = Delivery(self._loop.result)
+        self.policy.register_collector(self)
 
     # -- batches ----------------------------------------------------------------------------------------------------
 
@@ -328,6 +364,7 @@ class AsyncLLMCollector(Reports):
     def _accept(self, batch: TensorDictBase) -> TensorDictBase | None:
         """Give a batch to the trainer, or to the buffer."""
         frames = self._frames + batch.numel()
+        # reported as it was collected; counted once the buffer has it, so that a failure in between loses nothing
         self._report(batch, frames)
         if self.postproc is not None:
             batch = self.postproc(batch)
@@ -338,17 +375,18 @@ class AsyncLLMCollector(Reports):
         self._frames = frames
         return batch if self.replay_buffer is None else None
 
-    def _call(self, function: Callable[..., object], *arguments: Any) -> bool:
+    def _call(self, function: Callable[..., object], *arguments: object) -> bool:
         self._watch()
         return self._loop.call(function, *arguments)
 
-    def _in_loop(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what a function returns in the loop."""
+    def _in_loop(self, function: Callable[..., T], *arguments: object) -> T:
+        """Return what a function returns in the loop, whose state is no other thread's to read."""
         self._refuse_own_loop()
         self._watch()
         return self._loop.run(function, *arguments, patience=JOIN_SECONDS)
 
     def _watch(self) -> None:
+        # not in the constructor: a collector that nobody asks for anything has no thread
         if not self._watches:
             self._watches = True
             self._loop.spawn(self._rollouts.watch())
@@ -381,20 +419,6 @@ class AsyncLLMCollector(Reports):
         except BaseException as error:  # noqa: BLE001  the trainer gets it from getattr_rb
             self._call(self._rollouts.fail, error)
 
-    def is_running(self) -> bool:
-        """Whether :meth:`start` was called and its thread has not ended."""
-        return self._writer is not None and self._writer.is_alive()
-
-    def getattr_rb(self, attr: str) -> Any:
-        """Return an attribute of the buffer.
-
-        Raises:
-            Exception: the error that ended the collection. TorchRL's trainer waits here for the first write.
-        """
-        if self._failure is not None:
-            raise self._failure
-        return getattr(self.replay_buffer, attr)
-
     def getattr_policy(self, attr: str) -> Any:
         """Return an attribute of the policy."""
         return getattr(self.policy, attr)
@@ -419,13 +443,13 @@ class AsyncLLMCollector(Reports):
 
     def _pause(self, more: int) -> None:
         self._rollouts.pauses += more
-        self._rollouts.turn()
+        self._rollouts.step()
 
     # -- weights ----------------------------------------------------------------------------------------------------
 
     def increment_version(self) -> None:
         """Note a weight update; a sender calls it, see ``sender.register_collector``."""
-        self._loop.call(self._rollouts.turn)
+        self._loop.call(self._rollouts.step)
 
     @property
     def policy_version(self) -> int:
@@ -436,15 +460,10 @@ class AsyncLLMCollector(Reports):
         """:attr:`policy_version`, for Ray."""
         return self.policy_version
 
-    def get_policy_model(self) -> Any:
+    def get_policy_model(self) -> GenerationService:
         """Return the engine."""
-        return self.policy.model
-
-    def update_policy_weights_(self, policy_or_weights: Any = None, **kwargs: Any) -> None:
-        """Push weights with TorchRL's weight updater, if there is one; else the sync scheme's sender has done so."""
-        if self.weight_updater is not None:
-            self.weight_updater.push_weights(policy_or_weights, **kwargs)
-        self.increment_version()
+        engine: GenerationService = self.policy.model
+        return engine
 
     # -- metrics ----------------------------------------------------------------------------------------------------
 
@@ -461,7 +480,7 @@ class AsyncLLMCollector(Reports):
         return {**super().stats(), **in_line, **self._collection.scalars()}
 
     def evaluate(
-        self, env: EnvLike, n: int, *, dataloader: Iterable[Any] | None = None, **generate_kwargs: Any
+        self, env: EnvLike, n: int, *, dataloader: Iterable[object] | None = None, **generate_kwargs: Any
     ) -> TensorDictBase:
         """Answer ``n`` held-out prompts, at top priority, while the collection continues; see :func:`evaluate`."""
         generate_kwargs.setdefault("max_turns", self.settings.max_turns)
@@ -475,8 +494,9 @@ class AsyncLLMCollector(Reports):
         Batches that were yielded count as trained on.
         """
         self._refuse_own_loop()
+        # first the answers so far, which takes seconds: what completes meanwhile is in the loop's state as a whole
         cut = snapshots(self.policy.model)
-        with self._delivery.still() as awaited:
+        with self._delivery.hold() as awaited:
             return {"frames": self._frames, **self._in_loop(self._rollouts.state_dict, awaited, cut)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -503,6 +523,7 @@ class AsyncLLMCollector(Reports):
             return
         self._is_over = True
         self._rollouts.error = self._rollouts.error or _ShutDown(OVER)
+        # end the running groups in their loop, then the loop, then the thread that waits for batches
         stopped = threading.Event()
 
         async def stop() -> None:
@@ -510,7 +531,7 @@ class AsyncLLMCollector(Reports):
             stopped.set()
 
         self._progress.close()
-        if self._loop.call(self._rollouts.turn):
+        if self._loop.call(self._rollouts.step):
             self._loop.spawn(stop())
             stopped.wait(10.0 if timeout is None else timeout)
         self._loop.stop()

@@ -7,7 +7,6 @@ import io
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from importlib import import_module
 from typing import Any
 
 import cloudpickle
@@ -16,20 +15,22 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_moe.collectors.arguments import EnvLike
-from torchrl_moe.collectors.async_collector import evaluate
+from torchrl_moe.collectors.async_collector import AsyncLLMCollector, evaluate
+from torchrl_moe.collectors.llm_collector import LLMCollector
 from torchrl_moe.errors import CollectionError, EngineError
 from torchrl_moe.modules.serving.candidates import ReplicaState
+from torchrl_moe.modules.serving.replica_table import ReplicaTable
 
-__all__ = ["CollectorHost", "pack", "unpack"]
+KINDS = {"AsyncLLMCollector": AsyncLLMCollector, "LLMCollector": LLMCollector}
+ASK_SECONDS = 2.0
 
-
-# Batches as bytes, to send them to another process.
+# -- batches as bytes -------------------------------------------------------------------------------------------------
 #
 # torch pickles each tensor as a separate file, and the whole storage for a view of it. A batch has twenty tensors a
 # row: as arrays they cost a fifth of the time to read.
 
 
-def pack(value: Any) -> bytes:
+def pack(value: object) -> bytes:
     """Return the bytes of any picklable object."""
     file = io.BytesIO()
     pickler = cloudpickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -43,7 +44,7 @@ def unpack(packed: bytes) -> Any:
     return pickle.loads(packed)
 
 
-def _reduce(tensor: Tensor) -> Any:
+def _reduce(tensor: Tensor) -> tuple[object, ...]:
     """Reduce a tensor to an array; one with a dtype unknown to numpy (bfloat16) or with a gradient, as torch does."""
     try:
         return torch.from_numpy, (tensor.numpy(),)
@@ -51,32 +52,34 @@ def _reduce(tensor: Tensor) -> Any:
         return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
-ASK_SECONDS = 2.0
+# -- the host ---------------------------------------------------------------------------------------------------------
 
 
 class CollectorHost:
     """Holds a collector for a driver in another process. Methods may be called from several threads at a time."""
 
     def __init__(self) -> None:
-        self._made: Any = None
+        self._made: AsyncLLMCollector | LLMCollector | None = None
         self._batches: Iterator[TensorDictBase | None] | None = None
         self._pauses: list[AbstractContextManager[None]] = []
 
     def make(self, kind: str, arguments: Mapping[str, Any]) -> int | None:
-        """Make the collector."""
-        self._made = getattr(import_module("torchrl_moe.collectors"), kind)(**arguments)
+        """Make the collector, and return the answers in a batch."""
+        self._made = KINDS[kind](**arguments)
         turns: int | None = self._made.dialog_turns_per_batch
         return turns
 
     @property
-    def _collector(self) -> Any:
+    def _collector(self) -> AsyncLLMCollector | LLMCollector:
+        # Ray makes the object again after the actor has died, and nobody calls make a second time
         if self._made is None:
             raise CollectionError("Ray has restarted the collector's actor, and its position in the data is lost")
         return self._made
 
     def next(self, is_writer: bool = False) -> bytes:
         """Return a packed tuple of the next batch, or of the ``None`` in its place; an empty tuple at the end."""
-        self._collector.is_paced_by_updates = is_writer
+        if isinstance(self._collector, AsyncLLMCollector):
+            self._collector.is_paced_by_updates = is_writer
         self._batches = iter(self._collector) if self._batches is None else self._batches
         try:
             return pack((next(self._batches),))
@@ -86,22 +89,23 @@ class CollectorHost:
             self._batches = None  # the generator is closed, and would look exhausted
             raise
 
-    def call(self, method: str, *arguments: Any) -> Any:
+    def call(self, method: str, *arguments: object) -> Any:
         """Call a method of the collector."""
         return getattr(self._collector, method)(*arguments)
 
-    def read(self, attribute: str) -> Any:
+    def read(self, attribute: str) -> object:
         """Return an attribute of the collector."""
         return getattr(self._collector, attribute)
 
     def increment_version(self) -> None:
         """Record a weight update, after asking the replicas for their versions, since their stats arrive later."""
-        table: Any = getattr(getattr(self._collector.policy, "model", None), "replica_table", ())
-        for entry in table:
-            if entry.state is ReplicaState.SERVING:
+        table: ReplicaTable | None = getattr(getattr(self._collector.policy, "model", None), "replica_table", None)
+        for entry in table or ():
+            if table is not None and entry.state is ReplicaState.SERVING:
                 with contextlib.suppress(EngineError, OSError):  # the stats will report the version, or the death
                     version = entry.replica.weights_version(ASK_SECONDS)
                     with table.lock:
+                        # its stats may have come in between
                         if version > entry.version:
                             table.set_version(entry.index, version)
         self._collector.increment_version()
@@ -113,13 +117,14 @@ class CollectorHost:
         self._collector.postproc = postproc
 
     def evaluate(
-        self, env: EnvLike, n: int, dataloader: Iterable[Any] | None, generate_kwargs: Mapping[str, Any]
+        self, env: EnvLike, n: int, dataloader: Iterable[object] | None, generate_kwargs: Mapping[str, Any]
     ) -> TensorDictBase:
         """Answer held-out prompts; see :func:`~torchrl_moe.collectors.async_collector.evaluate`."""
         return evaluate(self._collector.policy, env, n, dataloader, **generate_kwargs)
 
     def pause(self, resume: bool) -> None:
         """Enter the collector's ``pause`` and stay in it until :meth:`end_pause`."""
+        # the driver's context is left in another call, perhaps in another thread
         pause = self._collector.pause(resume)
         pause.__enter__()
         self._pauses.append(pause)

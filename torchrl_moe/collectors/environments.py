@@ -12,7 +12,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import chain
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from tensordict import NonTensorData, TensorDictBase, lazy_stack
 from torchrl.envs import AsyncEnvPool, EnvBase, TransformedEnv
@@ -25,32 +25,11 @@ from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.prompts import NOT_THE_TEMPLATES, OPTIONS
 from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest, vLLMWrapper
 
-__all__ = [
-    "MAX_TURNS",
-    "EnvironmentPool",
-    "EnvironmentTimeoutError",
-    "Episode",
-    "Generate",
-    "InThread",
-    "Threads",
-    "call_in",
-    "gather",
-    "primer_of",
-    "rows_of_primer",
-    "take_dataloader",
-    "too_many_turns",
-    "with_batch_size",
-    "with_versions",
-]
+# -- one episode ------------------------------------------------------------------------------------------------------
 
 
-# One episode: an environment's samples from reset to done, with one request to the engine per sample and turn.
-
-
-Generate = Callable[[SampleRequest, int], Awaitable[Completion]]
+Generate: TypeAlias = "Callable[[SampleRequest, int], Awaitable[Completion]]"
 """Answers one request of a sample, given by its index in the environment."""
-InThread = Callable[..., Awaitable[Any]]
-"""Calls a function with an environment and further arguments."""
 T = TypeVar("T")
 MAX_TURNS = 256
 SHOWN = ("history", "text", "tokens")
@@ -58,8 +37,16 @@ SHOWN = ("history", "text", "tokens")
 environment copies each leaf several times and routes are the largest."""
 
 
+class InThread(Protocol):
+    """Calls a function with an environment and further arguments, in a thread of that environment."""
+
+    async def __call__(self, function: Callable[..., T], *arguments: object) -> T:
+        """Return what the function returns."""
+        ...
+
+
 class Episode:
-    """Runs one environment's samples."""
+    """Runs one environment's samples from reset to done, with one request to the engine per sample and turn."""
 
     def __init__(
         self,
@@ -78,6 +65,7 @@ class Episode:
 
     async def run(self, data: TensorDictBase) -> list[TensorDictBase]:
         """Run it and return each turn's data."""
+        # only requests are awaited in the loop: resets, rewards and tokenizing block, so they are in a thread
         root, requests = await self._in_thread(self._reset, data)
         while requests:
             asked = [self._generate(request, i) for i, request in enumerate(requests)]
@@ -92,6 +80,7 @@ class Episode:
 
     def _requests(self, env: EnvBase, root: TensorDictBase) -> list[SampleRequest]:
         """Return the requests for a turn's prompts; what a ``ChatEnv`` has for the chat template counts here too."""
+        # TorchRL's environment renders with them in text mode only; here it is the policy that renders
         given = getattr(env, "template_kwargs", None) or {}
         options = {name: value for name, value in given.items() if name not in NOT_THE_TEMPLATES}
         if options and root.get(OPTIONS, None) is None:
@@ -103,11 +92,13 @@ class Episode:
     ) -> tuple[TensorDictBase, list[SampleRequest]]:
         """Take a turn, and return the next one's prompts; none if it was the last."""
         answers = lazy_stack([self._policy.answer(*pair) for pair in zip(requests, completions, strict=True)])
+        # the environment steps on what it may see, then the rest is added
         keys = set(answers.keys())
         root = root.exclude(*keys).update(answers.select(*(keys & set(SHOWN))))
         turn = env.step(root).update(answers.select(*(keys - set(SHOWN))))
         self.turns.append(turn)
         done = turn["next", "done"].reshape(len(requests), -1).any(-1)
+        # several samples in one environment end together, after one turn
         if done.all():
             return root, []
         if done.any() or len(requests) > 1:
@@ -143,13 +134,15 @@ async def gather(asked: Sequence[Awaitable[T]]) -> list[T]:
         raise
 
 
+# -- environments as collectors get them ------------------------------------------------------------------------------
+
+
 MOST_THREADS = 32
 MOST_GIVEN_UP = 64
 ONLY_ONE = "the environment did not return in time, and there is no other: pass a callable that makes environments."
-_Outcome: TypeAlias = "tuple[Any, BaseException | None]"
 
 
-def take_dataloader(env: EnvBase) -> tuple[EnvBase, Iterable[Any] | None, int | None]:
+def take_dataloader(env: EnvBase) -> tuple[EnvBase, Iterable[object] | None, int | None]:
     """Return an environment without its ``DataLoadingPrimer``, the dataloader of that, and its repeats.
 
     The given environment stays as it is; one without a primer is returned itself.
@@ -194,11 +187,12 @@ def primer_of(env: EnvBase) -> DataLoadingPrimer | None:
     return next((one for one in _transforms(env) if isinstance(one, DataLoadingPrimer)), None)
 
 
-def rows_of_primer(primer: DataLoadingPrimer) -> Iterable[Any]:
+def rows_of_primer(primer: DataLoadingPrimer) -> Iterable[object]:
     """Return a primer's dataloader; if it can be read only once, its rest, with the rows that the primer holds."""
-    loader: Iterable[Any] = primer.dataloader
+    loader: Iterable[object] = primer.dataloader
     if not isinstance(loader, Iterator):
         return loader
+    # the primer has read a batch to know what is in it, and repeats each row in its queue
     return chain(list(primer._queue)[:: max(1, primer.repeats)], loader)
 
 
@@ -207,6 +201,7 @@ def with_batch_size(env: EnvBase, group_size: int) -> EnvBase:
     if tuple(env.batch_size) in ((1,), (group_size,)):
         return env
     base = env.base_env if isinstance(env, TransformedEnv) else env
+    # not a subclass: its constructor is not known
     if type(base) is not ChatEnv:
         raise ValueError(
             f"the environment has batch size {list(env.batch_size)}: make it with (1,), an environment for each "
@@ -234,6 +229,9 @@ def _transforms(env: EnvBase) -> list[Transform]:
     return list(env.transform) if isinstance(env.transform, Compose) else [env.transform]
 
 
+# -- threads ----------------------------------------------------------------------------------------------------------
+
+
 class EnvironmentTimeoutError(TimeoutError):
     """A call of an environment did not return in time; its thread is still in it."""
 
@@ -247,12 +245,13 @@ class Threads(ThreadPoolExecutor):
 
     def __init__(self, most: int, name: str) -> None:
         super().__init__(most, name)  # an event loop takes no other executor; it starts no thread of its own
-        self._state = _Line(most, name)  # the threads hold this
+        self._state = _CallQueue(most, name)  # the threads hold this, and so not the object that ends them
         self._end = weakref.finalize(self, self._state.end)
 
-    def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Call a function in a thread."""
-        return self._state.add(partial(function, *args, **kwargs))
+    def submit(self, function: Callable[..., T], /, *args: object, **kwargs: object) -> Future[T]:
+        call: _Call[T] = _Call(partial(function, *args, **kwargs), self._state.give_up)
+        self._state.add(call)
+        return call
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the threads after their calls; none is waited for."""
@@ -260,20 +259,20 @@ class Threads(ThreadPoolExecutor):
         self._state.end(cancel_futures)
 
 
-class _Line:
-    """Calls in line, and the threads that take them."""
+class _CallQueue:
+    """Calls that wait for a thread, and the threads that take them."""
 
     def __init__(self, most: int, name: str) -> None:
         self._most, self._name = most, name
-        self._turn = threading.Condition(threading.RLock())  # a garbage collection may end it in the middle of a call
-        self._calls: deque[_Call] = deque()
+        # an RLock, since a garbage collection may end it in the middle of a call
+        self._changed = threading.Condition(threading.RLock())
+        self._calls: deque[_Call[Any]] = deque()
         self._workers = self._idle = 0
-        self._given_up: set[_Call] = set()
+        self._given_up: set[_Call[Any]] = set()
         self._is_over, self._process = False, os.getpid()
 
-    def add(self, function: Callable[[], Any]) -> _Call:
-        call = _Call(function, self._give_up)
-        with self._turn:
+    def add(self, call: _Call[Any]) -> None:
+        with self._changed:
             if self._is_over:
                 raise RuntimeError("these threads have ended, and call nothing more")
             if len(self._given_up) >= MOST_GIVEN_UP:
@@ -283,57 +282,58 @@ class _Line:
                     f"{', '.join(names[:3])}: a function that may hang needs a time limit of its own"
                 )
             self._calls.append(call)
-            self._hire()
-        return call
+            self._wake_thread()
 
-    def _hire(self) -> None:
-        """Wake or start a thread for the calls in line."""
+    def _wake_thread(self) -> None:
+        """Wake or start a thread for the calls that wait."""
         if self._idle >= len(self._calls):
-            self._turn.notify()
+            self._changed.notify()
         elif self._workers < self._most:
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
             self._workers += 1
 
     def _work(self) -> None:
         while True:
-            with self._turn:
+            with self._changed:
                 self._idle += 1
-                self._turn.wait_for(lambda: self._calls or self._is_over)
+                self._changed.wait_for(lambda: self._calls or self._is_over)
                 self._idle -= 1
                 if not self._calls:
                     return
                 call = self._calls.popleft()
             call.run()
-            with self._turn:
-                if call in self._given_up:
+            with self._changed:
+                if call in self._given_up:  # another thread has this one's place
                     self._given_up.discard(call)
                     return
                 call.is_over = True
             del call  # what it returned is not kept until the next one
 
-    def _give_up(self, call: _Call) -> None:
-        with self._turn:
+    def give_up(self, call: _Call[Any]) -> None:
+        """Count a running call's thread as lost, and start another one for the calls that wait."""
+        with self._changed:
             if not call.is_over and call not in self._given_up:
                 self._given_up.add(call)
                 self._workers -= 1
                 if self._calls:
-                    self._hire()
+                    self._wake_thread()
 
     def end(self, cancel: bool = False) -> None:
         if self._process != os.getpid():  # a forked one has none of the threads, and perhaps one's lock
             return
-        with self._turn:
+        with self._changed:
             self._is_over = True
             left = list(self._calls) if cancel else []
-            self._turn.notify_all()
+            self._changed.notify_all()
+        # outside of the lock: what waits for a call runs here
         for call in left:
             call.cancel()
 
 
-class _Call(Future[Any]):
+class _Call(Future[T]):
     """A call in a thread; ``give_up`` is called if it is cancelled while it runs."""
 
-    def __init__(self, function: Callable[[], Any], give_up: Callable[[_Call], None]) -> None:
+    def __init__(self, function: Callable[[], T], give_up: Callable[[_Call[T]], None]) -> None:
         super().__init__()
         self.function, self.is_over = function, False
         self._give_up = give_up
@@ -348,20 +348,23 @@ class _Call(Future[Any]):
     def run(self) -> None:
         if not self.set_running_or_notify_cancel():
             return
-        value, error = _outcome(self.function)
-        if isinstance(error, StopIteration):  # an event loop's future would not take it, and never end
-            error = RuntimeError(f"{_name(self.function)} raised {error!r}")
-        if error is None:
-            self.set_result(value)
+        outcome = _outcome(self.function)
+        if isinstance(outcome, tuple):
+            self.set_result(outcome[0])
+        elif isinstance(outcome, StopIteration):  # an event loop's future would not take it, and never end
+            self.set_exception(RuntimeError(f"{_name(self.function)} raised {outcome!r}"))
         else:
-            self.set_exception(error)
+            self.set_exception(outcome)
 
 
-def _name(function: Any) -> str:
+def _name(function: object) -> str:
     """The name of a function that helpers such as ``asyncio.to_thread`` call: their first argument."""
     while isinstance(function, partial):
         function = function.args[0] if function.args and callable(function.args[0]) else function.func
     return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+# -- the pool ---------------------------------------------------------------------------------------------------------
 
 
 class EnvironmentPool:
@@ -370,6 +373,7 @@ class EnvironmentPool:
     def __init__(self, first: EnvBase, make: Callable[[], EnvBase] | None) -> None:
         self.group_size = first.batch_size[0]
         self._make = make
+        # one of a single sample may hold its state, an interpreter's variables, say, until that is done
         self._is_kept = make is not None and self.group_size == 1
         self._free = [first]
         self._all = [first]
@@ -400,7 +404,7 @@ class EnvironmentPool:
         """Reserve an environment for an episode; yields a function that calls another one with it, in a thread."""
         mine = await self._take() if self._is_kept else None
 
-        async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
+        async def in_thread(function: Callable[..., T], *arguments: object) -> T:
             nonlocal mine
             async with self._room:
                 env = mine or await self._take()
@@ -411,6 +415,7 @@ class EnvironmentPool:
                     await asyncio.wait([call], timeout=timeout)  # a late call keeps the environment in use
                     raise
                 finally:
+                    # a call that hangs keeps its environment until it returns; others get another one
                     if not call.done():
                         mine = None
                         self._hung += 1
@@ -427,11 +432,10 @@ class EnvironmentPool:
             if mine is not None:
                 self._free.append(mine)
 
-    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function in one of the threads."""
+    async def call(self, function: Callable[..., T], *arguments: object) -> T:
         return await call_in(self._threads, function, *arguments)
 
-    def _came_back(self, env: EnvBase, _: asyncio.Future[_Outcome]) -> None:
+    def _came_back(self, env: EnvBase, _: object) -> None:
         self._hung -= 1
         self._free.append(env)
 
@@ -445,16 +449,15 @@ class EnvironmentPool:
     # -- in a thread ------------------------------------------------------------------------------------------------
 
     def _made(self, make: Callable[[], EnvBase]) -> EnvBase:
-        """Make an environment."""
         env = make()
         with self._lock:
             self._all.append(env)
             is_late = self._is_closed
-        if is_late:
+        if is_late:  # the pool was closed while it was made
             env.close(raise_if_closed=False)
         return env
 
-    def _use(self, env: EnvBase, function: Callable[..., T], *arguments: Any) -> T:
+    def _use(self, env: EnvBase, function: Callable[..., T], *arguments: object) -> T:
         """Call a function with an environment; close the environment afterwards if the pool was closed meanwhile."""
         with self._lock:
             self._in_use.add(id(env))
@@ -490,29 +493,31 @@ class EnvironmentPool:
             env.close(raise_if_closed=False)
 
 
-async def call_in(threads: Executor, function: Callable[..., T], *arguments: Any) -> T:
+async def call_in(threads: Executor, function: Callable[..., T], *arguments: object) -> T:
     """Call a function in one of these threads."""
     call = _submitted(threads, function, *arguments)
     await asyncio.wait([call])
     return _value(call)
 
 
-def _submitted(threads: Executor, function: Callable[..., Any], *arguments: Any) -> asyncio.Future[_Outcome]:
+def _submitted(
+    threads: Executor, function: Callable[..., T], *arguments: object
+) -> asyncio.Future[tuple[T] | BaseException]:
     return asyncio.get_running_loop().run_in_executor(threads, _outcome, function, *arguments)
 
 
-def _outcome(function: Callable[..., Any], *arguments: Any) -> _Outcome:
-    """Call a function; return its result and its exception. A future cannot carry every exception."""
+def _outcome(function: Callable[..., T], *arguments: object) -> tuple[T] | BaseException:
+    """Call a function; return its result as a tuple, or its exception, since a future cannot carry every one."""
     try:
-        return function(*arguments), None
+        return (function(*arguments),)
     except BaseException as error:  # noqa: BLE001  the caller raises it
-        return None, error
+        return error
 
 
-def _value(call: asyncio.Future[_Outcome]) -> Any:
-    value, error = call.result()
-    if error is None:
-        return value
+def _value(call: asyncio.Future[tuple[T] | BaseException]) -> T:
+    error = call.result()
+    if isinstance(error, tuple):
+        return error[0]
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         raise error
     raise RuntimeError(f"an environment raised {error!r}") from error  # it would end the loop, or a task silently

@@ -1,19 +1,27 @@
-"""One group: the answers to one prompt that are compared with one another."""
+"""A group of answers that are compared with one another, and the counts of a collection."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
 
 from torchrl_moe.collectors.prompt_stream import Prompt
 
-__all__ = ["CollectionStats", "Group"]
+
+class GroupState(TypedDict):
+    """A complete group in a checkpoint."""
+
+    position: int
+    data: TensorDictBase
+    rows: TensorDictBase
+    age: int
+    tokens: int
 
 
 @dataclass(slots=True)
@@ -32,6 +40,7 @@ class Group:
 
     def complete(self, episodes: list[list[TensorDictBase]], only_last: bool, version_in_next: bool = False) -> None:
         """Take the rows of its episodes, sample by sample, each with its turns in order."""
+        # from turns of several samples to samples of several turns
         samples: list[list[TensorDictBase]] = []
         for turns in episodes:
             samples += [list(rows) for rows in zip(*(turn.unbind(0) for turn in turns), strict=True)]
@@ -45,13 +54,14 @@ class Group:
             row.set("group_id", torch.tensor(self.number))
             if version_in_next:
                 row.set(("next", "policy_version"), row.get("policy_version"))
+        # age and length are of all turns, those that are not kept too: -1 is a row without a sampled token
         versions = [int(row.get("policy_version")) for row in every]
         self.oldest = min((version for version in versions if version >= 0), default=self.begun_version)
         self.tokens = sum(len(row.get(("tokens", "response"))) for row in every)
         self.rows = lazy_stack(kept)
         self.ready_at = time.monotonic()
 
-    def state_dict(self, version: int) -> dict[str, Any]:
+    def state_dict(self, version: int) -> GroupState:
         """Return a complete group for a checkpoint; later changes to its rows do not affect it."""
         assert self.rows is not None
         return {
@@ -63,18 +73,18 @@ class Group:
         }
 
     @classmethod
-    def restored(cls, number: int, state: Mapping[str, Any], version: int) -> Group:
+    def restored(cls, number: int, state: GroupState, version: int) -> Group:
         """Return the group of a state, with the age that it had; its rows keep their ``group_id``."""
         group = cls(number, Prompt(state["position"], state["data"]), version, rows=state["rows"])
         group.oldest, group.tokens, group.ready_at = version - state["age"], state["tokens"], time.monotonic()
         return group
 
 
-# The counts of a collector, under the names of TorchRL's scripts where they have one.
-
-
 class CollectionStats:
-    """Counts of a collector, and metrics of its last batch. One thread writes; any may read."""
+    """Counts of a collector, and metrics of its last batch, under the names of TorchRL's scripts where they have one.
+
+    One thread writes; any may read.
+    """
 
     def __init__(self) -> None:
         self.failures = 0
@@ -95,6 +105,7 @@ class CollectionStats:
     @in_flight.setter
     def in_flight(self, count: int) -> None:
         now = time.monotonic()
+        # idle is the time at a count of 0, added up whenever the count changes
         if not self._in_flight:
             self._idle += now - self._changed_at
         self._changed_at = now
@@ -113,7 +124,8 @@ class CollectionStats:
         """Set the metrics of a batch that is trained on at a version."""
         now = time.monotonic()
         ages = [max(version - group.oldest, 0) for group in groups]
-        segments = [int(row) for group in groups if group.rows is not None for row in _segments(group)]
+        rows = [row for group in groups if group.rows is not None for row in group.rows.unbind(0)]
+        segments = [int(row.get("num_segments")) for row in rows]
         for group in groups:
             self._trained[0] += 1
             self._trained[1] += group.tokens
@@ -138,12 +150,8 @@ class CollectionStats:
             "collector/refills": float(sum(self._drops.values())),
         }
         found |= {f"collector/groups_dropped/{reason}": float(count) for reason, count in sorted(self._drops.items())}
+        # below 1, long answers are dropped more often than short ones
         if self._trained[0] and self._sampled[1]:
             trained, sampled = (tokens / groups for groups, tokens in (self._trained, self._sampled))
             found["collector/length_trained_over_sampled"] = trained / sampled
         return found
-
-
-def _segments(group: Group) -> list[int]:
-    assert group.rows is not None
-    return [int(row.get("num_segments")) for row in group.rows.unbind(0)]

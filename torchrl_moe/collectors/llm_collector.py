@@ -12,10 +12,13 @@ from typing import Any
 
 from tensordict import TensorDictBase
 from torchrl.collectors import llm as torchrl_llm
+from torchrl.collectors.weight_update import WeightUpdaterBase
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
+from torchrl.envs.llm.transforms import PolicyVersion
 
 from torchrl_moe.collectors.arguments import (
+    Policy,
     engine_of,
     one_env,
     one_policy,
@@ -26,8 +29,7 @@ from torchrl_moe.collectors.arguments import (
 from torchrl_moe.collectors.environments import primer_of, with_versions
 from torchrl_moe.collectors.prompt_stream import Prompt, PromptFeed
 from torchrl_moe.collectors.reports import Reports
-
-__all__ = ["LLMCollector"]
+from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 
 LOG = logging.getLogger(__name__)
 END = object()
@@ -35,15 +37,6 @@ END = object()
 
 class _PausedError(RuntimeError):
     """Raised where a wait would deadlock; the collector continues after the pause."""
-
-
-def _env_and_tracker(env: Any, tracker: Any, has_engine: bool) -> tuple[EnvBase, Any]:
-    """Return the environment, and TorchRL's tracker of versions, or ``None`` where rows carry the engine's."""
-    if not has_engine:
-        return one_env(env), tracker
-    refuse_version_tracker(tracker)
-    env = one_env(env)
-    return with_versions(env) if tracker else env, False
 
 
 class LLMCollector(Reports, torchrl_llm.LLMCollector):
@@ -95,8 +88,8 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         self,
         env: EnvBase | Callable[[], EnvBase],
         *,
-        policy: Callable[[TensorDictBase], TensorDictBase] | None = None,
-        policy_factory: Callable[[], Callable[[TensorDictBase], TensorDictBase]] | None = None,
+        policy: Policy | None = None,
+        policy_factory: Callable[[], Policy] | None = None,
         dialog_turns_per_batch: int | None = None,
         yield_only_last_steps: bool | None = None,
         yield_completed_trajectories: bool | None = None,
@@ -106,22 +99,26 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         replay_buffer: ReplayBuffer | None = None,
         reset_at_each_iter: bool = False,
         flatten_data: bool | None = None,
-        weight_updater: Any = None,
-        queue: Any = None,
-        track_policy_version: Any = False,
+        weight_updater: WeightUpdaterBase | Callable[[], WeightUpdaterBase] | None = None,
+        queue: object = None,
+        track_policy_version: bool | PolicyVersion = False,
         verbose: bool = False,
     ) -> None:
         self._borders = threading.Condition()
         self._pausing: list[threading.Thread] = []
         self._stop = False
-        self._collecting: threading.Thread | None = None
+        self._collecting: threading.Thread | None = None  # the one that is within a batch
         self._failure: BaseException | None = None
         refuse_queue(queue)
         policy = one_policy(policy, policy_factory)
         self._engine = engine_of(policy)
-        if self._engine is not None:
+        env = one_env(env)
+        if isinstance(policy, vLLMWrapper):
             refuse_seed(policy)
-        env, track_policy_version = _env_and_tracker(env, track_policy_version, self._engine is not None)
+            # rows carry the engine's versions, which TorchRL's transform would overwrite
+            refuse_version_tracker(track_policy_version)
+            env, track_policy_version = with_versions(env) if track_policy_version else env, False
+        # the data are read by a feed of ours, which knows its position and what was not yielded
         primer = primer_of(env)
         self._feed = None if primer is None else PromptFeed(primer)
         self._finished: deque[Prompt] = deque()
@@ -168,6 +165,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
             raise RuntimeError("the collector was shut down")
         batches = super().iterator()
         with self._progress:
+            # a pause, a state and a shutdown wait for the border between two batches
             while self._may_collect():
                 self._progress.begin(self._frames)
                 try:
@@ -206,6 +204,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
             raise
 
     def _postproc(self, tensordict_out: TensorDictBase) -> TensorDictBase:
+        # TorchRL calls it with each batch, whatever the mode, before anything else sees that
         self._report(tensordict_out, self._frames)
         return super()._postproc(tensordict_out)
 
@@ -223,6 +222,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         If collecting is interrupted, by a Ctrl-C say, its prompts come again and its answers are lost.
         """
         if self._undelivered is not None:
+            # TorchRL counts its rows once more
             self._frames -= self._counted
             self._counted = 0
             return self._undelivered
@@ -235,9 +235,10 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
             raise
         return self._undelivered
 
-    def _increment_frames(self, numel: int) -> Any:
+    def _increment_frames(self, numel: int) -> bool:
         self._counted = numel
-        return super()._increment_frames(numel)
+        has_enough: bool = super()._increment_frames(numel)
+        return has_enough
 
     def _delivered(self) -> None:
         """Forget the prompts of the batch, which the trainer or the buffer has now."""
@@ -245,6 +246,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         if self._feed is None or batch is None:
             return
         if self.yield_completed_trajectories:
+            # what TorchRL still queues is not yielded yet
             while len(self._finished) > len(self._trajectory_queue):
                 self._finished.popleft()
             return
@@ -305,7 +307,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
     # -- weights ----------------------------------------------------------------------------------------------------
 
     @property
-    def policy_version(self) -> Any:
+    def policy_version(self) -> str | int | None:
         """The newest version of the engine's weights; with another policy, the count of TorchRL's transform."""
         return super().policy_version if self._engine is None else int(self._engine.replica_table.latest_version)
 
@@ -316,6 +318,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
 
         Prompts of yielded batches count as used; running samples start again.
         """
+        # between two batches; TorchRL's part cannot be read once it is closed, so shutdown keeps it
         with self.pause():
             state = OrderedDict(self._last_state) if self.closed else super().state_dict()
             state["prompts"] = None if self._feed is None else self._feed.state_dict(self._finished)
@@ -328,7 +331,7 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
             )
         return state
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: object) -> None:
         """Continue where another collector of the same data stopped; running samples here are dropped.
 
         Args:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TypedDict
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
@@ -15,7 +15,21 @@ from torchrl.envs.llm.transforms import DataLoadingPrimer
 
 from torchrl_moe.collectors.environments import rows_of_primer
 
-__all__ = ["Prompt", "PromptFeed", "PromptStream"]
+
+class StreamState(TypedDict):
+    """A stream's place in its data, for a checkpoint."""
+
+    position: int
+    epoch_position: int
+    epoch_rng: Tensor | None
+    again: dict[int, TensorDictBase]
+    """Rows that were read and not used, by position."""
+
+
+class FeedState(StreamState):
+    """A feed's, too."""
+
+    copies: list[tuple[int, TensorDictBase]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +54,14 @@ class PromptStream:
     ['a', 'b', 'c', 'a']
     """
 
-    def __init__(self, dataloader: Iterable[Any]) -> None:
+    def __init__(self, dataloader: Iterable[object]) -> None:
         self._dataloader = dataloader
         self._rows: deque[TensorDictBase] = deque()
         self._again: deque[Prompt] = deque()
-        self._iterator: Iterator[Any] | None = None
+        self._iterator: Iterator[object] | None = None
         self._position = 0
         self._epoch_position = 0  # where this epoch began
-        self._epoch_rng: Any = None
+        self._epoch_rng: Tensor | None = None
 
     def __iter__(self) -> Iterator[Prompt]:
         return self
@@ -86,8 +100,9 @@ class PromptStream:
                 return self._rows.popleft()
         raise ValueError("the dataloader yields nothing")
 
-    def _next_batch(self) -> Any:
+    def _next_batch(self) -> object:
         if self._iterator is None:
+            # an epoch is shuffled as it begins: with this state it can be read again
             self._epoch_position = self._position
             self._epoch_rng = _rng(self._dataloader).get_state()
             self._iterator = iter(self._dataloader)
@@ -98,8 +113,8 @@ class PromptStream:
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
-    def state_dict(self, unfinished: Iterable[Prompt] = ()) -> dict[str, Any]:
-        """Return the position of the stream."""
+    def state_dict(self, unfinished: Iterable[Prompt] = ()) -> StreamState:
+        """Return the position of the stream; ``unfinished`` rows come again after a restore."""
         again = {prompt.position: prompt.data for prompt in (*self._again, *unfinished)}
         return {
             "position": self._position,
@@ -108,11 +123,12 @@ class PromptStream:
             "again": dict(sorted(again.items())),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StreamState) -> None:
         """Continue where another stream of the same data stopped; the current epoch is read again up to there."""
         self._rows.clear()
         self._iterator = None
         self._position = state["epoch_position"]
+        # a dataloader cannot seek: shuffle as then, and read up to the position
         rng = _rng(self._dataloader)
         before = rng.get_state()
         if state["epoch_rng"] is not None:
@@ -125,17 +141,18 @@ class PromptStream:
         self._again = deque(Prompt(position, data) for position, data in state["again"].items())
 
 
-def _rows_of(batch: Any) -> Iterable[TensorDictBase]:
+def _rows_of(batch: object) -> Iterable[TensorDictBase]:
     """Return the rows of what a dataloader yields, each of batch size ``[]``."""
     if is_tensor_collection(batch):
-        return batch.unbind(0) if batch.ndim else [batch]
+        rows: TensorDictBase = batch
+        return rows.unbind(0) if rows.ndim else [rows]
     if isinstance(batch, Mapping):
         sizes = {
             len(value)
             for value in batch.values()
-            if isinstance(value, list | tuple | torch.Tensor) and _is_column(value)
+            if isinstance(value, list | tuple) or (isinstance(value, Tensor) and value.ndim)
         }
-        if not sizes:
+        if not sizes:  # a mapping without a column is a row
             return [TensorDict(dict(batch))]
         if len(sizes) > 1:
             raise ValueError(f"the columns of a batch have different lengths: {sorted(sizes)}")
@@ -147,24 +164,15 @@ def _rows_of(batch: Any) -> Iterable[TensorDictBase]:
     )
 
 
-def _is_column(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor) or value.ndim > 0
-
-
-def _rng(dataloader: Any) -> torch.Generator:
-    """What shuffles the data."""
+def _rng(dataloader: object) -> torch.Generator:
+    """Return what shuffles the data: torch's global generator, unless the dataloader has one of its own."""
     generator = getattr(dataloader, "generator", None)
     generator = getattr(getattr(dataloader, "sampler", None), "generator", None) if generator is None else generator
     return torch.default_generator if generator is None else generator
 
 
-# Prompts for an environment that resets its own samples; tracks which prompts have not been yielded yet.
-
-
 class PromptFeed:
-    """Gives each sample of an environment a prompt when it is reset, and keeps that prompt until it has been
-    yielded.
-    """
+    """Gives each sample that an environment resets a prompt, and keeps that prompt until its rows were yielded."""
 
     def __init__(self, primer: DataLoadingPrimer) -> None:
         self._data = rows_of_primer(primer)
@@ -174,6 +182,7 @@ class PromptFeed:
         self._device = primer.device
         self._copies: deque[Prompt] = deque()  # to be drawn next
         self._open: dict[int, deque[Prompt]] = {}  # by sample; the last one is running, earlier ones are done
+        # the primer's own default would read on in data of which nobody knows the position
         primer.default_value = self
 
     def __call__(self, reset: Tensor | None = None) -> TensorDictBase:
@@ -217,14 +226,15 @@ class PromptFeed:
         held = [*finished, *(prompt for prompts in self._open.values() for prompt in prompts), *self._copies]
         return sorted(held, key=lambda prompt: prompt.position)
 
-    def state_dict(self, finished: Sequence[Prompt] = ()) -> dict[str, Any]:
+    def state_dict(self, finished: Sequence[Prompt] = ()) -> FeedState:
         """Return the position in the data and the open prompts."""
         copies = [(prompt.position, prompt.data) for prompt in self._unfinished(finished)]
         return {**self.stream.state_dict(), "copies": copies}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: FeedState) -> None:
         """Continue where another feed stopped: its open prompts come first."""
         if isinstance(self._data, Iterator):
+            # TorchRL has drawn rows for a first reset: put them back, if they are all that was read
             held = {prompt.position: prompt.data for prompt in self._unfinished([])}
             if list(held) != list(range(self.stream.position)):
                 raise ValueError(

@@ -1,102 +1,184 @@
-"""Collectors that run in a Ray actor, from the driver's side: LLMCollector and AsyncLLMCollector."""
+"""``RayLLMCollector`` and ``RayAsyncLLMCollector``: the driver's side of a collector that runs in a Ray actor."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, Literal
+from inspect import Parameter
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, Unpack
 
 from tensordict import TensorDictBase
-from torchrl.collectors import BaseCollector
+from torchrl.collectors.weight_update import WeightUpdaterBase
 from torchrl.data import RayReplayBuffer, ReplayBuffer
 
 from torchrl_moe._checks import renamed
-from torchrl_moe.collectors.arguments import EnvLike, GroupFilter
+from torchrl_moe.collectors.arguments import EnvLike, GroupFilter, Policy
+from torchrl_moe.collectors.async_collector import AsyncLLMCollector
 from torchrl_moe.collectors.collector_host import unpack
-from torchrl_moe.collectors.environments import MAX_TURNS
+from torchrl_moe.collectors.llm_collector import LLMCollector
 from torchrl_moe.collectors.remote_host import RemoteHost, actor_options
-from torchrl_moe.collectors.reports import SampleReader
+from torchrl_moe.collectors.reports import FreeRunning, SampleReader
 from torchrl_moe.collectors.schedule import Order
 from torchrl_moe.errors import CollectionError
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 from torchrl_moe.render.tables import html_table, print_table
 from torchrl_moe.render.tokens import MOST_TOKENS, Color, show_token_samples
 
-__all__ = ["RayAsyncLLMCollector", "RayCollector", "RayLLMCollector"]
-
-
-# The driver's side of a collector in a Ray actor; base of the two collectors in Ray.
-
+if TYPE_CHECKING:
+    import pandas
+    from ray import ObjectRef
 
 LOG = logging.getLogger(__name__)
-
-OF_RAY = ("ray_init_config", "remote_config", "num_cpus", "num_gpus", "sync_iter")
+P = ParamSpec("P")
 SHOW_SECONDS = 5.0
 END_SECONDS = 15.0
 JOIN_SECONDS = 5.0
 
+# -- arguments --------------------------------------------------------------------------------------------------------
 
-class RayCollector(BaseCollector):
-    """Forwards calls to the actor, which holds the local collector. Thread-safe.
 
-    Args:
-        kind: the local collector's name in ``torchrl_moe.collectors``.
-        given: its arguments by name, and those of Ray; ``"self"`` and ``"__class__"`` are ignored.
+class CollectorOptions(TypedDict, total=False):
+    """What both collectors take by name, with Ray's own; the local collectors have the defaults."""
 
-    Raises:
-        TypeError: an argument cannot be sent to an actor.
-        ValueError: resources are given twice, and differ.
-        CollectionError: the actor was not placed in time.
-        Exception: what the local collector raises.
-    """
+    dialog_turns_per_batch: int | None
+    yield_only_last_steps: bool | None
+    yield_completed_trajectories: bool | None
+    postproc: Callable[[TensorDictBase], TensorDictBase] | None
+    total_dialog_turns: int
+    async_envs: bool | None
+    replay_buffer: ReplayBuffer | None
+    reset_at_each_iter: bool
+    flatten_data: bool | None
+    weight_updater: WeightUpdaterBase | Callable[[], WeightUpdaterBase] | None
+    queue: object
+    track_policy_version: bool
+    verbose: bool
+    ray_init_config: Mapping[str, object] | None
+    remote_config: Mapping[str, object] | None
+    num_cpus: float | None
+    num_gpus: float | None
+    sync_iter: bool
 
-    init_random_frames = 0
-    """For TorchRL's trainer."""
+
+class LLMCollectorOptions(CollectorOptions, total=False):
+    """Of :class:`RayLLMCollector`."""
+
+    policy: Policy | None
+    policy_factory: Callable[[], Policy] | None
+
+
+class AsyncLLMCollectorOptions(CollectorOptions, total=False):
+    """Of :class:`RayAsyncLLMCollector`."""
+
+    policy: vLLMWrapper | None
+    policy_factory: Callable[[], vLLMWrapper] | None
+    dataloader: Iterable[object] | None
+    group_size: int | None
+    groups_per_batch: int | None
+    max_staleness: int
+    order: Order
+    window: float
+    on_stale: Literal["wait", "drop"]
+    on_weight_update: None
+    max_in_flight: int | Literal["auto"]
+    over_sample: float
+    group_filter: GroupFilter | None
+    max_failures: int
+    max_dropped_groups: int | None
+    max_turns: int
+    reward_timeout: float | None
+    heartbeat_timeout: float | None
+
+
+OF_RAY = {
+    "ray_init_config": None,
+    "remote_config": None,
+    "num_cpus": None,
+    "num_gpus": None,
+    "sync_iter": True,
+}
+"""What the actor's collector does not take, and its defaults."""
+
+
+def takes_arguments_of(local: type) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Show the parameters of a local collector, and Ray's, as those of a constructor, and refuse other names."""
+    # the actor would refuse them too, after a process was started for it
+    shown = inspect.signature(local.__init__)  # type: ignore[misc]
+    types = inspect.get_annotations(CollectorOptions)
+    of_ray = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
+        for name, default in OF_RAY.items()
+    ]
+    shown = shown.replace(parameters=[*shown.parameters.values(), *of_ray])
+
+    def decorate(constructor: Callable[P, None]) -> Callable[P, None]:
+        @functools.wraps(constructor)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+            shown.bind(*args, **kwargs)
+            constructor(*args, **kwargs)
+
+        checked.__signature__ = shown  # type: ignore[attr-defined]
+        return checked
+
+    return decorate
+
+
+# -- both collectors --------------------------------------------------------------------------------------------------
+
+
+class RayCollector(FreeRunning):
+    """Forwards calls to the actor, which holds the local collector of that ``kind``. Thread-safe."""
+
+    _failure: BaseException | None = None
     _rests = False
     """Whether the local collector works only when asked, and has a state only between batches."""
 
-    def __init__(self, kind: str, given: Mapping[str, Any]) -> None:
+    def __init__(self, kind: str, env: EnvLike, options: CollectorOptions) -> None:
         super().__init__()
-        arguments = {name: value for name, value in given.items() if name not in ("self", "__class__", *OF_RAY)}
-        self.sync_iter: bool = given["sync_iter"]
-        self.verbose: bool = given["verbose"]
-        self.replay_buffer = arguments["replay_buffer"]
-        weight_updater = arguments.pop("weight_updater")  # it stays where the weights are
+        self.sync_iter = options.get("sync_iter", True)
+        self.verbose = options.get("verbose", False)
+        self.replay_buffer: ReplayBuffer = options.get("replay_buffer")
+        # TorchRL's own buffer in Ray is extended by the actor; any other one is memory of this process
         self._extends_here = isinstance(self.replay_buffer, ReplayBuffer) and not isinstance(
             self.replay_buffer, RayReplayBuffer
         )
         self._is_over = False
-        self._failure: BaseException | None = None
         self._taking = threading.Lock()
-        self._awaited: Any = None  # the batch that was requested
+        self._awaited: ObjectRef | None = None  # the batch that was requested
         self._ahead: deque[TensorDictBase | None] = deque()  # batches of a state that was loaded
         self._changed = threading.Condition()
         self._pauses = 0
         self._is_writing = False
         self._writer: threading.Thread | None = None
-        options = actor_options(given["remote_config"], num_cpus=given["num_cpus"], num_gpus=given["num_gpus"])
-        self._host = RemoteHost(kind, self._sendable(arguments), options, given["ray_init_config"])
-        self.total_dialog_turns = self.total_frames = given["total_dialog_turns"]
+        placement = actor_options(
+            options.get("remote_config"), num_cpus=options.get("num_cpus"), num_gpus=options.get("num_gpus")
+        )
+        arguments = self._sendable(env, options)
+        self._host = RemoteHost(kind, arguments, placement, options.get("ray_init_config"))
+        self.total_dialog_turns = self.total_frames = options.get("total_dialog_turns", -1)
         self.dialog_turns_per_batch = self.requested_frames_per_batch = self._host.dialog_turns_per_batch
-        self.weight_updater = weight_updater
+        self.weight_updater = options.get("weight_updater")
 
-    def _sendable(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Replace a buffer by what the actor may use of it."""
+    def _sendable(self, env: EnvLike, options: CollectorOptions) -> dict[str, object]:
+        """Return the local collector's arguments, with what the actor may use of a buffer."""
+        # the updater stays where the weights are
+        arguments = {name: value for name, value in options.items() if name not in (*OF_RAY, "weight_updater")}
         if isinstance(self.replay_buffer, RayReplayBuffer):
-            return {**arguments, "replay_buffer": self.replay_buffer.client()}
-        if self._extends_here:
-            flatten = arguments["flatten_data"]
-            if flatten is None and not arguments["yield_only_last_steps"]:
-                flatten = True  # the default with a buffer, which the actor does not see
-            return {**arguments, "replay_buffer": None, "flatten_data": flatten}
-        return arguments
+            arguments["replay_buffer"] = self.replay_buffer.client()
+        elif self._extends_here:
+            arguments["replay_buffer"] = None
+            if options.get("flatten_data") is None and not options.get("yield_only_last_steps"):
+                arguments["flatten_data"] = True  # the default with a buffer, which the actor does not see
+        return {"env": env, **arguments}
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
-    def _ask(self, method: str, *arguments: Any) -> Any:
+    def _ask(self, method: str, *arguments: object) -> Any:
         """Call a method of the :class:`CollectorHost`."""
         if self._is_over:
             raise CollectionError("the collector was shut down")
@@ -140,11 +222,13 @@ class RayCollector(BaseCollector):
                 if self._is_over:  # shut down meanwhile, which is why it failed
                     return ()
                 raise
+            # the next batch is made while this one is trained on
             asks_ahead = found and not self.sync_iter and not self._pauses
             self._awaited = self._begin() if asks_ahead else None
             return found
 
-    def _begin(self) -> Any:
+    def _begin(self) -> ObjectRef:
+        # the actor counts what the writer's batches were trained on by weight updates only
         return self._host.begin("next", threading.current_thread() is self._writer)
 
     def _check_unpaused(self) -> None:
@@ -193,10 +277,6 @@ class RayCollector(BaseCollector):
             self._is_writing = not self._is_over
             return self._is_writing
 
-    def is_running(self) -> bool:
-        """Whether :meth:`start` was called and its thread has not ended."""
-        return self._writer is not None and self._writer.is_alive()
-
     @contextmanager
     def pause(self, resume: bool = True) -> Iterator[None]:
         """Pause the local collector within the context, and request nothing from it.
@@ -210,6 +290,7 @@ class RayCollector(BaseCollector):
             with self._changed:
                 # another one may wait for the weight update that comes after the pause
                 self._changed.wait_for(lambda: not (self._rests and self._is_writing))
+            # a batch that was asked for comes first: a paused collector would not make it
             self._is_here()
             self._ask("pause", resume)
             try:
@@ -222,16 +303,6 @@ class RayCollector(BaseCollector):
                 with self._changed:
                     self._pauses -= 1
                     self._changed.notify_all()
-
-    def getattr_rb(self, attr: str) -> Any:
-        """Return an attribute of the buffer.
-
-        Raises:
-            Exception: the error that ended the collection. TorchRL's trainer waits here for the first write.
-        """
-        if self._failure is not None:
-            raise self._failure
-        return getattr(self.replay_buffer, attr)
 
     def getattr_policy(self, attr: str) -> Any:
         """Return an attribute of the policy, which must be picklable."""
@@ -253,19 +324,14 @@ class RayCollector(BaseCollector):
             self._failure = error  # only this collector's trainer gets it; the sender may have other collectors
 
     @property
-    def policy_version(self) -> Any:
+    def policy_version(self) -> int | None:
         """The newest version of the engine's weights, as the local collector knows it."""
-        return self._ask("read", "policy_version")
+        version: int | None = self._ask("read", "policy_version")
+        return version
 
-    def get_policy_version(self) -> Any:
+    def get_policy_version(self) -> int | None:
         """:attr:`policy_version`, as TorchRL has it."""
         return self.policy_version
-
-    def update_policy_weights_(self, policy_or_weights: Any = None, **kwargs: Any) -> None:
-        """Push weights with TorchRL's weight updater, from this process; else the sync scheme's sender has done so."""
-        if self.weight_updater is not None:
-            self.weight_updater.push_weights(policy_or_weights, **kwargs)
-        self.increment_version()
 
     # -- batches and reports ----------------------------------------------------------------------------------------
 
@@ -309,9 +375,10 @@ class RayCollector(BaseCollector):
         title, cells = self._ask("call", "sample_cells", n, characters)
         print_table(title, SampleReader.COLUMNS, cells, wide=SampleReader.WIDE)
 
-    def to_pandas(self) -> Any:
+    def to_pandas(self) -> pandas.DataFrame:
         """Return a pandas ``DataFrame`` with a row for each batch; see :meth:`LLMCollector.to_pandas`."""
-        return self._ask("call", "to_pandas")
+        table: pandas.DataFrame = self._ask("call", "to_pandas")
+        return table
 
     def _repr_html_(self) -> str:
         """Return the table of the local collector; of one that is over, or says nothing, why."""
@@ -319,7 +386,7 @@ class RayCollector(BaseCollector):
         return text if is_known else html_table(type(self).__name__, ("",), [], note=text)
 
     def evaluate(
-        self, env: EnvLike, n: int, *, dataloader: Iterable[Any] | None = None, **generate_kwargs: Any
+        self, env: EnvLike, n: int, *, dataloader: Iterable[object] | None = None, **generate_kwargs: object
     ) -> TensorDictBase:
         """Answer ``n`` held-out prompts in the actor, at top priority, while the collection continues."""
         found: TensorDictBase = self._ask("evaluate", env, n, dataloader, generate_kwargs)
@@ -329,6 +396,7 @@ class RayCollector(BaseCollector):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the local collector's state; ``"ahead"``: a batch requested ahead, or interrupted by a Ctrl-C."""
+        # a local collector that generates all the time has a state at any time
         with self.pause() if self._rests else nullcontext():
             ahead = list(self._ahead)
             if self._taking.acquire(blocking=False):  # else a thread is taking it
@@ -383,9 +451,7 @@ class RayCollector(BaseCollector):
         return f"{type(self).__name__}({self._shown('__repr__')[1]})"
 
     def _shown(self, method: str) -> tuple[bool, str]:
-        """Return what the local collector says of itself, or false and why it says nothing; nobody waits long for
-        it.
-        """
+        """Return what the local collector shows of itself, or false and why it does not; nobody waits long for it."""
         try:
             if self._is_over:
                 raise CollectionError("the collector was shut down")
@@ -397,7 +463,7 @@ class RayCollector(BaseCollector):
             return False, str(error).partition("\n")[0]
 
 
-# ``RayLLMCollector``: an ``LLMCollector`` in a Ray actor.
+# -- one for each local collector -------------------------------------------------------------------------------------
 
 
 class RayLLMCollector(RayCollector):
@@ -428,35 +494,9 @@ class RayLLMCollector(RayCollector):
 
     _rests = True
 
-    def __init__(
-        self,
-        env: EnvLike,
-        *,
-        policy: Callable[[TensorDictBase], TensorDictBase] | None = None,
-        policy_factory: Callable[[], Callable[[TensorDictBase], TensorDictBase]] | None = None,
-        dialog_turns_per_batch: int | None = None,
-        yield_only_last_steps: bool | None = None,
-        yield_completed_trajectories: bool | None = None,
-        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
-        total_dialog_turns: int = -1,
-        async_envs: bool | None = None,
-        replay_buffer: ReplayBuffer | None = None,
-        reset_at_each_iter: bool = False,
-        flatten_data: bool | None = None,
-        weight_updater: Any = None,
-        queue: Any = None,
-        track_policy_version: Any = False,
-        verbose: bool = False,
-        ray_init_config: Mapping[str, Any] | None = None,
-        remote_config: Mapping[str, Any] | None = None,
-        num_cpus: float | None = None,
-        num_gpus: float | None = None,
-        sync_iter: bool = True,
-    ) -> None:
-        super().__init__("LLMCollector", locals())
-
-
-# ``RayAsyncLLMCollector``: an ``AsyncLLMCollector`` in a Ray actor; several of them share one engine.
+    @takes_arguments_of(LLMCollector)
+    def __init__(self, env: EnvLike, **options: Unpack[LLMCollectorOptions]) -> None:
+        super().__init__("LLMCollector", env, options)
 
 
 class RayAsyncLLMCollector(RayCollector):
@@ -498,45 +538,7 @@ class RayAsyncLLMCollector(RayCollector):
         ]
     """
 
-    def __init__(
-        self,
-        env: EnvLike,
-        *,
-        policy: vLLMWrapper | None = None,
-        policy_factory: Callable[[], vLLMWrapper] | None = None,
-        dialog_turns_per_batch: int | None = None,
-        yield_only_last_steps: bool | None = None,
-        yield_completed_trajectories: bool | None = None,
-        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
-        total_dialog_turns: int = -1,
-        async_envs: bool | None = None,
-        replay_buffer: ReplayBuffer | None = None,
-        reset_at_each_iter: bool = False,
-        flatten_data: bool | None = None,
-        weight_updater: Any = None,
-        queue: Any = None,
-        track_policy_version: Any = False,
-        verbose: bool = False,
-        dataloader: Iterable[Any] | None = None,
-        group_size: int | None = None,
-        groups_per_batch: int | None = None,
-        max_staleness: int = 2,
-        order: Order = "window",
-        window: float = 0.3,
-        on_stale: Literal["wait", "drop"] = "wait",
-        on_weight_update: None = None,
-        max_in_flight: int | Literal["auto"] = "auto",
-        over_sample: float = 1.0,
-        group_filter: GroupFilter | None = None,
-        max_failures: int = 0,
-        max_dropped_groups: int | None = None,
-        max_turns: int = MAX_TURNS,
-        reward_timeout: float | None = None,
-        heartbeat_timeout: float | None = 300.0,
-        ray_init_config: Mapping[str, Any] | None = None,
-        remote_config: Mapping[str, Any] | None = None,
-        num_cpus: float | None = None,
-        num_gpus: float | None = None,
-        sync_iter: bool = True,
-    ) -> None:
-        super().__init__("AsyncLLMCollector", {**locals(), "sync_iter": True})
+    @takes_arguments_of(AsyncLLMCollector)
+    def __init__(self, env: EnvLike, **options: Unpack[AsyncLLMCollectorOptions]) -> None:
+        options["sync_iter"] = True  # it is ahead anyway
+        super().__init__("AsyncLLMCollector", env, options)

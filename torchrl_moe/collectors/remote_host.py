@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
 from torchrl_moe.collectors.collector_host import CollectorHost
 from torchrl_moe.errors import CollectionError
 from torchrl_moe.modules.backends.ray.cluster import join_cluster, shortage
 from torchrl_moe.modules.serving.launch import TIMEOUT_VARIABLE, default_timeout
-
-__all__ = ["RemoteHost", "actor_options"]
 
 CALLS = 8
 """Calls that the actor handles concurrently."""
@@ -25,8 +25,8 @@ HOW_TO_SEND = {
 }
 
 
-def actor_options(remote_config: Mapping[str, Any] | None, **resources: float | None) -> dict[str, Any]:
-    """Return Ray's options for the actor."""
+def actor_options(remote_config: Mapping[str, object] | None, **resources: float | None) -> dict[str, object]:
+    """Return Ray's options for the actor; a resource may be named in both places if they agree."""
     options = {"max_concurrency": CALLS, **(remote_config or {})}
     for name, asked in resources.items():
         if asked is not None and options.setdefault(name, asked) != asked:
@@ -40,14 +40,15 @@ class RemoteHost:
     def __init__(
         self,
         kind: str,
-        arguments: Mapping[str, Any],
-        options: Mapping[str, Any],
-        ray_init_config: Mapping[str, Any] | None = None,
+        arguments: Mapping[str, object],
+        options: Mapping[str, object],
+        ray_init_config: Mapping[str, object] | None = None,
     ) -> None:
         if ray_init_config is None:
             join_cluster()
         elif not ray.is_initialized():
             ray.init(**ray_init_config)
+        # first what cannot be sent, since a place in the cluster may take minutes
         sent = _put(arguments)
         self._actor = _place(options)
         try:
@@ -56,13 +57,13 @@ class RemoteHost:
             self._kill()
             raise
 
-    def begin(self, method: str, *arguments: Any) -> Any:
+    def begin(self, method: str, *arguments: object) -> ObjectRef:
         """Call a method of the :class:`CollectorHost`; return a reference to its result."""
         if not ray.is_initialized():  # a call would start another cluster
             raise CollectionError("Ray was shut down, and the collector's actor with it")
         return getattr(self._actor, method).remote(*arguments)
 
-    def wait(self, reference: Any) -> Any:
+    def wait(self, reference: ObjectRef) -> Any:
         """Wait for a method's result; errors are raised as they were in the actor."""
         try:
             return ray.get(reference)
@@ -73,11 +74,11 @@ class RemoteHost:
         except RayError as error:
             raise CollectionError(f"the collector's actor gave no answer: {error}") from error
 
-    def is_done(self, reference: Any, seconds: float | None = 0.0) -> bool:
+    def is_done(self, reference: ObjectRef, seconds: float | None = 0.0) -> bool:
         """Whether a method has returned or raised within some seconds; ``None``: wait without limit."""
         return bool(ray.wait([reference], timeout=seconds)[0])
 
-    def end(self, seconds: float, awaited: Any, *arguments: Any) -> None:
+    def end(self, seconds: float, awaited: ObjectRef | None, *arguments: object) -> None:
         """Shut the collector down and end the actor, whatever state it is in."""
         if ray.is_initialized():  # else it is gone
             try:
@@ -92,11 +93,12 @@ class RemoteHost:
         ray.kill(self._actor)
 
 
-def _put(arguments: Mapping[str, Any]) -> Any:
+def _put(arguments: Mapping[str, object]) -> ObjectRef:
     """Put arguments into Ray's object store."""
     try:
         return ray.put(dict(arguments))
     except Exception:  # pickling calls the user's code, which may raise anything
+        # find out which one it was: Ray's error does not say
         for name, value in arguments.items():
             try:
                 ray.cloudpickle.dumps(value)
@@ -106,13 +108,14 @@ def _put(arguments: Mapping[str, Any]) -> Any:
         raise
 
 
-def _place(options: Mapping[str, Any]) -> Any:
+def _place(options: Mapping[str, Any]) -> ActorHandle:
     """Return an actor once it is placed."""
     actor = ray.remote(CollectorHost).options(**options).remote()
     seconds = default_timeout()
     try:
         if ray.wait([actor.__ray_ready__.remote()], timeout=seconds)[0]:
             return actor
+        # it may still come: say what it waits for, and do not leave it in the cluster's queue
         asked = {"CPU": options.get("num_cpus", 1), "GPU": options.get("num_gpus"), **(options.get("resources") or {})}
         waits_for = shortage({name: float(amount) for name, amount in asked.items() if amount})
         raise CollectionError(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 import torch
@@ -21,10 +21,10 @@ from torchrl_moe._checks import check_number, renamed
 from torchrl_moe.render.tables import data_frame, html_table, number_text, one_line, print_table
 from torchrl_moe.render.tokens import MOST_TOKENS, Color, TokenSample, read_samples, rows_of, show_token_samples
 
-__all__ = ["CollectionProgress", "CollectionRecord", "Reports", "SampleReader"]
+if TYPE_CHECKING:
+    import pandas
 
-
-# The progress bar of a collection.
+# -- the progress bar -------------------------------------------------------------------------------------------------
 
 
 class CollectionProgress:
@@ -35,17 +35,18 @@ class CollectionProgress:
     def __init__(self, total: int, shown: bool) -> None:
         self._total = total if total >= 0 else None
         self._shown = shown
-        self._bar: Any = None
+        self._bar: tqdm[NoReturn] | None = None
 
     def begin(self, answers: int) -> None:
         """Show it, with the progress so far, unless it is shown already."""
         if self._shown and self._bar is None:
             self._bar = tqdm(total=self._total, initial=answers, desc="collect", unit="answer", dynamic_ncols=True)
 
-    def show(self, answers: int, metrics: Mapping[str, float]) -> None:
+    def show(self, answers: int, metrics: Mapping[str, object]) -> None:
         """Show how many answers there are; the same call again changes nothing."""
         self.begin(answers)
         if self._bar is not None:
+            # the bar is drawn once, by update
             self._bar.set_postfix(metrics, refresh=False)
             self._bar.update(answers - self._bar.n)
 
@@ -66,20 +67,21 @@ class CollectionProgress:
             self.close()
 
 
-# Reads rewards, tokens, texts and versions from the rows of a batch, of any collector and input mode.
+# -- rows of a batch --------------------------------------------------------------------------------------------------
 
 
 ABSENT = "–"
 
 
 class SampleReader:
-    """Reads rows; a missing value is shown as ``–``."""
+    """Reads rewards, tokens, texts and versions of rows, of any collector and input mode; ``–`` is a missing value."""
 
     COLUMNS = ("group", "prompt", "answer", "reward", "tokens", "version", "segments", "finish_reason")
     WIDE = ("prompt", "answer")
     """Columns of long text."""
 
-    def __init__(self, policy: Any) -> None:
+    def __init__(self, policy: object) -> None:
+        # not only wrappers of ours: a key that a policy does not name is TorchRL's
         self.policy = policy
         self._text, self._tokens, self._masks = (
             getattr(policy, f"{name}_key", None) or name for name in ("text", "tokens", "masks")
@@ -106,7 +108,7 @@ class SampleReader:
     def cells(self, row: TensorDictBase, characters: int) -> tuple[str, ...]:
         """Return the texts of :attr:`COLUMNS` of a row, batch size ``[]``; prompts and answers are cut."""
         versions = row.get(("policy_versions", "full"), None)
-        versions = None if versions is None else versions[versions >= 0]
+        versions = None if versions is None else versions[versions >= 0]  # -1: not sampled
         return (
             _cell(_plain(row.get("group_id", None))),
             *(one_line(self._part(row, part), characters) for part in ("prompt", "response")),
@@ -131,6 +133,7 @@ class SampleReader:
         if ids is None or not is_padded:
             return ids
         mask = row.get((self._masks, "all_attention_mask")).bool()
+        # the mask is of the whole row: prompts are its left end, responses its right one
         return ids[mask[: len(ids)] if part == "prompt" else mask[len(mask) - len(ids) :]]
 
     def _part(self, row: TensorDictBase, part: str) -> str:
@@ -146,10 +149,11 @@ class SampleReader:
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return a leaf as plain Python."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
+    # a NonTensorData holds it; a lazy stack has given it already
     return getattr(value, "data", value)
 
 
@@ -159,7 +163,7 @@ def _reward(row: TensorDictBase) -> float | None:
     return float(reward.sum()) if isinstance(reward, torch.Tensor) else None
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     if value is None:
         return ABSENT
     return f"{value:.4g}" if isinstance(value, float) else one_line(str(value), 40)
@@ -172,8 +176,10 @@ def _span(versions: torch.Tensor) -> str:
     return f"{low}" if low == high else f"{low} to {high}"
 
 
-LIMIT = 10_000
+# -- the record of a collection ---------------------------------------------------------------------------------------
 
+
+LIMIT = 10_000
 POSTFIX = {
     "reward": "reward_mean",
     "age": "inference/staleness_mean",
@@ -202,7 +208,7 @@ class CollectionRecord:
         self.batches = 0
         self.waited = 0.0
         self._waited_before = 0.0  # for the batches that were yielded
-        self._rows: deque[dict[str, Any]] = deque(maxlen=limit)
+        self._rows: deque[dict[str, object]] = deque(maxlen=limit)
 
     @contextmanager
     def wait(self) -> Iterator[None]:
@@ -214,7 +220,7 @@ class CollectionRecord:
             with self._lock:
                 self.waited += self._clock() - began
 
-    def add(self, batch: TensorDictBase, metrics: Mapping[str, Any]) -> None:
+    def add(self, batch: TensorDictBase, metrics: Mapping[str, object]) -> None:
         """Record a batch that is yielded. It is kept, not copied, until the next one."""
         with self._lock:
             waited = self.waited - self._waited_before
@@ -222,12 +228,12 @@ class CollectionRecord:
             self.batch, self.batches, self._waited_before = batch, self.batches + 1, self.waited
 
     @property
-    def last(self) -> Mapping[str, Any]:
+    def last(self) -> Mapping[str, object]:
         """The metrics of the last batch; empty before the first."""
         with self._lock:
             return self._rows[-1] if self._rows else {}
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, object]]:
         """Return the metrics of each batch: ``time`` (UTC), ``batch`` (from 0), ``waited`` (s), and those given."""
         with self._lock:
             return list(self._rows)
@@ -236,6 +242,42 @@ class CollectionRecord:
         """Return the share of the time that the trainer waited, and the seconds."""
         seconds = max(self._clock() - self._began, 1e-9)
         return {"training/idle": self.waited / seconds, "collector/wait_for_batch": self.waited}
+
+
+# -- what collectors have in common -----------------------------------------------------------------------------------
+
+
+class FreeRunning(BaseCollector):
+    """What TorchRL's trainers ask of a collector of ours that fills a buffer from a thread of its own."""
+
+    init_random_frames = 0
+    """For TorchRL's trainer."""
+    _writer: threading.Thread | None
+
+    @property
+    def _failure(self) -> BaseException | None:
+        """What ended the collection, if not a shutdown."""
+        return None
+
+    def is_running(self) -> bool:
+        """Whether :meth:`start` was called and its thread has not ended."""
+        return self._writer is not None and self._writer.is_alive()
+
+    def getattr_rb(self, attr: str) -> Any:
+        """Return an attribute of the buffer.
+
+        Raises:
+            Exception: the error that ended the collection. TorchRL's trainer waits here for the first write.
+        """
+        if self._failure is not None:
+            raise self._failure
+        return getattr(self.replay_buffer, attr)
+
+    def update_policy_weights_(self, policy_or_weights: object = None, **kwargs: object) -> None:
+        """Push weights with TorchRL's weight updater, if there is one; else the sync scheme's sender has done so."""
+        if self.weight_updater is not None:
+            self.weight_updater.push_weights(policy_or_weights, **kwargs)
+        self.increment_version()
 
 
 class Reports(BaseCollector):
@@ -250,8 +292,9 @@ class Reports(BaseCollector):
 
     record: CollectionRecord
 
-    def _begin_reports(self, policy: Any, settings: Mapping[str, Any], total_dialog_turns: int, verbose: bool) -> None:
-        """Make what reports need."""
+    def _begin_reports(
+        self, policy: object, settings: Mapping[str, object], total_dialog_turns: int, verbose: bool
+    ) -> None:
         self.record = CollectionRecord()
         self._shown_settings = settings
         self._progress = CollectionProgress(total_dialog_turns, verbose)
@@ -263,7 +306,7 @@ class Reports(BaseCollector):
             now = {name: value for name, value in self.stats().items() if name not in NOT_KEPT}
             self.record.add(batch, {**self._samples.metrics(batch), **now, "frames": frames})
         last = self.record.last
-        self._progress.show(frames, {word: last[name] for word, name in POSTFIX.items() if name in last})
+        self._progress.show(frames, {label: last[name] for label, name in POSTFIX.items() if name in last})
 
     def stats(self) -> dict[str, int | float | bool]:
         """Return metrics by name, plain numbers for a logger: ``logger.log_metrics(collector.stats(), step)``."""
@@ -314,7 +357,7 @@ class Reports(BaseCollector):
         )
         return title, [self._samples.cells(row, characters) for row in rows[-n:]]
 
-    def to_pandas(self) -> Any:
+    def to_pandas(self) -> pandas.DataFrame:
         """Return a pandas ``DataFrame`` with a row for each of the last 10 000 batches.
 
         Columns: ``time`` (UTC, when it was yielded), ``batch`` (from 0), ``rows``, ``groups``, ``tokens`` (generated),

@@ -15,16 +15,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
 from tensordict import TensorDictBase, lazy_stack
 
 from torchrl_moe.collectors.arguments import Settings
 from torchrl_moe.collectors.environments import EnvironmentPool, EnvironmentTimeoutError, gather
-from torchrl_moe.collectors.group import CollectionStats, Group
-from torchrl_moe.collectors.prompt_stream import Prompt, PromptStream
+from torchrl_moe.collectors.group import CollectionStats, Group, GroupState
+from torchrl_moe.collectors.prompt_stream import Prompt, PromptStream, StreamState
 from torchrl_moe.collectors.schedule import Schedule
-from torchrl_moe.collectors.workflow import Answers, Workflow
+from torchrl_moe.collectors.workflow import Answers, Turns, Workflow
 from torchrl_moe.errors import (
     CollectionError,
     CollectionStalledError,
@@ -37,23 +37,19 @@ from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest, vLLMWrapper
 from torchrl_moe.modules.serving.requests import SamplingParameters
 
-__all__ = ["Delivery", "GenerationSlots", "Rollouts"]
-
-
-# Hands a batch from the collector's loop to the trainer: exactly one of them owns it, whatever interrupts.
-
-
 T = TypeVar("T")
+
+# -- from the loop to the trainer -------------------------------------------------------------------------------------
 
 
 class Delivery:
-    """Hands each batch over once. Until a batch is accepted, the collector owns it."""
+    """Hands each batch over once, whatever interrupts. Until a batch is accepted, the collector owns it."""
 
     def __init__(self, wait: Callable[[Future[TensorDictBase]], TensorDictBase] = Future.result) -> None:
         self._wait = wait
         self._awaited: Future[TensorDictBase] | None = None
-        self._turn = threading.Lock()  # threads that wait for batches do so one after the other
-        self._still = threading.RLock()  # held while a batch changes its owner
+        self._taking = threading.Lock()  # threads that wait for batches do so one after the other
+        self._owner = threading.RLock()  # held while a batch changes its owner
 
     def take(
         self,
@@ -62,46 +58,56 @@ class Delivery:
         waiting: AbstractContextManager[object],
     ) -> T:
         """Wait for the next batch; after a Ctrl-C, or an error in ``accept``, the next call takes the same batch."""
-        with self._turn:
-            with self._still:
+        with self._taking:
+            # the future of a batch that was not accepted is asked for again, which gives the same batch
+            with self._owner:
                 if self._awaited is None:
                     self._awaited = Future()
                 ask(self._awaited)
             try:
                 with waiting:
                     batch = self._wait(self._awaited)
-            except Exception:
+            except Exception:  # a Ctrl-C leaves it
                 self._awaited = None
                 raise
-            with self._still:
+            with self._owner:
                 accepted = accept(batch)
                 self._awaited = None
             return accepted
 
     @contextmanager
-    def still(self) -> Iterator[Future[TensorDictBase] | None]:
+    def hold(self) -> Iterator[Future[TensorDictBase] | None]:
         """Hand nothing over within the context; yields the future of a batch that the trainer does not own yet."""
-        with self._still:
+        with self._owner:
             yield self._awaited
 
 
-# Requests to an engine, a limited number at a time.
+# -- requests to the engine -------------------------------------------------------------------------------------------
 
 
 RETRY_SECONDS = 0.1
 
 
+class Generates(Protocol):
+    """What is asked of an engine."""
+
+    async def agenerate(self, **arguments: Any) -> Completion:
+        """Answer one request."""
+        ...
+
+
 class GenerationSlots:
     """Bounds how many answers are generated at a time."""
 
-    def __init__(self, engine: Any, count: int | Literal["auto"], stats: CollectionStats) -> None:
+    def __init__(self, engine: Generates, count: int | Literal["auto"], stats: CollectionStats) -> None:
         self._engine = engine
+        # an engine has a queue of its own: a bound here is for those that must not fill it
         self._room: contextlib.AbstractAsyncContextManager[None] = (
             contextlib.nullcontext() if count == "auto" else asyncio.Semaphore(count)
         )
         self._stats = stats
 
-    async def answer(self, arguments: dict[str, Any]) -> Completion:
+    async def answer(self, arguments: Mapping[str, Any]) -> Completion:
         """Generate one answer, holding a slot meanwhile."""
         async with self._room:
             self._stats.in_flight += 1
@@ -109,18 +115,19 @@ class GenerationSlots:
                 completion = await self._ask(arguments)
             finally:
                 self._stats.in_flight -= 1
-        if completion.aborted:
+        if completion.aborted:  # by somebody else, and half an answer is none
             raise EngineError(f"request {completion.request_id!r} was aborted", [completion])
         return completion
 
-    async def _ask(self, arguments: dict[str, Any]) -> Completion:
+    async def _ask(self, arguments: Mapping[str, Any]) -> Completion:
         while True:
             try:
-                completion: Completion = await self._engine.agenerate(**arguments)
+                return await self._engine.agenerate(**arguments)
             except StaleReplicaError:  # the replica with the newest weights died; others will get them
                 await asyncio.sleep(RETRY_SECONDS)
-            else:
-                return completion
+
+
+# -- running groups ---------------------------------------------------------------------------------------------------
 
 
 LOG = logging.getLogger(__name__)
@@ -131,10 +138,19 @@ SIGNALS = (
     "they run in others: switch that timeout off, since reward_timeout bounds their time (Math-Verify: "
     "parse(..., parsing_timeout=None) and verify(..., timeout_seconds=None)), or run the verifier in a process"
 )
-NO_SIGNALS = ("signal only works in main thread", "signal.alarm")  # Python's words, and Math-Verify's
+NO_SIGNALS = ("signal only works in main thread", "signal.alarm")  # Python's message, and Math-Verify's
 FIRST_FAILURES = 8  # that are borne before anything has succeeded, or a batch's worth
 DROPPED_BATCHES = 100
 GROUP_ERRORS = (RequestRefusedError, ReplicaDiedError)  # other engine errors affect all groups
+
+
+class RolloutsState(TypedDict):
+    """A collection in a checkpoint."""
+
+    prompts: StreamState
+    answers: dict[int, dict[int, Turns]]
+    ready: list[GroupState]
+    begun: int
 
 
 class Rollouts:
@@ -161,9 +177,9 @@ class Rollouts:
         self.error: BaseException | None = None
         self._data_error: Exception | None = None
         self._has_begun = False
-        self._restored: deque[Mapping[str, Any]] = deque()  # complete groups of a checkpoint, not in line yet
+        self._restored: deque[GroupState] = deque()  # complete groups of a checkpoint, not in line yet
         self._restored_at = 0  # the version that their ages count from
-        self._will_turn = False
+        self._step_is_due = False
         self.version = self._engine.replica_table.latest_version
         self.groups: dict[int, Group] = {}
         """Groups that are running or wait for the trainer, by number."""
@@ -172,7 +188,7 @@ class Rollouts:
         self._asked: deque[Future[TensorDictBase]] = deque()
         self._given: tuple[Future[TensorDictBase], list[Group]] | None = None
         self._slots = GenerationSlots(self._engine, settings.max_in_flight, stats)
-        self._is_paced_by_updates = self._has_said_why = self._has_completed = False
+        self._is_paced_by_updates = self._has_logged_wait = self._has_completed = False
         self._dropped = 0  # groups, since the last batch
         self._progress_at = time.monotonic()
 
@@ -184,41 +200,44 @@ class Rollouts:
             return
         if not self._has_begun:
             self._has_begun = True
-            self._see_version()
+            self._check_version()
             self._restored_at = self.version
+        # asking for the next batch says that the trainer has the last one, and is done with it
         self._given = None
         self._is_paced_by_updates = not trained
         if trained:
             self.schedule.trained()
         self._asked.append(future)
-        self.turn()
+        self.step()
 
-    def turn(self) -> None:
-        """Hand out a batch that is ready, and start one group if one may start; the next follows in the next turn."""
+    def step(self) -> None:
+        """Hand out a batch that is ready, and start one group if one may start; the next follows in the next step."""
         if self.error is not None:
             self._fail_all()
             return
         try:
-            self._see_version()
+            self._check_version()
             self._drop_stale()
-            self._give_out()
+            self._hand_out()
             if self._has_begun and self.schedule.may_begin:
                 self._begin_next()
         except Exception as error:  # noqa: BLE001  the trainer raises it, whatever it is
             self.fail(error)
 
-    def turn_soon(self) -> None:
-        """Schedule one :meth:`turn` for the loop's next round, after the other callbacks there."""
-        if not self._will_turn:
-            self._will_turn = True
-            asyncio.get_running_loop().call_soon(self._turn_now)
+    def _step_soon(self) -> None:
+        """Schedule one :meth:`step` for the loop's next round, after the other callbacks there."""
 
-    def _turn_now(self) -> None:
-        self._will_turn = False
-        self.turn()
+        def due() -> None:
+            self._step_is_due = False
+            self.step()
+
+        if not self._step_is_due:
+            self._step_is_due = True
+            asyncio.get_running_loop().call_soon(due)
 
     def _begin_next(self) -> None:
         """Put the next group in line. An error of the data is raised once no complete batch is left to hand out."""
+        # a checkpoint's complete groups come in the order of the data, between the prompts that are read again
         if self._restored and self._restored[0]["position"] < self._prompts.next_position:
             group = Group.restored(self.schedule.begin(), self._restored.popleft(), self._restored_at)
             self.groups[group.number] = group
@@ -235,9 +254,9 @@ class Rollouts:
                 LOG.warning("the data has ended: %r", error)
             else:
                 self._begin(prompt)
-        self.turn_soon()
+        self._step_soon()
 
-    def _see_version(self) -> None:
+    def _check_version(self) -> None:
         newest = self._engine.replica_table.latest_version
         if newest > self.version:
             # several updates may be seen as one; where updates confirm batches, that counts as one
@@ -245,15 +264,17 @@ class Rollouts:
             self.schedule.updated(times, self._is_paced_by_updates)
             self.version = newest
 
-    def _give_out(self) -> None:
+    def _hand_out(self) -> None:
         while self._asked and (numbers := self.schedule.take()):
             groups = [self.groups.pop(number) for number in numbers]
             self._dropped = 0
             self._progress_at = time.monotonic()
             self._stats.gave_out(groups, self.version)
-            batch = lazy_stack([row for group in groups for row in _rows(group)])
+            batch = lazy_stack([row for group in groups if group.rows is not None for row in group.rows.unbind(0)])
+            # until the next request it may still be the collector's, and part of its state
             self._given = self._asked.popleft(), groups
             self._given[0].set_result(batch)
+        # the data have ended: what is in line may still make a batch
         if self._asked and self._data_error is not None and self.schedule.in_line < self.schedule.groups_per_batch:
             raise self._data_error
 
@@ -277,8 +298,9 @@ class Rollouts:
         try:
             size = self._environments.group_size
             count = self._settings.group_size
-            lives = [self._live(group, start, oldest_allowed) for start in range(0, count, size)]
-            episodes = await gather(lives)
+            # an environment holds one sample, or the whole group
+            runs = [self._run_samples(group, start, oldest_allowed) for start in range(0, count, size)]
+            episodes = await gather(runs)
             if group.number not in self.groups:  # dropped meanwhile
                 return
             rewarded = [turns for turns in episodes if turns]
@@ -289,6 +311,7 @@ class Rollouts:
                 )
             group.complete(rewarded, self._settings.only_last_turns, self._settings.track_policy_version)
             self._progress_at, self._has_completed = time.monotonic(), True
+            # the filter is the user's code, so in a thread, and the group may be dropped meanwhile
             keep = self._settings.group_filter
             is_kept = keep is None or await self._environments.call(keep, group.rows)
             if group.number not in self.groups:
@@ -302,14 +325,14 @@ class Rollouts:
         except Exception as error:  # noqa: BLE001  environments and rewards are user code
             if group.number in self.groups:
                 self._failed(group, error)
-        self.turn()
+        self.step()
 
     def _ready(self, group: Group) -> None:
         group.is_ready = True
         self._stats.completed(group)
         self.schedule.ready(group.number)
 
-    async def _live(self, group: Group, start: int, oldest_allowed: int) -> list[TensorDictBase]:
+    async def _run_samples(self, group: Group, start: int, oldest_allowed: int) -> list[TensorDictBase]:
         """Run the samples of one environment."""
 
         async def generate(request: SampleRequest, index: int) -> Completion:
@@ -322,6 +345,7 @@ class Rollouts:
 
     async def _generate(self, request: SampleRequest, position: int, sample: int, oldest_allowed: int) -> Completion:
         """Ask the engine for one answer, holding a slot meanwhile."""
+        # its own seed and names, and, after a restore, the tokens that it had
         asked = _own_seed(request.arguments, position * self._settings.group_size + sample)
         arguments = self._answers.ask(position, sample, asked, self.version)
         if oldest_allowed > 0:
@@ -329,6 +353,7 @@ class Rollouts:
         try:
             completion = await self._slots.answer(arguments)
         except (EngineError, RuntimeError) as error:  # the latter from an engine that was shut down
+            # at once, not by way of the group, which would count as one of max_failures
             if not isinstance(error, GROUP_ERRORS):
                 self.fail(error)
             raise
@@ -354,7 +379,7 @@ class Rollouts:
         error.add_note(f"at prompt {prompt.position}: {prompt.excerpt}")
         self._drop(group, "reward_timeout" if isinstance(error, EnvironmentTimeoutError) else "failed")
         most = self._settings.max_failures
-        if not self._has_completed:
+        if not self._has_completed:  # a reward with a mistake in it fails at every prompt
             most = min(most, max(FIRST_FAILURES, self._settings.groups_per_batch))
         if self._stats.failures > most:
             self.fail(error)
@@ -393,15 +418,17 @@ class Rollouts:
 
     def state_dict(
         self, awaited: Future[TensorDictBase] | None = None, cut: Mapping[str, Completion] | None = None
-    ) -> dict[str, Any]:
+    ) -> RolloutsState:
         """Return the position in the data, the running prompts with their answers so far, and the complete groups."""
-        self._see_version()  # an update may have come since the last turn, and the ages count from here
+        self._check_version()  # an update may have come since the last step, and the ages count from here
         untaken = self._given[1] if self._given is not None and self._given[0] is awaited else []
         under_way = [group.prompt for group in self.groups.values() if not group.is_ready]
         complete = [group for group in (*untaken, *self.groups.values()) if group.is_ready]
+        # groups of the last checkpoint that are not in line yet have become older too
         aged = self.version - self._restored_at if self._has_begun else 0
-        waiting = ({**entry, "age": entry["age"] + aged} for entry in self._restored)
-        ready = [*(group.state_dict(self.version) for group in complete), *waiting]
+        ready = [group.state_dict(self.version) for group in complete]
+        for entry in self._restored:
+            ready.append({**entry, "age": entry["age"] + aged})
         return {
             "prompts": self._prompts.state_dict(under_way),
             "answers": self._answers.state_dict(cut or {}),
@@ -409,7 +436,7 @@ class Rollouts:
             "begun": self.schedule.begun,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: RolloutsState) -> None:
         """Continue from a state: complete groups and running prompts are put in line in the order of the data."""
         if self._has_begun or self.error is not None:
             raise RuntimeError("load_state_dict must be called before the first batch is asked for")
@@ -450,7 +477,8 @@ class Rollouts:
         limit = self._settings.heartbeat_timeout
         while self.error is None:
             await asyncio.sleep(min(0.5, limit / 4 if limit else 0.5))
-            self.turn()
+            self.step()
+            # waiting for nobody, or for an update that the trainer has yet to make, is no stall
             if not self._asked or self.pauses:
                 self._progress_at = time.monotonic()
             elif not self._tasks and not self.schedule.may_begin:
@@ -460,8 +488,8 @@ class Rollouts:
 
     def _wait_for_update(self) -> None:
         """Log once if that takes long; a training step may."""
-        if not self._has_said_why and time.monotonic() - self._progress_at > UPDATE_SECONDS:
-            self._has_said_why = True
+        if not self._has_logged_wait and time.monotonic() - self._progress_at > UPDATE_SECONDS:
+            self._has_logged_wait = True
             LOG.warning(
                 "start() has written all that max_staleness=%d allows before the weights change: it continues "
                 "after the next update",
@@ -479,15 +507,10 @@ class Rollouts:
         )
 
 
-def _rows(group: Group) -> list[TensorDictBase]:
-    assert group.rows is not None
-    return list(group.rows.unbind(0))
-
-
 def _sets_signals(error: BaseException | None) -> bool:
-    """Whether a signal handler was set outside the main thread; Math-Verify says it in its own words."""
+    """Whether a signal handler was set outside the main thread; Math-Verify has a message of its own for that."""
     while error is not None:
-        if isinstance(error, ValueError) and any(words in str(error) for words in NO_SIGNALS):
+        if isinstance(error, ValueError) and any(message in str(error) for message in NO_SIGNALS):
             return True
         error = error.__cause__
     return False

@@ -19,8 +19,6 @@ from typing import Literal
 
 from torchrl_moe._checks import check_number
 
-__all__ = ["Order", "Schedule"]
-
 Order = Literal["fifo", "window", "ready"]
 ORDERS = ("fifo", "window", "ready")
 
@@ -103,6 +101,7 @@ class Schedule:
     @property
     def may_begin(self) -> bool:
         """Whether a group that starts now will be young enough when it is used."""
+        # a group beyond the batches that may be ahead would wait, and age, for one update too many
         room = math.ceil((self._lead + 1) * self.groups_per_batch * self._over_sample)
         return self._given * self.groups_per_batch + self.in_line < self._trained * self.groups_per_batch + room
 
@@ -138,6 +137,7 @@ class Schedule:
         place = self._places.pop(group)
         self.ready_groups -= place.is_ready
         del self._line[place.at]
+        # those behind it move up: they are used earlier than they were started for, so none gets too old
         begin = next(iter(self._line), self._end)
         left = list(self._line.values())
         for at, one in enumerate(left, begin):
@@ -151,6 +151,7 @@ class Schedule:
         """Return the groups of the next batch, oldest first, and take them out; ``[]`` if they are not all complete."""
         if self._within_reach < self.groups_per_batch:
             return []
+        # those within reach are the first ones of the line
         complete = (place for place in self._line.values() if place.is_ready and not place.is_taken)
         found = list(islice(complete, self.groups_per_batch))
         for place in found:
@@ -159,6 +160,7 @@ class Schedule:
         self.ready_groups -= len(found)
         self._within_reach -= len(found)
         self._trim()
+        # updates before the first batch are a restored trainer's, and say nothing about later ones
         if self._given:
             self._recent.append(self._updates)
         self._given += 1
@@ -184,7 +186,7 @@ class Schedule:
     def updated(self, times: int = 1, by_update: bool = False) -> None:
         """Note that the weights have changed."""
         self._updates += times
-        if by_update:
+        if by_update:  # nobody says when a batch was trained on: one update stands for one batch
             self._trained = min(self._trained + times, self._given)
         elif times and self._updates >= self._updates_per_batch:
             self._trained = self._given

@@ -33,22 +33,9 @@ from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.rollout import SAMPLING
 from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest, vLLMWrapper
 from torchrl_moe.modules.serving.candidates import ReplicaState
+from torchrl_moe.modules.serving.service import GenerationService
 
-__all__ = [
-    "Answers",
-    "Ask",
-    "Conversation",
-    "EpisodeFunction",
-    "PromptLike",
-    "Workflow",
-    "finite",
-    "is_episode_function",
-    "number_of",
-    "snapshots",
-]
-
-
-# The requests and answers of one sample: a row for each turn, laid out as an environment's.
+# -- the requests and answers of one sample ---------------------------------------------------------------------------
 
 
 PromptLike: TypeAlias = "History | Sequence[Mapping[str, Any]] | str | Sequence[int] | Tensor"
@@ -59,7 +46,7 @@ user. ``"text"``: text. ``"tokens"``: ids."""
 
 
 class Conversation:
-    """The turns of one sample."""
+    """The turns of one sample: a row for each answer, laid out as an environment's."""
 
     def __init__(
         self,
@@ -87,8 +74,8 @@ class Conversation:
         self,
         prompt: PromptLike,
         *,
-        tools: Sequence[Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[object] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
         **generate_kwargs: Any,
     ) -> TensorDictBase:
         """Return the answer to a prompt, ``[]``, with the keys that the policy writes.
@@ -108,6 +95,7 @@ class Conversation:
         request = self._request(
             {**entries, self._policy.input_key: self._read(prompt)}, {**self._generate_kwargs, **generate_kwargs}
         )
+        # rows are in the order of the questions, not of the answers
         place = self._asked
         self._asked += 1
         completion = asyncio.ensure_future(self._generate(request, 0))
@@ -127,7 +115,7 @@ class Conversation:
                 completion.cancel()
             await asyncio.wait(self._under_way)
 
-    def rows(self, reward: Any) -> list[TensorDictBase]:
+    def rows(self, reward: object) -> list[TensorDictBase]:
         """Return a row ``[]`` for each answer, in the order of the requests; the last row is done."""
         answers = [self._answers[place] for place in sorted(self._answers)]
         if not answers:
@@ -140,7 +128,7 @@ class Conversation:
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
-    def _read(self, prompt: PromptLike) -> Any:
+    def _read(self, prompt: PromptLike) -> object:
         """Return a prompt as the policy reads it."""
         mode = self._policy.input_mode
         if mode == "text" and isinstance(prompt, str):
@@ -157,11 +145,12 @@ class Conversation:
         kinds = {"history": "a History [turns], messages, or text", "text": "text", "tokens": "token ids"}
         raise TypeError(f"a policy of input_mode={mode!r} takes {kinds[mode]}, got {prompt!r:.200}")
 
-    def _request(self, asked: dict[NestedKey, Any], generate_kwargs: dict[str, Any]) -> SampleRequest:
+    def _request(self, asked: Mapping[NestedKey, object], generate_kwargs: Mapping[str, object]) -> SampleRequest:
         """Return the request for a prompt, with the ids of the latest answer that it continues, if any."""
         keys = self._policy.keys
         written = (keys.tokens, keys.masks, keys.log_probs, keys.routed_experts, "policy_versions", "resume", SAMPLING)
         known = [key for key in written if key is not None]
+        # ask as if the prompt continued each answer, the newest first, and see whether its ids come first
         for place in sorted(self._answers, reverse=True):
             earlier = self._answers[place].select(*known, strict=False)
             (request,) = self._policy.requests(self._sample(asked, earlier), **generate_kwargs)
@@ -171,7 +160,7 @@ class Conversation:
         (request,) = self._policy.requests(self._sample(asked, None), **generate_kwargs)
         return request
 
-    def _sample(self, asked: dict[NestedKey, Any], earlier: TensorDictBase | None) -> TensorDictBase:
+    def _sample(self, asked: Mapping[NestedKey, object], earlier: TensorDictBase | None) -> TensorDictBase:
         sample = self._data.copy()
         if earlier is not None:
             sample.update(earlier.copy())
@@ -184,6 +173,7 @@ class Conversation:
         mode = {"history": policy.history_key, "text": policy.text_key, "tokens": policy.tokens_key}[policy.input_mode]
         shown = answer.get(mode)
         is_last = following is None
+        # what an environment would show next: the next question, or the whole conversation
         then = TensorDict(
             {
                 mode: type(shown)(prompt=shown.full if following is None else following.get(mode).prompt),
@@ -198,8 +188,8 @@ class Conversation:
         return row.set("next", then)
 
 
-def _rewards(reward: Any, turns: int) -> list[float]:
-    """Return a reward for each turn."""
+def _rewards(reward: object, turns: int) -> list[float]:
+    """Return a reward for each turn; a single one is the last turn's."""
     if (last := number_of(reward)) is not None:
         found: list[float | None] = [*[0.0] * (turns - 1), last]
     else:
@@ -213,13 +203,14 @@ def _rewards(reward: Any, turns: int) -> list[float]:
     return [finite(value, "the episode") for value in values]
 
 
-def number_of(value: Any) -> float | None:
+def number_of(value: object) -> float | None:
     """Return a number, a scalar tensor or a NumPy number as a float; ``None`` for anything else.
 
     >>> number_of(torch.tensor(True)), number_of(10**400), number_of("1"), number_of([1.0])
     (1.0, inf, None, None)
     """
-    plain: Any = value.item() if getattr(value, "shape", None) == () else value
+    # a scalar of torch, numpy or any other library
+    plain: Any = value.item() if getattr(value, "shape", None) == () else value  # type: ignore[attr-defined]
     if not isinstance(plain, Real | Decimal):
         return None
     try:
@@ -229,10 +220,14 @@ def number_of(value: Any) -> float | None:
 
 
 def finite(reward: float, who: str) -> float:
-    """Return a reward."""
+    """Return a reward, or refuse it."""
+    # NaN is no number that is at most anything
     if not abs(reward) <= torch.finfo(torch.float32).max:
         raise ValueError(f"{who} returned {reward}: a reward must be finite, in float32")
     return reward
+
+
+# -- an async function in place of an environment ---------------------------------------------------------------------
 
 
 T = TypeVar("T")
@@ -254,7 +249,7 @@ It runs in the collector's event loop, beside hundreds of others, so run blockin
 writes into ``data``, ``[]``, is copied to each of its rows."""
 
 
-def is_episode_function(env: Any) -> bool:
+def is_episode_function(env: object) -> bool:
     """Whether this is an async function, or an object whose call is one."""
     is_object = callable(env) and not isinstance(env, type)
     return inspect.iscoroutinefunction(env) or (is_object and inspect.iscoroutinefunction(type(env).__call__))
@@ -284,6 +279,7 @@ class Workflow:
         asyncio.get_running_loop().set_default_executor(self._threads)  # of asyncio.to_thread
         clock = _Clock(timeout)
 
+        # the time that the engine takes is not the function's
         async def timed(request: SampleRequest, index: int) -> Completion:
             with clock.stopped():
                 return await generate(request, index)
@@ -297,20 +293,17 @@ class Workflow:
             await conversation.close()
         return [] if reward is None else [lazy_stack([row]) for row in conversation.rows(reward)]
 
-    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function in a thread."""
+    async def call(self, function: Callable[..., T], *arguments: object) -> T:
         return await call_in(self._threads, function, *arguments)
 
-    def close(self, keep: Any = None) -> None:
+    def close(self, keep: object = None) -> None:
         """End the threads; ``keep`` has no effect."""
         del keep
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class _Clock:
-    """Bounds the time that an episode takes between answers. It stops while answers are generated and then
-    restarts.
-    """
+    """Bounds the time that an episode takes between answers. It stops while they are generated, then starts again."""
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds
@@ -334,7 +327,7 @@ class _Clock:
         if self._is_running and not self._timeout.expired():
             self._timeout.reschedule(when)
 
-    async def run(self, episode: Awaitable[Any]) -> Any:
+    async def run(self, episode: Awaitable[T]) -> T:
         """Await an episode and return its result."""
         task = asyncio.current_task()
         assert task is not None
@@ -351,18 +344,19 @@ class _Clock:
             late = "".join(f": {note}" for note in getattr(error.__cause__, "__notes__", ()))
             raise EnvironmentTimeoutError(f"the episode did not continue within {self._seconds:g} s{late}") from error
         except BaseException as error:
+            # a cancellation from outside goes on; one of the episode's own is an error like any
             if isinstance(error, asyncio.CancelledError) and task.cancelling():
                 raise
             raise RuntimeError(f"an episode raised {error!r}") from error
 
 
-# Answers of unfinished groups, turn by turn: a checkpoint keeps them, and a restored collector continues from them.
+# -- answers of unfinished groups -------------------------------------------------------------------------------------
 
 
 LOG = logging.getLogger(__name__)
 SNAPSHOT_SECONDS = 10.0
-Turns: TypeAlias = "dict[int, dict[int, tuple[Completion, str]]]"
-"""Sample -> turn -> its answer, complete or partial, and how it was requested."""
+Turns: TypeAlias = "dict[int, tuple[Completion, str]]"
+"""Turn -> its answer, complete or partial, and how it was requested."""
 
 
 class Answers:
@@ -377,16 +371,15 @@ class Answers:
         self._prefix = uuid.uuid4().hex[:12]
         self._asked: dict[int, dict[int, list[str]]] = {}
         self._whole: dict[int, dict[int, dict[int, Completion]]] = {}
-        self._restored: dict[int, Turns] = {}
+        self._restored: dict[int, dict[int, Turns]] = {}
 
     def ask(self, position: int, sample: int, arguments: Mapping[str, Any], version: int) -> dict[str, Any]:
-        """Return the arguments of ``agenerate`` for a sample's next turn: with request ids, and an answer to
-        resume.
-        """
+        """Return the arguments of ``agenerate`` for a sample's next turn: with its ids, and an answer to resume."""
         asked = self._asked.setdefault(position, {}).setdefault(sample, [])
         turn = len(asked)
         asked.append(_how(arguments))
         name = f"{self._prefix}-{position}-{sample}"
+        # one session for a sample, so that its turns find their prefix in the cache of one replica
         named = {"session_id": name, **arguments, "request_id": f"{name}-{turn}"}
         had = self._restored.get(position, {}).get(sample, {}).get(turn)
         if had is None or not _fits(had, arguments, version):
@@ -405,8 +398,9 @@ class Answers:
         self._whole.pop(position, None)
         self._restored.pop(position, None)
 
-    def state_dict(self, under_way: Mapping[str, Completion]) -> dict[int, Turns]:
+    def state_dict(self, under_way: Mapping[str, Completion]) -> dict[int, dict[int, Turns]]:
         """Return all answers: position -> sample -> turn -> answer."""
+        # what was restored and is not asked for again yet, then what was asked for here
         state = {at: {sample: dict(turns) for sample, turns in of.items()} for at, of in self._restored.items()}
         everything = ((at, sample, asked) for at, of in self._asked.items() for sample, asked in of.items())
         for position, sample, asked in everything:
@@ -418,7 +412,7 @@ class Answers:
                     turns[turn] = answer, how
         return state
 
-    def load_state_dict(self, state: Mapping[int, Turns]) -> None:
+    def load_state_dict(self, state: Mapping[int, dict[int, Turns]]) -> None:
         """Continue from the answers of a checkpoint."""
         self._restored = dict(state)
 
@@ -431,12 +425,13 @@ def _how(arguments: Mapping[str, Any]) -> str:
 def _fits(had: tuple[Completion, str], arguments: Mapping[str, Any], version: int) -> bool:
     """Whether an answer has the prompt and arguments of the current request, and weights that the engine has had."""
     completion, how = had
+    # an engine with older weights than the answer's cannot have made it: this is another run
     is_known = all(output.policy_versions.max(initial=0) <= version for output in completion.outputs)
     same_ids = np.array_equal(completion.prompt_token_ids, np.asarray(arguments["prompt_token_ids"]))
     return is_known and same_ids and how == _how(arguments)
 
 
-def snapshots(engine: Any) -> dict[str, Completion]:
+def snapshots(engine: GenerationService) -> dict[str, Completion]:
     """Return the partial answers of the requests that an engine's replicas run, by request id; generation continues.
 
     A replica that does not answer is left out and logged; its answers start again after a restore.
