@@ -298,7 +298,7 @@ class Two(Ranks):
 def test_the_end_does_not_wait_for_ranks_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, released = nn.Linear(2, 2), threading.Event()
     checkpoints = Checkpoints(tmp_path, TrainedState(model), {}, 1, Two())
-    monkeypatch.setattr(checkpoints_module, "FAREWELL", 0.05)
+    monkeypatch.setattr(checkpoints_module, "CLOSE_SECONDS", 0.05)
     monkeypatch.setattr(TrainedState, "write", staticmethod(lambda *_: released.wait(60)))
     checkpoints.save(1, 0.0)
     checkpoints.close()
@@ -309,7 +309,7 @@ def test_the_end_does_not_wait_for_ranks_that_hang(tmp_path: Path, monkeypatch: 
 
 
 def test_the_end_of_a_single_process_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints_module, "FAREWELL", 0.0)
+    monkeypatch.setattr(checkpoints_module, "CLOSE_SECONDS", 0.0)
     checkpoints = checkpoints_of(tmp_path)
     checkpoints.save(1, 0.0)
     checkpoints.close()

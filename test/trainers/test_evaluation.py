@@ -30,7 +30,7 @@ def test_it_runs_beside_and_is_waited_for() -> None:
 def test_only_what_is_of_the_newest_weights_judges_a_checkpoint(found: float | None, newest: bool) -> None:
     evaluation = Evaluation(lambda: found)
     evaluation.begin()
-    assert evaluation.end(2, newest) == {"held_out_reward": found}
+    assert evaluation.end(2, newest) == ({} if found is None else {"held_out_reward": found})
     assert evaluation.scores == {}
     evaluation.close()
 

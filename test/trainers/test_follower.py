@@ -15,6 +15,7 @@ from torchrl_moe.trainers.config import ModelConfig
 from torchrl_moe.trainers.policy_model import PolicyModel
 from torchrl_moe.trainers.ranks import Ranks, pack
 from torchrl_moe.trainers.roles import Follower
+from torchrl_moe.trainers.rollout_engine import Given
 
 
 class Second(Ranks):
@@ -22,16 +23,16 @@ class Second(Ranks):
 
     rank, size = 1, 2
 
-    def __init__(self, *parcels: bytes | None) -> None:
+    def __init__(self, *payloads: bytes | None) -> None:
         self.phases: list[tuple[str, bool]] = []
-        self._parcels: Iterator[Any] = iter(parcels)
+        self._payloads: Iterator[Any] = iter(payloads)
 
     def meet(self, phase: str, patient: bool = False) -> None:
         self.phases.append((phase, patient))
 
     def scatter(self, values: Any) -> Any:
         assert values is None
-        return next(self._parcels)
+        return next(self._payloads)
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def policy_model() -> PolicyModel:
 def test_it_takes_shares_until_there_are_no_more(tmp_path: Path) -> None:
     ranks = Second(pack(TensorDict({"a": 1})), pack(TensorDict({"a": 2})), None)
     follower = Follower(fake_config(tmp_path, 2), ranks)
-    rollouts = follower.collector(follower.source(None, {}), None)  # type: ignore[arg-type]
+    rollouts = follower.collector(follower.source(None, Given()), None)  # type: ignore[arg-type]
     assert [int(share["a"]) for share in rollouts] == [1, 2]
     assert ranks.phases == [("rollouts", True)] * 3
     rollouts.shutdown()
@@ -54,7 +55,7 @@ def test_it_reads_no_data_writes_nothing_and_evaluates_nothing(tmp_path: Path) -
     follower = Follower(config, Second())
     assert (config.eval.every, config.log.samples, config.log.progress) == (0, 0, False)
     assert follower.loggers() == []
-    source = follower.source(None, {"dataset": "no/such/file.jsonl", "rewards": None})
+    source = follower.source(None, Given(dataset="no/such/file.jsonl"))
     assert source.evaluate(None) is None  # type: ignore[arg-type]
     follower.lock()()
     record = follower.record(7, None)

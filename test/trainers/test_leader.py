@@ -16,6 +16,7 @@ from torchrl_moe.trainers.checkpoints import Checkpoints
 from torchrl_moe.trainers.config import ConfigError, ModelConfig
 from torchrl_moe.trainers.policy_model import PolicyModel
 from torchrl_moe.trainers.roles import Leader
+from torchrl_moe.trainers.rollout_engine import Given
 
 
 @pytest.fixture
@@ -29,11 +30,11 @@ def leader(tmp_path: Path) -> Leader:
     return Leader(fake_config(tmp_path / "run", 30))
 
 
-def test_a_folder_is_taken_and_let_go(leader: Leader) -> None:
-    let_go = leader.lock()
+def test_a_folder_is_locked_and_released(leader: Leader) -> None:
+    release = leader.lock()
     with pytest.raises(ConfigError, match="is used by another run"):
         leader.lock()
-    let_go()
+    release()
     leader.lock()()
 
 
@@ -52,7 +53,7 @@ def test_a_collector_as_the_configuration_says(
     rollout = leader.config.rollout
     rollout.max_failures, rollout.max_staleness, rollout.window = asked, 3, 0.5
     policy_model = PolicyModel.load(fake_model(), ByteTokenizer(), ModelConfig())
-    given: dict[str, Any] = {"dataset": [{"prompt": "1+1="}], "rewards": lambda completion: 1.0}
+    given = Given(dataset=[{"prompt": "1+1="}], rewards=lambda completion: 1.0)
     source = leader.source(policy_model.tokenizer, given)
     engine = leader.engine(policy_model, fleet)
     collector = leader.collector(source, engine)

@@ -161,7 +161,7 @@ def killed(folder: Path, victim: int, collective: bool) -> str:
 def test_a_rank_that_is_gone_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, collective: bool
 ) -> None:
-    monkeypatch.setattr(rendezvous, "FAREWELL", 1.0)
+    monkeypatch.setattr(rendezvous, "LEAVE_SECONDS", 1.0)
     survivor = 1 - victim
     with pytest.raises(AssertionError, match=f"rank {victim} died with exit code -9"):
         run_as_ranks(killed, tmp_path, victim, collective)

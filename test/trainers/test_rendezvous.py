@@ -122,7 +122,7 @@ def test_all_hear_of_an_error_and_the_first_one_counts(make: Any) -> None:
 
 
 def test_a_collective_that_broke_asks_who_is_still_there(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "FAREWELL", 0.5)
+    monkeypatch.setattr(rendezvous, "LEAVE_SECONDS", 0.5)
     party = make(60.0)
     broken = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer\nmore")
     asked = [party.let(rank, lambda one: one.cause(broken)) for rank in (0, 2)]

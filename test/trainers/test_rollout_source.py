@@ -21,7 +21,7 @@ from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 from torchrl_moe.trainers.compose import CONFIGS, load_config
 from torchrl_moe.trainers.config import ConfigError, DataConfig, EvalConfig, GRPOConfig, RolloutConfig
 from torchrl_moe.trainers.rewards import PromptEpisode
-from torchrl_moe.trainers.rollout_engine import TASKS, RolloutSource
+from torchrl_moe.trainers.rollout_engine import TASKS, Given, RolloutSource
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(10)]
 
@@ -70,7 +70,7 @@ def of(data: DataConfig | None = None, eval_config: EvalConfig | None = None, **
     config = GRPOConfig(
         data=data or DataConfig(), eval=eval_config or EvalConfig(), rollout=RolloutConfig(group_size=3)
     )
-    return RolloutSource.of(config, TOKENIZER, **given)
+    return RolloutSource.of(config, TOKENIZER, Given(**given))
 
 
 def prompts(source: RolloutSource) -> list[str]:
@@ -202,7 +202,7 @@ def tokenizer_with(template: str | None, **added: Any) -> Any:
 
 
 def of_tokenizer(tokenizer: Any, dataset: Any, config: GRPOConfig | None = None, **given: Any) -> RolloutSource:
-    return RolloutSource.of(config or GRPOConfig(), tokenizer, dataset=dataset, rewards=exact, **given)
+    return RolloutSource.of(config or GRPOConfig(), tokenizer, Given(dataset=dataset, rewards=exact, **given))
 
 
 CHAT = [{"role": "user", "content": "1+1="}]
@@ -223,9 +223,9 @@ def test_without_a_chat_template_prompts_are_texts(row: dict[str, Any], config: 
     with pytest.raises(ConfigError, match=r"set tokenizer\.chat_template"):
         of_tokenizer(tokenizer, [{"prompt": "a", "answer": "2"}, {**row, "answer": "2"}], config)
     with pytest.raises(ConfigError, match="an environment of chats needs a chat template"):
-        RolloutSource.of(GRPOConfig(data=DataConfig(source="countdown")), tokenizer)
+        RolloutSource.of(GRPOConfig(data=DataConfig(source="countdown")), tokenizer, Given())
     with pytest.raises(ConfigError, match=r"an environment of chats needs a chat template: set tokenizer\.chat"):
-        RolloutSource.of(GRPOConfig(), tokenizer, env=chat(8))
+        RolloutSource.of(GRPOConfig(), tokenizer, Given(env=chat(8)))
 
 
 def test_a_template_that_refuses_the_prompts_is_noticed_at_once() -> None:
@@ -253,7 +253,7 @@ def test_special_tokens_reach_the_rewards_if_sampling_says_so(sampling: dict[str
         return 1.0
 
     config = GRPOConfig(rollout=RolloutConfig(sampling=sampling))
-    episode = RolloutSource.of(config, tokenizer, dataset=[{"prompt": "a"}], rewards=judge).env
+    episode = RolloutSource.of(config, tokenizer, Given(dataset=[{"prompt": "a"}], rewards=judge)).env
     ids = [*tokenizer("<think>so</think> 2")["input_ids"], tokenizer.eos_token_id]
 
     async def ask(prompt: Any) -> Any:

@@ -76,7 +76,7 @@ def agent(environment: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
 def begin(folder: Path, resume: bool = False) -> bool:
     """A start of a run, as far as it matters here; returns whether it continued."""
     config = GRPOConfig(out=str(folder), resume=resume)
-    torchrun.go_on_after_a_restart(config, torchrun.launch_of())
+    torchrun.resume_after_restart(config, torchrun.launch_of())
     torchrun.note_launch(folder, torchrun.launch_of())
     (folder / "config.yaml").write_text("steps: 1")
     return config.resume
