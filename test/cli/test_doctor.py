@@ -143,10 +143,7 @@ def lend(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_real_engine_returns_routes(
-    second_engine: AsyncVLLM,
-    shelf: EngineShelf,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    second_engine: AsyncVLLM, shelf: EngineShelf, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lend(second_engine, monkeypatch)
     code, found = report(capsys, str(shelf.folder("qwen3_moe")), "--engine", "transformers")
@@ -165,11 +162,7 @@ def test_a_real_engine_returns_routes(
     ],
 )
 def test_an_engine_that_returns_less_is_a_problem(
-    change: Any,
-    what: str,
-    shelf: EngineShelf,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    change: Any, what: str, shelf: EngineShelf, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with FakeAsyncVLLM() as engine:
         generate = engine.generate

@@ -65,10 +65,7 @@ def test_a_run_ends_with_its_last_step(
     monkeypatch.delenv("RANK", raising=False)
     assert main(["train", f"out={tmp_path}", "--json"]) == 0
     out, err = capsys.readouterr()
-    assert json.loads(out) == {
-        "folder": str(tmp_path),
-        "last_step": {"step": 1.0, "reward": 0.5, "note": "good"},
-    }
+    assert json.loads(out) == {"folder": str(tmp_path), "last_step": {"step": 1.0, "reward": 0.5, "note": "good"}}
     assert err == "a table for people\n"
     monkeypatch.setenv("RANK", "1")
     assert main(["train", f"out={tmp_path}", "--json"]) == 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -15,14 +17,17 @@ from support.values import VALUES
 from torchrl_moe import objectives
 from torchrl_moe.modules.backends.sampling_fields import FIELDS
 from torchrl_moe.trainers import MoEGRPOTrainer
+from torchrl_moe.trainers.compose import load_config
 from torchrl_moe.trainers.config import (
     ConfigError,
     GRPOConfig,
+    HardwareConfig,
     LoRAConfig,
     OptimConfig,
     Settings,
     as_dict,
     as_yaml,
+    yaml_text,
 )
 
 
@@ -49,11 +54,7 @@ def test_the_defaults_can_be_meant() -> None:
         ("rollout.temperature", 0.0, "rollout.temperature=0.0 must be a number above 0"),
         ("placement.timeout", float("inf"), "placement.timeout=inf must be a number above 0"),
         ("placement.timeout", float("nan"), "placement.timeout=nan must be a number above 0"),
-        (
-            "rollout.reward_timeout",
-            float("inf"),
-            "rollout.reward_timeout=inf must be a number .*, or null",
-        ),
+        ("rollout.reward_timeout", float("inf"), "rollout.reward_timeout=inf must be a number .*, or null"),
         ("rollout.group_size", 1, "rollout.group_size=1 must be a whole number, at least 2"),
         ("rollout.top_p", 1.5, "rollout.top_p=1.5 must be a number above 0 and at most 1"),
         ("rollout.max_staleness", -1, "rollout.max_staleness=-1 must be a whole number, at least 0"),
@@ -218,3 +219,41 @@ def test_a_setting_that_is_none_names_the_nearest() -> None:
         GRPOConfig(stepps=3)  # type: ignore[call-arg]
     with pytest.raises(AttributeError, match=r"there is no setting model.lora.rnak: did you mean rank\?"):
         GRPOConfig().model.lora.rnak = 2  # type: ignore[attr-defined]
+
+
+def test_keys_keep_their_order() -> None:
+    assert yaml_text({"steps": 2, "data": {"b": [1, None], "a": "x: y"}}) == (
+        "steps: 2\ndata:\n  b:\n  - 1\n  - null\n  a: 'x: y'\n"
+    )
+
+
+def test_what_is_not_plain_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot represent an object"):
+        yaml_text({"a": object()})
+
+
+def test_without_yaml_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torchrl_moe.trainers.config")
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ImportError, match=r"configurations need PyYAML: pip install 'torchrl_moe\[train\]'"):
+        importlib.import_module("torchrl_moe.trainers.config")
+
+
+def test_configurations_come_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("config", "yaml_text"):
+        monkeypatch.delitem(sys.modules, f"torchrl_moe.trainers.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ImportError, match=r"torchrl_moe\[train\]"):
+        importlib.import_module("torchrl_moe.trainers.config")
+
+
+def test_a_link_of_ones_own_is_added_to_the_others() -> None:
+    config = load_config("tiny_cpu", ["hardware.links.mine=3.5", "hardware.gpu_gb=24"])
+    assert config.hardware.gpu_gb == 24
+    assert config.hardware.links == {**HardwareConfig().links, "mine": 3.5}
+
+
+@pytest.mark.parametrize("name", ["gpu_gb", "host_gb", "gpus_per_host", "trainer_gpus"])
+def test_there_is_no_machine_of_nothing(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"hardware\.{name}=0.* must be a (whole )?number"):
+        load_config("tiny_cpu", [f"hardware.{name}=0"])

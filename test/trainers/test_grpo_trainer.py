@@ -10,6 +10,8 @@ import json
 import multiprocessing
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -53,8 +55,10 @@ from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 from torchrl_moe.testing.fake_engine import shift_routes, wrong_ids
 from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer
+from torchrl_moe.trainers import grpo_trainer as step_clock
 from torchrl_moe.trainers.checkpoints import Checkpoints, TrainedState
 from torchrl_moe.trainers.config import LossConfig
+from torchrl_moe.trainers.grpo_trainer import StepClock, finishing
 from torchrl_moe.trainers.script import main
 
 Make = Callable[..., MoEGRPOTrainer]
@@ -926,3 +930,96 @@ def test_a_reward_that_sets_signals_ends_the_run_with_what_to_do(tmp_path: Path)
         with pytest.raises(CollectionError, match=r"switch that timeout off.*parsing_timeout=None.*in a process"):
             trainer.train()
         assert trainer.collector.stats()["collector/failures"] == 0
+
+
+@pytest.fixture(autouse=True)
+def usual() -> Iterator[None]:
+    """As in a shell; one that starts in the background ignores Ctrl-C."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_what_runs_may_finish() -> None:
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt), finishing(lambda: done.append("asked"), lambda: done.append("ended"), 60):
+        signal.raise_signal(signal.SIGINT)
+        done.append("finished")
+    assert done == ["asked", "finished"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt), finishing(lambda: None, lambda: done.append("ended"), 60):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        done.append("finished")
+    assert done == []
+
+
+def test_the_deadline_ends_it() -> None:
+    with pytest.raises(KeyboardInterrupt), finishing(lambda: None, lambda: None, 0.01):
+        signal.raise_signal(signal.SIGINT)
+        signal.pause()
+
+
+def test_without_time_a_signal_ends_it_at_once() -> None:
+    with pytest.raises(KeyboardInterrupt), finishing(lambda: None, lambda: None, 0):
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("it went on")
+
+
+def test_a_users_own_handler_stays() -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    with finishing(lambda: heard.append(0), lambda: heard.append(0), 60):
+        signal.raise_signal(signal.SIGTERM)
+    assert heard == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_from_outside_has_its_exit_code(name: str) -> None:
+    program = f"""
+import signal
+signal.signal(signal.{name}, signal.SIG_DFL)
+from torchrl_moe.trainers.grpo_trainer import finishing
+with finishing(lambda: None, lambda: print("ended", flush=True), 60):
+    signal.raise_signal(signal.{name})
+    print("finished")
+print("not reached")
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout) == (-signal.Signals[name], "finished\nended\n")
+    assert f"{name}: the running step is finished and saved, in at most 60 s" in run.stderr
+
+
+def test_phases_add_up_and_a_step_begins_with_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(step_clock.time, "perf_counter", lambda: now[0])
+    clock = StepClock()
+    clock.begin()
+    now[0] = 2.0
+    clock.end("generate")
+    for seconds in (1.0, 0.5):
+        with clock("score"):
+            now[0] += seconds
+    clock.begin_phase()
+    now[0] += 4.0
+    clock.end("train")
+    assert clock.seconds == {"generate": 2.0, "score": 1.5, "train": 4.0}
+    clock.begin()
+    assert clock.seconds == {}
+
+
+def test_a_phase_that_raises_is_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(step_clock.time, "perf_counter", lambda: now[0])
+    clock = StepClock()
+    with pytest.raises(ZeroDivisionError), clock("score"):
+        now[0] = 3.0
+        raise ZeroDivisionError
+    assert clock.seconds == {"score": 3.0}

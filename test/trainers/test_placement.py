@@ -1,4 +1,4 @@
-"""A step by ranks that share the model is that of one process, however they share it."""
+"""A step by ranks that share the model is that of one process; placements that cannot be are refused by name."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from support.ranks import run_as_ranks
 from support.shared_training import MODEL, SHARES_IN_ALL_WAYS, grouped_batch, one_step, possible, settings, steps
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors, whole
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
-from torchrl_moe.trainers.config import ConfigError, GRPOConfig
-from torchrl_moe.trainers.placement import Placement, decoder_layers
+from torchrl_moe.trainers.compose import load_config
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig, PlacementConfig
+from torchrl_moe.trainers.placement import Placement, check_placement, decoder_layers
 from torchrl_moe.trainers.plan import model_config_of
 from torchrl_moe.trainers.policy_model import PolicyModel
 from torchrl_moe.trainers.ranks import join_ranks
@@ -252,3 +253,93 @@ def test_experts_of_qwen3_30b_a3b_are_placed_by_their_real_names() -> None:
     assert sum(weight.numel() for weight in experts.values()) == 48 * 128 * 3 * 2048 * 768
     assert all(any(re.fullmatch(pattern, name) for pattern in plan) for name in experts)
     assert all(weight.shape[0] % 4 == 0 and weight.shape[0] % 8 == 0 for weight in experts.values())
+
+
+def config_of(**changes: Any) -> GRPOConfig:
+    config = GRPOConfig()
+    for name, value in changes.items():
+        group, key = name.rsplit("__", 1)
+        setattr(config.get(group.replace("__", ".")), key, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "message"),
+    [
+        (
+            1,
+            {"placement__tensor_parallel": 2},
+            r"placement\.tensor_parallel=2 needs several ranks: start it by torchrun",
+        ),
+        (1, {"placement__expert_parallel": 2}, r"placement\.expert_parallel=2 needs several ranks"),
+        (1, {"placement__replicate": 2}, r"placement\.replicate=2 needs several ranks"),
+        (1, {"placement__cpu_offload": True}, r"placement\.cpu_offload=True is FSDP2's, which needs several ranks"),
+        (3, {"placement__tensor_parallel": 2}, "3 ranks are no multiple of tensor_parallel=2 times replicate=1"),
+        (4, {"placement__replicate": 4}, r"placement\.replicate=4 leaves 1 rank\(s\) for a copy"),
+        (4, {"placement__replicate": 2, "placement__tensor_parallel": 2}, "leaves 2 rank.* at least 4 are needed"),
+        (4, {"placement__expert_parallel": 3}, r"expert_parallel=3 must be .* divides the 4 ranks of a copy"),
+        (
+            4,
+            {"placement__expert_parallel": 2, "placement__tensor_parallel": 4, "optim__max_tokens": None},
+            r"expert_parallel=2 must be a multiple of tensor_parallel=4",
+        ),
+        (4, {"placement__expert_parallel": 4, "placement__replicate": 2}, "divides the 2 ranks of a copy"),
+        (2, {"placement__cpu_offload": True, "placement__tensor_parallel": 2}, "cpu_offload=True is FSDP2's: give it"),
+        (2, {"placement__cpu_offload": True}, "cpu_offload=True needs GPUs to offload from"),
+        (2, {"placement__expert_parallel": 2, "model__lora__rank": 4}, r"model\.lora\.rank goes with plain FSDP2"),
+        (2, {"placement__tensor_parallel": 2, "optim__max_tokens": 100}, r"needs optim\.max_tokens=null"),
+        (2, {"engine__sync": {"lora": "adapter"}}, r"engine\.sync\.lora=adapter is for one rank"),
+        (2, {"placement__collective_timeout": 120.0}, r"collective_timeout=120 must be above .*timeout_seconds=120"),
+        (2, {"engine__sync": {"timeout_seconds": 600}}, r"collective_timeout=600 must be above .*timeout_seconds=600"),
+        (2, {"engine__sleep": True}, r"engine\.sleep=True is for one GPU"),
+        (32, {}, r"rollout\.prompts_per_step=16 is too few: each of 32 shares of a batch has a whole group"),
+        (16, {"optim__minibatches": 16}, r"optim\.minibatches=16 is too many: a rank has 8 answers of a step"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    monkeypatch: pytest.MonkeyPatch, size: int, changes: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=message):
+        check_placement(size, config_of(**changes))
+
+
+@pytest.mark.parametrize(
+    ("size", "changes"),
+    [
+        (1, {"optim__max_tokens": 100, "engine__sleep": True}),
+        (1, {"placement__collective_timeout": 1.0}),
+        (2, {"placement__collective_timeout": 61.0, "engine__sync": {"timeout_seconds": 60}}),
+        (8, {"optim__max_tokens": 100, "model__lora__rank": 4}),
+        (8, {"placement__expert_parallel": 8}),
+        (8, {"placement__expert_parallel": 4, "placement__tensor_parallel": 2, "optim__max_tokens": 100}),
+        (8, {"placement__replicate": 2, "placement__expert_parallel": 4, "placement__tensor_parallel": 2}),
+        (8, {"placement__tensor_parallel": 8, "optim__max_tokens": None}),
+        (32, {"placement__tensor_parallel": 2, "optim__minibatches": 8}),
+    ],
+)
+def test_what_can_be(monkeypatch: pytest.MonkeyPatch, size: int, changes: dict[str, Any]) -> None:
+    check_placement(size, config_of(**changes))
+    if size > 1:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        if config_of(**changes).placement.tensor_parallel < size:
+            check_placement(size, config_of(**changes, placement__cpu_offload=True))
+
+
+def test_by_default_fsdp2_has_all_ranks() -> None:
+    placement = PlacementConfig()
+    assert (placement.tensor_parallel, placement.expert_parallel, placement.replicate) == (1, 1, 1)
+    assert placement.reshard_after_forward and not placement.cpu_offload
+
+
+def test_it_is_a_group_of_settings() -> None:
+    found = load_config("tiny_cpu", ["placement.expert_parallel=4", "placement.timeout=30"]).placement
+    assert found == PlacementConfig(expert_parallel=4, timeout=30.0)
+
+
+@pytest.mark.parametrize(
+    "override", ["tensor_parallel=0", "expert_parallel=-1", "replicate=0", "timeout=0", "collective_timeout=-1"]
+)
+def test_what_is_no_number_of_ranks_or_seconds(override: str) -> None:
+    with pytest.raises(ConfigError, match=rf"placement\.{override.split('=')[0]}=.* must be a (whole )?number"):
+        load_config("tiny_cpu", [f"placement.{override}"])

@@ -14,12 +14,29 @@ from support.rollouts import byte_row
 from support.routes import random_routes
 from torchrl_moe._compat_memory import peak_bytes
 from torchrl_moe.modules import TransformersWrapper
+from torchrl_moe.modules.policies.unstack import model_metadata
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
-from torchrl_moe.trainers import ConfigError, GRPOConfig
+from torchrl_moe.trainers import ConfigError
 from torchrl_moe.trainers.compose import load_config
+from torchrl_moe.trainers.config import GRPOConfig, LoRAConfig, ModelConfig
 from torchrl_moe.trainers.learner import Learner
-from torchrl_moe.trainers.plan import ENGINE, HOST, TRAINER, UPDATE, RunPlan
-from torchrl_moe.trainers.policy_model import PolicyModel
+from torchrl_moe.trainers.plan import (
+    ENGINE,
+    HOST,
+    KNOWN,
+    TRAINER,
+    UPDATE,
+    ModelSizes,
+    RunPlan,
+    activation_bytes,
+    longest,
+    model_config_of,
+    of_trainer,
+    ranks_of_host,
+    shards,
+    share_of,
+)
+from torchrl_moe.trainers.policy_model import PolicyModel, prepared
 from torchrl_moe.trainers.script import main
 
 QWEN = 30_532_122_624
@@ -270,3 +287,178 @@ def test_a_plan_is_plain_values(qwen: RunPlan) -> None:
     there = json.loads(json.dumps(qwen.to_dict()))
     assert there["totals"][TRAINER] == qwen.total(TRAINER)
     assert len(there["rows"]) == len(qwen.rows)
+
+
+QWEN_NAME, OLMOE_NAME = "Qwen/Qwen3-30B-A3B", "allenai/OLMoE-1B-7B-0125"
+
+
+def test_qwen3_30b_a3b_by_hand() -> None:
+    hidden, words, experts, inner = 2048, 151936, 128, 768
+    attention = hidden * (32 * 128) * 2 + hidden * (4 * 128) * 2 + 2 * 128  # q and o, k and v, two norms of a head
+    layer = attention + experts * 3 * hidden * inner + experts * hidden + 2 * hidden
+    outside = 2 * words * hidden + hidden
+    sizes = ModelSizes.of(model_config_of(QWEN_NAME), ModelConfig())
+    assert (sizes.layer, sizes.outside) == (layer, outside)
+    assert sizes.parameters == sizes.trained == 48 * layer + outside == 30_532_122_624  # 61 064 245 248 B on the hub
+    assert sizes.experts == 48 * experts * 3 * hidden * inner
+    assert (sizes.largest, sizes.hidden, sizes.expert_width) == (experts * 2 * inner * hidden, hidden, inner)
+    assert sizes.adapted == 0
+    assert (sizes.layers, sizes.top_k, sizes.num_experts) == (48, 8, 128)
+    assert sizes.kv == 48 * 2 * 4 * 128
+    assert sizes.route_bytes == 48 * 8
+
+
+def test_olmoe_by_hand() -> None:
+    hidden, words, experts, inner = 2048, 50304, 64, 1024
+    attention = 4 * hidden * hidden + 2 * hidden
+    layer = attention + experts * 3 * hidden * inner + experts * hidden + 2 * hidden
+    sizes = ModelSizes.of(model_config_of(OLMOE_NAME), ModelConfig())
+    assert sizes.parameters == 16 * layer + 2 * words * hidden + hidden == 6_919_161_856
+    assert sizes.kv == 16 * 2 * 2048
+    assert sizes.route_bytes == 16 * 8
+
+
+def test_what_is_kept_is_of_equal_settings_only() -> None:
+    hf_config, lora = model_config_of(OLMOE_NAME), LoRAConfig(rank=8)
+    sizes = ModelSizes.of(hf_config, ModelConfig(lora=lora))
+    assert ModelSizes.of(model_config_of(OLMOE_NAME), ModelConfig(lora=LoRAConfig(rank=8))) is sizes
+    lora.rank = 16
+    assert ModelSizes.of(hf_config, ModelConfig(lora=lora)).adapter == 2 * sizes.adapter
+    hf_config.num_hidden_layers = 8
+    assert ModelSizes.of(hf_config, ModelConfig(lora=lora)).adapter == sizes.adapter
+    few = activation_bytes(hf_config, ModelConfig(), 1, 64, torch.float32)
+    assert activation_bytes(hf_config, ModelConfig(activation_checkpointing=True), 1, 64, torch.float32) < few
+    hf_config.num_hidden_layers = 4
+    assert activation_bytes(hf_config, ModelConfig(), 1, 64, torch.float32) < few
+
+
+def test_an_adapter_on_attention_by_hand() -> None:
+    rank, hidden = 32, 2048
+    sizes = ModelSizes.of(model_config_of(OLMOE_NAME), ModelConfig(lora=LoRAConfig(rank=rank)))
+    assert sizes.adapter == sizes.trained == 16 * 4 * 2 * rank * hidden
+    assert sizes.adapted == 16 * 4 * hidden * hidden
+    assert sizes.parameters == 6_919_161_856 + sizes.adapter
+
+
+def test_more_than_128_experts_take_two_bytes_and_latent_attention_caches_one_vector() -> None:
+    config = make_tiny_moe("deepseek_v3").config
+    sizes = ModelSizes.of(config, ModelConfig())
+    assert sizes.kv == config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim)
+    assert sizes.kv_heads == 1  # each GPU of a replica has all of it
+    wide = make_tiny_moe("qwen3_moe", num_experts=160).config
+    assert ModelSizes.of(wide, ModelConfig()).route_bytes == wide.num_hidden_layers * wide.num_experts_per_tok * 2
+
+
+@pytest.mark.parametrize(
+    ("source", "count"), [(QWEN_NAME, 48 * (128 * 3 + 9) + 3), (OLMOE_NAME, 16 * (64 * 3 + 9) + 3)]
+)
+def test_unstacked_names_are_those_of_the_hub(source: str, count: int) -> None:
+    """As many as the hub's index has, one for each expert's matrix, and named as there."""
+    from transformers import AutoModelForCausalLM
+
+    config = model_config_of(source)
+    config.hidden_size = config.moe_intermediate_size = config.intermediate_size = 64  # no name depends on them
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    kinds = model_metadata(model)
+    own = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "self_attn.q_norm")
+    own += ("self_attn.k_norm", "input_layernorm", "post_attention_layernorm", "mlp.gate")
+    expected = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    for layer in range(config.num_hidden_layers):
+        expected |= {f"model.layers.{layer}.{name}.weight" for name in own}
+        for expert in range(config.num_experts):
+            matrices = (f"mlp.experts.{expert}.{name}_proj.weight" for name in ("gate", "up", "down"))
+            expected |= {f"model.layers.{layer}.{name}" for name in matrices}
+    assert len(expected) == count
+    assert kinds.keys() == expected
+
+
+def test_every_known_model_has_its_file_and_no_other_source_does(tmp_path: Path) -> None:
+    assert all(model_config_of(name).get_text_config().num_hidden_layers for name in KNOWN)
+    with pytest.raises(ConfigError, match=r"model\.source"):
+        model_config_of(str(tmp_path / "nothing"))
+
+
+def real_peak(hf_config: Any, model_config: ModelConfig, sequences: int, tokens: int) -> int:
+    """Bytes of a pass that really runs, its gradients made before."""
+    from transformers import AutoModelForCausalLM
+
+    from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection
+
+    model = prepared(AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32), model_config, torch.float32)
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
+    scoring = ScoringModel(model)
+    scoring.check()
+    ids = torch.randint(0, 100, (sequences, tokens))
+    selection = Selection(rows=torch.arange(ids.numel()), tokens=ids.flatten(), temperature=1.0, entropy=True)
+    inputs = {"input_ids": ids, "position_ids": torch.arange(tokens).expand(sequences, -1)}
+    return peak_bytes(lambda: scoring(inputs, selection)[0].sum().backward())  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("family", "layers"), [("qwen3_moe", 5), ("deepseek_v3", 4), ("mixtral", 3)])
+def test_activations_are_within_a_tenth_of_a_real_pass(family: str, layers: int, checkpointing: bool) -> None:
+    hf_config = make_tiny_moe(family, num_hidden_layers=layers).config
+    model_config = ModelConfig(activation_checkpointing=checkpointing)
+    planned = activation_bytes(hf_config, model_config, 4, 200, torch.float32)
+    assert planned == pytest.approx(real_peak(hf_config, model_config, 4, 200), rel=0.1)
+
+
+HIDDEN, INNER, TOP_K = 2048, 768, 8  # of Qwen3-30B-A3B
+
+
+def rows(config: GRPOConfig, part: str = TRAINER) -> dict[str, int]:
+    hf_config = model_config_of("Qwen/Qwen3-30B-A3B")
+    found = of_trainer(config, hf_config, ModelSizes.of(hf_config, config.model))
+    return {row.item: row.bytes for row in found if row.part == part}
+
+
+def test_experts_in_parallel_by_hand() -> None:
+    """A micro-batch of 2 x 8192 tokens, each at 8 experts, in bfloat16; layers are computed again, one at a time."""
+    config = load_config("qwen3_30b_a3b")
+    pairs = 2 * 8192 * TOP_K
+    found = rows(config)
+    assert found["tokens on their way to experts"] == 4 * pairs * HIDDEN * 2
+    one_more = pairs * (2 * HIDDEN + 3 * INNER) * 2  # the busiest rank gets twice the mean
+    assert found["more tokens on the busiest rank"] == one_more
+    config.hardware.expert_imbalance = 100.0  # more than all of four ranks' tokens it cannot be
+    assert rows(config)["more tokens on the busiest rank"] == 3 * one_more
+    config.hardware.expert_imbalance = 1.0
+    assert rows(config)["more tokens on the busiest rank"] == 0
+    config.hardware.expert_imbalance, config.model.activation_checkpointing = 2.0, False
+    assert rows(config)["more tokens on the busiest rank"] == 48 * one_more  # each layer keeps them
+    config.placement.expert_parallel = 1
+    assert not {"tokens on their way to experts", "more tokens on the busiest rank"} & rows(config).keys()
+
+
+def test_ranks_that_split_layers_send_each_a_part_of_their_tokens() -> None:
+    config = load_config("qwen3_30b_a3b", ["placement.tensor_parallel=2"])
+    assert rows(config)["tokens on their way to experts"] == 4 * (8192 * TOP_K) * HIDDEN * 2
+
+
+@pytest.mark.parametrize(("offload", "part", "ranks"), [("true", HOST, 4), ("false", TRAINER, 1)])
+def test_the_largest_weight_is_gathered_in_float32_when_the_model_is_saved(offload: str, part: str, ranks: int) -> None:
+    config = load_config("qwen3_30b_a3b", [f"placement.cpu_offload={offload}"])
+    gate_and_up = 128 * 2 * INNER * HIDDEN
+    assert rows(config, part)["a weight that is gathered to be written"] == ranks * 4 * gate_and_up
+    config.hardware.trainer_gpus, config.placement = 1, GRPOConfig().placement
+    assert "a weight that is gathered to be written" not in rows(config)
+
+
+def test_the_longest_sequence_is_the_engines_or_the_models() -> None:
+    hf_config = model_config_of("Qwen/Qwen3-30B-A3B")
+    assert longest(load_config("qwen3_30b_a3b"), hf_config) == 8192
+    assert longest(GRPOConfig(), hf_config) == hf_config.max_position_embeddings
+
+
+def test_the_largest_share_counts() -> None:
+    assert share_of(9, 4, 2) == 6
+    assert share_of(8, 4, 4) == 8
+
+
+def test_copies_are_sharded_each_by_itself_and_a_host_has_so_many_ranks() -> None:
+    config = GRPOConfig()
+    assert (shards(config), ranks_of_host(config)) == (1, 1)
+    config.hardware.trainer_gpus, config.placement.replicate = 32, 4
+    assert (shards(config), ranks_of_host(config)) == (8, 8)

@@ -258,7 +258,7 @@ def kill_second(trainer: MoEGRPOTrainer, found: dict[str, Any]) -> None:
 def test_a_rank_that_is_killed_ends_the_others_and_the_last_checkpoint_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "FAREWELL", 0.5)
+    monkeypatch.setattr(rendezvous, "LEAVE_SECONDS", 0.5)
     config = config_of(tmp_path, 9)
     config.placement.timeout = 2.0  # a launcher such as torchrun would end the others at once
     with pytest.raises(AssertionError, match="rank 1 died with exit code -9"):

@@ -1,18 +1,33 @@
-"""A run's files: what they hold, and what of them a later start keeps."""
+"""A run's files, metrics and warnings, and what it shows its user."""
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tensordict import TensorDict
+import torch
+from rich.console import Console
+from tensordict import NonTensorData, TensorDict, lazy_stack
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory
 
-from torchrl_moe.trainers.run_record import COLUMNS, RunRecord
+from support.html_table import TableReader
+from torchrl_moe.errors import MissingEntryError
+from torchrl_moe.trainers.config import GRPOConfig
+from torchrl_moe.trainers.run_record import (
+    COLUMNS,
+    HealthMonitor,
+    RunRecord,
+    RunReports,
+    batch_metrics,
+    sample_rewards,
+    summary,
+)
 
 
 class Logger:
@@ -125,3 +140,163 @@ def test_samples_are_the_first_answers_as_text(tmp_path: Path) -> None:
 def test_what_is_no_step_is_refused(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="step"):
         record_of(tmp_path, 0).add({"reward": 1.0})
+
+
+def row(group: int, reward: float, tokens: int, version: int, *, done: bool = True, cut: bool = False) -> TensorDict:
+    versions = torch.full((2 + tokens,), version, dtype=torch.int32)
+    versions[:2] = -1
+    return TensorDict(
+        {
+            "tokens": {"response": torch.zeros(tokens, dtype=torch.int64)},
+            "policy_versions": {"full": versions},
+            "next": {"reward": torch.tensor([[reward]]), "done": torch.tensor([done])},
+            "group_id": torch.tensor(group),
+            "finish_reason": NonTensorData("length" if cut else "stop"),
+            "rewards": {"exact": torch.tensor([reward])},
+        }
+    )
+
+
+def test_rewards_are_of_samples_and_lengths_of_rows() -> None:
+    batch = lazy_stack(
+        [
+            row(5, 0.0, 3, 7, done=False),  # a sample of two turns
+            row(5, 1.0, 5, 7, cut=True),
+            row(5, 0.0, 2, 6),
+            row(9, 0.0, 4, 5),
+            row(9, 0.0, 6, 7),
+        ]
+    )
+    metrics = batch_metrics(batch, version=7)
+    # rewards 1, 0, 0, 0; ages: 8 tokens of 0, 2 of 1, 4 of 2, 6 of 0
+    assert metrics == {
+        "reward": 0.25,
+        "reward_std": pytest.approx(0.1875**0.5),
+        "uniform_groups": 0.5,
+        "length": 4.0,
+        "truncated": 0.2,
+        "staleness": 0.5,
+        "tokens": 20.0,
+        "reward/exact": 0.2,
+    }
+
+
+def test_rows_without_a_reward_are_refused_with_its_key() -> None:
+    with pytest.raises(MissingEntryError, match=r"the rows have no reward: there is nothing at \('next', 'reward'\)"):
+        sample_rewards([TensorDict({"next": {"done": torch.tensor([True])}})])
+
+
+def rows(**columns: list[Any]) -> list[dict[str, Any]]:
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"entropy": [2.0, "", 0.19]}, "the entropy fell from 2 to 0.19 nats"),
+        ({"entropy": [2.0, "", 0.21]}, ""),
+        ({"reward": [0.8] * 5 + [0.4] * 5}, "the reward fell from 0.80 to 0.40"),
+        ({"reward": [0.8] * 5 + [0.42] * 5}, ""),
+        ({"reward": [-1.0] * 5 + [-3.0] * 5}, ""),  # a share of what is not positive means nothing
+        ({"grad_norm": [1.0] * 5 + [10.5]}, "the gradient has norm 10, usually 1"),
+        ({"grad_norm": [1.0] * 5 + [9.5]}, ""),
+        ({"truncated": [0.6] * 5}, "0.60 of the last answers were cut"),
+        ({"truncated": [1.0] * 4}, ""),
+        ({"uniform_groups": [0.9] * 5}, "in 0.90 of the last groups"),
+        ({"uniform_groups": [0.8] * 5}, ""),
+        ({"dlogp_live": [1e-3] * 5, "dlogp_mean": [2e-3] * 5}, "replay does not help here"),
+        ({"dlogp_live": [3e-7] * 5, "dlogp_mean": [4e-7] * 5}, ""),
+        ({"dlogp_live": ["", 1e-3] * 3, "dlogp_mean": ["", 2e-3] * 3}, ""),  # three of them
+    ],
+)
+def test_a_sign_is_seen_and_what_is_near_it_is_not(columns: dict[str, list[Any]], message: str) -> None:
+    found = HealthMonitor().check(rows(**columns))
+    assert [message in text for text in found] == ([True] if message else [])
+
+
+def test_a_sign_is_logged_once_and_again_after_it_had_gone(caplog: pytest.LogCaptureFixture) -> None:
+    monitor = HealthMonitor()
+    high, low = rows(truncated=[1.0] * 5), rows(truncated=[0.0] * 5)
+    assert [len(monitor.check(part)) for part in (high, high, low, high)] == [1, 0, 0, 1]
+    assert caplog.text.count("were cut at max_new_tokens") == 2
+
+
+def step_row(step: int, **changes: Any) -> dict[str, Any]:
+    seconds = {f"seconds_{phase}": 0.25 for phase in ("generate", "score", "train", "sync")}
+    mismatch = {"dlogp_mean": 0.001, "dlogp_live": 0.004, "agreement": 0.9}
+    return {"step": step, "reward": step / 10, "held_out_reward": "", **seconds, **mismatch, **changes}
+
+
+def text_of(rows: list[dict[str, Any]], held_out: float | None = 0.75) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=120).print(summary(rows, held_out))
+    return stream.getvalue()
+
+
+def test_the_numbers_are_those_of_the_rows() -> None:
+    rows = [step_row(step) for step in range(10)]
+    rows[0] |= {"held_out_reward": 0.5, "dlogp_live": 0.013, "agreement": 0.8}  # means 0.0049 and 0.89
+    rows[4] |= {"held_out_reward": 0.6}
+    text = text_of(rows)
+    assert "0.20 -> 0.70" in text  # of 0, .1, .2, .3, .4 and of .5, .6, .7, .8, .9
+    assert "0.50 -> 0.75" in text
+    assert "4.9e-03" in text and "1.0e-03" in text and "89.0%" in text
+    assert "replay removes" in text and "80% of the mismatch" in text  # 1 - 1 / 4.9
+
+
+def test_it_is_text_where_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    print(summary([step_row(0)], None))
+    shown = capsys.readouterr().out
+    assert "mean rollout reward, first and last 5 steps" in shown and "0.00 -> 0.00" in shown and "<rich" not in shown
+
+
+def test_replay_that_adds_to_the_mismatch_is_shown_as_such() -> None:
+    text = text_of([step_row(0, dlogp_mean=0.006)])
+    assert "replay adds" in text and "50% of the mismatch" in text
+
+
+@pytest.mark.parametrize("missing", ["dlogp_live", "agreement"])
+def test_without_replay_there_is_nothing_to_say_about_it(missing: str) -> None:
+    rows = [step_row(step, **{missing: ""}) for step in range(3)]
+    assert "replay" not in text_of(rows)
+
+
+def test_a_run_that_was_never_evaluated_shows_its_end() -> None:
+    text = text_of([step_row(0)])
+    assert "0.75" in text and "-> 0.75" not in text
+
+
+def test_a_run_without_held_out_prompts_says_nothing_of_them() -> None:
+    assert "held-out" not in text_of([step_row(0)], None)
+
+
+class Run(RunReports):
+    def __init__(self, *rows: dict[str, Any], out: str = "runs/a") -> None:
+        self.record: Any = SimpleNamespace(rows=rows)
+        self.config = GRPOConfig(out=out)
+        self.policy_model: Any = SimpleNamespace(model=object())
+        self.steps_done = len(rows)
+        self.shown: list[Any] = []
+        self.collector = SimpleNamespace(show_samples=lambda *args, **kwargs: self.shown.append((args, kwargs)))
+
+    def evaluate(self) -> float | None:
+        raise AssertionError("nothing to evaluate")
+
+
+def test_a_run_without_a_step_has_nothing_to_sum_up() -> None:
+    with pytest.raises(RuntimeError, match="no step has run"):
+        Run().summary()
+
+
+def test_in_a_notebook_the_last_step_is_a_table() -> None:
+    html = Run({"step": 0, "reward": 0.1}, {"step": 1, "reward": 0.51239, "empty": ""}, out="<script>1</script>")
+    read = TableReader(html._repr_html_())
+    assert read.rows["tbody"] == [["step", "1"], ["reward", "0.5124"]]
+    assert "<script>1</script>" in read.other[0] and "<script" not in html._repr_html_()
+    assert TableReader(Run()._repr_html_()).other[-1] == "no step yet"
+
+
+def test_samples_are_the_collectors() -> None:
+    run = Run()
+    run.show_samples(2, color="experts", layer=1)
+    assert run.shown == [((2, 160), {"color": "experts", "layer": 1})]

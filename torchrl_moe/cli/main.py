@@ -13,7 +13,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from torchrl_moe import __version__
 from torchrl_moe.cli import conformance, doctor, probe, train
@@ -29,6 +28,7 @@ PROGRAM = "torchrl-moe"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command."""
+    # settings of "train" may stand behind options, where argparse leaves them over
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     command = next((one for one in COMMANDS if one.name == options.command), None)
@@ -57,7 +57,7 @@ def _without_chatter(wanted: bool) -> Iterator[None]:
 
 def _run(command: Command, options: argparse.Namespace) -> int:
     program = f"{PROGRAM} {command.name}"
-    stdout: Any = NamedStream(sys.stdout, STDOUT)
+    stdout = NamedStream(sys.stdout, STDOUT)
     output = Output(stdout, options.json)
     # what libraries print must not get between the lines of JSON
     printed = sys.stderr if options.json else stdout
@@ -71,6 +71,7 @@ def _run(command: Command, options: argparse.Namespace) -> int:
         _leave_stdout()  # the reader has gone (head, say)
         return FINE
     except Exception as error:  # noqa: BLE001  whatever it is, the user gets a line and not a traceback
+        # the whole story if asked for, and always the line
         if options.traceback:
             traceback.print_exc()
         if isinstance(error, OSError) and error.filename == STDOUT:

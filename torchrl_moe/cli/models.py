@@ -15,26 +15,19 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchrl_moe.cli.command import BAD_USE, PROBLEM, BadUse, note
 from torchrl_moe.errors import RequestRefusedError, TorchRLMoEError, UnsupportedRouterError
 
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 __all__ = [
-    "EXTRAS",
-    "MODEL_HELP",
-    "STDOUT",
-    "TINY",
-    "Replayable",
-    "check_source",
-    "check_weights_of",
-    "config_of",
-    "explain",
-    "load",
-    "missing_extra",
-    "model_folder",
-    "try_replay",
-]
+    "EXTRAS", "MODEL_HELP", "STDOUT", "TINY", "Replayable", "check_source", "check_weights_of", "config_of", "explain",
+    "load", "missing_extra", "model_folder", "try_replay",
+]  # fmt: skip
 
 TINY = "tiny"
 TINY_SIZES: dict[str, Any] = {
@@ -47,7 +40,7 @@ MODEL_HELP = f"a folder, a hub name, or {TINY!r}: a small Qwen3-MoE with random 
 WIDTHS = ("intermediate_size", "ffn_hidden_size")
 NARROW = 16
 """Width of experts and dense layers in the model that is tried: routers do not see it."""
-FEW_WORDS = 64
+SMALL_VOCABULARY = 64
 MOST_LAYERS = 8
 MOST_PARAMETERS = 1_500_000_000
 DENSE_FIRST = "first_k_dense_replace"
@@ -95,7 +88,7 @@ def check_source(source: str) -> None:
         raise BadUse(f"there is no folder {source!r}: name one that holds config.json, a hub name, or {TINY}")
 
 
-def config_of(source: str) -> Any:
+def config_of(source: str) -> PreTrainedConfig:
     """Return the transformers configuration of a folder or hub name."""
     from torchrl_moe.trainers.config import ConfigError
     from torchrl_moe.trainers.plan import model_config_of
@@ -112,7 +105,7 @@ def config_of(source: str) -> Any:
         ) from error
 
 
-def load(folder: str, dtype: str) -> Any:
+def load(folder: str, dtype: str) -> PreTrainedModel:
     """Load a model for scoring, onto the GPU if there is one."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -148,7 +141,7 @@ class Replayable:
     num_experts: int = 0
 
 
-def try_replay(config: Any) -> Replayable:
+def try_replay(config: PreTrainedConfig) -> Replayable:
     """Build a narrow model of a configuration and replay its routers, as ``RouterReplay`` tests itself."""
     from torchrl_moe.modules.replay.discovery import expert_counts
 
@@ -158,7 +151,7 @@ def try_replay(config: Any) -> Replayable:
     return _try(config, MOST_LAYERS) if found.answer is None else found  # a hybrid may need more layers to run
 
 
-def _try(config: Any, layers_with_experts: int) -> Replayable:
+def _try(config: PreTrainedConfig, layers_with_experts: int) -> Replayable:
     import torch
 
     from torchrl_moe.errors import UnsupportedRouterError
@@ -170,6 +163,7 @@ def _try(config: Any, layers_with_experts: int) -> Replayable:
         if parameters > MOST_PARAMETERS:
             return Replayable(None, f"even a narrow model of it has {parameters / 1e9:.1f} billion parameters")
         dtype = torch.float32 if parameters < MOST_PARAMETERS / 4 else torch.bfloat16
+        # it tests itself when it is made: a router that it cannot replay is refused here
         replay = RouterReplay(_built(small, dtype))
     except UnsupportedRouterError as error:
         return Replayable(False, str(error))
@@ -180,10 +174,11 @@ def _try(config: Any, layers_with_experts: int) -> Replayable:
     return Replayable(True, "", routers, replay.top_k, replay.num_experts)
 
 
-def narrow(config: Any, layers_with_experts: int = 2) -> Any:
-    """Return the configuration of a model with the same routers, but few layers, narrow experts and few words."""
+def narrow(config: PreTrainedConfig, layers_with_experts: int = 2) -> PreTrainedConfig:
+    """Return a configuration with the same routers, but few layers, narrow experts and a small vocabulary."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
+    # a config of text and one around it may both have sizes; special ids lie beyond the small vocabulary
     for part in {id(one): one for one in (small, text)}.values():
         for name in part.to_dict():
             value = getattr(part, name, None)
@@ -192,19 +187,19 @@ def narrow(config: Any, layers_with_experts: int = 2) -> Any:
         for name in SPECIAL_TOKENS:
             if hasattr(part, name):
                 setattr(part, name, None)
-    text.vocab_size = min(int(text.vocab_size), FEW_WORDS)
+    text.vocab_size = min(int(text.vocab_size), SMALL_VOCABULARY)
     dense = int(getattr(text, DENSE_FIRST, 0) or 0)
     if dense:
         setattr(text, DENSE_FIRST, 1)
     return _shallow(small, text, layers_with_experts)
 
 
-def _shallow(config: Any, text: Any, wanted: int) -> Any:
+def _shallow(config: PreTrainedConfig, text: PreTrainedConfig, wanted: int) -> PreTrainedConfig:
     """Cut layers, so that as many as are wanted have experts, or all that have any, among the first few."""
     layers = int(text.num_hidden_layers)
-    of_each = {
-        name: value for name, value in text.to_dict().items() if isinstance(value, list) and len(value) == layers
-    }
+    # lists with an entry for each layer are cut along
+    listed = {name: value for name, value in text.to_dict().items() if isinstance(value, list)}
+    of_each = {name: value for name, value in listed.items() if len(value) == layers}
     for count in range(2, min(layers, MOST_LAYERS) + 1):
         text.num_hidden_layers = count
         for name, values in of_each.items():
@@ -214,7 +209,7 @@ def _shallow(config: Any, text: Any, wanted: int) -> Any:
     return config
 
 
-def _layers_with_experts(config: Any) -> int:
+def _layers_with_experts(config: PreTrainedConfig) -> int:
     import torch
 
     with torch.device("meta"):
@@ -222,22 +217,20 @@ def _layers_with_experts(config: Any) -> int:
     return sum(name.endswith(".experts") for name in names)
 
 
-def _parameters(config: Any) -> int:
+def _parameters(config: PreTrainedConfig) -> int:
     import torch
 
     with torch.device("meta"):
         return sum(weight.numel() for weight in _built(config, torch.float32).parameters())
 
 
-def _built(config: Any, dtype: Any) -> Any:
+def _built(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
 
 
 # Errors as one line that says what to do.
-
-
 EXTRAS = {
     "hydra": "train",
     "omegaconf": "train",
@@ -267,6 +260,7 @@ def explain(error: Exception) -> tuple[str, int]:
     >>> explain(ModuleNotFoundError("No module named 'ray'", name="ray"))
     ("needs ray, which is not installed: pip install 'torchrl_moe[ray]'", 2)
     """
+    # most telling first: a missing package, the disk, the port, memory, then errors of our own
     root = _root(error)
     if isinstance(root, ModuleNotFoundError):
         if _top(root.name) in EXTRAS:

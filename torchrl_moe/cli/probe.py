@@ -6,11 +6,18 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torchrl_moe.cli.command import FINE, PROBLEM, BadUse, Command, Output, note
 from torchrl_moe.cli.models import MODEL_HELP, check_weights_of, config_of, load, model_folder
 from torchrl_moe.cli.services import ENGINES, add_engine_arguments, check_engine, started
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from torchrl_moe.modules import AsyncVLLM
+    from torchrl_moe.objectives import MismatchMetrics
 
 __all__ = ["COMMAND", "PROMPTS", "read_prompts"]
 
@@ -83,11 +90,13 @@ def _run(options: argparse.Namespace, output: Output) -> int:
         raise BadUse(f"--max-new-tokens {options.max_new_tokens}: at least 1")
     if not options.temperature > 0:
         raise BadUse(f"--temperature {options.temperature:g}: greedy answers say nothing; it must be above 0")
+    # refuse what can be refused before a model is made or an engine started
     check_engine(options.engine, options.engine_args)
     check_weights_of(options.model)
     with model_folder(options.model) as folder:
         config = config_of(folder)
         _check_experts(options.model, config)
+        # the engine ends before the model is loaded: both may not fit
         with started(folder, config, options.engine, options.dtype, options.engine_args) as engine:
             rollouts = _roll_out(engine, prompts, options)
         trainer_dtype = options.trainer_dtype or options.dtype
@@ -101,14 +110,14 @@ def _run(options: argparse.Namespace, output: Output) -> int:
     return PROBLEM if result.problems else FINE
 
 
-def _check_experts(name: str, config: Any) -> None:
+def _check_experts(name: str, config: PreTrainedConfig) -> None:
     from torchrl_moe.modules.replay.discovery import expert_counts
 
     if not expert_counts(config):
         raise BadUse(f"{name} has no experts by its config: it is a dense model, and there is nothing to replay")
 
 
-def _roll_out(engine: Any, prompts: Sequence[str], options: argparse.Namespace) -> Any:
+def _roll_out(engine: AsyncVLLM, prompts: Sequence[str], options: argparse.Namespace) -> TensorDictBase:
     """Answer prompts; a chat where the tokenizer has a template for it."""
     from tensordict import TensorDict, set_list_to_stack
 
@@ -138,7 +147,9 @@ def _roll_out(engine: Any, prompts: Sequence[str], options: argparse.Namespace) 
         return policy(TensorDict(text=Text(prompt=list(prompts)), batch_size=[len(prompts)]))
 
 
-def _score(model: Any, rollouts: Any, temperature: float) -> tuple[Any, Any]:
+def _score(
+    model: PreTrainedModel, rollouts: TensorDictBase, temperature: float
+) -> tuple[MismatchMetrics, MismatchMetrics]:
     """Return the mismatch with replay, and without."""
     import torch
 
@@ -150,6 +161,7 @@ def _score(model: Any, rollouts: Any, temperature: float) -> tuple[Any, Any]:
     replayed, live = (MismatchMetrics(masking_strategy="generic", thresholds=None) for _ in range(2))
     with torch.no_grad():
         for part in rollouts.split(AT_A_TIME):
+            # the same answers twice: on the recorded experts, and on the model's own router
             for metrics, actor in ((replayed, replaying), (live, native)):
                 scored = part.copy()
                 log_probs, _, _ = actor.score(scored, entropy=False)

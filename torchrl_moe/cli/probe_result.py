@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 
@@ -113,6 +112,7 @@ class ProbeResult:
     @property
     def verdict(self) -> str:
         """One sentence, or two."""
+        # worst first: what cannot be trained on, what needs no replay, then what replay does
         change = f"mean |Δ log-prob| {self.live.mean:.1e} -> {self.replayed.mean:.1e}"
         differ = f"the live router chooses other experts in {1 - self.mean_agreement:.1%} of rows"
         if self.problems:
@@ -139,7 +139,7 @@ class ProbeResult:
         agreement = plain_table("live router against the engine", header, layers, wide=header[2:])
         return "\n\n".join([figures, agreement, self.verdict])
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain data."""
         return {
             "title": self.title,

@@ -24,24 +24,14 @@ from torchrl_moe.cli.command import FINE, PROBLEM, BadUse, Command, Output, note
 from torchrl_moe.cli.models import missing_extra
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from torchrl_moe.modules import AsyncVLLM
 
 __all__ = [
-    "COMMAND",
-    "DTYPES",
-    "ENGINES",
-    "Exported",
-    "LocalDriver",
-    "Service",
-    "add_engine_arguments",
-    "check_engine",
-    "check_installed",
-    "connected",
-    "engine_arguments",
-    "local_drivers",
-    "started",
-    "table",
-]
+    "COMMAND", "DTYPES", "ENGINES", "Exported", "LocalDriver", "Service", "add_engine_arguments", "check_engine",
+    "check_installed", "connected", "engine_arguments", "local_drivers", "started", "table",
+]  # fmt: skip
 
 TITLE = "torchrl_moe::"
 MODULES = "torchrl_moe.modules.backends."
@@ -56,9 +46,7 @@ class Service(Protocol):
         """Return a row for each replica; see ``GenerationService.stats``."""
 
 
-# -- services in Ray --------------------------------------------------------------------------------------------------
-
-
+# -- services in Ray
 @contextmanager
 def connected(name: str | None, namespace: str | None) -> Iterator[tuple[str, Service]]:
     """Join a service of the Ray cluster, and leave it again."""
@@ -88,9 +76,7 @@ def _only(namespace: str | None) -> str:
     return names[0]
 
 
-# -- services that live in their drivers ------------------------------------------------------------------------------
-
-
+# -- services that live in their drivers
 @dataclass(frozen=True, slots=True)
 class LocalDriver:
     """A process on this machine whose replicas are its children: its id, its command line, how many engines it has."""
@@ -104,6 +90,7 @@ def local_drivers() -> list[LocalDriver]:
     """Return the processes of this machine that have replicas of their own, other users' as far as they can be seen."""
     import psutil
 
+    # count engine processes by the process that they belong to
     engines: dict[int, int] = {}
     for process in psutil.process_iter(["pid", "ppid", "name", "cmdline"]):
         driver = _driver_of(process.info)
@@ -124,14 +111,15 @@ def _driver_of(info: Mapping[str, Any]) -> int | None:
     """Return the driver of an engine's process; ``None`` if it is no engine's, or its driver is gone."""
     import psutil
 
-    words: Sequence[str] = info["cmdline"] or ()
-    line = " ".join(words)
+    # by its command line: an engine process has a title of its own, or runs our module
+    command: Sequence[str] = info["cmdline"] or ()
+    line = " ".join(command)
     if line.startswith(f"{TITLE}Replica"):  # forked: its parent is the server that forks for the driver
         try:
             return int(psutil.Process(info["ppid"]).ppid())
         except psutil.Error:
             return None
-    if "-m" in words and any(word.startswith(MODULES) and word.endswith(".engine_process") for word in words):
+    if "-m" in command and any(one.startswith(MODULES) and one.endswith(".engine_process") for one in command):
         return int(info["ppid"])
     return None
 
@@ -179,6 +167,7 @@ def exported_rows(text: str) -> list[dict[str, Any]]:
 
     from torchrl_moe.modules.serving.stats import OF_THE_ENGINE, OF_THE_TABLE
 
+    # exported names back to the keys of stats(), replica by replica
     names = {f"{PREFIX}{one.exported}": one for one in (*OF_THE_TABLE, *OF_THE_ENGINE) if one.exported}
     rows: dict[int, dict[str, Any]] = {}
     for family in text_string_to_metric_families(text):
@@ -200,8 +189,6 @@ def exported_rows(text: str) -> list[dict[str, Any]]:
 
 
 # ``torchrl-moe top``: the replicas of a running service, as a table that is redrawn.
-
-
 COLUMNS: Mapping[str, tuple[str, str]] = {
     "replica": ("replica", "#{:.0f}"),
     "state": ("state", "{}"),
@@ -222,7 +209,7 @@ LONGEST_INTERVAL = 86400
 """Seconds."""
 BAD = {"DEAD", "QUARANTINED"}
 
-Show = Callable[[str, dict[str, Any]], None]
+Show = Callable[[str, dict[str, object]], None]
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -296,7 +283,7 @@ def table(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
     return plain_table(summary, header, cells, wide=("state", "last error"))
 
 
-def _cell(key: str, value: Any) -> str:
+def _cell(key: str, value: object) -> str:
     if value is None or value == "":
         return ""
     if key == "last_error":
@@ -306,7 +293,7 @@ def _cell(key: str, value: Any) -> str:
     return COLUMNS[key][1].format(value)
 
 
-def _plain(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _plain(name: str, rows: Sequence[Mapping[str, object]]) -> dict[str, object]:
     return {"service": name, "time": time.time(), "replicas": [dict(row) for row in rows]}
 
 
@@ -328,8 +315,6 @@ COMMAND = Command(
 
 
 # Engines that a command starts for itself: small, with one replica; they end with the command.
-
-
 ENGINES = ("vllm", "transformers")
 DTYPES = ("bfloat16", "float32", "float16")
 MOST_TOKENS = 2048
@@ -387,14 +372,14 @@ def check_installed(kind: str, instead: str) -> None:
 
 
 @contextlib.contextmanager
-def started(folder: str, config: Any, kind: str, dtype: str, given: Sequence[str]) -> Iterator[AsyncVLLM]:
+def started(folder: str, config: PreTrainedConfig, kind: str, dtype: str, given: Sequence[str]) -> Iterator[AsyncVLLM]:
     """Start an engine of a model; it ends with the context."""
     arguments = engine_arguments(given)
     check_installed(kind, "--engine transformers")
     from torchrl_moe.modules import AsyncVLLM
 
     longest = int(getattr(config.get_text_config(), "max_position_embeddings", MOST_TOKENS) or MOST_TOKENS)
-    defaults: dict[str, Any] = {"dtype": dtype, "max_model_len": min(longest, MOST_TOKENS)}
+    defaults: dict[str, object] = {"dtype": dtype, "max_model_len": min(longest, MOST_TOKENS)}
     if kind == "vllm":
         defaults["enforce_eager"] = True  # on a GPU, too: it starts sooner
     note(f"starting {kind} ...")

@@ -6,8 +6,9 @@ import argparse
 import csv
 import os
 from importlib.resources import files
+from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchrl_moe.cli.command import FINE, BadUse, Command, Output, listing
 from torchrl_moe.cli.services import check_installed
@@ -39,12 +40,15 @@ def configurations() -> dict[str, str]:
 
 
 def _about(text: str) -> str:
-    words: list[str] = []
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            break
-        words.append(line.lstrip("# ").strip())
-    return " ".join(words).partition(". ")[0].partition(": torchrun")[0].rstrip(".:") + "."
+    # the comment that the file begins with, up to the end of its first sentence
+    comment = takewhile(lambda line: line.startswith("#"), text.splitlines())
+    return (
+        " ".join(line.lstrip("# ").strip() for line in comment)
+        .partition(". ")[0]
+        .partition(": torchrun")[0]
+        .rstrip(".:")
+        + "."
+    )
 
 
 def _run(options: argparse.Namespace, output: Output) -> int:
@@ -58,9 +62,9 @@ def _run(options: argparse.Namespace, output: Output) -> int:
         folder = export(Path(options.export))
         output.show(f"the model is in {folder}", {"folder": str(folder)})
         return FINE
-    for word in options.overrides:
-        if "=" not in word:
-            raise BadUse(f"{word!r} is not a setting: write key=value; --config names a configuration")
+    for setting in options.overrides:
+        if "=" not in setting:
+            raise BadUse(f"{setting!r} is not a setting: write key=value; --config names a configuration")
     from torchrl_moe.trainers.compose import load_config
 
     config = load_config(options.config, options.overrides)
@@ -96,7 +100,7 @@ def _train(config: GRPOConfig, output: Output) -> None:
         output.show("", {"folder": config.out, "last_step": _last_row(Path(config.out) / "metrics.csv")})
 
 
-def _last_row(file: Path) -> dict[str, Any]:
+def _last_row(file: Path) -> dict[str, object]:
     """Return the last step of a run's record, numbers as numbers."""
     with file.open(encoding="utf-8", newline="") as lines:
         rows = list(csv.DictReader(lines))

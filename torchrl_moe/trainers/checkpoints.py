@@ -14,7 +14,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -38,9 +38,6 @@ from torchrl_moe.trainers.ranks import Ranks
 from torchrl_moe.trainers.run_folder import exchange, recover
 
 __all__ = ["Checkpoints", "NothingKept", "RandomNumbers", "TrainedState", "steps_saved"]
-
-
-# ``TrainedState``: weights and optimizer; each rank writes and reads its own part.
 
 
 # a single process is intended here; the filter is global because the write runs in a thread
@@ -91,11 +88,15 @@ class TrainedState:
 
     def load(self, folder: Path, ranks: Ranks) -> None:
         """Load a saved state into the model and its optimizer; all ranks must call."""
+        # shapes first: torch would load a part of another model, and say nothing
         saved = FileSystemReader(folder).read_metadata().state_dict_metadata
         self._check({name: tuple(kind.size) for name, kind in saved.items() if hasattr(kind, "size")})
         own = self._state()
-        state = {group: {name: _place_for(value) for name, value in values.items()} for group, values in own.items()}
+        state: State = {
+            group: {name: _place_for(value) for name, value in values.items()} for group, values in own.items()
+        }
         load(state, checkpoint_id=folder, process_group=ranks.files, no_dist=ranks.size == 1)
+        # of packed weights the whole was read: write this rank's part of it into the model
         for group, values in state.items():
             values |= {name: _packed(values[name], value) for name, value in own[group].items() if _is_packed(value)}
         if self._optimizer is not None:
@@ -113,7 +114,7 @@ class TrainedState:
                 raise ValueError(f"the checkpoint is of another model: {name} is {there} there and {here} here")
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> object:
     if not isinstance(value, torch.Tensor):
         return value
     if not isinstance(value, DTensor):
@@ -125,11 +126,9 @@ def _copied(value: Any) -> Any:
     return value.detach().to("cpu", copy=True).contiguous()
 
 
-# -- packed weights: tensor parallelism gives each rank a part of gate and a part of up, which lie in one tensor. A
-# -- checkpoint of torch's knows parts that are one piece
-
-
-def _is_packed(value: Any) -> bool:
+# Packed weights: tensor parallelism gives each rank a part of gate and a part of up, which lie in one tensor. A
+# checkpoint of torch's knows parts that are one piece.
+def _is_packed(value: object) -> TypeGuard[DTensor]:
     if not isinstance(value, DTensor):
         return False
     axes = [getattr(placement, "dim", None) for placement in value.placements]
@@ -139,7 +138,7 @@ def _is_packed(value: Any) -> bool:
     )
 
 
-def _place_for(value: Any) -> Any:
+def _place_for(value: object) -> object:
     return torch.empty(value.shape, dtype=value.dtype) if _is_packed(value) else value
 
 
@@ -154,18 +153,18 @@ def _packed(whole: torch.Tensor, own: DTensor) -> DTensor:
 LOG = logging.getLogger(__name__)
 
 SCORE, SHARDS = "score", "shards"
-FAREWELL = 60.0
+CLOSE_SECONDS = 60.0
 """Seconds that a rank waits at its end for a checkpoint that all ranks write."""
 
 
 class NothingKept:
     """A component that TorchRL's trainer would register by itself, and that a checkpoint can do without."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return nothing."""
         return {}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Take nothing."""
         del state_dict
 
@@ -191,7 +190,7 @@ class Checkpoints:
         self,
         folder: Path,
         trained: TrainedState,
-        components: Mapping[str, Any],
+        components: Mapping[str, object],
         keep: int,
         ranks: Ranks | None = None,
     ) -> None:
@@ -214,6 +213,7 @@ class Checkpoints:
         """Refuse a folder that some ranks do not see: a checkpoint would lack their parts, and look complete."""
         if self._ranks.size == 1:
             return
+        # rank 0 makes a folder, and each rank looks for it
         folder, mark = self.rotation.directory, f".seen-{uuid.uuid4().hex}"
         if self._ranks.is_first:
             (folder / mark).mkdir(parents=True)
@@ -227,6 +227,7 @@ class Checkpoints:
 
     def save(self, step: int, score: float) -> None:
         """Begin to write a checkpoint, once the previous one is written."""
+        # one at a time; what is small is written here, weights and optimizer in a thread, from a copy
         self.wait()
         draft = self.rotation.directory / f".step-{step:012d}.draft"
         fits = self._ranks.from_first(self._ranks.is_first and self._write_components(draft, step, score), "checkpoint")
@@ -244,16 +245,18 @@ class Checkpoints:
             return False
         return True
 
-    def _publish(self, state: dict[str, Any], draft: Path, step: int) -> bool:
+    def _publish(self, state: State, draft: Path, step: int) -> bool:
         """Write weights and optimizer, and give the checkpoint its name; return whether there was room for it."""
         try:
             self._trained.write(state, draft / SHARDS, self._ranks)
+            # all ranks have written: only now does the folder get the name of a checkpoint
             if self._ranks.is_first:
                 exchange(draft, self.rotation.directory / f"step-{step:012d}")
                 self.rotation.prune()
         except (CheckpointException, OSError) as error:
             if self._ranks.is_first:
                 shutil.rmtree(draft, ignore_errors=True)
+            # a full disk is a warning on each rank; any other error ends the run
             causes = [failure for failure, _ in getattr(error, "failures", {}).values()] or [error]
             if not all(map(_is_write_error, causes)):
                 raise
@@ -283,9 +286,8 @@ class Checkpoints:
             raise ConfigError.of(setting, cause) from error
         except CheckpointException as error:
             failure = next(iter(error.failures.values()))[0]
-            raise ConfigError.of(
-                setting, failure if isinstance(failure, Exception) else OSError(str(failure))
-            ) from error
+            cause = failure if isinstance(failure, Exception) else OSError(str(failure))
+            raise ConfigError.of(setting, cause) from error
         except (OSError, ValueError, EOFError, UnpicklingError) as error:
             raise ConfigError.of(setting, error) from error
         return True
@@ -298,7 +300,7 @@ class Checkpoints:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        wait([pending], None if self._ranks.size == 1 else FAREWELL)
+        wait([pending], None if self._ranks.size == 1 else CLOSE_SECONDS)
         if not pending.done():
             LOG.warning("the last checkpoint was still being written when the run ended: it may be missing")
         elif (error := pending.exception()) is not None:
@@ -306,7 +308,7 @@ class Checkpoints:
 
     @staticmethod
     def forget(folder: Path) -> None:
-        """Remove all of another run, and what is not its own neither."""
+        """Remove all of another run, and nothing that is not a run's."""
         for made in folder.glob("step-*"):
             shutil.rmtree(made, ignore_errors=True)
         with contextlib.suppress(OSError):  # there is none, or it holds what is somebody else's
@@ -338,5 +340,5 @@ def _warn(step: int, error: BaseException) -> None:
 
 
 def _is_write_error(error: BaseException) -> bool:
-    words = ("PytorchStreamWriter", "No space left", "write failed")
-    return isinstance(error, OSError) or (isinstance(error, RuntimeError) and any(word in str(error) for word in words))
+    marks = ("PytorchStreamWriter", "No space left", "write failed")
+    return isinstance(error, OSError) or (isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks))

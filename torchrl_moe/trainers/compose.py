@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 try:
     import yaml  # type: ignore[import-untyped]
@@ -13,7 +12,7 @@ try:
     from hydra.core.config_store import ConfigStore
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException, MissingConfigException
-    from omegaconf import OmegaConf
+    from omegaconf import DictConfig, ListConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 except ImportError as error:
     raise ImportError("configurations need Hydra: pip install 'torchrl_moe[train]'") from error
@@ -56,6 +55,7 @@ def load_config(name: str | Path = "tiny_cpu", overrides: Sequence[str] = ()) ->
     if not (folder / f"{stem}.yaml").is_file():
         known = f"the package has {_names()}; or name a file, such as my.yaml"
         raise ConfigError(f"there is no configuration {name}; {known}")
+    # the file, with changes; a resumed run reads its own saved settings instead, with the same changes
     changes = [_known(item) for item in overrides]
     config = _composed(folder, stem, changes)
     if config.resume:
@@ -71,7 +71,8 @@ def _known(override: str) -> str:
         return override
     if not is_one:
         raise ConfigError(f"{override!r} is no setting: write key=value, such as optim.lr=1e-5")
-    kind: Any = GRPOConfig
+    # the setting's type, by its dotted name
+    kind: object = GRPOConfig
     for part in name.split("."):
         if not (isinstance(kind, type) and issubclass(kind, Settings)):
             break  # the keys of a dict are another function's arguments
@@ -86,6 +87,7 @@ def _known(override: str) -> str:
             f"{override!r} is not one value: write numbers as 1e-5, lists as [a,b], dicts as {{a: 1}}, and quote text "
             f"with special characters inside the shell's quotes: \"{name}='it is, so'\""
         )
+    # text as it was typed: quoted for Hydra, with its backslashes
     ends = re.sub(r"(\\+)$", r"\1\1", re.sub(r"(\\*)'", r"\1\1\\'", value))
     return f"++{name}='{ends}'"
 
@@ -116,7 +118,7 @@ def _names() -> str:
     return ", ".join(sorted(item.stem for item in CONFIGS.glob("*.yaml")))
 
 
-def _config(composed: Any) -> GRPOConfig:
+def _config(composed: DictConfig | ListConfig) -> GRPOConfig:
     """Return a configuration; all keys and values are those of the schema, or a ``ConfigError`` names the first."""
     found = OmegaConf.to_container(composed, resolve=True)
     if not isinstance(found, dict):
@@ -139,13 +141,16 @@ def saved_config(file: Path) -> GRPOConfig:
 
 def _of_the_run(config: GRPOConfig, changes: Sequence[str]) -> GRPOConfig:
     """Return the settings saved in the run's folder, with the requested changes."""
+    # another model, seed or data would not fit the weights, or the position in the data
     saved = Path(config.out) / "config.yaml"
     if not saved.exists():
         raise ConfigError(f"resume=true, but there is no run in {config.out}")
     before, changed = saved_config(saved), _composed(saved.parent, saved.stem, changes)
     changed.read()
     for name in FIXED:
-        was, now = as_dict(before.get(name)), as_dict(changed.get(name))
+        was, now = (
+            as_dict(value) if isinstance(value, Settings) else value for value in (before.get(name), changed.get(name))
+        )
         if was != now:
             raise ConfigError(f"resume=true continues with {name}={was}; it cannot be changed to {now}")
     changed.resume, changed.out = True, config.out  # as requested, also in a user's own file
@@ -157,6 +162,7 @@ def _line(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
     if isinstance(error, yaml.MarkedYAMLError) and mark is not None:
         return f"{mark.name}, line {mark.line + 1}: {error.problem}"
+    # the first line of Hydra's error says what, "full_key" says where
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     cause = error.__cause__
     if isinstance(cause, OmegaConfBaseException) and str(cause):

@@ -9,11 +9,12 @@ import tempfile
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from copy import copy
+from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeGuard, TypeVar, cast
 
 from torchrl_moe._checks import LONGEST, is_number, shown
 
@@ -21,35 +22,15 @@ if TYPE_CHECKING:
     from torchrl_moe.objectives import GRPOLoss
 
 __all__ = [
-    "CheckpointConfig",
-    "ConfigError",
-    "DataConfig",
-    "EngineConfig",
-    "EvalConfig",
-    "GRPOConfig",
-    "HardwareConfig",
-    "LoRAConfig",
-    "LogConfig",
-    "LossConfig",
-    "ModelConfig",
-    "Number",
-    "OptimConfig",
-    "PlacementConfig",
-    "RolloutConfig",
-    "SaveConfig",
-    "Settings",
-    "UnknownSettingError",
-    "as_dict",
-    "as_yaml",
-    "nearest",
-    "setting",
+    "CheckpointConfig", "ConfigError", "DataConfig", "EngineConfig", "EvalConfig", "GRPOConfig", "HardwareConfig",
+    "LoRAConfig", "LogConfig", "LossConfig", "ModelConfig", "Number", "OptimConfig", "PlacementConfig",
+    "RolloutConfig", "SaveConfig", "Settings", "UnknownSettingError", "as_dict", "as_yaml", "nearest", "setting",
     "yaml_text",
-]
+]  # fmt: skip
 
 
-# ``Settings``: dataclasses whose values are read by type and range, once, and whose names cannot be misspelt.
-
-
+# Dataclasses whose values are read by type and range, once, and whose names cannot be misspelt.
+T = TypeVar("T")
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 """Texts that YAML, and so Hydra, reads as a switch."""
 MOST_BITS = 1000  # Python writes no integer of some thousand digits
@@ -72,15 +53,16 @@ class Number:
     most: float | None = None
     below: float | None = None
 
-    def holds(self, value: object) -> bool:
+    def holds(self, value: object) -> TypeGuard[float]:
         """Whether a value is such a number."""
-        bounds: dict[str, Any] = {"above": self.above, "below": self.below, "whole": self.kind is int}
+        is_whole = self.kind is int
+        fits = is_number(value, self.least, self.most, above=self.above, below=self.below, whole=is_whole)
         # an integer may be larger than any float, such as 2**2000
-        return is_number(value, self.least, self.most, **bounds) and abs(cast(float, value)) <= sys.float_info.max
+        return fits and abs(cast(float, value)) <= sys.float_info.max
 
     def __str__(self) -> str:
-        words = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
-        bounds = " and ".join(f"{word} {bound}" for word, bound in words.items() if bound is not None)
+        limits = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
+        bounds = " and ".join(f"{name} {limit}" for name, limit in limits.items() if limit is not None)
         comma = ", " if bounds.startswith("at") else " "
         return f"{'a whole number' if self.kind is int else 'a number'}{comma if bounds else ''}{bounds}"
 
@@ -117,12 +99,12 @@ def nearest(name: str, known: typing.Iterable[str]) -> str:
     return f"did you mean {similar[0]}?" if similar else f"there are {', '.join(names)}"
 
 
-def setting(default: Any, of: tuple[str, ...] = (), **bounds: Any) -> Any:
+def setting(default: T, of: tuple[str, ...] = (), **bounds: float) -> T:
     """Return a dataclass field with what it allows."""
-    made: dict[str, Any] = {"default": default}
-    if isinstance(default, tuple | dict):
-        made = {"default_factory": partial(list if isinstance(default, tuple) else dict, default)}
-    return field(**made, metadata={"of": of, "bounds": bounds})
+    metadata = {"of": of, "bounds": bounds}
+    if isinstance(default, list | dict):
+        return field(default_factory=partial(copy, default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 class Settings:
@@ -136,25 +118,26 @@ class Settings:
     def __init_subclass__(cls, group: str = "") -> None:
         cls._group = group
 
-    def __new__(cls, **given: Any) -> Any:
+    def __new__(cls, **given: object) -> Self:
         """Refuse unknown names before ``__init__`` does, which names no other."""
         for name in given:
             cls.type_of(name)
         return super().__new__(cls)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         kind = self.type_of(name)
-        is_group = isinstance(kind, type) and issubclass(kind, Settings)
-        super().__setattr__(name, kind(**value) if is_group and isinstance(value, Mapping) else value)
+        if isinstance(kind, type) and issubclass(kind, Settings) and isinstance(value, Mapping):
+            value = kind(**value)
+        super().__setattr__(name, value)
 
     @classmethod
-    def type_of(cls, name: str) -> Any:
+    def type_of(cls, name: str) -> object:
         """Return a setting's type.
 
         Raises:
             UnknownSettingError: there is no such setting; the nearest name.
         """
-        known = _types(cast(Any, cls))
+        known = _types(cls)  # type: ignore[arg-type]  # a class is hashable
         if name not in known:
             raise UnknownSettingError(f"there is no setting {cls._dotted(name)}: {nearest(str(name), known)}")
         return known[name]
@@ -177,6 +160,7 @@ class Settings:
                     raise ConfigError(f"{name}={_shown(value)} {problem}")
                 value.read()
                 continue
+            # as Hydra would, also for those who fill the dataclasses by hand
             found, allowed = _read(value, kind, item)
             if found is MISSING:
                 raise ConfigError(f"{name}={_shown(value)} must be {allowed}")
@@ -184,20 +168,21 @@ class Settings:
 
 
 @cache
-def _types(cls: Any) -> dict[str, Any]:
+def _types(cls: Callable[..., object]) -> dict[str, object]:
     hints = typing.get_type_hints(cls)
-    return {item.name: hints[item.name] for item in fields(cls)}
+    return {item.name: hints[item.name] for item in fields(cls)}  # type: ignore[arg-type]  # each is a dataclass
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     try:
         return f"{value:.80}" if isinstance(value, str) else shown(value)
     except ValueError:  # of repr: an integer in it has more digits than Python writes
         return f"a {type(value).__name__} with a huge integer"
 
 
-def _read(value: Any, kind: Any, item: Field[Any]) -> tuple[Any, str]:
+def _read(value: object, kind: object, item: Field[object]) -> tuple[object, str]:
     """Return the value, ``MISSING`` if it is refused, and what is allowed."""
+    # "X | None" is the only union here
     if isinstance(kind, types.UnionType):
         found, allowed = _read(value, typing.get_args(kind)[0], item)
         return (None if value is None else found), f"{allowed}, or null"
@@ -209,24 +194,25 @@ def _read(value: Any, kind: Any, item: Field[Any]) -> tuple[Any, str]:
     return READERS[kind](value, item)
 
 
-def _read_list(value: Any, kind: Any, item: Field[Any]) -> tuple[Any, str]:
+def _read_list(value: object, kind: object, item: Field[object]) -> tuple[object, str]:
     read = [_read(one, kind, item) for one in value] if isinstance(value, list | tuple) else [(MISSING, "")]
     found = [one for one, _ in read]
     each = _read(None, kind, item)[1]
     return (MISSING if MISSING in found else found), f"a list, each {each}"
 
 
-def _read_dict(value: Any, kind: Any, item: Field[Any]) -> tuple[Any, str]:
-    is_mapping = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
-    if kind is Any:
-        return (
-            dict(value) if is_mapping and _is_plain(value) else MISSING
-        ), "a dict of plain numbers, texts, lists and dicts"
-    values = {key: _read(one, kind, item)[0] for key, one in value.items()} if is_mapping else {"": MISSING}
-    return (MISSING if MISSING in values.values() else values), f"a dict, each {_read(None, kind, item)[1]}"
+def _read_dict(value: object, kind: object, item: Field[object]) -> tuple[object, str]:
+    each = _read(None, kind, item)[1] if kind is not Any else ""
+    allowed = f"a dict, each {each}" if each else "a dict of plain numbers, texts, lists and dicts"
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        return MISSING, allowed
+    if kind is Any:  # another function's arguments, which are checked where it is known
+        return (dict(value) if _is_plain(value) else MISSING), allowed
+    values = {key: _read(one, kind, item)[0] for key, one in value.items()}
+    return (MISSING if MISSING in values.values() else values), allowed
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     """Whether YAML can hold a value; a subclass, such as numpy's floats, it cannot."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _is_plain(one) for key, one in value.items())
@@ -235,13 +221,13 @@ def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, value)) if isinstance(value, list | tuple) else type(value) in PLAIN
 
 
-def _read_flag(value: Any, item: Field[Any]) -> tuple[Any, str]:
+def _read_flag(value: object, item: Field[object]) -> tuple[object, str]:
     del item
     read = SWITCHES.get(value.lower(), MISSING) if isinstance(value, str) else value
     return (read if isinstance(read, bool) else MISSING), "true or false"
 
 
-def _read_text(value: Any, item: Field[Any]) -> tuple[Any, str]:
+def _read_text(value: object, item: Field[object]) -> tuple[object, str]:
     allowed: tuple[str, ...] = item.metadata.get("of", ())
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     text = str(text) if Number().holds(text) else text  # out=20261126, say, which a command line reads as a number
@@ -250,7 +236,7 @@ def _read_text(value: Any, item: Field[Any]) -> tuple[Any, str]:
     return (text if fits else MISSING), f"one of {', '.join(allowed)}" if allowed else "a text that is not empty"
 
 
-def _read_number(kind: type[int] | type[float], value: Any, item: Field[Any]) -> tuple[Any, str]:
+def _read_number(kind: type[int] | type[float], value: object, item: Field[object]) -> tuple[object, str]:
     allowed = Number(kind, **item.metadata.get("bounds", {}))
     if isinstance(value, str):
         try:
@@ -260,15 +246,12 @@ def _read_number(kind: type[int] | type[float], value: Any, item: Field[Any]) ->
     return (kind(value) if allowed.holds(value) else MISSING), str(allowed)
 
 
-READERS: dict[Any, Callable[[Any, Field[Any]], tuple[Any, str]]] = {
+READERS: dict[object, Callable[[object, Field[object]], tuple[object, str]]] = {
     bool: _read_flag,
     str: _read_text,
     int: lambda value, item: _read_number(int, value, item),
     float: lambda value, item: _read_number(float, value, item),
 }
-
-
-# Plain data as YAML; PyYAML is an extra.
 
 
 try:
@@ -277,7 +260,7 @@ except ImportError as error:
     raise ImportError("configurations need PyYAML: pip install 'torchrl_moe[train]'") from error
 
 
-def yaml_text(data: Any) -> str:
+def yaml_text(data: object) -> str:
     """Return dicts, lists, texts and numbers as YAML, keys in their order.
 
     >>> yaml_text({"steps": 2, "out": "runs"})
@@ -289,9 +272,7 @@ def yaml_text(data: Any) -> str:
         raise ValueError(str(error)) from error
 
 
-# ``HardwareConfig``: the machines that a plan is made for.
-
-
+# The machines that a plan is made for.
 LINKS = {
     "NVLink (one direction)": 450.0,
     "PCIe 5 x16": 63.0,
@@ -322,9 +303,6 @@ class HardwareConfig(Settings, group="hardware"):
     trainer_gpus: int = setting(1, least=1)
     expert_imbalance: float = setting(2.0, above=0)
     links: dict[str, float] = setting(LINKS, above=0)
-
-
-# ``PlacementConfig``: how ranks share a model.
 
 
 @dataclass(kw_only=True)
@@ -488,7 +466,7 @@ class RolloutConfig(Settings, group="rollout"):
     def generate_kwargs(self) -> dict[str, Any]:
         """Return all that answers are sampled with, under TorchRL's names."""
         named = ("max_new_tokens", "temperature", "top_p")
-        top_k = {"top_k": self.top_k} if self.top_k else {}  # 0 means all words; TorchRL has no value for that
+        top_k = {"top_k": self.top_k} if self.top_k else {}  # 0 means all tokens; TorchRL has no value for that
         return {**{name: getattr(self, name) for name in named}, **top_k, **self.sampling}
 
 
@@ -514,7 +492,7 @@ class LossConfig(Settings, group="loss"):
     reference: str = setting("auto", of=("auto", "adapter", "model", "engine"))
     router: dict[str, Any] = field(default_factory=dict)
 
-    def build(self, actor: Any, top_k: int | None = None, **more: Any) -> GRPOLoss:
+    def build(self, actor: object, top_k: int | None = None, **more: object) -> GRPOLoss:
         """Return the loss of an actor.
 
         Args:
@@ -531,7 +509,7 @@ class LossConfig(Settings, group="loss"):
         if not _is_loss(kind):
             known = [key for key in dir(objectives) if _is_loss(getattr(objectives, key))]
             raise ConfigError(f"loss.name={self.name} must be one of {', '.join(known)}")
-        arguments = {"entropy_bonus": False, **self.arguments, **more}
+        arguments: dict[str, Any] = {"entropy_bonus": False, **self.arguments, **more}
         _check_names("loss.arguments", arguments, *(base for base in kind.__mro__ if _is_loss(base)))
         _check_names("loss.router", self.router, objectives.MoERouterLoss)
         part = "loss.router"
@@ -571,7 +549,7 @@ class OptimConfig(Settings, group="optim"):
     """
 
     lr: float = setting(1e-6, above=0, most=1e3)
-    betas: list[float] = setting((0.9, 0.999), least=0, below=1)
+    betas: list[float] = setting([0.9, 0.999], least=0, below=1)
     weight_decay: float = setting(0.0, least=0)
     schedule: str = setting("constant", of=("constant", "linear", "cosine"))
     warmup_steps: int = setting(0, least=0)
@@ -636,7 +614,7 @@ class LogConfig(Settings, group="log"):
         print_every: steps between those lines.
     """
 
-    loggers: list[str] = setting(("tensorboard",), of=("csv", "tensorboard", "wandb", "trackio", "mlflow"))
+    loggers: list[str] = setting(["tensorboard"], of=("csv", "tensorboard", "wandb", "trackio", "mlflow"))
     arguments: dict[str, Any] = field(default_factory=dict)
     samples: int = setting(4, least=0)
     progress: bool = True
@@ -695,6 +673,7 @@ class GRPOConfig(Settings):
         Raises:
             ConfigError: names the first one, as ``group.name=value``.
         """
+        # each by itself, then together, then what others read
         self.read()
         _check_step(self)
         _check_engine(self)
@@ -706,15 +685,15 @@ class GRPOConfig(Settings):
         # an actor's model is not there yet; it has the top_k of its routers
         self.loss.build(_AnyActor(), top_k=1)
 
-    def get(self, name: str) -> Any:
+    def get(self, name: str) -> object:
         """Return a setting by its dotted name."""
-        value: Any = self
+        value: object = self
         for part in name.split("."):
             value = getattr(value, part)
         return value
 
 
-def _check(holds: bool, name: str, value: Any, problem: str) -> None:
+def _check(holds: bool, name: str, value: object, problem: str) -> None:
     if not holds:
         raise ConfigError(f"{name}={value} {problem}")
 
@@ -743,9 +722,7 @@ def _check_engine(config: GRPOConfig) -> None:
     _check(not lent, "engine.connect", engine.connect, "is started elsewhere: leave sleep and arguments out")
 
 
-# -- what is passed on, checked by what it is passed to; nothing is loaded or written ---------------------------------
-
-
+# What is passed on is checked by what it is passed to; nothing is loaded or written.
 class _AnyActor:
     """Stands for the policy, which a loss does not look at before its first batch."""
 
@@ -770,6 +747,7 @@ def _check_sampling(config: GRPOConfig) -> None:
     from torchrl_moe.modules.policies.rollout import refuse_changed_values
     from torchrl_moe.modules.policies.wrapper_arguments import engine_arguments_of, sampling_params_of
 
+    # by TorchRL's names, then by vLLM's, then what a run itself depends on
     engine, given = engine_arguments_of(config.rollout.generate_kwargs())
     elsewhere = [name for name in engine if name != "on_resume"]
     _check(not elsewhere, "rollout.sampling", elsewhere, "is no sampling parameter: leave it out")
@@ -795,7 +773,7 @@ def _check_sampling(config: GRPOConfig) -> None:
 
 
 _DROPPED = "is what no completion carries: leave it out"
-FIXED_SAMPLING: dict[str, tuple[tuple[Any, ...], str]] = {
+FIXED_SAMPLING: dict[str, tuple[tuple[object, ...], str]] = {
     "n": ((1,), "is for one prompt: set rollout.group_size"),
     "logprobs": ((0,), "must be 0, or left out: losses read the log-probs of sampled tokens"),
     "prompt_logprobs": ((None,), _DROPPED),
@@ -830,8 +808,9 @@ LOGGERS = {
 """Name -> TorchRL's class that is given arguments; ``None``: it takes none."""
 
 
-def _check_names(setting: str, given: dict[str, Any], *kinds: type) -> None:
+def _check_names(setting: str, given: Mapping[str, object], *kinds: type) -> None:
     """Refuse arguments that no constructor of a class, or of its bases, names."""
+    # a loss passes what it does not name on to its base; a class that takes any name checks them itself
     found = [inspect.signature(vars(kind).get("__init__", kind)).parameters for kind in kinds]
     if len(kinds) == 1 and any(parameter.kind is parameter.VAR_KEYWORD for parameter in found[0].values()):
         return
@@ -841,17 +820,16 @@ def _check_names(setting: str, given: dict[str, Any], *kinds: type) -> None:
             raise ConfigError(f"{setting}: {kinds[0].__name__} has no {name}: {nearest(name, dict.fromkeys(known))}")
 
 
-def _is_loss(kind: Any) -> TypeGuard[type[GRPOLoss]]:
+def _is_loss(kind: object) -> TypeGuard[type[GRPOLoss]]:
     from torchrl_moe.objectives import GRPOLoss
 
     return isinstance(kind, type) and issubclass(kind, GRPOLoss)
 
 
-def as_dict(config: Any) -> Any:
-    """Return nested dataclasses as nested dicts, for YAML."""
-    if is_dataclass(config) and not isinstance(config, type):
-        return {item.name: as_dict(getattr(config, item.name)) for item in fields(config)}
-    return config
+def as_dict(config: Settings) -> dict[str, object]:
+    """Return a group of settings, and those in it, as nested dicts, for YAML."""
+    values = {name: getattr(config, name) for name in _types(type(config))}  # type: ignore[arg-type]
+    return {name: as_dict(value) if isinstance(value, Settings) else value for name, value in values.items()}
 
 
 def as_yaml(config: GRPOConfig) -> str:

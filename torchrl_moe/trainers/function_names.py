@@ -40,6 +40,7 @@ def import_users_module(module: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:
             raise ValueError(f"cannot import {module!r}: {error}") from error
+        # of the search path, the folders that are the user's own
         folders = (os.path.abspath(one) for one in sys.path)
         own = [one for one in folders if os.path.isdir(one) and not one.startswith((sys.prefix, sys.base_prefix))]
         raise ValueError(
@@ -59,7 +60,7 @@ def import_function(name: str) -> Callable[..., Any]:
     if not is_function_name(name):
         raise ValueError(f"{name!r} is not the name of a function: write it as 'package.module:function'")
     module_name, _, path = name.partition(":")
-    found: Any = import_users_module(module_name)
+    found: object = import_users_module(module_name)
     for part in path.split("."):
         try:
             found = getattr(found, part)

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,28 +25,30 @@ from tensordict import TensorDictBase
 from torchrl.trainers import Trainer
 from tqdm.auto import tqdm
 
+from torchrl_moe.collectors.arguments import EnvLike
 from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
-from torchrl_moe.trainers import ranks as torchrun
+from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
 from torchrl_moe.trainers.checkpoints import Checkpoints, NothingKept, TrainedState
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, nearest
 from torchrl_moe.trainers.function_names import import_function
 from torchrl_moe.trainers.learner import Learner, Minibatches, advantages, in_rows
 from torchrl_moe.trainers.placement import Placement
-from torchrl_moe.trainers.policy_model import starting_model
-from torchrl_moe.trainers.ranks import join_ranks, pack, shares
+from torchrl_moe.trainers.policy_model import ModelLike, starting_model
+from torchrl_moe.trainers.ranks import join_ranks, launch_of, pack, resume_after_restart, shares
+from torchrl_moe.trainers.rewards import RewardFunction
 from torchrl_moe.trainers.roles import Evaluation, Follower, Leader
-from torchrl_moe.trainers.rollout_engine import RolloutSource, check_arguments
+from torchrl_moe.trainers.rollout_engine import Given, RolloutSource, check_arguments
 from torchrl_moe.trainers.run_record import HealthMonitor, Row, RunReports, batch_metrics
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["MoEGRPOTrainer", "StepClock", "finishing"]
 
 
-# ``StepClock``: seconds of each phase of a training step.
-
-
 class StepClock:
-    """Counts seconds by phase."""
+    """Counts the seconds of each phase of a training step."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -75,12 +77,9 @@ class StepClock:
             self.end(phase)
 
 
-# Signals that end a run: the running step may finish and be saved first.
-
-
 LOG = logging.getLogger(__name__)
 
-USUAL: dict[signal.Signals, Any] = {
+USUAL: dict[signal.Signals, Callable[[int, FrameType | None], object] | signal.Handlers] = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,
@@ -97,15 +96,16 @@ def finishing(ask: Callable[[], None], end: Callable[[], object], seconds: float
     """
     is_main = threading.current_thread() is threading.main_thread()
     ours = [number for number, usual in USUAL.items() if is_main and seconds and signal.getsignal(number) is usual]
-    heard: list[int] = []
+    received: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
         del frame
-        if heard:
-            give_back()
+        # the second signal: no more grace
+        if received:
+            restore()
             signal.raise_signal(number)
             return
-        heard.append(number)
+        received.append(number)
         timer.start()
         LOG.warning(
             "%s: the running step is finished and saved, in at most %g s; a second signal ends the run at once",
@@ -114,11 +114,11 @@ def finishing(ask: Callable[[], None], end: Callable[[], object], seconds: float
         )
         ask()
 
-    def give_back() -> None:
+    def restore() -> None:
         for number in ours:
             signal.signal(number, USUAL[number])
 
-    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), lambda: os.kill(os.getpid(), heard[0]))
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), lambda: os.kill(os.getpid(), received[0]))
     timer.daemon = True
     for number in ours:
         signal.signal(number, handle)
@@ -126,11 +126,12 @@ def finishing(ask: Callable[[], None], end: Callable[[], object], seconds: float
         yield
     finally:
         timer.cancel()
-        give_back()
-    if heard:
-        if heard[0] != signal.SIGINT:  # a KeyboardInterrupt leaves clean-up to the contexts that it passes
+        restore()
+    # the step is saved by now: the signal gets its usual effect
+    if received:
+        if received[0] != signal.SIGINT:  # a KeyboardInterrupt leaves clean-up to the contexts that it passes
             end()
-        signal.raise_signal(heard[0])
+        signal.raise_signal(received[0])
 
 
 SHOWN = {
@@ -148,7 +149,7 @@ PRINTED = {
     "dlogp_mean": ("mismatch", ".1e"),
     "tokens_per_second": ("tokens/s", ".0f"),
 }
-"""Columns of a line where there is no bar, their words and formats."""
+"""Columns of a line where there is no bar, their names there and formats."""
 TRL = {
     "args": "config=",
     "train_dataset": "dataset=",
@@ -209,16 +210,16 @@ class MoEGRPOTrainer(RunReports, Trainer):
 
     def __init__(
         self,
-        model: Any = None,
+        model: ModelLike | None = None,
         *,
-        dataset: Any = None,
-        env: Any = None,
-        rewards: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
-        held_out: Any = None,
-        config: GRPOConfig | Mapping[str, Any] | None = None,
-        tokenizer: Any = None,
-        engine: Any = None,
-        **others: Any,
+        dataset: object = None,
+        env: EnvLike | None = None,
+        rewards: Sequence[RewardFunction] | RewardFunction | None = None,
+        held_out: object = None,
+        config: GRPOConfig | Mapping[str, object] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        engine: AsyncVLLM | None = None,
+        **others: object,
     ) -> None:
         for name in others:
             known = [one for one in inspect.signature(MoEGRPOTrainer).parameters if one != "others"]
@@ -231,29 +232,41 @@ class MoEGRPOTrainer(RunReports, Trainer):
         self.steps_done = self.trained_tokens = self._restored_version = self._unsynced = 0
         self._has_ended = self._is_asked_to_stop = self._is_interrupted = False
         self._process = os.getpid()
-        self._step_metrics: dict[str, Any] = {}
-        self._bar: Any = None
-        given = {"dataset": dataset, "env": env, "rewards": rewards, "held_out": held_out}
-        with ExitStack() as made:  # ends what was made if something after it fails
+        self._step_metrics: dict[str, float] = {}
+        given = Given(dataset=dataset, env=env, rewards=rewards, held_out=held_out)
+        # ends what was made if something after it fails
+        with ExitStack() as made:
             self.ranks = join_ranks(config.placement.timeout, config.placement.collective_timeout)
             made.callback(self.ranks.close)
             with self.ranks.guard():
+                # cheap checks first: loading a model or starting an engine takes minutes
                 if self.ranks.is_first:
-                    RolloutSource.check_names(config, **given)
+                    RolloutSource.check_names(config, given)
                     if engine is None and config.engine.connect is None:
                         check_arguments(config)
-                    torchrun.go_on_after_a_restart(config, torchrun.launch_of())
+                    resume_after_restart(config, launch_of())
                     Leader(config).refuse_older_run(model)
+                # a launcher that starts all ranks again makes rank 0 resume, so the others ask it
                 config.resume = self.ranks.from_first(config.resume, "whether to resume")
                 self._build(model, tokenizer, engine, given, made)
             self._made = made.pop_all()
 
-    def _build(self, model: Any, tokenizer: Any, engine: Any, given: dict[str, Any], made: ExitStack) -> None:
+    def _build(
+        self,
+        model: ModelLike | None,
+        tokenizer: PreTrainedTokenizerBase | None,
+        engine: AsyncVLLM | None,
+        given: Given,
+        made: ExitStack,
+    ) -> None:
         """Make the model, what trains it, what generates, and the base class's part."""
         config, ranks = self.config, self.ranks
         self.placement = Placement.of(ranks, config)
-        self.role: Any = Leader(config) if ranks.is_first else Follower(config, ranks)
-        _seed(config.seed)
+        # rank 0 has engine, data and files; the others have stand-ins with the same methods
+        self.role = Leader(config) if ranks.is_first else Follower(config, ranks)
+        random.seed(config.seed)
+        np.random.seed(config.seed)
+        torch.manual_seed(config.seed)
         self.policy_model = starting_model(model, tokenizer, config, self.placement)
         start = self.policy_model.start
         try:
@@ -262,6 +275,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
                 tokenizer=self.policy_model.tokenizer,
                 replay=config.loss.replay,  # type: ignore[arg-type]
             )
+            # data before the lock, and the lock before anything is written
             self.source = self.role.source(self.policy_model.tokenizer, given)
             made.callback(self.role.lock())
             self.learner = Learner(actor, self.policy_model, config, self.placement)
@@ -273,6 +287,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
             made.callback(self._evaluation.close)
             self._assemble(made)
         except BaseException:
+            # the run does not begin: the model that it would have started from goes too, after the engine
             if start is not None and ranks.is_first:
                 made.callback(shutil.rmtree, start, True)
             raise
@@ -285,6 +300,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
         loggers = role.loggers()
         self.ranks.meet("assembling the run", patient=True)
         # any mistake, on any rank, was noticed before this point, and an older run is replaced by the first step's end
+        # weights and optimizer are written by TrainedState, in parts: TorchRL's own components keep nothing of them
         nothing = {name: NothingKept() for name in ("policy", "optimizer", "loss_module", "logger")}
         self.checkpoints = Checkpoints(
             folder / "checkpoints",
@@ -312,11 +328,13 @@ class MoEGRPOTrainer(RunReports, Trainer):
         )
         if config.resume and not self.checkpoints.load():
             LOG.warning("there is no checkpoint in %s: starting from the beginning", folder)
+        # the checkpoint brought the optimizer's settings of that time
         self.learner.apply(config.optim)
         self.record = role.record(self.steps_done, self.rollout_engine.start)
         self.record.loggers = loggers
         self.logger = self.record.loggers[0] if self.record.loggers else None
         started_from_it = self.ranks.from_first(self.rollout_engine.has_the_models_weights, "the engine's weights")
+        # an engine that is lent, or that started from older weights, gets the trainer's before it answers
         if self.steps_done or not started_from_it:
             self.rollout_engine.restore(self._restored_version)
         self._register()
@@ -324,6 +342,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
     def _register(self) -> None:
         """Register what happens in a step; rank 0 alone has the whole batch and the record."""
         leads = self.ranks.is_first
+        # in the order of a step: receive and share a batch, score it, update on its parts, send the weights, record
         if leads:
             self.register_op("batch_process", self._receive)
         self.register_op("batch_process", self._score)
@@ -335,7 +354,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
         for hook in self._hooks:
             hook(self)
 
-    def register_op(self, dest: Any, op: Callable[..., Any], **kwargs: Any) -> None:
+    def register_op(self, dest: str, op: Callable[..., object], **kwargs: object) -> None:
         """Register a hook.
 
         Raises:
@@ -348,7 +367,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
             )
         super().register_op(dest, op, **kwargs)
 
-    # -- a step -----------------------------------------------------------------------------------------------------
+    # -- a step
 
     def train(self) -> None:
         """Run all remaining steps. After a Ctrl-C, ``config.resume`` continues from the last checkpoint."""
@@ -356,9 +375,8 @@ class MoEGRPOTrainer(RunReports, Trainer):
             LOG.warning("all %d steps are done", self.config.steps)
             return
         if self._has_ended:
-            raise RuntimeError(
-                "this run has ended, was interrupted or shut down: continue with another trainer and config.resume=True"
-            )
+            how = "continue with another trainer and config.resume=True"
+            raise RuntimeError(f"this run has ended, was interrupted or shut down: {how}")
         # None: tqdm shows no bar in a log file either
         self._began, self._began_at = time.monotonic(), self.steps_done
         total, is_silent = self.config.steps, None if self.config.log.progress else True
@@ -367,14 +385,14 @@ class MoEGRPOTrainer(RunReports, Trainer):
             self.ranks.guard(),
             tqdm(desc="GRPO", unit="step", disable=is_silent, initial=self.steps_done, total=total) as self._bar,
         ):
-            self._say(self._plan())
+            self._say(self._headline())
             self._begin_evaluation()
             self.clock.begin()
             grace = self.config.checkpoint.grace if self.config.checkpoint.every else 0
             try:
                 with finishing(self._interrupt, self.shutdown, grace):
                     super().train()
-                    self._let_go()
+                    self._end_rollouts()
                     self._say(f"{self.steps_done} steps are done; metrics, samples and checkpoints: {self.config.out}")
             finally:
                 self._has_ended = True  # in the middle of a step, weights and collector may be inconsistent
@@ -390,7 +408,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
             except OSError as error:  # a full disk, or a pipe that nobody reads any more
                 LOG.warning("a line of progress was not printed: %s", error)
 
-    def _plan(self) -> str:
+    def _headline(self) -> str:
         config, rollout = self.config, self.config.rollout
         return (
             f"GRPO in {config.out}: steps {self.steps_done} to {config.steps} of {rollout.prompts_per_step} prompts "
@@ -398,7 +416,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
             f"{config.checkpoint.every} (0: none)"
         )
 
-    def _let_go(self) -> None:
+    def _end_rollouts(self) -> None:
         """Tell the other ranks that there are no more rollouts, if there are none before the last step."""
         if self.ranks.is_first and not self._is_asked_to_stop:
             self.ranks.meet("rollouts")
@@ -416,6 +434,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
     def _receive(self, batch: TensorDictBase) -> TensorDictBase:
         """Compute a batch's metrics and advantages, and give each rank its share."""
         self.clock.end("generate")
+        # an engine that sleeps while the trainer trains cannot evaluate beside it
         if self.config.engine.sleep:
             self._end_evaluation()
         self.rollout_engine.sleep()
@@ -432,13 +451,12 @@ class MoEGRPOTrainer(RunReports, Trainer):
         """Give each rank whole groups; return this one's."""
         if not self.placement.is_shared:
             return batch
-        groups = -(
-            -self.config.optim.minibatches // self.config.rollout.group_size
-        )  # a minibatch has at least one sample
+        # so many groups that each minibatch has at least one sample
+        groups = math.ceil(self.config.optim.minibatches / self.config.rollout.group_size)
         first, *others = self.placement.to_ranks(shares(batch, self.placement.data_size, groups))
-        parcels: list[bytes | None] = [None, *map(pack, others)]
+        payloads: list[bytes | None] = [None, *map(pack, others)]
         self.ranks.meet("rollouts")
-        self.ranks.scatter(parcels)
+        self.ranks.scatter(payloads)
         return first
 
     def _score(self, batch: TensorDictBase) -> TensorDictBase:
@@ -456,6 +474,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
     def _refuse_a_fault(self, batch: TensorDictBase, found: dict[str, float]) -> None:
         """End the run if engine and trainer differ by more than rounding on answers by the same weights."""
         limit, gap = self.config.eval.max_mismatch, found.get("mismatch_kl", 0.0)
+        # only in float32, and on tokens of the newest weights, is a difference no rounding and no age
         dtypes = {self.rollout_engine.dtype, str(self.policy_model.dtype).removeprefix("torch.")}
         if limit is None or gap <= limit or self._step_metrics["staleness"] or dtypes != {"float32"}:
             return
@@ -470,10 +489,11 @@ class MoEGRPOTrainer(RunReports, Trainer):
     def _sync(self) -> None:
         """Record the metrics of the updates, and sync the weights to the engine."""
         self.clock.end("train")
-        self._end_evaluation()
+        self._end_evaluation()  # it asks for answers by the weights that are about to change
         self._step_metrics |= self.learner.stepper.take_metrics()
         self.steps_done += 1
         with self.clock("sync"):
+            # every few steps if so configured; the last step's weights always reach the engine
             self._unsynced += 1
             if self.steps_done % self.config.engine.sync_every == 0 or self.steps_done == self.config.steps:
                 self.ranks.meet("weight sync", patient=True)
@@ -486,13 +506,14 @@ class MoEGRPOTrainer(RunReports, Trainer):
         del batch
         seconds, self.clock.seconds = self.clock.seconds, {}
         self.trained_tokens += int(self._step_metrics["tokens"])
+        # after the last step there is no next one to run beside
         if self.steps_done >= self.config.steps and self.config.eval.every:
             self._evaluation.begin()
             self._end_evaluation()
         row = self.record.add(
             {
                 "step": self.steps_done - 1,
-                **{name: value for name, value in self._step_metrics.items() if value is not None},
+                **self._step_metrics,
                 "version": self.rollout_engine.version,
                 "trained_tokens": self.trained_tokens,
                 "tokens_per_second": self._step_metrics["tokens"] / sum(seconds.values()),
@@ -521,15 +542,10 @@ class MoEGRPOTrainer(RunReports, Trainer):
 
     def _line(self, row: Row) -> str:
         """Return a step in a line."""
-        left = (
-            (time.monotonic() - self._began)
-            / (self.steps_done - self._began_at)
-            * (self.config.steps - self.steps_done)
-        )
+        done, steps = self.steps_done, self.config.steps
+        left = (time.monotonic() - self._began) / (done - self._began_at) * (steps - done)
         cells = [f"{word} {row[name]:{form}}" for name, (word, form) in PRINTED.items() if row.get(name, "") != ""]
-        return (
-            f"step {self.steps_done} of {self.config.steps}: {', '.join(cells)}, {timedelta(seconds=round(left))} left"
-        )
+        return f"step {done} of {steps}: {', '.join(cells)}, {timedelta(seconds=round(left))} left"
 
     def request_stop(self, reason: str | None = None) -> None:
         """Stop after this step, on all ranks."""
@@ -559,25 +575,21 @@ class MoEGRPOTrainer(RunReports, Trainer):
         rewards = self.record.column("reward")[-REWARDED:]
         return sum(rewards) / max(len(rewards), 1)
 
-    # -- state, as a component of a checkpoint ------------------------------------------------------------------------
+    # -- state, as a component of a checkpoint
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         """Return the run's position; weights, optimizer and collector are separate components."""
         return {"step": self.steps_done, "tokens": self.trained_tokens, "version": self.rollout_engine.version}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Restore the run's position."""
         self.steps_done, self.trained_tokens = state_dict["step"], state_dict["tokens"]
         self._restored_version = state_dict["version"]
-
-    # -- looking at it ----------------------------------------------------------------------------------------------
 
     def evaluate(self) -> float | None:
         """Return the mean reward of greedy answers to held-out prompts; ``None``: nothing is held out."""
         rollout = self.config.rollout
         return self.source.evaluate(self.rollout_engine.policy, rollout.reward_timeout, rollout.max_turns)
-
-    # -- the end ----------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         """Shut down the collector, the weight sync, and the engines that the trainer started. Idempotent.
@@ -596,13 +608,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
         self.shutdown()
 
 
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
-def _read(given: Any) -> GRPOConfig:
+def _read(given: object) -> GRPOConfig:
     """Return a configuration of its own, checked."""
     config = GRPOConfig(**given) if isinstance(given, Mapping) else GRPOConfig() if given is None else given
     if not isinstance(config, GRPOConfig):
@@ -610,7 +616,7 @@ def _read(given: Any) -> GRPOConfig:
             f"config must be a GRPOConfig or a dict of its settings, got {given!r:.60}: a file is read by "
             "torchrl_moe.trainers.compose.load_config"
         )
-    config = copy.deepcopy(config)
+    config = copy.deepcopy(config)  # a follower changes some settings, and a resumed run, too
     config.check()
     return config
 

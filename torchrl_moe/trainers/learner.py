@@ -6,13 +6,14 @@ import logging
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchrl.trainers import OptimizationStepper, Trainer, TrainerHookBase
 
 from torchrl_moe import objectives
@@ -22,6 +23,7 @@ from torchrl_moe.modules.policies.unstack import has_adapters
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 from torchrl_moe.modules.replay.discovery import EXPERT_COUNTS
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
+from torchrl_moe.modules.serving.launch import Engine
 from torchrl_moe.objectives.grpo import GRPOLoss
 from torchrl_moe.objectives.mismatch import CollapseThresholds, MismatchMetrics
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, OptimConfig
@@ -30,35 +32,22 @@ from torchrl_moe.trainers.policy_model import PolicyModel
 from torchrl_moe.trainers.ranks import Ranks
 
 __all__ = [
-    "Learner",
-    "Minibatches",
-    "Reference",
-    "RolloutScores",
-    "TokenStepper",
-    "advantages",
-    "build_loss",
-    "build_reference",
-    "by_mesh",
-    "clip_gradients",
-    "in_rows",
-    "learning_rate",
-    "lengths_of",
-    "micro_batches",
-    "micro_batches_of_ranks",
-    "total_norm",
-]
+    "Learner", "Minibatches", "Reference", "RolloutScores", "TokenStepper", "advantages", "build_loss",
+    "build_reference", "by_mesh", "clip_gradients", "in_rows", "learning_rate", "lengths_of", "micro_batches",
+    "micro_batches_of_ranks", "total_norm",
+]  # fmt: skip
+
+
+LOG = logging.getLogger(__name__)
 
 
 # The norm of a gradient, and clipping it, with weights on one device or sharded over ranks.
-
-
 def by_mesh(weights: Iterable[Tensor]) -> list[list[Tensor]]:
     """Return weights grouped by device mesh and placements: a foreach operation needs them to agree in both."""
-    groups: dict[Any, list[Tensor]] = {}
+    groups: dict[object, list[Tensor]] = {}
     for weight in weights:
-        groups.setdefault((getattr(weight, "device_mesh", None), getattr(weight, "placements", None)), []).append(
-            weight
-        )
+        key = getattr(weight, "device_mesh", None), getattr(weight, "placements", None)
+        groups.setdefault(key, []).append(weight)
     return list(groups.values())
 
 
@@ -66,8 +55,9 @@ def total_norm(groups: Iterable[Sequence[Tensor]], ranks: Ranks) -> float:
     """Return the 2-norm over groups of tensors, each of one mesh, of all ranks; NaN if that of any is not finite."""
     squares = 0.0
     for group in groups:
-        norm: Any = nn.utils.get_total_norm(group)
-        squares += float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm) ** 2
+        norm = nn.utils.get_total_norm(group)
+        squares += float(norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2
+    # ranks may differ by rounding, and all must scale alike: the largest counts
     norms = ranks.gather(math.sqrt(squares) if math.isfinite(squares) else math.nan)
     return max(norms) if all(map(math.isfinite, norms)) else math.nan
 
@@ -83,8 +73,6 @@ def clip_gradients(weights: Iterable[Tensor], limit: float | None, ranks: Ranks)
 
 
 # Splitting a batch by tokens, so that each part fits into memory.
-
-
 def in_rows(batch: TensorDictBase) -> TensorDictBase:
     """Return a batch, ``[B]``, whose parts share its rows: what is written to one of them is in the other.
 
@@ -106,6 +94,7 @@ def micro_batches(lengths: Sequence[int], max_tokens: int | None, at_least: int 
         raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
     whole = [list(range(len(lengths)))] if lengths else []
     parts = whole if max_tokens is None else _packed(lengths, max_tokens)
+    # more parts than memory needs, where another rank has more: halve the part with most samples
     while len(parts) < at_least:
         largest = max(range(len(parts)), key=lambda i: len(parts[i]), default=0)
         samples = parts[largest] if parts else []
@@ -137,11 +126,8 @@ def micro_batches_of_ranks(lengths: Sequence[int], max_tokens: int | None, ranks
     return micro_batches(lengths, max_tokens, max(ranks.gather(len(own))))
 
 
-# ``Minibatches``: the parts of a batch that the optimizer steps on one after the other.
-
-
 class Minibatches(TrainerHookBase):
-    """Gives the optimizer a batch in parts, in a new order in each epoch.
+    """Gives the optimizer a batch in parts, one for each step, in a new order in each epoch.
 
     With several ranks, each splits its own share. Ranks that see the same samples split them in the same way.
     """
@@ -155,6 +141,7 @@ class Minibatches(TrainerHookBase):
         if self.count == 1:
             self._parts = iter((batch,))
         else:
+            # rank 0's seed for all: ranks of a tensor-parallel group must step on the same samples
             seed = self._ranks.from_first(int(torch.randint(1 << 62, ())), "minibatches")
             drawn = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
             order = drawn.tensor_split(min(self.count, len(batch)))
@@ -166,11 +153,11 @@ class Minibatches(TrainerHookBase):
         del batch
         return next(self._parts)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return nothing: checkpoints are taken between batches."""
         return {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Take nothing."""
         del state_dict
 
@@ -181,19 +168,13 @@ class Minibatches(TrainerHookBase):
         trainer.register_op("process_optim_batch", self)
 
 
-# ``TokenStepper``: one optimizer step on a minibatch, in micro-batches of bounded token count.
-
-
-LOG = logging.getLogger(__name__)
-
-
 def lengths_of(batch: TensorDictBase) -> list[int]:
     """Return the number of tokens of each sample, its prompt included."""
     return [len(sample.get(("tokens", "full"))) for sample in batch.unbind(0)]
 
 
 class TokenStepper(OptimizationStepper):
-    """Steps on the gradient of a whole minibatch, however it is split.
+    """One optimizer step on a minibatch, in micro-batches of bounded token count.
 
     The loss of every part is divided by the tokens of the whole minibatch, so the gradients of the parts add up to its
     gradient, to rounding. The same holds if each rank has a share of it. Samples without an advantage are skipped if
@@ -208,7 +189,7 @@ class TokenStepper(OptimizationStepper):
         *,
         max_tokens: int | None,
         max_grad_norm: float | None,
-        precision: Callable[[], AbstractContextManager[Any]],
+        precision: Callable[[], AbstractContextManager[object]],
         placement: Placement | None = None,
         max_bad_steps: int = 10,
     ) -> None:
@@ -231,7 +212,7 @@ class TokenStepper(OptimizationStepper):
             self._bad = 0
             self.optimizer.step()
             self.schedule.step()
-            # they would go to the engine, and into a checkpoint
+            # weights that are not finite would go to the engine, and into a checkpoint
             if not math.isfinite(total_norm(by_mesh(weight.detach() for weight in weights), self.ranks)):
                 raise DivergedError(
                     "the weights are not finite after this step: resume from the last checkpoint with a lower optim.lr"
@@ -252,6 +233,7 @@ class TokenStepper(OptimizationStepper):
     def take_metrics(self) -> dict[str, float]:
         """Return the means over all steps since the last call; ``loss`` is the sum of all terms."""
         taken, self._metrics = self._metrics, []
+        # a term that some steps lack makes its mean NaN: better than a mean of fewer steps
         names = dict.fromkeys(name for metrics in taken for name in metrics)
         means = {name: statistics.mean(metrics.get(name, math.nan) for metrics in taken) for name in names}
         total = sum(value for name, value in means.items() if name.startswith("loss_"))
@@ -265,12 +247,14 @@ class TokenStepper(OptimizationStepper):
     def accumulate(self, batch: TensorDictBase) -> dict[str, Tensor]:
         """Accumulate a minibatch's gradient; return its metrics over all ranks, each ``[]``."""
         batch = in_rows(batch)  # a hook may have made it dense
+        # leave out samples without a gradient, and pack the others into micro-batches
         kept = [i for i, sample in enumerate(batch.unbind(0)) if self._has_gradient(sample)] or [0]  # metrics of one
         lengths = lengths_of(batch)
         split = micro_batches_of_ranks([lengths[i] for i in kept], self.max_tokens, self.ranks)
         parts = [batch[[kept[i] for i in part]] for part in split if part]
         shortest = batch[[min(kept, key=lambda i: lengths[i])]]
         idle = len(split) - len(parts)  # extra passes, because other ranks have more parts
+        # each part is divided by the whole minibatch's tokens, so that the gradients add up
         self._set_denominators(batch, parts, [shortest] * idle)
         sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(()))
         tokens = 0.0
@@ -281,11 +265,12 @@ class TokenStepper(OptimizationStepper):
             for name, value in out.items():
                 if value.ndim == 0:
                     sums[name] = sums[name] + value.detach().float().cpu() * (1.0 if _adds_up(name) else count)
+        # collectives of a shared model: as many passes as the rank with most, of which these count for nothing
         for _ in range(idle):
             self._backward(shortest, weight=0.0)
         return self._whole(sums, tokens)
 
-    def _backward(self, rows: TensorDictBase, weight: float = 1.0) -> Any:
+    def _backward(self, rows: TensorDictBase, weight: float = 1.0) -> Mapping[str, Tensor]:
         with self.precision():
             out = self.loss(rows)
         total = sum(value for name, value in out.items() if name.startswith("loss_"))
@@ -307,7 +292,8 @@ class TokenStepper(OptimizationStepper):
         self, batch: TensorDictBase, parts: Sequence[TensorDictBase], idle: Sequence[TensorDictBase]
     ) -> None:
         """Store in each sample the denominators of the whole minibatch's losses."""
-        numbers: dict[Any, Any] = dict(self.loss.denominators(batch))
+        # a router loss needs totals over all parts before the first of them is computed
+        numbers: dict[NestedKey, Any] = dict(self.loss.denominators(batch))
         router_loss = self.loss.router_loss
         if router_loss is not None and (len(parts) > 1 or self.ranks.size > 1):
             with self.precision():
@@ -320,12 +306,13 @@ class TokenStepper(OptimizationStepper):
 
     def _has_gradient(self, sample: TensorDictBase) -> bool:
         loss = self.loss
+        # these terms have a gradient whatever the advantage is
         penalties = loss.entropy_bonus or loss.kl_to_ref_coeff or loss.kl_to_inference_coeff
         if penalties or loss.router_loss is not None:
             return True
         return bool(sample.get(loss.tensor_keys.advantage).any())
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the schedule's state and the number of skipped steps; the optimizer is a separate component."""
         return {"schedule": self.schedule.state_dict(), "skipped": self.skipped}
 
@@ -340,9 +327,7 @@ def _adds_up(name: str) -> bool:
     return name.startswith(("loss_", "num_"))
 
 
-# ``RolloutScores``: a batch's mismatch, proximal and reference log-probs, before the first update.
-
-
+# A batch's mismatch, proximal and reference log-probs, before the first update.
 PROX_KEY, REFERENCE_KEY = "prox", "ref_log_probs"
 MISMATCH_COLUMNS = {
     "mismatch_kl": "k3",
@@ -367,7 +352,7 @@ class RolloutScores:
         reference: Callable[[TensorDictBase], TensorDictBase] | None,
         *,
         max_tokens: int | None,
-        precision: Callable[[], AbstractContextManager[Any]],
+        precision: Callable[[], AbstractContextManager[object]],
         placement: Placement | None = None,
     ) -> None:
         self._placement = placement or Placement()
@@ -390,12 +375,14 @@ class RolloutScores:
         found = _Found()
         scores = with_mismatch or self.writes_prox or self.actor.replay == "R2"
         for part, counts in self._parts(batch) if scores else ():
+            # the policy, on recorded experts; R2 records them here
             with self.precision():
                 log_probs, spread, _ = self.scorer.score(part, entropy=with_mismatch)
             if self.writes_prox:
                 self._write(part, log_probs)
             if not with_mismatch:
                 continue
+            # and once more on its own router, to see what replay removes
             unaided = None
             if self.live is not None:
                 with self.precision():
@@ -458,14 +445,12 @@ class _Found:
 
     def columns(self, watch: MismatchMetrics) -> dict[str, float]:
         """Return the columns of a run's record; ``watch`` warns of a mismatch that was not there in the last batch."""
+        # the watch keeps what it warned of, and takes this batch's numbers
         watch.reset()
         watch.merge(self.metrics)
         found, unaided = watch.compute(), self.live.compute()
-        columns = {
-            name: found[f"mismatch/{metric}"]
-            for name, metric in MISMATCH_COLUMNS.items()
-            if f"mismatch/{metric}" in found
-        }
+        keys = {name: f"mismatch/{metric}" for name, metric in MISMATCH_COLUMNS.items()}
+        columns = {name: found[key] for name, key in keys.items() if key in found}
         if "mismatch/dlogp_mean" in unaided:
             columns["dlogp_live"] = unaided["mismatch/dlogp_mean"]
         if "routing/agreement" in found:
@@ -483,8 +468,6 @@ def _sampled(part: TensorDictBase, log_probs: torch.Tensor) -> torch.Tensor:
 
 
 # The loss, the advantages and the reference that a configuration names.
-
-
 TOP_K = ("num_experts_per_tok", "moe_topk")
 Reference = Callable[[TensorDictBase], TensorDictBase]
 
@@ -492,6 +475,7 @@ Reference = Callable[[TensorDictBase], TensorDictBase]
 def build_loss(actor: TransformersWrapper, config: GRPOConfig) -> GRPOLoss:
     """Return the loss of a run."""
     where = _where(config, actor.model)
+    # the loss itself scores the reference by switching the adapter off
     by_adapter = _needs_reference(config.loss.arguments) and where == "adapter"
     top_k, experts = config.loss.router.get("top_k"), _of_model(actor, EXPERT_COUNTS)
     if top_k is not None and experts is not None and top_k > experts:
@@ -506,11 +490,11 @@ def _of_model(actor: TransformersWrapper, names: Sequence[str]) -> int | None:
     return next((number for number in found if isinstance(number, int) and number), None)
 
 
-def _needs_reference(arguments: dict[str, Any]) -> bool:
+def _needs_reference(arguments: Mapping[str, object]) -> bool:
     return bool(arguments.get("kl_to_ref_coeff")) or arguments.get("kl_mask_threshold") is not None
 
 
-def _where(config: GRPOConfig, model: Any) -> str:
+def _where(config: GRPOConfig, model: nn.Module) -> str:
     """Return which kind of reference to use."""
     where, adapted = config.loss.reference, has_adapters(model)
     if where == "adapter" and not adapted:
@@ -525,17 +509,17 @@ def build_reference(
     where = _where(config, policy_model.model) if _needs_reference(config.loss.arguments) else "adapter"
     shared = placement is not None and placement.is_shared  # a sharded model cannot be copied: it is loaded again
     if where == "adapter":  # the loss scores it itself
-        return None, _nothing
+        return None, lambda: None
     if where == "model":
         follows = config.loss.replay != "none"  # as a switched-off adapter does: both score the same routes
         second = PolicyModel.load(policy_model.source, None, config.model, placement).model if shared else None
-        return actor.reference(second, replay=follows).get_new_version(log_probs_key=REFERENCE_KEY), _nothing
+        return actor.reference(second, replay=follows).get_new_version(log_probs_key=REFERENCE_KEY), lambda: None
     if shared:
         raise ConfigError("loss.reference=engine is for one rank: set loss.reference=model, which ranks share")
     if policy_model.source is None:
         raise ConfigError("loss.reference=engine needs a model that is in a folder or on the hub: set model.source")
-    which: Any = {"engine": config.engine.kind}
-    engine = AsyncVLLM.from_pretrained(policy_model.source, **which, **config.engine.arguments)
+    kind: Engine = "vllm" if config.engine.kind == "vllm" else "transformers"
+    engine = AsyncVLLM.from_pretrained(policy_model.source, engine=kind, **config.engine.arguments)
     scorer = vLLMWrapper(
         engine,
         tokenizer=policy_model.tokenizer,
@@ -547,24 +531,18 @@ def build_reference(
     return scorer, engine.shutdown
 
 
-def _nothing() -> None:
-    return None
-
-
 def advantages(name: str, batch: TensorDictBase) -> TensorDictBase:
     """Return a batch with ``"advantage"``, one number for each row."""
     kinds: dict[str, Callable[[], objectives.GroupAdvantage]] = {
         "grpo": objectives.GRPOAdvantage,
         "rloo": objectives.RLOOAdvantage,
         "dr_grpo": objectives.DrGRPOAdvantage,
-        "reinforce_plus_plus": lambda: objectives.ReinforcePlusPlusAdvantage(_samples(batch)),
+        "reinforce_plus_plus": lambda: objectives.ReinforcePlusPlusAdvantage(samples),
     }
+    # several turns are one sample: it ends where "done" is set
+    samples = sum(bool(row.get(("next", "done")).any()) for row in batch.unbind(0))
     found: TensorDictBase = kinds[name]().inv(batch)
     return found
-
-
-def _samples(batch: TensorDictBase) -> int:
-    return sum(bool(row.get(("next", "done")).any()) for row in batch.unbind(0))
 
 
 GAP = 0.1  # nats; rounding in float32 is below 1e-4
@@ -588,6 +566,7 @@ class Learner:
             betas=(optim.betas[0], optim.betas[1]),
             weight_decay=optim.weight_decay,
         )
+        # optimizer steps of the whole run, which the schedule is spread over
         total = config.steps * optim.epochs * optim.minibatches
         self.stepper = TokenStepper(
             self.loss,

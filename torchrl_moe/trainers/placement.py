@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -19,12 +19,13 @@ from torchrl_moe.trainers.config import ConfigError, GRPOConfig, PlacementConfig
 from torchrl_moe.trainers.ranks import Ranks
 from torchrl_moe.weight_update.options import SwapOptions
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 __all__ = ["Placement", "check_axes", "check_placement", "decoder_layers"]
 
 
 # Which placements are impossible, and what to do instead.
-
-
 def check_placement(size: int, config: GRPOConfig) -> None:
     """Refuse settings under which this many ranks cannot share the model, or not correctly."""
     if size == 1:
@@ -71,6 +72,7 @@ def check_axes(size: int, config: GRPOConfig) -> None:
 
 def _check_model(size: int, config: GRPOConfig) -> None:
     own = config.placement
+    # with as many ranks as tensor parallelism takes, none are left to shard over
     has_fsdp = size > own.tensor_parallel
     _require(not own.cpu_offload or has_fsdp, "placement.cpu_offload=True is FSDP2's: give it ranks beside TP")
     _require(
@@ -154,13 +156,12 @@ class Placement:
         """Return one small value per share, from one of the ranks that see it; all ranks must call."""
         return self.ranks.gather(value)[:: self.config.tensor_parallel]
 
-    # -- the model --------------------------------------------------------------------------------------------------
-
-    def load(self, pretrained: Callable[..., Any], dtype: torch.dtype) -> Any:
+    def load(self, pretrained: Callable[..., PreTrainedModel], dtype: torch.dtype) -> PreTrainedModel:
         """Load a model of which each rank reads its part only."""
         from transformers.distributed import DistributedConfig
 
         config = self.config
+        # what the installed transformers can do is told by the parameters that its config has
         known = inspect.signature(DistributedConfig).parameters
         newer = "or use a newer transformers (5.24 has it), which vLLM 0.33 does not take beside it"
         if config.replicate > 1 and "dp_replicate_size" not in known:
@@ -192,18 +193,17 @@ class Placement:
         # each rank has initialised its own adapter
         self.ranks.copy_first(weight.data for weight in model.parameters() if weight.requires_grad)
         cast = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        policy: dict[str, Any] = {
-            "mp_policy": cast if dtype == torch.bfloat16 else MixedPrecisionPolicy(),
-            "offload_policy": CPUOffloadPolicy() if self.config.cpu_offload else OffloadPolicy(),
-        }
-        for layer in decoder_layers(model):
-            fully_shard(layer, **policy)
-        fully_shard(model, **policy)
+        precision = cast if dtype == torch.bfloat16 else MixedPrecisionPolicy()
+        offload = CPUOffloadPolicy() if self.config.cpu_offload else OffloadPolicy()
+        # the layers first: the last call takes what is in none of them
+        for part in (*decoder_layers(model), model):
+            fully_shard(part, mp_policy=precision, offload_policy=offload)
         self._settle(model)
 
     def _settle(self, model: nn.Module) -> None:
         if not self.config.reshard_after_forward and isinstance(model, FSDPModule):
             model.set_reshard_after_forward(False)
+        # groups that torch made for the model's meshes have torch's own deadline
         seconds = timedelta(seconds=self.config.collective_timeout)
         meshes = {id(mesh): mesh for weight in model.parameters() if (mesh := getattr(weight, "device_mesh", None))}
         for mesh in meshes.values():
@@ -213,8 +213,10 @@ class Placement:
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers that FSDP2 shards one by one, as the model's own plan names them."""
-    base: Any = base_model(model)
-    stacks = [re.escape(name).replace(r"\*", r"\d+") for name in base.fsdp_plan if name.endswith("*")]
+    base = base_model(model)
+    # entries of the plan such as "layers.*", as patterns
+    plan: Collection[str] = getattr(base, "fsdp_plan", ())
+    stacks = [re.escape(name).replace(r"\*", r"\d+") for name in plan if name.endswith("*")]
     layers = [module for name, module in base.named_modules() if any(re.fullmatch(stack, name) for stack in stacks)]
     if not layers:
         raise ConfigError(f"{type(base).__name__} has no fsdp_plan, which names its layers: train with one rank")

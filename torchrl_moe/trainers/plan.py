@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -18,42 +18,29 @@ from torchrl_moe._compat_memory import peak_bytes, without_memory
 from torchrl_moe.modules.backends.checkpoint import check_reachable
 from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection
 from torchrl_moe.modules.policies.unstack import LoraLayers, base_model, has_adapters
+from torchrl_moe.modules.replay.discovery import EXPERT_COUNTS
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, ModelConfig
 from torchrl_moe.trainers.placement import check_axes
 from torchrl_moe.trainers.policy_model import prepared
 from torchrl_moe.trainers.rich_tables import Table
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 __all__ = [
-    "ENGINE",
-    "FLOAT32",
-    "HOST",
-    "TRAINER",
-    "UPDATE",
-    "ModelSizes",
-    "PlanRow",
-    "RunPlan",
-    "activation_bytes",
-    "compute_dtype",
-    "longest",
-    "model_config_of",
-    "of_trainer",
-    "over",
-    "ranks_of_host",
-    "shards",
-    "share_of",
-]
+    "ENGINE", "FLOAT32", "HOST", "TRAINER", "UPDATE", "ModelSizes", "PlanRow", "RunPlan", "activation_bytes",
+    "compute_dtype", "longest", "model_config_of", "of_trainer", "over", "ranks_of_host", "shards", "share_of",
+]  # fmt: skip
 
 
-# ``PlanRow``: a line of a plan, and the machines that it can refer to.
-
-
+# The machines that a line of a plan can refer to.
 TRAINER, ENGINE, HOST, UPDATE = "trainer, each GPU", "engine, each GPU", "host of the trainer", "weight update"
 FLOAT32 = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """A line of a plan."""
+    """A line of a plan: bytes of one thing on one machine; ``at_once``: for as long as the run lasts."""
 
     part: str
     item: str
@@ -77,9 +64,7 @@ def ranks_of_host(config: GRPOConfig) -> int:
     return min(config.hardware.trainer_gpus, config.hardware.gpus_per_host)
 
 
-# ``ModelSizes``: the size of a model, computed from its configuration; no weights are loaded or allocated.
-
-
+# The size of a model, computed from its configuration; no weights are loaded or allocated.
 KNOWN = {
     "Qwen/Qwen3-30B-A3B": "qwen3_30b_a3b",
     "allenai/OLMoE-1B-7B-0125-Instruct": "olmoe_1b_7b",
@@ -87,14 +72,13 @@ KNOWN = {
 }
 """Hub models whose ``config.json`` is in the package, so that a plan needs no network."""
 MODELS = Path(__file__).parent / "configs" / "models"
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERT_WIDTHS = ("moe_intermediate_size", "intermediate_size")
 TOP_KS = ("num_experts_per_tok", "moe_topk", "moe_k")
 DENSE_FIRST = "first_k_dense_replace"
 """The config key of DeepSeek's families for the number of leading layers without experts."""
 
 
-def model_config_of(source: str) -> Any:
+def model_config_of(source: str) -> PreTrainedConfig:
     """Return the transformers configuration of a folder, a hub name, or a hub model that is known here.
 
     >>> model_config_of("Qwen/Qwen3-30B-A3B").num_hidden_layers
@@ -116,11 +100,11 @@ class _Settings:
     """A key for cached results: two are equal if the model and its training settings, written out, are."""
 
     described: str
-    hf_config: Any = field(compare=False)
+    hf_config: PreTrainedConfig = field(compare=False)
     model_config: ModelConfig = field(compare=False)
 
     @classmethod
-    def of(cls, hf_config: Any, model_config: ModelConfig) -> _Settings:
+    def of(cls, hf_config: PreTrainedConfig, model_config: ModelConfig) -> _Settings:
         values = json.dumps(hf_config.to_dict(), sort_keys=True, default=str)
         attention = getattr(hf_config, "_attn_implementation", None)
         return cls(f"{type(hf_config)} {values} {attention} {model_config}", hf_config, model_config)
@@ -147,7 +131,7 @@ class ModelSizes:
     kv_heads: int
 
     @classmethod
-    def of(cls, hf_config: Any, model_config: ModelConfig) -> ModelSizes:
+    def of(cls, hf_config: PreTrainedConfig, model_config: ModelConfig) -> ModelSizes:
         """Count; the result for equal arguments is kept."""
         return cls._counted(_Settings.of(hf_config, model_config))
 
@@ -156,10 +140,11 @@ class ModelSizes:
     def _counted(cls, settings: _Settings) -> ModelSizes:
         hf_config, model_config = settings.hf_config, settings.model_config
         text = hf_config.get_text_config()
+        # the trainer's own preparation, on a model without memory: adapters and frozen weights are counted as they are
         with torch.device("meta"):
             model = prepared(_made(hf_config, torch.float32), _without_checkpointing(model_config), torch.float32)
         counts = {name: weight.numel() for name, weight in model.named_parameters()}
-        layers = number_of_layers(text)
+        layers = int(text.num_hidden_layers)
         by_layer = [sum(n for name, n in counts.items() if f"layers.{i}." in name) for i in range(layers)]
         adapter = sum(n for name, n in counts.items() if "lora_" in name)
         return cls(
@@ -186,13 +171,14 @@ class ModelSizes:
         return self.layers * self.top_k * (1 if self.num_experts <= 128 else 2)
 
 
-def number_of_layers(text_config: Any) -> int:
-    """Return the number of decoder layers."""
-    return int(text_config.num_hidden_layers)
-
-
 def activation_bytes(
-    hf_config: Any, model_config: ModelConfig, sequences: int, tokens: int, dtype: torch.dtype, *, sharded: bool = False
+    hf_config: PreTrainedConfig,
+    model_config: ModelConfig,
+    sequences: int,
+    tokens: int,
+    dtype: torch.dtype,
+    *,
+    sharded: bool = False,
 ) -> int:
     """Return the peak bytes that a forward and backward pass need besides weights and their gradients.
 
@@ -207,9 +193,10 @@ def activation_bytes(
 def _activation_bytes(settings: _Settings, sequences: int, tokens: int, dtype: torch.dtype, sharded: bool) -> int:
     hf_config, model_config = settings.hf_config, settings.model_config
     text = hf_config.get_text_config()
-    layers = number_of_layers(text)
+    layers = int(text.num_hidden_layers)
     # with a single layer the peak is elsewhere
     fewer = min(int(getattr(text, DENSE_FIRST, 0) or 0) + 2, layers)
+    # two depths, and the difference for each layer more
     given = (model_config, sequences, tokens, dtype, sharded)
     least = _peak(_cut(hf_config, fewer), *given)
     if fewer == layers:
@@ -218,7 +205,12 @@ def _activation_bytes(settings: _Settings, sequences: int, tokens: int, dtype: t
 
 
 def _peak(
-    hf_config: Any, model_config: ModelConfig, sequences: int, tokens: int, dtype: torch.dtype, sharded: bool
+    hf_config: PreTrainedConfig,
+    model_config: ModelConfig,
+    sequences: int,
+    tokens: int,
+    dtype: torch.dtype,
+    sharded: bool,
 ) -> int:
     with without_memory():
         frozen = model_config.lora.rank > 0
@@ -228,13 +220,13 @@ def _peak(
                 weight.data = weight.data.to(dtype)  # as it is gathered
             if weight.requires_grad:
                 weight.grad = torch.zeros_like(weight)  # accumulated by earlier micro-batches
-        autocast: AbstractContextManager[Any] = nullcontext()
+        autocast: AbstractContextManager[object] = nullcontext()
         if not sharded and dtype != torch.float32:
             autocast = torch.autocast("cpu", dtype)
         return peak_bytes(lambda: _step(model, sequences, tokens, autocast))
 
 
-def _step(model: nn.Module, sequences: int, tokens: int, precision: AbstractContextManager[Any]) -> None:
+def _step(model: nn.Module, sequences: int, tokens: int, precision: AbstractContextManager[object]) -> None:
     """Run a forward and backward pass as the trainer does: scores of all tokens, no logits."""
     scoring = ScoringModel(model)
     scoring.splits = True  # the check needs real values
@@ -247,13 +239,13 @@ def _step(model: nn.Module, sequences: int, tokens: int, precision: AbstractCont
     log_probs.sum().backward()
 
 
-def _made(hf_config: Any, dtype: torch.dtype) -> Any:
+def _made(hf_config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_config(copy.deepcopy(hf_config), dtype=dtype)
 
 
-def _cut(hf_config: Any, layers: int) -> Any:
+def _cut(hf_config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     """Return the configuration of a model of fewer layers."""
     cut = copy.deepcopy(hf_config)
     text = cut.get_text_config()
@@ -269,7 +261,7 @@ def _without_checkpointing(config: ModelConfig) -> ModelConfig:
     return plain
 
 
-def _adapted(model: Any) -> int:
+def _adapted(model: PreTrainedModel) -> int:
     if not has_adapters(model):
         return 0
     base = base_model(model)
@@ -278,13 +270,13 @@ def _adapted(model: Any) -> int:
     return sum(weights[key].numel() for key in lora.in_use())
 
 
-def _kv_heads(text: Any) -> int:
+def _kv_heads(text: PreTrainedConfig) -> int:
     if getattr(text, "kv_lora_rank", None):
         return 1
     return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
 
 
-def _kv_per_layer(text: Any) -> int:
+def _kv_per_layer(text: PreTrainedConfig) -> int:
     """Return the number of elements that a layer's cache holds per token."""
     latent = getattr(text, "kv_lora_rank", None)
     if latent:  # DeepSeek's latent attention: one vector, and the rotated part of the keys
@@ -294,13 +286,11 @@ def _kv_per_layer(text: Any) -> int:
     return 2 * heads * width
 
 
-def _first(text: Any, names: tuple[str, ...]) -> int:
+def _first(text: PreTrainedConfig, names: tuple[str, ...]) -> int:
     return next((int(getattr(text, name)) for name in names if getattr(text, name, None)), 0)
 
 
 # The trainer's part of a plan: what each rank holds, and what it gets from the others.
-
-
 EXCHANGED = 4
 """Rows of hidden states that an exchange holds per token and expert, besides the experts' input: rows sent,
 rows received back, the same rows reordered, and weighted (transformers 5.23, ``AllToAllEP``)."""
@@ -316,15 +306,16 @@ def over(config: GRPOConfig) -> str:
     return f" / {shards(config)} ranks" if shards(config) > 1 else ""
 
 
-def longest(config: GRPOConfig, hf_config: Any) -> int:
+def longest(config: GRPOConfig, hf_config: PreTrainedConfig) -> int:
     """Return the token count of the longest sequence that the engine accepts."""
     text = hf_config.get_text_config()
     return int(config.engine.arguments.get("max_model_len") or text.max_position_embeddings)
 
 
-def of_trainer(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> Iterator[PlanRow]:
+def of_trainer(config: GRPOConfig, hf_config: PreTrainedConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
     """Yield what each rank of the trainer holds."""
     ranks, dtype = config.hardware.trainer_gpus, compute_dtype(config)
+    # permanent first, then what is there for a while
     yield from _states(config, sizes)
     if ranks > 1:
         yield from _gathered(config, sizes)
@@ -347,6 +338,7 @@ def _states(config: GRPOConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
     """Yield weights, gradients and moments: of each rank, or, if they are offloaded, of all ranks of a host."""
     split, width = shards(config), compute_dtype(config).itemsize
     frozen = sizes.parameters - sizes.trained
+    # offloaded, the host holds the parts of all its ranks
     part, times, how = TRAINER, 1, over(config)
     if config.placement.cpu_offload:
         part, times = HOST, ranks_of_host(config)
@@ -366,6 +358,7 @@ def _gathered(config: GRPOConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
     def of_rank(numbers: int, experts: int) -> int:
         return -(-(numbers - experts) // own.tensor_parallel) + -(-experts // own.expert_parallel)
 
+    # two layers at a time: one computes while the next is gathered
     layer = of_rank(sizes.layer, min(sizes.layer, sizes.experts // sizes.layers))
     if own.reshard_after_forward:
         numbers = 2 * layer + of_rank(sizes.outside, 0)
@@ -391,6 +384,7 @@ def _gathered(config: GRPOConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
 def _exchanged(config: GRPOConfig, sizes: ModelSizes, tokens: int) -> Iterator[PlanRow]:
     """Yield what expert parallelism needs: for tokens in transit, and on the rank whose experts get most of them."""
     width, own = compute_dtype(config).itemsize, config.placement
+    # each token goes to its top_k experts; ranks that split layers send a part of them each
     rows = -(-tokens // own.tensor_parallel) * sizes.top_k
     sent = EXCHANGED * rows * sizes.hidden * width
     shape = f"{rows:,} tokens and experts x {sizes.hidden:,} x {width} B"
@@ -410,8 +404,9 @@ def _has_reference_model(config: GRPOConfig, sizes: ModelSizes) -> bool:
     return is_read and (where == "model" or (where == "auto" and not sizes.adapter))
 
 
-def _micro_batch(config: GRPOConfig, hf_config: Any) -> tuple[int, int]:
+def _micro_batch(config: GRPOConfig, hf_config: PreTrainedConfig) -> tuple[int, int]:
     """Return the sequences of a micro-batch, and the tokens of each: all as long as they can be."""
+    # the worst case: each answer as long as the engine allows
     tokens = longest(config, hf_config)
     answers = config.rollout.prompts_per_step * config.rollout.group_size // config.optim.minibatches
     answers = max(1, answers * config.placement.tensor_parallel // config.hardware.trainer_gpus)
@@ -430,7 +425,7 @@ TOKEN_BYTES = 8 + 4 + 4 + 2
 """Bytes of a token in a batch, besides its experts: id, log-prob, version, two masks."""
 REPLICA_BYTES = int(1.9e9)
 """Resident memory of the three processes of a replica, besides its model (measured with vLLM 0.30 on a CPU)."""
-KEPT_WORD = 4
+TOKEN_ID_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,10 +459,11 @@ class RunPlan:
         return cls.of_model(config, model_config_of(source))
 
     @classmethod
-    def of_model(cls, config: GRPOConfig, hf_config: Any) -> RunPlan:
+    def of_model(cls, config: GRPOConfig, hf_config: PreTrainedConfig) -> RunPlan:
         """Work out the plan of a run of a model with the given transformers configuration."""
         check_axes(config.hardware.trainer_gpus, config)
         _check_engine(config)
+        # memory, then the bytes of an update, then what these say: notes need the totals
         sizes = ModelSizes.of(hf_config, config.model)
         rows = [
             *of_trainer(config, hf_config, sizes),
@@ -486,7 +482,7 @@ class RunPlan:
         passing = [row.bytes for row in rows if not row.at_once]
         return sum(row.bytes for row in rows if row.at_once) + max(passing, default=0)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return plain values, for JSON."""
         totals = {part: self.total(part) for part in dict.fromkeys(row.part for row in self.rows)}
         return {**asdict(self), "totals": totals}
@@ -519,21 +515,23 @@ def _check_engine(config: GRPOConfig) -> None:
             )
 
 
-def _engine_width(config: GRPOConfig, hf_config: Any) -> int:
+def _engine_width(config: GRPOConfig, hf_config: PreTrainedConfig) -> int:
     name = config.engine.arguments.get("dtype") or getattr(hf_config, "dtype", None) or torch.bfloat16
     dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."), torch.bfloat16)
     assert isinstance(dtype, torch.dtype)
     return dtype.itemsize
 
 
-def _engine(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> Iterator[PlanRow]:
+def _engine(config: GRPOConfig, hf_config: PreTrainedConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
     """Yield what each GPU of a replica holds."""
     arguments, width = config.engine.arguments, _engine_width(config, hf_config)
+    # the engine's weights have no adapter: it is added to them, or served beside them
     share = int(arguments.get("tensor_parallel_size", 1))
     base = sizes.parameters - sizes.adapter
     weights = share_of(base, share, width)
     over = f" / {share} GPUs" if share > 1 else ""
     yield PlanRow(ENGINE, "weights", weights, f"{base:,} x {width} B{over}")
+    # the cache: as configured, as many answers as transformers takes, or what vLLM's share of the GPU leaves
     budget, plain = arguments.get("kv_cache_memory_bytes"), config.engine.kind == "transformers"
     if plain:
         yield PlanRow(
@@ -548,7 +546,7 @@ def _engine(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> Iterator[P
     yield PlanRow(ENGINE, "KV cache", int(budget), _kv_how(config, hf_config, sizes, int(budget), share))
 
 
-def _kv_width(config: GRPOConfig, hf_config: Any) -> int:
+def _kv_width(config: GRPOConfig, hf_config: PreTrainedConfig) -> int:
     name = str(config.engine.arguments.get("kv_cache_dtype", "auto"))
     if name.startswith("fp8"):
         return 1
@@ -556,18 +554,19 @@ def _kv_width(config: GRPOConfig, hf_config: Any) -> int:
     return dtype.itemsize if isinstance(dtype, torch.dtype) else _engine_width(config, hf_config)
 
 
-def _kv_how(config: GRPOConfig, hf_config: Any, sizes: ModelSizes, budget: int, share: int) -> str:
+def _kv_how(config: GRPOConfig, hf_config: PreTrainedConfig, sizes: ModelSizes, budget: int, share: int) -> str:
     each = share_of(sizes.kv, min(share, sizes.kv_heads), _kv_width(config, hf_config))
     tokens = budget // each if each else 0
     return f"{each:,} B a token: {tokens:,} tokens, {tokens // longest(config, hf_config):,} of the longest sequences"
 
 
-def _host(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> Iterator[PlanRow]:
+def _host(config: GRPOConfig, hf_config: PreTrainedConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
     """Yield what the trainer's host holds."""
     rollout, sync = config.rollout, config.engine.sync
     answers = rollout.prompts_per_step * rollout.group_size
     tokens = answers * longest(config, hf_config)
     each = TOKEN_BYTES + (sizes.route_bytes if config.loss.replay != "none" else 0)
+    # batches that wait for the trainer, beside the one that it trains on
     ahead = 1 + rollout.max_staleness
     batches = f"{ahead} batch{'es' if ahead > 1 else ''} of {answers} answers x {longest(config, hf_config):,} tokens"
     yield PlanRow(HOST, "rollouts", ahead * tokens * TOKEN_BYTES, f"{batches} x {TOKEN_BYTES} B")
@@ -575,7 +574,7 @@ def _host(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> Iterator[Pla
         how = f"{sizes.layers} layers x {sizes.top_k} experts x {sizes.route_bytes // (sizes.layers * sizes.top_k)} B"
         yield PlanRow(HOST, "recorded experts", ahead * tokens * sizes.route_bytes, f"{how} a token")
     if rollout.top_k:
-        kept = ahead * answers * rollout.max_new_tokens * rollout.top_k * KEPT_WORD
+        kept = ahead * answers * rollout.max_new_tokens * rollout.top_k * TOKEN_ID_BYTES
         yield PlanRow(HOST, "kept tokens", kept, f"top_k={rollout.top_k} ids x 4 B an answer's token")
     base = _sent(config, hf_config, sizes)
     if sync.get("lora") == "adapter":
@@ -609,23 +608,24 @@ def _copies(config: GRPOConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
         yield PlanRow(HOST, "the model that is loaded", size, how, at_once=False)
 
 
-def _sent_width(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> int:
+def _sent_width(config: GRPOConfig, hf_config: PreTrainedConfig, sizes: ModelSizes) -> int:
     """Return the bytes per element sent to the engine: of the narrower dtype, or of the trainer's if configured."""
     own = compute_dtype(config).itemsize if sizes.adapter else FLOAT32
     return own if config.engine.sync.get("dtype") == "trainer" else min(own, _engine_width(config, hf_config))
 
 
-def _sent(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> int:
+def _sent(config: GRPOConfig, hf_config: PreTrainedConfig, sizes: ModelSizes) -> int:
     return (sizes.parameters - sizes.adapter) * _sent_width(config, hf_config, sizes)
 
 
-def _update(config: GRPOConfig, hf_config: Any, sizes: ModelSizes) -> Iterator[PlanRow]:
+def _update(config: GRPOConfig, hf_config: PreTrainedConfig, sizes: ModelSizes) -> Iterator[PlanRow]:
     """Yield what a weight update moves: the other ranks' parts to each rank, then all to each replica."""
     if config.engine.sync.get("lora") == "adapter":
         how = f"{sizes.adapter:,} x 4 B: the adapter alone"
         yield PlanRow(UPDATE, "bytes to each replica", sizes.adapter * FLOAT32, how)
         return
     base, split = sizes.parameters - sizes.adapter, shards(config)
+    # each rank gathers what it lacks of the whole
     if split > 1:
         width = compute_dtype(config).itemsize if sizes.adapter else _sent_width(config, hf_config, sizes)
         whole, how = base * width, f"{base:,} x {width} B"
@@ -648,6 +648,7 @@ def _notes(plan: RunPlan, config: GRPOConfig, sizes: ModelSizes) -> Iterator[str
             yield f"{part}: {needed:.1f} GB are needed, and there are {limit:g}"
     if not sizes.top_k and config.loss.replay != "none":
         yield "the model has no experts: loss.replay must be none"
+    # GPUs: of rank 0's host, and in all
     of_engine = config.engine.num_replicas * int(config.engine.arguments.get("tensor_parallel_size") or 1)
     here = of_engine + ranks_of_host(config)
     if config.engine.backend == "local" and not config.engine.sleep and here > hardware.gpus_per_host:

@@ -8,12 +8,12 @@ import re
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +29,17 @@ from torchrl_moe.trainers.placement import Placement
 from torchrl_moe.trainers.run_folder import exchange
 from torchrl_moe.weight_update.source import is_first
 
-__all__ = ["PolicyModel", "new_start", "prepared", "starting_model", "starts"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["ModelLike", "PolicyModel", "new_start", "prepared", "starting_model", "starts"]
 
 ATTENTION = [
     "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
 ]  # fmt: skip
 """Linear layers of attention, and of DeepSeek's latent attention."""
+ModelLike: TypeAlias = "PreTrainedModel | str | os.PathLike[str]"
+"""A model, a folder, a hub name, or the name of a function that makes one."""
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 OF_CONFIG = ("revision", "subfolder", "gguf_file", "trust_remote_code", "token", "cache_dir", "local_files_only")
 """Arguments of ``from_pretrained`` that say where a model's config is."""
@@ -51,15 +56,21 @@ STACKED_EXPERTS = ("gate_up_proj", "down_proj")
 class PolicyModel:
     """What is trained."""
 
-    model: Any
-    tokenizer: Any
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
     source: str | None
     dtype: torch.dtype
     source_dtype: torch.dtype = torch.float32
     start: Path | None = None
 
     @classmethod
-    def load(cls, model: Any, tokenizer: Any, config: ModelConfig, placement: Placement | None = None) -> PolicyModel:
+    def load(
+        cls,
+        model: ModelLike | None,
+        tokenizer: PreTrainedTokenizerBase | None,
+        config: ModelConfig,
+        placement: Placement | None = None,
+    ) -> PolicyModel:
         """Load a model, or take one as it is, and make it ready for training."""
         is_shared = placement is not None and placement.is_shared
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -69,29 +80,34 @@ class PolicyModel:
             raise ConfigError(
                 "model.source=None: name a folder, a hub model, or a function, or give the trainer a model"
             )
-        source = str(given) if isinstance(given, str | os.PathLike) else None
-        if source is not None and is_function_name(source):
-            model, own_tokenizer = _made(source, config.arguments)
-            tokenizer, source = tokenizer or own_tokenizer, None
-        source_dtype = _dtype_of(model) if source is None else torch.float32
-        if source is not None:
-            model, tokenizer, source_dtype = _from_pretrained(source, tokenizer, config, dtype, placement)
+        # a model as it is, or what a function makes, or what is in a folder or on the hub
+        source, stored = None, None
+        loaded: PreTrainedModel
+        if not isinstance(given, str | os.PathLike):
+            loaded = given
+        elif is_function_name(str(given)):
+            loaded, own_tokenizer = _made(str(given), config.arguments)
+            tokenizer = tokenizer or own_tokenizer
+        else:
+            source = str(given)
+            loaded, tokenizer, stored = _from_pretrained(source, tokenizer, config, dtype, placement)
+        source_dtype = stored or _dtype_of(loaded)
         if tokenizer is None:
             raise ConfigError("a model that is given needs its tokenizer: MoEGRPOTrainer(model, tokenizer=...)")
         try:
-            check_vocabulary(tokenizer, model)
+            check_vocabulary(tokenizer, loaded)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        model = prepared(model, config, dtype)
+        loaded = prepared(loaded, config, dtype)
         if not is_shared:
-            model = model.to(device)
+            loaded = loaded.to(device)
         elif config.lora.rank:
             assert placement is not None
-            placement.shard(model, dtype)
-        return cls(model, tokenizer, source, dtype, source_dtype)
+            placement.shard(loaded, dtype)
+        return cls(loaded, tokenizer, source, dtype, source_dtype)
 
     @property
-    def precision(self) -> Callable[[], AbstractContextManager[Any]]:
+    def precision(self) -> Callable[[], AbstractContextManager[object]]:
         """Makes the context of a forward pass: autocast, unless everything is float32 or FSDP2 does the casting."""
         device, dtype = next(self.model.parameters()).device.type, self.dtype
         casts = dtype != torch.float32 and not isinstance(self.model, FSDPModule)
@@ -116,15 +132,17 @@ class PolicyModel:
         folder = folder.expanduser().resolve()  # a link stays one
         if folder.exists() and not (folder / "config.json").is_file() and any(folder.iterdir()):
             raise FileExistsError(f"{folder} holds something other than a model, which would be removed: use another")
+        # as it is if nothing is sharded, adapted or of another dtype; else each tensor is gathered, merged and cast
         is_sharded = any(hasattr(weight, "full_tensor") for weight in self.model.parameters())
         written = self.source_dtype if dtype == "auto" else getattr(torch, dtype)
         as_it_is = not is_sharded and not has_adapters(self.model) and _dtype_of(self.model) == written
         tensors = None if as_it_is else self._gathered(is_first(), written)
         if is_sharded and not is_first():
             return folder
+        # rank 0 writes beside the folder, and exchanges them when all is there
         draft = folder.with_name(f".{folder.name}.draft")
         shutil.rmtree(draft, ignore_errors=True)
-        base: Any = base_model(self.model)
+        base: PreTrainedModel = base_model(self.model)
         if tensors is None:
             base.save_pretrained(draft)
         else:
@@ -145,7 +163,7 @@ class PolicyModel:
         return {name: kept(name, tensor) for name, tensor in stream if keep}
 
 
-def _dtype_of(model: Any) -> torch.dtype:
+def _dtype_of(model: nn.Module) -> torch.dtype:
     """Return the dtype that most of a model's weights have."""
     sizes: Counter[torch.dtype] = Counter()
     for weight in model.parameters():
@@ -154,7 +172,7 @@ def _dtype_of(model: Any) -> torch.dtype:
     return sizes.most_common(1)[0][0] if sizes else torch.float32
 
 
-def _write(base: Any, tensors: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
+def _write(base: PreTrainedModel, tensors: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
     from huggingface_hub import save_torch_state_dict
 
     folder.mkdir(parents=True)
@@ -163,12 +181,13 @@ def _write(base: Any, tensors: dict[str, Tensor], folder: Path, dtype: torch.dty
     if getattr(base, "generation_config", None) is not None:
         base.generation_config.save_pretrained(folder)
     saved = json.loads((folder / "config.json").read_text())
+    # a config that was made, not loaded, does not name the class, without which vLLM loads nothing
     saved.setdefault("architectures", [type(base).__name__])
     saved["dtype"] = str(dtype).removeprefix("torch.")  # a reader's dtype="auto" takes it
     (folder / "config.json").write_text(json.dumps(saved, indent=2))
 
 
-def _made(name: str, arguments: dict[str, Any]) -> tuple[Any, Any]:
+def _made(name: str, arguments: Mapping[str, object]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
         made = import_function(name)(**arguments)
     except Exception as error:  # the user's function may raise anything
@@ -188,8 +207,12 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _from_pretrained(
-    source: str, tokenizer: Any, config: ModelConfig, dtype: torch.dtype, placement: Placement | None
-) -> tuple[Any, Any, torch.dtype]:
+    source: str,
+    tokenizer: PreTrainedTokenizerBase | None,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    placement: Placement | None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, torch.dtype]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     if not HUB_NAME.fullmatch(source) and not (Path(source) / "config.json").is_file():
@@ -217,7 +240,7 @@ def _from_pretrained(
     return model, tokenizer, stored
 
 
-def prepared(model: Any, config: ModelConfig, dtype: torch.dtype) -> Any:
+def prepared(model: PreTrainedModel, config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Add an adapter, switch on activation checkpointing, and make all weights float32; of LoRA, the adapter's."""
     if config.lora.rank:
         if has_adapters(model):
@@ -239,9 +262,10 @@ def prepared(model: Any, config: ModelConfig, dtype: torch.dtype) -> Any:
     return model.train(config.activation_checkpointing)
 
 
-def _with_adapter(model: Any, config: ModelConfig) -> Any:
+def _with_adapter(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     from peft import LoraConfig, get_peft_model
 
+    # the layers of this model among those that an adapter can be put on
     experts = [f"mlp.experts.{name}" for name in STACKED_EXPERTS]
     attention = [name for name in ATTENTION if any(key.endswith(f".{name}") for key, _ in model.named_modules())]
     known = [name for name in experts if any(key.endswith(f".{name}") for key, _ in model.named_parameters())]
@@ -264,8 +288,6 @@ def _with_adapter(model: Any, config: ModelConfig) -> Any:
 
 
 # The model that a run starts from: passed in, made by a function, or left by an earlier start of the run.
-
-
 def new_start(folder: Path) -> Path:
     """Return a folder name for the model that a run starts from, distinct from that of an older run."""
     return folder / f"start-{uuid.uuid4().hex[:8]}"
@@ -276,7 +298,9 @@ def starts(folder: Path) -> list[Path]:
     return [path for path in folder.glob("start-*") if re.fullmatch(r"start-[0-9a-f]{8}", path.name)]
 
 
-def starting_model(model: Any, tokenizer: Any, config: GRPOConfig, placement: Placement) -> PolicyModel:
+def starting_model(
+    model: ModelLike | None, tokenizer: PreTrainedTokenizerBase | None, config: GRPOConfig, placement: Placement
+) -> PolicyModel:
     """Load the model of a run.
 
     Several ranks load it from one folder, which rank 0 chooses. Rank 0 first writes there a model that was passed in or
@@ -284,9 +308,11 @@ def starting_model(model: Any, tokenizer: Any, config: GRPOConfig, placement: Pl
     """
     given = config.model.source if model is None else model
     ranks = placement.ranks
+    # a single process takes the model as it gets it, and writes it only if an engine must read it
     if not placement.is_shared:
         earlier = _earlier_start(model, config)
         return PolicyModel.load(earlier or model, tokenizer, config.model)
+    # of several ranks, rank 0 finds or writes the folder, and all load from it
     where: str | None = None
     is_new = False
     if ranks.is_first:
@@ -299,7 +325,7 @@ def starting_model(model: Any, tokenizer: Any, config: GRPOConfig, placement: Pl
     return replace(loaded, start=Path(where)) if is_new else loaded
 
 
-def _earlier_start(model: Any, config: GRPOConfig) -> str | None:
+def _earlier_start(model: object, config: GRPOConfig) -> str | None:
     """Return where an earlier start of this run saved the model that a function made: it is not made again."""
     source = config.model.source
     if not config.resume or model is not None or source is None or not is_function_name(source):
@@ -308,15 +334,17 @@ def _earlier_start(model: Any, config: GRPOConfig) -> str | None:
     return str(max(written, key=lambda path: (path / "config.json").stat().st_mtime)) if written else None
 
 
-def _folder(given: Any) -> str | None:
+def _folder(given: object) -> str | None:
     """Return the folder or hub name that was passed in, if any."""
     if isinstance(given, str | os.PathLike) and not is_function_name(os.fspath(given)):
         return os.fspath(given)
     return None
 
 
-def _write_start(given: Any, tokenizer: Any, config: GRPOConfig, folder: Path) -> Path:
-    if has_adapters(given):
+def _write_start(
+    given: ModelLike | None, tokenizer: PreTrainedTokenizerBase | None, config: GRPOConfig, folder: Path
+) -> Path:
+    if isinstance(given, nn.Module) and has_adapters(given):
         raise ConfigError(
             "a model with an adapter of its own is for one rank: give several the bare one, and set model.lora"
         )

@@ -30,12 +30,13 @@ FILE_MARKS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zs
 KINDS = "rows, a dataset, a .jsonl file or a folder of them, 'package.module:function', or a name on the hub"
 
 
-def read_source(source: Any, arguments: Mapping[str, Any] | None = None) -> tuple[Rows, Rows | None]:
+def read_source(source: object, arguments: Mapping[str, object] | None = None) -> tuple[Rows, Rows | None]:
     """Return the rows to train on, and the held-out rows if the source has a held-out part.
 
     >>> read_source("json:loads", {"s": '[{"prompt": "1+1="}]'})
     ([{'prompt': '1+1='}], None)
     """
+    # a text is a path, a function, or else a name on the hub
     if isinstance(source, str) and not is_path(source):
         if is_function_name(source):
             return _parts(import_function(source)(**(arguments or {})), source)
@@ -47,7 +48,7 @@ def read_source(source: Any, arguments: Mapping[str, Any] | None = None) -> tupl
     return _parts(source, _kind(source))
 
 
-def _kind(source: Any) -> str:
+def _kind(source: object) -> str:
     return repr(str(source)) if isinstance(source, str | os.PathLike) else f"a {type(source).__name__}"
 
 
@@ -61,9 +62,7 @@ def is_path(source: str) -> bool:
     return is_written_as_one or Path(source).is_dir() or Path(source).is_file()
 
 
-# -- JSON Lines -------------------------------------------------------------------------------------------------------
-
-
+# -- JSON Lines
 def _from_path(path: Path) -> Rows:
     if path.is_dir():
         files = sorted(path.glob("*.jsonl"))
@@ -97,15 +96,13 @@ def _way(file: Path) -> str:
     )
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# -- objects ----------------------------------------------------------------------------------------------------------
-
-
-def _from_hub(name: str, arguments: Mapping[str, Any]) -> Any:
+# -- objects
+def _from_hub(name: str, arguments: Mapping[str, object]) -> object:
     try:
         hub = import_module("datasets")
     except ModuleNotFoundError as error:
@@ -120,6 +117,7 @@ def _parts(found: Any, name: str) -> tuple[Rows, Rows | None]:
     """Return both parts of a source's content: rows, two collections of rows, or splits by name."""
     if isinstance(found, Mapping):
         return _splits(found, name)
+    # a pair is two collections, not two rows
     is_pair = isinstance(found, list | tuple) and len(found) == 2
     if is_pair and not any(isinstance(part, Mapping | str) for part in found):
         train, held_out = found
@@ -127,8 +125,9 @@ def _parts(found: Any, name: str) -> tuple[Rows, Rows | None]:
     return _rows(found, name), None
 
 
-def _splits(found: Mapping[str, Any], name: str) -> tuple[Rows, Rows | None]:
+def _splits(found: Mapping[object, object], name: str) -> tuple[Rows, Rows | None]:
     names = list(found)
+    # a mapping may also be a row, or columns: say what to write instead
     if any(isinstance(part, str) or not isinstance(part, Iterable) for part in found.values()):
         raise ValueError(f"{name} with {', '.join(map(str, names))} is one row: write a list of rows")
     if any(isinstance(row, str) for part in found.values() if isinstance(part, list | tuple) for row in part):
@@ -161,16 +160,13 @@ def _rows(found: Any, name: str) -> Rows:
     return rows
 
 
-# Prompts to train on, and held-out prompts, from any source.
-
-
 def load_prompts(
-    source: Any,
+    source: object,
     *,
     prompt: str | None = "prompt",
     held_out: int = 0,
     seed: int = 0,
-    arguments: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, object] | None = None,
 ) -> PromptSet:
     """Read prompts.
 
@@ -185,6 +181,7 @@ def load_prompts(
     train, kept_out = read_source(source, arguments)
     if not len(train):
         raise ValueError("there are no rows to train on")
+    # held out are rows drawn from those to train on, or from the source's own held-out part
     if kept_out is None:
         if held_out >= len(train):
             raise ValueError(f"held_out={held_out} leaves none of {len(train)} rows to train on")
@@ -215,6 +212,7 @@ class PromptSet:
     def __post_init__(self) -> None:
         if not len(self.train):
             raise ValueError("there are no rows to train on")
+        # every row: a mistake in the last one would else end the run after hours
         columns: dict[str, None] = {}
         for part, rows in (("train", self.train), ("held_out", self.held_out)):
             for place, row in enumerate(rows):

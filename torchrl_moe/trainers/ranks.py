@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDictBase
 from torch import Tensor, distributed
 from torch.distributed import (  # type: ignore[attr-defined]
@@ -35,7 +36,6 @@ __all__ = [
     "Rendezvous",
     "attempt_of",
     "balanced",
-    "go_on_after_a_restart",
     "is_launched",
     "join_ranks",
     "launch_of",
@@ -43,14 +43,13 @@ __all__ = [
     "may_restart",
     "note_launch",
     "pack",
+    "resume_after_restart",
     "shares",
     "unpack",
-]
+]  # fmt: skip
 
 
 # Which ranks were started together: ``torchrun`` keeps its store when it starts them again.
-
-
 PAUSE = 0.01
 """Seconds between two polls of the store."""
 
@@ -64,6 +63,7 @@ def attempt_of(store: Store, rank: int, size: int, seconds: float) -> str:
     those answers.
     """
     own, deadline = uuid.uuid4().hex, time.monotonic() + seconds
+    # the others ask, wait for rank 0's answer, and confirm it
     if rank:
         store.set(f"asks/{rank}", own)
         try:
@@ -73,6 +73,7 @@ def attempt_of(store: Store, rank: int, size: int, seconds: float) -> str:
         attempt = str(store.get(f"answer/{own}").decode())
         store.set(f"{attempt}/{rank}", "")
         return attempt
+    # rank 0 answers each request that it finds, until every rank has confirmed this attempt
     missing = list(range(1, size))
     while missing:
         for other in missing:
@@ -86,13 +87,11 @@ def attempt_of(store: Store, rank: int, size: int, seconds: float) -> str:
     return own
 
 
-# ``Rendezvous``: where ranks wait for one another, on a key-value store instead of inside a collective.
-
-
+# Waiting for one another on a key-value store, instead of inside a collective.
 FAILED, LEFT = "failed", "left"
 SHORTEST, LONGEST = 0.001, 0.25
 """Least and greatest seconds between two polls of the store; in between, a twentieth of the time waited so far."""
-FAREWELL = 5.0
+LEAVE_SECONDS = 5.0
 """Seconds that rank 0, which hosts the store, stays alive so that the others can read why it ends."""
 
 
@@ -115,22 +114,24 @@ class Rendezvous:
         self._number += 1
         try:
             self._store.set(f"{number}/{self.rank}", phase)
+            # the last one to arrive lets all go on
             if self._store.add(f"{number}/count", 1) == self.size:
                 self._store.set(f"{number}/all", phase)
             began = time.monotonic()
             while not self._wait(lambda: self._has(f"{number}/all"), began, self.seconds):
                 missing = self._missing(f"{number}/")
+                # rank 0 may generate or sync for hours; any other rank that is late has failed
                 if patient and 0 in missing:
                     began = time.monotonic()
                 elif missing:
-                    raise RankError(self._tell(f"{phase}: {_names(missing)} did not come within {self.seconds:g} s"))
+                    raise RankError(self._report(f"{phase}: {_names(missing)} did not come within {self.seconds:g} s"))
             other = self._store.get(f"{number}/all").decode()
             self._forget(number - 1)  # all ranks that are here have left the previous phase
         except RuntimeError as error:
             raise RankError(f"{phase}: rank 0 is gone, or cannot be reached: {_line(error)}") from error
         if other != phase:  # the collectives that follow would hang, or mix up data
-            told = f"rank {self.rank} is at {phase!r} where another is at {other!r}"
-            raise RankError(self._tell(f"{told}: start all ranks alike, with a folder that all see"))
+            where = f"rank {self.rank} is at {phase!r} where another is at {other!r}"
+            raise RankError(self._report(f"{where}: start all ranks alike, with a folder that all see"))
 
     def _wait(self, is_there: Callable[[], bool], began: float, seconds: float) -> bool:
         """Return whether a key appeared in time; raise the error that another rank has reported meanwhile."""
@@ -164,7 +165,7 @@ class Rendezvous:
         try:
             if isinstance(error, RuntimeError) and _is_of_collective(error):
                 return self._cause_of_collective(error)
-            self._tell(f"rank {self.rank} failed (last met: {self.phase}): {type(error).__name__}: {_line(error)}")
+            self._report(f"rank {self.rank} failed (last met: {self.phase}): {type(error).__name__}: {_line(error)}")
         except RuntimeError:  # the store is gone, and so is rank 0
             return f"{self.phase}: rank 0 is gone" if self.rank else ""
         except RankError as other:
@@ -172,14 +173,15 @@ class Rendezvous:
         return ""
 
     def _cause_of_collective(self, error: RuntimeError) -> str:
+        # a roll call: ranks that do not answer it in time are gone
         self._store.set(f"here/{self.rank}", "")
         began, wanted = time.monotonic(), [f"here/{rank}" for rank in range(self.size)]
-        self._wait(lambda: all(map(self._has, wanted)), began, min(self.seconds, FAREWELL))
+        self._wait(lambda: all(map(self._has, wanted)), began, min(self.seconds, LEAVE_SECONDS))
         missing = self._missing("here/")
         who = f"{_names(missing)} gone" if missing else "a collective failed"
-        return self._tell(f"{self.phase}: {who}: {_line(error)}")
+        return self._report(f"{self.phase}: {who}: {_line(error)}")
 
-    def _tell(self, message: str) -> str:
+    def _report(self, message: str) -> str:
         """Leave a message for all ranks; return the first message that any rank left."""
         return str(self._store.compare_set(FAILED, "", message).decode())
 
@@ -188,7 +190,7 @@ class Rendezvous:
         try:
             self._store.add(LEFT, 1)
             began = time.monotonic()
-            while self.rank == 0 and self._store.add(LEFT, 0) < self.size and time.monotonic() - began < FAREWELL:
+            while self.rank == 0 and self._store.add(LEFT, 0) < self.size and time.monotonic() - began < LEAVE_SECONDS:
                 time.sleep(10 * SHORTEST)
         except RuntimeError:  # rank 0 is gone already
             return
@@ -205,12 +207,11 @@ def _line(error: BaseException) -> str:
 def _is_of_collective(error: RuntimeError) -> bool:
     """Whether a process group raised the error: gloo has no exception class of its own."""
     text = str(error).lower()
+    # the classes of torch.distributed by their names, gloo's plain RuntimeError by its text
     return type(error).__name__.startswith("Dist") or any(word in text for word in ("gloo", "nccl", "pair closure"))
 
 
 # Splitting a batch over ranks: whole groups, so that each rank has about as many tokens as any other.
-
-
 Bin = tuple[int, tuple[int, ...]]
 """A load, and the items that add up to it."""
 
@@ -229,6 +230,7 @@ def balanced(loads: Sequence[int], count: int, at_least: int = 1) -> list[list[i
     if len(loads) < count * at_least:
         raise ValueError(f"{len(loads)} items are too few for {count} parts of at least {at_least}")
     empty: Bin = (0, ())
+    # a heap of partitions, the least even one first; each item begins as a partition of its own
     heap = [(-load, i, [(load, (i,)), *[empty] * (count - 1)]) for i, load in enumerate(loads)]
     heapq.heapify(heap)
     for number in range(len(loads), 2 * len(loads) - 1):
@@ -259,6 +261,7 @@ def shares(batch: TensorDictBase, count: int, at_least: int = 1) -> list[TensorD
     groups: dict[int, list[int]] = {}
     for place, row in enumerate(batch.unbind(0)):
         groups.setdefault(int(row.get("group_id")), []).append(place)
+    # rows of a sample may lie apart in the batch; within a share they keep the batch's order
     rows, samples = list(groups.values()), batch.unbind(0)
     loads = [sum(len(samples[place].get(("tokens", "full"))) for place in places) for places in rows]
     parts = balanced(loads, count, at_least)
@@ -266,24 +269,23 @@ def shares(batch: TensorDictBase, count: int, at_least: int = 1) -> list[TensorD
 
 
 # A batch as bytes, for another rank: ten times faster than pickling it directly, tensor by tensor.
-
-
 class _Pickler(pickle.Pickler):
     """Pickles tensors as arrays, because torch would make an archive of each."""
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> Any:
         """Return how to rebuild a plain tensor; everything else is pickled as usual."""
         if type(obj) is not Tensor or obj.layout != torch.strided or obj.is_quantized:
             return NotImplemented
+        # a clone: of a view, only what it shows is packed
         dense = obj.detach().cpu().clone(memory_format=torch.contiguous_format)
         return _tensor, (dense.flatten().view(torch.uint8).numpy(), dense.dtype, dense.shape)
 
 
-def _tensor(content: np.ndarray[Any, Any], dtype: torch.dtype, shape: torch.Size) -> Tensor:
+def _tensor(content: NDArray[np.uint8], dtype: torch.dtype, shape: torch.Size) -> Tensor:
     return torch.from_numpy(content).view(dtype).view(shape)
 
 
-def pack(batch: Any) -> bytes:
+def pack(batch: object) -> bytes:
     """Return a batch as bytes; tensors of a device come back on the CPU, without gradients.
 
     >>> unpack(pack({"ids": torch.tensor([3, 5]), "text": "a"}))
@@ -300,8 +302,6 @@ def unpack(content: bytes) -> Any:
 
 
 # What ``torchrun`` tells a rank: in its environment, and through the store that it keeps.
-
-
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAUNCH = ".launch"
 """The file that names the launch that a folder's run belongs to."""
@@ -330,6 +330,7 @@ def launch_of() -> str:
     only the failures of its own ranks, and none when ranks restart because a host joined or left (torch 2.13).
     """
     has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and all(map(os.environ.get, RENDEZVOUS))
+    # without restarts a run resumes only if its user says so
     if not may_restart() or not has_store:
         return ""
     store, *_ = next(rendezvous("env://", timeout=PATIENCE))
@@ -345,7 +346,7 @@ def note_launch(folder: Path, launch: str) -> None:
         (folder / LAUNCH).unlink(missing_ok=True)
 
 
-def go_on_after_a_restart(config: GRPOConfig, launch: str) -> None:
+def resume_after_restart(config: GRPOConfig, launch: str) -> None:
     """Make a restarted run resume, since no user is there to request it."""
     folder = Path(config.out)
     if config.resume or not may_restart() or not (folder / "config.yaml").exists():
@@ -361,9 +362,7 @@ def go_on_after_a_restart(config: GRPOConfig, launch: str) -> None:
         )
 
 
-# ``Ranks``: the processes that train one model, and what they exchange besides the model's own collectives.
-
-
+# The processes that train one model, and what they exchange besides the model's own collectives.
 T = TypeVar("T")
 PATIENCE_WITH_FILES = 10
 """Factor on the timeout while a rank writes: disks are slow, and nothing else is blocked meanwhile."""
@@ -423,6 +422,7 @@ class RankGroup(Ranks):
         # separate groups: these collectives never mix with the model's, nor those of files with those of a step
         self._group = distributed.new_group(backend="gloo", timeout=timeout)
         self.files = distributed.new_group(backend="gloo", timeout=PATIENCE_WITH_FILES * timeout)
+        # a store of their own, on a free port of rank 0's host, whose number the others are sent
         host = os.environ.get("MASTER_ADDR", "localhost")
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if self.is_first else None
         box = [store.port if store is not None else 0]
@@ -464,6 +464,7 @@ class RankGroup(Ranks):
         except RankError:
             raise
         except BaseException as error:
+            # the others learn of it; if another rank is the cause, this rank's error says so
             cause = self._rendezvous.cause(error)
             if cause:
                 raise RankError(cause) from error
@@ -491,6 +492,7 @@ def join_ranks(seconds: float, collective_seconds: float | None = None) -> Ranks
         backend = "cpu:gloo,cuda:nccl" if with_cuda else "gloo"
         timeout = timedelta(seconds=seconds)
         store, rank, size = next(rendezvous("env://", timeout=timeout))
+        # keys of an earlier attempt may be left in the launcher's store: each attempt has its own prefix
         store = PrefixStore(attempt_of(store, rank, size, seconds), store)
         deadline = timeout if collective_seconds is None else timedelta(seconds=collective_seconds)
         distributed.init_process_group(backend, timeout=deadline, store=store, rank=rank, world_size=size)

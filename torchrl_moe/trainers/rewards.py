@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from tensordict import TensorDictBase
@@ -19,9 +19,15 @@ from torchrl_moe.modules.policies.prompts import goes_on_from, plain_message
 from torchrl_moe.modules.policies.wrapper_arguments import ARGUMENTS
 from torchrl_moe.trainers.function_names import import_function
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 __all__ = ["PromptEpisode", "Reward", "RewardFunction", "Rewards"]
 
-RewardFunction: TypeAlias = "Callable[..., Any] | str"
+T = TypeVar("T")
+Prompt: TypeAlias = "str | Sequence[Mapping[str, object]]"
+"""A text, or messages, as in the data."""
+RewardFunction: TypeAlias = "Callable[..., object] | str"
 """A function, or its name: ``"package.module:function"``."""
 OF_ONE = ("prompt", "completion", "completion_ids")
 OF_LISTS = ("prompts", "completions", "completion_ids")
@@ -98,21 +104,21 @@ class Rewards:
             function.check(columns)
 
     async def __call__(
-        self, prompt: Any, completion: str, completion_ids: Sequence[int], columns: Mapping[str, Any]
+        self, prompt: Prompt, completion: str, completion_ids: Sequence[int], columns: Mapping[str, object]
     ) -> Reward:
         """Return the reward of a sample."""
-        calls = [
-            asyncio.ensure_future(function(prompt, completion, [*completion_ids], columns))
-            for function in self._functions
-        ]
+        # all at once, each with a list of ids of its own, which it may change
+        calls = [asyncio.ensure_future(one(prompt, completion, [*completion_ids], columns)) for one in self._functions]
         try:
             found = await gather(calls)
         except asyncio.CancelledError as error:
+            # the collector's deadline, which is passed on with the names of the slow ones, or a function's own doing
             late = ", ".join(str(one) for one, call in zip(self._functions, calls, strict=True) if call.cancelled())
             if not _is_cancelled():
                 raise RuntimeError(f"{late} cancelled its own task") from error
             error.add_note(f"it waits for {late}")
             raise
+        # a function that abstained adds nothing; if all did, there is no reward
         weighted = [weight * value for weight, value in zip(self.weights, found, strict=True) if value is not None]
         total = sum(weighted) if weighted else None
         return Reward(
@@ -124,7 +130,7 @@ class Rewards:
 class _Function:
     """One reward function, and the arguments it takes."""
 
-    def __init__(self, given: Any) -> None:
+    def __init__(self, given: object) -> None:
         if isinstance(given, str):
             given = import_function(given)
         if not callable(given):
@@ -132,6 +138,7 @@ class _Function:
         self.name = _name(given)
         self._call = given
         self._is_async = _is_async(given)
+        # what it is called with is told by the names of its parameters
         try:
             parameters = list(inspect.signature(given).parameters.values())
         except ValueError as error:  # some functions written in C
@@ -160,12 +167,13 @@ class _Function:
                 raise ValueError(f"{self} asks for {name!r}; there are {', '.join(ours)}{there}")
 
     async def __call__(
-        self, prompt: Any, completion: str, completion_ids: list[int], columns: Mapping[str, Any]
+        self, prompt: Prompt, completion: str, completion_ids: list[int], columns: Mapping[str, object]
     ) -> float | None:
         self.check(columns)
         there = self._arguments(prompt, completion, completion_ids, columns)
         arguments = there if self._takes_all else {name: there[name] for name in self._names & there.keys()}
         try:
+            # a plain function in a thread: it may compute for long, and the loop serves all samples
             call = partial(self._call, **arguments)
             value = await (call() if self._is_async else asyncio.to_thread(partial(_called, call)))
             if inspect.isawaitable(value):  # a plain function may return a coroutine
@@ -180,12 +188,13 @@ class _Function:
         return self._number(self._only(value) if self._takes_lists else value)
 
     def _arguments(
-        self, prompt: Any, completion: str, completion_ids: list[int], columns: Mapping[str, Any]
-    ) -> dict[str, Any]:
+        self, prompt: Prompt, completion: str, completion_ids: list[int], columns: Mapping[str, object]
+    ) -> dict[str, object]:
         if not self._takes_lists:
             return {**columns, "prompt": prompt, "completion": completion, "completion_ids": completion_ids}
-        answer: Any = completion
+        answer: str | list[dict[str, str]] = completion
         if not isinstance(prompt, str):
+            # an assistant's last message, which the answer continues, is a part of the completion
             *before, last = prompt
             goes_on = goes_on_from(plain_message(last))
             prompt = before if goes_on else prompt
@@ -194,13 +203,13 @@ class _Function:
         ours = {"prompts": [prompt], "completions": [answer], "completion_ids": [completion_ids]}
         return {**{name: [value] for name, value in columns.items()}, **ours}
 
-    def _only(self, values: Any) -> Any:
+    def _only(self, values: object) -> object:
         plain = values.tolist() if hasattr(values, "tolist") else values
         if not isinstance(plain, list | tuple) or len(plain) != 1:
             raise TypeError(f"{self} was given one completion, and must return a list of one value, got {values!r:.60}")
         return plain[0]
 
-    def _number(self, value: Any) -> float | None:
+    def _number(self, value: object) -> float | None:
         if value is None:
             return None
         number = number_of(value)
@@ -215,26 +224,24 @@ def _is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _called(call: Callable[[], Any]) -> Any:
+def _called(call: Callable[[], T]) -> T:
     try:
         return call()
     except StopIteration as error:  # a future cannot hold one, and waiting for it would never end
         raise RuntimeError("a reward function raised StopIteration") from error
 
 
-def _name(function: Any) -> str:
+def _name(function: object) -> str:
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__name__", None) or type(function).__name__
 
 
-def _is_async(function: Any) -> bool:
+def _is_async(function: object) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 # One prompt, one answer, one reward: the episode that a collector runs for a set of prompts.
-
-
 WRITTEN = {
     *("history", "text", "tokens", "masks", "log_probs", "routed_experts", "sampling", "routing"),
     *("advantage", "current_version", "num_valid_tokens", "num_sequences", "sum_weights", "prox", "ref_log_probs"),
@@ -268,7 +275,7 @@ class PromptEpisode:
         rewards: Rewards,
         *,
         is_chat: bool = True,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         skip_special_tokens: bool = True,
     ) -> None:
         self.prompt_column = prompt_column
@@ -281,6 +288,7 @@ class PromptEpisode:
         """Run a sample, and return its reward; ``None`` if all functions abstained."""
         columns = {name: data[name] for name in data.keys()}  # noqa: SIM118  a TensorDict iterates over its batch
         prompt = self._prompt(columns)
+        # the policy would read such columns as entries of an earlier turn
         for name in TAKEN & columns.keys():
             del data[name]
         answer = await ask(prompt)
@@ -290,7 +298,7 @@ class PromptEpisode:
             data["rewards", name] = torch.tensor([float("nan") if value is None else value])
         return reward.total
 
-    def _prompt(self, columns: dict[str, Any]) -> Any:
+    def _prompt(self, columns: Mapping[str, Any]) -> Prompt:
         if self.prompt_column not in columns:
             there = ", ".join(map(repr, columns))
             raise ValueError(f"the sample has no column {self.prompt_column!r}; its columns are {there or 'none'}")
@@ -301,6 +309,7 @@ class PromptEpisode:
 
     def _completion(self, answer: TensorDictBase, ids: list[int]) -> str:
         if self.tokenizer is not None:
+            # the end of the turn is no part of the answer, even where special tokens are shown
             end = getattr(self.tokenizer, "eos_token_id", None)
             spoken = ids[:-1] if ids and ids[-1] == end else ids
             text: str = self.tokenizer.decode(spoken, skip_special_tokens=self.skip_special_tokens)

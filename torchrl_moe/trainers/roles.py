@@ -10,26 +10,27 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tensordict import TensorDictBase
-from torchrl.record.loggers.utils import get_logger
+from torchrl.record.loggers import Logger, get_logger
 
 from torchrl_moe.collectors.async_collector import AsyncLLMCollector
+from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
 from torchrl_moe.trainers.checkpoints import Checkpoints, NothingKept
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, as_yaml
 from torchrl_moe.trainers.policy_model import PolicyModel, starts
 from torchrl_moe.trainers.ranks import Ranks, launch_of, note_launch, unpack
-from torchrl_moe.trainers.rollout_engine import RolloutEngine, RolloutSource
+from torchrl_moe.trainers.rollout_engine import Given, RolloutEngine, RolloutSource
 from torchrl_moe.trainers.run_folder import RunLock
-from torchrl_moe.trainers.run_record import Row, RunRecord, sample_rewards, what_a_run_left, what_no_run_wrote
+from torchrl_moe.trainers.run_record import RunRecord, sample_rewards, what_a_run_left, what_no_run_wrote
 from torchrl_moe.weight_update.report import SyncReport
 from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 __all__ = ["Evaluation", "FollowedEngine", "FollowedRollouts", "Follower", "Leader", "NoRecord", "SignalFilter"]
-
-
-# ``SignalFilter``: drops groups whose answers all have the same reward, and warns if every group does.
 
 
 LOG = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ BATCHES = 10
 
 
 class SignalFilter:
-    """Decides whether there is anything to learn from a group: DAPO's dynamic sampling (arXiv 2503.14476)."""
+    """Drops groups whose answers all have the same reward, as DAPO's dynamic sampling does (arXiv 2503.14476)."""
 
     def __init__(self, groups: int) -> None:
         self._limit = BATCHES * groups
@@ -47,6 +48,7 @@ class SignalFilter:
 
     def __call__(self, group: TensorDictBase) -> bool:
         """Whether the samples of a group, ``[rows]``, have different rewards, each the sum of its turns'."""
+        # one warning for each so many in a row: a run that waits for groups looks as if it hung
         rewards = set(sample_rewards(group.unbind(0))[0])
         self._left_out = 0 if len(rewards) > 1 else self._left_out + 1
         if self._left_out and self._left_out % self._limit == 0:
@@ -58,18 +60,15 @@ class SignalFilter:
         return len(rewards) > 1
 
 
-# ``Leader``: makes what only rank 0 of a run has: the engine, the collector, and the run's folder.
-
-
 class Leader:
-    """Makes engine, collector and folder; :class:`~torchrl_moe.trainers.roles.Follower` makes stand-ins."""
+    """Makes what only rank 0 has: engine, collector, the run's folder; :class:`Follower` makes stand-ins of them."""
 
     def __init__(self, config: GRPOConfig) -> None:
         self.config, self._folder = config, Path(config.out)
 
-    def source(self, tokenizer: Any, given: dict[str, Any]) -> RolloutSource:
+    def source(self, tokenizer: PreTrainedTokenizerBase, given: Given) -> RolloutSource:
         """Return where samples come from, see :meth:`RolloutSource.of`."""
-        return RolloutSource.of(self.config, tokenizer, **given)
+        return RolloutSource.of(self.config, tokenizer, given)
 
     def lock(self) -> Callable[[], None]:
         """Lock the run's folder; return the lock's release."""
@@ -81,8 +80,9 @@ class Leader:
             raise
         return lock.close
 
-    def refuse_older_run(self, model: Any = None) -> None:
+    def refuse_older_run(self, model: object = None) -> None:
         """Refuse a folder that holds a run, unless it is to be continued or replaced."""
+        # files of the same names that no run wrote are never replaced, whatever is set
         found, out = what_a_run_left(self._folder), self.config.out
         if others := what_no_run_wrote(self._folder):
             raise ConfigError(
@@ -104,7 +104,7 @@ class Leader:
                 f"overwrite=True would remove the model {source}, which is in out={out}: copy it elsewhere"
             )
 
-    def engine(self, policy_model: PolicyModel, engine: Any) -> RolloutEngine:
+    def engine(self, policy_model: PolicyModel, engine: AsyncVLLM | None) -> RolloutEngine:
         """Return the engine that serves the policy's weights; start one if none is given."""
         return RolloutEngine(policy_model, self.config, self._folder, engine)
 
@@ -112,6 +112,7 @@ class Leader:
         """Return what collects samples."""
         rollout = self.config.rollout
         groups = self.config.steps * rollout.prompts_per_step
+        # by default a tenth of the run's groups may fail
         failures = max(rollout.prompts_per_step, groups // 10) if rollout.max_failures is None else rollout.max_failures
         try:
             collector = AsyncLLMCollector(
@@ -136,14 +137,14 @@ class Leader:
         rollout_engine.sender.register_collector(collector)
         return collector
 
-    def loggers(self) -> list[Any]:
+    def loggers(self) -> list[Logger]:
         """Return TorchRL's loggers."""
         try:
             return [self._logger(name) for name in self.config.log.loggers]
         except (ImportError, TypeError, ValueError) as error:
             raise ConfigError.of("log", error) from error
 
-    def _logger(self, name: str) -> Any:
+    def _logger(self, name: str) -> Logger:
         # one name for each start: a resumed run would otherwise show the steps after its checkpoint twice
         experiment = f"events/{datetime.now(UTC):%Y-%m-%d-%H-%M-%S}"
         arguments = self.config.log.arguments.get(name, {})
@@ -169,9 +170,6 @@ class Leader:
         return record
 
 
-# ``Follower``: makes the stand-ins that the other ranks of a run have for rank 0's engine, collector and folder.
-
-
 class FollowedRollouts(NothingKept):
     """Iterates over this rank's shares of the batches that rank 0 collects, until rank 0 has no more."""
 
@@ -182,32 +180,27 @@ class FollowedRollouts(NothingKept):
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         while True:
+            # rank 0 generates meanwhile, which may take long
             self._ranks.meet("rollouts", patient=True)
-            parcel: bytes | None = self._ranks.scatter(None)
-            if parcel is None:
+            payload: bytes | None = self._ranks.scatter(None)
+            if payload is None:
                 return
-            yield unpack(parcel)
+            yield unpack(payload)
 
     def shutdown(self) -> None:
         """Do nothing: rank 0 collects."""
 
 
-class FollowedEngine:
+class FollowedEngine(RolloutEngine):
     """Takes part in sending weights to rank 0's engine: each rank holds a part of every weight."""
 
-    has_the_models_weights = False
-    policy: Any = None
-    dtype = ""
-    start = None
-
     def __init__(self, policy_model: PolicyModel, config: GRPOConfig) -> None:
+        # not the base's, which starts an engine; what is inherited sends weights, and ends the sending
+        self.config, self.policy_model, self.start = config, policy_model, None
+        self.policy = None
+        self._owns_engine = self._joins_engine = False
         self.sender = VLLMWeightSyncScheme(**config.engine.sync).create_sender()
         self.sender.register_model(policy_model.model)
-
-    @property
-    def version(self) -> int:
-        """Version of the weights that were sent last."""
-        return int(self.sender.version)
 
     def restore(self, version: int) -> None:
         """Send the weights, under rank 0's version number."""
@@ -215,31 +208,16 @@ class FollowedEngine:
         self.sync()
 
     def sync(self) -> SyncReport:
-        """Send the weights."""
+        """Send the weights; rank 0 reports replicas that failed."""
         return self.sender.update_weights()
 
-    def sleep(self) -> None:
-        """Do nothing, as :meth:`wake_up` and :meth:`forget_start`: the engine is rank 0's."""
 
-    wake_up = forget_start = sleep
-
-    def shutdown(self) -> None:
-        """End the weight sync. Idempotent."""
-        self.sender.shutdown()
-
-
-class NoRecord:
+class NoRecord(RunRecord):
     """A record that writes nothing: rank 0 writes the run's."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.loggers: list[Any] = []
-        self.rows: list[Row] = []
-
-    def column(self, name: str) -> list[float]:
-        """Return nothing."""
-        del name
-        return []
+        # not the base's, which makes the folder and reads its files
+        self.folder, self.loggers, self.rows = folder, [], []
 
 
 class Follower:
@@ -247,10 +225,11 @@ class Follower:
 
     def __init__(self, config: GRPOConfig, ranks: Ranks) -> None:
         self.config, self._ranks, self._folder = config, ranks, Path(config.out)
+        # rank 0 evaluates, and shows what the run does
         config.eval.every = config.log.samples = 0
         config.log.loggers, config.log.progress = [], False
 
-    def source(self, tokenizer: Any, given: dict[str, Any]) -> RolloutSource:
+    def source(self, tokenizer: PreTrainedTokenizerBase, given: Given) -> RolloutSource:
         """Return no data: only rank 0 reads it."""
         del tokenizer, given
         return RolloutSource(None, None)
@@ -259,17 +238,17 @@ class Follower:
         """Take nothing."""
         return lambda: None
 
-    def engine(self, policy_model: PolicyModel, engine: Any) -> FollowedEngine:
+    def engine(self, policy_model: PolicyModel, engine: AsyncVLLM | None) -> FollowedEngine:
         """Return what takes part in sending weights."""
         del engine
         return FollowedEngine(policy_model, self.config)
 
-    def collector(self, source: RolloutSource, rollout_engine: FollowedEngine) -> FollowedRollouts:
+    def collector(self, source: RolloutSource, rollout_engine: RolloutEngine) -> FollowedRollouts:
         """Return what waits for this rank's shares."""
         del source, rollout_engine
         return FollowedRollouts(self._ranks)
 
-    def loggers(self) -> list[Any]:
+    def loggers(self) -> list[Logger]:
         """Return none."""
         return []
 
@@ -279,11 +258,8 @@ class Follower:
         return NoRecord(self._folder)
 
 
-# ``Evaluation``: runs held-out prompts while a step runs, on the weights that the engine has until the next sync.
-
-
 class Evaluation:
-    """Runs evaluations in a background thread, one at a time."""
+    """Evaluates in a thread while a step runs, on the weights that the engine has until the next sync."""
 
     def __init__(self, evaluate: Callable[[], float | None]) -> None:
         self.scores: dict[int, float] = {}
@@ -292,10 +268,10 @@ class Evaluation:
         self._running: Future[float | None] | None = None
 
     def begin(self) -> None:
-        """Begin one."""
+        """Begin an evaluation; :meth:`end` waits for it."""
         self._running = self._thread.submit(self._evaluate)
 
-    def end(self, step: int, is_of_the_newest: bool) -> dict[str, float | None]:
+    def end(self, step: int, is_of_the_newest: bool) -> dict[str, float]:
         """Wait for the running evaluation, if there is one; a reward that raises costs only that evaluation."""
         running, self._running = self._running, None
         if running is None:
@@ -305,7 +281,10 @@ class Evaluation:
             LOG.warning("no evaluation at step %d: %r", step, error)
             return {}
         score = running.result()
-        if score is not None and is_of_the_newest:
+        if score is None:
+            return {}
+        # a score of older weights must not choose the best checkpoint
+        if is_of_the_newest:
             self.scores[step] = score
         return {"held_out_reward": score}
 

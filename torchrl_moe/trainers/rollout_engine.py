@@ -6,10 +6,10 @@ import logging
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -17,6 +17,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
+from torchrl_moe.collectors.arguments import EnvLike
 from torchrl_moe.collectors.async_collector import evaluate
 from torchrl_moe.collectors.environments import MAX_TURNS
 from torchrl_moe.collectors.workflow import is_episode_function
@@ -30,11 +31,14 @@ from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 from torchrl_moe.trainers.function_names import import_function, is_function_name
 from torchrl_moe.trainers.policy_model import PolicyModel, new_start
 from torchrl_moe.trainers.prompt_sources import PromptSet, is_path, load_prompts
-from torchrl_moe.trainers.rewards import PromptEpisode, Rewards
+from torchrl_moe.trainers.rewards import PromptEpisode, RewardFunction, Rewards
 from torchrl_moe.weight_update.report import SyncReport
 from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
 
-__all__ = ["RolloutEngine", "RolloutSource", "check_arguments", "check_room"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Given", "RolloutEngine", "RolloutSource", "check_arguments", "check_room"]
 
 LOG = logging.getLogger(__name__)
 
@@ -50,11 +54,17 @@ def check_arguments(config: GRPOConfig) -> None:
 class RolloutEngine:
     """An engine that serves the policy's weights."""
 
-    def __init__(self, policy_model: PolicyModel, config: GRPOConfig, folder: Path, engine: Any = None) -> None:
+    policy: vLLMWrapper | None  # ``None``: another rank has the engine
+
+    def __init__(
+        self, policy_model: PolicyModel, config: GRPOConfig, folder: Path, engine: AsyncVLLM | None = None
+    ) -> None:
         self.config, self.policy_model = config, policy_model
         self.start = policy_model.start
+        # three kinds of engines: given (left alone), joined (left at the end), its own (started and shut down)
         self._joins_engine = engine is None and config.engine.connect is not None
         self._owns_engine = engine is None and not self._joins_engine
+        # all that the configuration may have wrong, before an engine is started
         setting = "engine.sync"
         try:
             scheme = VLLMWeightSyncScheme(**config.engine.sync)
@@ -75,6 +85,7 @@ class RolloutEngine:
             self.sender.shutdown()
             self.forget_start()
             raise
+        # the engine runs: from here on a mistake ends it again
         try:
             if done and not self._owns_engine:  # it may be as fresh as a new one
                 self.engine.set_seed(seed_after(config.seed, done))
@@ -105,15 +116,18 @@ class RolloutEngine:
             raise ConfigError("engine.sleep=True needs a GPU, whose memory the trainer uses meanwhile")
         if engine.sleep:
             arguments.setdefault("enable_sleep_mode", True)
-        path = self.policy_model.source or str(self._save(folder))
+        # a model that is in no folder is written into the run's: replicas are processes, and read it from there
+        if self.policy_model.source is None:
+            self.start = self.policy_model.save(new_start(folder))
+        path = self.policy_model.source or str(self.start)
         LOG.info("starting %d replica(s) of %s on %s", engine.num_replicas, path, engine.kind)
-        where: Any = {"engine": engine.kind, "backend": engine.backend}
-        return AsyncVLLM.from_pretrained(path, num_replicas=engine.num_replicas, **where, **arguments)
-
-    def _save(self, folder: Path) -> Path:
-        """Write the model that replicas start from, beside that of an older run; a restarted replica reads it again."""
-        self.start = self.policy_model.save(new_start(folder))
-        return self.start
+        return AsyncVLLM.from_pretrained(
+            path,
+            num_replicas=engine.num_replicas,
+            engine="vllm" if engine.kind == "vllm" else "transformers",
+            backend="ray" if engine.backend == "ray" else "local",
+            **arguments,
+        )
 
     def forget_start(self) -> None:
         """Remove the model that replicas started from, because this run does not begin."""
@@ -180,7 +194,7 @@ def seed_after(seed: int, steps: int) -> int:
     return int(np.random.SeedSequence([abs(seed), steps]).generate_state(1)[0] >> 1) if steps else seed
 
 
-def check_room(policy_model: PolicyModel, num_replicas: int, arguments: dict[str, Any], kind: str = "vllm") -> None:
+def check_room(policy_model: PolicyModel, num_replicas: int, arguments: Mapping[str, Any], kind: str = "vllm") -> None:
     """Refuse more replicas than this machine holds."""
     if torch.cuda.is_available():
         needed = num_replicas * engine_kind(kind).devices_per_replica(arguments)
@@ -188,6 +202,7 @@ def check_room(policy_model: PolicyModel, num_replicas: int, arguments: dict[str
         if needed > found and "devices" not in arguments:
             raise ConfigError(f"engine.num_replicas={num_replicas} needs {needed} GPUs, and there are {found}")
         return
+    # on a CPU each replica has the weights and its cache in the host's memory
     width = getattr(torch, str(arguments.get("dtype", "float32")), torch.float32).itemsize
     weights = sum(weight.numel() for weight in policy_model.model.parameters()) * width
     each = weights + int(arguments.get("kv_cache_memory_bytes") or 0)
@@ -199,9 +214,7 @@ def check_room(policy_model: PolicyModel, num_replicas: int, arguments: dict[str
         )
 
 
-# ``RolloutSource``: the prompts and rewards, for training and for held-out evaluation.
-
-
+# The prompts and rewards, for training and for held-out evaluation.
 TASKS = {"gsm8k": "GSM8KEnv", "math": "MATHEnv", "countdown": "CountdownEnv", "ifeval": "IFEvalEnv"}
 """Name -> class of :mod:`torchrl.envs.llm`."""
 DRAWN = ("countdown",)
@@ -209,53 +222,53 @@ DRAWN = ("countdown",)
 NO_TEMPLATE = "set tokenizer.chat_template, or use texts as prompts, which are then sent as they are"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What a trainer was given to train on; ``None``: ``config.data`` says it."""
+
+    dataset: object = None
+    env: EnvLike | None = None
+    rewards: Sequence[RewardFunction] | RewardFunction | None = None
+    held_out: object = None
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutSource:
     """Where samples come from."""
 
-    env: Any
-    dataloader: Iterable[Any] | None
-    held_out_env: Any = None
-    held_out_loader: Callable[[], Iterable[Any]] | None = None
+    env: EnvLike | None
+    dataloader: Iterable[TensorDictBase] | None
+    held_out_env: EnvLike | None = None
+    held_out_loader: Callable[[], Iterable[TensorDictBase]] | None = None
     held_out: int = 0
 
     @classmethod
-    def of(
-        cls,
-        config: GRPOConfig,
-        tokenizer: Any,
-        *,
-        dataset: Any = None,
-        env: Any = None,
-        rewards: Sequence[Callable[..., Any]] | Callable[..., Any] | None = None,
-        held_out: Any = None,
-    ) -> RolloutSource:
+    def of(cls, config: GRPOConfig, tokenizer: PreTrainedTokenizerBase, given: Given) -> RolloutSource:
         """Make a source from a trainer's arguments, or from ``config.data``."""
-        source = config.data.source if dataset is None else dataset
+        source = config.data.source if given.dataset is None else given.dataset
         if config.chat_template_kwargs and not reads_chats(tokenizer):
             raise ConfigError("chat_template_kwargs: the tokenizer has no chat template: set tokenizer.chat_template")
+        is_task = isinstance(source, str) and source in TASKS
         try:
-            if env is not None:
-                return cls._of_env(config, env, tokenizer, dataset, rewards, held_out)
-            if isinstance(source, str) and source in TASKS:
-                return cls._of_task(source, config, tokenizer, rewards, held_out)
-            return cls._of_prompts(config, source, tokenizer, rewards, held_out)
+            if given.env is not None:
+                return cls._of_env(config, tokenizer, given, given.env, source)
+            if is_task:
+                return cls._of_task(str(source), config, tokenizer, given)
+            return cls._of_prompts(config, tokenizer, given, source)
         except ConfigError:
             raise
         except Exception as error:  # a user's function or a dataset's host may raise anything
-            name = f"data.source={source}" if isinstance(source, str) and source in TASKS else "data"
-            raise ConfigError.of(name, error) from error
+            raise ConfigError.of(f"data.source={source}" if is_task else "data", error) from error
 
     @classmethod
-    def check_names(
-        cls, config: GRPOConfig, *, dataset: Any = None, env: Any = None, rewards: Any = None, held_out: Any = None
-    ) -> None:
-        """Import the functions that are named, which costs less than loading a model; arguments as of :meth:`of`."""
-        source = config.data.source if dataset is None else dataset
-        if env is None and not (isinstance(source, str) and source in TASKS):
+    def check_names(cls, config: GRPOConfig, given: Given) -> None:
+        """Import the functions that are named, which costs less than loading a model."""
+        source = config.data.source if given.dataset is None else given.dataset
+        if given.env is None and not (isinstance(source, str) and source in TASKS):
             _check_given(source)
-            cls._rewards(config, rewards)
-        for name, value in (("data.source" if dataset is None else "dataset", source), ("held_out", held_out)):
+            cls._rewards(config, given)
+        named = {"data.source" if given.dataset is None else "dataset": source, "held_out": given.held_out}
+        for name, value in named.items():
             if isinstance(value, str) and is_function_name(value) and not is_path(value):
                 try:
                     import_function(value)
@@ -263,22 +276,22 @@ class RolloutSource:
                     raise ConfigError.of(f"{name}={value}", error) from error
 
     @staticmethod
-    def _rewards(config: GRPOConfig, rewards: Any) -> Rewards:
-        functions = config.data.rewards if rewards is None else rewards
+    def _rewards(config: GRPOConfig, given: Given) -> Rewards:
+        functions = config.data.rewards if given.rewards is None else given.rewards
         if isinstance(functions, list | tuple) and not functions:
             raise ConfigError("data.rewards=[]: name a function, package.module:function, or give the trainer rewards")
         try:
             return Rewards(functions, config.data.weights)
         except (TypeError, ValueError) as error:
-            raise ConfigError.of("data.rewards" if rewards is None else "rewards", error) from error
+            raise ConfigError.of("data.rewards" if given.rewards is None else "rewards", error) from error
 
     @classmethod
     def _of_env(
-        cls, config: GRPOConfig, env: Any, tokenizer: Any, dataset: Any, rewards: Any, held_out: Any
+        cls, config: GRPOConfig, tokenizer: PreTrainedTokenizerBase, given: Given, env: EnvLike, source: object
     ) -> RolloutSource:
-        if rewards is not None:
+        if given.rewards is not None:
             raise ConfigError("rewards are for a dataset: an env gives its own")
-        if dataset is not None and not is_episode_function(env):
+        if given.dataset is not None and not is_episode_function(env):
             raise ConfigError(
                 "dataset and env: give one of them, or a dataset and an async function that plays a sample"
             )
@@ -288,13 +301,14 @@ class RolloutSource:
                 f"{type(env).__name__}"
             )
         if not is_episode_function(env):
-            return cls._with_env(config, env, tokenizer, held_out)
+            return cls._with_env(config, env, tokenizer, given.held_out)
         # the function makes its own prompts, from any column
-        prompts = cls._load(config, config.data.source if dataset is None else dataset, held_out, None)
-        return cls._with_prompts(config, env, prompts)
+        return cls._with_prompts(config, env, cls._load(config, source, given.held_out, None))
 
     @classmethod
-    def _with_env(cls, config: GRPOConfig, env: Any, tokenizer: Any, held_out: Any) -> RolloutSource:
+    def _with_env(
+        cls, config: GRPOConfig, env: EnvLike, tokenizer: PreTrainedTokenizerBase, held_out: object
+    ) -> RolloutSource:
         if not reads_chats(tokenizer) and getattr(env, "input_mode", "text") != "text":
             raise ConfigError("an environment of chats needs a chat template: set tokenizer.chat_template")
         if held_out is not None and not (isinstance(held_out, EnvBase) or callable(held_out)):
@@ -308,29 +322,32 @@ class RolloutSource:
         return cls(env, None, held_out, None, 0 if held_out is None else config.eval.prompts)
 
     @classmethod
-    def _of_task(cls, name: str, config: GRPOConfig, tokenizer: Any, rewards: Any, held_out: Any) -> RolloutSource:
+    def _of_task(cls, name: str, config: GRPOConfig, tokenizer: PreTrainedTokenizerBase, given: Given) -> RolloutSource:
         from torchrl.envs import llm
 
-        if rewards is not None:
+        if given.rewards is not None:
             raise ConfigError(f"data.source={name} has rewards of its own: leave rewards out")
         make = getattr(llm, TASKS[name], None)
         if make is None:
             raise ConfigError(f"data.source={name}: this TorchRL has no {TASKS[name]}")
         arguments = {"tokenizer": tokenizer, "seed": config.seed, **config.data.arguments}
         env: EnvBase = make(num_envs=config.rollout.group_size, **arguments)
+        held_out = given.held_out
         if held_out is None and name in DRAWN and config.eval.every:
             held_out = make(**{**arguments, "num_envs": 1, "seed": arguments["seed"] + 1})
         return cls._with_env(config, env, tokenizer, held_out)
 
     @classmethod
-    def _of_prompts(cls, config: GRPOConfig, source: Any, tokenizer: Any, rewards: Any, held_out: Any) -> RolloutSource:
-        prompts = cls._load(config, source, held_out, config.data.prompt)
-        found = cls._rewards(config, rewards)
-        found.check(prompts.columns)
+    def _of_prompts(
+        cls, config: GRPOConfig, tokenizer: PreTrainedTokenizerBase, given: Given, source: object
+    ) -> RolloutSource:
+        prompts = cls._load(config, source, given.held_out, config.data.prompt)
+        rewards = cls._rewards(config, given)
+        rewards.check(prompts.columns)
         _check_rendering(config, tokenizer, prompts)
         episode = PromptEpisode(
             config.data.prompt,
-            found,
+            rewards,
             is_chat=reads_chats(tokenizer),
             tokenizer=tokenizer,
             skip_special_tokens=config.rollout.sampling.get("skip_special_tokens", True),
@@ -338,7 +355,7 @@ class RolloutSource:
         return cls._with_prompts(config, episode, prompts)
 
     @staticmethod
-    def _load(config: GRPOConfig, source: Any, held_out: Any, prompt: str | None) -> PromptSet:
+    def _load(config: GRPOConfig, source: object, held_out: object, prompt: str | None) -> PromptSet:
         data = config.data
         _check_given(source)
         # arguments belong to the source in the configuration; where it names none, to the dataset that was passed
@@ -357,24 +374,35 @@ class RolloutSource:
             raise ConfigError.of("held_out", error) from error
 
     @classmethod
-    def _with_prompts(cls, config: GRPOConfig, env: Any, prompts: PromptSet) -> RolloutSource:
+    def _with_prompts(cls, config: GRPOConfig, env: EnvLike, prompts: PromptSet) -> RolloutSource:
         count = min(len(prompts.held_out), config.eval.prompts)
         return cls(env, prompts.loader(config.seed), env if count else None, prompts.held_out_loader, count)
 
-    def evaluate(self, policy: vLLMWrapper, timeout: float | None = None, max_turns: int = MAX_TURNS) -> float | None:
+    def evaluate(
+        self, policy: vLLMWrapper | None, timeout: float | None = None, max_turns: int = MAX_TURNS
+    ) -> float | None:
         """Return the mean reward of greedy answers to held-out prompts; ``None``: nothing is held out."""
-        if not self.held_out:
+        if policy is None or self.held_out_env is None or not self.held_out:
             return None
         loader = None if self.held_out_loader is None else self.held_out_loader()
-        asked = (policy, self.held_out_env, self.held_out, loader, timeout)
-        rows: TensorDictBase = evaluate(*asked, use_tqdm=False, max_turns=max_turns, temperature=0.0)
+        rows = evaluate(
+            policy,
+            self.held_out_env,
+            self.held_out,
+            loader,
+            timeout,
+            use_tqdm=False,
+            max_turns=max_turns,
+            temperature=0.0,
+        )
+        # of several turns a row is the last one, with the sum of all rewards
         rewards = [row.get(("next", "episode_reward"), None) for row in rows.unbind(0)]
         if any(reward is None for reward in rewards):
             raise ValueError("a held-out answer has no reward in one of its turns")
         return sum(float(reward.sum()) for reward in rewards) / len(rewards)
 
 
-def _check_given(source: Any) -> None:
+def _check_given(source: object) -> None:
     if source is None:
         raise ConfigError("data.source=None: name a dataset, or give the trainer a dataset or an env")
 
@@ -394,9 +422,10 @@ def _check_storable(prompts: PromptSet) -> None:
                 ) from error
 
 
-def _check_rendering(config: GRPOConfig, tokenizer: Any, prompts: PromptSet) -> None:
+def _check_rendering(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase, prompts: PromptSet) -> None:
     """Check that prompts fit the tokenizer's chat template, by rendering the first of each part."""
     column = config.data.prompt
+    # without a template every row must be text; with one, the first of each part shows whether it renders
     if not reads_chats(tokenizer):
         for row in (row for rows in (prompts.train, prompts.held_out) for row in rows):
             if not isinstance(row[column], str) or row.get("tools") or row.get("chat_template_kwargs"):

@@ -14,11 +14,9 @@ from torchrl_moe.trainers.config import ConfigError
 __all__ = ["RunLock", "exchange", "recover"]
 
 
-# Replacing a folder by another, complete one.
-
-
 def exchange(draft: Path, folder: Path, replaces: Callable[[str], bool] = lambda _: True) -> None:
-    """Put a folder in the place of an older one, which is restored if that fails."""
+    """Put a complete folder in the place of an older one, which is restored if that fails."""
+    # what an earlier kill left first; then two renamings, with the older folder hidden between them
     older = folder.with_name(f".{folder.name}.older")
     recover(older)
     _clear(older, folder, replaces)
@@ -34,6 +32,7 @@ def exchange(draft: Path, folder: Path, replaces: Callable[[str], bool] = lambda
 
 
 def _clear(older: Path, folder: Path, replaces: Callable[[str], bool]) -> None:
+    # entries that the new folder does not replace move into it: a user's files beside a model stay
     for entry in older.iterdir() if older.exists() else ():
         if not replaces(entry.name) and not os.path.lexists(folder / entry.name):
             os.replace(entry, folder / entry.name)
@@ -45,9 +44,6 @@ def recover(older: Path) -> None:
     folder = older.with_name(older.name.removeprefix(".").removesuffix(".older"))
     if older.exists() and not folder.exists():
         os.replace(older, folder)
-
-
-# ``RunLock``: one run at a time in a folder.
 
 
 class RunLock:
@@ -65,6 +61,7 @@ class RunLock:
         if not os.access(folder, os.W_OK):
             self.close()
             raise ConfigError(f"out={folder} cannot be written to: it is read-only")
+        # a lock of the folder itself, so that nothing is written into it before the first step
         try:
             fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

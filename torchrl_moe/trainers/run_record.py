@@ -13,13 +13,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.record.loggers import Logger
 
 from torchrl_moe._checks import renamed
+from torchrl_moe.collectors.async_collector import AsyncLLMCollector
 from torchrl_moe.errors import MissingEntryError
 from torchrl_moe.render.curves import training_figure
 from torchrl_moe.render.tables import data_frame, html_table, number_text
@@ -29,18 +30,14 @@ from torchrl_moe.trainers.policy_model import PolicyModel
 from torchrl_moe.trainers.ranks import Ranks
 from torchrl_moe.trainers.rich_tables import Table
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
+
 __all__ = [
-    "COLUMNS",
-    "HealthMonitor",
-    "Row",
-    "RunRecord",
-    "RunReports",
-    "batch_metrics",
-    "sample_rewards",
-    "summary",
-    "what_a_run_left",
-    "what_no_run_wrote",
-]
+    "COLUMNS", "HealthMonitor", "Row", "RunRecord", "RunReports", "batch_metrics", "sample_rewards", "summary",
+    "what_a_run_left", "what_no_run_wrote",
+]  # fmt: skip
 
 LOG = logging.getLogger(__name__)
 
@@ -73,13 +70,14 @@ class RunRecord:
         if self._has_begun:
             return
         self._has_begun = True
+        # the older run goes at the last moment: a mistake before the first step costs it nothing
         self._forget()
         self._rewrite()
         self._keep_samples(self._before)
         (self.folder / "config.yaml").write_text(self._config)
         (self.folder / "versions.json").write_text(json.dumps(_package_versions(), indent=1))
 
-    def add(self, metrics: Mapping[str, Any]) -> Row:
+    def add(self, metrics: Mapping[str, object]) -> Row:
         """Append a step, to ``metrics.csv`` and to the loggers; missing metrics become empty cells."""
         self.begin()
         row = {name: metrics.get(name, "") for name in COLUMNS}
@@ -93,7 +91,7 @@ class RunRecord:
             self._is_behind = False
         self._write_samples()
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
-        del numbers["step"]
+        del numbers["step"]  # loggers are given it apart
         for logger in self.loggers:
             try:
                 logger.log_metrics(numbers, step=row["step"])
@@ -135,6 +133,7 @@ class RunRecord:
         return [{name: _number(row.get(name, "")) for name in COLUMNS} for row in rows]
 
     def _rewrite(self) -> None:
+        # written beside and renamed: a kill leaves the old file or the new one
         draft = self.metrics.with_suffix(".tmp")
         with draft.open("w", newline="") as stream:
             writer = csv.DictWriter(stream, COLUMNS)
@@ -169,7 +168,7 @@ def _package_versions() -> dict[str, str]:
     return found
 
 
-def _number(text: str) -> Any:
+def _number(text: str) -> float | str:
     if text == "":
         return ""
     value = float(text)
@@ -205,11 +204,9 @@ def what_a_run_left(folder: Path) -> str:
     return ", ".join(name for name, is_there in found.items() if is_there)
 
 
-# What a batch of rollouts looks like, in numbers.
-
-
 def batch_metrics(batch: TensorDictBase, version: int) -> dict[str, float]:
     """Return metrics of a batch as it was collected."""
+    # rewards are of samples, lengths and ages of rows: a sample may have several turns, a row each
     rows = batch.unbind(0)
     lengths = [len(row.get(("tokens", "response"))) for row in rows]
     rewards, groups = sample_rewards(rows)
@@ -264,9 +261,7 @@ def _named_rewards(rows: Sequence[TensorDictBase]) -> dict[str, float]:
     return found
 
 
-# ``HealthMonitor``: warns when a run looks as if it is about to collapse, or learns nothing.
-
-
+# Signs that a run is about to collapse, or learns nothing.
 RECENT = 5
 """Number of rows that a sign is judged on."""
 ENTROPY_SHARE, REWARD_SHARE, NORM_FACTOR = 0.1, 0.5, 10.0
@@ -328,6 +323,7 @@ def _entropy(rows: Rows) -> str:
 
 def _reward(rows: Rows) -> str:
     values = _values(rows, "reward")
+    # means of each five steps in a row: the last against the best
     windows = [statistics.mean(values[i : i + RECENT]) for i in range(len(values) - RECENT + 1)]
     if len(values) < 2 * RECENT or max(windows) <= 0 or windows[-1] > REWARD_SHARE * max(windows):
         return ""
@@ -362,6 +358,7 @@ def _uniform(rows: Rows) -> str:
 
 
 def _replay(rows: Rows) -> str:
+    # both distances, where tokens are of the newest weights
     live, replayed, age = (_recent(rows, name) for name in ("dlogp_live", "dlogp_mean", "staleness"))
     if live is None or replayed is None or age:  # the age of tokens changes both
         return ""
@@ -381,10 +378,8 @@ SIGNS: dict[str, Callable[[Rows], str]] = {
 
 
 # One table: the results of a run, and how much of the mismatch between trainer and engine replay removed.
-
-
 PHASES = ("generate", "score", "train", "sync")
-EDGE = 5
+END_STEPS = 5
 """Steps at either end of a run whose mean reward is compared."""
 
 
@@ -399,8 +394,8 @@ def summary(rows: Rows, held_out: float | None) -> Table:
     table.add_column("what")
     table.add_column("value", justify="right")
     reward = _column(rows, "reward")
-    first, last = _mean(reward[:EDGE]), _mean(reward[-EDGE:])
-    table.add_row(f"mean rollout reward, first and last {EDGE} steps", f"{first:.2f} -> {last:.2f}")
+    first, last = _mean(reward[:END_STEPS]), _mean(reward[-END_STEPS:])
+    table.add_row(f"mean rollout reward, first and last {END_STEPS} steps", f"{first:.2f} -> {last:.2f}")
     if held_out is not None:
         start = "".join(f"{value:.2f} -> " for value in _column(rows, "held_out_reward")[:1])
         table.add_row("held-out problems, greedy, start and end", f"{start}{held_out:.2f}")
@@ -433,9 +428,6 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-# ``RunReports``: the tables, figures and files that a run shows its user.
-
-
 class RunReports:
     """Tables, figures and files of a run; the trainer holds the run itself."""
 
@@ -443,7 +435,7 @@ class RunReports:
     policy_model: PolicyModel
     record: RunRecord
     steps_done: int
-    collector: Any
+    collector: AsyncLLMCollector
     ranks: Ranks
 
     @abstractmethod
@@ -456,7 +448,7 @@ class RunReports:
             raise RuntimeError("no step has run: there is nothing to summarise")
         return summary(self.record.rows, self.evaluate())
 
-    def plot(self) -> Any:
+    def plot(self) -> Figure:
         """Return a figure of reward, mismatch, length and seconds per phase."""
         return training_figure(self.record.rows, f"GRPO, replay={self.config.loss.replay}")
 
@@ -467,7 +459,7 @@ class RunReports:
         """Print the newest samples, as a table, or token by token in color; see :meth:`LLMCollector.show_samples`."""
         self.collector.show_samples(n, characters, color=color, layer=layer)
 
-    def to_pandas(self) -> Any:
+    def to_pandas(self) -> DataFrame:
         """Return a ``DataFrame`` with a row for each step."""
         return data_frame(self.record.rows).replace("", None)
 

@@ -71,10 +71,12 @@ def show_plan(config: GRPOConfig) -> None:
 
 def export(folder: Path) -> Path:
     """Write the model of a checkpoint, in the layout of the hub; start no engine."""
+    # a run's folder, or one of its checkpoints
     checkpoint = folder if folder.name.startswith("step-") else max(folder.glob("checkpoints/step-*"), default=None)
     run = folder.parent.parent if checkpoint == folder else folder
     if checkpoint is None or not (run / "config.yaml").is_file():
         raise ConfigError(f"{folder} is no folder of a run with checkpoints, nor one of its checkpoints")
+    # resume=True: a function that made the model is not called again, its saved model is read
     config = replace(saved_config(run / "config.yaml"), out=str(run), resume=True)
     policy_model = starting_model(None, None, config, Placement())
     try:
@@ -92,6 +94,7 @@ def run(config: GRPOConfig) -> None:
     console = Console(highlight=False)
     with set_list_to_stack(True), MoEGRPOTrainer(config=config) as trainer:
         trainer.train()
+        # all ranks take part in writing the model
         trainer.save_pretrained()
         if not trainer.ranks.is_first:
             return

@@ -1,4 +1,4 @@
-"""A folder takes another's place, or that one is back."""
+"""A run's folder: it takes another's place or that one is back, and holds one run at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from torchrl_moe.trainers.run_folder import exchange, recover
+from torchrl_moe.trainers.config import ConfigError
+from torchrl_moe.trainers.run_folder import RunLock, exchange, recover
 
 
 def folder(path: Path, content: str) -> Path:
@@ -64,3 +65,19 @@ def test_what_fails_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(OSError, match="no such luck"):
         exchange(draft, older)
     assert (older / "file").read_text() == "old"
+
+
+def test_a_second_run_is_refused_until_the_first_ends(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path / "run")
+    with pytest.raises(ConfigError, match="is used by another run"):
+        RunLock(tmp_path / "run")
+    lock.close()
+    lock.close()
+    RunLock(tmp_path / "run").close()
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"out=.*/file/run cannot be written to: Not a directory"):
+        RunLock(tmp_path / "file" / "run")

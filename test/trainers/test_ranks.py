@@ -1,0 +1,570 @@
+"""Ranks: how they find and wait for one another, what they exchange, and what names one that is missing."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict, lazy_stack
+from torch.distributed import (
+    HashStore,
+    TCPStore,  # type: ignore[attr-defined]
+)
+from torchrl.data.llm import History
+
+from support.ranks import run_as_ranks
+from support.waiting import until
+from torchrl_moe.data import RoutedExperts
+from torchrl_moe.errors import RankError
+from torchrl_moe.trainers import ranks as ranks_module
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig
+from torchrl_moe.trainers.ranks import Ranks, Rendezvous, attempt_of, balanced, join_ranks, pack, shares, unpack
+
+
+class Party:
+    """Three ranks, each of which does in its thread what it is told."""
+
+    def __init__(self, seconds: float) -> None:
+        self.store = HashStore()
+        self.ranks = [Rendezvous(self.store, rank, 3, seconds) for rank in range(3)]
+        self._threads = [ThreadPoolExecutor(1) for _ in self.ranks]
+
+    def let(self, rank: int, work: Callable[[Rendezvous], Any]) -> Future[Any]:
+        return self._threads[rank].submit(work, self.ranks[rank])
+
+    def meet(self, rank: int, phase: str = "training", patient: bool = False) -> Future[Any]:
+        return self.let(rank, lambda one: one.meet(phase, patient))
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.shutdown()
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[[float], Party]]:
+    made: list[Party] = []
+
+    def party(seconds: float) -> Party:
+        made.append(Party(seconds))
+        return made[-1]
+
+    yield party
+    for one in made:
+        one.close()
+
+
+def message(future: Future[Any]) -> str:
+    with pytest.raises(RankError) as caught:
+        future.result(60)
+    return str(caught.value)
+
+
+def test_nobody_continues_before_the_last_has_come(make: Any) -> None:
+    party = make(60.0)
+    early = [party.meet(0), party.meet(2)]
+    until(lambda: party.store.check(["0/0", "0/2"]))
+    assert not any(future.done() for future in early)
+    for future in (*early, party.meet(1)):
+        future.result(60)
+
+
+def test_ranks_that_begin_other_phases_end(make: Any) -> None:
+    """The collectives that follow would be others, too."""
+    party = make(60.0)
+    waiting = [party.meet(rank, "whether to resume") for rank in (0, 2)]
+    until(lambda: party.store.add("0/count", 0) == 2)
+    third = party.meet(1, "rollouts")
+    (told,) = {message(future) for future in waiting}
+    assert re.match(r"rank [02] is at 'whether to resume' where another is at 'rollouts': start all ranks alike", told)
+    third.exception(60)  # it may have gone on
+    assert message(party.meet(1)) == told
+
+
+def test_what_was_written_for_phases_that_are_over_is_removed(make: Any) -> None:
+    party = make(60.0)
+    counts = []
+    for number in range(6):
+        for future in [party.meet(rank, f"phase {number}") for rank in range(3)]:
+            future.result(60)
+        counts.append(party.store.num_keys())
+    assert counts[2:] == [counts[1]] * 4
+
+
+@pytest.mark.parametrize(("late", "names"), [([1], "rank 1"), ([0, 2], "ranks 0, 2")])
+def test_a_deadline_names_the_ranks_that_are_missing(make: Any, late: list[int], names: str) -> None:
+    party = make(0.5)
+    waiting = [party.meet(rank, "weight sync") for rank in range(3) if rank not in late]
+    told = {message(future) for future in waiting}
+    assert told == {f"weight sync: {names} did not come within 0.5 s"}
+    assert {message(party.meet(rank, "weight sync")) for rank in late} == told  # they hear of it, once they come
+
+
+def test_rank_0_may_take_its_time_where_the_others_are_patient(make: Any) -> None:
+    party = make(0.2)
+    waiting = [party.meet(rank, "rollouts", True) for rank in (1, 2)]
+    began = threading.Event()
+    began.wait(0.7)  # longer than three deadlines
+    assert not any(future.done() for future in waiting)
+    for future in (*waiting, party.meet(0, "rollouts", True)):
+        future.result(60)
+
+
+def test_for_the_others_nobody_is_patient(make: Any) -> None:
+    party = make(0.2)
+    assert message(party.meet(0, "rollouts", True)) == "rollouts: ranks 1, 2 did not come within 0.2 s"
+
+
+def test_all_hear_of_an_error_and_the_first_one_counts(make: Any) -> None:
+    party = make(60.0)
+    waiting = party.meet(2, "step 3")
+    party.ranks[1].phase = "training"
+    assert party.ranks[1].cause(ValueError("no such\nexpert")) == ""  # it is its own
+    told = "rank 1 failed (last met: training): ValueError: no such"
+    assert message(waiting) == told
+    assert party.ranks[0].cause(KeyError("second")) == ""  # it is its own, too
+    assert message(party.meet(0)) == told
+
+
+def test_a_collective_that_broke_asks_who_is_still_there(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_module, "LEAVE_SECONDS", 0.5)
+    party = make(60.0)
+    broken = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer\nmore")
+    asked = [party.let(rank, lambda one: one.cause(broken)) for rank in (0, 2)]
+    for future in asked:
+        assert future.result(60) == "start: rank 1 gone: [gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+
+
+def test_an_error_behind_a_broken_collective_is_the_cause(make: Any) -> None:
+    party = make(60.0)
+    party.ranks[1].cause(MemoryError("of the GPU"))
+    broken = RuntimeError("Application timeout caused pair closure")
+    assert party.ranks[0].cause(broken) == "rank 1 failed (last met: start): MemoryError: of the GPU"
+
+
+def test_rank_0_stays_until_the_others_have_left(make: Any) -> None:
+    party = make(60.0)
+    last = party.let(0, lambda one: one.leave())
+    party.let(1, lambda one: one.leave()).result(60)
+    assert not last.done()
+    party.let(2, lambda one: one.leave()).result(60)
+    last.result(60)
+
+
+def attempts(store: HashStore, ranks: list[int], seconds: float = 60.0) -> list[str]:
+    with ThreadPoolExecutor(3) as threads:
+        return list(threads.map(lambda rank: attempt_of(store, rank, 3, seconds), ranks))
+
+
+def test_ranks_share_a_name_that_no_older_ones_had() -> None:
+    store = HashStore()
+    found = [attempts(store, ranks) for ranks in ([0, 1, 2], [2, 1, 0], [1, 0, 2])]
+    assert all(len(set(names)) == 1 for names in found)
+    assert len({names[0] for names in found}) == 3
+
+
+def test_what_half_an_attempt_has_left_is_no_answer() -> None:
+    """Rank 1 had asked when its attempt ended, and rank 0 had not come."""
+    store = HashStore()
+    store.set("asks/1", "of old")
+    first, second, third = attempts(store, [0, 1, 2])
+    assert first == second == third
+
+
+@pytest.mark.parametrize(("there", "missing"), [([0], r"rank\(s\) 1, 2 did"), ([1, 2], "rank 0 did")])
+def test_a_rank_that_does_not_come_is_named(there: list[int], missing: str) -> None:
+    with pytest.raises(RankError, match=missing):
+        attempts(HashStore(), there, 0.2)
+
+
+def talk() -> dict[str, Any]:
+    ranks = join_ranks(60.0)
+    found: dict[str, Any] = {"rank": ranks.rank, "size": ranks.size, "first": ranks.is_first}
+    for number in range(3):
+        ranks.meet(f"phase {number}")
+    found["gathered"] = ranks.gather({"own": ranks.rank})
+    found["told"] = ranks.from_first(f"of {ranks.rank}", "telling")
+    found["part"] = ranks.scatter([["a"], ["b"], ["c"]] if ranks.is_first else None)
+    total = ranks.sum({"tokens": float(ranks.rank + 1), "counts": torch.tensor([ranks.rank, 6.0])})
+    found["sum"] = total["tokens"], total["counts"].tolist()  # type: ignore[attr-defined]
+    ranks.close()
+    ranks.close()
+    found["group"] = dist.is_initialized()  # which was there before
+    return found
+
+
+def test_three_ranks_talk() -> None:
+    found = run_as_ranks(talk, world_size=3)
+    for rank, one in enumerate(found):
+        assert (one["rank"], one["size"], one["first"]) == (rank, 3, rank == 0)
+        assert one["gathered"] == [{"own": 0}, {"own": 1}, {"own": 2}]
+        assert (one["told"], one["part"], one["group"]) == ("of 0", [["a"], ["b"], ["c"]][rank], True)
+        assert one["sum"] == (2.0, [1.0, 6.0])  # divided by three, as gradients that are averaged need it
+
+
+def test_a_single_process_talks_to_itself() -> None:
+    ranks = join_ranks(1.0)
+    assert type(ranks) is Ranks and ranks.is_first
+    ranks.meet("alone")
+    assert (ranks.gather(3), ranks.from_first(4, "telling"), ranks.scatter([5])) == ([3], 4, 5)
+    assert ranks.sum({"tokens": 6.0}) == {"tokens": 6.0}
+    with pytest.raises(ZeroDivisionError), ranks.guard():
+        raise ZeroDivisionError
+    ranks.close()
+
+
+def launched(rank: int, port: int, restarts: int, answers: Any) -> None:
+    """As torchrun starts a rank; its store is the agent's."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restarts)}
+    ranks = join_ranks(60.0, 33.0)
+    default = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    assert default.options._timeout.total_seconds() == 33.0
+    answers.put((rank, ranks.gather(rank)))
+    ranks.close()
+    answers.close()
+    answers.join_thread()
+    os._exit(0)  # gloo's threads may outlive the interpreter
+
+
+def test_ranks_of_hosts_that_have_counted_other_restarts_meet() -> None:
+    """A host counts the failures of its own ranks; the agents' store has what older ranks have left."""
+    agent = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("fork")
+    for counts in ((0, 0), (0, 1), (1, 2), (1, 2)):
+        answers = context.Queue()
+        arguments = [(rank, agent.port, restarts, answers) for rank, restarts in enumerate(counts)]
+        ranks = [context.Process(target=launched, args=one) for one in arguments]
+        for rank in ranks:
+            rank.start()
+        try:
+            assert sorted(answers.get(timeout=120) for _ in ranks) == [(0, [0, 1]), (1, [0, 1])]
+        finally:
+            for rank in ranks:
+                rank.join(10)
+                rank.kill()
+
+
+@pytest.mark.parametrize(("count", "own"), [(1, "1"), (2, "7")])
+def test_a_rank_without_a_gpu_of_its_number_is_refused(monkeypatch: pytest.MonkeyPatch, count: int, own: str) -> None:
+    """As where each task of a cluster's launcher sees one GPU only."""
+    launcher = {"RANK": own, "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "LOCAL_RANK": own}
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(ConfigError, match=rf"LOCAL_RANK={own}: .*; {count} are visible.*CUDA_VISIBLE_DEVICES"):
+        join_ranks(1.0)
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+def heard(work: Callable[[Ranks], Any], seconds: float = 60.0) -> str:
+    """The error that a rank ends with."""
+    ranks = join_ranks(seconds)
+    try:
+        with ranks.guard():
+            ranks.meet("begin")
+            work(ranks)
+    except (ArithmeticError, OSError, RankError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        ranks.close()
+    return "nothing"
+
+
+def one_raises(ranks: Ranks) -> None:
+    if ranks.rank == 1:
+        raise ZeroDivisionError("a reward\nof 0")
+    ranks.meet("training")
+
+
+def test_all_hear_of_the_rank_that_raised() -> None:
+    first, second, third = run_as_ranks(heard, one_raises, world_size=3)
+    assert second == "ZeroDivisionError: a reward\nof 0"
+    assert first == third == "RankError: rank 1 failed (last met: begin): ZeroDivisionError: a reward"
+
+
+def first_raises_while_another_is_in_a_collective(ranks: Ranks) -> None:
+    if ranks.rank == 1:
+        raise ConnectionError("no engine")
+    ranks.gather(ranks.rank)
+
+
+def test_a_collective_that_breaks_names_the_rank_that_raised() -> None:
+    """Its deadline is that of the groups: the rank that raised lives on, as in a notebook."""
+    first, second = run_as_ranks(heard, first_raises_while_another_is_in_a_collective, 1.0)
+    assert first == "RankError: rank 1 failed (last met: begin): ConnectionError: no engine"
+    assert second == "ConnectionError: no engine"
+
+
+def killed(folder: Path, victim: int, collective: bool) -> str:
+    ranks = join_ranks(30.0)
+    try:
+        with ranks.guard():
+            ranks.meet("begin")
+            if ranks.rank == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if collective:
+                ranks.gather(0)
+            ranks.meet("training", patient=True)
+    except RankError as error:
+        (folder / str(ranks.rank)).write_text(str(error))
+    return ""
+
+
+@pytest.mark.parametrize(("victim", "collective"), [(1, True), (0, True), (0, False)])
+def test_a_rank_that_is_gone_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, collective: bool
+) -> None:
+    monkeypatch.setattr(ranks_module, "LEAVE_SECONDS", 1.0)
+    survivor = 1 - victim
+    with pytest.raises(AssertionError, match=f"rank {victim} died with exit code -9"):
+        run_as_ranks(killed, tmp_path, victim, collective)
+    assert f"rank {victim}" in (tmp_path / str(survivor)).read_text()
+
+
+LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in (
+        *LAUNCHED,
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "TORCHELASTIC_RESTART_COUNT",
+        "TORCHELASTIC_MAX_RESTARTS",
+        "TORCHELASTIC_USE_AGENT_STORE",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_without_a_launcher_there_is_one_rank(environment: pytest.MonkeyPatch) -> None:
+    assert not ranks_module.is_launched() and not ranks_module.may_restart()
+    assert ranks_module.local_rank() == 0 and ranks_module.launch_of() == ""
+
+
+def test_ranks_of_a_launcher(environment: pytest.MonkeyPatch) -> None:
+    for name, value in {**LAUNCHED, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        environment.setenv(name, value)
+    assert ranks_module.is_launched()
+    assert ranks_module.local_rank() == 1
+    environment.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert ranks_module.may_restart()
+
+
+@pytest.mark.parametrize("missing", LAUNCHED)
+def test_half_a_launcher_is_none(environment: pytest.MonkeyPatch, missing: str) -> None:
+    for name in LAUNCHED.keys() - {missing}:
+        environment.setenv(name, LAUNCHED[name])
+    assert not ranks_module.is_launched()
+
+
+def test_one_rank_is_no_group(environment: pytest.MonkeyPatch) -> None:
+    for name, value in {**LAUNCHED, "RANK": "0", "WORLD_SIZE": "1"}.items():
+        environment.setenv(name, value)
+    assert not ranks_module.is_launched()
+
+
+# -- restarts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def agent(environment: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """What torchrun says where it will start ranks again; each call is another torchrun, with a store of its own."""
+    stores: list[TCPStore] = []
+
+    def start() -> None:
+        stores.append(TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
+        said = {**LAUNCHED, "RANK": "0", "MASTER_PORT": str(stores[-1].port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        for name, value in {**said, "TORCHELASTIC_MAX_RESTARTS": "3"}.items():
+            environment.setenv(name, value)
+
+    start()
+    yield start
+
+
+def begin(folder: Path, resume: bool = False) -> bool:
+    """A start of a run, as far as it matters here; returns whether it continued."""
+    config = GRPOConfig(out=str(folder), resume=resume)
+    ranks_module.resume_after_restart(config, ranks_module.launch_of())
+    ranks_module.note_launch(folder, ranks_module.launch_of())
+    (folder / "config.yaml").write_text("steps: 1")
+    return config.resume
+
+
+def test_a_run_that_is_started_again_continues_whatever_was_counted(
+    environment: pytest.MonkeyPatch, agent: Callable[[], None], tmp_path: Path
+) -> None:
+    assert not begin(tmp_path)
+    for count in ("0", "1", "0"):  # a host that came or went is no failure
+        environment.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        assert begin(tmp_path)
+
+
+def test_a_run_that_had_not_begun_begins(agent: Callable[[], None], tmp_path: Path) -> None:
+    first = ranks_module.launch_of()
+    assert first and ranks_module.launch_of() == first
+    assert not begin(tmp_path)
+
+
+@pytest.mark.parametrize("count", ["0", "1"])
+def test_a_run_of_another_launch_is_refused_each_time(
+    environment: pytest.MonkeyPatch, agent: Callable[[], None], tmp_path: Path, count: str
+) -> None:
+    """Its refusal is a failure that torchrun counts: the next start must not take that for a failure of the run."""
+    begin(tmp_path)
+    agent()
+    environment.setenv("TORCHELASTIC_RESTART_COUNT", count)
+    with pytest.raises(ConfigError, match=r"holds a run of another start already, .* set resume=true"):
+        begin(tmp_path)
+    assert begin(tmp_path, resume=True)
+    assert begin(tmp_path)  # and after a failure, it is this launch's
+
+
+def test_a_launcher_without_a_store_of_its_own_cannot_say(
+    environment: pytest.MonkeyPatch, agent: Callable[[], None], tmp_path: Path
+) -> None:
+    environment.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    assert ranks_module.launch_of() == ""
+    assert not begin(tmp_path)
+    with pytest.raises(ConfigError, match="holds a run of another start already"):
+        begin(tmp_path)
+
+
+def test_where_nobody_starts_it_again_a_run_takes_the_folder(
+    environment: pytest.MonkeyPatch, agent: Callable[[], None], tmp_path: Path
+) -> None:
+    assert not begin(tmp_path)
+    environment.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert ranks_module.launch_of() == ""
+    assert not begin(tmp_path)
+    environment.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(ConfigError):  # it is not of this launch any more
+        begin(tmp_path)
+
+
+def spread(loads: list[int], parts: list[list[int]]) -> float:
+    """How much more than the mean the heaviest part has."""
+    sums = [sum(loads[i] for i in part) for part in parts]
+    return max(sums) * len(parts) / sum(sums) - 1
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 32, 64])
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5])
+@pytest.mark.parametrize("group_size", [8, 16])
+def test_eight_groups_for_each_rank_are_within_five_percent(ranks: int, sigma: float, group_size: int) -> None:
+    """Lengths are log-normal, cut at 16384 tokens, as generated answers are."""
+    for seed in range(3):
+        draw = np.random.default_rng([ranks, int(2 * sigma), group_size, seed])
+        lengths = np.clip(draw.lognormal(6.0, sigma, (8 * ranks, group_size)), 1, 16384).astype(int)
+        loads = lengths.sum(-1).tolist()
+        parts = balanced(loads, ranks)
+        # nothing makes a share lighter than its heaviest group
+        assert spread(loads, parts) <= max(0.05, max(loads) * ranks / sum(loads) - 1)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_every_item_is_in_one_part_and_no_part_is_too_small(data: st.DataObject) -> None:
+    count, at_least = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 3))
+    loads = data.draw(st.lists(st.integers(0, 1 << 20), min_size=count * at_least, max_size=60))
+    parts = balanced(loads, count, at_least)
+    assert sorted(itertools.chain(*parts)) == list(range(len(loads)))
+    assert len(parts) == count and min(map(len, parts)) >= at_least
+    assert all(part == sorted(part) for part in parts)
+    if at_least == 1:  # what greedy assignment guarantees at worst, and this method, too
+        mean = sum(loads) / count
+        assert max(sum(loads[i] for i in part) for part in parts) <= mean + max(loads)
+
+
+def test_the_best_of_all_partitions_where_there_are_few() -> None:
+    loads = [9, 7, 6, 5, 5, 4]
+    best = min(
+        max(sum(pick), sum(loads) - sum(pick)) for size in range(7) for pick in itertools.combinations(loads, size)
+    )
+    assert max(sum(loads[i] for i in part) for part in balanced(loads, 2)) == best == 18
+
+
+def test_too_few_items_are_refused() -> None:
+    with pytest.raises(ValueError, match="5 items are too few for 3 parts of at least 2"):
+        balanced([1] * 5, 3, 2)
+
+
+def test_a_group_stays_whole_and_its_rows_in_order() -> None:
+    lengths = {3: [4, 1, 2], 9: [5], 4: [2, 2, 9], 7: [1]}
+    rows = [
+        TensorDict({"group_id": torch.tensor(group), "tokens": {"full": torch.arange(length)}, "place": i})
+        for i, (group, length) in enumerate((g, n) for g, several in lengths.items() for n in several)
+    ]
+    found = shares(lazy_stack(rows), 2)
+    # 26 tokens: 13 of group 4, and 7 + 5 + 1 of the others
+    assert sorted([int(row["group_id"]) for row in share.unbind(0)] for share in found) == [[3, 3, 3, 9, 7], [4, 4, 4]]
+    assert [[row["place"] for row in share.unbind(0)] for share in found if len(share) == 5] == [[0, 1, 2, 3, 7]]
+
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0,), (0, 4)])
+def test_a_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    value = (torch.rand(shape) * 5).to(dtype)
+    found = unpack(pack(value))
+    assert found.dtype == dtype and torch.equal(found, value)
+    found.zero_()  # it may be written to
+
+
+def test_a_view_is_packed_without_what_it_is_a_view_of() -> None:
+    whole = torch.arange(1 << 20)
+    found = unpack(pack([whole[3:8:2], whole.view(2, -1).T[:2]]))
+    assert found[0].tolist() == [3, 5, 7]
+    assert found[1].tolist() == [[0, 1 << 19], [1, (1 << 19) + 1]]
+    assert len(pack(whole[3:8:2])) < 1000
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (3, 2)])
+def test_one_number_that_stands_for_many(shape: tuple[int, ...]) -> None:
+    assert torch.equal(unpack(pack(torch.tensor(2.5).expand(shape))), torch.full(shape, 2.5))
+
+
+def test_nothing_keeps_a_gradient() -> None:
+    assert not unpack(pack(torch.ones(2, requires_grad=True) * 2)).requires_grad
+
+
+def test_rows_of_other_lengths_with_classes_and_texts() -> None:
+    rows = [
+        TensorDict(
+            {
+                "tokens": {"full": torch.arange(length)},
+                "routed_experts": RoutedExperts(full=torch.full((length, 2, 1), 3, dtype=torch.int8)),
+                "history": History(role=["user"], content=[f"question {length}"], batch_size=[1]),
+                "finish_reason": "stop",
+            }
+        )
+        for length in (3, 5)
+    ]
+    found = unpack(pack(lazy_stack(rows)))
+    assert found.batch_size == (2,)
+    for row, own in zip(found.unbind(0), rows, strict=True):
+        assert torch.equal(row["tokens", "full"], own["tokens", "full"])
+        assert type(row["routed_experts"]) is RoutedExperts
+        assert torch.equal(row["routed_experts", "full"], own["routed_experts", "full"])
+        assert row["history"].content == own["history"].content
+        assert row["finish_reason"] == "stop"
