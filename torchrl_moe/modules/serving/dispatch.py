@@ -21,11 +21,11 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from torchrl_moe._checks import check_number
 from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError, RequestRefusedError, StaleReplicaError
-from torchrl_moe.modules.backends.replica import Completion, Request
+from torchrl_moe.modules.backends.replica import Completion, Replica, Request
 from torchrl_moe.modules.serving.event_loop import EventLoop, wake
 from torchrl_moe.modules.serving.in_flight import ALONE_SECONDS, Call, InFlight, Parked, Suspects, prospect, take_lease
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
@@ -46,7 +46,7 @@ class Submissions:
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
-        self._outgoing: dict[Any, dict[InFlight, Ended]] = {}  # by replica
+        self._outgoing: dict[Replica, dict[InFlight, Ended]] = {}  # by replica
         self._lock = threading.Lock()
         self._back: list[tuple[InFlight, Ended, Future[Completion]]] = []  # other threads add to it
 
@@ -85,7 +85,7 @@ class Submissions:
             loop.call_soon(ended, request, future)
 
 
-def _submit(replica: Any, requests: Sequence[Request]) -> Sequence[Future[Completion]]:
+def _submit(replica: Replica, requests: Sequence[Request]) -> Sequence[Future[Completion]]:
     """Send requests. If that fails, perhaps after some were sent, the error is the outcome of all of them."""
     try:
         futures: Sequence[Future[Completion]] = replica.submit(requests)
@@ -99,7 +99,7 @@ def _submit(replica: Any, requests: Sequence[Request]) -> Sequence[Future[Comple
     return futures
 
 
-def abort_on(replica: Any, request_ids: Sequence[str]) -> None:
+def abort_on(replica: Replica, request_ids: Sequence[str]) -> None:
     """Abort requests on a replica; an error is logged, because the other replicas must be told too."""
     try:
         replica.abort(request_ids)
@@ -531,7 +531,7 @@ class Dispatcher:
 
     def _abort(self, requests: Iterable[InFlight]) -> None:
         """Abort requests wherever they are; running ones with one message per replica."""
-        names: dict[Any, list[str]] = {}
+        names: dict[Replica, list[str]] = {}
         for request in requests:
             request.aborted = True
             if self._withdraw(request):
