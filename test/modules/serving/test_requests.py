@@ -21,8 +21,8 @@ from torchrl_moe.modules.serving.requests import (
     common_fields,
     integers,
     make_request,
-    one_each,
     placements,
+    request_ids_each,
     rows_each,
 )
 
@@ -52,25 +52,26 @@ def test_an_answer_continues_in_one_of_two_ways(word: Any) -> None:
 
 
 def test_names_come_one_for_each_prompt() -> None:
-    assert one_each(None, 3, "session_ids") is None
-    assert one_each("s", 1, "session_ids") == ["s"]
-    assert one_each(("s", "s"), 2, "session_ids") == ["s", "s"]
+    assert request_ids_each(None, 3) is None
+    assert [where.session_id for where in placements(3)] == [None] * 3
+    assert [where.session_id for where in placements(1, session_ids="s")] == ["s"]
+    assert [where.session_id for where in placements(2, session_ids=("s", "s"))] == ["s", "s"]
     with pytest.raises(ValueError, match="group_ids must have one entry per prompt: got 1 for 2 prompts"):
-        one_each("s", 2, "group_ids")
+        placements(2, group_ids="s")
     with pytest.raises(ValueError, match="request_ids must differ from each other"):
-        one_each(["s", "s"], 2, "request_ids")
+        request_ids_each(["s", "s"], 2)
 
 
 @pytest.mark.parametrize(
     "values", [[3, "3", None], [np.int64(3), torch.tensor(3), None], ("3", 3, None)], ids=["ints", "arrays", "tuple"]
 )
 def test_the_number_of_a_group_is_its_name_as_text(values: Any) -> None:
-    assert one_each(values, 3, "group_ids") == ["3", "3", None]
+    assert [where.group_id for where in placements(3, group_ids=values)] == ["3", "3", None]
 
 
 @pytest.mark.parametrize("values", [torch.tensor([3, -4]), np.array([3, -4], np.int8), [3, -4], (3, np.int16(-4))])
 def test_numbers_come_in_whatever_holds_them(values: Any) -> None:
-    assert one_each(values, 2, "group_ids") == ["3", "-4"]
+    assert [where.group_id for where in placements(2, group_ids=values)] == ["3", "-4"]
     assert integers(values, 2, "priority") == [3, -4]
     assert [where.min_version for where in placements(2, min_version=values)] == [3, -4]
 
@@ -121,7 +122,7 @@ def test_a_priority_is_an_int(value: Any) -> None:
 
 def test_a_request_id_is_text() -> None:
     with pytest.raises(TypeError, match=r"request_ids\[1\] must be text, got 3"):
-        one_each(["a", 3], 2, "request_ids")
+        request_ids_each(["a", 3], 2)
 
 
 @pytest.mark.parametrize("name", ["session_ids", "group_ids", "min_version", "request_context"])

@@ -14,12 +14,13 @@ import time
 import warnings
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, cast
 
 from tqdm.auto import tqdm
 
 from torchrl_moe._checks import check_bool
 from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError
+from torchrl_moe.modules.backends.replica import Replica
 from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState
 from torchrl_moe.modules.serving.fleet import CALL_SECONDS
 from torchrl_moe.modules.serving.launch import (
@@ -38,8 +39,11 @@ from torchrl_moe.modules.serving.launch import (
     ray_service,
 )
 from torchrl_moe.modules.serving.replica_table import TableEntry
-from torchrl_moe.modules.serving.requests import check_service, check_timeout
+from torchrl_moe.modules.serving.requests import SamplingParams, check_service, check_timeout
 from torchrl_moe.modules.serving.service import EngineInterface
+
+if TYPE_CHECKING:
+    import vllm
 
 __all__ = ["AsyncVLLM", "SharedService", "make_async_vllm_engine"]
 
@@ -49,6 +53,14 @@ __all__ = ["AsyncVLLM", "SharedService", "make_async_vllm_engine"]
 
 _ENTERING = threading.RLock()
 """Held while a pickled engine connects to its service, on first use."""
+
+
+class _SharedReplica(Replica, Protocol):
+    """A replica that several drivers use."""
+
+    def join(self) -> None: ...
+
+    def disconnect(self) -> None: ...
 
 
 class SharedService(EngineInterface):
@@ -70,7 +82,7 @@ class SharedService(EngineInterface):
 
     def __init__(
         self,
-        engine_args: Mapping[str, Any],
+        engine_args: Mapping[str, object],
         num_replicas: int,
         make_replica: ReplicaFactory,
         service: Any = None,
@@ -99,7 +111,7 @@ class SharedService(EngineInterface):
         name: str,
         *,
         namespace: str | None = None,
-        sampling_params: Any = None,
+        sampling_params: SamplingParams | None = None,
         timeout_seconds: float | None = None,
     ) -> Self:
         """Connect to a named service in the Ray cluster, from any driver; several drivers may use it at once.
@@ -127,7 +139,9 @@ class SharedService(EngineInterface):
         engine._enter(find_service(name, namespace), sampling_params, timeout_seconds)
         return engine
 
-    def _enter(self, service: Any, sampling_params: Any, timeout_seconds: float | None = None) -> None:
+    def _enter(
+        self, service: Any, sampling_params: SamplingParams | None, timeout_seconds: float | None = None
+    ) -> None:
         """Become an engine over the replicas of a running service; nothing is launched."""
         self._is_guest = True
         SharedService.__init__(
@@ -148,7 +162,7 @@ class SharedService(EngineInterface):
     def _join(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         for entry in self.replica_table:
-            entry.replica.join()
+            cast(_SharedReplica, entry.replica).join()
         for entry in self.replica_table:
             try:
                 self._wait(entry, deadline, seconds)
@@ -199,7 +213,7 @@ class SharedService(EngineInterface):
             raise RuntimeError("disconnect: this service ends with its driver: use shutdown(), or launch it by name")
         self._running = False
         self._dispatcher.close("this driver disconnected from the service")
-        self._fleet.end(lambda replica: replica.disconnect())
+        self._fleet.end(lambda replica: cast(_SharedReplica, replica).disconnect())
         self._dispatcher.stop()
 
     def get_master_address(self) -> str:
@@ -210,7 +224,7 @@ class SharedService(EngineInterface):
 
         return own_address()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Pickle as a handle: in another process of the same Ray cluster, it connects to the service on first use.
 
         It keeps the default sampling parameters, and has its own balancer and limits.
@@ -243,7 +257,7 @@ class SharedService(EngineInterface):
         (self.disconnect if self._is_guest else self.shutdown)()
 
 
-def _handle(kind: type[SharedService], *later: Any) -> SharedService:
+def _handle(kind: type[SharedService], *later: object) -> SharedService:
     engine = kind.__new__(kind)
     vars(engine).update(_later=later, _is_guest=True)
     return engine
@@ -290,14 +304,14 @@ class AsyncVLLM(SharedService):
 
     def __init__(
         self,
-        engine_args: Any,
+        engine_args: Mapping[str, object] | vllm.AsyncEngineArgs,
         num_replicas: int = 1,
         actor_class: None = None,
         enable_prefix_caching: bool | None = None,
         *,
         engine: Engine = "vllm",
         backend: Literal["local", "ray"] = "local",
-        sampling_params: Any = None,
+        sampling_params: SamplingParams | None = None,
         verbose: bool = False,
         max_concurrent_requests: int | Literal["auto"] | None = "auto",
         faults: FaultPolicy | None = None,
@@ -381,7 +395,9 @@ class AsyncVLLM(SharedService):
             self._fleet.serve(entry)
 
     @classmethod
-    def launch(cls, engine_args: Any, num_replicas: int = 1, **kwargs: Any) -> Self:
+    def launch(
+        cls, engine_args: Mapping[str, object] | vllm.AsyncEngineArgs, num_replicas: int = 1, **kwargs: Any
+    ) -> Self:
         """Make a service and start it; arguments as in the constructor."""
         return cls(engine_args, num_replicas, **kwargs).start()
 
@@ -397,7 +413,7 @@ class AsyncVLLM(SharedService):
         *,
         engine: Engine = "vllm",
         backend: Literal["local", "ray"] = "local",
-        sampling_params: Any = None,
+        sampling_params: SamplingParams | None = None,
         metrics: bool = True,
         log_folder: str | os.PathLike[str] | None = None,
         name: str | None = None,
@@ -406,7 +422,7 @@ class AsyncVLLM(SharedService):
         max_concurrent_requests: int | Literal["auto"] | None = "auto",
         faults: FaultPolicy | None = None,
         devices: Devices | None = None,
-        **vllm_engine_args: Any,
+        **vllm_engine_args: Mapping[str, object] | vllm.AsyncEngineArgs,
     ) -> Self:
         """Start replicas of a model; the first six parameters are TorchRL's, in its order.
 

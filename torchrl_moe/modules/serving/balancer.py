@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Never, cast
 
 from torchrl_moe._checks import check_number, shown
 from torchrl_moe.errors import NoReplicaError, StaleReplicaError
@@ -24,6 +24,12 @@ from torchrl_moe.modules.serving.strategies import (
     Settings,
     Strategy,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from torchrl_moe.modules.backends.replica import Completion, Replica
+    from torchrl_moe.modules.serving.requests import SamplingParams
 
 __all__ = ["ActorHandle", "Lease", "LoadBalancer"]
 
@@ -103,42 +109,46 @@ class ActorHandle:
     It is not a Ray actor: its methods are called as they are, without ``.remote``.
     """
 
-    engine: Any
+    engine: Any  # an EngineInterface, which is built on this file
     index: int
 
-    def generate(self, prompts: Any = None, sampling_params: Any = None, **kwargs: Any) -> Any:
+    def generate(
+        self, prompts: object = None, sampling_params: SamplingParams | None = None, **kwargs: Any
+    ) -> Completion | list[Completion]:
         """Generate as the engine does; arguments as in :meth:`GenerationService.generate`, without ``actor_index``."""
         return self.engine.generate(prompts, sampling_params, actor_index=self.index, **kwargs)
 
-    def get_tokenizer(self) -> Any:
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer."""
         return self.engine.get_tokenizer()
 
     def get_num_unfinished_requests(self) -> int:
         """Return the number of requests that this driver has in flight there."""
-        return int(self.engine.get_num_unfinished_requests(self.index))
+        count: int = self.engine.get_num_unfinished_requests(self.index)
+        return count
 
     def get_cache_usage(self) -> float:
         """Return the share of KV-cache blocks in use, 0 to 1; NaN if it is dead or starting."""
-        return float(self.engine.get_cache_usage(self.index))
+        share: float = self.engine.get_cache_usage(self.index)
+        return share
 
     def get_world_size(self) -> int:
         """Return the number of its devices: tensor x pipeline x data parallel ranks."""
         info = self.engine.infos[0]
-        return int(info.tensor_parallel_size * info.pipeline_parallel_size * info.data_parallel_size)
+        return info.tensor_parallel_size * info.pipeline_parallel_size * info.data_parallel_size
 
     def ready(self) -> bool:
         """Whether it would accept a request now."""
-        return bool(self.engine.is_running and self.engine.replica_table[self.index].may_take)
+        return self.engine.is_running and self.engine.replica_table[self.index].may_take
 
     def reset_prefix_cache(self) -> bool:
         """Drop cached prefixes; return False if it could not, because requests are running."""
         table = self.engine.replica_table
-        done = bool(table[self.index].replica.reset_prefix_cache(CALL_SECONDS))
+        done = table[self.index].replica.reset_prefix_cache(CALL_SECONDS)
         table.forget_prefixes(self.index)
         return done
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Never:
         if name in INSTEAD:
             raise AttributeError(f"a replica of this engine has no {name}: {INSTEAD[name]}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -180,7 +190,7 @@ class LoadBalancer:
 
     def __init__(
         self,
-        actors: Any,
+        actors: object,
         strategy: str | Strategy | Sequence[str | Strategy] | None = None,
         prefix_length: int | None = None,
         overload_threshold: float = OVERLOAD_THRESHOLD,
@@ -189,9 +199,10 @@ class LoadBalancer:
         rng: random.Random | None = None,
     ) -> None:
         self.async_vllm = _service_of(actors)
-        self.replica_table: ReplicaTable = (
-            ReplicaTable(actors, ReplicaState.SERVING) if self.async_vllm is None else self.async_vllm.replica_table
-        )
+        if self.async_vllm is None:  # over a list nothing is called on its members: they may be anything
+            self.replica_table = ReplicaTable(cast("Sequence[Replica]", actors), ReplicaState.SERVING)
+        else:
+            self.replica_table = self.async_vllm.replica_table
         self.settings = Settings(
             prefix_length=prefix_length, overload_threshold=overload_threshold, clock=clock, rng=rng
         )
@@ -204,7 +215,7 @@ class LoadBalancer:
     # -- TorchRL's names --------------------------------------------------------------------------------------------
 
     @property
-    def actors(self) -> list[Any]:
+    def actors(self) -> list[object]:
         """The replicas: the engine's ``actors``, or what the list held."""
         handles = getattr(self.async_vllm, "actors", None)
         return [entry.replica for entry in self.replica_table] if handles is None else list(handles)
@@ -233,10 +244,10 @@ class LoadBalancer:
 
     def acquire(
         self,
-        prompt: Any = None,
+        prompt: Sized | None = None,
         session_id: str | None = None,
         min_version: int | None = None,
-        request_context: Mapping[str, Any] | None = None,
+        request_context: Mapping[str, object] | None = None,
         group_id: str | None = None,
     ) -> Lease:
         """Choose a replica and count a request on it. Never waits.
@@ -263,7 +274,7 @@ class LoadBalancer:
         self,
         index: int,
         min_version: int | None = None,
-        prompt: Any = None,
+        prompt: Sized | None = None,
         session_id: str | None = None,
         group_id: str | None = None,
         *,
@@ -297,7 +308,7 @@ class LoadBalancer:
                 )
             return self._lease(entry, RoutingContext(prompt=prompt, session_id=session_id), group_id)
 
-    def select_actor(self, prompt: Any = None, request_context: Mapping[str, Any] | None = None) -> int:
+    def select_actor(self, prompt: Sized | None = None, request_context: Mapping[str, object] | None = None) -> int:
         """Return the replica that takes a request, as TorchRL's balancer does; the request is not counted."""
         context = RoutingContext(prompt=prompt, request_context=request_context or {})
         with self.replica_table.lock:
@@ -372,7 +383,7 @@ class LoadBalancer:
         with self.replica_table.lock:  # times must be noted in their order
             self.replica_table.observe(index, self._clock(), pending_requests, cache_usage)
 
-    def get_stats(self) -> dict[str, Any]:
+    def get_stats(self) -> dict[str, object]:
         """Return the balancer's own stats, under TorchRL's names where it has them; sends nothing to replicas.
 
         ``cache_usage`` is the last value that the replica sent or :meth:`observe` was given, or ``None``.
@@ -403,14 +414,14 @@ class LoadBalancer:
         return f"LoadBalancer({' > '.join(self.strategies)}, {self.replica_table!r})"
 
 
-def _check_wishes(min_version: Any, session_id: Any, group_id: Any) -> None:
+def _check_wishes(min_version: object, session_id: object, group_id: object) -> None:
     check_number("min_version", min_version, whole=True, none=True)
     for name, value in (("session_id", session_id), ("group_id", group_id)):
         if value is not None and not isinstance(value, str):
             raise ValueError(f"{name} must be text, or None, got {shown(value)}.")
 
 
-def _service_of(actors: Any) -> Any:
+def _service_of(actors: object) -> Any:
     """Return the service, or that of its actors; ``None`` for a list of replicas without one."""
     if hasattr(actors, "replica_table"):
         return actors

@@ -12,9 +12,12 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torchrl_moe._checks import check_bool, check_number
+
+if TYPE_CHECKING:
+    from torchrl_moe.modules.backends.replica import Replica, ReplicaStats
 
 __all__ = [
     "GONE",
@@ -315,7 +318,7 @@ class TableEntry:
     """One line of the replica table. Read it anywhere; only the table changes it, since others track its changes."""
 
     index: int
-    replica: Any
+    replica: Replica
     state: ReplicaState = ReplicaState.STARTING
     version: int = 0
     inflight: int = 0  # requests sent from here that have not ended
@@ -325,7 +328,7 @@ class TableEntry:
     change: int = 0  # the last change of the table that was one of this replica
     cache: int = -1  # a unique number; a new one whenever the replica loses its cached prefixes
     usage: CacheUsage | None = None
-    stats: Any = None  # the last that the replica sent by itself and the replica table read
+    stats: ReplicaStats | None = None  # the last that the replica sent by itself and the replica table read
     breaker: Breaker = field(default_factory=lambda: Breaker(FaultPolicy()))
     recovery: Recovery = Recovery.NOBODY
     restarts: int = 0

@@ -21,7 +21,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
 
 from torchrl_moe._checks import check_number
 from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError, RequestRefusedError, StaleReplicaError
@@ -44,7 +43,7 @@ class Submissions:
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
-        self._outgoing: dict[Any, dict[InFlight, asyncio.Future[Completion]]] = {}  # by replica
+        self._outgoing: dict[Replica, dict[InFlight, asyncio.Future[Completion]]] = {}  # by replica
         self._lock = threading.Lock()
         self._back: list[tuple[asyncio.Future[Completion], Future[Completion]]] = []  # other threads add to it
 

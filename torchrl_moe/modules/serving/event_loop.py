@@ -10,12 +10,13 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
-from typing import Any, TypeVar
+from typing import TypeVar, TypeVarTuple
 
 __all__ = ["EventLoop", "wake"]
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 HEALTH_SECONDS = 1.0
 
 
@@ -29,7 +30,7 @@ class EventLoop:
         self._state = _State()
         self._end = weakref.finalize(self, self._state.stop)
 
-    def call(self, function: Callable[..., object], *arguments: Any) -> bool:
+    def call(self, function: Callable[[*Arguments], object], *arguments: *Arguments) -> bool:
         """Schedule a call in the loop, from any thread; return False if it will never run.
 
         It was stopped then, or belongs to a process that this one was forked from.
@@ -57,7 +58,7 @@ class EventLoop:
         """Whether the caller is in the loop's thread."""
         return self._thread is threading.current_thread()
 
-    def run(self, function: Callable[..., T], *arguments: Any, patience: float) -> T:
+    def run(self, function: Callable[[*Arguments], T], *arguments: *Arguments, patience: float) -> T:
         """Return a function's result, run in the loop; not from the loop's own thread, which would wait for itself."""
         future: Future[T] = Future()
 
@@ -81,7 +82,7 @@ class EventLoop:
                 raise RuntimeError(f"the thread {self._name!r} has ended, and nothing will answer this call")
         return future.result()
 
-    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, coroutine: Coroutine[object, object, None]) -> None:
         """Run a coroutine in the loop, from any thread; it is cancelled when the loop stops."""
         if not self.call(self._state.spawn, coroutine):
             coroutine.close()
@@ -109,7 +110,7 @@ class _State:
         self.has_thread = False
         self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself does not keep them alive
 
-    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, coroutine: Coroutine[object, object, None]) -> None:
         task = self.loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

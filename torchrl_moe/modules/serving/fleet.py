@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules.backends.replica import PauseMode, Replica, ReplicaInfo
@@ -74,7 +74,7 @@ class Fleet:
         """Why the supervisor's last check failed; ``None`` if it succeeded."""
         return self._supervisor.error
 
-    def end(self, end_one: Callable[[Any], object] = lambda replica: replica.shutdown()) -> None:
+    def end(self, end_one: Callable[[Replica], object] = lambda replica: replica.shutdown()) -> None:
         """End every replica, at the same time. Idempotent."""
         self._supervisor.stop()
         for entry in self.table:
@@ -295,7 +295,7 @@ def _check_mode(mode: str) -> None:
         raise ValueError(f"mode must be 'keep', 'wait' or 'abort', got {mode!r}")
 
 
-def _reason_of_death(replica: Any) -> str | None:
+def _reason_of_death(replica: Replica) -> str | None:
     """Return why a replica died; ``None`` if it gave no reason within a second."""
     deadline = time.monotonic() + WORDS_SECONDS
     while replica.death is None and time.monotonic() < deadline:

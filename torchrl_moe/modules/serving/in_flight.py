@@ -23,10 +23,9 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torchrl_moe.errors import EngineError, GenerationTimeout, NoReplicaError, ReplicaDiedError, StaleReplicaError
-from torchrl_moe.modules.backends.replica import Completion, Request, nothing_yet
+from torchrl_moe.modules.backends.replica import Completion, Replica, Request, nothing_yet
 from torchrl_moe.modules.serving.balancer import Lease, LoadBalancer
 from torchrl_moe.modules.serving.candidates import GONE, Recovery, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
@@ -414,7 +413,7 @@ class Suspects:
 
     def __init__(self, table: ReplicaTable) -> None:
         self._table = table
-        self._sent: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # replica -> requests so far
+        self._sent: weakref.WeakKeyDictionary[Replica, int] = weakref.WeakKeyDictionary()  # replica -> requests so far
         self._waiting: list[InFlight] = []
         self._place: TableEntry | None = None  # that takes no others
         self._joined: list[InFlight] = []  # that were tried there before, and may still run
@@ -430,7 +429,7 @@ class Suspects:
         request.met_dead = request.lease.replica.death is not None
         self._sent[request.lease.replica] = request.number = self._sent.get(request.lease.replica, 0) + 1
 
-    def add(self, request: InFlight, replica: Any) -> bool:
+    def add(self, request: InFlight, replica: Replica) -> bool:
         """Take in a request whose replica died; return false if it need not be alone yet."""
         if request.deaths == 1 and request.number <= self._sent.get(replica, 0) - LAST_SENT:
             return False

@@ -193,7 +193,7 @@ class EngineArguments(dict[str, Any]):
 
 def pretrained_arguments(
     model: str, num_devices: int | None, compiles: bool, fp32_output: bool, given: Mapping[str, Any]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the engine arguments for TorchRL's names."""
     for name, value in {"num_devices": num_devices, **{name: given.get(name) for name in PARALLEL_SIZES}}.items():
         check_number(name, value, 1, MOST_REPLICAS, whole=True, none=True)
@@ -214,7 +214,7 @@ def pretrained_arguments(
     return {"model": _checked(model), "tensor_parallel_size": size or 1, **arguments}
 
 
-def _with_fp32_head(overrides: Any) -> dict[str, Any]:
+def _with_fp32_head(overrides: object) -> dict[str, object]:
     """Return ``hf_overrides`` by which vLLM computes the last layer in float32."""
     if overrides is not None and not isinstance(overrides, Mapping):
         raise ValueError("enable_fp32_output needs hf_overrides to be a mapping: have yours set head_dtype='float32'")
@@ -249,7 +249,7 @@ def check_backend(
         )
 
 
-def check_log_folder(folder: Any) -> None:
+def check_log_folder(folder: object) -> None:
     """Refuse what is no path."""
     if not isinstance(folder, str | os.PathLike | None):
         raise ValueError(f"log_folder must be a path, or None, got {shown(folder)}.")
@@ -294,7 +294,7 @@ def _checked(path: str) -> str:
 
 def local_factory(
     kind: EngineKind,
-    arguments: Mapping[str, Any],
+    arguments: Mapping[str, object],
     num_replicas: int,
     verbose: bool,
     log_folder: str | os.PathLike[str] | None = None,
@@ -316,7 +316,7 @@ def local_factory(
 
 def ray_service(
     kind: EngineKind,
-    arguments: Mapping[str, Any],
+    arguments: Mapping[str, object],
     num_replicas: int,
     *,
     name: str | None,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from torchrl_moe._checks import check_bool, check_number, shown
 from torchrl_moe.data import RoutingLayout
@@ -32,6 +32,11 @@ from torchrl_moe.modules.serving.stats import (
 )
 from torchrl_moe.render.tables import data_frame
 
+if TYPE_CHECKING:
+    import pandas as pd
+    from prometheus_client import CollectorRegistry
+    from torch import Tensor, nn
+
 __all__ = ["ReplicaService"]
 
 STATS_SECONDS = 5.0
@@ -41,8 +46,10 @@ MOST_THREADS = 32
 MOST_SECONDS = 10_000_000  # a third of a year; clocks and locks take little more
 MOST_ADDED = 1024  # at a time
 
+Weights: TypeAlias = "nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]"
 
-def _check_timeout(seconds: Any, none: bool = False) -> None:
+
+def _check_timeout(seconds: object, none: bool = False) -> None:
     check_number("timeout_seconds", seconds, 0, MOST_SECONDS, none=none)
 
 
@@ -77,7 +84,7 @@ class ReplicaService:
         self.metrics = Metrics(metrics)
         self._totals = Totals(self.replica_table)
         self._running = False
-        self._update: Callable[[Any], Any] | None = None
+        self._update: Callable[[Weights], Any] | None = None
 
     # -- life -------------------------------------------------------------------------------------------------------
 
@@ -249,15 +256,19 @@ class ReplicaService:
         return seed + self.num_replicas
 
     def collective_rpc(
-        self, method: str, timeout: float | None = None, args: Any = (), kwargs: Any = None
-    ) -> list[Any]:
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> list[list[Any]]:
         """Call a method of every vLLM worker of every replica; one list of results per replica. Plain data only."""
         self._check_running("collective_rpc")
         seconds = CALL_SECONDS if timeout is None else timeout
         return self._fleet.on_all(lambda replica: replica.collective_rpc(method, args, kwargs, seconds))
 
     def register_weight_sync(
-        self, bring: Callable[[int], None] | None, update: Callable[[Any], Any] | None = None
+        self, bring: Callable[[int], None] | None, update: Callable[[Weights], Any] | None = None
     ) -> None:
         """Register the functions that load weights here, replacing earlier ones.
 
@@ -273,7 +284,7 @@ class ReplicaService:
         """The ``bring`` that was registered last."""
         return self._fleet.bring
 
-    def update_weights(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Any:
+    def update_weights(self, weights: Weights) -> Any:
         """Update all replicas to these weights, with the sender that has this engine. TorchRL's name.
 
         Args:
@@ -298,7 +309,7 @@ class ReplicaService:
             return None
         return self._check_sender("update_weights")(given)
 
-    def _check_sender(self, what: str) -> Callable[[Any], Any]:
+    def _check_sender(self, what: str) -> Callable[[Weights], Any]:
         """Return the function that a sender registered to load weights."""
         if self._update is None:
             raise RuntimeError(
@@ -333,7 +344,7 @@ class ReplicaService:
             return _cache_usage(self.replica_table[actor_index])
         return [_cache_usage(entry) for entry in self.replica_table]
 
-    def stats(self, timeout_seconds: float = STATS_SECONDS) -> list[dict[str, Any]]:
+    def stats(self, timeout_seconds: float = STATS_SECONDS) -> list[dict[str, object]]:
         """Return one flat dictionary per replica: state, version, and its engine's current stats.
 
         All are queried at the same time. One that does not answer shows the stats that it sent last; a dead one shows
@@ -349,7 +360,7 @@ class ReplicaService:
             rows = [replica_row(entry, own) for entry, own in zip(entries, stats, strict=True)]
         return [{**row, "supervisor_error": self._fleet.supervisor_error} for row in rows]
 
-    def to_pandas(self) -> Any:
+    def to_pandas(self) -> pd.DataFrame:
         """Return :meth:`stats` as a pandas ``DataFrame``."""
         return data_frame(self.stats())
 
@@ -362,7 +373,7 @@ class ReplicaService:
         self._check_running("prometheus")
         return prometheus_text(self._collector())
 
-    def register_prometheus(self, registry: Any) -> Any:
+    def register_prometheus(self, registry: CollectorRegistry) -> ServiceCollector:
         """Add this service to a ``prometheus_client`` registry; return the collector, to unregister it.
 
         Raises:

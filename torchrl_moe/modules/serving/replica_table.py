@@ -9,7 +9,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torchrl_moe.modules.serving.candidates import (
     Breaker,
@@ -24,6 +24,9 @@ from torchrl_moe.modules.serving.candidates import (
     check_transition,
 )
 
+if TYPE_CHECKING:
+    from torchrl_moe.modules.backends.replica import Replica
+
 __all__ = ["ReplicaTable", "TableEntry"]
 
 LOG = logging.getLogger(__name__)
@@ -37,7 +40,7 @@ class ReplicaTable:
 
     def __init__(
         self,
-        replicas: Sequence[Any],
+        replicas: Sequence[Replica],
         state: ReplicaState = ReplicaState.STARTING,
         faults: FaultPolicy | None = None,
     ) -> None:
@@ -58,7 +61,7 @@ class ReplicaTable:
         self._views: dict[tuple[int, int] | None, Candidates] = {}
         self.reports: deque[tuple[float, int]] = deque()  # when, which replica; of reports of load
 
-    def _append(self, replicas: Sequence[Any], state: ReplicaState) -> list[TableEntry]:
+    def _append(self, replicas: Sequence[Replica], state: ReplicaState) -> list[TableEntry]:
         new = [
             TableEntry(index, replica, state, cache=next(self._caches), breaker=Breaker(self._faults))
             for index, replica in enumerate(replicas, len(self._entries))
@@ -85,7 +88,7 @@ class ReplicaTable:
         """The index of the next added replica; no index is used twice."""
         return len(self._entries)
 
-    def add(self, replicas: Sequence[Any]) -> list[TableEntry]:
+    def add(self, replicas: Sequence[Replica]) -> list[TableEntry]:
         """List more replicas, which are STARTING."""
         with self.lock:
             new = self._append(replicas, ReplicaState.STARTING)
@@ -178,7 +181,7 @@ class ReplicaTable:
         entry.cache = next(self._caches)
         self._forget_views()
 
-    def mark_dead(self, index: int, error: str | None = None, replica: Any = None) -> None:
+    def mark_dead(self, index: int, error: str | None = None, replica: Replica | None = None) -> None:
         """Mark a replica as dead; several callers may detect the same death."""
         with self.lock:
             entry = self[index]
@@ -207,7 +210,7 @@ class ReplicaTable:
                     entry.version,
                 )
 
-    def replace(self, index: int, replica: Any) -> bool:
+    def replace(self, index: int, replica: Replica) -> bool:
         """Replace a replica that died or is quarantined by a new one, with the checkpoint's weights."""
         with self.lock:
             entry = self[index]

@@ -7,7 +7,19 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar, get_args
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    NoReturn,
+    Required,
+    SupportsIndex,
+    TypeAlias,
+    TypedDict,
+    TypeGuard,
+    TypeVar,
+    Unpack,
+    get_args,
+)
 
 import numpy as np
 import torch
@@ -22,6 +34,11 @@ from torchrl_moe.modules.backends.request_routes import rows_of_answer
 from torchrl_moe.modules.backends.sampling_fields import check_answers, check_fields, check_object, check_text
 from torchrl_moe.modules.serving.candidates import FaultPolicy
 
+if TYPE_CHECKING:
+    import vllm
+    from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import StructuredOutputsParams
+
 __all__ = [
     "ONE_TOKEN",
     "Placement",
@@ -35,8 +52,8 @@ __all__ = [
     "integers",
     "make_request",
     "normalise_prompts",
-    "one_each",
     "placements",
+    "request_ids_each",
     "request_to_resume",
     "rows_each",
     "scores_of",
@@ -52,6 +69,9 @@ __all__ = [
 
 
 Prompt = str | NDArray[np.int32] | Completion
+SamplingParams: TypeAlias = "Mapping[str, object] | vllm.SamplingParams"
+LoRA: TypeAlias = "Mapping[str, object] | LoRARequest"
+GuidedOptions: TypeAlias = "Mapping[str, object] | StructuredOutputsParams"
 FINISH_REASONS = ("abort", "length", "stop", "repetition")  # vLLM's
 LARGEST_ID = int(np.iinfo(np.int32).max)
 
@@ -64,7 +84,7 @@ class PromptBatch:
     single: bool
 
 
-def normalise_prompts(prompts: Any = None, prompt_token_ids: Any = None, resume: Any = None) -> PromptBatch:
+def normalise_prompts(prompts: object = None, prompt_token_ids: object = None, resume: object = None) -> PromptBatch:
     """Bring the three ways of passing prompts to one form. A list of ints is one prompt.
 
     >>> normalise_prompts("hi").single, normalise_prompts([1, 2]).single, normalise_prompts([[1, 2]]).single
@@ -81,7 +101,7 @@ def normalise_prompts(prompts: Any = None, prompt_token_ids: Any = None, resume:
         return _completions(resume)
     if _is_one(source):
         return PromptBatch([_prompt(source, name)], single=True)
-    if not isinstance(source, Sequence) and getattr(source, "ndim", 0) < 1:
+    if not _is_list(source):
         raise TypeError(f"{name} must be text, token ids or a list of them, got {type(source).__name__}")
     items = list(source)
     if not items:
@@ -89,11 +109,12 @@ def normalise_prompts(prompts: Any = None, prompt_token_ids: Any = None, resume:
     return PromptBatch([_prompt(item, f"{name}[{i}]") for i, item in enumerate(items)], single=False)
 
 
-def _completions(resume: Any) -> PromptBatch:
+def _completions(resume: object) -> PromptBatch:
     single = isinstance(resume, Completion)
-    items = [resume] if single else list(resume) if isinstance(resume, list | tuple) else None
-    if items is None or not all(isinstance(item, Completion) for item in items):
-        kinds = type(resume).__name__ if items is None else f"a list with {_first_other(items)}"
+    given = [resume] if single else list(resume) if isinstance(resume, list | tuple) else None
+    items = [item for item in given or () if isinstance(item, Completion)]
+    if given is None or len(items) < len(given):
+        kinds = type(resume).__name__ if given is None else f"a list with {_first_other(given)}"
         raise TypeError(f"resume must be a Completion or a list of them, such as an error's .partial, got {kinds}")
     if not items:
         raise ValueError("resume cannot be empty: the error that it is from did not end a generate")
@@ -110,14 +131,14 @@ def _completions(resume: Any) -> PromptBatch:
                     f"resume[{i}], answer {output.index}: finish_reason must be one of {', '.join(FINISH_REASONS)}, "
                     f"got {output.finish_reason!r}"
                 )
-    return PromptBatch(items, single)
+    return PromptBatch(list(items), single)
 
 
-def _first_other(items: list[Any]) -> str:
+def _first_other(items: list[object]) -> str:
     return next(f"{type(item).__name__} at {i}" for i, item in enumerate(items) if not isinstance(item, Completion))
 
 
-def _is_one(source: Any) -> bool:
+def _is_one(source: object) -> bool:
     if isinstance(source, str | Mapping):
         return True
     if hasattr(source, "ndim"):
@@ -125,7 +146,7 @@ def _is_one(source: Any) -> bool:
     return isinstance(source, Sequence) and len(source) > 0 and isinstance(source[0], int | np.integer)
 
 
-def _prompt(item: Any, name: str) -> Prompt:
+def _prompt(item: object, name: str) -> Prompt:
     if isinstance(item, list):  # the usual case, and the slowest to test for other types
         return _ids(item, name)
     if isinstance(item, Mapping):
@@ -140,12 +161,16 @@ def _prompt(item: Any, name: str) -> Prompt:
             raise TypeError(f"{name} must be token ids, got {shown(item)}: pass text as prompts")
         check_text(name, item)
         return item
-    if not hasattr(item, "ndim") and not isinstance(item, Sequence):
+    if not _has_items(item):
         raise TypeError(f"{name} must be text or token ids, got {type(item).__name__}")
     return _ids(item, name)
 
 
-def _ids(item: Any, name: str) -> NDArray[np.int32]:
+def _has_items(item: object) -> TypeGuard[Sequence[object]]:
+    return hasattr(item, "ndim") or isinstance(item, Sequence)
+
+
+def _ids(item: Sequence[object] | NDArray[np.integer[Any]], name: str) -> NDArray[np.int32]:
     if not hasattr(item, "ndim") and not {bool, np.bool_}.isdisjoint(map(type, item)):  # numpy takes True for 1
         at, bad = next((i, one) for i, one in enumerate(item) if isinstance(one, bool | np.bool_))
         raise TypeError(f"{name} must be a flat list of integer token ids, got {bad} at {at}")
@@ -162,7 +187,7 @@ def _ids(item: Any, name: str) -> NDArray[np.int32]:
     return ids.astype(np.int32)
 
 
-def _array(item: Any, name: str) -> NDArray[Any]:
+def _array(item: object, name: str) -> NDArray[np.generic]:
     try:
         return np.asarray(item.cpu() if isinstance(item, torch.Tensor) else item)
     except (TypeError, ValueError) as error:  # a dtype unknown to numpy, or rows of different lengths
@@ -174,7 +199,26 @@ def _array(item: Any, name: str) -> NDArray[Any]:
 # Letters: P prompt tokens, G tokens so far, L decoder layers, K experts per token.
 
 
-def request_to_resume(completion: Completion, **fields: Any) -> Request:
+class CommonFields(TypedDict):
+    """The fields that all requests of a call share."""
+
+    sampling_params: SamplingParams
+    lora_request: LoRA | None
+    guided_options: GuidedOptions | None
+    return_routed_experts: bool
+    on_resume: OnResume | None
+
+
+class RequestFields(CommonFields, total=False):
+    """Those of one request, without its prompt."""
+
+    request_id: Required[str]
+    priority: int
+    routed_experts: NDArray[np.integer[Any]] | None
+    scoring: Scoring | None
+
+
+def request_to_resume(completion: Completion, **fields: Unpack[RequestFields]) -> Request:
     """Return the request that finishes a completion; one without tokens starts from its prompt."""
     ids = completion.prompt_token_ids.astype(np.int32)
     if not completion.aborted or any(len(output.token_ids) for output in completion.outputs):
@@ -249,23 +293,21 @@ class Placement:
     session_id: str | None = None
     min_version: int | None = None
     group_id: str | None = None
-    request_context: Mapping[str, Any] | None = None
+    request_context: Mapping[str, object] | None = None
 
 
 def placements(
     count: int,
     *,
     actor_index: int | None = None,
-    session_ids: Any = None,
-    min_version: Any = None,
-    group_ids: Any = None,
-    request_context: Any = None,
+    session_ids: object = None,
+    min_version: object = None,
+    group_ids: object = None,
+    request_context: object = None,
 ) -> list[Placement]:
     """Return the placement of each request of a call."""
     check_number("actor_index", actor_index, whole=True, none=True)
-    nobody = [None] * count
-    sessions = one_each(session_ids, count, "session_ids") or nobody
-    groups = one_each(group_ids, count, "group_ids") or nobody
+    sessions, groups = _names_each(session_ids, count, "session_ids"), _names_each(group_ids, count, "group_ids")
     versions = _for_each(min_version, count, "min_version", lambda one, name: None if one is None else _int(one, name))
     contexts = _for_each(request_context, count, "request_context", _mapping)
     return [
@@ -279,13 +321,13 @@ def placements(
 def common_fields(
     count: int,
     longest: int | None,
-    sampling_params: Any,
-    lora_request: Any,
-    prompt_adapter_request: Any,
-    guided_options: Any,
+    sampling_params: SamplingParams,
+    lora_request: LoRA | None,
+    prompt_adapter_request: None,
+    guided_options: GuidedOptions | None,
     return_routed_experts: bool,
     on_resume: OnResume | None,
-) -> dict[str, Any]:
+) -> CommonFields:
     """Return the fields that all ``count`` requests of a call share; ``longest`` is the engine's ``max_model_len``."""
     check_fields(sampling_params, longest)
     check_answers(sampling_params, count)
@@ -305,7 +347,7 @@ def common_fields(
     }
 
 
-def make_request(prompt: Prompt, **fields: Any) -> Request:
+def make_request(prompt: Prompt, **fields: Unpack[RequestFields]) -> Request:
     """Return the request of one prompt: text, token ids, or a completion to resume."""
     if isinstance(prompt, Completion):
         return request_to_resume(prompt, **fields)
@@ -314,20 +356,20 @@ def make_request(prompt: Prompt, **fields: Any) -> Request:
     return Request(prompt_token_ids=prompt, **fields)
 
 
-def rows_each(values: Any, batch: PromptBatch) -> list[NDArray[Any] | None]:
+def rows_each(values: object, batch: PromptBatch) -> list[NDArray[np.integer[Any]] | None]:
     """Return the routes that each prompt must follow: the array for one prompt, a list for several."""
     count = len(batch.prompts)
     if values is None:
         return [None] * count
-    if not batch.single and not _is_list(values):
+    given = [values] if batch.single else list(values) if _is_list(values) else None
+    if given is None:
         raise TypeError(f"routed_experts must be a list with an entry per prompt, got {type(values).__name__}")
-    given = [values] if batch.single else list(values)
     if len(given) != count:
         raise ValueError(f"routed_experts must have one entry per prompt: got {len(given)} for {count} prompts")
     return [None if one is None else _rows(one, i) for i, one in enumerate(given)]
 
 
-def _rows(value: Any, position: int) -> NDArray[Any]:
+def _rows(value: object, position: int) -> NDArray[np.integer[Any]]:
     full = getattr(value, "full", value)
     try:
         rows = np.asarray(full.detach().cpu() if hasattr(full, "detach") else full)
@@ -343,19 +385,27 @@ def _rows(value: Any, position: int) -> NDArray[Any]:
     return rows.astype(rows.dtype.newbyteorder("="), copy=False)
 
 
-def one_each(values: Any, count: int, name: str) -> list[Any] | None:
-    """Return one name per prompt, or ``None`` for no names. Session and group numbers become text."""
+def _names_each(values: object, count: int, name: str) -> list[str | None]:
+    """Return the session or group of each prompt, as text."""
+    return [None] * count if values is None else _for_each(_listed(values), count, name, _name)
+
+
+def request_ids_each(values: object, count: int) -> list[str] | None:
+    """Return the id of each request as the caller named it; ``None`` if it did not."""
     if values is None:
         return None
-    are_ids = name == "request_ids"
-    single = isinstance(values, str) or not _is_list(values)
-    listed = _for_each([values] if single else values, count, name, _request_id if are_ids else _name)
-    if are_ids and len(set(listed)) != count:
+    ids = _for_each(_listed(values), count, "request_ids", _request_id)
+    if len(set(ids)) != count:
         raise ValueError("request_ids must differ from each other: an abort names a request by its id")
-    return listed
+    return ids
 
 
-def integers(value: Any, count: int, name: str) -> list[int]:
+def _listed(values: object) -> Sequence[object]:
+    """Return the names as a list: one name stands for one prompt, never for all."""
+    return values if _is_list(values) else [values]
+
+
+def integers(value: object, count: int, name: str) -> list[int]:
     """Return one int of at most 31 bits per prompt: the same for all, or those of a list, array or tensor."""
     found = _for_each(value, count, name, _int)
     for one in found:
@@ -363,13 +413,13 @@ def integers(value: Any, count: int, name: str) -> list[int]:
     return found
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> TypeGuard[Sequence[object]]:
     if isinstance(value, str | bytes | Mapping):
         return False
     return isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
 
 
-def _for_each(value: Any, count: int, name: str, check: Callable[[Any, str], T]) -> list[T]:
+def _for_each(value: object, count: int, name: str, check: Callable[[object, str], T]) -> list[T]:
     """Return a checked value per prompt: the one for all, or those of a list."""
     if not _is_list(value):
         return [check(value, name)] * count
@@ -379,31 +429,31 @@ def _for_each(value: Any, count: int, name: str, check: Callable[[Any, str], T])
     return [check(one, f"{name}[{i}]") for i, one in enumerate(listed)]
 
 
-def _int(value: Any, name: str, kind: str = "an int") -> int:
-    if not isinstance(value, bool):
-        with contextlib.suppress(TypeError):
+def _int(value: object, name: str, kind: str = "an int") -> int:
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+        with contextlib.suppress(TypeError):  # an array of several numbers
             return operator.index(value)
     raise TypeError(f"{name} must be {kind}, got {shown(value)}")
 
 
-def _name(value: Any, name: str) -> str | None:
+def _name(value: object, name: str) -> str | None:
     return value if value is None or isinstance(value, str) else str(_int(value, name, "text, an int or None"))
 
 
-def _request_id(value: Any, name: str) -> str:
+def _request_id(value: object, name: str) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} must be text, got {shown(value)}")
     check_text(name, value)
     return value
 
 
-def _mapping(value: Any, name: str) -> Mapping[str, Any] | None:
+def _mapping(value: object, name: str) -> Mapping[str, object] | None:
     if value is not None and not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a mapping or None, got {value!r}")
     return value
 
 
-def check_service(sampling_params: Any, metrics: Any, max_concurrent_requests: Any, faults: Any) -> None:
+def check_service(sampling_params: object, metrics: object, max_concurrent_requests: object, faults: object) -> None:
     """Raise ``ValueError`` for a setting of a service that is none, before anything is started for it."""
     check_fields(sampling_params)
     check_bool("metrics", metrics)
@@ -433,7 +483,7 @@ class SamplingParameters(Mapping[str, Any]):
 
     __slots__ = ("_given",)
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
+    def __init__(self, given: Mapping[str, object]) -> None:
         object.__setattr__(self, "_given", dict(given))
 
     def __getitem__(self, name: str) -> Any:
@@ -454,13 +504,13 @@ class SamplingParameters(Mapping[str, Any]):
 
         return default_of(name)
 
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
+    def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(
             f"sampling_params.{name} = {value!r} would change nothing: pass {name}= to a call, or generate_kwargs= to "
             "get_new_version"
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self._given,)
 
     def __repr__(self) -> str:
@@ -478,7 +528,7 @@ ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
 """Sampling of the extra token, which is dropped: vLLM generates at least one token per prompt."""
 
 
-def scorings(batch: PromptBatch, temperature: Any, kept: Any) -> list[Scoring]:
+def scorings(batch: PromptBatch, temperature: object, kept: object) -> list[Scoring]:
     """Return how each sequence is scored."""
     count = len(batch.prompts)
     sequences = [prompt for prompt in batch.prompts if isinstance(prompt, np.ndarray)]
@@ -488,19 +538,22 @@ def scorings(batch: PromptBatch, temperature: Any, kept: Any) -> list[Scoring]:
     if values.ndim > 1:
         raise ValueError(f"temperature must be a number, or one per sequence, got shape {list(values.shape)}")
     temperatures = [float(values)] * count if values.ndim == 0 else values.tolist()
-    if not batch.single and kept is not None and not isinstance(kept, list | tuple):
+    if kept is None or batch.single:
+        masks = [kept] * count
+    elif isinstance(kept, list | tuple):
+        masks = list(kept)
+    else:
         raise ValueError(f"kept must be a list with KeptTokens or None for each sequence, got {shown(kept)}")
-    words = [None] * count if kept is None else [kept] if batch.single else list(kept)
-    for name, given in (("temperature", temperatures), ("kept", words)):
+    for name, given in (("temperature", temperatures), ("kept", masks)):
         if len(given) != count:
             raise ValueError(f"{name} must have one entry per sequence: got {len(given)} for {count} sequences")
     return [
         Scoring(temperature=value, kept=_scored_ids(one, len(ids), i))
-        for i, (ids, value, one) in enumerate(zip(sequences, temperatures, words, strict=True))
+        for i, (ids, value, one) in enumerate(zip(sequences, temperatures, masks, strict=True))
     ]
 
 
-def _numbers(temperature: Any) -> NDArray[np.float64]:
+def _numbers(temperature: object) -> NDArray[np.float64]:
     """Return a temperature, or one per sequence, as an array."""
     listed = temperature.tolist() if hasattr(temperature, "tolist") else temperature
     for one in listed if isinstance(listed, list | tuple) else [listed]:
@@ -510,7 +563,7 @@ def _numbers(temperature: Any) -> NDArray[np.float64]:
     return np.asarray(listed, np.float64)
 
 
-def _scored_ids(kept: Any, tokens: int, position: int) -> KeptIds | None:
+def _scored_ids(kept: object, tokens: int, position: int) -> KeptIds | None:
     if kept is None:
         return None
     if not isinstance(kept, KeptTokens) or kept.batch_dims:

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -32,7 +32,10 @@ from torchrl_moe.modules.serving.in_flight import Call
 from torchrl_moe.modules.serving.replica_service import ReplicaService
 from torchrl_moe.modules.serving.requests import (
     ONE_TOKEN,
+    GuidedOptions,
+    LoRA,
     Placement,
+    SamplingParams,
     check_resume,
     check_service,
     check_timeout,
@@ -40,14 +43,17 @@ from torchrl_moe.modules.serving.requests import (
     integers,
     make_request,
     normalise_prompts,
-    one_each,
     placements,
+    request_ids_each,
     rows_each,
     scores_of,
     scorings,
     whole,
 )
 from torchrl_moe.modules.serving.strategies import Strategy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["EngineInterface", "GenerationService", "Progress"]
 
@@ -105,7 +111,7 @@ class GenerationService(ReplicaService):
     def __init__(
         self,
         replicas: Sequence[Replica],
-        sampling_params: Any = None,
+        sampling_params: SamplingParams | None = None,
         *,
         metrics: bool = True,
         max_concurrent_requests: int | Literal["auto"] | None = "auto",
@@ -127,7 +133,7 @@ class GenerationService(ReplicaService):
             partial(self.metrics.count, "retried"),
             self._loop,
         )
-        self._tokenizer: Any = None
+        self._tokenizer: PreTrainedTokenizerBase | None = None
         self._ids = itertools.count()
         self._id_prefix = uuid.uuid4().hex[:8]
 
@@ -135,15 +141,15 @@ class GenerationService(ReplicaService):
 
     def generate(
         self,
-        prompts: Any = None,
-        sampling_params: Any = None,
+        prompts: object = None,
+        sampling_params: SamplingParams | None = None,
         *,
-        prompt_token_ids: Any = None,
+        prompt_token_ids: object = None,
         resume: Completion | Sequence[Completion] | None = None,
         use_tqdm: bool = True,
-        lora_request: Any = None,
-        prompt_adapter_request: Any = None,
-        guided_options_request: Any = None,
+        lora_request: LoRA | None = None,
+        prompt_adapter_request: None = None,
+        guided_options_request: GuidedOptions | None = None,
         timeout_seconds: float | None = None,
         actor_index: int | None = None,
         session_ids: str | int | Sequence[str | int | None] | None = None,
@@ -151,9 +157,9 @@ class GenerationService(ReplicaService):
         priority: int | Sequence[int] = 0,
         min_version: int | Sequence[int | None] | None = None,
         group_ids: str | int | Sequence[str | int | None] | None = None,
-        request_context: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
+        request_context: Mapping[str, object] | Sequence[Mapping[str, object] | None] | None = None,
         return_routed_experts: bool = True,
-        routed_experts: Any = None,
+        routed_experts: object = None,
         on_resume: OnResume | None = None,
     ) -> Completion | list[Completion]:
         """Generate for one prompt or many, and wait.
@@ -209,10 +215,18 @@ class GenerationService(ReplicaService):
         self._check_running("generate")
         batch = normalise_prompts(prompts, prompt_token_ids, resume)
         count = len(batch.prompts)
-        ids = one_each(request_ids, count, "request_ids") or [self._new_id() for _ in batch.prompts]
+        ids = request_ids_each(request_ids, count) or [self._new_id() for _ in batch.prompts]
         params = self.sampling_params if sampling_params is None else sampling_params
-        guided, routes = guided_options_request, return_routed_experts
-        common = self._common(count, params, lora_request, prompt_adapter_request, guided, routes, on_resume)
+        common = common_fields(
+            count,
+            self._longest,
+            params,
+            lora_request,
+            prompt_adapter_request,
+            guided_options_request,
+            return_routed_experts,
+            on_resume,
+        )
         turns, rows = integers(priority, count, "priority"), rows_each(routed_experts, batch)
         requests = [
             make_request(prompt, request_id=request_id, priority=turn, routed_experts=followed, **common)
@@ -230,9 +244,10 @@ class GenerationService(ReplicaService):
         completions = self._run(requests, where, timeout_seconds, use_tqdm, done)
         return completions[0] if batch.single else completions
 
-    def _common(self, count: int, *of_all: Any) -> dict[str, Any]:
-        """Return what all requests of a call share, checked."""
-        return common_fields(count, min((info.max_model_len for info in self.infos), default=None), *of_all)
+    @property
+    def _longest(self) -> int | None:
+        """The ``max_model_len`` of the engines, once one is known."""
+        return min((info.max_model_len for info in self.infos), default=None)
 
     def _run(
         self,
@@ -254,13 +269,13 @@ class GenerationService(ReplicaService):
 
     def score(
         self,
-        tokens: Any,
-        routed_experts: Any = None,
+        tokens: object,
+        routed_experts: object = None,
         *,
         temperature: float | Sequence[float] = 1.0,
-        kept: Any = None,
+        kept: object = None,
         min_version: int | Sequence[int | None] | None = None,
-        lora_request: Any = None,
+        lora_request: LoRA | None = None,
         actor_index: int | None = None,
         timeout_seconds: float | None = None,
         use_tqdm: bool = False,
@@ -295,7 +310,7 @@ class GenerationService(ReplicaService):
         self._check_running("score")
         batch = normalise_prompts(prompt_token_ids=tokens)
         count, rows = len(batch.prompts), rows_each(routed_experts, batch)
-        common = self._common(count, ONE_TOKEN, lora_request, None, None, False, None)
+        common = common_fields(count, self._longest, ONE_TOKEN, lora_request, None, None, False, None)
         requests = [
             make_request(prompt, request_id=self._new_id(), routed_experts=followed, scoring=scoring, **common)
             for prompt, followed, scoring in zip(batch.prompts, rows, scorings(batch, temperature, kept), strict=True)
@@ -316,13 +331,13 @@ class GenerationService(ReplicaService):
 
     async def agenerate(
         self,
-        prompt: Any = None,
-        sampling_params: Any = None,
+        prompt: object = None,
+        sampling_params: SamplingParams | None = None,
         *,
-        prompt_token_ids: Any = None,
+        prompt_token_ids: object = None,
         resume: Completion | None = None,
-        lora_request: Any = None,
-        guided_options_request: Any = None,
+        lora_request: LoRA | None = None,
+        guided_options_request: GuidedOptions | None = None,
         timeout_seconds: float | None = None,
         actor_index: int | None = None,
         session_id: str | int | None = None,
@@ -330,9 +345,9 @@ class GenerationService(ReplicaService):
         priority: int = 0,
         min_version: int | None = None,
         group_id: str | int | None = None,
-        request_context: Mapping[str, Any] | None = None,
+        request_context: Mapping[str, object] | None = None,
         return_routed_experts: bool = True,
-        routed_experts: Any = None,
+        routed_experts: object = None,
         on_resume: OnResume | None = None,
     ) -> Completion:
         """Generate for one prompt without blocking the event loop; arguments as in :meth:`generate`.
@@ -345,15 +360,13 @@ class GenerationService(ReplicaService):
         if not batch.single:
             raise ValueError(f"agenerate takes one prompt, got a list of {len(batch.prompts)}: await one call for each")
         (item,), (turn,) = batch.prompts, integers(priority, 1, "priority")
-        (name,) = one_each(request_id, 1, "request_ids") or [self._new_id()]
+        (name,) = request_ids_each(request_id, 1) or [self._new_id()]
         params = self.sampling_params if sampling_params is None else sampling_params
-        request = make_request(
-            item,
-            request_id=name,
-            priority=turn,
-            routed_experts=rows_each(routed_experts, batch)[0],
-            **self._common(1, params, lora_request, None, guided_options_request, return_routed_experts, on_resume),
+        common = common_fields(
+            1, self._longest, params, lora_request, None, guided_options_request, return_routed_experts, on_resume
         )
+        (followed,) = rows_each(routed_experts, batch)
+        request = make_request(item, request_id=name, priority=turn, routed_experts=followed, **common)
         done = self._check_resumes([request])
         where = placements(
             1,
@@ -389,7 +402,7 @@ class GenerationService(ReplicaService):
 
     # -- tools ------------------------------------------------------------------------------------------------------
 
-    def get_tokenizer(self) -> Any:
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer, loaded by the first replica and kept."""
         self._check_running("get_tokenizer")
         if self._tokenizer is None:
@@ -441,7 +454,7 @@ class EngineInterface(GenerationService):
             base.register(EngineInterface)
         return type(self)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         """Refuse: no other process could reach the replicas."""
         raise TypeError(
             f"{type(self).__name__} cannot be pickled: its replicas are children of this process. With backend='ray' "
@@ -490,8 +503,12 @@ class EngineInterface(GenerationService):
         self._check_sender("init_weight_update_group")
 
     def collective_rpc(
-        self, method: str, timeout: float | None = None, args: Any = (), kwargs: Any = None
-    ) -> list[Any]:
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> list[list[Any]]:
         """Call a method of every vLLM worker of every replica, and wait; one list of results per replica.
 
         Plain data only. TorchRL returns Ray references in their place.
@@ -511,7 +528,9 @@ class EngineInterface(GenerationService):
         """Make every worker keep a copy of its parameters in host memory, for :meth:`validate_model_params`."""
         self.collective_rpc("torchrl_moe_save_params")
 
-    def validate_model_params(self, function: Callable[[Mapping[str, torch.Tensor], torch.nn.Module], Any]) -> Any:
+    def validate_model_params(
+        self, function: Callable[[Mapping[str, torch.Tensor], torch.nn.Module], object]
+    ) -> list[list[Any]]:
         """Run a check of yours inside every worker: ``function(saved_params, model)``.
 
         The function is pickled by value where it cannot be imported, and unpickled in the engine's own processes, which

@@ -24,6 +24,8 @@ from torchrl_moe.render.tables import html_table
 if TYPE_CHECKING:
     from types import ModuleType
 
+    from prometheus_client.core import Metric
+
 __all__ = [
     "COUNTERS",
     "ENGINE_COUNTERS",
@@ -55,7 +57,7 @@ class ReplicaMetric:
 
     name: str
     kind: Literal["counter", "gauge", "label"]
-    read: Callable[[Any], Any]
+    read: Callable[[Any], object]
     exported: str = ""
     meaning: str = ""
     number: Callable[[Any], float] = float
@@ -131,7 +133,7 @@ COUNTERS = {
 """What the service counts of its requests."""
 
 
-def replica_row(entry: TableEntry, stats: ReplicaStats | None) -> dict[str, Any]:
+def replica_row(entry: TableEntry, stats: ReplicaStats | None) -> dict[str, object]:
     """Return all metrics of a replica as one flat dictionary, without the engine's part if it reported none."""
     row = {metric.name: metric.read(entry) for metric in OF_THE_TABLE}
     return row if stats is None else row | {metric.name: metric.read(stats) for metric in OF_THE_ENGINE}
@@ -397,13 +399,13 @@ class ServiceCollector:
         self._totals = totals
         self._metrics = metrics
 
-    def collect(self) -> Iterator[Any]:
+    def collect(self) -> Iterator[Metric]:
         """Yield the families, as ``prometheus_client`` asks."""
         yield from self._of_replicas()
         if self._metrics.enabled:
             yield from self._of_service()
 
-    def _of_replicas(self) -> Iterator[Any]:
+    def _of_replicas(self) -> Iterator[Metric]:
         entries = list(self._table)
         states = self._families.GaugeMetricFamily(
             f"{PREFIX}replica_state", "1 for the state that the replica is in.", labels=["replica", "state"]
@@ -426,7 +428,7 @@ class ServiceCollector:
                     one.add_metric([str(entry.index)], metric.number(metric.read(source)) if value is None else value)
                 yield one
 
-    def _of_service(self) -> Iterator[Any]:
+    def _of_service(self) -> Iterator[Metric]:
         summary = self._metrics.summary()
         finished = self._families.CounterMetricFamily(
             f"{PREFIX}requests_finished", "Requests that are over, by what became of them.", labels=["outcome"]

@@ -14,11 +14,10 @@ import time
 import warnings
 from bisect import bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import ceil
-from typing import Any
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -53,12 +52,12 @@ __all__ = [
 # The base class of balancing strategies, and what they know of a request.
 
 
-def check_prefix_length(value: Any) -> None:
+def check_prefix_length(value: object) -> None:
     """Refuse another value than a number of tokens, or ``None`` for all."""
     check_number("prefix_length", value, 1, whole=True, none=True)
 
 
-def check_overload_threshold(value: Any) -> None:
+def check_overload_threshold(value: object) -> None:
     """Refuse another value than a multiple of the mean load."""
     check_number("overload_threshold", value, 1, infinite=True, hint="1 is the mean load itself.")
 
@@ -67,9 +66,9 @@ def check_overload_threshold(value: Any) -> None:
 class RoutingContext:
     """What is known of a request when it is placed: prompt (text, token ids, a chat), session, the caller's context."""
 
-    prompt: Any = None
+    prompt: Sized | None = None
     session_id: str | None = None
-    request_context: Mapping[str, Any] = field(default_factory=dict)
+    request_context: Mapping[str, object] = field(default_factory=dict)
 
 
 class Strategy(abc.ABC):
@@ -320,7 +319,7 @@ ENDS = [end for _, end in SPANS]
 _packer = lru_cache(maxsize=4096)(lambda length: struct.Struct(f"{length}i").pack)
 
 
-def prompt_bytes(prompt: Any) -> tuple[bytes, int] | None:
+def prompt_bytes(prompt: Sized | None) -> tuple[bytes, int] | None:
     """Return the bytes of a prompt, and a seed for its kind; ``None`` for an empty prompt, or what is not one.
 
     Text, chats (a list of messages, each a mapping), token ids (a list, or anything numpy reads as integers), and

@@ -14,7 +14,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 from torchrl_moe.errors import EngineError, ReplicaDiedError, TorchRLMoEError
 from torchrl_moe.modules.backends.replica import ProbeReport, Replica
@@ -85,13 +84,13 @@ class Stalled:
     """A replica that must be ended, and why."""
 
     index: int
-    replica: Any
+    replica: Replica
     reason: str
 
 
 @dataclass(slots=True)
 class _Probe:
-    replica: Any
+    replica: Replica
     pulse: ProbeHistory
     due: float
     answer: Future[ProbeReport] | None = None  # None: no probe is under way
@@ -186,7 +185,7 @@ class Supervisor:
         loop: EventLoop,
         make_replica: Callable[[int], Replica] | None = None,
         get_bring: Callable[[], Bring | None] = lambda: None,
-        as_the_others: Callable[[Any, Serve], bool] = lambda _, serve: serve(),
+        as_the_others: Callable[[Replica, Serve], bool] = lambda _, serve: serve(),
     ) -> None:
         self._table = table
         self._policy = policy
@@ -203,7 +202,7 @@ class Supervisor:
         self._loop = loop
         self._bell = asyncio.Event()
         # replicas that died without giving a reason so far -> since when
-        self._silent: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
+        self._silent: weakref.WeakKeyDictionary[Replica, float] = weakref.WeakKeyDictionary()
         self._watches = False
         self.error: str | None = None
         """Why its last check failed; ``None`` if it succeeded."""
@@ -408,7 +407,7 @@ class Supervisor:
             return False
         return True
 
-    def _join(self, entry: TableEntry, replica: Any, deadline: float = math.inf) -> None:
+    def _join(self, entry: TableEntry, replica: Replica, deadline: float = math.inf) -> None:
         """Let a started replica serve, with the current weights, and paused if the service is."""
         for failures in itertools.count():
             bring = self._get_bring()
@@ -431,7 +430,7 @@ class Supervisor:
                 raise EngineError(f"replica {entry.index} was not brought into service in time: {entry.last_error}")
         raise ReplicaDiedError(entry.last_error or f"replica {entry.index} died before it could serve")
 
-    def _begin(self, entry: TableEntry, replica: Any) -> bool:
+    def _begin(self, entry: TableEntry, replica: Replica) -> bool:
         """Let a replica serve with its weights, or wait for an update if others have newer ones."""
         newest = self._newest_version(entry)
         holds = _version_of(replica) if newest else 0
@@ -485,7 +484,7 @@ class Supervisor:
             return starting
 
 
-def _version_of(replica: Any) -> int:
+def _version_of(replica: Replica) -> int:
     """Return the version of a replica's weights; 0 if it does not answer now."""
     with contextlib.suppress(EngineError, ValueError, RuntimeError, OSError):
         return int(replica.weights_version(PEER_SECONDS))
