@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, Protocol, TypedDict, TypeVar
@@ -91,9 +91,9 @@ RETRY_SECONDS = 0.1
 class Generates(Protocol):
     """What is asked of an engine."""
 
-    async def agenerate(self, **arguments: Any) -> Completion:
+    @property
+    def agenerate(self) -> Callable[..., Awaitable[Completion]]:
         """Answer one request."""
-        ...
 
 
 class GenerationSlots:
