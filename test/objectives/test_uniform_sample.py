@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from torchrl_moe.objectives.uniform_sample import UniformSample
+from torchrl_moe.objectives.mismatch import UniformSample
 
 
 def test_it_holds_everything_until_it_is_full() -> None:

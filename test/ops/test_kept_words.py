@@ -1,14 +1,14 @@
-"""Lists of words are filled into tiles as a dense mask says; invalid values are refused."""
+"""Lists of token ids are filled into tiles as a dense mask says; invalid values are refused."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from torchrl_moe.ops.linear_head import KeptWords
+from torchrl_moe.ops.linear_head import RowVocabularies
 
 IDS, SIZES = torch.tensor([4, 0, 3, 3, 1], dtype=torch.int32), torch.tensor([2, 0, -1, 0, 2], dtype=torch.int8)
-KEPT = KeptWords(IDS, SIZES)
+KEPT = RowVocabularies(IDS, SIZES)
 MASK = torch.tensor(
     [
         [1, 0, 0, 0, 1],
@@ -27,15 +27,15 @@ def test_tiles_are_filled_as_the_mask_says(height: int, width: int) -> None:
     whole = torch.ones_like(MASK)
     for top in range(0, 5, height):
         for left in range(0, 5, width):
-            rows, words = slice(top, min(top + height, 5)), slice(left, min(left + width, 5))
-            tile = whole[rows, words].clone()
-            assert left_out.fill_(tile, words, rows, 0) is tile
-            whole[rows, words] = tile
+            rows, columns = slice(top, min(top + height, 5)), slice(left, min(left + width, 5))
+            tile = whole[rows, columns].clone()
+            assert left_out.fill_(tile, columns, rows, 0) is tile
+            whole[rows, columns] = tile
     assert torch.equal(whole, MASK)
 
 
 def test_an_id_that_stands_twice_counts_once() -> None:
-    kept = KeptWords(torch.tensor([1, 1, 0, 0]), torch.tensor([2, -2]))
+    kept = RowVocabularies(torch.tensor([1, 1, 0, 0]), torch.tensor([2, -2]))
     kept.check_values(torch.tensor([1, 1]), 2)
     filled = kept.tiled(2, 2, 2).fill_(torch.ones(2, 2), slice(0, 2), slice(0, 2), 0)
     assert filled.tolist() == [[0.0, 1.0], [0.0, 1.0]]
@@ -50,7 +50,7 @@ def test_rows_and_their_ids_are_selected_together() -> None:
 
 
 def test_a_size_of_minus_128_is_128_ids() -> None:
-    kept = KeptWords(torch.arange(128), torch.tensor([-128], dtype=torch.int8))
+    kept = RowVocabularies(torch.arange(128), torch.tensor([-128], dtype=torch.int8))
     kept.check_values(torch.tensor([128]), 129)
     assert kept.rows().tolist() == [0] * 128
 
@@ -68,7 +68,7 @@ def test_a_size_of_minus_128_is_128_ids() -> None:
 )
 def test_shapes_that_do_not_fit_are_refused(ids: torch.Tensor, sizes: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        KeptWords(ids, sizes).check_shapes(5)
+        RowVocabularies(ids, sizes).check_shapes(5)
 
 
 @pytest.mark.parametrize(
@@ -84,12 +84,12 @@ def test_shapes_that_do_not_fit_are_refused(ids: torch.Tensor, sizes: torch.Tens
     ],
 )
 def test_values_that_do_not_fit_are_refused(ids: list[int], tokens: list[int], message: str) -> None:
-    kept = KeptWords(torch.tensor(ids), SIZES)
+    kept = RowVocabularies(torch.tensor(ids), SIZES)
     with pytest.raises(ValueError, match=message):
         kept.check_values(torch.tensor(tokens), 5)
 
 
 def test_values_that_fit_pass() -> None:
     KEPT.check_values(torch.tensor([0, 1, 2, 3, 1]), 5)
-    KeptWords(IDS[:0], 0 * SIZES).check_values(torch.tensor([0, 1, 2, 3, 4]), 5)
-    KeptWords(IDS[:0], SIZES[:0]).check_values(torch.zeros(0, dtype=torch.long), 5)
+    RowVocabularies(IDS[:0], 0 * SIZES).check_values(torch.tensor([0, 1, 2, 3, 4]), 5)
+    RowVocabularies(IDS[:0], SIZES[:0]).check_values(torch.zeros(0, dtype=torch.long), 5)

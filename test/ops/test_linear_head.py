@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchrl_moe.ops.linear_head import KeptWords, LinearHead, RowScores, backward_tiles, forward_tiles
+from torchrl_moe.ops.linear_head import LinearHead, RowScores, RowVocabularies, backward_tiles, forward_tiles
 
-ROWS, WORDS = 7, 13
+ROWS, VOCAB = 7, 13
 GENERATOR = torch.Generator().manual_seed(0)
 HIDDEN = torch.randn(ROWS, 4, generator=GENERATOR, dtype=torch.float64)
-WEIGHT = torch.randn(WORDS, 4, generator=GENERATOR, dtype=torch.float64)
-BIAS = torch.randn(WORDS, generator=GENERATOR, dtype=torch.float64)
+WEIGHT = torch.randn(VOCAB, 4, generator=GENERATOR, dtype=torch.float64)
+BIAS = torch.randn(VOCAB, generator=GENERATOR, dtype=torch.float64)
 TOKENS = torch.tensor([0, 12, 5, 6, 5, 0, 11])
 
 
@@ -58,22 +58,22 @@ def test_the_size_of_the_tiles_changes_nothing(elements: int, outer: float, inne
     torch.testing.assert_close(tiled.bias, whole.bias)
 
 
-KEPT = KeptWords(torch.tensor([0, 3, 11, 12, 12, 2, 7, 6, 5, 10]), torch.tensor([3, 1, -3, 1, 0, 0, -2]))
-"""Rows that list their words, one word alone too, that list what they lack, and whole ones. TOKENS are kept."""
+KEPT = RowVocabularies(torch.tensor([0, 3, 11, 12, 12, 2, 7, 6, 5, 10]), torch.tensor([3, 1, -3, 1, 0, 0, -2]))
+"""Rows that list their ids, one alone too, that list what they lack, and whole ones. TOKENS are kept."""
 LISTS = [([0, 3, 11], True), ([12], True), ([12, 2, 7], False), ([6], True), ([], False), ([], False), ([5, 10], False)]
-"""What KEPT says, row by row: a word is kept if it is listed, or if it is not."""
+"""What KEPT says, row by row: an id is kept if it is listed, or if it is not."""
 
 
 @pytest.mark.parametrize("elements", [1, 5, 12, 40, 10_000])
 @pytest.mark.parametrize(("outer", "inner"), [(1.0, 0.0), (0.4, 0.0), (3.0, 0.5)])
 @pytest.mark.parametrize("padded", [[], [1, 4, 9]])
 def test_left_out_words_have_no_part_in_any_tile(elements: int, outer: float, inner: float, padded: list[int]) -> None:
-    """As autograd over dense logits with -inf at these words; some of them have a bias of -inf besides."""
+    """As autograd over dense logits with -inf at these ids; some of them have a bias of -inf besides."""
     bias = BIAS.clone()
     bias[padded] = -math.inf
     leaves = [HIDDEN.clone().requires_grad_(), WEIGHT.clone().requires_grad_(), bias.requires_grad_()]
     y = leaves[0] @ leaves[1].T + leaves[2]
-    mask = torch.tensor([[(word in listed) == keeps for word in range(WORDS)] for listed, keeps in LISTS])
+    mask = torch.tensor([[(token in listed) == keeps for token in range(VOCAB)] for listed, keeps in LISTS])
     logits = (outer * (inner * y).tanh() if inner else outer * y).masked_fill(~mask, -math.inf)
     log_p = logits.log_softmax(-1)
     entropy = -(log_p.exp() * torch.where(logits > -math.inf, log_p, 0)).sum(-1)
@@ -90,9 +90,9 @@ def test_left_out_words_have_no_part_in_any_tile(elements: int, outer: float, in
 
 @pytest.mark.parametrize("elements", [2, 10_000])
 def test_the_gradient_of_a_word_left_out_of_every_row_is_exactly_zero(elements: int) -> None:
-    """Also where its logit, far above those of the words kept, has an exponential that overflows."""
+    """Also where its logit, far above those of the ids kept, has an exponential that overflows."""
     weight = torch.tensor([[1.0], [1000.0], [2.0], [-1000.0]])
-    kept = KeptWords(torch.tensor([0, 2, 1, 3]), torch.tensor([2, -2]))
+    kept = RowVocabularies(torch.tensor([0, 2, 1, 3]), torch.tensor([2, -2]))
     one = LinearHead([torch.ones(2, 1)], [weight], torch.zeros(4), 1.0, 0.0, kept)
     tokens, ones = torch.tensor([0, 2]), torch.ones(2)
     scores = forward_tiles(one, tokens, True, elements)
@@ -113,7 +113,7 @@ def test_only_what_is_needed_is_returned() -> None:
     grads = backward_tiles(head(), TOKENS, scores, (ones, ones), [False, False, True], 20)
     assert grads.hiddens == grads.weights == [None]
     probabilities = (HIDDEN @ WEIGHT.T + BIAS).softmax(-1)
-    chosen = torch.nn.functional.one_hot(TOKENS, WORDS)
+    chosen = torch.nn.functional.one_hot(TOKENS, VOCAB)
     torch.testing.assert_close(grads.bias, (chosen - probabilities).sum(0))  # the gradient of entropy is not read
 
 
@@ -127,16 +127,16 @@ def test_large_logits_neither_overflow_nor_vanish() -> None:
 @pytest.mark.parametrize("elements", [1, 5, 10_000])
 @pytest.mark.parametrize("outer", [1.0, 3.0])
 def test_words_of_a_bias_of_minus_infinity_are_words_of_probability_zero(elements: int, outer: float) -> None:
-    """Values and gradients are those of a dense float64 distribution without these words."""
+    """Values and gradients are those of a dense float64 distribution without these columns."""
     padded = [0, 3, 4, 12]
-    words = [word for word in range(WORDS) if word not in padded]
+    columns = [token for token in range(VOCAB) if token not in padded]
     bias = BIAS.clone()
     bias[padded] = -math.inf
     tokens = torch.tensor([1, 2, 5, 6, 5, 7, 11])
     hidden = HIDDEN.clone().requires_grad_()
-    probabilities = (outer * (hidden @ WEIGHT[words].T + BIAS[words])).softmax(-1)
+    probabilities = (outer * (hidden @ WEIGHT[columns].T + BIAS[columns])).softmax(-1)
     entropy = torch.special.entr(probabilities).sum(-1)
-    chosen = probabilities[torch.arange(ROWS), [words.index(int(token)) for token in tokens]].log()
+    chosen = probabilities[torch.arange(ROWS), [columns.index(int(token)) for token in tokens]].log()
     one = head(outer, bias=bias)
     scores = forward_tiles(one, tokens, True, elements)
     torch.testing.assert_close(scores.entropy, entropy.detach())
@@ -198,10 +198,10 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_tensor_is_larger_than_a_tile() -> None:
-    rows, words, elements = 100, 120, 300
-    one = LinearHead([torch.randn(rows, 2)], [torch.randn(words, 2)], None, 1.0, 0.0)
+    rows, columns, elements = 100, 120, 300
+    one = LinearHead([torch.randn(rows, 2)], [torch.randn(columns, 2)], None, 1.0, 0.0)
     tokens, ones = torch.zeros(rows, dtype=torch.long), torch.ones(rows)
     with Largest() as largest:
         scores = forward_tiles(one, tokens, True, elements)
         backward_tiles(one, tokens, scores, (ones, ones), [True, True, False], elements)
-    assert words * 2 < largest.numel <= elements
+    assert columns * 2 < largest.numel <= elements

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from torchrl_moe.ops import LogitTransform, selected_log_probs
 
-ROWS, WORDS, SIZE = 9, 31, 6
+ROWS, VOCAB, SIZE = 9, 31, 6
 TOKENS = torch.tensor([0, 30, 4, 17, 17, 8, 29, 1, 15])
-TILE = 1200  # bytes: several tiles of rows and of words
+TILE = 1200  # bytes: several tiles of rows and of columns
 PLAIN = LogitTransform()
 ALL = LogitTransform(scale=0.5, soft_cap=3.0, temperature=0.7)
 
@@ -28,7 +28,7 @@ def generator() -> Iterator[None]:
 
 def inputs(dtype: torch.dtype = torch.float64, bias: bool = True) -> list[Tensor]:
     """Hidden states, weight, and bias."""
-    shapes = [(ROWS, SIZE), (WORDS, SIZE), (WORDS,)]
+    shapes = [(ROWS, SIZE), (VOCAB, SIZE), (VOCAB,)]
     return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes[: 2 + bias]]
 
 
@@ -39,7 +39,7 @@ def dense(
     transform: LogitTransform = PLAIN,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The textbook's, in float64, spelled out; ``mask`` says which words are kept."""
+    """The textbook's, in float64, spelled out; ``mask`` says which ids are kept."""
     y = hidden.double() @ weight.double().T
     y = (y if bias is None else y + bias.double()) * transform.scale
     y = y if transform.soft_cap is None else transform.soft_cap * torch.tanh(y / transform.soft_cap)
@@ -51,9 +51,9 @@ def dense(
 
 def kept_words(kind: str) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """What sampling kept, as lists and as a dense mask: by a top_k of 4, by bans, or each of it in turn and all."""
-    ids, sizes, mask = [], [], torch.ones(ROWS, WORDS, dtype=torch.bool)
+    ids, sizes, mask = [], [], torch.ones(ROWS, VOCAB, dtype=torch.bool)
     for n, token in enumerate(TOKENS.tolist()):
-        others = [int(word) for word in torch.randperm(WORDS) if word != token]
+        others = [int(other) for other in torch.randperm(VOCAB) if other != token]
         which = ["top_k", "bans", "all"][n % 3] if kind == "mixed" else kind
         listed = {"top_k": [*others[:2], token, others[2]], "bans": others[: 3 + n], "all": []}[which]
         ids += listed
@@ -118,7 +118,7 @@ def test_kept_words_equal_a_dense_mask(
 
 
 def test_kept_words_by_hand() -> None:
-    """Logits log 1, 2, 3, 4: of words 0 and 3, word 3 has 4/5; of all but word 3, word 2 has 3/6."""
+    """Logits log 1, 2, 3, 4: of ids 0 and 3, id 3 has 4/5; of all but id 3, id 2 has 3/6."""
     weight = torch.tensor([1.0, 2.0, 3.0, 4.0]).log()[:, None].requires_grad_()
     kept = torch.tensor([3, 0, 3]), torch.tensor([2, -1, 0])
     log_probs, entropy = selected_log_probs(torch.ones(3, 1), weight, torch.tensor([3, 2, 1]), kept=kept)
@@ -143,7 +143,7 @@ def test_kept_words_and_a_bias_of_minus_infinity() -> None:
 def test_kept_words_with_parts_and_without_entropy() -> None:
     kept, mask = kept_words("mixed")
     hidden, weight = inputs(bias=False)
-    down, up = torch.randn(2, SIZE).double(), torch.randn(WORDS, 2).double().requires_grad_()
+    down, up = torch.randn(2, SIZE).double(), torch.randn(VOCAB, 2).double().requires_grad_()
     parts = ([hidden, hidden @ down.T], [weight, up])
     log_probs, entropy = selected_log_probs(*parts, TOKENS, entropy=False, tile_bytes=TILE, kept=kept)
     assert entropy is None
@@ -183,7 +183,7 @@ def test_gradcheck(kind: str | None) -> None:
         parts = ([hidden, hidden @ down.T], [weight, up])
         return selected_log_probs(*parts, TOKENS, bias=bias, transform=ALL, tile_bytes=TILE, kept=kept)
 
-    adapter = [torch.randn(2, SIZE).double().requires_grad_(), torch.randn(WORDS, 2).double().requires_grad_()]
+    adapter = [torch.randn(2, SIZE).double().requires_grad_(), torch.randn(VOCAB, 2).double().requires_grad_()]
     assert torch.autograd.gradcheck(scores, (*inputs(), *adapter), fast_mode=True)
 
 
@@ -191,7 +191,7 @@ def test_parts_add_up() -> None:
     """LoRA: two parts are the head with its merged weight, and a frozen head gets no gradient."""
     hidden, weight = inputs(bias=False)
     weight.requires_grad_(False)
-    down, up = torch.randn(2, SIZE).double(), torch.randn(WORDS, 2).double().requires_grad_()
+    down, up = torch.randn(2, SIZE).double(), torch.randn(VOCAB, 2).double().requires_grad_()
     got = selected_log_probs([hidden, hidden @ down.T * 3], [weight, up], TOKENS, tile_bytes=TILE)
     wanted = dense(hidden, weight + 3 * up @ down)
     torch.testing.assert_close(got, wanted)
@@ -306,9 +306,9 @@ def test_on_a_gpu(dtype: torch.dtype, kind: str | None) -> None:
         ({"tokens": TOKENS.float()}, "tokens must have an integer dtype"),
         ({"tokens": TOKENS - 1}, r"tokens must be in 0..30, got -1: leave rows out"),
         ({"tokens": TOKENS + 1}, r"tokens must be in 0..30, got 31"),
-        ({"weight": torch.zeros(WORDS, 5)}, r"weight must have shape \[31, 6\], got \[31, 5\]"),
-        ({"weight": torch.zeros(WORDS, SIZE).long()}, "weight must have a floating point dtype"),
-        ({"weight": [torch.zeros(WORDS, SIZE)] * 2}, "a weight for each hidden, got 1 and 2"),
+        ({"weight": torch.zeros(VOCAB, 5)}, r"weight must have shape \[31, 6\], got \[31, 5\]"),
+        ({"weight": torch.zeros(VOCAB, SIZE).long()}, "weight must have a floating point dtype"),
+        ({"weight": [torch.zeros(VOCAB, SIZE)] * 2}, "a weight for each hidden, got 1 and 2"),
         ({"bias": torch.zeros(5)}, r"bias must have shape \[31\], got \[5\]"),
         ({"kept": (torch.zeros(1, 1).int(), torch.zeros(ROWS).int())}, "ids of kept must have 1 dimension, got 2"),
         ({"kept": (torch.zeros(0), torch.zeros(ROWS).int())}, "ids of kept must have a signed integer dtype"),
@@ -321,7 +321,7 @@ def test_on_a_gpu(dtype: torch.dtype, kind: str | None) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
-    arguments = {"hidden": torch.zeros(ROWS, SIZE), "weight": torch.zeros(WORDS, SIZE), "tokens": TOKENS, **change}
+    arguments = {"hidden": torch.zeros(ROWS, SIZE), "weight": torch.zeros(VOCAB, SIZE), "tokens": TOKENS, **change}
     with pytest.raises(ValueError, match=message):
         selected_log_probs(**arguments)
 

@@ -1,4 +1,4 @@
-"""Two ranks with a part of the words each score as one with all of them, in value and gradient."""
+"""Two ranks with a part of the vocabulary each score as one with all of them, in value and gradient."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from support.ranks import run_as_ranks
 from torchrl_moe.ops import LogitTransform, selected_log_probs
-from torchrl_moe.ops.linear_head import WordShard
+from torchrl_moe.ops.linear_head import VocabShard
 
-ROWS, WORDS, SIZE, CUT = 7, 31, 6, 16  # DTensor cuts 31 words so
+ROWS, VOCAB, SIZE, CUT = 7, 31, 6, 16  # DTensor cuts 31 rows so
 TOKENS = torch.tensor([0, 30, 15, 20, 4, 4, 25])
 TRANSFORM = LogitTransform(scale=0.5, soft_cap=3.0, temperature=0.7)
 KEPT: dict[str, Any] = {
-    "all words": None,
+    "all ids": None,
     "some": [
         (1, [3, 0]),  # of the first rank
         (1, [30, 25, 22]),  # of the second
@@ -30,13 +30,13 @@ KEPT: dict[str, Any] = {
         (-1, list(range(CUT))),  # none of the first rank's
     ],
 }
-"""By row, the words that are kept, or with -1 those that are left out."""
+"""By row, the ids that are kept, or with -1 those that are left out."""
 
 
 def kept_of(name: str) -> tuple[Tensor, Tensor] | None:
     if KEPT[name] is None:
         return None
-    return torch.tensor([word for _, row in KEPT[name] for word in row]), torch.tensor(
+    return torch.tensor([token for _, row in KEPT[name] for token in row]), torch.tensor(
         [s * len(r) for s, r in KEPT[name]]
     )
 
@@ -44,14 +44,14 @@ def kept_of(name: str) -> tuple[Tensor, Tensor] | None:
 def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Hidden states, weight, bias, and what each score weighs in the loss ``[2, N]``; row 4 weighs nothing."""
     generator = torch.Generator().manual_seed(0)
-    shapes = (ROWS, SIZE), (WORDS, SIZE), (WORDS,), (2, ROWS)
+    shapes = (ROWS, SIZE), (VOCAB, SIZE), (VOCAB,), (2, ROWS)
     drawn = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
     drawn[3][:, 4] = 0
     return tuple(drawn)  # type: ignore[return-value]
 
 
 def scored(mesh: DeviceMesh | None, name: str, dtype: torch.dtype, entropy: bool) -> dict[str, Tensor]:
-    """Scores and gradients; on a mesh, the weight is cut by words."""
+    """Scores and gradients; on a mesh, the weight is sharded over the vocabulary."""
     hidden, weight, bias, weighing = tensors(dtype)
     cut = (weight, bias) if mesh is None else [distribute_tensor(t, mesh, [Shard(0)]) for t in (weight, bias)]
     leaves = [leaf.requires_grad_() for leaf in (hidden, *cut)]
@@ -83,10 +83,10 @@ def score_shards() -> list[dict[str, Any]]:
     """This rank's scores and gradients, by case."""
     mesh = init_device_mesh("cpu", (2,))
     weight = distribute_tensor(torch.ones(31, 2), mesh, [Shard(0)])
-    assert weight.to_local().shape[0] == (CUT if dist.get_rank() == 0 else WORDS - CUT)
+    assert weight.to_local().shape[0] == (CUT if dist.get_rank() == 0 else VOCAB - CUT)
     with pytest.raises(ValueError, match=r"tokens must be in 0\.\.30, got 31"):
         selected_log_probs(torch.ones(1, 2), weight, torch.tensor([31]))
-    with pytest.raises(ValueError, match="cut by words must be the only one, got 2"):
+    with pytest.raises(ValueError, match="sharded over the vocabulary must be the only one, got 2"):
         selected_log_probs([torch.ones(1, 2)] * 2, [weight] * 2, torch.tensor([1]))
     with pytest.raises(ValueError, match="hidden states must be whole and local"):
         selected_log_probs(distribute_tensor(torch.ones(1, 2), mesh, [Replicate()]), weight, torch.tensor([1]))
@@ -108,17 +108,21 @@ def test_words_on_two_ranks() -> None:
 def test_another_cut_is_refused(placements: list[Any]) -> None:
     ranks = torch.arange(2 ** len(placements)).view([2] * len(placements))
     mesh = DeviceMesh("cpu", ranks, _init_backend=False, _rank=0)
-    with pytest.raises(ValueError, match=r"weight must be cut by words, \[Shard\(0\)\] on a mesh of one dimension"):
-        WordShard.of(DTensor.from_local(torch.ones(4, 4), mesh, placements, run_check=False))
-    assert WordShard.of(torch.ones(4, 4)) is None
+    with pytest.raises(
+        ValueError, match=r"weight must be sharded over the vocabulary, \[Shard\(0\)\] on a mesh of one dimension"
+    ):
+        VocabShard.of(DTensor.from_local(torch.ones(4, 4), mesh, placements, run_check=False))
+    assert VocabShard.of(torch.ones(4, 4)) is None
 
 
-@pytest.mark.parametrize(("words", "ranks"), [(1, 2), (2, 3), (4, 3)])  # DTensor cuts four words into 2, 2 and none
-def test_a_rank_without_any_word_is_refused(words: int, ranks: int) -> None:
+@pytest.mark.parametrize(("vocabulary", "ranks"), [(1, 2), (2, 3), (4, 3)])  # DTensor cuts four rows into 2, 2 and none
+def test_a_rank_without_any_token_id_is_refused(vocabulary: int, ranks: int) -> None:
     mesh = DeviceMesh("cpu", torch.arange(ranks), _init_backend=False, _rank=0)
-    each = -(-words // ranks)
+    each = -(-vocabulary // ranks)
     weight = DTensor.from_local(
-        torch.ones(each, 4), mesh, [Shard(0)], run_check=False, shape=torch.Size([words, 4]), stride=(4, 1)
+        torch.ones(each, 4), mesh, [Shard(0)], run_check=False, shape=torch.Size([vocabulary, 4]), stride=(4, 1)
     )
-    with pytest.raises(ValueError, match=f"weight has {words} words, too few for {ranks} ranks: one would have none"):
-        WordShard.of(weight)
+    with pytest.raises(
+        ValueError, match=f"weight has {vocabulary} rows, too few for {ranks} ranks: one would have none"
+    ):
+        VocabShard.of(weight)

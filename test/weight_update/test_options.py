@@ -94,6 +94,6 @@ def test_those_that_have_one_pass() -> None:
         CollectiveOptions(master_address=address, master_port=29500, gpus_per_replica=2, device="cpu").check("gloo")
     CollectiveOptions(master_address="10.0.0.1").check("memmap")
     CollectiveOptions(device=1).check("memmap")
-    assert CollectiveOptions(device=1).where()["device"] == torch.device("cuda:1")  # TorchRL's way to name it
+    assert CollectiveOptions(device=1).torch_device == torch.device("cuda:1")  # TorchRL's way to name it
     CollectiveOptions(buffer_bytes=1 << 20).check("gloo")
     CollectiveOptions().check("memmap")

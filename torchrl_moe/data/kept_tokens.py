@@ -39,12 +39,7 @@ def dense_mask(ids: torch.Tensor, sizes: torch.Tensor, vocabulary: int) -> torch
 
 
 def select_rows(ids: torch.Tensor, sizes: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ids and sizes of some tokens.
-
-    Args:
-        ids: ``[M]``, or longer: what follows the last token's ids is ignored.
-        sizes: ``[T]``.
-        wanted: bool ``[T]``.
+    """Return the ids and sizes of some tokens, bool ``[T]``. What follows the last token's ids ``[M]`` is ignored.
 
     >>> select_rows(torch.tensor([2, 0, 1]), torch.tensor([0, -1, 2]), torch.tensor([True, False, True]))
     (tensor([0, 1]), tensor([0, 2]))
@@ -129,6 +124,7 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
         count = len(self.sizes)
         if len(later.sizes) < count:
             raise ValueError(f"a later turn repeats {count} tokens, and has {len(later.sizes)}")
+        # The first writer wins: only the later turn's new tokens come from it.
         after = torch.arange(len(later.sizes), device=later.sizes.device) >= count
         ids, sizes = select_rows(later.ids, later.sizes, after)
         own = self.ids[: int(self.sizes.long().abs().sum())]
@@ -154,8 +150,9 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
             raise ValueError(f"cannot pad to {length} tokens, the longest sample has {longest}: truncate() first.")
         most = max((len(sample.ids) for sample in samples), default=0)
         shape = self.batch_size
-        # of a lazy stack without samples nothing says the dtype
+        # Of a lazy stack without samples nothing says the dtype.
         like = samples[0] if samples else self if self.sizes is not None else KeptTokens(ids=NOTHING, sizes=NOTHING)
+        # A pad has size 0, which reads as "all ids kept"; ids are flat, so their pads go to the end on either side.
         sizes = like.sizes.new_zeros(len(samples), length)
         ids = like.ids.new_full((len(samples), most), UNSET_ID)
         for i, sample in enumerate(samples):
@@ -185,7 +182,7 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
         """Bytes of ids and sizes, summed over the samples."""
         return sum(sample.ids.nbytes + sample.sizes.nbytes for sample in self._samples())
 
-    def _samples(self) -> list[Any]:
+    def _samples(self) -> list[KeptTokens]:
         """One of batch size ``[]`` per sample, in the order of the flattened batch."""
         return [sample for part in self.unbind(0) for sample in part._samples()] if self.batch_dims else [self]
 
@@ -197,14 +194,14 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy ta
             rows = f"{lengths[0]}..{lengths[-1]}" if len(lengths) > 1 else str(lengths[0] if lengths else 0)
             cut = sum(int((sample.sizes != 0).sum()) for sample in samples)
             ids = sum(int(sample.sizes.long().abs().sum()) for sample in samples)
-        # meta and fake tensors; fields that are not set yet
+        # Meta and fake tensors, and fields that are not set yet, have no values to read.
         except (RuntimeError, AttributeError, KeyError, TypeError):
             return f"KeptTokens(batch_size={list(self.batch_size)})"
         shape = ", ".join([*map(str, self.batch_size), f"T={rows}"])
         return f"KeptTokens(shape=[{shape}], tokens with ids cut off={cut}, ids={ids}, nbytes={self.nbytes})"
 
     def _repr_html_(self) -> str:
-        """The repr, and from how many words tokens were sampled. It must not raise either."""
+        """The repr, and from how many ids tokens were sampled. It must not raise either."""
         header, note = ("words", "tokens"), "prompts and pads count as all words"
         try:
             sizes = [sample.sizes.reshape(-1).cpu() for sample in self._samples()]
@@ -240,6 +237,7 @@ def _validate(
             f"token {int(empty.nonzero()[0, 0])} of {name} has nothing left to be sampled from: all {vocabulary} ids "
             "are cut off."
         )
+    # In a padded batch -1 follows the last token's ids, and nothing else does.
     total = int(counts.sum())
     if total > len(ids) or bool((ids[total:] != UNSET_ID).any()):
         raise ValueError(f"the sizes of {name} say {total} ids, and there are {len(ids)}: cut both at the same token.")
@@ -247,6 +245,7 @@ def _validate(
     outside = (used < 0) | (used >= vocabulary)
     if bool(outside.any()):
         raise ValueError(f"ids of {name} must be in 0..{vocabulary - 1}, got {int(used[outside][0])}.")
+    # Token and id as one number: a repeated number is an id that a token lists twice.
     rows = torch.repeat_interleave(torch.arange(len(sizes), device=ids.device), counts)
     places = rows * vocabulary + used
     if len(places.unique()) != len(places):
@@ -256,7 +255,7 @@ def _validate(
 
 
 def _check_chosen(name: str, places: torch.Tensor, sizes: torch.Tensor, tokens: torch.Tensor, vocabulary: int) -> None:
-    # prompts and pads may hold anything; an id outside would fall on another token's place
+    # Prompts and pads may hold anything; an id outside would fall on another token's place.
     outside = (sizes != 0) & ((tokens < 0) | (tokens >= vocabulary))
     if bool(outside.any()):
         t = int(outside.nonzero()[0, 0])

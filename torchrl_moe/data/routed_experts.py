@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from tensordict import TensorClass, lazy_stack
+from tensordict import TensorClass, TensorDictBase, lazy_stack
 
 from torchrl_moe import _checks
 from torchrl_moe.data.routing_layout import UNSET_EXPERT, RoutingLayout
@@ -23,11 +24,19 @@ from torchrl_moe.errors import RouteShapeError, RouteValueError
 
 __all__ = ["UNSET_EXPERT", "RoutedExperts", "refuse_casts", "routes_from_vllm"]
 
+P = ParamSpec("P")
+T = TypeVar("T", bound=TensorDictBase | None)
+
+MaskRows: TypeAlias = "torch.Tensor | Sequence[MaskRows]"
+"""A mask ``[*B, T]``, or a (nested) list of one ``[T]`` per sample."""
+
 _MODEL = "Check that the RoutingLayout is that of the model that made these routes."
 _CUT = "A sample has a row per token, the last token included: check that routes and tokens were cut at the same place."
 
 
-def routes_from_vllm(rows: np.ndarray[Any, Any] | None, num_tokens: int, layout: RoutingLayout) -> np.ndarray[Any, Any]:
+def routes_from_vllm(
+    rows: npt.NDArray[np.integer] | None, num_tokens: int, layout: RoutingLayout
+) -> npt.NDArray[np.integer]:
     """Turn the rows vLLM returned for one sequence into routes.
 
     Args:
@@ -55,6 +64,7 @@ def routes_from_vllm(rows: np.ndarray[Any, Any] | None, num_tokens: int, layout:
     if rows is None:
         return routes
     rows = np.asarray(rows)
+    # The engine has no row for the last token, and zeros on dense layers, where 0 would read as an expert.
     _checks.check_engine_rows(rows, routes.shape, layout.num_experts, layout.dense_layers)
     routes[:-1] = rows
     if layout.dense_layers:
@@ -98,7 +108,9 @@ class RoutedExperts(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
     full: torch.Tensor
 
     @classmethod
-    def from_vllm(cls, rows: np.ndarray[Any, Any] | None, *, num_tokens: int, layout: RoutingLayout) -> RoutedExperts:
+    def from_vllm(
+        cls, rows: npt.NDArray[np.integer] | None, *, num_tokens: int, layout: RoutingLayout
+    ) -> RoutedExperts:
         """Routes of one sequence, ``full [num_tokens, L, K]``; arguments and errors: :func:`routes_from_vllm`."""
         return cls(full=torch.from_numpy(routes_from_vllm(rows, num_tokens, layout)))
 
@@ -107,7 +119,7 @@ class RoutedExperts(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
         layout: RoutingLayout,
         *,
         num_tokens: int | Sequence[int] | None = None,
-        attention_mask: torch.Tensor | Sequence[Any] | None = None,
+        attention_mask: MaskRows | None = None,
     ) -> RoutedExperts:
         """Check shapes and every value; return self.
 
@@ -123,6 +135,7 @@ class RoutedExperts(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
                 twice, is all zeros (K >= 2: an engine that did not capture), or is set on a dense layer or a pad. The
                 message names the first one: sample, token, layer, values.
         """
+        # Shapes and dtypes first: of a dense batch one sample speaks for all.
         samples = self._samples()
         names = _checks.RowNames(self._dims()[:-3], [len(sample) for sample in samples])
         for i, sample in enumerate(samples[:1] if self._is_dense() else samples):
@@ -130,6 +143,7 @@ class RoutedExperts(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
             wanted = ("T", layout.num_layers, layout.top_k)
             _checks.check_shape(name, sample.shape, wanted, error=RouteShapeError, hint=_MODEL)
             _checks.check_route_dtype(name, sample.dtype, layout.dtype, layout.num_experts)
+        # Then the number of rows, without pads.
         keep = None if attention_mask is None else _split_mask(attention_mask, names)
         if num_tokens is not None:
             got = names.lengths if keep is None else [int(mask.sum()) for mask in keep]
@@ -139,6 +153,7 @@ class RoutedExperts(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
                 _checks.check_number("num_tokens", count, 0, whole=True)
             for i, count in enumerate(counts):
                 _checks.check_rows(names.of("routed_experts", i), got[i], count, hint=_CUT)
+        # Then every value, of all samples at once.
         if samples:
             full = self.full.flatten(0, -3) if self._is_dense() else torch.cat(samples)
             pads = None if keep is None else torch.cat(keep)
@@ -185,7 +200,7 @@ class RoutedExperts(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
             rows = length - len(sample)
             widths = (0, 0, 0, 0, rows, 0) if side == "left" else (0, 0, 0, 0, 0, rows)
             padded.append(torch.nn.functional.pad(sample, widths, value=UNSET_EXPERT))
-        # of a lazy stack without samples nothing says the dtype
+        # Of a lazy stack without samples nothing says the dtype.
         if not padded:
             nothing = torch.empty(0, dtype=torch.int8) if self._is_empty_stack() else self.full
             return self._with(nothing.new_empty(*batch, length, layers, top_k))
@@ -279,7 +294,7 @@ class RoutedExperts(TensorClass["nocast"]):  # type: ignore[name-defined] # mypy
         return f"RoutedExperts(shape=[{shape}], dtype={str(first.dtype)[6:]}, {known}nbytes={self.nbytes})"
 
 
-def refuse_casts(kind: Any, name: str, error: type[ValueError]) -> None:
+def refuse_casts(kind: type, name: str, error: type[ValueError]) -> None:
     """Make a TensorClass of ids raise where a cast, of it or of a tensordict around it, would change them.
 
     Args:
@@ -288,29 +303,32 @@ def refuse_casts(kind: Any, name: str, error: type[ValueError]) -> None:
         error: the class to raise.
     """
 
-    def checked(method: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(method: Callable[Concatenate[TensorDictBase, P], T]) -> Callable[Concatenate[TensorDictBase, P], T]:
         @wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(self: TensorDictBase, /, *args: P.args, **kwargs: P.kwargs) -> T:
             after = method(self, *args, **kwargs)
             _check_cast(self, after, name, error)
             return after
 
         return call
 
+    # What tensordict calls to cast, on the class itself and on one inside of a tensordict.
     for method in ("_apply_nest", "to", "type", "half", "bfloat16", "float", "double", "int"):
         setattr(kind, method, checked(getattr(kind, method)))
 
 
-def _check_cast(before: Any, after: Any, name: str, error: type[ValueError]) -> None:
+def _check_cast(before: TensorDictBase, after: TensorDictBase | None, name: str, error: type[ValueError]) -> None:
     if after is None or before.batch_size != after.batch_size or 0 in before.batch_size:
         return
-    if before.batch_dims:  # samples of unequal length cannot be read at once
+    # Samples of unequal length cannot be read at once; all have the dtype of the first.
+    if before.batch_dims:
         _check_cast(before[0], after[0], name, error)
         return
     for key, ids in before.items():
         cast = after.get(key, None)
         if cast is None or cast.shape != ids.shape or cast.dtype in (ids.dtype, torch.bool):
-            continue  # not a cast, but a reduction or a comparison
+            # Not a cast, but a reduction or a comparison.
+            continue
         if cast.is_floating_point() or cast.is_complex() or torch.promote_types(cast.dtype, ids.dtype) != cast.dtype:
             raise error(
                 f"{name}.{key} holds ids, {ids.dtype}, and a cast to {cast.dtype} may change them: cast other entries, "
@@ -324,7 +342,7 @@ _CLASS.__doc__, _CLASS.__repr__ = _CLASS._own_doc, _CLASS._summary
 refuse_casts(_CLASS, "routed_experts", RouteValueError)
 
 
-def _split_mask(attention_mask: torch.Tensor | Sequence[Any], names: _checks.RowNames) -> list[torch.Tensor]:
+def _split_mask(attention_mask: MaskRows, names: _checks.RowNames) -> list[torch.Tensor]:
     """One bool ``[T]`` per sample."""
     masks = [_checks.as_mask("attention_mask", mask) for mask in _mask_rows(attention_mask)]
     _checks.check_rows("attention_mask", len(masks), len(names.lengths), hint="Give it a row per sample.")
@@ -334,7 +352,7 @@ def _split_mask(attention_mask: torch.Tensor | Sequence[Any], names: _checks.Row
     return masks
 
 
-def _mask_rows(mask: torch.Tensor | Sequence[Any]) -> list[torch.Tensor]:
+def _mask_rows(mask: MaskRows) -> list[torch.Tensor]:
     if isinstance(mask, torch.Tensor):
         return list(mask.flatten(0, -2)) if mask.ndim > 1 else [mask]
     return [row for part in mask for row in _mask_rows(part)]
@@ -342,6 +360,7 @@ def _mask_rows(mask: torch.Tensor | Sequence[Any]) -> list[torch.Tensor]:
 
 def _table(routes: list[list[list[int]]], tokens: Sequence[str] | None, max_rows: int) -> str:
     layers = [i for i in range(len(routes[0]) if routes else 0) if any(row[i][0] != UNSET_EXPERT for row in routes)]
+    # Of a long sample the first and the last rows are shown.
     if not layers:
         return f"no route known in {len(routes)} rows"
     head, hidden = (max_rows + 1) // 2, max(0, len(routes) - max_rows)

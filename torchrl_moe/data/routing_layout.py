@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, SupportsIndex
 
 import numpy as np
 
@@ -49,12 +49,14 @@ class RoutingLayout:
     """Global indices of the layers without a router, ascending; derived."""
 
     def __post_init__(self) -> None:
+        # Integers first, of any kind that has an index: a config may give numpy's.
         for name in ("num_layers", "top_k", "num_experts"):
             object.__setattr__(self, name, _index(name, getattr(self, name)))
         if isinstance(self.moe_layers, str | bytes) or not isinstance(self.moe_layers, Iterable):
             raise TypeError(f"moe_layers must be a sequence of integers, got {self.moe_layers!r}.")
         layers = tuple(_index("moe_layers", layer) for layer in self.moe_layers)
         object.__setattr__(self, "moe_layers", layers)
+        # Then their ranges.
         if self.num_layers < 1:
             raise ValueError(f"num_layers must be at least 1, got {self.num_layers}.")
         if self.num_layers > MOST_LAYERS:
@@ -77,17 +79,18 @@ class RoutingLayout:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of routes: int8 up to 128 experts (ids 0..127), else int16."""
-        import torch  # here and not at the top: processes that only pass a layout on do not import torch
+        # Not at the top: processes that only pass a layout on do not import torch.
+        import torch
 
         return torch.int8 if self.num_experts <= 128 else torch.int16
 
     @property
-    def numpy_dtype(self) -> np.dtype[Any]:
+    def numpy_dtype(self) -> np.dtype[np.integer]:
         """:attr:`dtype` for numpy."""
         return np.dtype(np.int8) if self.num_experts <= 128 else np.dtype(np.int16)
 
 
-def _index(name: str, value: Any) -> int:
+def _index(name: str, value: SupportsIndex) -> int:
     if not isinstance(value, bool):
         with contextlib.suppress(TypeError):
             return index(value)

@@ -28,16 +28,15 @@ def shared_prefix(earlier_ids: Tensor, later_ids: Tensor) -> int:
     >>> shared_prefix(torch.tensor([1, 4]), torch.tensor([1, 2]))
     0
     """
+    # All or nothing: once a token differs, what comes before it was not written by this conversation.
     length = len(earlier_ids)
     return length if torch.equal(earlier_ids, later_ids[:length]) else 0
 
 
 def first_writer_wins(earlier: Tensor, later: Tensor) -> Tensor:
-    """Return ``later`` with its first rows taken from ``earlier`` wherever that has a value.
+    """Return ``later`` ``[T1, ...]`` with its first rows from ``earlier`` ``[T0, ...]`` wherever that has a value.
 
-    Args:
-        earlier: ``[T0, ...]``; unset is NaN in floating tensors and -1 in integer ones.
-        later: ``[T1, ...]`` with ``T1 >= T0``, same trailing shape and dtype.
+    Unset is NaN in floating tensors, and -1 in integer ones.
 
     >>> first_writer_wins(torch.tensor([5, -1]), torch.tensor([7, 8, 9]))
     tensor([5, 8, 9])
@@ -48,23 +47,18 @@ def first_writer_wins(earlier: Tensor, later: Tensor) -> Tensor:
 
 
 def num_segments(versions: Tensor) -> int:
-    """Return the number of parts, each generated with other weights.
-
-    Args:
-        versions: int ``[T]``, -1 where nothing was generated.
+    """Return the number of parts, each generated with other weights, from versions ``[T]``: -1 where nothing was.
 
     >>> num_segments(torch.tensor([-1, -1, 3, 3, 4, 6]))
     3
     """
+    # A part ends where the next known version is another one.
     known = versions[versions >= 0]
     return int((known[1:] != known[:-1]).sum()) + 1 if len(known) else 0
 
 
 def worst_resume(*hows: str) -> str:
     """Return the worst way in which parts were read again: ``"live"``, else ``"forced"``, else ``"none"``.
-
-    Raises:
-        ValueError: a value is none of these.
 
     >>> worst_resume("none", "forced")
     'forced'

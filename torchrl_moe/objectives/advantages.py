@@ -229,7 +229,7 @@ class ReinforcePlusPlusAdvantage(GroupAdvantage):
         keys: as those of :class:`GroupAdvantage`: ``prompt_key``, ``rewards_key``, ``advantage_key``, ``done_key``.
     """
 
-    def __init__(self, batch_size: int, group_size: int | None = None, **keys: Any) -> None:
+    def __init__(self, batch_size: int, group_size: int | None = None, **keys: NestedKey) -> None:
         super().__init__(group_size, **keys)
         _checks.check_number("batch_size", batch_size, 2, whole=True)
         if batch_size % (group_size or 1):

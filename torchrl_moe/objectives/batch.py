@@ -22,7 +22,6 @@ from torchrl.objectives import LossModule
 
 from torchrl_moe import _checks
 from torchrl_moe.errors import MissingEntryError
-from torchrl_moe.objectives.arguments import check_choice
 
 __all__ = [
     "LossInputs",
@@ -33,11 +32,18 @@ __all__ = [
     "TokenReader",
     "TokenScores",
     "check_actor",
+    "check_choice",
     "score_reference",
     "score_tokens",
 ]
 
 Masking: TypeAlias = Literal["sft", "rlhf", "generic"]
+
+
+def check_choice(name: str, got: object, allowed: tuple[object, ...]) -> None:
+    """Raise ValueError unless ``got`` is one of ``allowed``."""
+    if got not in allowed:
+        raise ValueError(f"{name} must be one of {list(allowed)}, got {got!r}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +203,7 @@ class TokenReader:
 
     def total(self, key: NestedKey) -> Tensor | None:
         """Return a number ``[]`` that all samples share; ``None`` if there is none."""
-        value: Any = self._td.get(key, None)
+        value: object = self._td.get(key, None)
         if value is None:
             return None
         flat = value.flatten() if isinstance(value, Tensor) else torch.zeros(0)
@@ -209,14 +215,14 @@ class TokenReader:
         return flat[0]
 
     def _rows(self, key: NestedKey, meaning: str, hint: str = "") -> list[Tensor]:
-        rows: Any = self._td.get(key, None, as_list=True)
-        if rows is None:
+        found: Tensor | Sequence[Tensor] | None = self._td.get(key, None, as_list=True)
+        if found is None:
             known = sorted(map(repr, self._td.keys(True, True)))
             raise MissingEntryError(
                 f"Couldn't find {meaning}: the tensordict has no {key!r}. It has {', '.join(known)}. If it is there "
                 f"under another name, tell the loss by set_keys(). {hint}".rstrip()
             )
-        rows = list(rows.unbind(0)) if isinstance(rows, Tensor) else list(rows)
+        rows = list(found.unbind(0)) if isinstance(found, Tensor) else list(found)
         for i, row in enumerate(rows):
             if not isinstance(row, Tensor) or not row.ndim:
                 got = _checks.shown(row)
@@ -381,7 +387,7 @@ class TokenScores(NamedTuple):
     router_logits: Tensor | None = None
 
 
-def check_actor(actor: Any) -> None:
+def check_actor(actor: object) -> None:
     """Raise TypeError unless ``actor`` can score."""
     if not (hasattr(actor, "score") or hasattr(actor, "get_dist")):
         raise TypeError(
@@ -403,7 +409,7 @@ def score_tokens(
     routers = None
     if hasattr(actor, "score"):
         # An actor that always computes entropies, or all tokens, need not accept these arguments.
-        asked: dict[str, Any] = {} if entropy else {"entropy": False}
+        asked: dict[str, bool | Tensor] = {} if entropy else {"entropy": False}
         if mask is not None and "mask" in signature(actor.score).parameters:
             asked["mask"] = mask
         if router_logits:
@@ -428,7 +434,7 @@ def score_tokens(
     return TokenScores(log_probs, spread, routers)
 
 
-def _dist_arguments(actor: Any, attention_mask_key: NestedKey) -> dict[str, Any]:
+def _dist_arguments(actor: Any, attention_mask_key: NestedKey) -> dict[str, NestedKey]:
     """Return the keyword arguments of ``actor.get_dist``.
 
     The padding side is explicit, because TorchRL's wrappers differ in their default. tensordict's own modules get no

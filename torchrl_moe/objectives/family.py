@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from torch import Tensor
 
 from torchrl_moe._checks import check_number, shown
 from torchrl_moe.objectives import functional as F
-from torchrl_moe.objectives.arguments import check_choice, check_no_dual_clip
+from torchrl_moe.objectives.batch import check_choice
 from torchrl_moe.objectives.corrections import PolicyRatios
 from torchrl_moe.objectives.grpo import CISPOLossOutput, DAPOLossOutput, GRPOLoss, LLMLossOutput
 
@@ -37,13 +38,13 @@ class CISPOLoss(GRPOLoss):
 
     def __init__(
         self,
-        actor_network: Any,
+        actor_network: object,
         *,
         clip_epsilon: float | tuple[float, float] = (1.0, 4.0),
         entropy_bonus: bool = False,
         **arguments: Any,
     ) -> None:
-        check_no_dual_clip(type(self), arguments)
+        _check_no_dual_clip(type(self), arguments)
         super().__init__(actor_network, clip_epsilon=clip_epsilon, entropy_bonus=entropy_bonus, **arguments)
 
     def _surrogate(self, ratios: PolicyRatios, advantage: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,7 +75,7 @@ class DAPO(GRPOLoss):
 
     def __init__(
         self,
-        actor_network: Any,
+        actor_network: object,
         *,
         clip_epsilon: float | tuple[float, float] = (0.2, 0.28),
         entropy_bonus: bool = False,
@@ -110,7 +111,7 @@ class DPPOLoss(GRPOLoss):
 
     def __init__(
         self,
-        actor_network: Any,
+        actor_network: object,
         *,
         divergence: F.Divergence = "tv",
         clip_epsilon: float | tuple[float, float] | None = None,
@@ -120,7 +121,7 @@ class DPPOLoss(GRPOLoss):
     ) -> None:
         check_choice("divergence", divergence, get_args(F.Divergence))
         check_number("max_ratio", max_ratio, 1, infinite=True, hint="It is 1 on policy.")
-        check_no_dual_clip(type(self), arguments)
+        _check_no_dual_clip(type(self), arguments)
         threshold = _THRESHOLDS[divergence] if clip_epsilon is None else clip_epsilon
         super().__init__(actor_network, clip_epsilon=threshold, entropy_bonus=entropy_bonus, **arguments)
         self.divergence, self.max_ratio = divergence, max_ratio
@@ -162,7 +163,7 @@ class GSPOLoss(GRPOLoss):
 
     def __init__(
         self,
-        actor_network: Any,
+        actor_network: object,
         *,
         level: Literal["sequence", "token"] = "sequence",
         clip_epsilon: float | tuple[float, float] = (3e-4, 4e-4),
@@ -209,7 +210,7 @@ class SAPOLoss(GRPOLoss):
 
     def __init__(
         self,
-        actor_network: Any,
+        actor_network: object,
         *,
         temperatures: tuple[float, float] = (1.0, 1.05),
         aggregation: F.Aggregation = "prompt_mean",
@@ -220,10 +221,19 @@ class SAPOLoss(GRPOLoss):
             raise ValueError(f"temperatures must be two positive numbers, got {shown(temperatures)}.")
         for temperature in temperatures:
             check_number("temperatures", temperature, above=0)
-        check_no_dual_clip(type(self), arguments)
+        _check_no_dual_clip(type(self), arguments)
         super().__init__(actor_network, aggregation=aggregation, entropy_bonus=entropy_bonus, **arguments)
         self.temperatures = tuple(temperatures)
 
     def _surrogate(self, ratios: PolicyRatios, advantage: Tensor) -> tuple[Tensor, Tensor]:
         loss = F.sapo_surrogate(ratios.log_ratio, advantage, *self.temperatures)
         return loss, F.outside_clip_range(ratios.log_ratio, self.clip_epsilon_low, self.clip_epsilon_high)
+
+
+def _check_no_dual_clip(loss: type, arguments: Mapping[str, object]) -> None:
+    """Raise ValueError if a loss without a clipped surrogate is given ``dual_clip``."""
+    if arguments.get("dual_clip") is not None:
+        raise ValueError(
+            f"{loss.__name__} has no dual_clip, got {arguments['dual_clip']}: it bounds the clipped surrogate of "
+            "GRPOLoss, DAPO and GSPOLoss."
+        )

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from torchrl_moe import _checks
-from torchrl_moe.ops.divergence import LOG_RATIO_LIMIT, bounded_log_ratio, k1, k2, k3
-from torchrl_moe.ops.masked import masked_mean
+from torchrl_moe.ops.divergence import LOG_RATIO_LIMIT, bounded_log_ratio, k1, k2, k3, masked_mean
 
 __all__ = [
     "Aggregation",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
+from typing import Literal, NamedTuple, TypeVar, cast, get_args
 
 import torch
 from tensordict import NestedKey, TensorClass, TensorDictBase
@@ -18,16 +18,6 @@ from torchrl.objectives import LossModule
 
 from torchrl_moe import _checks
 from torchrl_moe.objectives import functional as F
-from torchrl_moe.objectives.arguments import (
-    aggregation_of,
-    check_choice,
-    check_dual_clip,
-    check_hooks,
-    check_penalties,
-    check_router_loss,
-    check_unused,
-    clip_range,
-)
 from torchrl_moe.objectives.batch import (
     LossInputs,
     LossKeys,
@@ -36,6 +26,7 @@ from torchrl_moe.objectives.batch import (
     TokenReader,
     TokenScores,
     check_actor,
+    check_choice,
     score_reference,
     score_tokens,
 )
@@ -48,7 +39,7 @@ from torchrl_moe.objectives.corrections import (
     policy_ratios,
 )
 from torchrl_moe.objectives.moe_router import MoERouterLoss
-from torchrl_moe.ops.masked import masked_mean
+from torchrl_moe.ops.divergence import masked_mean
 
 __all__ = ["CISPOLossOutput", "DAPOLossOutput", "GRPOLoss", "GRPOLossOutput", "LLMLossOutput", "sum_over_ranks"]
 
@@ -235,7 +226,7 @@ class GRPOLoss(LossModule):
 
     def __init__(
         self,
-        actor_network: Any,
+        actor_network: object,
         *,
         clip_epsilon: float | tuple[float, float] = 0.2,
         dual_clip: float | None = None,
@@ -265,16 +256,17 @@ class GRPOLoss(LossModule):
     ) -> None:
         super().__init__()
         check_actor(actor_network)
-        check_unused(gamma, clip_value, samples_mc_entropy)
+        _check_unused(gamma, clip_value, samples_mc_entropy)
         check_choice("proximal_policy", proximal_policy, (None, *get_args(Proximal)))
         check_choice("reference", reference, ("key", "adapter"))
         coefficients = (kl_to_ref_coeff, kl_to_inference_coeff)
-        check_penalties(kl_mask_threshold, *coefficients, kl_estimator, kl_off_policy, kl_clamp)
-        check_dual_clip(dual_clip)
+        _check_penalties(kl_mask_threshold, *coefficients, kl_estimator, kl_off_policy, kl_clamp)
+        hint = "3 is usual, None switches it off."
+        _checks.check_number("dual_clip", dual_clip, above=1, none=True, infinite=True, hint=hint)
         _checks.check_bool("entropy_bonus", entropy_bonus)
         _checks.check_number("entropy_coeff", entropy_coeff)
         self.actor_network, self.reference = actor_network, reference
-        self.aggregation = aggregation_of(aggregation, reduction, fixed_length)
+        self.aggregation = _aggregation_of(aggregation, reduction, fixed_length)
         self.fixed_length, self.reduction, self.dual_clip = fixed_length, reduction or "mean", dual_clip
         self.entropy_bonus, self.entropy_coeff = entropy_bonus, entropy_coeff
         self.samples_mc_entropy = samples_mc_entropy
@@ -284,9 +276,9 @@ class GRPOLoss(LossModule):
         self.corrections = Corrections(correction, thresholds, proximal_policy)
         self.ref_log_prob_padding_side = ref_log_prob_padding_side
         self.ref_log_prob_padding_value = ref_log_prob_padding_value
-        check_router_loss(router_loss, actor_network)
+        _check_router_loss(router_loss, actor_network)
         self.__dict__["router_loss"] = router_loss  # not a submodule: the actor already is one
-        self._register_clip_range(clip_range(clip_epsilon), device)
+        self._register_clip_range(_clip_range(clip_epsilon), device)
         self._set_in_keys()
         self.out_keys = self._out_keys()
 
@@ -301,9 +293,9 @@ class GRPOLoss(LossModule):
             except (RuntimeError, TypeError, AssertionError) as error:
                 raise ValueError(f"device={device!r}: {str(error).splitlines()[0]}") from error
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        check_hooks(cls)
+        _check_hooks(cls)
 
     @property
     def functional(self) -> bool:
@@ -512,3 +504,105 @@ class _Term(NamedTuple):
 
 def _mean(value: Tensor, mask: Tensor) -> Tensor:
     return masked_mean(value.detach(), mask, mask.sum())
+
+
+# Checks of the arguments, run when the loss is built, before any step.
+
+
+def _check_penalties(
+    threshold: float | None,
+    to_ref: float | None,
+    to_inference: float | None,
+    estimator: str,
+    off_policy: bool,
+    clamp: float | None = None,
+) -> None:
+    """Raise ValueError unless the KL arguments are valid: coefficients, bounds (``None`` passes) and estimator."""
+    for name, bound in {"kl_mask_threshold": threshold, "kl_clamp": clamp}.items():
+        _checks.check_number(name, bound, above=0, none=True, infinite=True, hint="None switches it off.")
+    for name, coeff in {"kl_to_ref_coeff": to_ref, "kl_to_inference_coeff": to_inference}.items():
+        _checks.check_number(name, coeff, 0, none=True, hint="None switches it off.")
+    _checks.check_bool("kl_off_policy", off_policy)
+    check_choice("kl_estimator", estimator, ("k1", "k2", "k3"))
+    if estimator == "k1" and not off_policy:
+        raise ValueError(
+            "kl_estimator='k1' as a plain loss has an expected gradient of 0 on policy: use 'k2', pass "
+            "kl_off_policy=True, or put it into the reward (functional.kl_reward)."
+        )
+
+
+def _check_fixed_length(aggregation: str, fixed_length: int | None) -> None:
+    """Raise ValueError unless ``fixed_length`` is given if and only if the aggregation uses it."""
+    if (aggregation == "fixed_length") != (fixed_length is not None):
+        raise ValueError(
+            f"fixed_length and aggregation='fixed_length' go together, got fixed_length={fixed_length} and "
+            f"aggregation={aggregation!r}: give the greatest number of tokens that a response may have."
+        )
+    _checks.check_number("fixed_length", fixed_length, 1, whole=True, none=True)
+
+
+def _aggregation_of(aggregation: str | None, reduction: str | None, fixed_length: int | None) -> F.Aggregation:
+    """Return the aggregation, from the three arguments that set it.
+
+    >>> _aggregation_of(None, None, None), _aggregation_of("prompt_mean", "none", None)
+    ('token_mean', 'none')
+    """
+    chosen = cast(F.Aggregation, "token_mean" if aggregation is None else aggregation)
+    check_choice("aggregation", chosen, get_args(F.Aggregation))
+    _check_fixed_length(chosen, fixed_length)
+    if reduction == "sum":
+        raise ValueError(
+            "reduction must be one of [None, 'mean', 'none'], got 'sum': TorchRL's loss is a mean then too. For a sum "
+            "over tokens divided by a number of your choice use aggregation='fixed_length', fixed_length=...."
+        )
+    check_choice("reduction", reduction, (None, "mean", "none"))
+    return "none" if reduction == "none" else chosen
+
+
+def _check_unused(gamma: float | None, clip_value: bool | float | None, samples_mc_entropy: int) -> None:
+    """Raise ValueError if an argument is set that TorchRL's losses accept but GRPO cannot use."""
+    if gamma is not None:
+        raise ValueError(
+            f"gamma must be None, got {gamma}: GRPO has no value function, and TorchRL's loss never reads it. Discount "
+            "rewards before the advantage is computed."
+        )
+    if clip_value is not None and clip_value is not False:
+        raise ValueError(
+            f"clip_value must be None or False, got {clip_value}: GRPO has no value function to clip, and TorchRL's "
+            "loss never reads it. clip_epsilon is the range of the ratio."
+        )
+    _checks.check_number("samples_mc_entropy", samples_mc_entropy, 1, whole=True)
+
+
+def _check_hooks(loss: type) -> None:
+    """Raise TypeError if a subclass overrides a method that TorchRL's losses call and these losses never do."""
+    hooks = {"_compute_policy_objective", "_get_cur_log_prob", "_log_weight"}
+    hooks |= {"_aggregate_loss_value", "_get_entropy", "_kl_to_ref"}
+    if found := sorted(hooks & set(vars(loss))):
+        raise TypeError(
+            f"{loss.__name__} overrides {', '.join(found)}, which TorchRL's losses call and these never do: override "
+            "_surrogate(ratios, advantage), the loss per token, or let the actor's score() return other log-probs."
+        )
+
+
+def _check_router_loss(router_loss: object, actor: object) -> None:
+    """Raise ValueError if there is a router loss of another actor, since that actor's forward pass does not run."""
+    if router_loss is not None and getattr(router_loss, "actor_network", None) is not actor:
+        raise ValueError(
+            f"router_loss must be a MoERouterLoss of this loss's actor, got {type(router_loss).__name__} of another: "
+            "its terms come from the actor's one forward pass."
+        )
+
+
+def _clip_range(clip_epsilon: float | tuple[float, float]) -> tuple[float, float]:
+    """Return ``(low, high)`` of a number or a pair.
+
+    >>> _clip_range(0.2), _clip_range((0.2, 0.28))
+    ((0.2, 0.2), (0.2, 0.28))
+    """
+    pair = tuple(clip_epsilon) if isinstance(clip_epsilon, tuple | list) else (clip_epsilon, clip_epsilon)
+    if len(pair) != 2:
+        raise ValueError(f"clip_epsilon must be a number, or (low, high), got {_checks.shown(clip_epsilon)}.")
+    _checks.check_number("clip_epsilon (low)", pair[0], 0, 1)
+    _checks.check_number("clip_epsilon (high)", pair[1], 0, infinite=True)
+    return float(pair[0]), float(pair[1])

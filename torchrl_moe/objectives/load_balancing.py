@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchrl_moe import _checks
-from torchrl_moe.ops.masked import masked_mean
+from torchrl_moe.ops.divergence import masked_mean
 
 __all__ = [
     "Scoring",

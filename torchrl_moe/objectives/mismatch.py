@@ -6,19 +6,17 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_moe import _checks
-from torchrl_moe.objectives.arguments import check_choice
-from torchrl_moe.objectives.batch import Masking, TokenReader
-from torchrl_moe.objectives.uniform_sample import UniformSample, Values
-from torchrl_moe.ops.divergence import extreme_fraction, k1, k3
-from torchrl_moe.ops.masked import masked_mean
+from torchrl_moe.objectives.batch import Masking, TokenReader, check_choice
+from torchrl_moe.ops.divergence import extreme_fraction, k1, k3, masked_mean
 from torchrl_moe.render.tables import html_table, number_text
 
 __all__ = ["CollapseThresholds", "MismatchKeys", "MismatchMetrics"]
@@ -29,6 +27,7 @@ SHOWN = ("k3", "dlogp_mean", "extreme_fraction", "ess")
 SHOWN_METRICS = 64
 
 Sums = defaultdict[str, float]
+Values = npt.NDArray[np.float64]
 
 
 def _no_sums() -> Sums:
@@ -232,7 +231,7 @@ class MismatchMetrics:
 
     def _add_routing(self, tensordict: TensorDictBase, reader: TokenReader) -> None:
         """Add the routing metrics of each sample, weighted by its rows."""
-        fallback: Any = tensordict.get(self.keys.fallback, None)
+        fallback: Tensor | None = tensordict.get(self.keys.fallback, None)
         if fallback is None:
             return
         attended = reader.per_token_mask(self.keys.attention_mask, "the attention mask").cpu().sum(-1)
@@ -245,7 +244,7 @@ class MismatchMetrics:
         replayed = attended - fallback.cpu()
         self._sums["rows"] += int(attended.sum())
         self._sums["fallback"] += int(fallback.sum())
-        agreement: Any = tensordict.get(self.keys.agreement, None)
+        agreement: Tensor | None = tensordict.get(self.keys.agreement, None)
         if agreement is None:
             return
         _checks.check_shape(repr(self.keys.agreement), agreement.shape, (len(attended), "L"))
@@ -360,3 +359,47 @@ class MismatchMetrics:
 def _add(mine: Sums, theirs: Sums) -> None:
     for name, value in theirs.items():
         mine[name] += value
+
+
+class UniformSample:
+    """Keeps up to ``capacity`` numbers of a stream; every subset of that size is equally likely.
+
+    Each number draws a random priority, and the numbers with the lowest priorities are kept, so merging two samples
+    gives a sample of the joined streams. Up to ``capacity`` numbers, all are kept. It has its own random generator.
+
+    >>> sample = UniformSample(capacity=100)
+    >>> sample.add(np.arange(50))
+    >>> len(sample), float(np.quantile(sample.values, 0.5))
+    (50, 24.5)
+    """
+
+    def __init__(self, capacity: int = 1 << 16, seed: int | None = None) -> None:
+        _checks.check_number("capacity", capacity, 1, whole=True)
+        self.capacity = capacity
+        self._random = np.random.default_rng(seed)
+        self._values: Values = np.empty(0)
+        self._priorities: Values = np.empty(0)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @property
+    def values(self) -> Values:
+        """float64 ``[n]``, in no order."""
+        return self._values
+
+    def add(self, values: npt.ArrayLike) -> None:
+        """Add numbers, of any shape."""
+        flat = np.asarray(values, dtype=np.float64).reshape(-1)
+        self._keep(flat, self._random.random(len(flat)))
+
+    def merge(self, other: UniformSample) -> None:
+        """Add the numbers of another sample, of another stream."""
+        self._keep(other._values, other._priorities)
+
+    def _keep(self, values: Values, priorities: Values) -> None:
+        self._values = np.concatenate([self._values, values])
+        self._priorities = np.concatenate([self._priorities, priorities])
+        if len(self._values) > self.capacity:
+            least = np.argpartition(self._priorities, self.capacity)[: self.capacity]
+            self._values, self._priorities = self._values[least], self._priorities[least]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from tensordict import NestedKey, TensorClass, TensorDictBase
@@ -14,8 +14,7 @@ from torchrl.objectives import LossModule
 
 from torchrl_moe import _checks
 from torchrl_moe.objectives import load_balancing as balance
-from torchrl_moe.objectives.arguments import check_choice
-from torchrl_moe.objectives.batch import TokenReader
+from torchrl_moe.objectives.batch import TokenReader, check_choice
 
 __all__ = ["MoERouterLoss", "MoERouterLossOutput"]
 
@@ -165,7 +164,7 @@ class MoERouterLoss(LossModule):
         """Return the live logits, and which of them count."""
         mask = self._attended(reader)
         if logits is None:
-            asked: dict[str, Any] = {"router_logits": True, "entropy": False}
+            asked: dict[str, bool | Tensor] = {"router_logits": True, "entropy": False}
             if "mask" in signature(self.actor_network.score).parameters:
                 asked["mask"] = torch.zeros_like(mask)
             _, _, logits = self.actor_network.score(tensordict, **asked)
@@ -186,14 +185,14 @@ class MoERouterLoss(LossModule):
 
     def _of_batch(self, tensordict: TensorDictBase, key: NestedKey, *shape: int) -> Tensor | None:
         """Return a value of the whole batch, which each sample of a part holds; ``None`` if it is absent."""
-        value: Any = tensordict.get(key, None)
+        value: Tensor | None = tensordict.get(key, None)
         if value is None:
             return None
         hint = "It is that of the whole batch, the same for each sample: see MoERouterLoss.totals."
         _checks.check_shape(repr(key), value.shape, (len(tensordict), *shape), hint=hint)
         if not bool(((value >= 0) & value.isfinite()).all()):
             raise ValueError(f"{key!r} holds counts, finite and 0 or more, got {_checks.shown(value)}. {hint}")
-        return cast(Tensor, value)[0]
+        return value[0]
 
     @torch.no_grad()
     def totals(

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from torchrl_moe.ops.divergence import k1 as k1
     from torchrl_moe.ops.divergence import k2 as k2
     from torchrl_moe.ops.divergence import k3 as k3
+    from torchrl_moe.ops.divergence import masked_mean as masked_mean
     from torchrl_moe.ops.log_probs import LogitTransform as LogitTransform
     from torchrl_moe.ops.log_probs import selected_log_probs as selected_log_probs
-    from torchrl_moe.ops.masked import masked_mean as masked_mean
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
@@ -28,7 +28,7 @@ else:
             "k1": ".divergence",
             "k2": ".divergence",
             "k3": ".divergence",
-            "masked_mean": ".masked",
+            "masked_mean": ".divergence",
             "selected_log_probs": ".log_probs",
         },
     )

@@ -1,7 +1,7 @@
-"""How far apart two policies are, from the log-probs that both give to the same sampled tokens.
+"""How far apart two policies are, from the log-probs that both give to the same sampled tokens; and their one mean.
 
-Estimators per token; the mean over tokens is :func:`torchrl_moe.ops.masked.masked_mean`. With tokens sampled from p,
-``E[k1] = E[k3] = KL(p || q)`` (J. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html).
+Estimators are per token, the mean over tokens is :func:`masked_mean`. With tokens sampled from p, ``E[k1] = E[k3] =
+KL(p || q)`` (J. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html).
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from torchrl_moe import _checks
-from torchrl_moe.ops.masked import masked_mean
 
-__all__ = ["LOG_RATIO_LIMIT", "bounded_log_ratio", "extreme_fraction", "k1", "k2", "k3"]
+__all__ = ["LOG_RATIO_LIMIT", "bounded_log_ratio", "extreme_fraction", "k1", "k2", "k3", "masked_mean"]
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are cut to this range: beyond it, ``exp`` is useless to a loss, and soon infinite."""
@@ -79,3 +78,34 @@ def extreme_fraction(log_ratio: Tensor, mask: Tensor, tau: float = 2.0) -> Tenso
     _checks.check_same_shape({"log_ratio": log_ratio, "mask": mask})
     _checks.check_floating("log_ratio", log_ratio)
     return masked_mean((log_ratio.abs() > math.log(tau)).float(), mask, mask.sum())
+
+
+# The one mean of the package. An implicit denominator is the most common fault of LLM losses: a mean over pads, or
+# over a micro-batch where the whole batch was meant. So the caller names it.
+def masked_mean(value: Tensor, mask: Tensor, denominator: Tensor | float, dim: int | None = None) -> Tensor:
+    """Return the sum of ``value`` where ``mask`` is set, divided by ``denominator``.
+
+    Values are selected, not multiplied: what lies under a cleared mask may be NaN. Sums run in float32 at least.
+
+    Args:
+        value: floating point, any shape.
+        mask: bool, same shape.
+        denominator: a number, or a tensor of the result's shape (or ``[]``). Where it is 0 the sum is returned as it
+            is: the mean of nothing is 0.
+        dim: the dimension to sum over; ``None`` for all.
+
+    >>> value, mask = torch.tensor([[1.0, 2.0], [4.0, 8.0]]), torch.tensor([[True, True], [True, False]])
+    >>> masked_mean(value, mask, mask.sum())
+    tensor(2.3333)
+    >>> masked_mean(value, mask, mask.sum(-1), dim=-1)
+    tensor([1.5000, 4.0000])
+    """
+    _checks.check_same_shape({"value": value, "mask": mask})
+    _checks.check_floating("value", value)
+    kept = torch.where(mask, value, value.new_zeros(()))
+    dtype = torch.promote_types(value.dtype, torch.float32)
+    total = kept.sum(dtype=dtype) if dim is None else kept.sum(dim, dtype=dtype)
+    divisor = torch.as_tensor(denominator, dtype=dtype, device=value.device)
+    if divisor.ndim:
+        _checks.check_same_shape({"denominator": divisor, "sum of value": total})
+    return total / torch.where(divisor == 0, divisor.new_ones(()), divisor)

@@ -1,11 +1,11 @@
 """Log-prob and entropy of chosen tokens behind a linear head, tile by tile: the logits never exist as a whole.
 
 The maths without autograd and checks; :mod:`torchrl_moe.ops.log_probs` has both. A tile is some rows times
-some words of the vocabulary. Forward, a running log-sum-exp joins the tiles of a row (arXiv 1805.02867); backward,
-each tile is computed again. Words are the outer loop: the gradient of a tile's weights is then complete before the
+some columns, which are token ids. Forward, a running log-sum-exp joins the tiles of a row (arXiv 1805.02867); backward,
+each tile is computed again. Columns are the outer loop: the gradient of a tile's weights is then complete before the
 next tile, in float32 without a float32 copy of the weight.
 
-Letters: N rows, V words, H hidden size, i the parts that add up to the logits.
+Letters: N rows, V token ids, H hidden size, i the parts that add up to the logits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf, isqrt
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,16 @@ from torch.distributed import distributed_c10d
 
 from torchrl_moe import _checks
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 __all__ = [
     "Gradients",
-    "KeptWords",
     "LeftOut",
     "LinearHead",
     "RowScores",
-    "WordShard",
+    "RowVocabularies",
+    "VocabShard",
     "backward_tiles",
     "forward_tiles",
     "join",
@@ -36,52 +39,42 @@ __all__ = [
 ]
 
 
-# The words (token ids of the vocabulary) that each row's softmax runs over, and their places in the tiles of a head.
+# The token ids that each row's softmax runs over, and their places in the tiles of a head.
 #
 # The lists are as short as sampling made them (the k of a top_k, the bans) and stay lists: no mask ``[N, V]`` exists.
 #
-# Letters: N rows, V words, M ids of all rows together.
+# Letters: N rows, V token ids, M ids of all rows together.
 
 
 @dataclass(frozen=True, slots=True)
-class KeptWords:
+class RowVocabularies:
     """``sizes[n]`` ids of ``ids`` belong to row n, those of earlier rows first.
 
-    ``sizes[n] > 0``: the row's words are these; ``< 0``: all but these (its absolute value counts them); 0: all. An id
-    that a row lists twice counts once.
+    ``sizes[n] > 0``: the row has these; ``< 0``: all but these (its absolute value counts them); 0: all. An id that a
+    row lists twice counts once. ``ids`` are signed integers ``[M]``, ``sizes`` ``[N]``.
 
-    ``ids`` are signed integers ``[M]``, ``sizes`` ``[N]``.
-
-    >>> kept = KeptWords(torch.tensor([2, 0, 1]), torch.tensor([0, -1, 2]))
+    >>> kept = RowVocabularies(torch.tensor([2, 0, 1]), torch.tensor([0, -1, 2]))
     >>> kept.select(torch.tensor([True, False, True]))
-    KeptWords(ids=tensor([0, 1]), sizes=tensor([0, 2]))
+    RowVocabularies(ids=tensor([0, 1]), sizes=tensor([0, 2]))
     """
 
     ids: Tensor
     sizes: Tensor
 
     def check_shapes(self, rows: int) -> None:
-        """Check what needs no values.
-
-        Raises:
-            ValueError: wrong rank or number of sizes, or not signed integers.
-        """
+        """Refuse what can be refused without reading values, which waits for a GPU."""
         _checks.check_rank("ids of kept", self.ids, 1)
         _checks.check_integer("ids of kept", self.ids, signed=True)
         _checks.check_integer("sizes of kept", self.sizes, signed=True)
         _checks.check_shape("sizes of kept", self.sizes.shape, (rows,), hint="There is a size for each row.")
 
     def check_values(self, tokens: Tensor, vocabulary: int) -> None:
-        """Check the ids against the sizes and the tokens ``[N]`` that were chosen.
-
-        Raises:
-            ValueError: another number of ids than the sizes say, an id out of range, or a token that is not among the
-                words of its row.
-        """
+        """Check the ids against the sizes, and that each row has its token ``[N]``."""
         total = int(self.sizes.long().abs().sum())
         if total != len(self.ids):
             raise ValueError(f"the sizes of kept say {total} ids, and there are {len(self.ids)}.")
         rows, ids = self.rows(), self.ids.long()
+        # How often each row lists its token: it must be in a list of kept ids, and not in one of removed ids.
         outside = (ids < 0) | (ids >= vocabulary)
         named = torch.zeros(len(tokens), dtype=torch.long, device=tokens.device)
         named.index_add_(0, rows, (ids == tokens[rows]).long())
@@ -90,8 +83,8 @@ class KeptWords:
             return
         if bool(outside.any()):
             place = int(outside.nonzero()[0, 0])
-            row, word = int(rows[place]), int(ids[place])
-            raise ValueError(f"ids of kept must be in 0..{vocabulary - 1}, row {row} has {word}.")
+            row, token = int(rows[place]), int(ids[place])
+            raise ValueError(f"ids of kept must be in 0..{vocabulary - 1}, row {row} has {token}.")
         row = int(wrong.nonzero()[0, 0])
         raise ValueError(
             f"row {row}: token {int(tokens[row])} is not among the words that kept gives this row. Pass size 0 for rows"
@@ -103,23 +96,21 @@ class KeptWords:
         every = torch.arange(len(self.sizes), device=self.sizes.device)
         return every.repeat_interleave(self.sizes.long().abs(), output_size=len(self.ids))
 
-    def select(self, wanted: Tensor) -> KeptWords:
-        """Return the words of some rows, bool ``[N]``."""
-        return KeptWords(self.ids[wanted[self.rows()]], self.sizes[wanted])
+    def select(self, wanted: Tensor) -> RowVocabularies:
+        """Return the ids of some rows, bool ``[N]``."""
+        return RowVocabularies(self.ids[wanted[self.rows()]], self.sizes[wanted])
 
     def tiled(self, height: int, width: int, vocabulary: int, first: int = 0) -> LeftOut:
-        """Sort the ids by the tiles in which they lie.
+        """Sort the ids by the tiles ``[height, width]`` in which they lie; those at the edges are smaller.
 
-        Args:
-            height: rows of a tile; the last one of a column of tiles may have fewer.
-            width: words of a tile; likewise.
-            vocabulary: V, or how many words there are here, of which ``first`` is the first.
-            first: ids before it, and those after the last word, lie in no tile.
+        ``vocabulary`` ids are scored here, from ``first`` on; those of other ranks lie in no tile.
         """
+        # How many tiles there are, and the ids that lie in one of them.
         down, across = (-(-size // step) for size, step in ((len(self.sizes), height), (vocabulary, width)))
         rows, ids = self.rows(), self.ids.long() - first
         here = (ids >= 0) & (ids < vocabulary)
         rows, ids = rows[here], ids[here]
+        # One number for tile, row and column, sorted: then a tile's ids are a slice, found without a loop over rows.
         tiles = ids.div(width, rounding_mode="floor") * down + rows.div(height, rounding_mode="floor")
         places = (tiles.mul_(height * width) + rows.remainder_(height) * width + ids % width).sort().values
         starts = torch.arange(down * across + 1, device=places.device) * (height * width)
@@ -128,11 +119,11 @@ class KeptWords:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Fills a tile's words that are left out; made by :meth:`KeptWords.tiled`.
+    """Fills the places of a tile that are left out; made by :meth:`RowVocabularies.tiled`.
 
     Tiles are numbered down each column of tiles first. ``places`` are int64 ``[M]``, sorted: tile, row in the tile and
-    word in the tile as one number. Those of tile t lie in ``places[ends[t]:ends[t + 1]]``. ``only`` is bool ``[N]``:
-    the row lists its words, not those it lacks.
+    column in the tile as one number. Those of tile t lie in ``places[ends[t]:ends[t + 1]]``. ``only`` is bool ``[N]``:
+    the row lists the ids it has, not those it lacks.
     """
 
     only: Tensor
@@ -142,18 +133,20 @@ class LeftOut:
     width: int
     down: int
 
-    def fill_(self, tile: Tensor, words: slice, rows: slice, value: Any) -> Tensor:
-        """Write ``value`` where a word is left out of a row, in place.
+    def fill_(self, tile: Tensor, columns: slice, rows: slice, value: float) -> Tensor:
+        """Write ``value`` where an id is left out of a row, in place.
 
-        >>> kept = KeptWords(torch.tensor([0, 1, 2]), torch.tensor([0, -1, 2]))
+        >>> kept = RowVocabularies(torch.tensor([0, 1, 2]), torch.tensor([0, -1, 2]))
         >>> kept.tiled(3, 4, 4).fill_(torch.ones(3, 4), slice(0, 4), slice(0, 3), 0)
         tensor([[1., 1., 1., 1.],
                 [0., 1., 1., 1.],
                 [0., 1., 1., 0.]])
         """
-        number = words.start // self.width * self.down + rows.start // self.height
+        # The slice of this tile, and where in it each id lies.
+        number = columns.start // self.width * self.down + rows.start // self.height
         places = self.places[self.ends[number] : self.ends[number + 1]] - number * self.height * self.width
         row, column = places.div(self.width, rounding_mode="floor"), places % self.width
+        # A row of kept ids loses all others, so their values are saved first; a row of removed ids loses those only.
         only = self.only[rows]
         listed = torch.where(only[row], tile[row, column], value)
         tile.masked_fill_(only[:, None], value)
@@ -161,8 +154,10 @@ class LeftOut:
         return tile
 
 
-_FLOOR = -1e4  # its exponential is 0 in every dtype
-_FAINT = -80.0  # its exponential vanishes beside 1, and is quick to compute: one of 0 takes ten times longer on CPU
+# Its exponential is 0 in every dtype.
+_FLOOR = -1e4
+# Its exponential vanishes beside 1, and is quick to compute: one of 0 takes ten times longer on a CPU.
+_FAINT = -80.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +165,7 @@ class LinearHead:
     """``y = sum_i hidden_i @ weight_i.T + bias``, and the logits ``outer * y``, or ``outer * tanh(inner * y)``.
 
     ``hiddens`` are ``[N, H_i]``, ``weights`` ``[V, H_i]``, ``bias`` ``[V]``; ``inner`` is 0 where there is no tanh.
-    ``kept`` are the words that each row's softmax runs over; ``None``: all. They are numbered from ``first`` on, the
-    number of the first word here.
+    ``kept`` has the ids that each row's softmax runs over; ``None``: all. ``first`` is the lowest id scored here.
     """
 
     hiddens: list[Tensor]
@@ -179,7 +173,7 @@ class LinearHead:
     bias: Tensor | None
     outer: float
     inner: float
-    kept: KeptWords | None = None
+    kept: RowVocabularies | None = None
     first: int = 0
 
     @property
@@ -191,13 +185,13 @@ class LinearHead:
         """Return the head with its hidden states in the dtype of the products."""
         return replace(self, hiddens=[_operand(h) for h in self.hiddens])
 
-    def words(self, tile: slice) -> LinearHead:
-        """Return the head of some words."""
+    def columns(self, tile: slice) -> LinearHead:
+        """Return the head of some columns."""
         bias = None if self.bias is None else self.bias[tile].to(self.dtype)
         return replace(self, weights=[_operand(w[tile]) for w in self.weights], bias=bias)
 
     def logits(self, rows: slice) -> Tensor:
-        """Return ``[rows, V]``, those of words that are left out too."""
+        """Return ``[rows, V]``, those of ids that are left out too."""
         total: Tensor | None = None
         for hidden, weight in zip(self.hiddens, self.weights, strict=True):
             product = _matmul(hidden[rows], weight.T)
@@ -243,32 +237,30 @@ class Gradients:
 
 
 def forward_tiles(head: LinearHead, tokens: Tensor, entropy: bool, elements: int) -> RowScores:
-    """Score rows.
+    """Score rows by tiles of at most ``elements`` numbers.
 
-    Args:
-        head: of N rows and V words.
-        tokens: int64 ``[N]``, the word chosen in each row, counted from the head's first; ``chosen`` is 0 where it is
-            none of the head's.
-        entropy: whether to compute entropies.
-        elements: numbers in a tile.
+    ``tokens`` (int64 ``[N]``) count from the head's first id; ``chosen`` is 0 where the token is none of the head's.
     """
     count, vocabulary = len(tokens), len(head.weights[0])
     head = head.operands()
+    # Per row so far: the largest logit z, the token's, Σ e^(z - largest), and that sum weighted by z - largest.
     largest = torch.full((count,), torch.finfo(head.dtype).min, dtype=head.dtype, device=tokens.device)
     chosen, total, weighted = (torch.zeros_like(largest) for _ in range(3))
     left_out = _left_out(head, elements)
-    for words, row_tiles in _tiles(count, vocabulary, elements):
-        part = head.words(words)
+    for columns, row_tiles in _tiles(count, vocabulary, elements):
+        part = head.columns(columns)
         for rows in row_tiles:
             logits = part.logits(rows)
             if left_out is not None:
-                left_out.fill_(logits, words, rows, -inf)
-            inside, column = _columns(tokens[rows], words)
+                left_out.fill_(logits, columns, rows, -inf)
+            inside, column = _columns(tokens[rows], columns)
             chosen[rows] += torch.where(inside, logits.gather(1, column)[:, 0], 0)
+            # The sums so far are relative to the old maximum: shrink them to the new one.
             top = torch.maximum(largest[rows], logits.amax(1))
             shift = largest[rows] - top
             shrink = shift.exp()
             logits.sub_(top[:, None])
+            # -inf times its exponential would be NaN in the entropy.
             logits = part.floored(logits) if left_out is None else logits.clamp_(min=_FAINT)
             exponentials = logits.exp()
             if entropy:  # sum_j e^(z_j - top) (z_j - top)
@@ -284,18 +276,10 @@ def forward_tiles(head: LinearHead, tokens: Tensor, entropy: bool, elements: int
 def backward_tiles(
     head: LinearHead, tokens: Tensor, scores: RowScores, grads: tuple[Tensor, Tensor], needs: list[bool], elements: int
 ) -> Gradients:
-    """Return the gradients of hidden states, weights and bias.
+    """Return the gradients of hidden states, weights and bias, each if it ``needs`` one, from those of the scores.
 
-    With p the probabilities, H the entropy and g the gradients of both, that of logit j is
+    With p the probabilities, H the entropy and g the gradients ``[N]`` of both, that of logit j is
     ``g_log_prob (1[j is chosen] - p_j) - g_entropy p_j (log p_j + H)``: 0 if j is left out.
-
-    Args:
-        head: as in the forward pass.
-        tokens: as in the forward pass.
-        scores: what it returned; without entropies the gradient of entropy is not read.
-        grads: ``[N]`` each, of log-probs and of entropies.
-        needs: for each hidden, each weight, and the bias.
-        elements: numbers in a tile.
     """
     parts, dtype = len(head.weights), head.dtype
     whole = head.operands()
@@ -303,12 +287,13 @@ def backward_tiles(
     grad_hiddens = [torch.zeros_like(h, dtype=dtype) if n else None for h, n in zip(head.hiddens, needs, strict=False)]
     grad_weights = [torch.empty_like(w) if n else None for w, n in zip(head.weights, needs[parts:], strict=False)]
     grad_bias = torch.empty_like(head.bias) if head.bias is not None and needs[-1] else None
-    for words, row_tiles in _tiles(len(tokens), len(head.weights[0]), elements):
-        part = whole.words(words)
-        sums = [None if g is None else torch.zeros_like(g[words], dtype=dtype) for g in (*grad_weights, grad_bias)]
+    for columns, row_tiles in _tiles(len(tokens), len(head.weights[0]), elements):
+        part = whole.columns(columns)
+        # These columns' gradients are complete after their last tile, so only they exist in float32.
+        sums = [None if g is None else torch.zeros_like(g[columns], dtype=dtype) for g in (*grad_weights, grad_bias)]
         for rows in row_tiles:
-            grad = _logit_gradient(part, tokens, scores, grads, words, rows, left_out)
-            grad = _operand_of(grad, whole.hiddens[0])
+            grad = _logit_gradient(part, tokens, scores, grads, columns, rows, left_out)
+            grad = grad.to(whole.hiddens[0].dtype)
             for i, grad_hidden in enumerate(grad_hiddens):
                 if grad_hidden is not None:
                     grad_hidden[rows] += _matmul(grad, part.weights[i])
@@ -319,7 +304,7 @@ def backward_tiles(
                 sums[-1] += grad.sum(0, dtype=dtype)
         for target, total in zip((*grad_weights, grad_bias), sums, strict=True):
             if target is not None and total is not None:
-                target[words] = total
+                target[columns] = total
     hiddens = [None if g is None else g.to(h.dtype) for g, h in zip(grad_hiddens, head.hiddens, strict=True)]
     return Gradients(hiddens, grad_weights, grad_bias)
 
@@ -329,14 +314,15 @@ def _logit_gradient(
     tokens: Tensor,
     scores: RowScores,
     grads: tuple[Tensor, Tensor],
-    words: slice,
+    columns: slice,
     rows: slice,
     left_out: LeftOut | None,
 ) -> Tensor:
-    """Return the gradient ``[rows, words]`` of y."""
+    """Return the gradient ``[rows, columns]`` of y."""
     grad_log_prob, grad_entropy = (grad[rows].to(part.dtype) for grad in grads)
     logits = part.logits(rows)
     slope = part.slope(logits)
+    # log p is stored as the log-sum-exp of forward; the tile's logits are computed again.
     log_p = part.floored(logits.sub_(scores.log_sum[rows][:, None]))
     probabilities = log_p.exp()
     if len(scores.entropy):
@@ -344,48 +330,46 @@ def _logit_gradient(
         grad = torch.addcmul(constant[:, None], log_p, grad_entropy[:, None], value=-1).mul_(probabilities)
     else:
         grad = probabilities.mul_(-grad_log_prob[:, None])
-    inside, column = _columns(tokens[rows], words)
+    # The one-hot part, where the token lies in this tile.
+    inside, column = _columns(tokens[rows], columns)
     grad.scatter_add_(1, column, torch.where(inside, grad_log_prob, 0)[:, None])
     grad = grad.mul_(slope) if isinstance(slope, Tensor) or slope != 1 else grad
-    return grad if left_out is None else left_out.fill_(grad, words, rows, 0)  # their p may have overflowed
+    # What is left out has no gradient; its p may have overflowed.
+    return grad if left_out is None else left_out.fill_(grad, columns, rows, 0)
 
 
-def _tile_shape(rows: int, words: int, elements: int) -> tuple[int, int]:
-    """Return the rows and the words of a tile: as near to square as the sizes allow."""
-    width = min(words, isqrt(elements))
+def _tile_shape(rows: int, columns: int, elements: int) -> tuple[int, int]:
+    """Return the rows and the columns of a tile: as near to square as the sizes allow."""
+    width = min(columns, isqrt(elements))
     height = max(1, min(rows, elements // width))
-    return height, max(1, min(words, elements // height))
+    return height, max(1, min(columns, elements // height))
 
 
 def _left_out(head: LinearHead, elements: int) -> LeftOut | None:
-    """Return what masks the tiles where words are left out."""
+    """Return what masks the tiles where ids are left out."""
     if head.kept is None:
         return None
-    rows, words = len(head.hiddens[0]), len(head.weights[0])
-    return head.kept.tiled(*_tile_shape(rows, words, elements), words, head.first)
+    rows, columns = len(head.hiddens[0]), len(head.weights[0])
+    return head.kept.tiled(*_tile_shape(rows, columns, elements), columns, head.first)
 
 
-def _tiles(rows: int, words: int, elements: int) -> Iterator[tuple[slice, list[slice]]]:
-    """Yield tiles of words, each with its tiles of rows."""
-    height, width = _tile_shape(rows, words, elements)
+def _tiles(rows: int, columns: int, elements: int) -> Iterator[tuple[slice, list[slice]]]:
+    """Yield the columns of tiles, each with its tiles of rows."""
+    height, width = _tile_shape(rows, columns, elements)
     row_tiles = [slice(start, min(start + height, rows)) for start in range(0, rows, height)]
-    for start in range(0, words, width):
-        yield slice(start, min(start + width, words)), row_tiles
+    for start in range(0, columns, width):
+        yield slice(start, min(start + width, columns)), row_tiles
 
 
-def _columns(tokens: Tensor, words: slice) -> tuple[Tensor, Tensor]:
+def _columns(tokens: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
     """Return which tokens lie in a tile, and in which of its columns ``[N, 1]``; 0 for the others."""
-    inside = (tokens >= words.start) & (tokens < words.stop)
-    return inside, torch.where(inside, tokens - words.start, 0)[:, None]
+    inside = (tokens >= columns.start) & (tokens < columns.stop)
+    return inside, torch.where(inside, tokens - columns.start, 0)[:, None]
 
 
 def _operand(tensor: Tensor) -> Tensor:
     """Return a factor of a product: as it is on CUDA, whose products sum in float32, else in float32 at least."""
     return tensor if tensor.is_cuda else tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _operand_of(tensor: Tensor, like: Tensor) -> Tensor:
-    return tensor.to(like.dtype)
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -394,41 +378,40 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b)
 
 
-# A head whose vocabulary is sharded over ranks: combines what each rank scores over its own words.
+# A head whose vocabulary is sharded over ranks: combines what each rank scores over its own ids.
 #
 # Each rank has the same rows and a part of the vocabulary, as under tensor parallelism. Three numbers per row are
 # sent in forward, and the gradient of the hidden states is summed in backward; logits stay where they are.
 #
-# Letters: N rows, V words of all ranks, R ranks.
+# Letters: N rows, V token ids of all ranks, R ranks.
 
 
 @dataclass(frozen=True, slots=True)
-class WordShard:
-    """The words of this rank: of V words those from ``first`` on, as many as its part of the weight has rows.
+class VocabShard:
+    """The token ids of this rank: of V those from ``first`` on, as many as its part of the weight has rows.
 
     ``mesh`` is the DTensor's, of one dimension.
     """
 
-    mesh: Any
+    mesh: DeviceMesh
     first: int
-    words: int
+    vocabulary: int
 
     @classmethod
-    def of(cls, weight: Tensor) -> WordShard | None:
-        """Return the shard of a weight ``[V, H]``; ``None`` if it is not a DTensor.
-
-        Raises:
-            ValueError: a DTensor that is not sharded by words, or that leaves a rank without any.
-        """
-        mesh: Any = getattr(weight, "device_mesh", None)
+    def of(cls, weight: Tensor) -> VocabShard | None:
+        """Return the shard of a weight ``[V, H]``; ``None`` if it is not a DTensor."""
+        mesh: DeviceMesh | None = getattr(weight, "device_mesh", None)
         if mesh is None:
             return None
         placements = weight.placements  # type: ignore[attr-defined]
         if mesh.ndim != 1 or not placements[0].is_shard(0):
-            raise ValueError(f"weight must be cut by words, [Shard(0)] on a mesh of one dimension, got {placements}.")
-        each = -(-len(weight) // mesh.size())  # as DTensor cuts it
+            raise ValueError(
+                f"weight must be sharded over the vocabulary, [Shard(0)] on a mesh of one dimension, got {placements}."
+            )
+        # DTensor gives every rank ceil(V / ranks) rows, and the last ones what is left.
+        each = -(-len(weight) // mesh.size())
         if each * (mesh.size() - 1) >= len(weight):
-            raise ValueError(f"weight has {len(weight)} words, too few for {mesh.size()} ranks: one would have none.")
+            raise ValueError(f"weight has {len(weight)} rows, too few for {mesh.size()} ranks: one would have none.")
         return cls(mesh, min(mesh.get_local_rank() * each, len(weight)), len(weight))
 
     @property
@@ -437,13 +420,11 @@ class WordShard:
         return str(self.mesh.get_group().group_name)
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """Return hidden states unchanged; in backward, the ranks' parts of their gradient are summed.
-
-        Raises:
-            ValueError: they are a DTensor.
-        """
+        """Return hidden states unchanged; in backward, the ranks' parts of their gradient are summed."""
         if hasattr(hidden, "device_mesh"):
-            raise ValueError("hidden states must be whole and local where weight is cut by words, got a DTensor.")
+            raise ValueError(
+                "hidden states must be whole and local where weight is sharded over the vocabulary, got a DTensor."
+            )
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
         whole = DTensor.from_local(hidden, self.mesh, [Replicate()], run_check=False)
@@ -457,19 +438,16 @@ def own_part(tensor: Tensor) -> Tensor:
 
 
 def join(own: RowScores, group: str) -> RowScores:
-    """Return the scores over all words, from those over each rank's own; a collective.
+    """Return the scores over all ids, from those over each rank's own, in a collective of a process group's name.
 
-    With s the log-sum-exp of a rank, S that of all, and H the entropy over a rank's words, the entropy over all is
-    ``S - sum_r e^(s_r - S) (s_r - H_r)``.
-
-    Args:
-        own: where another rank has the token, ``chosen`` is 0.
-        group: the name of the ranks' process group.
+    With s the log-sum-exp of a rank, S that of all, and H the entropy over a rank's ids, the entropy over all is
+    ``S - sum_r e^(s_r - S) (s_r - H_r)``. Where another rank has the token, ``chosen`` is 0.
     """
     has_entropy = len(own.entropy) > 0
     parts = torch.stack([own.chosen, own.log_sum, *([own.entropy] if has_entropy else [])])
+    # A group comes by its name, because an operator's arguments are numbers and strings.
     find = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-    ranks: dist.ProcessGroup = find(dist.GroupName(group))  # an operator's arguments are numbers and strings
+    ranks: dist.ProcessGroup = find(dist.GroupName(group))
     gathered = [torch.empty_like(parts) for _ in range(dist.get_world_size(ranks))]
     dist.all_gather(gathered, parts, group=ranks)
     chosen, log_sums, *entropies = torch.stack(gathered).unbind(1)

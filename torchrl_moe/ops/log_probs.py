@@ -1,14 +1,15 @@
 """``selected_log_probs``: log-prob and entropy of chosen tokens from hidden states and head, without their logits.
 
-The logits of all words, ``[N, V]``, are by far the largest tensor of a loss: 4 096 rows of 151 936 words take 2.5 GB
-in float32, and a dense log-prob and entropy keep several of them. Here a tile of them exists at a time, forward and
-backward, and two numbers per row are kept. (The idea of arXiv 2411.09009, with entropy.)
+The logits of the whole vocabulary, ``[N, V]``, are by far the largest tensor of a loss: 4 096 rows of 151 936 token ids
+take 2.5 GB in float32, and a dense log-prob and entropy keep several of them. Here a tile of them exists at a time,
+forward and backward, and two numbers per row are kept. (The idea of arXiv 2411.09009, with entropy.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from torch import Tensor
 
 from torchrl_moe import _checks
 from torchrl_moe.ops.linear_head import (
-    KeptWords,
     LinearHead,
     RowScores,
-    WordShard,
+    RowVocabularies,
+    VocabShard,
     backward_tiles,
     forward_tiles,
     join,
@@ -28,8 +29,9 @@ from torchrl_moe.ops.linear_head import (
 
 __all__ = ["LogitTransform", "selected_log_probs"]
 
+# Memory of the tiles of one step: on a CPU they fit into the cache, on a GPU they keep it busy.
 TILE_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}
-"""Memory of the tiles of one step: on CPU they fit into the cache, on a GPU they keep it busy."""
+# Tiles that exist at the same time: logits, probabilities, and a gradient or their product.
 TILES = 3
 
 
@@ -85,7 +87,7 @@ def selected_log_probs(
     tile_bytes: int | None = None,
     kept: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-prob of one chosen word per row, and the entropy of the row's distribution.
+    """Return the log-prob of one chosen token per row, and the entropy of the row's distribution.
 
     Nothing of size ``[N, V]`` is made. Sums run in float32 at least, those of the weight's gradient too. Backward
     computes the tiles again; rows whose gradient is 0 are left out. Works under autocast and ``torch.compile``.
@@ -129,16 +131,17 @@ def selected_log_probs(
     hiddens = [hidden] if isinstance(hidden, Tensor) else list(hidden)
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     _check(hiddens, weights, tokens, bias)
-    shard = WordShard.of(weights[0])
+    shard = VocabShard.of(weights[0])
     if shard is not None:
         if len(weights) > 1:
-            raise ValueError(f"a weight that is cut by words must be the only one, got {len(weights)}.")
+            raise ValueError(f"a weight that is sharded over the vocabulary must be the only one, got {len(weights)}.")
         hiddens = [shard.enter(hiddens[0])]
     if kept is not None:
-        KeptWords(*kept).check_shapes(len(tokens))
+        RowVocabularies(*kept).check_shapes(len(tokens))
+    # The dtype of the products: autocast's, or the widest of the inputs.
     device = tokens.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    dtype = dtype or _common_dtype([*hiddens, *weights])
+    dtype = dtype or reduce(torch.promote_types, (tensor.dtype for tensor in (*hiddens, *weights)))
     size = TILE_BYTES.get(device, TILE_BYTES["cuda"]) if tile_bytes is None else tile_bytes
     number = torch.promote_types(dtype, torch.float32).itemsize
     if size < TILES * number:
@@ -150,17 +153,10 @@ def selected_log_probs(
         None if bias is None else own_part(bias),
         (transform or LogitTransform()).factors,
         entropy,
-        [size // (TILES * number), *((shard.first, shard.words) if shard else (0, len(weights[0])))],
+        [size // (TILES * number), *((shard.first, shard.vocabulary) if shard else (0, len(weights[0])))],
         shard.group if shard else "",
     )
     return log_probs, spread if entropy else None
-
-
-def _common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    dtype = tensors[0].dtype
-    for tensor in tensors[1:]:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
 
 
 def _check(hiddens: list[Tensor], weights: list[Tensor], tokens: Tensor, bias: Tensor | None) -> None:
@@ -175,7 +171,7 @@ def _check(hiddens: list[Tensor], weights: list[Tensor], tokens: Tensor, bias: T
         _checks.check_floating("hidden", hidden)
         _checks.check_floating("weight", weight)
     if bias is not None:
-        _checks.check_shape("bias", bias.shape, (len(weights[0]),), hint="It has a number for each word.")
+        _checks.check_shape("bias", bias.shape, (len(weights[0]),), hint="It has a number for each token id.")
         _checks.check_floating("bias", bias)
 
 
@@ -200,8 +196,8 @@ def _selected_log_probs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probs, entropies (``[0]`` if not asked) and log-sum-exps.
 
-    ``targets`` are the tokens, and ids and sizes of the words kept, unless all are. ``sizes`` are those of a tile, the
-    number of the first word here, and V; all words are here if ``group`` is empty.
+    ``targets`` are the tokens, and ``kept`` if there is one. ``sizes`` are the elements of a tile, the first id here,
+    and V; all ids are here if ``group`` is empty.
     """
     tokens, kept = _read_targets(targets)
     elements, first, vocabulary = sizes
@@ -220,13 +216,15 @@ def _selected_log_probs(
     return scores.chosen - scores.log_sum, scores.entropy, scores.log_sum
 
 
-def _read_targets(targets: list[Tensor]) -> tuple[Tensor, KeptWords | None]:
+def _read_targets(targets: list[Tensor]) -> tuple[Tensor, RowVocabularies | None]:
     tokens, *kept = targets
-    return tokens, KeptWords(*kept) if kept else None
+    return tokens, RowVocabularies(*kept) if kept else None
 
 
 @_selected_log_probs.register_fake
-def _(hiddens: list[Tensor], _: Any, targets: list[Tensor], __: Any, ___: Any, entropy: bool, *____: Any) -> Any:
+def _(
+    hiddens: list[Tensor], _: object, targets: list[Tensor], __: object, ___: object, entropy: bool, *____: object
+) -> tuple[Tensor, Tensor, Tensor]:
     out = torch.empty_like(targets[0], dtype=torch.promote_types(hiddens[0].dtype, torch.float32))
     return out, torch.empty_like(out) if entropy else out.new_empty(0), torch.empty_like(out)
 
@@ -254,7 +252,8 @@ def _selected_log_probs_backward(
     tokens, kept = _read_targets(targets)
     elements, first, _ = sizes
     log_sum, spread, grad_log_prob, grad_entropy = rows
-    live = (grad_log_prob != 0) | (grad_entropy != 0)  # NaN too
+    # Rows that a mask leaves out have a gradient of 0: they are dropped before the tiles. NaN is not 0, and stays.
+    live = (grad_log_prob != 0) | (grad_entropy != 0)
     every = bool(live.all())
     wanted = slice(None) if every else live
     kept = kept if kept is None or every else kept.select(live)
@@ -277,18 +276,19 @@ def _spread_rows(values: Tensor, where: Tensor) -> Tensor:
 def _(
     hiddens: list[Tensor],
     weights: list[Tensor],
-    _: Any,
+    _: object,
     bias: Tensor | None,
-    __: Any,
+    __: object,
     rows: list[Tensor],
     needs: list[bool],
-    ___: Any,
+    ___: object,
 ) -> list[Tensor]:
     tensors = (*hiddens, *weights, bias)
     pairs = zip(tensors, needs, strict=True)
     return [rows[0].new_empty(0) if t is None or not needed else torch.empty_like(t) for t, needed in pairs]
 
 
+# What backward needs: the inputs and two numbers per row, never a tile.
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     hiddens, weights, targets, bias, ctx.factors, _, ctx.sizes, _ = inputs
     _, spread, log_sum = output
@@ -298,9 +298,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(*hiddens, *weights, bias, log_sum, spread, *targets)
 
 
-def _backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor, _: Any) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor, _: object) -> tuple[object, ...]:
     hiddens, weights = ctx.saved_tensors[: ctx.parts], ctx.saved_tensors[ctx.parts : 2 * ctx.parts]
     bias, log_sum, spread, *targets = ctx.saved_tensors[2 * ctx.parts :]
+    # Without entropies autograd may still pass a gradient for the empty output.
     if not len(spread):
         grad_entropy = torch.zeros_like(grad_log_prob)
     rows = [log_sum, spread, grad_log_prob, grad_entropy]

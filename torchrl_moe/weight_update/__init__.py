@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from torchrl_moe.weight_update.double_buffer import VLLMDoubleBufferTransport as VLLMDoubleBufferTransport
     from torchrl_moe.weight_update.double_buffer import VLLMDoubleBufferWeightReceiver as VLLMDoubleBufferWeightReceiver
     from torchrl_moe.weight_update.double_buffer import VLLMDoubleBufferWeightSender as VLLMDoubleBufferWeightSender
-    from torchrl_moe.weight_update.receiver import VLLMWeightReceiver as VLLMWeightReceiver
     from torchrl_moe.weight_update.report import SyncReport as SyncReport
     from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme as VLLMWeightSyncScheme
+    from torchrl_moe.weight_update.sender import VLLMWeightReceiver as VLLMWeightReceiver
     from torchrl_moe.weight_update.sender import VLLMWeightSender as VLLMWeightSender
     from torchrl_moe.weight_update.source import get_model_metadata as get_model_metadata
 else:
@@ -27,7 +27,7 @@ else:
             "VLLMDoubleBufferTransport": ".double_buffer",
             "VLLMDoubleBufferWeightReceiver": ".double_buffer",
             "VLLMDoubleBufferWeightSender": ".double_buffer",
-            "VLLMWeightReceiver": ".receiver",
+            "VLLMWeightReceiver": ".sender",
             "VLLMWeightSender": ".sender",
             "VLLMWeightSyncScheme": ".scheme",
             "get_model_metadata": ".source",

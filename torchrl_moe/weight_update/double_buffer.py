@@ -13,18 +13,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from torchrl_moe.errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.weight_update.publishing import Published
-from torchrl_moe.weight_update.receiver import VLLMWeightReceiver
 from torchrl_moe.weight_update.report import SyncReport
 from torchrl_moe.weight_update.rolling import RollingSwap, waits_for_update
 from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
-from torchrl_moe.weight_update.sender import SenderTransport, VLLMWeightSender
+from torchrl_moe.weight_update.sender import SenderTransport, VLLMWeightReceiver, VLLMWeightSender
 from torchrl_moe.weight_update.source import Weights
 from torchrl_moe.weight_update.store import WeightStoreReader
 from torchrl_moe.weight_update.store.flat import check_digest
@@ -78,7 +77,7 @@ class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
         """Return the trainer's side."""
         return VLLMDoubleBufferWeightSender(self)
 
-    def create_receiver(self, vllm_engine: Any) -> VLLMDoubleBufferWeightReceiver:
+    def create_receiver(self, vllm_engine: object) -> VLLMDoubleBufferWeightReceiver:
         """Return the engine's side, for a trainer that has no engine."""
         return VLLMDoubleBufferWeightReceiver(self, vllm_engine)
 
@@ -134,7 +133,7 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
         report: of the last version that it loaded; ``None`` before.
     """
 
-    def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
+    def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: object) -> None:
         super().__init__(scheme, vllm_engine)
         options = scheme.options
         self._store = WeightStoreReader(options.store.seen_as)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol, TypedDict
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torchrl_moe._checks import check_bool, check_number
 from torchrl_moe.weight_update.transports.base import StageOptions
 
 __all__ = [
+    "Canary",
     "CollectiveOptions",
     "Scheme",
     "SourceOptions",
@@ -26,7 +27,7 @@ __all__ = [
     "one_of",
 ]
 
-WITH_ADAPTERS: Mapping[str, Any] = {
+WITH_ADAPTERS: Mapping[str, object] = {
     "dtype": "engine",
     "transport": "memmap",
     "mode": "hot_swap",
@@ -57,7 +58,7 @@ def _count_of(value: float, num_replicas: int) -> int:
     return math.floor(value * num_replicas + ROUNDING) if isinstance(value, float) else value
 
 
-def one_of(name: str, value: Any, allowed: Iterable[Any]) -> None:
+def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
     """Raise ``ValueError`` unless a choice is one of those allowed."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
@@ -98,7 +99,7 @@ class SourceOptions:
             raise ValueError(f"dtype must be a floating one, got {self.dtype}")
         one_of("lora", self.lora, ("merged", "adapter"))
 
-    def check(self, **choices: Any) -> None:
+    def check(self, **choices: object) -> None:
         """Raise ``ValueError`` for an option, name -> value, that has no meaning where only an adapter is sent."""
         if self.lora == "adapter":
             for name, value in {"dtype": self.dtype, **choices}.items():
@@ -152,11 +153,6 @@ def _is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-def _device(device: torch.device | str | int) -> torch.device:
-    """Return a device; a number means a GPU, even where torch has none and would read it as the CPU."""
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveOptions:
     """Options of a transport with process groups, one per replica."""
@@ -167,12 +163,12 @@ class CollectiveOptions:
     device: torch.device | str | int | None = None
     buffer_bytes: int | None = None
 
-    def where(self) -> dict[str, Any]:
-        """Return the options for :func:`~torchrl_moe.weight_update.transports.registry.open_transport`."""
-        return {
-            "device": None if self.device is None else _device(self.device),
-            "buffer_bytes": self.buffer_bytes,
-        }
+    @property
+    def torch_device(self) -> torch.device | None:
+        """:attr:`device`; a number means a GPU, even where torch has none and would read it as the CPU."""
+        if self.device is None:
+            return None
+        return torch.device("cuda", self.device) if isinstance(self.device, int) else torch.device(self.device)
 
     def check(self, transport: str) -> None:
         """Raise ``ValueError`` for an option that has no meaning for a transport."""
@@ -187,8 +183,7 @@ class CollectiveOptions:
         check_number("master_port", self.master_port, 0, 65535, whole=True, none=True, hint="0: a free one.")
         for name in ("gpus_per_replica", "buffer_bytes"):
             check_number(name, getattr(self, name), 1, whole=True, none=True)
-        kind = None if self.device is None else _device(self.device).type
-        if transport == "gloo" and kind not in (None, "cpu"):
+        if transport == "gloo" and self.torch_device is not None and self.torch_device.type != "cpu":
             raise ValueError(f"device={self.device!r}: transport='gloo' sends from the CPU")
 
 
@@ -225,9 +220,17 @@ TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}
 HALF_TOLERANCE = 1.0
 
 
+class Canary(TypedDict):
+    """The trainer's log-probs of a prompt, from its second token on, and how far an engine's may be off."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    tolerance: float
+
+
 @torch.no_grad()
-def canary_of(model: nn.Module, engine_dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """Return ``token_ids`` of a prompt, ``log_probs`` of its tokens from the second on, and the ``tolerance``."""
+def canary_of(model: nn.Module, engine_dtype: torch.dtype | None = None) -> Canary:
+    """Return the canary of a model, for an engine that computes in ``engine_dtype``."""
     vocabulary = int(model.config.get_text_config().vocab_size)  # type: ignore[operator, union-attr]
     ids = [(7 * position + 3) % vocabulary for position in range(PROMPT_TOKENS)]
     parameter = next(model.parameters())

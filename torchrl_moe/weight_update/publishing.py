@@ -6,14 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchrl_moe.errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.modules.policies.unstack import ModelWeights
-from torchrl_moe.weight_update.options import SourceOptions, StoreOptions, canary_of
+from torchrl_moe.weight_update.options import Canary, SourceOptions, StoreOptions, canary_of
 from torchrl_moe.weight_update.report import ReplicaSync, SyncReport
 from torchrl_moe.weight_update.source import (
     Dtypes,
@@ -52,7 +51,7 @@ class Published:
     manifest: Manifest | None
     began: float = 0.0
     seconds: float = 0.0
-    canary: dict[str, Any] | None = field(default=None, repr=False)
+    canary: Canary | None = field(default=None, repr=False)
 
     @property
     def digest(self) -> str:
@@ -77,7 +76,7 @@ class Publisher:
         self._store, self._options = store, source
         self._lock_seconds, self._with_canary = lock_seconds, with_canary
         self._writer: WeightStoreWriter | VersionsWriter | None = None
-        self._canaries: dict[int, dict[str, Any] | None] = {}  # of the versions that are in the store
+        self._canaries: dict[int, Canary | None] = {}  # of the versions that are in the store
         self._module: nn.Module | None = None
         self.model: ModelWeights | None = None
         self.expected: Kinds | None = None
@@ -187,13 +186,13 @@ class Publisher:
         return cast_kinds(source.kinds, self._options.dtype, self.expected, self.engine_dtype)
 
     def _write(
-        self, source: Source, tensors: Iterator[tuple[str, Tensor]], version: int, canary: dict[str, Any] | None
+        self, source: Source, tensors: Iterator[tuple[str, Tensor]], version: int, canary: Canary | None
     ) -> Published:
         kinds, began = self._kinds(source), time.perf_counter()
         with naming_the_folder(self._store.folder):
             return self._published(self._open().publish(tensors, version, kinds), began, canary)
 
-    def _published(self, manifest: Manifest, began: float, canary: dict[str, Any] | None) -> Published:
+    def _published(self, manifest: Manifest, began: float, canary: Canary | None) -> Published:
         version, seconds = manifest.version, time.perf_counter() - began
         kept = set(WeightStoreReader(self._store.folder).versions())
         self._canaries = {v: c for v, c in (self._canaries | {version: canary}).items() if v in kept}
@@ -212,7 +211,7 @@ class Publisher:
             return WeightStoreWriter(store.folder, self._lock_seconds, store.keep_versions)
         return VersionsWriter(store.folder, store.keep_versions, delta=store.delta, fsync=store.fsync)
 
-    def _canary(self, weights: Weights | None) -> dict[str, Any] | None:
+    def _canary(self, weights: Weights | None) -> Canary | None:
         module = (
             trained_model(weights) if isinstance(weights, nn.Module) else (self._module if weights is None else None)
         )

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 from torchrl_moe.render.tables import data_frame, html_table, one_line, plain_table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 __all__ = ["ReplicaSync", "SyncReport"]
 
@@ -14,6 +18,15 @@ TIMES = ("fetched", "staged", "waited", "paused", "loaded")
 HEADER = ("replica", *(f"{name} (s)" for name in TIMES), "tries", "outcome")
 SHOWN_REPLICAS = 16
 ERROR_CHARACTERS = 200
+
+
+class Phase(TypedDict):
+    """A row of :meth:`SyncReport.timeline`; seconds count from the start of publishing."""
+
+    replica: int
+    phase: str
+    start: float
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +84,12 @@ class SyncReport:
         """Seconds from the start of publishing until the last replica was done."""
         return max([self.published, *(entry.end for entry in self.replicas)])
 
-    def timeline(self) -> list[dict[str, Any]]:
+    def timeline(self) -> list[Phase]:
         """Return the phases as rows: ``replica`` (-1: the trainer), ``phase``, ``start`` and ``seconds``.
 
         Phases are ``publish``, ``fetch``, ``stage``, ``wait`` and ``pause``; those that took no time are left out.
         """
-        rows = [{"replica": -1, "phase": "publish", "start": 0.0, "seconds": self.published}]
+        rows: list[Phase] = [{"replica": -1, "phase": "publish", "start": 0.0, "seconds": self.published}]
         for entry in self.replicas:
             fetched, waited = entry.asked_at + entry.fetched, entry.swap_at + entry.waited
             for phase, start, seconds in (
@@ -89,13 +102,13 @@ class SyncReport:
                     rows.append({"replica": entry.replica, "phase": phase, "start": start, "seconds": seconds})
         return rows
 
-    def figure(self) -> Any:
+    def figure(self) -> Figure:
         """Draw :meth:`timeline`, a bar for each replica; a matplotlib figure."""
         from torchrl_moe.render.curves import timeline_figure
 
         return timeline_figure(self.timeline(), f"weights, version {self.version}")
 
-    def to_pandas(self) -> Any:
+    def to_pandas(self) -> DataFrame:
         """Return one row per replica as a pandas ``DataFrame``."""
         return data_frame([{"version": self.version, **asdict(entry)} for entry in self.replicas])
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tqdm.auto import tqdm
 
@@ -68,8 +68,8 @@ class RollingSwap:
         self.engine, self.transport = engine, transport
         self._staging, self._swapping = staging, swapping
         self._table = engine.replica_table
-        self._claimed: weakref.WeakSet[Any] = weakref.WeakSet()  # replicas whose weights this driver owns
-        self._opened: weakref.WeakSet[Any] = weakref.WeakSet()  # of those, the ones that opened the transport
+        self._claimed: weakref.WeakSet[Replica] = weakref.WeakSet()  # replicas whose weights this driver owns
+        self._opened: weakref.WeakSet[Replica] = weakref.WeakSet()  # of those, the ones that opened the transport
         self._away: set[int] = set()  # replicas that are being swapped
         self._outcomes: dict[int, tuple[int, ReplicaSync]] = {}  # replica -> the version that it got last, and how
 

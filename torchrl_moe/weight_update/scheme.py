@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from torchrl.weight_update import WeightSyncScheme
@@ -31,8 +31,7 @@ from torchrl_moe.weight_update.options import (
     SyncOptions,
     one_of,
 )
-from torchrl_moe.weight_update.receiver import VLLMWeightReceiver
-from torchrl_moe.weight_update.sender import SenderTransport, VLLMWeightSender
+from torchrl_moe.weight_update.sender import SenderTransport, VLLMWeightReceiver, VLLMWeightSender
 from torchrl_moe.weight_update.store.writing import LOCK, WriterLock, at_end
 from torchrl_moe.weight_update.transports.base import StageOptions
 
@@ -143,14 +142,21 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
             buffer_bytes=buffer_bytes,
         )
         collective.check(transport)
-        choices: dict[str, Any] = {"layout": layout, "keep_versions": keep_versions, "fsync": fsync, "delta": delta}
-        _check_store(folder, transport, choices)
+        if layout == "versions" and (folder is None or transport != "memmap"):
+            raise ValueError(
+                "layout='versions' needs transport='memmap' and folder=, on a file system that hosts share"
+            )
+        # Checked under a stand-in for the folder: a refused scheme must not leave a new one in /dev/shm.
+        known = Path("." if folder is None else folder)
+        store = StoreOptions(
+            folder=known, seen_as=known, layout=layout, keep_versions=keep_versions, fsync=fsync, delta=delta
+        )
         with _both_strategies_alike():
             super().__init__(strategy)
         self.folder = _store_folder() if folder is None else Path(folder)
         self.options = SyncOptions(
             transport=transport,
-            store=StoreOptions(folder=self.folder, seen_as=self.folder, **choices),
+            store=replace(store, folder=self.folder, seen_as=self.folder),
             source=source,
             staging=StageOptions(verify=verify, threads=prefetch),
             swapping=swapping,
@@ -159,7 +165,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         )
         self._clean = None if folder is not None else self._own_folder()
 
-    def _own_folder(self) -> weakref.finalize[..., Any]:
+    def _own_folder(self) -> weakref.finalize[..., object]:
         # also at interpreter exit: shared memory outlives the process
         return at_end(self, shutil.rmtree, str(self.folder), True)
 
@@ -169,7 +175,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         """Return the trainer's side."""
         return VLLMWeightSender(self)
 
-    def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:
+    def create_receiver(self, vllm_engine: object) -> VLLMWeightReceiver:
         """Return the engine's side, which only observes: the sender updates the replicas.
 
         Raises:
@@ -181,7 +187,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         """Return a sender under the names of TorchRL's transports."""
         return SenderTransport(self)
 
-    def init_on_sender(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def init_on_sender(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuse: this is for weights in a collector's own workers, and here an engine holds them.
 
         Raises:
@@ -194,7 +200,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
             "policy version"
         )
 
-    def init_on_receiver(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def init_on_receiver(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuse, as :meth:`init_on_sender` does.
 
         Raises:
@@ -213,10 +219,10 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         if self._clean is not None:
             self._clean()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "_clean": self._clean is not None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__({**state, "_clean": None})
         if state["_clean"]:  # the original scheme removes its folder at any time, and may be on another host
             self.folder = _store_folder()
@@ -283,14 +289,6 @@ def _check_choices(
     one_of("verify", verify, ("digest", "canary", "off"))
     if prefetch < 1:
         raise ValueError(f"prefetch must be at least 1 thread, got {prefetch}")
-
-
-def _check_store(folder: str | os.PathLike[str] | None, transport: str, choices: dict[str, Any]) -> None:
-    """Refuse invalid options of the store before a folder is made."""
-    if choices["layout"] == "versions" and (folder is None or transport != "memmap"):
-        raise ValueError("layout='versions' needs transport='memmap' and folder=, on a file system that hosts share")
-    known = Path("." if folder is None else folder)
-    StoreOptions(folder=known, seen_as=known, **choices)
 
 
 def _store_folder() -> Path:

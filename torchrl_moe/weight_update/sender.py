@@ -1,4 +1,7 @@
-"""The trainer's side of a weight sync: publish a version once, then update every replica to it."""
+"""The two sides of a weight sync under TorchRL's names: the sender publishes a version and updates every replica to it.
+
+Replicas load versions themselves, so the receiver only observes.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Protocol, SupportsIndex
 
 import torch
 from tensordict import TensorDict
-from torch import nn
+from torch import Tensor, nn
 
 from torchrl_moe.errors import NoReplicaError, ReplicaDiedError, WeightSyncError
 from torchrl_moe.modules.serving.replica_table import TableEntry
@@ -28,13 +31,13 @@ from torchrl_moe.weight_update.store import WeightStoreReader
 from torchrl_moe.weight_update.transports.base import Transport, workers_of
 from torchrl_moe.weight_update.transports.registry import open_transport
 
-__all__ = ["SenderTransport", "VLLMWeightSender", "check_numbers", "engine_of", "tensors_of"]
+__all__ = ["SenderTransport", "VLLMWeightReceiver", "VLLMWeightSender"]
 
 
 # The engine that weights are sent to: checks of its type, its size and its tensors.
 
 
-def engine_of(vllm_engine: Any) -> GenerationService:
+def engine_of(vllm_engine: object) -> GenerationService:
     """Return an engine whose weights can be updated."""
     if not isinstance(vllm_engine, GenerationService):
         raise ValueError(
@@ -63,6 +66,13 @@ def tensors_of(engine: GenerationService, entries: Iterable[TableEntry], seconds
             kinds: Kinds = entry.replica.metadata(seconds)
             return kinds
     raise NoReplicaError(f"no replica serves: {engine!r}")
+
+
+class CountsUpdates(Protocol):
+    """What a collector has, to be notified of updates."""
+
+    def increment_version(self) -> object:
+        """Count an update."""
 
 
 class VLLMWeightSender:
@@ -96,7 +106,7 @@ class VLLMWeightSender:
         self._failed: Published | None = None  # the last version, if replicas refused it and none holds it
         self._pending: Future[Published] | None = None
         self._asked_at: dict[int, float] = {}  # replica -> when it was asked to fetch, after the start of publishing
-        self._collectors: list[weakref.ref[Any]] = []
+        self._collectors: list[weakref.ref[CountsUpdates]] = []
         self._announced = 0  # the last version that collectors were notified of
         self._lock = threading.Condition(threading.RLock())
         self._closed = False
@@ -109,7 +119,7 @@ class VLLMWeightSender:
             self._check_open()
             self._publisher.register(model)
 
-    def register_collector(self, collector: Any) -> None:
+    def register_collector(self, collector: CountsUpdates) -> None:
         """Register a collector to be notified of updates (``increment_version``)."""
         if not callable(getattr(collector, "increment_version", None)):
             raise TypeError(f"a collector counts updates by increment_version(), got {type(collector).__name__}")
@@ -124,13 +134,13 @@ class VLLMWeightSender:
         if not callable(getattr(optimizer, "register_step_pre_hook", None)):
             raise TypeError(f"guard: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
 
-        def wait(*_: Any) -> None:
+        def wait(*_: object) -> None:
             self.wait_published()
 
         optimizer.register_step_pre_hook(wait)
 
     def init_all_workers_group(
-        self, model_metadata: Mapping[str, Any] | None = None, vllm_engine: Any = None, *, takeover: bool = False
+        self, model_metadata: Kinds | None = None, vllm_engine: object = None, *, takeover: bool = False
     ) -> None:
         """Claim the weights of all replicas for this driver and open their transport.
 
@@ -151,34 +161,37 @@ class VLLMWeightSender:
             WeightSyncError, EngineError: no replica opened the transport; the error is the first one's. If only some
                 failed, the next update reports them.
         """
-        check_numbers(engine_of(vllm_engine), self.options)
+        engine = engine_of(vllm_engine)
+        check_numbers(engine, self.options)
         with self._lock:
             self._check_open()
             self.wait_published()
-            ready = [entry for entry in vllm_engine.replica_table if waits_for_update(entry)]
-            expected = tensors_of(vllm_engine, ready, self.options.swapping.timeout_seconds)
-            dtype = getattr(torch, vllm_engine.infos[0].dtype or "none", None)  # None: never started
+            ready = [entry for entry in engine.replica_table if waits_for_update(entry)]
+            expected = tensors_of(engine, ready, self.options.swapping.timeout_seconds)
+            dtype = getattr(torch, engine.infos[0].dtype or "none", None)  # None: never started
             self._publisher.check(expected)
             if self.options.source.lora != "adapter":  # an adapter has names of its own
                 check_metadata(model_metadata, expected, self._publisher.model)
-            swap = RollingSwap(vllm_engine, self._open_transport(), self.options.staging, self.options.swapping)
+            swap = RollingSwap(engine, self._open_transport(), self.options.staging, self.options.swapping)
             try:
                 swap.open(ready, takeover)
             except BaseException:
                 swap.transport.close()
                 raise
             self._publisher.expect(expected, dtype)
-            self._let_go(to_itself=self._swap is not None and self._swap.engine is vllm_engine)
+            self._let_go(to_itself=self._swap is not None and self._swap.engine is engine)
             self._swap = swap
-            self.version = max(self.version, vllm_engine.replica_table.latest_version)
+            self.version = max(self.version, engine.replica_table.latest_version)
             if self._published is not None and self._published.version != self.version:
                 self._published = None  # the engine has had newer weights from another sender
-            vllm_engine.register_weight_sync(self.bring, self.update_weights)
+            engine.register_weight_sync(self.bring, self.update_weights)
 
     def _open_transport(self) -> Transport:
         options, store = self.options, self.options.store
         name = "adapter" if options.source.lora == "adapter" else options.transport
-        return open_transport(name, store.folder, store.seen_as, **options.collective.where())
+        return open_transport(
+            name, store.folder, store.seen_as, options.collective.torch_device, options.collective.buffer_bytes
+        )
 
     def _check_open(self) -> None:
         if self._closed:
@@ -411,10 +424,77 @@ class VLLMWeightSender:
             self._scheme.shutdown()
 
 
-def _number(call: str, version: Any) -> int:
-    if isinstance(version, bool) or not hasattr(version, "__index__"):
+def _number(call: str, version: object) -> int:
+    if isinstance(version, bool) or not isinstance(version, SupportsIndex):
         raise TypeError(f"{call}: version must be an int, as publish() returns it, got {version!r}")
     return operator.index(version)
+
+
+class VLLMWeightReceiver:
+    """Observes what a sender loads into an engine; :meth:`create_receiver` of a scheme makes it.
+
+    In TorchRL both sides join a process group at the same time. Here the sender has the engine: it sets replicas up and
+    updates them, with or without a receiver.
+
+    Args:
+        scheme: the sender's, or one like it.
+        vllm_engine: an ``AsyncVLLM``, or a handle of one.
+
+    Raises:
+        ValueError: it is not an ``AsyncVLLM``.
+
+    Attributes:
+        version: of the engine's weights at the last poll.
+    """
+
+    def __init__(self, scheme: Scheme, vllm_engine: object) -> None:
+        self._scheme = scheme
+        self._engine: GenerationService = engine_of(vllm_engine)
+        self.version: int = self._engine.replica_table.latest_version
+
+    def init_all_workers_group(self, model_metadata: Kinds | None = None) -> None:
+        """Compare the trainer's tensors with the engine's. There is no group to join, and nothing is waited for.
+
+        Args:
+            model_metadata: name -> (dtype, shape), as the trainer's ``get_model_metadata(model)`` returns it.
+
+        Raises:
+            ValueError: the engine has other numbers of replicas or workers than the scheme.
+            ManifestMismatch: it has other tensors.
+            NoReplicaError: none of its replicas serves.
+            EngineError: no replica reports its tensors.
+        """
+        options = self._scheme.options
+        check_numbers(self._engine, options)
+        if model_metadata is not None and options.source.lora != "adapter":  # an adapter has names of its own
+            ready = filter(waits_for_update, self._engine.replica_table)
+            check_metadata(model_metadata, tensors_of(self._engine, ready, options.swapping.timeout_seconds))
+
+    def apply_weights(self, weights: Mapping[str, Tensor] | None = None, inplace: bool = True) -> None:
+        """Do nothing, as TorchRL's receiver: when the sender's ``update_weights`` returns, replicas have the weights.
+
+        Args:
+            weights: refused.
+            inplace: the engine's weights are replaced in place.
+
+        Raises:
+            ValueError: weights were given, which would not be applied.
+        """
+        if weights is not None or not inplace:
+            raise ValueError(
+                "apply_weights: this receiver applies no weights: the sender brings them to the engine, inplace=True. "
+                "Call sender.update_weights(weights)"
+            )
+
+    def poll_and_apply(self, timeout: float = 0.1) -> bool:
+        """Return whether the engine has newer weights than at the last poll.
+
+        Args:
+            timeout: TorchRL's; nothing is waited for.
+        """
+        del timeout
+        before, self.version = self.version, self._engine.replica_table.latest_version
+        return self.version > before
 
 
 # TorchRL's transport methods over a sender and the weight store: what ``create_transport`` of a scheme returns.
@@ -435,7 +515,7 @@ class SenderTransport:
         vllm_engine: passed to the sender by :meth:`init_all_workers_group`; may be set later.
     """
 
-    def __init__(self, scheme: SenderScheme, vllm_engine: Any = None) -> None:
+    def __init__(self, scheme: SenderScheme, vllm_engine: object = None) -> None:
         self._scheme, self.vllm_engine = scheme, vllm_engine
         self._sender: VLLMWeightSender | None = None
         self._store = WeightStoreReader(scheme.options.store.seen_as)
@@ -445,9 +525,7 @@ class SenderTransport:
             self._sender = self._scheme.create_sender()
         return self._sender
 
-    def init_all_workers_group(
-        self, model_metadata: Mapping[str, Any] | None = None, gpus_per_replica: int | None = None
-    ) -> None:
+    def init_all_workers_group(self, model_metadata: Kinds | None = None, gpus_per_replica: int | None = None) -> None:
         """Prepare the engine's replicas, as the sender's method of this name does.
 
         Args:
@@ -476,7 +554,7 @@ class SenderTransport:
         self._sending().update_weights(weights)
 
     def receive_weights(
-        self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
+        self, timeout: float | None = None, *, weights: object = None, model: object = None, strategy: object = None
     ) -> TensorDict | None:
         """Return a copy of the newest version in the weight store, flat, or ``None`` if there is none.
 

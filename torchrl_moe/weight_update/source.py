@@ -126,9 +126,7 @@ def trained_model(model: nn.Module) -> nn.Module:
     )
 
 
-def check_metadata(
-    metadata: Mapping[str, Any] | None, expected: Mapping[str, Any], model: ModelWeights | None = None
-) -> None:
+def check_metadata(metadata: Kinds | None, expected: Kinds, model: ModelWeights | None = None) -> None:
     """Compare a user's metadata with the engine's tensors."""
     if metadata is None:
         return
@@ -215,8 +213,8 @@ def _has_own_names(named: Mapping[str, Tensor], model: ModelWeights, expected: K
     return not (model.keys - checkpoint).isdisjoint(named)
 
 
-def _named(weights: Any) -> dict[str, Tensor]:
-    flatten: Any = getattr(weights, "flatten_keys", None)  # of a TensorDict
+def _named(weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    flatten = getattr(weights, "flatten_keys", None)  # of a TensorDict
     if flatten is not None:
         weights = dict(flatten(".").items())
     pairs = list(weights.items()) if isinstance(weights, Mapping) else weights

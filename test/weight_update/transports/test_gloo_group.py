@@ -12,7 +12,7 @@ import torch
 
 from support.waiting import until
 from torchrl_moe.errors import ReplicaDiedError, SyncTimeout
-from torchrl_moe.weight_update.transports.gloo import GlooGroup, Meeting, MeetingPlace, board_of
+from torchrl_moe.weight_update.transports.gloo import GlooGroup, Meeting, MeetingPlace
 
 TIMEOUT = 20.0
 
@@ -25,7 +25,7 @@ def pair(place: MeetingPlace) -> Iterator[Callable[..., tuple[GlooGroup, GlooGro
         where = place.begin()
 
         def join() -> None:
-            made.append(GlooGroup(Meeting(board_of(where), timeout), 1, 2, timeout, buffer_bytes))
+            made.append(GlooGroup(Meeting(where, timeout), 1, 2, timeout, buffer_bytes))
 
         thread = threading.Thread(target=join)
         thread.start()

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import IO, Annotated, Any, TypeVar
+from typing import IO, Annotated, TypeVar
 
 import msgspec
 import torch
@@ -255,7 +255,7 @@ def _text_of(manifest: Manifest) -> str:
     return "".join([START, checksum.hexdigest(), *parts])
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
@@ -268,8 +268,8 @@ def _parsed(text: bytes) -> Manifest:
         if fields["manifest"] != FORMAT:
             raise ValueError(f"format {fields['manifest']!r}, this release reads {FORMAT!r}")
         version, slot = _count(fields["version"]), _count(fields["slot"]) if "slot" in fields else None
-        there = _entries_there(_objects(lines, str), version if slot is None else 0)
-        entries = _entries_here(_objects(lines, _Here), fields["digests"])
+        there = _entries_there(_objects(lines, msgspec.json.Decoder(dict[str, str])), version if slot is None else 0)
+        entries = _entries_here(_objects(lines, msgspec.json.Decoder(dict[str, _Here])), fields["digests"])
         if there:
             entries = _merged(entries, there)
         if lines.read():
@@ -284,9 +284,8 @@ def _count(text: str) -> int:
     return msgspec.json.decode(text, type=Count)
 
 
-def _objects(lines: IO[bytes], kind: Any) -> Iterator[tuple[str, Any]]:
+def _objects(lines: IO[bytes], decoder: msgspec.json.Decoder[dict[str, T]]) -> Iterator[tuple[str, T]]:
     """Yield the names and values of an object, up to the line that closes it."""
-    decoder = msgspec.json.Decoder(dict[str, kind])
     names: set[str] = set()
     while (line := lines.readline()).startswith(b","):
         if names:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import ParamSpec
 
 import psutil
 from torch import Tensor
@@ -103,6 +103,7 @@ def own_folder(folder: Path) -> Path:
 
 
 LOCK = "writer"
+P = ParamSpec("P")
 
 
 class WriterLock:
@@ -148,14 +149,16 @@ class WriterLock:
             self._file.close()
 
 
-def at_end(owner: Any, function: Callable[..., object], *arguments: Any) -> weakref.finalize[..., Any]:
+def at_end(
+    owner: object, function: Callable[P, object], *arguments: P.args, **named: P.kwargs
+) -> weakref.finalize[..., object]:
     """Return a finalizer of what this process made; a process that is forked from it calls it without effect."""
-    return weakref.finalize(owner, _call_in, os.getpid(), function, *arguments)
+    return weakref.finalize(owner, _call_in, os.getpid(), function, *arguments, **named)
 
 
-def _call_in(process: int, function: Callable[..., object], *arguments: Any) -> None:
+def _call_in(process: int, function: Callable[P, object], *arguments: P.args, **named: P.kwargs) -> None:
     if process == os.getpid():
-        function(*arguments)
+        function(*arguments, **named)
 
 
 def check_higher(old: int, new: int) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:  # processes that only pass a report on import neither torch nor the store
     from torch import Tensor
+    from vllm.config import ParallelConfig
 
     from torchrl_moe.weight_update.store import Manifest
 
@@ -39,10 +40,26 @@ class StageReport:
     loaded: float = 0.0
 
 
+class Workers(Protocol):
+    """How a replica's model is split over workers."""
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks that share each layer."""
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        """Ranks that hold some of the layers each."""
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Copies of the model."""
+
+
 class Peer(Protocol):
     """What a transport asks of a replica; see :class:`~torchrl_moe.modules.backends.replica.Replica`."""
 
-    def wait_ready(self, timeout: float) -> Any:
+    def wait_ready(self, timeout: float) -> Workers:
         """Return what the replica reports, with the sizes that :func:`workers_of` reads."""
 
     def is_alive(self) -> bool:
@@ -103,13 +120,12 @@ class Receiver(Protocol):
         """Disconnect from the sender. Idempotent."""
 
 
-def workers_of(info: Any) -> int:
+def workers_of(info: Workers) -> int:
     """Return how many workers a replica has: one for each tensor parallel, pipeline and data parallel rank."""
-    workers: int = info.tensor_parallel_size * info.pipeline_parallel_size * info.data_parallel_size
-    return workers
+    return info.tensor_parallel_size * info.pipeline_parallel_size * info.data_parallel_size
 
 
-def rank_of(parallel_config: Any, rank_offset: int) -> int:
+def rank_of(parallel_config: ParallelConfig, rank_offset: int) -> int:
     """Return a worker's rank in the group of its replica and the trainer."""
     before: int = parallel_config.data_parallel_index * parallel_config.world_size
     return before + int(parallel_config.rank) + rank_offset

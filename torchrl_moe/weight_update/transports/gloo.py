@@ -25,7 +25,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote
 
 import torch
@@ -35,14 +35,13 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # its stubs l
 
 from torchrl_moe.errors import ManifestMismatch, ReplicaDiedError, SyncTimeout, TorchRLMoEError, WeightSyncError
 from torchrl_moe.weight_update.store import Manifest, TensorEntry, WeightStoreReader
-from torchrl_moe.weight_update.store.flat import check_digest
+from torchrl_moe.weight_update.store.flat import Bytes, check_digest
 from torchrl_moe.weight_update.store.writing import at_end
 from torchrl_moe.weight_update.transports.base import Peer, StageOptions, StageReport, asked, workers_of
 
 __all__ = [
     "BUFFER_BYTES",
     "SENDER",
-    "Board",
     "Digests",
     "GlooGroup",
     "GlooReceiver",
@@ -50,7 +49,6 @@ __all__ = [
     "Meeting",
     "MeetingPlace",
     "as_tensor",
-    "board_of",
     "tensor_in",
 ]
 
@@ -64,46 +62,60 @@ __all__ = [
 MEETING_POLL_SECONDS = (0.005, 0.2)  # between two polls: first, and at most
 
 
-class Board(Protocol):
-    """What the ranks of one group leave for each other: values by key. torch's stores have these methods."""
-
-    def set(self, key: str, value: Any) -> None:
-        """Leave a value, of bytes."""
-
-    def get(self, key: str) -> bytes:
-        """Return a value that is there."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all of these are there."""
-
-
 class Meeting(Store):
-    """A board as gloo uses it, with our deadline and a way to close it: torch's own waits have neither."""
+    """What the ranks of one group leave for each other: a folder, with a file for each value, as gloo uses a store.
+
+    It has our deadline and a way to close it: torch's own waits have neither. ``FileStore`` waits for minutes for a
+    file whose folder is gone, and no other thread runs meanwhile.
+    """
 
     def __init__(
         self,
-        board: Board,
+        where: Mapping[str, str],
         seconds: float,
         check: Callable[[], object] = lambda: None,
         on_close: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__()
-        self._board, self._deadline = board, time.monotonic() + seconds
+        self._folder, self._deadline = Path(where["folder"]), time.monotonic() + seconds
+        if not self._folder.is_dir():
+            raise WeightSyncError(
+                f"the trainer's {self._folder} is not here, so this is another host, and transport='gloo' reaches one "
+                "host: use transport='memmap', layout='versions' and folder= on a file system that the hosts share"
+            )
         self._check_others, self._on_close = check, on_close
         self._closed = threading.Event()
 
-    def set(self, key: str, value: Any) -> None:
-        """Leave a value, of bytes."""
-        self._board.set(key, value)
+    def _file(self, key: str) -> Path:
+        return self._folder / quote(key, safe="")
+
+    @contextmanager
+    def _naming_the_end(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise RuntimeError("the trainer has given the group up") from None
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Leave a value."""
+        # written under another name first, so that no rank reads half of it
+        with self._naming_the_end():
+            whole = tempfile.NamedTemporaryFile(dir=self._folder, prefix=".", delete=False)  # noqa: SIM115  it is moved
+            with whole:
+                whole.write(value.encode() if isinstance(value, str) else bytes(value))
+            os.replace(whole.name, self._file(key))
 
     def get(self, key: str) -> bytes:
         """Return a value, once it is there."""
         self.wait([key])
-        return self._board.get(key)
+        with self._naming_the_end():
+            return self._file(key).read_bytes()
 
     def check(self, keys: list[str]) -> bool:
         """Whether all of these are there."""
-        return bool(self._board.check(keys))
+        with self._naming_the_end():
+            found = set(os.listdir(self._folder))
+        return all(self._file(key).name in found for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all of these are there; ``timeout`` is gloo's, and the meeting's own deadline holds instead."""
@@ -129,15 +141,15 @@ class Meeting(Store):
 
 
 class MeetingPlace:
-    """Where all groups of one trainer meet; each has a board of its own, a folder of this host."""
+    """Where all groups of one trainer meet; each in a folder of its own."""
 
     def __init__(self) -> None:
         self._names = map(str, itertools.count())
         self._folder: Path | None = None
         self._lock = threading.Lock()
 
-    def begin(self) -> dict[str, Any]:
-        """Make a board, and return what a rank needs to find it, as plain data."""
+    def begin(self) -> dict[str, str]:
+        """Make a group's folder, and return what a rank needs to find it, as plain data."""
         with self._lock:
             if self._folder is None:  # of mode 0700
                 self._folder = Path(tempfile.mkdtemp(prefix="torchrl_moe-meeting-"))
@@ -146,67 +158,20 @@ class MeetingPlace:
             path.mkdir(0o700)
             return {"folder": str(path)}
 
-    def meet(self, where: Mapping[str, Any], seconds: float, check: Callable[[], object] = lambda: None) -> Meeting:
+    def meet(self, where: Mapping[str, str], seconds: float, check: Callable[[], object] = lambda: None) -> Meeting:
         """Return the trainer's own end of a meeting that it began; closing that ends it for all."""
-        return Meeting(board_of(where), seconds, check, lambda: self.end(where))
+        return Meeting(where, seconds, check, lambda: self.end(where))
 
-    def end(self, where: Mapping[str, Any]) -> None:
-        """Remove a board. Idempotent."""
+    def end(self, where: Mapping[str, str]) -> None:
+        """Remove a group's folder. Idempotent."""
         shutil.rmtree(where["folder"], ignore_errors=True)  # a rank may be writing into it
 
     def close(self) -> None:
-        """Remove all boards. Idempotent."""
+        """Remove all folders. Idempotent."""
         with self._lock:
             if self._folder is not None:
                 self._clean()
                 self._folder = None
-
-
-def board_of(where: Mapping[str, Any]) -> Board:
-    """Return the board of a meeting, as any rank finds it."""
-    if not os.path.isdir(where["folder"]):
-        raise WeightSyncError(
-            f"the trainer's {where['folder']} is not here, so this is another host, and transport='gloo' reaches one "
-            "host: use transport='memmap', layout='versions' and folder= on a file system that the hosts share"
-        )
-    return _FolderBoard(Path(where["folder"]))
-
-
-class _FolderBoard:
-    """A board that is a folder, with a file for each value.
-
-    torch's ``FileStore`` waits for minutes for a file whose folder is gone, and no other thread runs meanwhile.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def _file(self, key: str) -> Path:
-        return self._folder / quote(key, safe="")
-
-    @contextmanager
-    def _known(self) -> Iterator[None]:
-        try:
-            yield
-        except FileNotFoundError:
-            raise RuntimeError("the trainer has given the group up") from None
-
-    def set(self, key: str, value: Any) -> None:
-        file = self._file(key)
-        with self._known():
-            whole = tempfile.NamedTemporaryFile(dir=self._folder, prefix=".", delete=False)  # noqa: SIM115  it is moved
-            with whole:
-                whole.write(bytes(value))
-            os.replace(whole.name, file)
-
-    def get(self, key: str) -> bytes:
-        with self._known():
-            return self._file(key).read_bytes()
-
-    def check(self, keys: list[str]) -> bool:
-        with self._known():
-            found = set(os.listdir(self._folder))
-        return all(self._file(key).name in found for key in keys)
 
 
 # A gloo communicator of its own between one sender and the workers of one replica, to send flat bytes through.
@@ -243,7 +208,7 @@ class GlooGroup:
         self._transfers = 0
         try:
             # this frame holds no options, nor their sockets: if this fails, a log may keep the error with its frames
-            self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", meeting), rank, world_size, options.pop())
+            self._group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", meeting), rank, world_size, options.pop())
         except BaseException as error:
             meeting.close()
             if not isinstance(error, RuntimeError | TimeoutError):
@@ -251,7 +216,7 @@ class GlooGroup:
             raise SyncTimeout(
                 f"the {world_size} ranks of a gloo group did not meet within {round(timeout, 1):g} s: {error}"
             ) from None
-        self._end = at_end(self, _end, self._group, meeting)
+        self._end = at_end(self, _end, self._group.abort, meeting)
 
     def broadcast(self, flat: Tensor, deadline: float, on_bucket: Callable[[int], None]) -> None:
         """Send ``flat`` from the sender to all workers, or receive it, in buckets."""
@@ -286,7 +251,7 @@ class GlooGroup:
         self._group = None
 
 
-def _options(timeout: float) -> Any:
+def _options(timeout: float) -> object:
     options = dist.ProcessGroupGloo._Options()
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     options._devices = [
@@ -296,15 +261,15 @@ def _options(timeout: float) -> Any:
     return options
 
 
-def _end(group: Any, meeting: Meeting) -> None:
-    group.abort()
+def _end(abort: Callable[[], object], meeting: Meeting) -> None:
+    abort()
     meeting.close()
 
 
 # A version's flat bytes as they arrive: the tensors in them, and whether their digests are those published.
 
 
-def as_tensor(flat: Any) -> Tensor:
+def as_tensor(flat: Bytes) -> Tensor:
     """Return bytes as a tensor, without a copy, and without torch's warning that they cannot be written to."""
     if not len(flat):
         return torch.empty(0, dtype=torch.uint8)
@@ -325,7 +290,7 @@ class Digests:
     def __init__(self, manifest: Manifest, flat: Tensor, pool: ThreadPoolExecutor | None) -> None:
         self._version, self._pool = manifest.version, pool
         self._left = sorted(manifest.entries, key=lambda entry: entry.offset, reverse=True)
-        self._bytes: Any = flat.numpy()
+        self._bytes: Bytes = flat.numpy()
         self._jobs: list[Future[None]] = []
 
     def arrived(self, count: int) -> None:
@@ -446,7 +411,7 @@ class GlooTransport:
                 ) from None
         return report
 
-    def _send(self, group: GlooGroup, manifest: Manifest, answer: Future[Any], deadline: float) -> None:
+    def _send(self, group: GlooGroup, manifest: Manifest, answer: Future[StageReport], deadline: float) -> None:
         while not group.all_ready():
             if answer.done():
                 answer.result()
@@ -469,7 +434,7 @@ class GlooTransport:
         self._place.close()
 
 
-def _own_words(answer: Future[Any]) -> BaseException | None:
+def _own_words(answer: Future[StageReport]) -> BaseException | None:
     """Return a replica's own error for a transfer that failed, if it comes in time."""
     with contextlib.suppress(FutureTimeout):
         return answer.exception(GRACE_SECONDS)
@@ -487,9 +452,10 @@ class GlooReceiver:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._held: Manifest | None = None
         self._lock = threading.Lock()  # of the buffer
-        self._meeting = Meeting(board_of(options["meeting"]), self._timeout)
+        self._meeting = Meeting(options["meeting"], self._timeout)
         joining = ThreadPoolExecutor(1, thread_name_prefix="weight-meeting")
-        self._group = joining.submit(_join, self._meeting, dict(options), rank)
+        size, buffer_bytes = options["world_size"], options["buffer_bytes"]
+        self._group = joining.submit(GlooGroup, self._meeting, rank, size, self._timeout, buffer_bytes)
         joining.shutdown(wait=False)  # the thread ends with its job
 
     def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> None:
@@ -540,7 +506,3 @@ class GlooReceiver:
         self._meeting.close()
         self._group.add_done_callback(lambda _: self._leave())
         self._held = None
-
-
-def _join(meeting: Meeting, options: Mapping[str, Any], rank: int) -> GlooGroup:
-    return GlooGroup(meeting, rank, options["world_size"], options["timeout_seconds"], options["buffer_bytes"])

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from torchrl_moe.weight_update.store import Manifest, WeightStoreReader
@@ -64,17 +65,22 @@ class MemmapReceiver:
         self._reader.close()
 
 
-def open_transport(name: str, folder: Path, seen_as: Path | None = None, **options: Any) -> Transport:
+def open_transport(
+    name: str,
+    folder: Path,
+    seen_as: Path | None = None,
+    device: torch.device | str | None = None,
+    buffer_bytes: int | None = None,
+) -> Transport:
     """Return the trainer's end of a transport."""
     if name == "memmap":
         return MemmapTransport(seen_as or folder)
     if name == "adapter":
         return MemmapTransport(seen_as or folder, "adapter")
-    options = {option: value for option, value in options.items() if value is not None}
     if name == "gloo":
         from torchrl_moe.weight_update.transports.gloo import GlooTransport
 
-        return GlooTransport(folder, **options)
+        return GlooTransport(folder, device or "cpu", buffer_bytes)
     raise ValueError(f"unknown transport {name!r}; there are 'memmap', 'adapter' and 'gloo'")
 
 
