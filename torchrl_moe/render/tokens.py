@@ -149,7 +149,7 @@ class TokenSample:
         return f"sample {self.index}: {counts or 'no'} tokens{reward}"
 
 
-def rows_of(batch: Any) -> list[Any]:
+def rows_of(batch: TensorDictBase) -> list[TensorDictBase]:
     """Return the rows of a tensordict of any batch size, in order, each of batch size ``[]``."""
     if not batch.ndim:
         return [batch]
