@@ -23,7 +23,7 @@ from tensordict import set_list_to_stack
 from benchmarks.report import RESULTS, Row, finish
 from torchrl_moe.errors import TorchRLMoEError
 from torchrl_moe.modules import AsyncVLLM
-from torchrl_moe.render.curves import legend_above
+from torchrl_moe.render.figures import legend_above
 from torchrl_moe.trainers import MoEGRPOTrainer
 from torchrl_moe.trainers.compose import load_config
 from torchrl_moe.trainers.policy_model import PolicyModel

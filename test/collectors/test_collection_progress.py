@@ -11,17 +11,6 @@ def last_line(text: str) -> str:
     return text.replace("\r", "\n").rstrip("\n").split("\n")[-1]
 
 
-def test_it_counts_answers_and_shows_metrics(capsys: pytest.CaptureFixture[str]) -> None:
-    with CollectionProgress(8, shown=True) as progress:
-        progress.begin(0)
-        progress.show(2, {"reward": 0.25})
-        progress.show(2, {"reward": 0.25})  # again, after a Ctrl-C
-        progress.show(8, {"reward": 1.0, "age": 0.5})
-    shown = capsys.readouterr()
-    assert "8/8" in last_line(shown.err) and "reward=1, age=0.5" in last_line(shown.err)
-    assert shown.out == ""
-
-
 def test_it_continues_from_answers_that_were_there_before(capsys: pytest.CaptureFixture[str]) -> None:
     with CollectionProgress(-1, shown=True) as progress:
         progress.begin(6)
@@ -49,10 +38,3 @@ def test_what_may_continue_leaves_it(kind: type[BaseException], capsys: pytest.C
     progress.show(4, {})
     progress.close()
     assert "4/8" in last_line(capsys.readouterr().err)
-
-
-def test_nothing_is_printed_if_it_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    with CollectionProgress(8, shown=False) as progress:
-        progress.begin(0)
-        progress.show(4, {"reward": 1.0})
-    assert capsys.readouterr() == ("", "")

@@ -39,11 +39,6 @@ def number_of(given: TensorDict) -> int:
     return int(given["number"])
 
 
-def test_batches_are_given_in_their_order() -> None:
-    delivery, source = Delivery(), Source()
-    assert [take(delivery, source, number_of) for _ in range(3)] == [0, 1, 2]
-
-
 def test_what_was_not_accepted_is_given_again() -> None:
     delivery, source = Delivery(), Source()
 

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from torch.utils.data import DataLoader
 
-from torchrl_moe.collectors.prompt_stream import Prompt, PromptStream
+from torchrl_moe.collectors.prompt_stream import PromptStream
 
 
 def read(stream: PromptStream, count: int) -> list[str]:
@@ -93,10 +93,6 @@ def test_rows_can_be_given_back() -> None:
     stream.give_back([other])
     stream.give_back([one])
     assert read(stream, 3) == ["a", "b", "c"]
-
-
-def test_a_prompt_is_its_place_and_its_row() -> None:
-    assert Prompt(3, TensorDict(query="a")).position == 3
 
 
 def test_no_data_is_refused() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gc
 import math
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -17,7 +16,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import StepCounter
-from torchrl.envs.llm import ChatEnv, DatasetChatEnv
+from torchrl.envs.llm import DatasetChatEnv
 from torchrl.record.loggers.csv import CSVLogger
 from torchrl.record.loggers.tensorboard import TensorboardLogger
 
@@ -97,34 +96,6 @@ def test_samples_are_shown_token_by_token(
         collector.show_samples(color="red")  # type: ignore[arg-type]
 
 
-def test_texts_of_any_kind_are_shown_as_they_are(
-    collect: Callable[..., AsyncLLMCollector], capsys: pytest.CaptureFixture[str]
-) -> None:
-    question = "[red]a[/red] \x1b[31m [/nonsense]"
-    collector = collect(chat(2), dataloader=[{"query": [question]}])
-    next(iter(collector))
-    capsys.readouterr()
-    collector.show_samples(1)
-    shown = capsys.readouterr().out
-    assert "\x1b" not in shown
-    for word in ("[red]a[/red]", "\\x1b[31m", "[/nonsense]"):
-        assert word in shown
-
-
-def test_without_rich_they_are_shown_too(
-    collect: Callable[..., AsyncLLMCollector], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    collector = collect()
-    next(iter(collector))
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    monkeypatch.setitem(sys.modules, "rich.box", None)
-    capsys.readouterr()
-    collector.show_samples(8)
-    title, _, *rows = capsys.readouterr().out.splitlines()
-    assert title == "batch 0, 2 of 2 samples"
-    assert len(rows) == 2 and all("q0" in row for row in rows)
-
-
 def test_before_the_first_batch_there_is_nothing_to_show(
     collect: Callable[..., AsyncLLMCollector], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,23 +104,6 @@ def test_before_the_first_batch_there_is_nothing_to_show(
     collector.show_samples()
     assert capsys.readouterr().out.startswith("no batch yet")
     assert len(collector.to_pandas()) == 0
-
-
-@pytest.mark.parametrize("mode", ["text", "tokens"])
-def test_other_modes_than_history_are_shown(
-    collect: Callable[..., AsyncLLMCollector],
-    engine: FakeAsyncVLLM,
-    mode: Any,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    env = ChatEnv(batch_size=(2,), tokenizer=TOKENIZER, input_mode=mode, with_tokenizer=mode == "tokens")
-    collector = collect(env.append_transform(StepCounter(max_steps=1)), policy=policy_of(engine, input_mode=mode))
-    batch = next(iter(collector))
-    capsys.readouterr()
-    collector.show_samples(1)
-    shown = capsys.readouterr().out
-    assert "q0" in shown
-    assert TOKENIZER.decode(batch[1]["tokens", "response"].tolist()).split()[0] in shown
 
 
 @pytest.mark.parametrize(("arguments", "words"), [((0,), "n must be"), ((1, 0), "characters must be")])

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from tensordict import TensorDictBase
 
-from support.collecting import Questions, chat, new_weights, policy_of, queries
+from support.collecting import Questions, chat, new_weights, policy_of
 from torchrl_moe.collectors.arguments import Settings
 from torchrl_moe.collectors.environments import EnvironmentPool
 from torchrl_moe.collectors.group import CollectionStats
 from torchrl_moe.collectors.prompt_stream import PromptStream
 from torchrl_moe.collectors.rollouts import Rollouts
 from torchrl_moe.collectors.schedule import Schedule
-from torchrl_moe.errors import CollectionError, EngineError
+from torchrl_moe.errors import EngineError
 from torchrl_moe.testing import FakeAsyncVLLM
 
 
@@ -51,15 +51,6 @@ async def batch_of(rollouts: Rollouts) -> TensorDictBase:
     return await asyncio.wrap_future(future)
 
 
-def test_a_request_begins_what_may_begin_and_is_fulfilled(engine: FakeAsyncVLLM) -> None:
-    async def use(rollouts: Rollouts) -> None:
-        assert queries(await batch_of(rollouts)) == ["q0", "q0", "q1", "q1"]
-        assert queries(await batch_of(rollouts))[::2] == ["q2", "q3"]
-        assert rollouts.schedule.batches == 2
-
-    with_rollouts(engine, use)
-
-
 def test_an_answer_that_somebody_aborts_is_no_answer(engine: FakeAsyncVLLM) -> None:
     engine.replicas[0].token_seconds = 60.0
 
@@ -68,19 +59,9 @@ def test_an_answer_that_somebody_aborts_is_no_answer(engine: FakeAsyncVLLM) -> N
         while not engine.replicas[0].submitted:
             await asyncio.sleep(0.01)
         engine.abort([request.request_id for request in engine.replicas[0].submitted])
-        with pytest.raises(EngineError, match="was aborted"):
+        with pytest.raises(EngineError, match=r"request '.*' was aborted") as caught:
             await waiting
-
-    with_rollouts(engine, use)
-
-
-def test_after_an_error_every_request_gets_it(engine: FakeAsyncVLLM) -> None:
-    async def use(rollouts: Rollouts) -> None:
-        rollouts.fail(CollectionError("over"))
-        for _ in range(2):
-            with pytest.raises(CollectionError, match="over"):
-                await batch_of(rollouts)
-        assert not rollouts.groups
+        assert len(caught.value.partial) == 1  # type: ignore[attr-defined]
 
     with_rollouts(engine, use)
 

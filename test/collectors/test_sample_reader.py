@@ -95,12 +95,6 @@ def test_rows_that_nobody_expects_are_counted_too() -> None:
     assert READER.cells(strange, 80)[3] == "–"
 
 
-def test_rows_of_any_shape_come_in_order() -> None:
-    numbers = TensorDict({"n": torch.arange(6).reshape(2, 3)}, [2, 3])
-    assert [int(one["n"]) for one in rows_of(numbers)] == [0, 1, 2, 3, 4, 5]
-    assert [int(one["n"]) for one in rows_of(numbers[1, 2])] == [5]
-
-
 def test_padding_is_no_token_and_no_text() -> None:
     """Two rows: a prompt of 3 and an answer of 2, and 1 and 4."""
     full = torch.tensor([[65, 66, 67, 97, 98, 0, 0], [0, 0, 68, 99, 100, 101, 102]])

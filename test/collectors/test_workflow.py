@@ -277,11 +277,6 @@ def test_turns_keep_the_words_of_the_earlier(collect: Callable[..., AsyncLLMColl
         assert kept.sizes.tolist() == (3 * answered).tolist()
 
 
-def test_only_last_turns_can_be_kept(collect: Callable[..., AsyncLLMCollector]) -> None:
-    batch = next(iter(collect(two_turns, yield_only_last_steps=True)))
-    assert batch["next", "reward"].flatten().tolist() == [1, 1]
-
-
 def test_samples_wait_for_their_tools_side_by_side(collect: Callable[..., AsyncLLMCollector]) -> None:
     """Each sample's tool waits until all four samples are at theirs: one after the other they would wait for ever."""
     waiting: list[asyncio.Event] = []
@@ -403,13 +398,6 @@ def test_rows_of_several_turns_go_through_a_buffer_and_get_advantages(
         assert float(first["advantage"]) == float(last["advantage"]) == pytest.approx(expected)
 
 
-def test_held_out_prompts_are_answered_too(engine: FakeAsyncVLLM) -> None:
-    rows = evaluate(policy_of(engine), one_turn, 3, Questions(9))
-    assert queries(rows) == ["q0", "q1", "q2"]
-    assert rows["next", "reward"].flatten().tolist() == [0, 1, 2]
-    assert "routed_experts" not in rows.keys()  # noqa: SIM118
-
-
 def test_a_filter_a_seed_and_a_checkpoint_are_those_of_any_collector(
     collect: Callable[..., AsyncLLMCollector],
 ) -> None:
@@ -455,27 +443,6 @@ def test_data_must_be_given(engine: FakeAsyncVLLM) -> None:
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------
-
-
-async def failing(data: TensorDictBase, ask: Ask) -> float:
-    await ask(data["query"])
-    if data["query"] in ("q1", "q3"):
-        raise ZeroDivisionError(f"no reward for {data['query']}")
-    return 1.0
-
-
-def test_the_first_failure_is_raised_with_its_prompt(collect: Callable[..., AsyncLLMCollector]) -> None:
-    with pytest.raises(ZeroDivisionError, match="no reward for q1") as caught:
-        next(iter(collect(failing, groups_per_batch=4)))
-    assert "at prompt 1: query='q1'" in caught.value.__notes__
-
-
-def test_failures_cost_their_own_groups_only(collect: Callable[..., AsyncLLMCollector]) -> None:
-    collector = collect(failing, groups_per_batch=3, max_failures=2, order="fifo")
-    batches = list(islice(collector, 2))
-    assert [queries(batch)[::2] for batch in batches] == [["q0", "q2", "q4"], ["q5", "q6", "q7"]]
-    stats = collector.stats()
-    assert (stats["collector/failures"], stats["collector/groups_dropped/failed"]) == (2, 2)
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()])

@@ -37,7 +37,7 @@ def test_labels_say_tokens_and_median() -> None:
     ("call", "told"),
     [
         (lambda: kept_counts(np.array([1, 2]), np.array([True]), 9), "must have the same shape"),
-        (lambda: kept_counts(np.array([-12]), np.array([True]), 9), "from 12 words, and there are 9"),
+        (lambda: kept_counts(np.array([-12]), np.array([True]), 9), "from 12 token ids, and there are 9"),
         (lambda: kept_figure({"a": [0]}, 9), r"a: counts must be in 1\.\.9, got 0\.\.0"),
         (lambda: kept_figure({"a": [10]}, 9), r"a: counts must be in 1\.\.9, got 10\.\.10"),
     ],

@@ -13,12 +13,12 @@ from matplotlib.figure import Figure
 
 from torchrl_moe.render.curves import (
     PHASES,
-    legend_above,
     log_ratio_figure,
     staleness_figure,
     timeline_figure,
     training_figure,
 )
+from torchrl_moe.render.figures import legend_above
 from torchrl_moe.render.routes import agreement_figure, kept_figure, load_figure
 
 

@@ -1,13 +1,14 @@
-"""The curves of a training run in one figure."""
+"""Figures of a training run: its curves, log-ratios, staleness, timelines; and the colors that mark things."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from torchrl_moe._checks import check_number
 
@@ -15,7 +16,6 @@ __all__ = [
     "HUES",
     "OTHERS",
     "Fill",
-    "legend_above",
     "log_ratio_figure",
     "shades",
     "staleness_figure",
@@ -23,36 +23,13 @@ __all__ = [
     "training_figure",
 ]
 
-# Where legends go: above what they explain, so that nothing drawn lies under them.
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-
-POINTS_PER_INCH = 72
-
-
-def legend_above(axes: Any, title: str = "") -> None:
-    """Set a panel's title, and between it and the panel a legend, in as few lines as fit."""
-    labels = axes.get_legend_handles_labels()[1]
-    pad = None
-    # A legend wider than its panel's share would leave the panel itself no room.
-    room = axes.figure.bbox.width / axes.get_gridspec().ncols
-    for columns in range(len(labels), 0, -1):
-        legend = axes.legend(
-            loc="lower center",
-            bbox_to_anchor=(0.5, 1.0),
-            ncols=columns,
-            frameon=False,
-            fontsize="small",
-            columnspacing=1.2,
-            handlelength=1.5,
-        )
-        box = legend.get_window_extent()
-        pad = max(24.0, 8.0 + box.height * POINTS_PER_INCH / axes.figure.dpi)
-        if box.width <= room:
-            break
-    axes.set_title(title, pad=pad)
-
-
-# Colors behind text: told apart by people who are color-blind, and legible on a light page and on a dark one.
+# -- colors -----------------------------------------------------------------------------------------------------------
+#
+# Behind text: told apart by people who are color-blind, and legible on a light page and on a dark one.
 #
 # They are Okabe and Ito's, mostly transparent: text keeps the page's own color.
 
@@ -100,24 +77,29 @@ def shades(count: int) -> list[Fill]:
     return [Fill(230, 159, 0, round(0.5 * step / max(1, count - 1), 3)) for step in range(count)]
 
 
+# -- the curves of a run ----------------------------------------------------------------------------------------------
+
+
 PHASES = ("generate", "score", "train", "sync")
+Cell: TypeAlias = "str | float | None"
+"""Of a table, as measured or as read back from a file; an empty one was not measured."""
 FEW = 10
 """Points below which they are marked."""
 
 
-def _series(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
+def _series(rows: Sequence[Mapping[str, Cell]], name: str) -> tuple[list[float], list[float]]:
     """Return steps and values of one column, empty cells left out."""
-    points = [(row["step"], float(row[name])) for row in rows if row.get(name, "") not in ("", None)]
-    return [float(step) for step, _ in points], [value for _, value in points]
+    points = [(float(row["step"] or 0), float(row[name] or 0)) for row in rows if row.get(name, "") not in ("", None)]
+    return [step for step, _ in points], [value for _, value in points]
 
 
-def _plot(axes: Any, points: tuple[list[float], list[float]], label: str = "", form: str = "-") -> None:
+def _plot(axes: Axes, points: tuple[list[float], list[float]], label: str = "", form: str = "-") -> None:
     """Draw a series that has points; few are marked, since a line of one cannot be seen."""
     if points[0]:
         axes.plot(*points, form if form.startswith("o") or len(points[0]) >= FEW else f"o{form}", label=label or None)
 
 
-def training_figure(rows: Sequence[Mapping[str, Any]], title: str = "") -> Any:
+def training_figure(rows: Sequence[Mapping[str, Cell]], title: str = "") -> Figure:
     """Draw reward, mismatch, length and seconds per phase.
 
     Args:
@@ -129,22 +111,25 @@ def training_figure(rows: Sequence[Mapping[str, Any]], title: str = "") -> Any:
     Returns:
         A matplotlib figure.
     """
-    from torchrl_moe.render.figures import NotebookFigure, whole_ticks
+    from torchrl_moe.render.figures import NotebookFigure, legend_above, whole_ticks
 
     figure = NotebookFigure(figsize=(10, 6.5), layout="constrained")
     (reward, mismatch), (length, seconds) = figure.subplots(2, 2)
     _plot(reward, _series(rows, "reward"), "rollouts")
     _plot(reward, _series(rows, "held_out_reward"), "held-out problems, greedy", "o--")
+    # a reward that is a share has the same axis in each run
     if all(0 <= value <= 1 for line in reward.get_lines() for value in line.get_ydata()):
         reward.set(ylim=(-0.02, 1.02))
     live = _series(rows, "dlogp_live")
     for label in ("mean", "max"):
         _plot(mismatch, _series(rows, f"dlogp_{label}"), f"{label}, replayed" if live[0] else label)
     _plot(mismatch, live, "mean, live router", "--")
+    # agreement to the bit has no place on a log scale
     if any(value > 0 for line in mismatch.get_lines() for value in line.get_ydata()):
         mismatch.set_yscale("log")
     _plot(length, _series(rows, "length"))
-    steps = [float(row["step"]) for row in rows]
+    steps = [float(row["step"] or 0) for row in rows]
+    # a phase that never ran is not in the legend
     shown = [phase for phase in PHASES if any(row.get(f"seconds_{phase}") for row in rows)]
     columns = [[float(row.get(f"seconds_{phase}") or 0.0) for row in rows] for phase in shown]
     if len(rows) > 1:
@@ -164,17 +149,19 @@ def training_figure(rows: Sequence[Mapping[str, Any]], title: str = "") -> Any:
         if not axes.has_data():
             axes.text(0.5, 0.5, "not measured", ha="center", va="center", transform=axes.transAxes)
             axes.set_yticks([])
-        if steps:
+        if steps:  # half a step more, or bars at both ends are cut
             axes.set_xlim(steps[0] - 0.5, steps[-1] + 0.5)
         axes.grid(alpha=0.3)
     figure.suptitle(title)
     return figure
 
 
-# The distribution of log-ratios between two policies.
+# -- log-ratios, versions, phases -------------------------------------------------------------------------------------
 
 
-def log_ratio_figure(log_ratios: Mapping[str, Any], tau: float = 2.0, bins: int = 81, title: str = "") -> Any:
+def log_ratio_figure(
+    log_ratios: Mapping[str, npt.ArrayLike], tau: float = 2.0, bins: int = 81, title: str = ""
+) -> Figure:
     """Draw what share of the tokens has which ``log π - log μ``, on a log scale: the tails are what matters.
 
     Args:
@@ -186,12 +173,13 @@ def log_ratio_figure(log_ratios: Mapping[str, Any], tau: float = 2.0, bins: int 
     Returns:
         A matplotlib figure.
     """
-    from torchrl_moe.render.figures import NotebookFigure
+    from torchrl_moe.render.figures import NotebookFigure, legend_above
 
     check_number("tau", tau, above=1, hint="It bounds a ratio that is 1 where policies agree.")
     check_number("bins", bins, 1, whole=True)
     flat = {label: np.asarray(values, dtype=np.float64).reshape(-1) for label, values in log_ratios.items()}
     flat = {label: values[np.isfinite(values)] for label, values in flat.items()}
+    # the same bins for all, symmetric about equal policies
     widest = max((abs(values).max() for values in flat.values() if len(values)), default=0.0)
     edges = np.linspace(-1, 1, bins + 1) * (widest or 1.0)
     figure = NotebookFigure(figsize=(7, 4), layout="constrained")
@@ -209,10 +197,7 @@ def log_ratio_figure(log_ratios: Mapping[str, Any], tau: float = 2.0, bins: int 
     return figure
 
 
-# Which weights a batch was sampled with, against those it is trained on, batch by batch.
-
-
-def staleness_figure(versions: Sequence[Any], trained: Sequence[int], title: str = "") -> Any:
+def staleness_figure(versions: Sequence[npt.ArrayLike], trained: Sequence[int], title: str = "") -> Figure:
     """Draw, for each batch, the oldest, the mean and the newest version that sampled its tokens, and the trainer's.
 
     Args:
@@ -228,14 +213,14 @@ def staleness_figure(versions: Sequence[Any], trained: Sequence[int], title: str
         ImportError: matplotlib is missing; the message names the extra.
         ValueError: not a version for each batch, or a token that is newer than it.
     """
-    from torchrl_moe.render.figures import NotebookFigure, whole_ticks
+    from torchrl_moe.render.figures import NotebookFigure, legend_above, whole_ticks
 
     if len(versions) != len(trained):
         raise ValueError(f"there are {len(versions)} batches, and {len(trained)} versions that they were trained on")
     rows = []
     for batch, (tokens, now) in enumerate(zip(versions, trained, strict=True)):
         known = np.asarray(tokens).reshape(-1)
-        known = known[known >= 0]
+        known = known[known >= 0]  # a batch without a sampled token has a place, and no mark
         if known.size and known.max() > now:
             raise ValueError(f"batch {batch} was trained on version {now}, and has tokens of version {known.max()}")
         if known.size:
@@ -259,10 +244,7 @@ def staleness_figure(versions: Sequence[Any], trained: Sequence[int], title: str
     return figure
 
 
-# Phases of several actors as bars over time.
-
-
-def timeline_figure(rows: Sequence[Mapping[str, Any]], title: str = "") -> Any:
+def timeline_figure(rows: Sequence[Mapping[str, int | float | str]], title: str = "") -> Figure:
     """Draw one line per replica, one color per phase.
 
     Args:
@@ -272,16 +254,16 @@ def timeline_figure(rows: Sequence[Mapping[str, Any]], title: str = "") -> Any:
     Returns:
         A matplotlib figure.
     """
-    from torchrl_moe.render.figures import NotebookFigure
+    from torchrl_moe.render.figures import NotebookFigure, legend_above
 
-    replicas = sorted({row["replica"] for row in rows})
+    replicas = sorted({int(row["replica"]) for row in rows})
     phases = list(dict.fromkeys(row["phase"] for row in rows))
     figure = NotebookFigure(figsize=(8, 1.2 + 0.35 * len(replicas)), layout="constrained")
     axes = figure.subplots()
     for number, phase in enumerate(phases):
         mine = [row for row in rows if row["phase"] == phase]
         axes.barh(
-            [replicas.index(row["replica"]) for row in mine],
+            [replicas.index(int(row["replica"])) for row in mine],
             [row["seconds"] for row in mine],
             left=[row["start"] for row in mine],
             color=f"C{number}",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from torchrl_moe import _checks
-from torchrl_moe.render.curves import legend_above
 
 __all__ = [
     "KEPT_LABELS",
@@ -28,16 +28,21 @@ __all__ = [
 ]
 
 
-# The experts of a rollout, token by token: a map for each layer.
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# -- a map of experts for each layer ----------------------------------------------------------------------------------
 
 
+Routes: TypeAlias = "npt.NDArray[np.integer[Any]]"
 LAYERS = 4
 """How many are drawn if none are named."""
 
 
 def routes_figure(
-    routes: Any, layers: Sequence[int] | None = None, *, prompt: int | None = None, title: str = ""
-) -> Any:
+    routes: npt.ArrayLike, layers: Sequence[int] | None = None, *, prompt: int | None = None, title: str = ""
+) -> Figure:
     """Draw which experts each token of a rollout was routed to: tokens from left to right, experts from the bottom up.
 
     Args:
@@ -68,6 +73,7 @@ def routes_figure(
     experts = int(rows.max(initial=0)) + 1
     for axes, layer in zip(panels, drawn, strict=False):
         axes.set_facecolor("lightgrey")
+        # one column for each token: 1 for its experts, 0 for others, grey where no route is known
         image = np.where(rows[:, layer, 0] >= 0, np.zeros((experts, 1)), np.nan)  # nan is drawn as nothing
         token, place = (rows[:, layer] >= 0).nonzero()
         image[rows[token, layer, place], token] = 1.0
@@ -85,18 +91,18 @@ def routes_figure(
     return figure
 
 
-def _spread(rows: Any) -> list[int]:
+def _spread(rows: Routes) -> list[int]:
     """Return up to four of the layers that have a route, evenly apart."""
-    known = (rows[..., 0] >= 0).any(0).nonzero()[0] if rows.size else np.zeros(0, int)
+    known = np.flatnonzero((rows[..., 0] >= 0).any(0)) if rows.size else np.zeros(0, int)
     if len(known) <= LAYERS:
         return [int(layer) for layer in known]
     return [int(known[round(at * (len(known) - 1) / (LAYERS - 1))]) for at in range(LAYERS)]
 
 
-# In how many rows trainer and engine choose the same experts, layer by layer.
+# -- agreement of trainer and engine ----------------------------------------------------------------------------------
 
 
-def layer_agreement(recorded: Any, live: Any) -> Any:
+def layer_agreement(recorded: npt.ArrayLike, live: npt.ArrayLike) -> npt.NDArray[np.float64]:
     """Return, for each layer, the share of rows in which both sides choose the same set: float64 ``[L]``.
 
     Args:
@@ -114,6 +120,7 @@ def layer_agreement(recorded: Any, live: Any) -> Any:
     for name, values in (("recorded", recorded), ("live", live)):
         _checks.check_integer(name, values, signed=True)
         _checks.check_shape(name, values.shape, (..., "L", "K"))
+    # as sets: the order of a row's experts depends on the kernel
     theirs, ours = (np.sort(values.reshape(-1, *values.shape[-2:]), axis=-1) for values in (recorded, live))
     known = (theirs[..., -1] >= 0) & (ours[..., -1] >= 0)
     same = known & (theirs == ours).all(-1)
@@ -121,7 +128,7 @@ def layer_agreement(recorded: Any, live: Any) -> Any:
     return np.divide(same.sum(0), rows, out=np.full(len(rows), np.nan), where=rows > 0)
 
 
-def agreement_figure(agreements: Mapping[str, Any], title: str = "") -> Any:
+def agreement_figure(agreements: Mapping[str, npt.ArrayLike], title: str = "") -> Figure:
     """Draw the share of rows with the same experts over the layers; with and without replay, say.
 
     Args:
@@ -136,7 +143,7 @@ def agreement_figure(agreements: Mapping[str, Any], title: str = "") -> Any:
         ImportError: matplotlib is missing; the message names the extra.
         ValueError: values of another rank, or outside of 0..1.
     """
-    from torchrl_moe.render.figures import NotebookFigure, whole_ticks
+    from torchrl_moe.render.figures import NotebookFigure, legend_above, whole_ticks
 
     columns = {label: np.asarray(values, dtype=np.float64) for label, values in agreements.items()}
     for label, values in columns.items():
@@ -149,6 +156,7 @@ def agreement_figure(agreements: Mapping[str, Any], title: str = "") -> Any:
     for number, (label, values) in enumerate(columns.items()):
         layers = np.isfinite(values).nonzero()[0]
         mean = f", mean {values[layers].mean():.1%}" if len(layers) else ""
+        # markers, since lines at 1.0 lie over each other
         axes.plot(layers, values[layers], "os^Dv"[number % 5] + "-", label=f"{label}{mean}")
     axes.set(xlabel="layer", ylabel="share of rows with the same experts", ylim=(-0.02, 1.02))
     whole_ticks(axes.xaxis)
@@ -157,7 +165,7 @@ def agreement_figure(agreements: Mapping[str, Any], title: str = "") -> Any:
     return figure
 
 
-# From how many words tokens were sampled, where sampling left some out.
+# -- kept tokens ------------------------------------------------------------------------------------------------------
 
 
 KEPT = (1, 4, 16, 64)
@@ -165,7 +173,7 @@ KEPT_LABELS = ("1 word", "2 to 4 words", "5 to 16 words", "17 to 64 words", "mor
 
 
 def kept_label(size: int) -> str:
-    """Return the words for a size of ``KeptTokens``: n words, ``-n`` for all but n, 0 for all.
+    """Return the label of a size of ``KeptTokens``: n token ids, ``-n`` for all but n, 0 for the whole vocabulary.
 
     >>> [kept_label(size) for size in (1, 2, 4, 5, 100, -3, 0)]
     ['1 word', '2 to 4 words', '2 to 4 words', '5 to 16 words', 'more words', 'all but some', 'all words']
@@ -175,7 +183,7 @@ def kept_label(size: int) -> str:
     return KEPT_LABELS[bisect_right(KEPT, size - 1)]
 
 
-def kept_rows(sizes: Any) -> list[tuple[str, str]]:
+def kept_rows(sizes: npt.ArrayLike) -> list[tuple[str, str]]:
     """Return how many tokens have sizes of each label, as rows of a table; integers of any shape, see above."""
     counts: Counter[str] = Counter()
     for size, count in zip(*np.unique(np.asarray(sizes), return_counts=True), strict=True):
@@ -183,13 +191,13 @@ def kept_rows(sizes: Any) -> list[tuple[str, str]]:
     return [(label, f"{counts[label]:,}") for label in KEPT_LABELS if counts[label]]
 
 
-def kept_counts(sizes: Any, sampled: Any, vocabulary: int) -> Any:
-    """Return how many words each sampled token was sampled from: int64 ``[N]``.
+def kept_counts(sizes: npt.ArrayLike, sampled: npt.ArrayLike, vocabulary: int) -> npt.NDArray[np.int64]:
+    """Return how many token ids each sampled token was sampled from: int64 ``[N]``.
 
     Args:
-        sizes: integers of any shape, ``KeptTokens.sizes``: n words, ``-n`` for all but n, 0 for all.
+        sizes: integers of any shape, ``KeptTokens.sizes``: n ids, ``-n`` for all but n, 0 for all.
         sampled: bool of the same shape: the tokens that count, ``("masks", "all_assistant_mask")``.
-        vocabulary: words that there are.
+        vocabulary: token ids that there are.
 
     Raises:
         ValueError: two shapes, or a size beyond the vocabulary.
@@ -202,16 +210,16 @@ def kept_counts(sizes: Any, sampled: Any, vocabulary: int) -> Any:
     _checks.check_integer("sizes", sizes)
     counts = sizes[sampled].astype(np.int64)
     if counts.size and abs(counts).max() > vocabulary:
-        raise ValueError(f"a token was sampled from {abs(counts).max()} words, and there are {vocabulary}")
+        raise ValueError(f"a token was sampled from {abs(counts).max()} token ids, and there are {vocabulary}")
     return np.where(counts > 0, counts, vocabulary + counts)
 
 
-def kept_figure(counts: Mapping[str, Any], vocabulary: int, title: str = "") -> Any:
-    """Draw what share of the tokens was sampled from how many words, on a log scale from 1 to the vocabulary.
+def kept_figure(counts: Mapping[str, npt.ArrayLike], vocabulary: int, title: str = "") -> Figure:
+    """Draw what share of the tokens was sampled from how many token ids, on a log scale from 1 to the vocabulary.
 
     Args:
-        counts: by label (``"top_p=0.9"``, say), numbers of words of any shape, see :func:`kept_counts`.
-        vocabulary: words that there are.
+        counts: by label (``"top_p=0.9"``, say), numbers of token ids of any shape, see :func:`kept_counts`.
+        vocabulary: token ids that there are.
         title: of the figure.
 
     Returns:
@@ -221,7 +229,7 @@ def kept_figure(counts: Mapping[str, Any], vocabulary: int, title: str = "") -> 
         ImportError: matplotlib is missing; the message names the extra.
         ValueError: a count is not in 1..vocabulary.
     """
-    from torchrl_moe.render.figures import NotebookFigure
+    from torchrl_moe.render.figures import NotebookFigure, legend_above
 
     flat = {label: np.asarray(values).reshape(-1) for label, values in counts.items()}
     for label, values in flat.items():
@@ -236,27 +244,24 @@ def kept_figure(counts: Mapping[str, Any], vocabulary: int, title: str = "") -> 
         axes.stairs(shares, edges, label=f"{label}, {len(values)} tokens{median}")
     axes.axvline(vocabulary, linestyle=":", color="grey", label=f"the vocabulary, {vocabulary}")
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="words that a token was sampled from", ylabel="share of tokens")
+    axes.set(xlabel="token ids that a token was sampled from", ylabel="share of tokens")
     axes.grid(alpha=0.3)
     legend_above(axes, title or "kept tokens per token")
     return figure
 
 
-def _edges(vocabulary: int) -> Any:
+def _edges(vocabulary: int) -> npt.NDArray[np.float64]:
     """Return edges of bins between whole numbers, each about twice as wide as the one before."""
     powers = [2**power for power in range(max(1, vocabulary).bit_length())]
     return np.array([*(power - 0.5 for power in powers), vocabulary + 0.5])
 
 
-# Layers x experts: how the load lies on the experts, and where trainer and engine choose the same ones.
+# -- layers x experts -------------------------------------------------------------------------------------------------
 #
 # Letters: N rows (tokens of all samples), L decoder layers, K experts per token, E experts.
 
 
-Array: TypeAlias = "np.ndarray[Any, Any]"
-
-
-def expert_load(routes: Any, num_experts: int) -> Array:
+def expert_load(routes: npt.ArrayLike, num_experts: int) -> npt.NDArray[np.float64]:
     """Return how much of its layer's load each expert has, over an even share: float64 ``[L, E]``, 1 if even.
 
     Args:
@@ -275,7 +280,7 @@ def expert_load(routes: Any, num_experts: int) -> Array:
     return np.divide(counts * num_experts, total, out=np.full_like(counts, np.nan), where=total > 0)
 
 
-def expert_agreement(recorded: Any, live: Any, num_experts: int) -> Array:
+def expert_agreement(recorded: npt.ArrayLike, live: npt.ArrayLike, num_experts: int) -> npt.NDArray[np.float64]:
     """Return, of the rows that one side sent to an expert, the share that the other sent there too: ``[L, E]``.
 
     Args:
@@ -293,12 +298,13 @@ def expert_agreement(recorded: Any, live: Any, num_experts: int) -> Array:
     _checks.check_same_shape({"recorded": np.asarray(recorded), "live": np.asarray(live)})
     theirs, ours = _rows(recorded, num_experts), _rows(live, num_experts)
     known = (theirs >= 0) & (ours[..., :1] >= 0)
+    # each expert of theirs against all of ours: [N, L, K, K]
     both = known & (theirs[..., :, None] == ours[..., None, :]).any(-1)
     sent = _count(theirs, known, num_experts)
     return np.divide(_count(theirs, both, num_experts), sent, out=np.full_like(sent, np.nan), where=sent > 0)
 
 
-def expert_figure(load: Any, agreement: Any | None = None, title: str = "") -> Any:
+def expert_figure(load: npt.ArrayLike, agreement: npt.ArrayLike | None = None, title: str = "") -> Figure:
     """Draw the load of every expert, and its agreement beside it; what is NaN is grey.
 
     Args:
@@ -314,7 +320,7 @@ def expert_figure(load: Any, agreement: Any | None = None, title: str = "") -> A
     """
     from torchrl_moe.render.figures import NotebookFigure
 
-    panels: dict[str, tuple[Array, float | None, str]] = {}
+    panels: dict[str, tuple[npt.NDArray[np.float64], float | None, str]] = {}
     panels["load, 1 = even"] = (np.asarray(load, dtype=np.float64), None, "viridis")
     if agreement is not None:
         panels["agreement of trainer and engine"] = (np.asarray(agreement, dtype=np.float64), 1.0, "magma")
@@ -332,26 +338,26 @@ def expert_figure(load: Any, agreement: Any | None = None, title: str = "") -> A
     return figure
 
 
-def _rows(routes: Any, num_experts: int) -> Array:
+def _rows(routes: npt.ArrayLike, num_experts: int) -> Routes:
     """Return ``[N, L, K]`` int64, checked."""
-    routes = np.asarray(routes)
-    _checks.check_integer("routes", routes, signed=True)
-    _checks.check_shape("routes", routes.shape, (..., "L", "K"))
-    if routes.size and not -1 <= routes.min() <= routes.max() < num_experts:
-        raise ValueError(
-            f"routes must be in -1..{num_experts - 1}, got {routes.min()}..{routes.max()}: check num_experts."
-        )
-    return routes.reshape(-1, *routes.shape[-2:]).astype(np.int64)
+    rows = np.asarray(routes)
+    _checks.check_integer("routes", rows, signed=True)
+    _checks.check_shape("routes", rows.shape, (..., "L", "K"))
+    if rows.size and not -1 <= rows.min() <= rows.max() < num_experts:
+        raise ValueError(f"routes must be in -1..{num_experts - 1}, got {rows.min()}..{rows.max()}: check num_experts.")
+    # int64, since numbers of experts are multiplied
+    return rows.reshape(-1, *rows.shape[-2:]).astype(np.int64)
 
 
-def _count(rows: Array, chosen: Array, num_experts: int) -> Array:
+def _count(rows: Routes, chosen: npt.NDArray[np.bool_], num_experts: int) -> npt.NDArray[np.float64]:
     """Return how often each expert stands among the ``chosen`` entries of ``rows``, float64 ``[L, E]``."""
+    # layer by layer in one count: expert e of layer l is number l E + e
     layers = rows.shape[1]
     experts = (rows + num_experts * np.arange(layers)[:, None])[chosen]
     return np.bincount(experts, minlength=layers * num_experts).reshape(layers, num_experts).astype(np.float64)
 
 
-# How many requests each replica had, over time.
+# -- loads of replicas ------------------------------------------------------------------------------------------------
 
 
 ROW = 0.07
@@ -366,7 +372,7 @@ def load_figure(
     events: Sequence[tuple[float, str]] = (),
     title: str = "",
     quantity: str = "requests in flight",
-) -> Any:
+) -> Figure:
     """Draw the load of each replica as a line of steps, and a line across them for each event.
 
     Args:
@@ -382,7 +388,7 @@ def load_figure(
         ImportError: matplotlib is missing; the message names the extra.
         ValueError: seconds that go back.
     """
-    from torchrl_moe.render.figures import NotebookFigure
+    from torchrl_moe.render.figures import NotebookFigure, legend_above
 
     for name, samples in loads.items():
         times = [at for at, _ in samples]
@@ -396,6 +402,7 @@ def load_figure(
         counts = [count for _, count in samples] + ([samples[-1][1]] if samples else [])
         axes.step(times, counts, where="post", linestyle=("-", "--", "-.", ":")[number % 4], label=name)
     axes.set(xlabel="seconds", ylabel=quantity)
+    # room above the lines for the labels of events
     rows = _draw_events(axes, events)
     highest = max([1.0, *(count for samples in loads.values() for _, count in samples)])
     axes.set_ylim(0, 1.05 * highest / (1 - ROW * rows))
@@ -404,7 +411,7 @@ def load_figure(
     return figure
 
 
-def _draw_events(axes: Any, events: Sequence[tuple[float, str]]) -> int:
+def _draw_events(axes: Axes, events: Sequence[tuple[float, str]]) -> int:
     """Draw a line and a label for each event, labels in rows from the top, none over another; return how many rows."""
     for at, _ in events:
         axes.axvline(at, color="grey", linestyle=":")
@@ -415,6 +422,7 @@ def _draw_events(axes: Any, events: Sequence[tuple[float, str]]) -> int:
             what, (at, 1), xycoords=axes.get_xaxis_transform(), xytext=(3, -3), textcoords="offset points", va="top",
             fontsize="small", bbox=behind,
         )  # fmt: skip
+        # the first row in which the last label has ended; if there are too many, the row that ends first
         begin = axes.transData.transform((at, 0))[0]
         row = next((row for row, end in enumerate(ends) if end <= begin), len(ends))
         if row == MOST_ROWS:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchrl_moe._checks import check_number
+
+if TYPE_CHECKING:
+    import pandas
 
 __all__ = [
     "data_frame",
@@ -22,8 +25,7 @@ __all__ = [
     "show_html",
 ]
 
-
-# Numbers as people read them.
+# -- numbers ----------------------------------------------------------------------------------------------------------
 
 
 def number_text(value: float | None) -> str:
@@ -34,6 +36,7 @@ def number_text(value: float | None) -> str:
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "–"
+    # a bool is an int to Python
     if isinstance(value, bool) or not math.isfinite(value):
         return str(value)
     return f"{int(value):,}" if float(value).is_integer() and abs(value) < 1e15 else f"{value:,.4g}"
@@ -46,6 +49,9 @@ def share_text(value: float | None) -> str:
     ['12.3%', '100.0%', '–']
     """
     return "–" if value is None or math.isnan(value) else f"{value:.1%}"
+
+
+# -- tables in notebooks ----------------------------------------------------------------------------------------------
 
 
 CELL = "padding: 0.15em 0.7em; border: none; text-align: {}; white-space: nowrap;"
@@ -84,7 +90,7 @@ def _cell(tag: str, position: int, text: str) -> str:
     return f'<{tag} style="{CELL.format("left" if position < 2 else "right")}">{escape(text)}</{tag}>'
 
 
-# Tables for terminals, by rich if it is installed; texts of any kind stay in their cells and are shown as they are.
+# -- tables in terminals ----------------------------------------------------------------------------------------------
 
 
 WIDTH = 140
@@ -100,6 +106,7 @@ def one_line(text: str, characters: int) -> str:
     'ab…hi'
     """
     check_number("characters", characters, 1, whole=True)
+    # a text of megabytes is cut before it is made printable, which makes it longer
     if len(text) <= characters:
         text = _printable(text)
         if len(text) <= characters:
@@ -126,6 +133,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
     except ImportError:
         print(plain_table(title, header, rows, wide))
         return
+    # a Text is shown as it is; a str would be read as rich's markup
     console = Console()
     if not (console.is_terminal or console.is_jupyter):
         console = Console(width=WIDTH)
@@ -157,19 +165,16 @@ def plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
     return "\n".join([title, *lines])
 
 
-# Rows as a pandas ``DataFrame``; pandas is an extra.
+# -- rows, and notebooks ----------------------------------------------------------------------------------------------
 
 
-def data_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
+def data_frame(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
     """Return a ``DataFrame`` with a row for each mapping, and a column for each of their keys."""
     try:
         import pandas
     except ImportError as error:
         raise ImportError("tables need pandas: pip install 'torchrl_moe[render]'") from error
     return pandas.DataFrame(rows)
-
-
-# Whether a notebook is there to show something, and showing it.
 
 
 def in_notebook() -> bool:
@@ -183,5 +188,5 @@ def show_html(html: str, text: str) -> None:
     """Show HTML in a notebook; where that shows none, in a diff, say, it shows the text."""
     from IPython import display
 
-    show: Any = display.display  # it has no types
+    show: Callable[..., object] = display.display
     show({"text/html": html, "text/plain": text}, raw=True)

@@ -1,4 +1,4 @@
-"""Tokens in a notebook and a terminal: their text, colours by a number, runs, samples side by side."""
+"""Rollouts token by token, in a notebook or a terminal, each token colored by what is known of it."""
 
 from __future__ import annotations
 
@@ -9,35 +9,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import groupby
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from torchrl_moe._checks import check_number, renamed
 from torchrl_moe.render.curves import HUES, OTHERS, Fill, shades
 from torchrl_moe.render.routes import KEPT_LABELS, kept_label
 from torchrl_moe.render.tables import in_notebook, show_html
 
-__all__ = [
-    "MOST_TOKENS",
-    "Color",
-    "Part",
-    "Scale",
-    "ShownToken",
-    "TokenSample",
-    "TokenTexts",
-    "make_scale",
-    "print_samples",
-    "read_samples",
-    "rows_of",
-    "samples_html",
-    "samples_text",
-    "show_samples",
-    "show_token_samples",
-]
+if TYPE_CHECKING:
+    from rich.text import Text
+    from tensordict import TensorDictBase
+    from torch import Tensor
 
+Array: TypeAlias = "npt.NDArray[Any]"
 
-# The text of a single token, printable: line breaks, bytes and markers are seen.
+# -- the text of a token ----------------------------------------------------------------------------------------------
 
 
 SEEN = {"\n": "↵\n", "\t": "→\t", "\r": "␍"}
@@ -49,14 +38,22 @@ OUTSIDE = (IndexError, KeyError, OverflowError, TypeError, ValueError)
 """What tokenizers raise at an id that is not in their vocabulary."""
 
 
+class Tokenizer(Protocol):
+    """What is asked of a tokenizer; ``all_special_ids`` and names of tokens are used if it has them."""
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of token ids."""
+        ...
+
+
 class TokenTexts:
-    """Texts of tokens, each decoded once.
+    """Printable texts of tokens, each decoded once: line breaks, bytes and markers are seen.
 
     >>> TokenTexts(None).of([12, 7])
     ['12 ', '7 ']
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._special = frozenset(getattr(tokenizer, "all_special_ids", ()))
         self._texts: dict[tuple[int, ...], str | None] = {}
@@ -73,6 +70,7 @@ class TokenTexts:
         texts: list[str] = []
         while len(texts) < len(tokens):
             at = len(texts)
+            # the fewest tokens that make whole characters; if not even four do, the first one is shown by its name
             whole = next((n for n in range(1, MOST_PARTS + 1) if self._decoded(tuple(tokens[at : at + n]))), 1)
             text = self._decoded(tuple(tokens[at : at + whole]))
             texts += [self._name(tokens[at]) if text is None else "".join(map(_seen, text)), *["·"] * (whole - 1)]
@@ -96,8 +94,8 @@ class TokenTexts:
     def _name(self, token: int) -> str:
         """Return what the tokenizer calls a token that is no character."""
         try:
-            name = self._tokenizer.convert_ids_to_tokens(token)
-        except OUTSIDE:
+            name = self._tokenizer.convert_ids_to_tokens(token)  # type: ignore[union-attr]
+        except (*OUTSIDE, AttributeError):
             name = None
         return f"⟨{token}⟩" if name is None else "".join(map(_seen, str(name)))
 
@@ -106,7 +104,7 @@ def _seen(char: str) -> str:
     return SEEN.get(char) or (char if char.isprintable() else char.encode("unicode_escape").decode("ascii"))
 
 
-# A rollout token by token, as plain data: what a figure of it, or a text, is made from.
+# -- a rollout as plain data ------------------------------------------------------------------------------------------
 #
 # ``read_samples`` finds the tokens in a tensordict by its keys; it imports neither tensordict nor an engine.
 
@@ -117,7 +115,7 @@ Part = str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownToken:
-    """One token."""
+    """One token, and what is known of it."""
 
     position: int
     id: int
@@ -132,7 +130,7 @@ class ShownToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSample:
-    """One rollout."""
+    """One rollout; in ``tokens`` an integer stands for so many that are not shown."""
 
     index: int
     tokens: Sequence[ShownToken | int]
@@ -141,7 +139,6 @@ class TokenSample:
 
     @property
     def shown(self) -> list[ShownToken]:
-        """The tokens that are shown."""
         return [token for token in self.tokens if isinstance(token, ShownToken)]
 
     @property
@@ -152,7 +149,7 @@ class TokenSample:
         return f"sample {self.index}: {counts or 'no'} tokens{reward}"
 
 
-def rows_of(batch: Any) -> list[Any]:
+def rows_of(batch: TensorDictBase) -> list[TensorDictBase]:
     """Return the rows of a tensordict of any batch size, in order, each of batch size ``[]``."""
     if not batch.ndim:
         return [batch]
@@ -160,8 +157,10 @@ def rows_of(batch: Any) -> list[Any]:
     return parts if batch.ndim == 1 else [row for part in parts for row in rows_of(part)]
 
 
-def read_samples(td: Any, n: int, most: int, *, policy: Any = None, tokenizer: Any = None) -> list[TokenSample]:
-    """Return the last rollouts of a batch."""
+def read_samples(
+    td: TensorDictBase, n: int, most: int, *, policy: object = None, tokenizer: Tokenizer | None = None
+) -> list[TokenSample]:
+    """Return the last ``n`` rollouts of a batch, with at most ``most`` tokens of each."""
     for name, value in (("n", n), ("tokens", most)):
         check_number(name, value, 1, whole=True)
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
@@ -173,36 +172,37 @@ def read_samples(td: Any, n: int, most: int, *, policy: Any = None, tokenizer: A
     return [_read(index, row, keys, most, texts) for index, row in enumerate(rows[first:], first)]
 
 
-def _read(index: int, row: Any, keys: Mapping[str, str], most: int, texts: TokenTexts) -> TokenSample:
-    ids = _array(row.get((keys["tokens"], "full"), None))
-    if ids is None:
+def _read(index: int, row: TensorDictBase, keys: Mapping[str, str], most: int, texts: TokenTexts) -> TokenSample:
+    if (found := row.get((keys["tokens"], "full"), None)) is None:
         raise ValueError(
             f"there are no tokens at {(keys['tokens'], 'full')!r}: show_samples takes rollouts, of vLLMWrapper or a "
             "collector; of another policy, pass policy=, which names its keys"
         )
-    real = _array(row.get((keys["masks"], "all_attention_mask"), None))
-    real = np.ones(len(ids), bool) if real is None or len(real) != len(ids) else real.astype(bool)
+    ids = _array(found)
+    # pads are left out of every entry
+    mask = row.get((keys["masks"], "all_attention_mask"), None)
+    real = np.ones(len(ids), bool) if mask is None or len(mask) != len(ids) else _array(mask).astype(bool)
 
-    def entry(key: Any) -> Any:
-        values = _array(row.get(key, None))
-        if values is not None and len(values) != len(ids):
+    def entry(*key: str) -> Array | None:
+        if (values := row.get(key, None)) is None:
+            return None
+        if len(values) != len(ids):
             raise ValueError(f"{key!r} has {len(values)} rows, and there are {len(ids)} tokens")
-        return None if values is None else values[real]
+        return _array(values)[real]
 
-    versions, log_probs = entry(("policy_versions", "full")), entry((keys["log_probs"], "full"))
-    routes, assistant = entry(("routed_experts", "full")), entry((keys["masks"], "all_assistant_mask"))
+    versions, log_probs = entry("policy_versions", "full"), entry(keys["log_probs"], "full")
+    routes, assistant = entry("routed_experts", "full"), entry(keys["masks"], "all_assistant_mask")
     kept = row.get(("sampling", "kept"), None)
     sizes = None if kept is None else _array(kept.sizes)[real]
-    prompt = _array(row.get((keys["tokens"], "prompt"), None))
+    prompt = row.get((keys["tokens"], "prompt"), None)
     prompts = 0 if prompt is None else int(real[: len(prompt)].sum())
+    # which part each token is of, then which tokens are shown, then what is known of those
     sampled = _sampled(int(real.sum()), versions, assistant, log_probs, prompts)
     parts = _parts(sampled)
-
     real_ids = ids[real].tolist()
     shown = _shown(parts, most)
-    written = dict(
-        zip((at for at in shown if at >= 0), texts.of([real_ids[at] for at in shown if at >= 0]), strict=True)
-    )
+    positions = [at for at in shown if at >= 0]
+    written = dict(zip(positions, texts.of([real_ids[at] for at in positions]), strict=True))
 
     def token(at: int, token_id: int) -> ShownToken:
         return ShownToken(
@@ -226,16 +226,17 @@ def _read(index: int, row: Any, keys: Mapping[str, str], most: int, texts: Token
     )
 
 
-def _array(value: Any) -> Any:
+def _array(value: Tensor) -> Array:
     """Return a tensor as numpy, wherever it is; bfloat16, which numpy lacks, as float32."""
-    if value is None:
-        return None
     value = value.detach().cpu()
     return (value.float() if value.is_floating_point() else value).numpy()
 
 
-def _sampled(count: int, versions: Any, assistant: Any, log_probs: Any, prompts: int) -> Any:
+def _sampled(
+    count: int, versions: Array | None, assistant: Array | None, log_probs: Array | None, prompts: int
+) -> Array:
     """Say which tokens were sampled, bool ``[T]``, by the entry that knows it best."""
+    # versions know turns and observations, masks may; without both, what follows the prompt was sampled
     for known in (None if versions is None else versions >= 0, assistant):
         if known is not None and known.any():
             return known.astype(bool)
@@ -243,7 +244,7 @@ def _sampled(count: int, versions: Any, assistant: Any, log_probs: Any, prompts:
     return after if prompts or log_probs is None else np.isfinite(log_probs)
 
 
-def _parts(sampled: Any) -> list[Part]:
+def _parts(sampled: Array) -> list[Part]:
     first = int(sampled.argmax()) if sampled.any() else len(sampled)
     return [
         "response" if is_sampled else "prompt" if at < first else "observation" for at, is_sampled in enumerate(sampled)
@@ -252,6 +253,7 @@ def _parts(sampled: Any) -> list[Part]:
 
 def _shown(parts: Sequence[Part], most: int) -> list[int]:
     """Return the positions that are shown; ``-n`` stands for n that are not."""
+    # a quarter for the prompt, more if the rest needs less; then both ends of what follows
     prompts, after = parts.count("prompt"), len(parts) - parts.count("prompt")
     before = min(prompts, max(most // 4, most - after))
     room = most - before
@@ -266,11 +268,11 @@ def _shown(parts: Sequence[Part], most: int) -> list[int]:
     ]
 
 
-def _experts(row: Any) -> dict[int, tuple[int, ...]]:
+def _experts(row: Array) -> dict[int, tuple[int, ...]]:
     return {layer: tuple(e for e in experts if e >= 0) for layer, experts in enumerate(row.tolist()) if experts[0] >= 0}
 
 
-# What the color of a token means: a label for each, and a color for each label.
+# -- what colors mean -------------------------------------------------------------------------------------------------
 
 
 Color = Literal["versions", "experts", "kept", "log_probs"]
@@ -280,7 +282,7 @@ LIKELY_LABELS = ("p ≥ 0.9", "p 0.5 to 0.9", "p 0.1 to 0.5", "p 0.01 to 0.1", "
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Labels of tokens."""
+    """What the color of a token means: a label for each token, and a color for each label."""
 
     title: str
     fills: Mapping[str, Fill]
@@ -301,6 +303,7 @@ def make_scale(samples: Sequence[TokenSample], color: Color = "versions", layer:
         return _of_versions(tokens)
     if color == "experts":
         return _of_experts(tokens, layer)
+    # both have an order: the rarer a token was, the stronger its color
     labels, label = (KEPT_LABELS, _kept) if color == "kept" else (LIKELY_LABELS, _likely)
     fills = dict(zip(labels, shades(len(labels))[:: -1 if color == "kept" else 1], strict=True))
     title = "words that a token was sampled from" if color == "kept" else "probability of a sampled token"
@@ -356,7 +359,7 @@ def _kept(token: ShownToken) -> str | None:
     return None if token.kept is None else kept_label(token.kept)
 
 
-# Rollouts token by token in a terminal: in colors by rich, or as lines of text, one for each run of one label.
+# -- in a terminal ----------------------------------------------------------------------------------------------------
 
 
 def print_samples(samples: Sequence[TokenSample], scale: Scale) -> None:
@@ -399,7 +402,7 @@ def _runs(sample: TokenSample, scale: Scale) -> Iterator[tuple[str, str]]:
         yield name, "".join(texts).replace("\n", "")  # a line break is seen: ↵
 
 
-def _colored(samples: Sequence[TokenSample], scale: Scale) -> Iterator[Any]:
+def _colored(samples: Sequence[TokenSample], scale: Scale) -> Iterator[Text]:
     from rich.text import Text
 
     legend = Text(f"{scale.title}: ")
@@ -416,6 +419,7 @@ def _colored(samples: Sequence[TokenSample], scale: Scale) -> Iterator[Any]:
             if token.part != part:
                 part = token.part
                 line.append(f"[{part}] ", "bold")
+            # black text, since a terminal's background may be dark
             seen = scale.fill(token)
             styles = [f"black on {seen.on_white}"] if seen is not None and seen.alpha else []
             styles += ["underline"] * (token.part == "observation") + ["bold"] * token.special
@@ -423,7 +427,7 @@ def _colored(samples: Sequence[TokenSample], scale: Scale) -> Iterator[Any]:
         yield line
 
 
-# Rollouts token by token as HTML: no script, no colors of text, and a hover title on each token.
+# -- in a notebook ----------------------------------------------------------------------------------------------------
 
 
 BLOCK = "color:inherit;background:transparent;font-family:monospace;white-space:pre-wrap;overflow-wrap:anywhere;"
@@ -435,7 +439,7 @@ SHOWN_LAYERS = 8
 
 
 def samples_html(samples: Sequence[TokenSample], scale: Scale, layer: int | None = None) -> str:
-    """Return rollouts as HTML; every text is escaped."""
+    """Return rollouts as HTML, with a hover title on each token: no script, no color of text, every text escaped."""
     body = "\n".join(_sample(sample, scale, layer) for sample in samples)
     return f'<div style="color:inherit;background:transparent;">{_legend(samples, scale)}\n{body}</div>'
 
@@ -460,6 +464,7 @@ def _sample(sample: TokenSample, scale: Scale, layer: int | None) -> str:
             pieces.append(f'<span style="{LABEL}">… {token} more tokens … </span>')
             continue
         if token.part != part:
+            # a part begins a line
             broken = "" if not part or last.endswith("\n") else "<br>"
             part = token.part
             pieces.append(f'{broken}<span style="{LABEL}">[{part}] </span>')
@@ -485,15 +490,15 @@ def describe(token: ShownToken, layer: int | None = None) -> str:
     if token.version is not None:
         lines.append(f"version {token.version}")
     if token.kept is not None:
-        words = "all words" if not token.kept else f"{token.kept} words" if token.kept > 0 else f"all but {-token.kept}"
-        lines.append(f"sampled from {words}")
+        kept = "all words" if not token.kept else f"{token.kept} words" if token.kept > 0 else f"all but {-token.kept}"
+        lines.append(f"sampled from {kept}")
     layers = [known for known in token.experts if layer is None or known == layer]
     lines += [f"layer {at}: experts {', '.join(map(str, token.experts[at]))}" for at in layers[:SHOWN_LAYERS]]
     hidden = len(layers) - SHOWN_LAYERS
     return "\n".join([*lines, *([f"and {hidden} more layers"] if hidden > 0 else [])])
 
 
-# Rollouts shown token by token, in a notebook or a terminal.
+# -- both -------------------------------------------------------------------------------------------------------------
 
 
 MOST_TOKENS = 256
@@ -501,13 +506,13 @@ MOST_TOKENS = 256
 
 @renamed(colour="color")
 def show_samples(
-    td: Any,
+    td: TensorDictBase,
     n: int = 4,
     color: Color = "versions",
     layer: int | None = None,
     *,
-    tokenizer: Any = None,
-    policy: Any = None,
+    tokenizer: Tokenizer | None = None,
+    policy: object = None,
     tokens: int = MOST_TOKENS,
 ) -> None:
     """Show the last rollouts of a batch token by token, colored by what is known of each token.
