@@ -225,12 +225,9 @@ def test_on_a_terminal_a_table_takes_the_place_of_the_one_before(
     ("arguments", "said"),
     [
         (["top", "--interval", "0"], "--interval 0: it must be above 0 seconds and at most a day, 86400"),
-        (["top", "--interval", "-0.5"], "--interval -0.5: it must be above 0"),
         (["top", "--interval", "nan"], "--interval nan: it must be above 0"),
-        (["top", "--interval", "inf"], "--interval inf: it must be above 0"),
         (["top", "--interval", "1e300"], "--interval 1e+300: it must be above 0"),
         (["top", "mine", "--url", "http://x"], "not both"),
-        (["top", "--url", "x"], "begins with http://"),
         (["top", "--url", ""], "begins with http://"),
     ],
 )
@@ -292,12 +289,9 @@ def test_an_engine_is_small_unless_told_otherwise(asked: Any) -> None:
     assert arguments == {"dtype": "float32", "max_model_len": 64, "enforce_eager": True}
 
 
-def test_how_much_memory_it_takes_and_with_which_kernels_is_decided_where_all_engines_are_built(asked: Any) -> None:
+def test_sequences_are_short_and_memory_and_kernels_are_left_to_where_engines_are_built(asked: Any) -> None:
     with started("m", config("deepseek_v3", 1 << 20), "vllm", "bfloat16", []):
-        pass
-    arguments = asked[0][1]
-    assert arguments["max_model_len"] == 2048
-    assert "kv_cache_memory_bytes" not in arguments and "compilation_config" not in arguments
+        assert asked == [("m", {"engine": "vllm", "dtype": "bfloat16", "max_model_len": 2048, "enforce_eager": True})]
 
 
 def test_without_vllm_another_engine_is_named(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,11 +56,9 @@ def test_a_file_is_read_by_the_same_schema(tmp_path: Path) -> None:
         load_config(tmp_path / "mine.yaml")
 
 
-def test_a_number_may_be_a_name() -> None:
-    assert load_config("tiny_cpu", ["out=20261126"]).out == "20261126"
-
-
-@pytest.mark.parametrize("text", ["007", "1_000", "runs/a,b", "/tmp/lr=1", "it's", "résumé", "a (copy)", "~x", "a\\"])
+@pytest.mark.parametrize(
+    "text", ["007", "20261126", "runs/a,b", "/tmp/lr=1", "it's", "résumé", "a (copy)", "~x", "a\\"]
+)
 def test_a_text_is_taken_as_it_is(text: str) -> None:
     assert load_config("tiny_cpu", [f"out={text}"]).out == text
 
@@ -107,12 +105,6 @@ def test_one_builds_on_another() -> None:
     assert small.model.arguments["task"] == small.data.arguments
 
 
-def test_a_file_of_ones_own_builds_on_those_of_the_package(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("defaults: [tiny_cpu, _self_]\nsteps: 7\n")
-    config = load_config(tmp_path / "mine.yaml", ["seed=1"])
-    assert (config.steps, config.seed, config.rollout.group_size) == (7, 1, 8)
-
-
 def test_functions_may_lie_beside_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "mine.yaml").write_text(
@@ -126,22 +118,14 @@ def test_functions_may_lie_beside_a_file(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["nonsense=1"], "nonsense"),
-        (["optim.nonsense=1"], "optim.nonsense"),
         (["optim.lr=fast"], "optim.lr"),
-        (["rollout.group_size=2.5"], "rollout.group_size"),
-        (["log.progress=maybe"], "log.progress"),
-        (["optim.betas=0.9"], "optim.betas"),
-        (["model.lora.rank=big"], "model.lora.rank"),
         (["optim.lr"], "optim.lr"),
         (["stepps=3"], r"there is no setting stepps: did you mean steps\?; --cfg prints all settings"),
         (["model.path=x"], r"there is no setting model.path: there are source, arguments, .*; --cfg prints all"),
         (["steps=1,2"], r"'steps=1,2' is not one value: write .*, and quote text with special characters"),
-        (["steps=abc"], "steps=abc must be a whole number, at least 1"),
         (["steps=1.5"], "steps=1.5 must be a whole number, at least 1"),
         (["model=null"], r"model=None must be ModelConfig\(\.\.\.\), or a dict of its settings"),
         (["optim.lr.fast=1"], "optim.lr={'fast': 1} must be a number above 0"),
-        (["resume=true", "out=./no/such/run"], "there is no run in ./no/such/run"),
     ],
 )
 def test_a_mistake_is_one_line_with_its_key(overrides: list[str], message: str) -> None:

@@ -27,7 +27,6 @@ from torchrl_moe.trainers.config import (
     Settings,
     as_dict,
     as_yaml,
-    yaml_text,
 )
 
 
@@ -49,40 +48,22 @@ def test_the_defaults_can_be_meant() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("steps", 0, "steps=0 must be a whole number, at least 1"),
-        ("engine.num_replicas", 0, "engine.num_replicas=0 must be a whole number, at least 1"),
         ("rollout.temperature", 0.0, "rollout.temperature=0.0 must be a number above 0"),
         ("placement.timeout", float("inf"), "placement.timeout=inf must be a number above 0"),
-        ("placement.timeout", float("nan"), "placement.timeout=nan must be a number above 0"),
         ("rollout.reward_timeout", float("inf"), "rollout.reward_timeout=inf must be a number .*, or null"),
-        ("rollout.group_size", 1, "rollout.group_size=1 must be a whole number, at least 2"),
         ("rollout.top_p", 1.5, "rollout.top_p=1.5 must be a number above 0 and at most 1"),
-        ("rollout.max_staleness", -1, "rollout.max_staleness=-1 must be a whole number, at least 0"),
         ("optim.minibatches", 3, "optim.minibatches=3 does not divide the 128 answers"),
         ("optim.betas", [0.9], "optim.betas=.* must be two numbers"),
-        ("optim.schedule", "step", "optim.schedule=step must be one of constant, linear, cosine"),
         ("loss.replay", "R4", "loss.replay=R4 must be one of R3, R2, none"),
-        ("loss.advantage", "gae", "loss.advantage=gae must be one of"),
-        ("loss.reference", "host", "loss.reference=host must be one of auto, adapter, model, engine"),
-        ("model.dtype", "float16", "model.dtype=float16 must be one of auto, float32, bfloat16"),
-        ("model.lora", LoRAConfig(rank=-1), "model.lora.rank=-1 must be a whole number, at least 0"),
         ("model.lora", LoRAConfig(target="mlp"), "model.lora.target=mlp must be one of attention, experts, all"),
-        ("optim.max_grad_norm", -1.0, "optim.max_grad_norm=-1.0 must be a number above 0, or null"),
-        ("optim.max_tokens", 0, "optim.max_tokens=0 must be a whole number, at least 1, or null"),
         ("optim.betas", [2, 0.9], "optim.betas=.* must be a list, each a number, at least 0 and below 1"),
-        ("optim.weight_decay", -0.1, "optim.weight_decay=-0.1 must be a number, at least 0"),
         ("loss.arguments", {"thresholds": object()}, "loss.arguments=.* must be a dict of plain numbers, texts"),
         (
             "log.loggers",
             ["tensorboard", "stdout"],
             "log.loggers=.*stdout.* must be a list, each one of csv, tensorboard",
         ),
-        ("checkpoint.keep", 0, "checkpoint.keep=0 must be a whole number, at least 1"),
-        ("rollout.order", "lifo", "rollout.order=lifo must be one of fifo, window, ready"),
-        ("rollout.window", 2, "rollout.window=2 must be a number above 0 and at most 1"),
         ("rollout.over_sample", 1.5, "rollout.over_sample=1.5 begins more groups than can be used in time"),
-        ("rollout.on_stale", "x", "rollout.on_stale=x must be one of wait, drop"),
-        ("rollout.max_staleness", 1.5, "rollout.max_staleness=1.5 must be a whole number"),
         ("loss.arguments", {"aggregation": "none"}, "loss.arguments: a loss per token"),
         ("loss.arguments", {"clip_eps": 0.1}, "loss.arguments: GRPOLoss has no clip_eps: did you mean clip_epsilon"),
         (
@@ -90,7 +71,6 @@ def test_the_defaults_can_be_meant() -> None:
             {"entropy_coeff": math.nan},
             "loss.arguments: entropy_coeff must be a finite number, got nan",
         ),
-        ("loss.arguments", {"kl_to_inference_coeff": math.inf}, "loss.arguments: kl_to_inference_coeff must be"),
         ("rollout.sampling", {"repetition_penalty": 1.2}, "rollout.sampling: repetition_penalty=1.2 changes logits"),
         ("rollout.sampling", {"nope": 1}, "rollout.sampling: there is no nope"),
         ("rollout.sampling", {"n": 2}, "rollout.sampling.n=2 is for one prompt: set rollout.group_size"),
@@ -101,7 +81,6 @@ def test_the_defaults_can_be_meant() -> None:
         ("engine.sync", {"mod": "drain"}, "engine.sync: VLLMWeightSyncScheme has no mod: did you mean mode"),
         ("log.arguments", {"wandb": {}}, "log.arguments=wandb is no logger of log.loggers"),
         ("log.arguments", {"tensorboard": {"x": 1}}, "log.arguments=tensorboard is a logger without arguments"),
-        ("optim.weight_decay", math.inf, "optim.weight_decay=inf must be a number, at least 0"),
         ("optim.weight_decay", 2e6, "optim.weight_decay=2000000.0 times optim.lr must be below 1"),
         ("seed", 2**70, "seed=1180591620717411303424 must be a whole number, at least 0 and at most 2147483647"),
         ("group_size", 3, "there is no setting group_size"),
@@ -111,7 +90,6 @@ def test_the_defaults_can_be_meant() -> None:
         pytest.param("steps", 2**20000, "steps=an integer of 20001 bits must be a whole number", id="huge"),
         ("model.arguments", {"size": 2**20000}, "model.arguments=.* must be a dict of plain numbers"),
         ("rollout.sampling", {"actor_index": 99}, "rollout.sampling=.*actor_index.* is no sampling parameter"),
-        ("engine.kind", "sglang", "engine.kind=sglang must be one of vllm, transformers"),
     ],
 )
 def test_an_invalid_value_is_refused(name: str, value: Any, message: str) -> None:
@@ -221,17 +199,6 @@ def test_a_setting_that_is_none_names_the_nearest() -> None:
         GRPOConfig().model.lora.rnak = 2  # type: ignore[attr-defined]
 
 
-def test_keys_keep_their_order() -> None:
-    assert yaml_text({"steps": 2, "data": {"b": [1, None], "a": "x: y"}}) == (
-        "steps: 2\ndata:\n  b:\n  - 1\n  - null\n  a: 'x: y'\n"
-    )
-
-
-def test_what_is_not_plain_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot represent an object"):
-        yaml_text({"a": object()})
-
-
 def test_without_yaml_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torchrl_moe.trainers.config")
     monkeypatch.setitem(sys.modules, "yaml", None)
@@ -239,21 +206,7 @@ def test_without_yaml_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         importlib.import_module("torchrl_moe.trainers.config")
 
 
-def test_configurations_come_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("config", "yaml_text"):
-        monkeypatch.delitem(sys.modules, f"torchrl_moe.trainers.{name}", raising=False)
-    monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(ImportError, match=r"torchrl_moe\[train\]"):
-        importlib.import_module("torchrl_moe.trainers.config")
-
-
 def test_a_link_of_ones_own_is_added_to_the_others() -> None:
     config = load_config("tiny_cpu", ["hardware.links.mine=3.5", "hardware.gpu_gb=24"])
     assert config.hardware.gpu_gb == 24
     assert config.hardware.links == {**HardwareConfig().links, "mine": 3.5}
-
-
-@pytest.mark.parametrize("name", ["gpu_gb", "host_gb", "gpus_per_host", "trainer_gpus"])
-def test_there_is_no_machine_of_nothing(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"hardware\.{name}=0.* must be a (whole )?number"):
-        load_config("tiny_cpu", [f"hardware.{name}=0"])

@@ -55,10 +55,9 @@ from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 from torchrl_moe.testing.fake_engine import shift_routes, wrong_ids
 from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.trainers import ConfigError, GRPOConfig, MoEGRPOTrainer
-from torchrl_moe.trainers import grpo_trainer as step_clock
 from torchrl_moe.trainers.checkpoints import Checkpoints, TrainedState
 from torchrl_moe.trainers.config import LossConfig
-from torchrl_moe.trainers.grpo_trainer import StepClock, finishing
+from torchrl_moe.trainers.grpo_trainer import finishing
 from torchrl_moe.trainers.script import main
 
 Make = Callable[..., MoEGRPOTrainer]
@@ -391,20 +390,6 @@ def test_updates_that_the_engine_has_not_got_count_as_age_and_the_last_one_reach
     assert trainer.record.column("staleness") == [0.0, 1.0, 2.0, 0.0, 1.0]
     first = trainer.record.rows[0]["version"]
     assert [row["version"] - first for row in trainer.record.rows] == [0, 0, 1, 1, 2]
-
-
-def test_a_mistake_costs_an_older_run_nothing(fleet: FakeFleet, tmp_path: Path) -> None:
-    config = fake_config(tmp_path, 1)
-    config.checkpoint.every = 1
-    with fake_run(fleet, config) as trainer:
-        trainer.train()
-        config.overwrite = True
-        with pytest.raises(ConfigError, match="is used by another run"):
-            fake_run(fleet, config)
-    config.rollout.order = "foo"
-    with pytest.raises(ConfigError, match="order"):
-        fake_run(fleet, config)
-    assert len(rows_of(tmp_path)) == 1 and (tmp_path / "checkpoints" / "step-000000000001").exists()
 
 
 def test_after_a_ctrl_c_the_engine_serves_and_another_trainer_continues(fleet: FakeFleet, tmp_path: Path) -> None:
@@ -995,31 +980,3 @@ print("not reached")
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stdout) == (-signal.Signals[name], "finished\nended\n")
     assert f"{name}: the running step is finished and saved, in at most 60 s" in run.stderr
-
-
-def test_phases_add_up_and_a_step_begins_with_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(step_clock.time, "perf_counter", lambda: now[0])
-    clock = StepClock()
-    clock.begin()
-    now[0] = 2.0
-    clock.end("generate")
-    for seconds in (1.0, 0.5):
-        with clock("score"):
-            now[0] += seconds
-    clock.begin_phase()
-    now[0] += 4.0
-    clock.end("train")
-    assert clock.seconds == {"generate": 2.0, "score": 1.5, "train": 4.0}
-    clock.begin()
-    assert clock.seconds == {}
-
-
-def test_a_phase_that_raises_is_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(step_clock.time, "perf_counter", lambda: now[0])
-    clock = StepClock()
-    with pytest.raises(ZeroDivisionError), clock("score"):
-        now[0] = 3.0
-        raise ZeroDivisionError
-    assert clock.seconds == {"score": 3.0}

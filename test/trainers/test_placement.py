@@ -19,8 +19,7 @@ from support.ranks import run_as_ranks
 from support.shared_training import MODEL, SHARES_IN_ALL_WAYS, grouped_batch, one_step, possible, settings, steps
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors, whole
 from torchrl_moe.testing.tiny_moe import save_tiny_moe
-from torchrl_moe.trainers.compose import load_config
-from torchrl_moe.trainers.config import ConfigError, GRPOConfig, PlacementConfig
+from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 from torchrl_moe.trainers.placement import Placement, check_placement, decoder_layers
 from torchrl_moe.trainers.plan import model_config_of
 from torchrl_moe.trainers.policy_model import PolicyModel
@@ -324,22 +323,3 @@ def test_what_can_be(monkeypatch: pytest.MonkeyPatch, size: int, changes: dict[s
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         if config_of(**changes).placement.tensor_parallel < size:
             check_placement(size, config_of(**changes, placement__cpu_offload=True))
-
-
-def test_by_default_fsdp2_has_all_ranks() -> None:
-    placement = PlacementConfig()
-    assert (placement.tensor_parallel, placement.expert_parallel, placement.replicate) == (1, 1, 1)
-    assert placement.reshard_after_forward and not placement.cpu_offload
-
-
-def test_it_is_a_group_of_settings() -> None:
-    found = load_config("tiny_cpu", ["placement.expert_parallel=4", "placement.timeout=30"]).placement
-    assert found == PlacementConfig(expert_parallel=4, timeout=30.0)
-
-
-@pytest.mark.parametrize(
-    "override", ["tensor_parallel=0", "expert_parallel=-1", "replicate=0", "timeout=0", "collective_timeout=-1"]
-)
-def test_what_is_no_number_of_ranks_or_seconds(override: str) -> None:
-    with pytest.raises(ConfigError, match=rf"placement\.{override.split('=')[0]}=.* must be a (whole )?number"):
-        load_config("tiny_cpu", [f"placement.{override}"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,8 @@ from torchrl_moe.trainers.plan import (
     ModelSizes,
     RunPlan,
     activation_bytes,
-    longest,
     model_config_of,
     of_trainer,
-    ranks_of_host,
-    shards,
-    share_of,
 )
 from torchrl_moe.trainers.policy_model import PolicyModel, prepared
 from torchrl_moe.trainers.script import main
@@ -446,19 +444,10 @@ def test_the_largest_weight_is_gathered_in_float32_when_the_model_is_saved(offlo
     assert "a weight that is gathered to be written" not in rows(config)
 
 
-def test_the_longest_sequence_is_the_engines_or_the_models() -> None:
-    hf_config = model_config_of("Qwen/Qwen3-30B-A3B")
-    assert longest(load_config("qwen3_30b_a3b"), hf_config) == 8192
-    assert longest(GRPOConfig(), hf_config) == hf_config.max_position_embeddings
-
-
-def test_the_largest_share_counts() -> None:
-    assert share_of(9, 4, 2) == 6
-    assert share_of(8, 4, 4) == 8
-
-
-def test_copies_are_sharded_each_by_itself_and_a_host_has_so_many_ranks() -> None:
-    config = GRPOConfig()
-    assert (shards(config), ranks_of_host(config)) == (1, 1)
-    config.hardware.trainer_gpus, config.placement.replicate = 32, 4
-    assert (shards(config), ranks_of_host(config)) == (8, 8)
+@pytest.mark.parametrize("name", ["plan", "run_record", "script"])
+def test_without_rich_the_extra_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("plan", name):
+        monkeypatch.delitem(sys.modules, f"torchrl_moe.trainers.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, "rich.table", None)
+    with pytest.raises(ImportError, match=r"the trainer's tables need rich: pip install 'torchrl_moe\[train\]'"):
+        importlib.import_module(f"torchrl_moe.trainers.{name}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -304,18 +303,7 @@ def break_removal(_: PolicyModel, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(shutil, "rmtree", remove)
 
 
-def break_exchange(_: PolicyModel, patch: pytest.MonkeyPatch) -> None:
-    replace = os.replace
-
-    def only_others(source: Path, target: Path) -> None:
-        if str(source).endswith(".draft"):
-            interrupted()
-        replace(source, target)
-
-    patch.setattr(os, "replace", only_others)
-
-
-@pytest.mark.parametrize("broken", [break_weights, break_tokenizer, break_exchange])
+@pytest.mark.parametrize("broken", [break_weights, break_tokenizer])
 def test_a_save_that_is_interrupted_leaves_the_older_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: Callable[..., None]
 ) -> None:

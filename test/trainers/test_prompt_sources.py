@@ -82,38 +82,6 @@ def test_splits_by_name(kind: type, splits: tuple[str, ...], train: str, held_ou
     assert read_source(data) == (data[train], None if held_out is None else data[held_out])
 
 
-def test_splits_without_one_to_train_on() -> None:
-    splits = FakeDatasetDict(test=FakeDataset(ROWS), validation=FakeDataset(ROWS))
-    with pytest.raises(ValueError, match="a FakeDatasetDict has no split 'train'; it has test, validation"):
-        read_source(splits)
-    with pytest.raises(ValueError, match="a dict has no split 'train'; it has none"):
-        read_source({})
-
-
-def test_a_stream_has_no_places() -> None:
-    with pytest.raises(ValueError, match="a FakeStream is a streamed dataset, whose rows cannot be indexed"):
-        read_source(FakeStream())
-
-
-@pytest.mark.parametrize("source", [3, None, object(), b"rows"])
-def test_another_kind_is_refused(source: Any) -> None:
-    with pytest.raises(ValueError, match=r"prompts must be rows, a dataset, a \.jsonl file or a folder of them"):
-        read_source(source)
-
-
-@pytest.mark.parametrize("row", ["1+1=", 3, ["prompt"], None])
-def test_a_row_of_another_kind_is_refused(row: Any) -> None:
-    with pytest.raises(ValueError, match="a list: row 1 must be a mapping of columns, such as "):
-        read_source([ROWS[0], row, ROWS[1]])
-
-
-def test_only_functions_and_the_hub_take_arguments(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="arguments are for a function or a name on the hub, not for a list"):
-        read_source(ROWS, {"count": 1})
-    with pytest.raises(ValueError, match=r"not for '.*rows\.jsonl'"):
-        read_source(tmp_path / "rows.jsonl", {"count": 1})
-
-
 # -- JSON Lines -------------------------------------------------------------------------------------------------------
 
 
@@ -162,39 +130,48 @@ def test_an_error_names_file_and_line(tmp_path: Path, lines: list[Any], message:
         assert "\n" not in str(error.value)
 
 
-def test_what_is_not_utf_8_is_named_too(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
-    with pytest.raises(ValueError, match=r"rows\.jsonl, line 2: not JSON \('utf-8' codec"):
-        read_source(file)
+# -- what is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["./no/such/folder", "/no/such/folder", "no.jsonl", "~/no/such/folder"])
-def test_a_path_where_nothing_is(name: str) -> None:
-    with pytest.raises(ValueError, match="there is no file or folder "):
-        read_source(name)
-
-
-def test_what_is_no_list_of_rows_says_what_to_give(tmp_path: Path) -> None:
+def test_what_is_no_source_of_rows_says_what_to_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
     frame = pytest.importorskip("pandas").DataFrame({"prompt": ["1+1="]})
     (tmp_path / "rows.csv").write_text("prompt\n1+1=\n")
     (tmp_path / "deep.jsonl").write_text('{"prompt":' + "[" * 100_000)
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
+    (tmp_path / "empty").mkdir()
+    data = FakeDataset(ROWS)
+    kinds = r"prompts must be rows, a dataset, a \.jsonl file or a folder of them"
+    a_row = "a list: row 1 must be a mapping of columns, such as "
     for source, message in (
+        *((other, kinds) for other in (3, None, object(), b"rows")),
+        *(([ROWS[0], row, ROWS[1]], a_row) for row in ("1+1=", 3, ["prompt"], None)),
+        (
+            FakeDatasetDict(test=data, validation=data),
+            "a FakeDatasetDict has no split 'train'; it has test, validation",
+        ),
+        ({}, "a dict has no split 'train'; it has none"),
+        (FakeStream(), "a FakeStream is a streamed dataset, whose rows cannot be indexed"),
         (frame, r"give its to_dict\('records'\)"),
         ({"prompt": ["1+1="]}, "with prompt holds columns: write a list of rows"),
         ({"prompt": "1+1="}, "with prompt is one row: write a list of rows"),
         (["1+1="], r"such as {'prompt': text}, got '1\+1='"),
         (tmp_path / "rows.csv", "files are JSON Lines: read others yourself, and give the rows"),
         (str(tmp_path / "deep.jsonl"), "line 1: not JSON"),
-        ("no.csv", "there is no file or folder 'no.csv'"),
+        (tmp_path / "latin.jsonl", r"latin\.jsonl, line 2: not JSON \('utf-8' codec"),
+        (tmp_path / "empty", r"there is no \.jsonl file in the folder "),
+        *(
+            (name, "there is no file or folder ")
+            for name in ("./no/such", "/no/such", "no.jsonl", "~/no/such", "no.csv")
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             read_source(source)
-
-
-def test_a_folder_without_rows(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"there is no \.jsonl file in the folder "):
-        read_source(tmp_path)
+    with pytest.raises(ImportError, match=r"'openai/gsm8k' is no file.*: pip install datasets$"):
+        read_source("openai/gsm8k")
+    for source, shown in ((ROWS, "a list"), (tmp_path / "rows.jsonl", r"'.*rows\.jsonl'")):
+        with pytest.raises(ValueError, match=f"arguments are for a function or a name on the hub, not for {shown}"):
+            read_source(source, {"count": 1})
 
 
 # -- functions --------------------------------------------------------------------------------------------------------
@@ -245,13 +222,6 @@ def test_any_other_text_is_a_name_on_the_hub(monkeypatch: pytest.MonkeyPatch) ->
     assert held_out is not None
     assert (list(train), list(held_out)) == (ROWS[:3], ROWS[3:])
     assert asked == [("openai/gsm8k", {"name": "main"})]
-
-
-def test_without_the_package_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
-    with pytest.raises(ImportError, match=r"'openai/gsm8k' is no file.*: pip install datasets$") as error:
-        read_source("openai/gsm8k")
-    assert "\n" not in str(error.value)
 
 
 TWENTY = [{"prompt": f"q{i}", "answer": i} for i in range(20)]
@@ -307,12 +277,6 @@ def test_a_held_out_part_is_kept_or_drawn_from(source: Any) -> None:
     assert set(prompts_of(drawn.held_out)) < set(prompts_of(TWENTY[15:]))
     with pytest.raises(ValueError, match="held_out=6 is more than the 5 rows that the source holds out"):
         load_prompts(source, held_out=6)
-
-
-def test_the_toy_task_is_such_a_source() -> None:
-    arguments = {"operation": "double", "digits": 2, "held_out": 10, "seed": 4}
-    prompts = load_prompts("torchrl_moe.testing.arithmetic:arithmetic_prompts", arguments=arguments)
-    assert (len(prompts.train), len(prompts.held_out), prompts.columns) == (90, 10, ("prompt", "answer"))
 
 
 @pytest.mark.parametrize(
@@ -476,10 +440,3 @@ def test_a_loader_goes_to_another_process() -> None:
     copy = pickle.loads(pickle.dumps(loader))
     assert prompts_of(copy) == prompts_of(loader)
     assert all(isinstance(row, TensorDict) for row in copy)
-
-
-def test_a_file_becomes_prompts(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"question": "1+1=", "answer": "2"}\n{"question": "2+2=", "answer": "4"}\n')
-    prompts = load_prompts(file, prompt="question", held_out=1)
-    assert {*prompts.train[0].values(), *prompts.held_out[0].values()} == {"1+1=", "2", "2+2=", "4"}

@@ -33,14 +33,6 @@ def leader(tmp_path: Path) -> Leader:
     return Leader(fake_config(tmp_path / "run", 30))
 
 
-def test_a_folder_is_locked_and_released(leader: Leader) -> None:
-    release = leader.lock()
-    with pytest.raises(ConfigError, match="is used by another run"):
-        leader.lock()
-    release()
-    leader.lock()()
-
-
 @pytest.mark.parametrize(("asked", "failures"), [(None, 6), (3, 3), (0, 0)])
 def test_a_collector_as_the_configuration_says(
     leader: Leader, fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch, asked: int | None, failures: int

@@ -112,11 +112,6 @@ def test_a_new_run_in_an_old_folder_begins_again(tmp_path: Path) -> None:
     assert len(rows_of(tmp_path)) == len((tmp_path / "samples.jsonl").read_text().splitlines()) == 1
 
 
-def test_the_files_of_a_run_without_a_step_are_empty(tmp_path: Path) -> None:
-    RunRecord(tmp_path, "").begin()
-    assert rows_of(tmp_path) == [] and (tmp_path / "samples.jsonl").read_text() == ""
-
-
 def test_lines_that_a_kill_tore_are_dropped(tmp_path: Path) -> None:
     record_of(tmp_path, 2).add_samples(0, answers("2"), 1)
     for name, torn in (("metrics.csv", "2,0.7"), ("samples.jsonl", '{"step": 1, "rew')):

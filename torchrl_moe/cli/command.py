@@ -35,11 +35,9 @@ class NamedStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write a text."""
         return self._named(self._stream.write, text)
 
     def flush(self) -> None:
-        """Flush the stream."""
         self._named(self._stream.flush)
 
     def _named(self, do: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -70,7 +68,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One command."""
+    """One command of ``torchrl-moe``: its help, its options, and what runs it."""
 
     name: str
     help: str

@@ -49,7 +49,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """This machine."""
+    """What this machine has, in bytes where it is memory or disk."""
 
     system: str
     python: str
@@ -293,20 +293,12 @@ def _row(one: Package) -> list[str]:
 
 def _mixed_builds() -> Iterator[Problem]:
     """Yield builds for CUDA beside a torch for CPUs: transformers imports them, and fails."""
-
-    def version(name: str) -> str:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            return ""
-
-    if not version("torch").endswith("+cpu"):
-        return
-    for name in ("torchvision", "torchaudio"):
-        other = version(name)
+    torch = _version("torch") or ""
+    for name in ("torchvision", "torchaudio") if torch.endswith("+cpu") else ():
+        other = _version(name)
         if other and not other.endswith("+cpu"):
             yield Problem(
-                f"{name} {other} is a build for CUDA beside torch {version('torch')}: importing transformers may fail",
+                f"{name} {other} is a build for CUDA beside torch {torch}: importing transformers may fail",
                 f"pip uninstall {name}: text models do not need it",
             )
 

@@ -27,7 +27,7 @@ PROGRAM = "torchrl-moe"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command."""
+    """Run the command that the arguments name; return its exit code."""
     # settings of "train" may stand behind options, where argparse leaves them over
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)

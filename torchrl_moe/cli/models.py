@@ -159,7 +159,7 @@ def _try(config: PreTrainedConfig, layers_with_experts: int) -> Replayable:
 
     try:
         small = narrow(config, layers_with_experts)
-        parameters = _parameters(small)
+        parameters = sum(weight.numel() for weight in _without_weights(small).parameters())
         if parameters > MOST_PARAMETERS:
             return Replayable(None, f"even a narrow model of it has {parameters / 1e9:.1f} billion parameters")
         dtype = torch.float32 if parameters < MOST_PARAMETERS / 4 else torch.bfloat16
@@ -204,24 +204,17 @@ def _shallow(config: PreTrainedConfig, text: PreTrainedConfig, wanted: int) -> P
         text.num_hidden_layers = count
         for name, values in of_each.items():
             setattr(text, name, values[:count])
-        if _layers_with_experts(config) >= wanted:
+        names = [name for name, _ in _without_weights(config).named_modules()]
+        if sum(name.endswith(".experts") for name in names) >= wanted:
             break
     return config
 
 
-def _layers_with_experts(config: PreTrainedConfig) -> int:
+def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
     import torch
 
     with torch.device("meta"):
-        names = [name for name, _ in _built(config, torch.float32).named_modules()]
-    return sum(name.endswith(".experts") for name in names)
-
-
-def _parameters(config: PreTrainedConfig) -> int:
-    import torch
-
-    with torch.device("meta"):
-        return sum(weight.numel() for weight in _built(config, torch.float32).parameters())
+        return _built(config, torch.float32)
 
 
 def _built(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -63,7 +63,7 @@ ROWS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """What was found."""
+    """The mismatch with replay and without, and how far the live router agrees with the engine."""
 
     title: str
     tokens: int
@@ -73,7 +73,7 @@ class ProbeResult:
 
     @classmethod
     def of(cls, title: str, replayed: MismatchMetrics, live: MismatchMetrics) -> ProbeResult:
-        """Put collected metrics together."""
+        """Read the metrics that were collected with replay and without."""
         found = replayed.compute()
         if not found.get("mismatch/tokens"):
             raise ValueError("the answers have no tokens to compare: give other prompts, or --max-new-tokens")
@@ -111,7 +111,7 @@ class ProbeResult:
 
     @property
     def verdict(self) -> str:
-        """One sentence, or two."""
+        """Whether replay helps here, in a sentence or two."""
         # worst first: what cannot be trained on, what needs no replay, then what replay does
         change = f"mean |Δ log-prob| {self.live.mean:.1e} -> {self.replayed.mean:.1e}"
         differ = f"the live router chooses other experts in {1 - self.mean_agreement:.1%} of rows"
@@ -140,7 +140,7 @@ class ProbeResult:
         return "\n\n".join([figures, agreement, self.verdict])
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data."""
+        """Plain data, for ``--json``."""
         return {
             "title": self.title,
             "tokens": self.tokens,

@@ -161,11 +161,11 @@ class NothingKept:
     """A component that TorchRL's trainer would register by itself, and that a checkpoint can do without."""
 
     def state_dict(self) -> dict[str, object]:
-        """Return nothing."""
+        """Return an empty state, which a checkpoint keeps."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Take nothing."""
+        """Restore nothing: there was no state to keep."""
         del state_dict
 
 

@@ -103,9 +103,11 @@ def _is_read(override: str, is_text: bool) -> bool:
 
 def _composed(folder: Path, stem: str, changes: Sequence[str]) -> GRPOConfig:
     """Return a file's configuration, with changes."""
+    # a user's file may build on those of the package
+    search = [] if folder == CONFIGS else [f"hydra.searchpath=[file://{CONFIGS}]"]
     try:
         with initialize_config_dir(str(folder.resolve()), version_base=None):
-            return _config(compose(stem, overrides=[*_search(folder), *changes]))
+            return _config(compose(stem, overrides=[*search, *changes]))
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(_line(error)) from error
     except (OSError, ValueError) as error:  # not UTF-8, or a single number, say
@@ -124,11 +126,6 @@ def _config(composed: DictConfig | ListConfig) -> GRPOConfig:
     if not isinstance(found, dict):
         raise ConfigError(f"a configuration is a mapping of settings, got {found!r:.60}")
     return GRPOConfig(**{str(name): value for name, value in found.items()})
-
-
-def _search(folder: Path) -> list[str]:
-    """Let a user's file build on those of the package."""
-    return [] if folder == CONFIGS else [f"hydra.searchpath=[file://{CONFIGS}]"]
 
 
 def saved_config(file: Path) -> GRPOConfig:

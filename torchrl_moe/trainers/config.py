@@ -25,7 +25,6 @@ __all__ = [
     "CheckpointConfig", "ConfigError", "DataConfig", "EngineConfig", "EvalConfig", "GRPOConfig", "HardwareConfig",
     "LoRAConfig", "LogConfig", "LossConfig", "ModelConfig", "Number", "OptimConfig", "PlacementConfig",
     "RolloutConfig", "SaveConfig", "Settings", "UnknownSettingError", "as_dict", "as_yaml", "nearest", "setting",
-    "yaml_text",
 ]  # fmt: skip
 
 
@@ -258,18 +257,6 @@ try:
     import yaml  # type: ignore[import-untyped]
 except ImportError as error:
     raise ImportError("configurations need PyYAML: pip install 'torchrl_moe[train]'") from error
-
-
-def yaml_text(data: object) -> str:
-    """Return dicts, lists, texts and numbers as YAML, keys in their order.
-
-    >>> yaml_text({"steps": 2, "out": "runs"})
-    'steps: 2\\nout: runs\\n'
-    """
-    try:
-        return str(yaml.safe_dump(data, sort_keys=False))
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
 
 
 # The machines that a plan is made for.
@@ -834,4 +821,4 @@ def as_dict(config: Settings) -> dict[str, object]:
 
 def as_yaml(config: GRPOConfig) -> str:
     """Return a configuration as YAML, which :func:`~torchrl_moe.trainers.compose.load_config` reads again."""
-    return yaml_text(as_dict(config))
+    return str(yaml.safe_dump(as_dict(config), sort_keys=False))

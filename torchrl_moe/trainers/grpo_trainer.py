@@ -42,7 +42,7 @@ from torchrl_moe.trainers.rollout_engine import Given, RolloutSource, check_argu
 from torchrl_moe.trainers.run_record import HealthMonitor, Row, RunReports, batch_metrics
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 __all__ = ["MoEGRPOTrainer", "StepClock", "finishing"]
 
@@ -217,7 +217,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
         rewards: Sequence[RewardFunction] | RewardFunction | None = None,
         held_out: object = None,
         config: GRPOConfig | Mapping[str, object] | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: Tokenizer | None = None,
         engine: AsyncVLLM | None = None,
         **others: object,
     ) -> None:
@@ -227,7 +227,10 @@ class MoEGRPOTrainer(RunReports, Trainer):
             raise TypeError(f"MoEGRPOTrainer has no {name}: {hint}; settings are in config=GRPOConfig(...)")
         self.config = config = _read(config)
         model = Path(model).expanduser() if isinstance(model, str) and model.startswith("~") else model
-        self._hooks = _functions(config.hooks)
+        try:
+            self._hooks = [import_function(name) for name in config.hooks]
+        except ValueError as error:
+            raise ConfigError(f"hooks: {error}") from error
         self.clock, self.health = StepClock(), HealthMonitor()
         self.steps_done = self.trained_tokens = self._restored_version = self._unsynced = 0
         self._has_ended = self._is_asked_to_stop = self._is_interrupted = False
@@ -254,7 +257,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
     def _build(
         self,
         model: ModelLike | None,
-        tokenizer: PreTrainedTokenizerBase | None,
+        tokenizer: Tokenizer | None,
         engine: AsyncVLLM | None,
         given: Given,
         made: ExitStack,
@@ -502,7 +505,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
             self.rollout_engine.wake_up()
 
     def _record_step(self, batch: TensorDictBase) -> None:
-        """Write the step's metrics."""
+        """Write the step's metrics, and warn of what they show."""
         del batch
         seconds, self.clock.seconds = self.clock.seconds, {}
         self.trained_tokens += int(self._step_metrics["tokens"])
@@ -538,14 +541,10 @@ class MoEGRPOTrainer(RunReports, Trainer):
         self._bar.set_postfix_str(", ".join(shown), refresh=False)
         self._bar.update()
         if row["step"] % self.config.log.print_every == 0 or self.steps_done == self.config.steps:
-            self._say(self._line(row))
-
-    def _line(self, row: Row) -> str:
-        """Return a step in a line."""
-        done, steps = self.steps_done, self.config.steps
-        left = (time.monotonic() - self._began) / (done - self._began_at) * (steps - done)
-        cells = [f"{word} {row[name]:{form}}" for name, (word, form) in PRINTED.items() if row.get(name, "") != ""]
-        return f"step {done} of {steps}: {', '.join(cells)}, {timedelta(seconds=round(left))} left"
+            done, steps = self.steps_done, self.config.steps
+            left = (time.monotonic() - self._began) / (done - self._began_at) * (steps - done)
+            cells = [f"{word} {row[name]:{form}}" for name, (word, form) in PRINTED.items() if row.get(name, "") != ""]
+            self._say(f"step {done} of {steps}: {', '.join(cells)}, {timedelta(seconds=round(left))} left")
 
     def request_stop(self, reason: str | None = None) -> None:
         """Stop after this step, on all ranks."""
@@ -619,10 +618,3 @@ def _read(given: object) -> GRPOConfig:
     config = copy.deepcopy(config)  # a follower changes some settings, and a resumed run, too
     config.check()
     return config
-
-
-def _functions(names: Sequence[str]) -> list[Callable[[MoEGRPOTrainer], object]]:
-    try:
-        return [import_function(name) for name in names]
-    except ValueError as error:
-        raise ConfigError(f"hooks: {error}") from error

@@ -149,7 +149,7 @@ class Minibatches(TrainerHookBase):
         return batch
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
-        """Return the next part."""
+        """Return the next part of the epoch's batch."""
         del batch
         return next(self._parts)
 
@@ -158,7 +158,7 @@ class Minibatches(TrainerHookBase):
         return {}
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
-        """Take nothing."""
+        """Restore nothing: see :meth:`state_dict`."""
         del state_dict
 
     def register(self, trainer: Trainer, name: str = "minibatches") -> None:
@@ -549,7 +549,7 @@ GAP = 0.1  # nats; rounding in float32 is below 1e-4
 
 
 class Learner:
-    """Updates a policy's weights."""
+    """Loss, optimizer, schedule and scores of a run, made of its configuration."""
 
     def __init__(
         self,
@@ -580,7 +580,7 @@ class Learner:
         )
         # last, because it may start an engine
         reference, self._end_reference = build_reference(actor, policy_model, config, placement)
-        self._scores = RolloutScores(
+        self.scores = RolloutScores(
             actor,
             self.loss,
             reference,
@@ -588,10 +588,6 @@ class Learner:
             precision=policy_model.precision,
             placement=placement,
         )
-
-    def scores(self, batch: TensorDictBase, version: int, with_mismatch: bool) -> dict[str, float]:
-        """Score a batch before its updates; see :class:`RolloutScores`."""
-        return self._scores(batch, version, with_mismatch)
 
     @torch.no_grad()
     def first_gap(self, batch: TensorDictBase) -> str:

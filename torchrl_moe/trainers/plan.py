@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,15 +23,28 @@ from torchrl_moe.modules.replay.discovery import EXPERT_COUNTS
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, ModelConfig
 from torchrl_moe.trainers.placement import check_axes
 from torchrl_moe.trainers.policy_model import prepared
-from torchrl_moe.trainers.rich_tables import Table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+try:
+    from rich.console import Console
+    from rich.table import Table as RichTable
+except ImportError as error:
+    raise ImportError("the trainer's tables need rich: pip install 'torchrl_moe[train]'") from error
 
 __all__ = [
     "ENGINE", "FLOAT32", "HOST", "TRAINER", "UPDATE", "ModelSizes", "PlanRow", "RunPlan", "activation_bytes",
     "compute_dtype", "longest", "model_config_of", "of_trainer", "over", "ranks_of_host", "shards", "share_of",
 ]  # fmt: skip
+
+
+class Table(RichTable):
+    """A table of rich's that is readable text where it is printed; terminals and notebooks draw it as rich does."""
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=100, color_system=None).print(self)
+        return text.getvalue().rstrip()
 
 
 # The machines that a line of a plan can refer to.
@@ -142,7 +156,9 @@ class ModelSizes:
         text = hf_config.get_text_config()
         # the trainer's own preparation, on a model without memory: adapters and frozen weights are counted as they are
         with torch.device("meta"):
-            model = prepared(_made(hf_config, torch.float32), _without_checkpointing(model_config), torch.float32)
+            model = prepared(
+                _made(hf_config, torch.float32), replace(model_config, activation_checkpointing=False), torch.float32
+            )
         counts = {name: weight.numel() for name, weight in model.named_parameters()}
         layers = int(text.num_hidden_layers)
         by_layer = [sum(n for name, n in counts.items() if f"layers.{i}." in name) for i in range(layers)]
@@ -253,12 +269,6 @@ def _cut(hf_config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
         text.layer_types = text.layer_types[:layers]
     text.num_hidden_layers = layers
     return cut
-
-
-def _without_checkpointing(config: ModelConfig) -> ModelConfig:
-    plain = copy.copy(config)
-    plain.activation_checkpointing = False
-    return plain
 
 
 def _adapted(model: PreTrainedModel) -> int:

@@ -30,7 +30,8 @@ from torchrl_moe.trainers.run_folder import exchange
 from torchrl_moe.weight_update.source import is_first
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 __all__ = ["ModelLike", "PolicyModel", "new_start", "prepared", "starting_model", "starts"]
 
@@ -54,10 +55,10 @@ STACKED_EXPERTS = ("gate_up_proj", "down_proj")
 
 @dataclass(frozen=True, slots=True)
 class PolicyModel:
-    """What is trained."""
+    """What is trained: a model, its tokenizer, and where both came from."""
 
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     source: str | None
     dtype: torch.dtype
     source_dtype: torch.dtype = torch.float32
@@ -67,7 +68,7 @@ class PolicyModel:
     def load(
         cls,
         model: ModelLike | None,
-        tokenizer: PreTrainedTokenizerBase | None,
+        tokenizer: Tokenizer | None,
         config: ModelConfig,
         placement: Placement | None = None,
     ) -> PolicyModel:
@@ -187,7 +188,7 @@ def _write(base: PreTrainedModel, tensors: dict[str, Tensor], folder: Path, dtyp
     (folder / "config.json").write_text(json.dumps(saved, indent=2))
 
 
-def _made(name: str, arguments: Mapping[str, object]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _made(name: str, arguments: Mapping[str, object]) -> tuple[PreTrainedModel, Tokenizer]:
     try:
         made = import_function(name)(**arguments)
     except Exception as error:  # the user's function may raise anything
@@ -207,12 +208,8 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _from_pretrained(
-    source: str,
-    tokenizer: PreTrainedTokenizerBase | None,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    placement: Placement | None,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, torch.dtype]:
+    source: str, tokenizer: Tokenizer | None, config: ModelConfig, dtype: torch.dtype, placement: Placement | None
+) -> tuple[PreTrainedModel, Tokenizer, torch.dtype]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     if not HUB_NAME.fullmatch(source) and not (Path(source) / "config.json").is_file():
@@ -299,7 +296,7 @@ def starts(folder: Path) -> list[Path]:
 
 
 def starting_model(
-    model: ModelLike | None, tokenizer: PreTrainedTokenizerBase | None, config: GRPOConfig, placement: Placement
+    model: ModelLike | None, tokenizer: Tokenizer | None, config: GRPOConfig, placement: Placement
 ) -> PolicyModel:
     """Load the model of a run.
 
@@ -316,7 +313,9 @@ def starting_model(
     where: str | None = None
     is_new = False
     if ranks.is_first:
-        where = _earlier_start(model, config) or _folder(given)
+        where = _earlier_start(model, config)
+        if where is None and isinstance(given, str | os.PathLike) and not is_function_name(os.fspath(given)):
+            where = os.fspath(given)
         is_new = where is None
         where = where or str(_write_start(given, tokenizer, config, Path(config.out)))
     where, is_new = ranks.from_first((where, is_new), "making the model")
@@ -334,16 +333,7 @@ def _earlier_start(model: object, config: GRPOConfig) -> str | None:
     return str(max(written, key=lambda path: (path / "config.json").stat().st_mtime)) if written else None
 
 
-def _folder(given: object) -> str | None:
-    """Return the folder or hub name that was passed in, if any."""
-    if isinstance(given, str | os.PathLike) and not is_function_name(os.fspath(given)):
-        return os.fspath(given)
-    return None
-
-
-def _write_start(
-    given: ModelLike | None, tokenizer: PreTrainedTokenizerBase | None, config: GRPOConfig, folder: Path
-) -> Path:
+def _write_start(given: ModelLike | None, tokenizer: Tokenizer | None, config: GRPOConfig, folder: Path) -> Path:
     if isinstance(given, nn.Module) and has_adapters(given):
         raise ConfigError(
             "a model with an adapter of its own is for one rank: give several the bare one, and set model.lora"

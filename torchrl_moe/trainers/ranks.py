@@ -235,16 +235,12 @@ def balanced(loads: Sequence[int], count: int, at_least: int = 1) -> list[list[i
     heapq.heapify(heap)
     for number in range(len(loads), 2 * len(loads) - 1):
         (_, _, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
-        merged = [_joined(heavy, light) for heavy, light in zip(one, reversed(other), strict=True)]
+        merged = [(a + b, items + more) for (a, items), (b, more) in zip(one, reversed(other), strict=True)]
         merged.sort(key=lambda part: -part[0])
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
     parts = [list(items) for _, items in heap[0][2]]
     _even_out(parts, loads, at_least)
     return [sorted(part) for part in parts]
-
-
-def _joined(one: Bin, other: Bin) -> Bin:
-    return one[0] + other[0], one[1] + other[1]
 
 
 def _even_out(parts: list[list[int]], loads: Sequence[int], at_least: int) -> None:

@@ -20,7 +20,7 @@ from torchrl_moe.modules.policies.wrapper_arguments import ARGUMENTS
 from torchrl_moe.trainers.function_names import import_function
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 __all__ = ["PromptEpisode", "Reward", "RewardFunction", "Rewards"]
 
@@ -275,7 +275,7 @@ class PromptEpisode:
         rewards: Rewards,
         *,
         is_chat: bool = True,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: Tokenizer | None = None,
         skip_special_tokens: bool = True,
     ) -> None:
         self.prompt_column = prompt_column

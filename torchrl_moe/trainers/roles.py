@@ -28,7 +28,7 @@ from torchrl_moe.weight_update.report import SyncReport
 from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 __all__ = ["Evaluation", "FollowedEngine", "FollowedRollouts", "Follower", "Leader", "NoRecord", "SignalFilter"]
 
@@ -66,7 +66,7 @@ class Leader:
     def __init__(self, config: GRPOConfig) -> None:
         self.config, self._folder = config, Path(config.out)
 
-    def source(self, tokenizer: PreTrainedTokenizerBase, given: Given) -> RolloutSource:
+    def source(self, tokenizer: Tokenizer, given: Given) -> RolloutSource:
         """Return where samples come from, see :meth:`RolloutSource.of`."""
         return RolloutSource.of(self.config, tokenizer, given)
 
@@ -109,7 +109,7 @@ class Leader:
         return RolloutEngine(policy_model, self.config, self._folder, engine)
 
     def collector(self, source: RolloutSource, rollout_engine: RolloutEngine) -> AsyncLLMCollector:
-        """Return what collects samples."""
+        """Return what collects samples, as the configuration says."""
         rollout = self.config.rollout
         groups = self.config.steps * rollout.prompts_per_step
         # by default a tenth of the run's groups may fail
@@ -138,17 +138,15 @@ class Leader:
         return collector
 
     def loggers(self) -> list[Logger]:
-        """Return TorchRL's loggers."""
+        """Return those of TorchRL's loggers that the configuration names."""
+        # one name for each start: a resumed run would otherwise show the steps after its checkpoint twice
+        experiment, log = f"events/{datetime.now(UTC):%Y-%m-%d-%H-%M-%S}", self.config.log
+        given = [{f"{name}_kwargs": log.arguments[name]} if log.arguments.get(name) else {} for name in log.loggers]
+        named = zip(log.loggers, given, strict=True)
         try:
-            return [self._logger(name) for name in self.config.log.loggers]
+            return [get_logger(name, str(self._folder), experiment, **arguments) for name, arguments in named]
         except (ImportError, TypeError, ValueError) as error:
             raise ConfigError.of("log", error) from error
-
-    def _logger(self, name: str) -> Logger:
-        # one name for each start: a resumed run would otherwise show the steps after its checkpoint twice
-        experiment = f"events/{datetime.now(UTC):%Y-%m-%d-%H-%M-%S}"
-        arguments = self.config.log.arguments.get(name, {})
-        return get_logger(name, str(self._folder), experiment, **({f"{name}_kwargs": arguments} if arguments else {}))
 
     def record(self, steps_done: int, start: Path | None) -> RunRecord:
         """Return the run's files, as they were after so many steps.
@@ -229,13 +227,13 @@ class Follower:
         config.eval.every = config.log.samples = 0
         config.log.loggers, config.log.progress = [], False
 
-    def source(self, tokenizer: PreTrainedTokenizerBase, given: Given) -> RolloutSource:
+    def source(self, tokenizer: Tokenizer, given: Given) -> RolloutSource:
         """Return no data: only rank 0 reads it."""
         del tokenizer, given
         return RolloutSource(None, None)
 
     def lock(self) -> Callable[[], None]:
-        """Take nothing."""
+        """Lock nothing: rank 0 has the folder."""
         return lambda: None
 
     def engine(self, policy_model: PolicyModel, engine: AsyncVLLM | None) -> FollowedEngine:
@@ -249,7 +247,7 @@ class Follower:
         return FollowedRollouts(self._ranks)
 
     def loggers(self) -> list[Logger]:
-        """Return none."""
+        """Return no logger: rank 0 has the metrics."""
         return []
 
     def record(self, steps_done: int, start: Path | None) -> NoRecord:

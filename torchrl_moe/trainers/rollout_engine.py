@@ -36,7 +36,7 @@ from torchrl_moe.weight_update.report import SyncReport
 from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 __all__ = ["Given", "RolloutEngine", "RolloutSource", "check_arguments", "check_room"]
 
@@ -234,7 +234,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class RolloutSource:
-    """Where samples come from."""
+    """Where samples come from: an environment or a function, and the rows that it gets."""
 
     env: EnvLike | None
     dataloader: Iterable[TensorDictBase] | None
@@ -243,7 +243,7 @@ class RolloutSource:
     held_out: int = 0
 
     @classmethod
-    def of(cls, config: GRPOConfig, tokenizer: PreTrainedTokenizerBase, given: Given) -> RolloutSource:
+    def of(cls, config: GRPOConfig, tokenizer: Tokenizer, given: Given) -> RolloutSource:
         """Make a source from a trainer's arguments, or from ``config.data``."""
         source = config.data.source if given.dataset is None else given.dataset
         if config.chat_template_kwargs and not reads_chats(tokenizer):
@@ -287,7 +287,7 @@ class RolloutSource:
 
     @classmethod
     def _of_env(
-        cls, config: GRPOConfig, tokenizer: PreTrainedTokenizerBase, given: Given, env: EnvLike, source: object
+        cls, config: GRPOConfig, tokenizer: Tokenizer, given: Given, env: EnvLike, source: object
     ) -> RolloutSource:
         if given.rewards is not None:
             raise ConfigError("rewards are for a dataset: an env gives its own")
@@ -306,9 +306,7 @@ class RolloutSource:
         return cls._with_prompts(config, env, cls._load(config, source, given.held_out, None))
 
     @classmethod
-    def _with_env(
-        cls, config: GRPOConfig, env: EnvLike, tokenizer: PreTrainedTokenizerBase, held_out: object
-    ) -> RolloutSource:
+    def _with_env(cls, config: GRPOConfig, env: EnvLike, tokenizer: Tokenizer, held_out: object) -> RolloutSource:
         if not reads_chats(tokenizer) and getattr(env, "input_mode", "text") != "text":
             raise ConfigError("an environment of chats needs a chat template: set tokenizer.chat_template")
         if held_out is not None and not (isinstance(held_out, EnvBase) or callable(held_out)):
@@ -322,7 +320,7 @@ class RolloutSource:
         return cls(env, None, held_out, None, 0 if held_out is None else config.eval.prompts)
 
     @classmethod
-    def _of_task(cls, name: str, config: GRPOConfig, tokenizer: PreTrainedTokenizerBase, given: Given) -> RolloutSource:
+    def _of_task(cls, name: str, config: GRPOConfig, tokenizer: Tokenizer, given: Given) -> RolloutSource:
         from torchrl.envs import llm
 
         if given.rewards is not None:
@@ -338,9 +336,7 @@ class RolloutSource:
         return cls._with_env(config, env, tokenizer, held_out)
 
     @classmethod
-    def _of_prompts(
-        cls, config: GRPOConfig, tokenizer: PreTrainedTokenizerBase, given: Given, source: object
-    ) -> RolloutSource:
+    def _of_prompts(cls, config: GRPOConfig, tokenizer: Tokenizer, given: Given, source: object) -> RolloutSource:
         prompts = cls._load(config, source, given.held_out, config.data.prompt)
         rewards = cls._rewards(config, given)
         rewards.check(prompts.columns)
@@ -422,7 +418,7 @@ def _check_storable(prompts: PromptSet) -> None:
                 ) from error
 
 
-def _check_rendering(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase, prompts: PromptSet) -> None:
+def _check_rendering(config: GRPOConfig, tokenizer: Tokenizer, prompts: PromptSet) -> None:
     """Check that prompts fit the tokenizer's chat template, by rendering the first of each part."""
     column = config.data.prompt
     # without a template every row must be text; with one, the first of each part shows whether it renders

@@ -26,9 +26,9 @@ from torchrl_moe.render.curves import training_figure
 from torchrl_moe.render.tables import data_frame, html_table, number_text
 from torchrl_moe.render.tokens import Color
 from torchrl_moe.trainers.config import GRPOConfig
+from torchrl_moe.trainers.plan import Table
 from torchrl_moe.trainers.policy_model import PolicyModel
 from torchrl_moe.trainers.ranks import Ranks
-from torchrl_moe.trainers.rich_tables import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -293,7 +293,7 @@ class HealthMonitor:
 
     def check(self, rows: Rows) -> list[str]:
         """Return the signs that are new, and log them."""
-        found = {name: text for name, sign in SIGNS.items() if (text := sign(rows))}
+        found = dict(_signs(rows))
         new = [text for name, text in found.items() if name not in self._shown]
         self._shown = set(found)
         for text in new:
@@ -311,70 +311,40 @@ def _recent(rows: Rows, name: str) -> float | None:
     return statistics.mean(values) if len(values) == RECENT else None
 
 
-def _entropy(rows: Rows) -> str:
-    values = _values(rows, "entropy")
-    if len(values) < 2 or not values[-1] < ENTROPY_SHARE * values[0]:
-        return ""
-    return (
-        f"the entropy fell from {values[0]:.2g} to {values[-1]:.2g} nats: the policy no longer explores; "
-        "lower the learning rate, or add an entropy bonus"
-    )
-
-
-def _reward(rows: Rows) -> str:
-    values = _values(rows, "reward")
-    # means of each five steps in a row: the last against the best
-    windows = [statistics.mean(values[i : i + RECENT]) for i in range(len(values) - RECENT + 1)]
-    if len(values) < 2 * RECENT or max(windows) <= 0 or windows[-1] > REWARD_SHARE * max(windows):
-        return ""
-    return f"the reward fell from {max(windows):.2f} to {windows[-1]:.2f}: go back to an earlier checkpoint"
-
-
-def _gradient(rows: Rows) -> str:
-    values = _values(rows, "grad_norm")
-    if len(values) <= RECENT:
-        return ""
-    usual = statistics.median(values[:-1])
-    if not values[-1] > NORM_FACTOR * usual > 0:
-        return ""
-    return f"the gradient has norm {values[-1]:.2g}, usually {usual:.2g}"
-
-
-def _truncated(rows: Rows) -> str:
-    share = _recent(rows, "truncated")
-    if share is None or share <= TRUNCATED_SHARE:
-        return ""
-    return f"{share:.2f} of the last answers were cut at max_new_tokens: raise it, or the policy learns to be cut"
-
-
-def _uniform(rows: Rows) -> str:
-    share = _recent(rows, "uniform_groups")
-    if share is None or share < UNIFORM_SHARE:
-        return ""
-    return (
-        f"in {share:.2f} of the last groups all answers have the same reward, and no advantage: the prompts are "
-        "too easy or too hard, or the reward is always the same"
-    )
-
-
-def _replay(rows: Rows) -> str:
-    # both distances, where tokens are of the newest weights
+def _signs(rows: Rows) -> Iterator[tuple[str, str]]:
+    """Yield the name of each sign that a run's rows show, and what to say of it."""
+    entropy, reward, norms = (_values(rows, name) for name in ("entropy", "reward", "grad_norm"))
+    if len(entropy) > 1 and entropy[-1] < ENTROPY_SHARE * entropy[0]:
+        yield (
+            "entropy",
+            f"the entropy fell from {entropy[0]:.2g} to {entropy[-1]:.2g} nats: the policy no longer explores; "
+            "lower the learning rate, or add an entropy bonus",
+        )
+    # means of each five steps in a row: the last against the best; a share of what is not positive means nothing
+    windows = [statistics.mean(reward[i : i + RECENT]) for i in range(len(reward) - RECENT + 1)]
+    if len(reward) >= 2 * RECENT and max(windows) > 0 and windows[-1] <= REWARD_SHARE * max(windows):
+        fell = f"the reward fell from {max(windows):.2f} to {windows[-1]:.2f}"
+        yield "reward", f"{fell}: go back to an earlier checkpoint"
+    usual = statistics.median(norms[:-1]) if len(norms) > RECENT else 0.0
+    if usual > 0 and norms[-1] > NORM_FACTOR * usual:
+        yield "gradient", f"the gradient has norm {norms[-1]:.2g}, usually {usual:.2g}"
+    cut, uniform = _recent(rows, "truncated"), _recent(rows, "uniform_groups")
+    if cut is not None and cut > TRUNCATED_SHARE:
+        yield (
+            "truncated",
+            f"{cut:.2f} of the last answers were cut at max_new_tokens: raise it, or the policy learns to be cut",
+        )
+    if uniform is not None and uniform >= UNIFORM_SHARE:
+        yield (
+            "uniform",
+            f"in {uniform:.2f} of the last groups all answers have the same reward, and no advantage: the prompts are "
+            "too easy or too hard, or the reward is always the same",
+        )
+    # both distances, where tokens are of the newest weights: their age changes both; tiny ones are rounding
     live, replayed, age = (_recent(rows, name) for name in ("dlogp_live", "dlogp_mean", "staleness"))
-    if live is None or replayed is None or age:  # the age of tokens changes both
-        return ""
-    if not replayed > MARGIN * live > 1e-6:  # below that, the difference is rounding
-        return ""
-    return f"trainer and engine are {replayed:.1e} apart with replay and {live:.1e} without: replay does not help here"
-
-
-SIGNS: dict[str, Callable[[Rows], str]] = {
-    "entropy": _entropy,
-    "reward": _reward,
-    "gradient": _gradient,
-    "truncated": _truncated,
-    "uniform": _uniform,
-    "replay": _replay,
-}
+    if live is not None and replayed is not None and not age and replayed > MARGIN * live > 1e-6:
+        apart = f"trainer and engine are {replayed:.1e} apart with replay and {live:.1e} without"
+        yield "replay", f"{apart}: replay does not help here"
 
 
 # One table: the results of a run, and how much of the mismatch between trainer and engine replay removed.

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from tensordict import set_list_to_stack
 
 from torchrl_moe.errors import RankError, UnsupportedRouterError
@@ -21,7 +22,6 @@ from torchrl_moe.trainers.placement import Placement
 from torchrl_moe.trainers.plan import RunPlan
 from torchrl_moe.trainers.policy_model import starting_model
 from torchrl_moe.trainers.ranks import Ranks
-from torchrl_moe.trainers.rich_tables import Console
 
 __all__ = ["export", "main", "run", "show_plan"]
 
