@@ -28,6 +28,7 @@ from support.waiting import until
 from torchrl_moe.errors import EngineError, ManifestMismatch, RequestRefusedError, WeightSyncError
 from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, vLLMWrapper
 from torchrl_moe.modules.backends.replica import Completion, Scoring
+from torchrl_moe.modules.backends.transformers.answer import Answer
 from torchrl_moe.modules.backends.transformers.loading import Loaded
 from torchrl_moe.modules.backends.transformers.transformers_process import EngineProcess, EngineWeights, exchange
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
