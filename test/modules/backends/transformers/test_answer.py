@@ -205,22 +205,6 @@ def test_words_that_would_end_it_early_are_masked() -> None:
 # -- what is known of its tokens --------------------------------------------------------------------------------------
 
 
-def test_each_token_has_its_version_log_prob_and_words() -> None:
-    one = answer(logprobs=0)
-    grow(one, [10], 3, [0, 10, 12])
-    grow(one, [11], 3)
-    grow(one, [12], 4, [0, ~5])
-    output = one.output(True)
-    assert output.token_ids.tolist() == [10, 11, 12]
-    assert output.policy_versions.tolist() == [3, 3, 4]
-    assert output.logprobs is not None
-    assert output.logprobs.tolist() == [-10, -11, -12]
-    assert output.kept is not None
-    assert (output.kept.ids.tolist(), output.kept.sizes.tolist()) == ([10, 12, 5], [2, 0, -1])
-    assert output.finish_reason == "abort"
-    assert (output.policy_versions.dtype, output.logprobs.dtype) == (np.int32, np.float32)
-
-
 def test_without_log_probs_there_are_none_and_no_words() -> None:
     output = grow(answer(top_k=3), [10], step=[0, 10, 11, 12]).output(True)
     assert output.logprobs is output.kept is None

@@ -28,10 +28,10 @@ from support.waiting import until
 from torchrl_moe.errors import EngineError, ManifestMismatch, RequestRefusedError, WeightSyncError
 from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, vLLMWrapper
 from torchrl_moe.modules.backends.replica import Completion, Scoring
+from torchrl_moe.modules.backends.transformers.answer import Answer
 from torchrl_moe.modules.backends.transformers.loading import Loaded
 from torchrl_moe.modules.backends.transformers.transformers_process import EngineProcess, EngineWeights, exchange
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
-from torchrl_moe.modules.replay.router_replay import RouterReplay
 from torchrl_moe.testing.tiny_moe import make_tiny_moe
 from torchrl_moe.weight_update import VLLMWeightSyncScheme, get_model_metadata
 from torchrl_moe.weight_update.store import WeightStoreWriter
@@ -120,10 +120,35 @@ def test_what_is_cut_continues_as_if_it_never_was(plain: Loaded) -> None:
 # -- pauses -----------------------------------------------------------------------------------------------------------
 
 
-def test_whatever_comes_between_each_answer_is_what_the_model_makes_of_it(plain: Loaded) -> None:
+def test_requests_of_lower_priority_value_join_first_if_the_engine_goes_by_priority(plain: Loaded) -> None:
+    arguments = replace(plain.arguments, max_num_seqs=1, scheduling_policy="priority")
+
+    async def script(bench: Bench) -> None:
+        for name, priority in (("first", 0), ("p7", 7), ("p3", 3), ("p5", 5), ("again", 3)):
+            bench.start(name, priority=priority)
+            await bench.tokens("first", 1)
+        await bench.until(lambda: len(bench.sent) == 5)
+
+    engine = replace(plain, reader=replace(plain.reader, arguments=arguments))
+    assert serve(engine, script).order == ["first", "p3", "again", "p5", "p7"]
+
+
+def test_whatever_comes_between_each_answer_is_what_the_model_makes_of_it(
+    plain: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prompts of any lengths in a batch with too little room, some aborted, all paused now and then, and read again."""
     rng = random.Random(0)
-    reader = replace(plain.reader, arguments=replace(plain.arguments, max_num_seqs=5, max_num_batched_tokens=40))
+    limits = {"max_num_seqs": 5, "max_num_batched_tokens": 40, "kv_cache_memory_bytes": 150 * plain.decoder.token_bytes}
+    reader, take_step = replace(plain.reader, arguments=replace(plain.arguments, **limits)), plain.decoder.step
+
+    def step(joining: list[Answer], version: int) -> None:
+        batch = [*plain.decoder.answers, *joining]
+        assert len(batch) <= 5
+        assert len(batch) * max(answer.longest for answer in batch) <= 150  # of keys and values
+        assert len(joining) <= 1 or len(joining) * max(len(answer.ids) for answer in joining) <= 40  # one may be longer
+        take_step(joining, version)
+
+    monkeypatch.setattr(plain.decoder, "step", step)
     prompts = {f"r{i}": [rng.randrange(256) for _ in range(rng.randint(1, 30))] for i in range(14)}
 
     async def script(bench: Bench) -> None:
@@ -238,64 +263,6 @@ class Updates:
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "store"
-
-
-def test_an_update_changes_the_answers_and_their_versions(engine: Loaded, folder: Path) -> None:
-    async def script(bench: Bench) -> None:
-        updates = Updates(bench, engine, folder)
-        bench.start("before", IDS, params=LONG)
-        await bench.until(lambda: bench.sent)
-        report = await updates.bring(3, others())
-        assert (report.started, report.error, report.unproved) == (True, None, "")
-        assert 0 < report.loading_seconds <= report.paused_seconds
-        bench.start("after", IDS, params=LONG)
-        await bench.until(lambda: len(bench.sent) == 2)
-        updates.weights.close()
-        updates.weights.close()
-
-    bench = serve(engine, script)
-    before, after = bench.sent["before"].outputs[0], bench.sent["after"].outputs[0]
-    assert set(before.policy_versions.tolist()) == {0}
-    assert set(after.policy_versions.tolist()) == {3}
-    assert before.token_ids.tolist() != after.token_ids.tolist()
-    with torch.no_grad():
-        ids = torch.tensor([[*IDS, *after.token_ids.tolist()]])
-        logits = make_tiny_moe("qwen3_moe", seed=1)(ids).logits[0].log_softmax(-1)[len(IDS) - 1 : -1]
-    expected = logits.gather(-1, torch.from_numpy(after.token_ids)[:, None])[:, 0].numpy()
-    assert after.logprobs == pytest.approx(expected, abs=TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    ("pause", "clear", "resume"), [("keep", False, "none"), ("keep", True, "forced"), ("abort", False, "forced")]
-)
-def test_an_answer_continues_with_new_weights(
-    engine: Loaded, folder: Path, pause: str, clear: bool, resume: str
-) -> None:
-    async def script(bench: Bench) -> None:
-        updates = Updates(bench, engine, folder)
-        bench.start("a", IDS, params=LONG)
-        await bench.tokens("a", 3)
-        await updates.bring(1, others(), pause, clear_cache=clear)
-        await bench.until(lambda: bench.sent)
-
-    (output,) = serve(engine, script).sent["a"].outputs
-    versions = output.policy_versions.tolist()
-    assert versions == sorted(versions)
-    assert set(versions) == {0, 1}
-    assert (len(versions), output.finish_reason, output.resume) == (24, "length", resume)
-    assert output.routed_experts is not None
-    assert output.logprobs is not None
-    assert (len(output.routed_experts), len(output.logprobs)) == (len(IDS) + 23, 24)
-    if not clear and pause == "keep":
-        return
-    cut = versions.index(1)  # what was read again follows the first part's experts; then each token routes itself
-    whole = np.concatenate([output.routed_experts, np.zeros((1, 4, 4))]).astype(np.int16)[None]
-    whole[0, :, 0], whole[0, len(IDS) + cut - 1 :] = -1, -1
-    model = make_tiny_moe("qwen3_moe", seed=1)
-    with torch.no_grad(), RouterReplay(model).replay(torch.from_numpy(whole)):
-        logits = model(torch.tensor([[*IDS, *output.token_ids.tolist()]])).logits[0].log_softmax(-1)
-    expected = logits[len(IDS) - 1 : -1].gather(-1, torch.from_numpy(output.token_ids)[:, None])[:, 0].numpy()
-    assert output.logprobs[cut:] == pytest.approx(expected[cut:], abs=TOLERANCE)
 
 
 def test_wait_lets_answers_finish_with_the_old_weights(engine: Loaded, folder: Path) -> None:

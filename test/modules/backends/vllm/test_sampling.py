@@ -29,7 +29,6 @@ from torchrl_moe.modules.backends.vllm.sampling import (
     prompt_logprobs,
     report_kept,
     scoring_params,
-    shortest,
 )
 from torchrl_moe.testing import ByteTokenizer
 
@@ -316,16 +315,6 @@ def test_several_tokens_of_a_request_are_one_list_each() -> None:
     """As under speculative decoding."""
     runner = Runner([5, 7], [1, 2, 3, 4, 5, 6, 7, 8], [3], [0], rows_per_request=2)
     assert said(runner, {"top_k": 2}, {"top_k": 2}, num_sampled=[2, 1]) == [[[5, 7], [~0]], [[3]]]
-
-
-@pytest.mark.parametrize("count", range(WORDS + 1))
-def test_no_list_is_longer_than_half_the_vocabulary(count: int) -> None:
-    kept = np.random.default_rng(count).permutation(WORDS)[:count].astype(np.int32)
-    kept.sort()
-    found = shortest(kept, WORDS)
-    assert len(found) == min(count, WORDS - count)
-    words = set(ALL) - {int(~word) for word in found} if 2 * count > WORDS else {int(word) for word in found}
-    assert words == set(kept.tolist())
 
 
 @pytest.mark.parametrize(

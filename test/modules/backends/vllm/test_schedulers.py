@@ -13,17 +13,6 @@ from support.engines import EngineShelf
 from support.scheduler import Steps
 from torchrl_moe.modules.backends.vllm.engine_requests import Forced, attach, forced_in, forced_of
 
-
-def test_the_schedulers_are_those_that_vllm_would_take() -> None:
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    from torchrl_moe.modules.backends.vllm.forced_routing import AsyncMoEScheduler, MoEScheduler
-
-    assert MoEScheduler.__bases__ == (Scheduler,)
-    assert AsyncMoEScheduler.__mro__[1:4] == (MoEScheduler, AsyncScheduler, Scheduler)
-
-
 # -- requests that are read again -------------------------------------------------------------------------------------
 
 STORE = np.arange(20 * 2 * 2, dtype=np.uint8).reshape(20, 2, 2)  # the rows of all tokens
