@@ -8,41 +8,16 @@ ABOUT_OTHERS = ("_compat_memory.py", "_compat_transformers.py", "_compat_transfo
 
 OBJECTS = {
     # configuration
-    "config": "vllm.config.VllmConfig",
-    "model_config": "vllm.config.ModelConfig",
     "engine_args": "vllm.engine.arg_utils.AsyncEngineArgs",
     # the engine's process
-    "engine": "vllm.v1.engine.async_llm.AsyncLLM",
-    "params": "vllm.sampling_params.SamplingParams",
-    "lora": "vllm.lora.request.LoRARequest",
     "_compat.py:_adapted_sizes:linear": "vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA",
     "_compat.py:_adapted_sizes:base": "vllm.model_executor.layers.linear.LinearBase",
-    "scheduler_stats": "vllm.v1.metrics.stats.SchedulerStats",
-    "iteration_stats": "vllm.v1.metrics.stats.IterationStats",
-    "modules/backends/vllm/engine_requests.py:output": "vllm.outputs.RequestOutput",
-    "modules/backends/vllm/engine_requests.py:metrics": "vllm.v1.metrics.stats.RequestStateStats",
-    "modules/backends/vllm/engine_requests.py:logprobs": (
-        "vllm.logprobs.FlatLogprobs | list[dict[int, vllm.logprobs.Logprob]]"
-    ),
-    "modules/backends/vllm/sampling.py:sampling_params": "vllm.sampling_params.SamplingParams",
-    "modules/backends/vllm/sampling.py:encoder": "vllm.v1.serial_utils.MsgpackEncoder",
-    "modules/backends/vllm/sampling.py:decoder": "vllm.v1.serial_utils.MsgpackDecoder",
-    "modules/backends/vllm/weight_check.py:_sent": "vllm.v1.engine.output_processor.RequestOutputCollector",
     # the engine core's process
-    "request": "vllm.v1.request.Request",
     "queue": "vllm.v1.core.sched.request_queue.RequestQueue",
-    "modules/backends/vllm/forced_routing.py:one": "vllm.v1.request.Request",
     # a worker's process
-    "batch": "vllm.v1.worker.gpu.input_batch.InputBatch",
     "lists": "vllm.v1.outputs.SamplingMaskLists",
-    "modules/backends/vllm/forced_routing.py:self": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
-    "runner": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
-    "model_runner": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
     "method": "vllm.model_executor.layers.fused_moe.fused_moe_method_base.FusedMoEMethodBase",
-    "router": "vllm.model_executor.layers.fused_moe.router.base_router.BaseRouter",
-    "modules/backends/vllm/worker.py:weight_transfer_engine": ("torchrl_moe.modules.backends.vllm.worker.WeightEngine"),
     # no objects of vLLM
-    "model": "plain",  # a torch module
     "tokenizer": "plain",  # of transformers
     "logits": "plain",
 }
@@ -61,6 +36,9 @@ FIELDS = {
 """``file:name`` of a tuple or a mapping of fields' names -> their class."""
 
 UNRESOLVED = {
+    "modules/policies/vllm_wrapper.py:params": "a mapping",
+    "modules/serving/async_vllm.py:*": "replicas and services of ours, which have names of their own",
+    "modules/serving/requests.py:*": "arrays and tensors of users",
     "modules/backends/vllm/adapters.py:getattr(lora, name)": "all fields that vLLM's own class lists",
     "modules/backends/vllm/cpu_kernels.py:*": "tensors; the parameters of the kernels that it replaces are looked up",
     "modules/backends/vllm/formula_kernel.py:*": "values inside a Triton kernel",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -244,7 +244,7 @@ def staleness_figure(versions: Sequence[npt.ArrayLike], trained: Sequence[int], 
     return figure
 
 
-def timeline_figure(rows: Sequence[Mapping[str, int | float | str]], title: str = "") -> Figure:
+def timeline_figure(rows: Sequence[Mapping[str, Any]], title: str = "") -> Figure:
     """Draw one line per replica, one color per phase.
 
     Args:

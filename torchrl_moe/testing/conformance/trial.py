@@ -28,10 +28,9 @@ from torchrl_moe.testing.conformance.adapter import (
     Sampling,
     UpdatesWeights,
 )
-from torchrl_moe.testing.conformance.interruptions import in_thread, result
 from torchrl_moe.testing.conformance.judge import Judge, Sampled
 from torchrl_moe.testing.conformance.reference import Reference
-from torchrl_moe.testing.conformance.report import DoesNotHold, Settings
+from torchrl_moe.testing.conformance.report import DoesNotHold, Settings, in_thread, result
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -102,7 +101,7 @@ class ServiceAdapter:
 
     def _answer(self, completion: Completion, output: CompletionOutput) -> Answer:
         layout, tokens = self._engine.routing_layout, len(completion.prompt_token_ids) + len(output.token_ids)
-        rows: NDArray[np.signedinteger] | None = None
+        rows: NDArray[np.integer] | None = None
         # with -1 for dense layers and the last token, which vLLM's own arrays cannot say
         if layout is not None and output.routed_experts is not None:
             rows = routes_from_vllm(output.routed_experts, tokens, layout)

@@ -10,7 +10,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
@@ -301,7 +301,16 @@ def _what_they_do() -> tuple[bool, float]:
     return stopped, seconds
 
 
-def load_logger() -> StatLoggerBase:
+class KeepsLoad(Protocol):
+    """What :func:`load_logger` returns."""
+
+    load: Load
+
+    def factory(self, vllm_config: VllmConfig, engine_index: int = 0) -> StatLoggerBase:
+        """Return the logger of an engine."""
+
+
+def load_logger() -> KeepsLoad:
     """Return a stat logger of vLLM's that keeps a :class:`Load` as its ``load``; give vLLM its ``factory``.
 
     A function, since its base class is vLLM's, which only an engine process may import.
