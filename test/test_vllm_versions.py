@@ -19,7 +19,8 @@ from support.vllm_uses import OWN, Report, uses
 ROOT = Path(__file__).parents[1]
 CACHE = Path.home() / ".cache" / "torchrl_moe"
 FAULT = """
-def forced_routing_unavailable_reason(config):
+from vllm.config import VllmConfig
+def forced_routing_unavailable_reason(config: VllmConfig):
     return "" if config.model_config.enable_return_routed_experts else "the engine captures no routes"
 """
 """With this line no engine started on 0.31 or later, where the field is one of ``aux_output_config``."""
@@ -66,4 +67,4 @@ def test_the_field_that_moved_is_missing(version: str, tmp_path: Path) -> None:
     package.mkdir()
     package.joinpath("_compat_routing.py").write_text(FAULT)
     found = uses(tmp_path, "torchrl_moe", folder(version), OWN)
-    assert found.missing == ["_compat_routing.py:3: vllm.config.model.ModelConfig.enable_return_routed_experts"]
+    assert found.missing == ["_compat_routing.py:4: vllm.config.model.ModelConfig.enable_return_routed_experts"]
