@@ -117,25 +117,6 @@ def test_without_replay_the_engine_routes(fake: FakeAsyncVLLM) -> None:
     assert request.scoring.temperature == 2.0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"input_mode": "history", "replay": "R3"}, "text may be encoded to other tokens"),
-        ({"replay": "R2"}, "an engine records no R2"),
-        ({"temperature": 0.0}, "temperature must be positive"),
-        ({"num_samples": 2}, "num_samples=2 is for generation"),
-        ({"return_log_probs": False}, "return_log_probs must be True when generate=False"),
-        ({"generate": True, "replay": "R3"}, "replay is for scoring"),
-        ({"generate": True, "temperature": 1.0}, "temperature is for scoring"),
-    ],
-)
-def test_arguments_that_mean_nothing_here_are_refused(
-    arguments: dict[str, Any], words: str, fake: FakeAsyncVLLM
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        scorer(fake, **arguments)
-
-
 def test_a_batch_that_cannot_be_scored_is_named(fake: FakeAsyncVLLM) -> None:
     batch = rollout(fake, 3, 5)
     with pytest.raises(ValueError, match="is to be scored at 2"):

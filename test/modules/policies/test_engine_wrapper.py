@@ -55,13 +55,6 @@ def test_what_copies_out_keys_only_can_have_ours_too(fake: FakeAsyncVLLM) -> Non
     assert copied() == torchrls | set(policy.extra_keys)
 
 
-@pytest.mark.parametrize(("given", "written"), [(None, True), (True, True), (False, False)])
-def test_log_probs_are_written_unless_they_are_declined(fake: FakeAsyncVLLM, given: Any, written: bool) -> None:
-    policy = vLLMWrapper(fake, input_mode="text", generate_kwargs=SHORT, return_log_probs=given)
-    assert ("log_probs" in policy(texts("ab")).keys()) is written  # noqa: SIM118
-    assert policy.return_log_probs is written
-
-
 @pytest.mark.needs_vllm
 def test_sampling_parameters_read_as_vllms(fake: FakeAsyncVLLM) -> None:
     kwargs = {"max_tokens": 20, "max_new_tokens": 10, "n": 2, "num_return_sequences": 1, "temperature": 0.7}

@@ -31,31 +31,6 @@ def samples(*texts: str) -> TensorDictBase:
     return lazy_stack([TensorDict(text=Text(prompt=text)) for text in texts])
 
 
-def test_the_keys_of_an_engine_are_not_there(model: nn.Module) -> None:
-    found = generating(model, do_sample=True, n=2)(samples("one", "and two")).reshape(-1).unbind(0)
-    assert [one["text"].prompt for one in found] == ["one", "one", "and two", "and two"]
-    for one in found:
-        assert set(one.keys()) == {"tokens", "masks", "log_probs", "routed_experts", "text"}
-        assert one["text"].response == TOKENIZER.decode(one["tokens", "response"])
-        assert one["routed_experts", "full"].shape == (len(one["tokens", "full"]), 4, 4)
-    plain = generating(model, do_sample=True).get_new_version(return_routed_experts=False)(samples("one"))[0]
-    assert set(plain.keys()) == {"tokens", "masks", "log_probs", "text"}
-
-
-@pytest.mark.parametrize(
-    ("sampling", "temperature", "kept"),
-    [({"do_sample": False}, 0.0, False), ({"temperature": 0.5}, 0.5, False), ({"top_k": 3}, 1.0, True)],
-)
-def test_an_answer_says_how_it_was_sampled(
-    model: nn.Module, sampling: dict[str, Any], temperature: float, kept: bool
-) -> None:
-    one = generating(model, **sampling)(samples("one"))[0]
-    assert float(one["sampling", "temperature"]) == temperature
-    assert ("kept" in one["sampling"]) == kept
-    if kept:
-        assert one["sampling", "kept"].sizes.tolist() == [0, 0, 0, *[3] * len(one["tokens", "response"])]
-
-
 def test_many_experts_take_wider_numbers() -> None:
     model = make_tiny_moe(num_hidden_layers=2, num_experts=130)
     one = generating(model, do_sample=True)(samples("one"))[0]
@@ -69,8 +44,3 @@ def test_a_turn_of_another_temperature_is_refused_before_it_is_generated(model: 
     first["masks", "all_attention_mask"] = torch.ones(len(first["tokens", "full"])).bool()
     with pytest.raises(ValueError, match=r"this turn's temperature is 0.7, that of the turn before 0.5"):
         generating(model, temperature=0.7)(first)
-
-
-def test_another_number_of_answers_is_refused(model: nn.Module) -> None:
-    with pytest.raises(ValueError, match="num_return_sequences=3 differs from num_samples=2"):
-        generating(model, do_sample=True, n=2)(samples("one"), n=3)

@@ -14,7 +14,6 @@ from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, Masks, Text, Tokens
 
 from support.prompt_sources import TOKENIZER, source_of
-from torchrl_moe.modules.policies.prompts import require_key
 from torchrl_moe.testing import ByteTokenizer
 
 SOURCE = source_of("history")
@@ -115,17 +114,3 @@ def test_what_is_not_for_a_template_is_refused(entry: str, value: Any, message: 
     sample[entry] = NonTensorData(value)
     with pytest.raises((TypeError, ValueError), match=message):
         SOURCE.prompts([sample])
-
-
-def test_tokens_are_preferred_where_that_is_wanted() -> None:
-    sample = chat()
-    sample["tokens"] = Tokens(prompt=torch.tensor([1, 2]))
-    assert replace(SOURCE, prefer_tokens=True).prompts([sample]).ids == [[1, 2]]
-    assert SOURCE.prompts([sample]).ids == [TOKENIZER.encode(RENDERED)]
-
-
-def test_what_is_missing_is_named() -> None:
-    message = r"Expected \('history', 'prompt'\) key in sample 1, where input_mode='history' reads it.*'text'"
-    with pytest.raises(ValueError, match=message):
-        SOURCE.prompts([chat(), TensorDict(text=Text(prompt="hi"))])
-    require_key([TensorDict(a=1)], "a", "text")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict, lazy_stack, set_list_to_stack
+from tensordict import TensorDict, set_list_to_stack
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import Tokens
 
@@ -21,7 +21,6 @@ from torchrl_moe.modules.policies.prompts import (
     prompts_from_chats,
     prompts_from_text,
     prompts_from_tokens,
-    text_entry,
 )
 from torchrl_moe.testing import ByteTokenizer
 
@@ -241,37 +240,12 @@ def read(td: Any, pad: int | None = PAD, mask: str | None = "mask") -> list[list
     return prompts_from_tokens(td.to_lazystack(0), ("tokens", "prompt"), mask, pad).ids
 
 
-def test_pads_are_taken_off_both_ends() -> None:
-    assert read(batch([[PAD, PAD, 1], [2, 3, 4], [5, PAD, PAD]])) == [[1], [2, 3, 4], [5]]
-
-
 def test_a_pad_inside_a_prompt_is_a_token() -> None:
     assert read(batch([[PAD, 1, PAD, 2], [PAD, PAD, 3, PAD]])) == [[1, PAD, 2], [3]]
 
 
-def test_a_mask_decides() -> None:
-    mask = [[0, 1, 1, 1], [0, 1, 1, 0]]
-    assert read(batch([[PAD, PAD, 1, PAD], [7, 2, 3, 8]], mask)) == [[PAD, 1, PAD], [2, 3]]
-    assert read(batch([[PAD, PAD, 1, PAD], [7, 2, 3, 8]], mask), mask=None) == [[1], [7, 2, 3, 8]]
-
-
-def test_a_mask_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"sample 0: 'mask' has shape \[2\] and the prompt \[3\]"):
-        read(batch([[1, 2, 3]], [[1, 1]]))
-
-
 def test_without_a_pad_token_prompts_are_taken_as_they_are() -> None:
     assert read(batch([[0, PAD, 1]]), pad=None) == [[0, PAD, 1]]
-
-
-def test_a_prompt_of_pads_alone_is_empty() -> None:
-    assert read(batch([[PAD, PAD]])) == [[]]
-
-
-def test_prompts_of_a_lazy_stack_may_differ_in_length() -> None:
-    rows = [[1], [2, 3]]
-    stack = lazy_stack([TensorDict(tokens=Tokens(prompt=torch.tensor(row))) for row in rows])
-    assert prompts_from_tokens(stack, ("tokens", "prompt"), "mask", PAD).ids == rows
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=1, max_size=4), st.booleans())
@@ -283,23 +257,3 @@ def test_padding_and_reading_back_gives_the_same_prompts(rows: list[list[int]], 
 
 
 # entries
-
-
-def test_a_text_entry_joins_prompt_and_response() -> None:
-    entry = text_entry("1+1=", "2")
-    assert (entry.prompt, entry.response, entry.full) == ("1+1=", "2", "1+1=2")
-    assert entry.batch_size == torch.Size([])
-
-
-def test_a_history_entry_appends_the_answer() -> None:
-    prompt = histories(chat("hi", "x", "y"))[0]
-    entry = history_entry(Chat.of(prompt), "z")
-    assert entry.prompt.batch_size == torch.Size([3])
-    assert (entry.response.batch_size, entry.response.role, entry.response.content) == (
-        torch.Size([1]),
-        ["assistant"],
-        ["z"],
-    )
-    assert entry.full.role == ["user", "assistant", "user", "assistant"]
-    assert entry.full.content == ["hi", "x", "y", "z"]
-    assert prompt.batch_size == torch.Size([3])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
 from torchrl_moe.data import KeptTokens, RoutedExperts, RoutingLayout
@@ -18,7 +18,6 @@ from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, K
 from torchrl_moe.modules.policies.rollout import (
     RolloutKeys,
     answer_tensordict,
-    check_prompts,
     pad_answers,
     stack_answers,
 )
@@ -248,15 +247,6 @@ def test_padding_of_answers_with_and_without_words_left_out() -> None:
 # stacks
 
 
-def test_answers_are_stacked_lazily() -> None:
-    stack = stack_answers([answer(SHORT), answer(LONG)], (2,))
-    assert isinstance(stack, LazyStackedTensorDict)
-    assert stack.batch_size == torch.Size([2])
-    assert [len(ids) for ids in stack.get(("tokens", "full"), as_list=True)] == [3, 6]
-    assert stack["policy_version"].tolist() == [7, 8]
-    assert list(stack["finish_reason"]) == ["stop", "length"]
-
-
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1), (1, 2, 2), (2, 1, 2)])
 def test_a_stack_has_the_shape_asked_for_in_order(shape: tuple[int, ...]) -> None:
     answers = [answer(completion([i], output([12], [-0.5], [[5, 3]], [i]))) for i in range(4)]
@@ -308,18 +298,6 @@ def test_padding_by_hand() -> None:
     assert_values(td["num_segments"], [1, 3], torch.int64)
     assert list(td["finish_reason"]) == ["stop", "length"]
     assert_values(td["num_cached_tokens"], [0, 2], torch.int64)
-
-
-def test_padded_routes_are_those_of_the_contract() -> None:
-    td = pad_answers([answer(SHORT), answer(LONG)], PAD, KEYS, (2,))
-    mask = td["masks", "all_attention_mask"]
-    td["routed_experts"].validate(LAYOUT, num_tokens=[3, 6], attention_mask=mask)
-
-
-def test_the_padded_full_sequence_is_the_padded_prompt_and_response() -> None:
-    td = pad_answers([answer(SHORT), answer(LONG)], PAD, KEYS, (2,))
-    tokens = td["tokens"]
-    assert torch.cat([tokens.prompt, tokens.response], -1).equal(tokens.full)
 
 
 # later turns
@@ -375,24 +353,6 @@ def test_words_of_another_prompt_are_not_joined() -> None:
     again = sampled(completion([10, 11], output([12], [-0.25], [[7, 6], [6, 5]], [8])), [12], [1])
     assert words_of(answer(again, earlier=answer(FIRST))) == ([12], [0, 0, 1])
     assert answer(completion([10, 13, 12, 30], NEXT.outputs[0]), earlier=answer(FIRST)).get(KEPT, None) is None
-
-
-def test_another_temperature_in_a_later_turn_is_refused() -> None:
-    """Before it is generated; alone, and padded."""
-    alone = answer(SHORT, params={"temperature": 0.5})
-    padded = pad_answers([alone, answer(LONG)], PAD, KEYS, (2,))[0]
-    for earlier in (alone, padded):
-        with pytest.raises(ValueError, match=r"this turn's temperature is 1, that of the turn before 0\.5"):
-            check_prompts([NEXT.prompt_token_ids.tolist()], KEYS, {"logprobs": 0}, [earlier])
-        check_prompts([[10, 13, 12, 30]], KEYS, {"logprobs": 0}, [earlier])  # does not continue from it
-        check_prompts([NEXT.prompt_token_ids.tolist()], KEYS, {"logprobs": 0, "temperature": 0.5}, [earlier])
-
-
-def test_words_of_other_tokens_than_an_earlier_turn_has_are_refused() -> None:
-    earlier = answer(sampled(SHORT, [12], [1]))
-    earlier[KEPT] = earlier[KEPT].truncate(2)
-    with pytest.raises(ValueError, match=r"of the turn before is for 2 tokens, and it has 3: both must have been cut"):
-        check_prompts([NEXT.prompt_token_ids.tolist()], KEYS, {"logprobs": 0}, [earlier])
 
 
 def test_a_padded_earlier_turn_is_kept_too() -> None:

@@ -56,23 +56,10 @@ def test_what_says_nothing_has_the_temperature_that_it_must_have() -> None:
     assert read(lazy_stack([sample(2), sample(3, 0.7)]), 0.7).temperatures.tolist() == pytest.approx([0.7, 0.7])
 
 
-def test_another_temperature_is_refused_by_sample() -> None:
-    text = r"^sample 1 was sampled at temperature 2, and is to be scored at 0\.5: leave temperature= out"
-    with pytest.raises(ValueError, match=text):
-        read(mixed(), 0.5)
-
-
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
 def test_no_distribution_is_refused_by_sample(temperature: float) -> None:
     with pytest.raises(ValueError, match=r"sample 1 was sampled at temperature .*: it is greedy, and has no distrib"):
         read(lazy_stack([sample(2, 1.0), sample(2, temperature)]))
-
-
-@pytest.mark.parametrize("sizes", [[0, 0, 0], [0] * 5])
-def test_words_of_other_tokens_are_refused_by_sample(sizes: list[int]) -> None:
-    text = rf"^\('sampling', 'kept'\) of sample 1 is for {len(sizes)} tokens, and there are 4: both must have been cut"
-    with pytest.raises(ValueError, match=text):
-        read(lazy_stack([sample(2, 1.0), sample(4, 1.0, kept([], sizes))]))
 
 
 def test_words_that_became_a_plain_tensordict_are_read() -> None:
@@ -114,11 +101,6 @@ def test_temperatures_and_words_of_some_tokens_by_hand() -> None:
     assert (words[0].tolist(), words[1].tolist()) == ([1], [0, 0, -1, 0])
 
 
-def test_one_temperature_is_a_number_and_no_words_are_none() -> None:
-    td = lazy_stack([sample(2, 0.5), sample(3, 0.5)])
-    assert read(td).of_tokens(batch_of(td), batch_of(td).scored) == (0.5, None)
-
-
 def test_words_of_a_padded_batch() -> None:
     words = lazy_stack([kept([4, 2, 1], [0, 2, 0, -1]), kept([3], [0, 1])])
     batch = TensorDict(
@@ -152,12 +134,6 @@ def test_dense_logits_of_a_short_sample_are_cut_at_its_own_tokens() -> None:
     cut = read(td).truncate(torch.zeros(3, 3, V), batch_of(td))
     assert cut[2].eq(0).int().tolist() == [[1] * 5, [1] * 5, [1, 0, 0, 0, 0]]
     assert cut[:2].eq(0).all()
-
-
-def test_dense_logits_of_all_words_are_left_alone() -> None:
-    td = lazy_stack([sample(2, 1.0)])
-    logits = torch.zeros(1, 2, V)
-    assert read(td).truncate(logits, batch_of(td)) is logits
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from torchrl_moe.data import KeptTokens
 from torchrl_moe.modules.backends.replica import KeptIds
 from torchrl_moe.modules.policies.rollout import (
     check_earlier_turn,
-    pad_sampling,
     refuse_changed_values,
     sampling_entry,
 )
@@ -51,21 +50,6 @@ def test_without_log_probs_nobody_knows_which_words_were_kept() -> None:
     check(sampling_entry({**params, "logprobs": 0}, None, 2, 4, None, None), [], [0, 0, 0, 0])
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("repetition_penalty", 1.2),
-        ("presence_penalty", -0.5),
-        ("frequency_penalty", 0.1),
-        ("logit_bias", {5: 1.0}),
-        ("thinking_token_budget", 0),
-    ],
-)
-def test_what_changes_values_is_refused(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"^{name}=.* changes logits, .*pass return_log_probs=False"):
-        refuse_changed_values({name: value})
-
-
 @pytest.mark.parametrize("params", [{}, {"top_k": 5, "top_p": 0.9}, {"bad_words": ["x"], "temperature": 0.3}])
 def test_what_changes_none_is_not(params: dict[str, Any]) -> None:
     neutral = {"repetition_penalty": 1, "presence_penalty": 0.0, "frequency_penalty": None, "logit_bias": {}}
@@ -96,12 +80,6 @@ def test_the_temperature_is_the_one_that_vllm_samples_at(given: float) -> None:
     assert float(entry({"temperature": given})["temperature"]) == pytest.approx(used, rel=1e-6)
 
 
-def test_words_by_hand() -> None:
-    check(entry(NUCLEUS, ids([7, 3, 5], [2, -1])), [7, 3, 5], [0, 0, 2, -1])
-    check(entry({}, ids([5], [0, -1])), [5], [0, 0, 0, -1])  # of a grammar that came another way
-    check(entry(NUCLEUS), [], [0, 0, 0, 0])  # none was left out this time: batches have the same keys
-
-
 def test_an_entry_owns_its_memory() -> None:
     source = ids([7, 3, 5], [2, -1])
     one = entry(NUCLEUS, source)
@@ -119,28 +97,6 @@ def turn(one: TensorDictBase) -> TensorDict:
 
 def real(*mask: int) -> torch.Tensor:
     return torch.tensor(mask).bool()
-
-
-def test_both_turns_left_words_out() -> None:
-    first = turn(entry(NUCLEUS, ids([7, 3, 5], [2, -1])))
-    later = entry(NUCLEUS, ids([9], [1]), 5, 6, earlier=first, real=real(1, 1, 1, 1))
-    check(later, [7, 3, 5, 9], [0, 0, 2, -1, 0, 1])
-
-
-def test_the_first_turn_left_words_out_and_the_second_did_not() -> None:
-    first = turn(entry(NUCLEUS, ids([7, 3, 5], [2, -1])))
-    check(entry({}, None, 4, 6, earlier=first, real=real(1, 1, 1, 1)), [7, 3, 5], [0, 0, 2, -1, 0, 0])
-
-
-def test_the_second_turn_left_words_out_and_the_first_did_not() -> None:
-    check(entry({}, ids([9, 8], [0, 2]), 4, 6, earlier=turn(entry({})), real=real(1, 1, 1, 1)), [9, 8], [0] * 5 + [2])
-
-
-def test_pads_of_the_earlier_turn_fall_away() -> None:
-    sizes = torch.tensor([0, 0, 2, -1, 0], dtype=torch.int32)
-    kept = KeptTokens(ids=torch.tensor([7, 3, 5, -1, -1], dtype=torch.int32), sizes=sizes)
-    first = TensorDict(sampling=TensorDict(temperature=torch.tensor(1.0), kept=kept))
-    check(entry({}, None, 3, 4, earlier=first, real=real(0, 1, 1, 1, 0)), [7, 3, 5], [0, 2, -1, 0])
 
 
 def test_words_of_other_tokens_than_the_earlier_turns_are_refused() -> None:
@@ -172,27 +128,3 @@ def test_a_turn_that_says_nothing_of_its_sampling_is_taken() -> None:
 
 
 # batches
-
-
-def test_padding_by_hand() -> None:
-    """Prompts of 1 and 3 tokens, answers of 3 and 1."""
-    entries = [
-        entry({"temperature": 0.5, **NUCLEUS}, ids([7, 3, 5], [2, 0, -1]), 1, 4),
-        entry({"temperature": 0.25, **NUCLEUS}, ids([6], [1]), 3, 4),
-    ]
-    padded = pad_sampling(entries, [1, 3], [4, 4])
-    assert padded.batch_size == (2,)
-    assert padded["temperature"].tolist() == [0.5, 0.25]
-    check(padded, [[7, 3, 5], [6, -1, -1]], [[0, 0, 0, 2, 0, -1], [0, 0, 0, 1, 0, 0]])  # type: ignore[list-item]
-    assert padded["kept"].batch_size == (2,)
-    padded["kept"].validate(vocabulary=8, num_tokens=6)
-
-
-def test_without_words_there_is_no_entry_of_them() -> None:
-    assert set(pad_sampling([entry({}), entry({})], [2, 2], [4, 4]).keys()) == {"temperature"}
-
-
-def test_answers_with_words_left_out_stand_beside_those_without() -> None:
-    """As in a batch of chats of which some had an earlier turn with another top_p."""
-    entries = [entry({}), entry({}, ids([6], [1]), 3, 4)]
-    check(pad_sampling(entries, [2, 3], [4, 4]), [[-1], [6]], [[0] * 5, [0, 0, 0, 1, 0]])  # type: ignore[list-item]

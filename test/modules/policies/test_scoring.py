@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
-from torchrl_moe.modules.policies.scoring import align, pad_left, read_batch, read_rows, token_scores
+from torchrl_moe.modules.policies.scoring import align, read_batch, read_rows, token_scores
 
 TOKENS, MASK = ("tokens", "full"), ("masks", "all_attention_mask")
 
@@ -111,16 +111,6 @@ def test_reading_finds_every_token_with_gradients(
         assert (placed.grad[used] == 1).all()
 
 
-def test_without_a_mask_all_are_real() -> None:
-    batch = read_batch(lazy_stack([sample([5]), sample([7, 8])]), TOKENS, MASK)
-    assert batch.mask.int().tolist() == [[0, 1], [1, 1]]
-
-
-def test_a_single_token_has_nothing_to_score() -> None:
-    batch = read_batch(lazy_stack([sample([5])]), TOKENS, MASK)
-    assert not batch.scored.any()
-
-
 @pytest.mark.parametrize(
     ("td", "shape"),
     [
@@ -167,12 +157,6 @@ def test_rows_are_read_with_their_trailing_dimensions() -> None:
         read_rows(td, "x", -1, (2, 3))
     del td[0]["x"]
     assert read_rows(td, "x", -1) is None
-
-
-def test_pads_have_the_type_of_the_rows() -> None:
-    out = pad_left([torch.tensor([True]), torch.tensor([True, False])], False)
-    assert out.dtype == torch.bool
-    assert out.int().tolist() == [[0, 1], [1, 0]]
 
 
 LOGITS = torch.tensor([[0.0, 0.0], [math.log(3.0), 0.0]])
@@ -225,11 +209,6 @@ def test_words_are_kept_at_any_temperature() -> None:
 def test_a_row_of_logits_is_of_the_next_token() -> None:
     aligned = align(torch.cat([LOGITS, torch.full((1, 2), 9.0)])[None], torch.tensor([0.5]))
     torch.testing.assert_close(aligned[0], torch.tensor([[0.0, 0.0], [0.0, 0.0], [2 * math.log(3.0), 0.0]]))
-
-
-def test_each_sample_has_its_own_temperature() -> None:
-    aligned = align(LOGITS.expand(2, -1, -1).flip(1), torch.tensor([1.0, 0.5]))
-    torch.testing.assert_close(aligned[:, 1, 0], torch.tensor([math.log(3.0), 2 * math.log(3.0)]))
 
 
 def test_half_precision_is_scored_in_single() -> None:

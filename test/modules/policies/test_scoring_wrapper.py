@@ -22,7 +22,7 @@ from support.routes import FAMILIES, experts_seen, random_routes
 from support.scored_rollouts import LAYOUT, LAYOUTS, at, dense, fake_rollouts
 from torchrl_moe._compat_transformers import checkpoint_activations
 from torchrl_moe.data import KeptTokens, RoutedExperts
-from torchrl_moe.errors import ReplayError, RouteShapeError, UnsupportedRouterError
+from torchrl_moe.errors import ReplayError, UnsupportedRouterError
 from torchrl_moe.modules import RouterReplay, TransformersWrapper
 from torchrl_moe.modules.policies.scoring import read_rows
 from torchrl_moe.modules.replay.interception import TopKObserver
@@ -276,14 +276,6 @@ def test_a_token_outside_its_words_is_refused(actor: TransformersWrapper, td: Te
         actor.score(td)
 
 
-def test_no_token_of_several_temperatures_can_be_asked_for(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    batch = truncated(td)
-    nothing, spread, _ = actor.score(batch, mask=torch.zeros_like(actor._batch(batch).mask))
-    assert not nothing.any()
-    assert not spread.any()
-    nothing.sum().backward()
-
-
 def test_the_reference_scores_over_the_same_words(actor: TransformersWrapper, td: TensorDictBase) -> None:
     batch = truncated(td)
     torch.testing.assert_close(actor.reference(replay=True).score(batch)[0], actor.score(batch)[0].detach())
@@ -440,12 +432,6 @@ def test_sequences_of_one_token_and_of_none(packed: bool | None) -> None:
             assert actor.score(td)[0].tolist() == [[0.0], [0.0]]
         assert [int((row[:, 1] >= 0).all(-1).sum()) for row in td.get(RECORDED, as_list=True)] == [rows, rows]
         assert actor.score(td)[0].tolist() == [[0.0], [0.0]]
-
-
-def test_a_model_has_one_replay_whichever_version_made_it() -> None:
-    native = TransformersWrapper(make_tiny_moe(num_hidden_layers=2), replay="none")
-    first, second = native.get_new_version(replay="R3"), native.get_new_version(replay="R2")
-    assert first.router_replay is second.router_replay is not None
 
 
 def test_two_wrappers_of_a_model_share_its_replay(td: TensorDictBase) -> None:
@@ -613,34 +599,6 @@ def test_activation_checkpointing_changes_nothing(td: TensorDictBase, replay: An
     (plain, grads), (again, others) = results
     assert torch.equal(plain, again)
     assert all(torch.equal(others[name], grad) for name, grad in grads.items())
-
-
-def test_missing_routes_name_the_switch(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    message = r"replay='R3' needs \('routed_experts', 'full'\) in every sample.*return_routed_experts=True.*'none'"
-    with pytest.raises(ReplayError, match=message):
-        actor.score(td.exclude("routed_experts"))
-    del td[1]["routed_experts"]
-    with pytest.raises(ReplayError, match=message):
-        actor.score(td)
-
-
-@pytest.mark.parametrize("sample", [0, 1])
-@pytest.mark.parametrize("change", [lambda rows: rows[1:], lambda rows: torch.cat([rows, rows[-1:]])])
-def test_a_row_too_few_or_too_many_is_refused(
-    actor: TransformersWrapper, td: TensorDictBase, sample: int, change: Any
-) -> None:
-    """In a short sample as well: padding would hide it, and shift the routes by one."""
-    td[sample]["routed_experts"] = RoutedExperts(full=change(td[sample][ROUTES]))
-    got, length = len(td[sample][ROUTES]), len(td[sample][FULL])
-    with pytest.raises(ReplayError, match=f"of sample {sample} has {got} rows, its tokens are {length}"):
-        actor.score(td)
-
-
-def test_routes_of_another_model_are_refused(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    for one in td.unbind(0):
-        one["routed_experts"] = RoutedExperts(full=one[ROUTES][:, :3])
-    with pytest.raises(RouteShapeError, match=r"of sample 0 must have shape \[T, 4, 4\], got \[\d+, 3, 4\]"):
-        actor.score(td)
 
 
 # -- R2 ---------------------------------------------------------------------------------------------------------------

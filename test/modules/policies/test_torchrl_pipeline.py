@@ -221,13 +221,6 @@ def test_the_version_at_the_root_is_the_engines(fake: FakeAsyncVLLM) -> None:
     assert batch["next", "policy_version"].unique().tolist() == [3]
 
 
-def test_a_new_version_of_the_policy_collects_as_well(fake: FakeAsyncVLLM) -> None:
-    policy = make_policy(fake).get_new_version(return_routed_experts=False)
-    (batch,) = collect(policy, iterations=1)
-    assert "routed_experts" not in batch.keys()  # noqa: SIM118  a TensorDict iterates over its batch
-    assert batch["policy_version"].unique().tolist() == [0]
-
-
 @pytest.mark.parametrize("prefer_tokens", [False, True])
 def test_a_second_turn_continues_the_first(fake: FakeAsyncVLLM, prefer_tokens: bool) -> None:
     batches = collect(make_policy(fake, prefer_tokens=prefer_tokens), turns=2)

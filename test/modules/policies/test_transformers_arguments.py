@@ -33,30 +33,6 @@ def wrapper(model: nn.Module, **given: Any) -> TransformersWrapper:
     return TransformersWrapper(model, tokenizer=ByteTokenizer(), **given)
 
 
-@pytest.mark.parametrize(
-    ("given", "mode", "generates"),
-    [
-        ({}, "tokens", False),
-        ({"generate": True}, "history", True),
-        ({"chat_template": "{{ messages }}"}, "history", True),
-        ({"input_mode": "text"}, "text", True),
-        ({"input_mode": "tokens", "chat_template_name": "qwen"}, "tokens", False),
-        ({"input_mode": "tokens", "generate": 1}, "tokens", True),
-    ],
-)
-def test_what_none_means(dense: nn.Module, given: dict[str, Any], mode: str, generates: bool) -> None:
-    found = wrapper(dense, **given)
-    assert (found.input_mode, found.generate) == (mode, generates)
-
-
-def test_which_experts_are_followed(model: nn.Module, dense: nn.Module) -> None:
-    assert wrapper(model).replay == "R3"
-    assert wrapper(dense).replay == "none"
-    assert wrapper(nn.Linear(1, 1)).replay == "none"
-    assert wrapper(model, input_mode="text", generate=False).replay == "none"
-    assert wrapper(model, input_mode="tokens", generate=True).replay == "none"
-
-
 def test_what_records_the_experts_of_an_answer(model: nn.Module, dense: nn.Module) -> None:
     found = wrapper(model, generate=True).router_replay
     assert found is RouterReplay.of(model)

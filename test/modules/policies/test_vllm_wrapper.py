@@ -258,13 +258,6 @@ def test_the_keys_are_announced(fake: FakeAsyncVLLM, mode: str) -> None:
     assert policy.collector is None
 
 
-def test_the_version_is_the_oldest_of_the_response(fake: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    script(monkeypatch, fake, [5, 6, 7], versions=[9, 8, 9])
-    td = wrapper(fake)(stacked("text", "ab"))[0]
-    assert td["policy_versions", "full"].tolist() == [-1, -1, 9, 8, 9]
-    assert td["policy_version"].tolist() == 8
-
-
 # batch sizes
 
 
@@ -278,14 +271,6 @@ def test_a_sample_without_a_batch_dimension(fake: FakeAsyncVLLM, mode: str, pad_
     ((prompt, output),) = direct(fake, [ids_of(mode, "cdefg")])
     assert_answer(out, prompt, output)
     assert_text(out, mode, "cdefg", output)
-
-
-def test_samples_without_a_batch_dimension(fake: FakeAsyncVLLM) -> None:
-    for pad_output in (False, True):
-        out = wrapper(fake, num_samples=2, pad_output=pad_output)(one("text", "ab"))
-        assert out.batch_size == torch.Size([2])
-        for td, (prompt, output) in zip(out.unbind(0), direct(fake, [ids_of("text", "ab")], n=2), strict=True):
-            assert_answer(td, prompt, output)
 
 
 def two_dims(build: str) -> TensorDictBase:
@@ -460,13 +445,6 @@ def test_a_dense_model_gives_the_same_without_routes(fake: FakeAsyncVLLM, pad_ou
             torch.testing.assert_close(td[key], other[key], rtol=0, atol=0, equal_nan=True)
 
 
-def test_routes_of_a_dense_model_cannot_be_asked_for() -> None:
-    with FakeAsyncVLLM(layout=None) as engine:
-        assert wrapper(engine, return_routed_experts=False).return_routed_experts is False
-        with pytest.raises(ValueError, match="return_routed_experts=True, but the engine captures no routes"):
-            wrapper(engine, return_routed_experts=True)
-
-
 # prompts
 
 
@@ -505,12 +483,6 @@ def test_a_tokenizer_of_another_model_is_refused(fake: FakeAsyncVLLM) -> None:
         wrapper(fake, tokenizer=other)
     renamed.get_vocab = lambda: {**ByteTokenizer().get_vocab(), "<|im_start|>": 300, "<think>": 257}
     assert wrapper(fake, tokenizer=renamed).tokenizer is renamed
-
-
-def test_text_is_encoded_without_padding_whatever_the_tokenizer_arguments(fake: FakeAsyncVLLM) -> None:
-    policy = wrapper(fake, inplace=False, tokenizer_kwargs={"padding": True, "return_tensors": "pt"})
-    policy(stacked("text", "a", "bcd"))
-    assert asked(fake, 2) == [[97], [98, 99, 100]]
 
 
 @pytest.mark.parametrize("build", [stacked, dense])
@@ -560,13 +532,6 @@ def test_an_empty_batch_is_refused(fake: FakeAsyncVLLM) -> None:
     for td in (TensorDict(batch_size=[0]), TensorDict(batch_size=[2, 0])):
         with pytest.raises(ValueError, match=r"the input has no samples: its batch size is \[.*0\]"):
             wrapper(fake)(td)
-
-
-def test_something_else_than_a_history_is_refused(fake: FakeAsyncVLLM) -> None:
-    with pytest.raises(TypeError, match=r"Expected History object .* got Tensor"):
-        wrapper(fake, "history")(
-            TensorDict(history=TensorDict(prompt=torch.zeros(2, 1), batch_size=[2]), batch_size=[2])
-        )
 
 
 def asked(engine: FakeAsyncVLLM, count: int) -> list[list[int]]:
@@ -861,11 +826,6 @@ def test_another_temperature_in_a_later_turn_is_refused(fake: FakeAsyncVLLM) -> 
     assert policy(again, temperature=0.5)[0]["sampling", "temperature"] == 0.5
 
 
-def test_stop_strings_need_text_from_the_engine(fake: FakeAsyncVLLM) -> None:
-    vLLMWrapper(fake, input_mode="text", generate_kwargs={"stop_sequences": ["x"]})(stacked("text", "ab"))
-    assert params_of(fake)["detokenize"] is True
-
-
 def test_the_callers_arguments_are_left_as_they_were(fake: FakeAsyncVLLM) -> None:
     kwargs, tokenizer_kwargs = {"max_new_tokens": 2, "stop_sequences": ["x"]}, {"padding": True}
     vLLMWrapper(fake, input_mode="text", generate_kwargs=kwargs, tokenizer_kwargs=tokenizer_kwargs)(one("text", "ab"))
@@ -975,38 +935,6 @@ def test_how_answers_continue_can_be_chosen(where: str) -> None:
 # what is refused
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "error", "message"),
-    [
-        ({"generate": False, "replay": "R3"}, ValueError, "text may be encoded to other tokens"),
-        (
-            {"generate": False, "return_log_probs": False},
-            ValueError,
-            "return_log_probs must be True when generate",
-        ),
-        ({"pad_output": None}, ValueError, "pad_output must be a boolean, got None"),
-        ({"input_mode": "chat"}, ValueError, r"input_mode must be one of \('history', 'text', 'tokens'\), got 'chat'"),
-        ({"pad_model_input": True}, ValueError, "pad_model_input must be None"),
-        ({"pad_model_input": False}, ValueError, "pad_model_input must be None"),
-        ({"layout": torch.jagged}, ValueError, "layout must be None or torch.strided, got torch.jagged"),
-        ({"num_samples": 0}, ValueError, "num_samples must be at least 1, got 0"),
-        ({"num_samples": 2, "generate_kwargs": {"n": 3}}, ValueError, "num_samples=2 differs from .*=3"),
-        ({"generate_kwargs": {"num_beams": 2}}, ValueError, "no beam search"),
-        ({"actor_index": 1, "generate_kwargs": {"actor_index": 1}}, ValueError, "actor_index: given twice, also in"),
-    ],
-)
-def test_an_invalid_value_is_refused(
-    fake: FakeAsyncVLLM, kwargs: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        vLLMWrapper(fake, **kwargs)
-
-
-def test_something_else_than_an_engine_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"model must be an AsyncVLLM, a folder or a hub name, got builtins\.object"):
-        vLLMWrapper(object())
-
-
 def test_what_asks_for_nothing_is_accepted(fake: FakeAsyncVLLM) -> None:
     nothing = {"batching": False, "batching_timeout": 1.0, "layout": torch.strided, "generate": True}
     assert wrapper(fake, **nothing)(one("text", "ab"))["finish_reason"] == "length"
@@ -1088,13 +1016,6 @@ def test_a_new_version_changes_one_argument_and_keeps_the_others(fake: FakeAsync
     assert visible(changed) == visible(vLLMWrapper(fake, **every))
 
 
-def test_a_new_version_keeps_the_number_of_samples(fake: FakeAsyncVLLM) -> None:
-    policy = wrapper(fake, num_samples=2)
-    new = policy.get_new_version(pad_output=True)
-    assert new(stacked("text", "ab")).batch_size == torch.Size([1, 2])
-    assert policy(stacked("text", "ab")).batch_size == torch.Size([1, 2])
-
-
 def test_a_new_version_of_a_wrapper_of_a_path_shares_its_engine(
     fake: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1102,13 +1023,6 @@ def test_a_new_version_of_a_wrapper_of_a_path_shares_its_engine(
     monkeypatch.setattr(AsyncVLLM, "from_pretrained", lambda path: started.append(path) or fake)
     assert vLLMWrapper("org/model").get_new_version(inplace=False).model is fake
     assert started == ["org/model"]
-
-
-def test_unknown_arguments_of_a_new_version_are_named(fake: FakeAsyncVLLM) -> None:
-    with pytest.raises(
-        TypeError, match=r"unknown arguments \['pad', 'x'\]; known: \['actor_index', 'attention_mask_key'"
-    ):
-        wrapper(fake).get_new_version(x=1, pad=True)
 
 
 def test_a_new_version_may_score(fake: FakeAsyncVLLM) -> None:
@@ -1131,35 +1045,6 @@ def test_what_only_the_other_kind_has_does_not_follow(fake: FakeAsyncVLLM, mode:
 
 
 # later turns
-
-
-def test_a_later_turn_keeps_what_the_first_wrote() -> None:
-    with FakeAsyncVLLM(seed=3) as engine:
-        policy = wrapper(engine, "tokens")
-        first = policy(stacked("tokens", "ab", "cdefg")).clone()
-        engine.replicas[0].version = 5  # other weights: other routes, tokens and log-probs for everything
-        later = first.clone()
-        for td in later.unbind(0):
-            td["tokens"] = Tokens(
-                prompt=torch.cat([td["tokens", "full"], torch.tensor([33, 34])]), full=td["tokens", "full"]
-            )
-        out = policy(later)
-        fresh = policy(later.select(("tokens", "prompt")))
-        layout = engine.routing_layout
-    assert layout is not None
-    for was, now, new in zip(first.unbind(0), out.unbind(0), fresh.unbind(0), strict=True):
-        old = len(was["tokens", "full"])
-        assert now["tokens", "full"].tolist() == new["tokens", "full"].tolist()
-        assert now["routed_experts", "full"][: old - 1].equal(was["routed_experts", "full"][: old - 1])
-        assert not now["routed_experts", "full"][: old - 1].equal(new["routed_experts", "full"][: old - 1])
-        assert now["routed_experts", "full"][old - 1 :].equal(new["routed_experts", "full"][old - 1 :])
-        torch.testing.assert_close(now["log_probs", "full"][:old], was["log_probs", "full"], equal_nan=True)
-        assert now["log_probs", "full"][old : old + 2].isnan().all()
-        assert now["log_probs", "full"][old + 2 :].equal(new["log_probs", "full"][old + 2 :])
-        versions = [-1] * (old - NEW) + [0] * NEW + [-1, -1] + [5] * NEW
-        assert now["policy_versions", "full"].tolist() == versions
-        assert now["policy_version"] == 5  # of this turn's response
-        now["routed_experts"].validate(layout, num_tokens=old + 2 + NEW)
 
 
 @pytest.mark.parametrize("pad_output", [False, True])
@@ -1199,27 +1084,6 @@ def test_a_chat_env_of_tokens_forgets_the_ids_so_nothing_is_kept() -> None:
             assert out["routed_experts", "full"][:-1, 1:].ge(0).all()
 
 
-def test_the_same_input_asked_again_is_no_later_turn() -> None:
-    with FakeAsyncVLLM(seed=3) as engine:
-        policy = wrapper(engine)
-        td = policy(stacked("text", "ab"))
-        engine.replicas[0].version = 5
-        assert policy(td)[0]["policy_versions", "full"].tolist() == [-1, -1, 5, 5, 5, 5]
-
-
-def test_an_answer_rendered_again_keeps_nothing() -> None:
-    with FakeAsyncVLLM(seed=3) as engine:
-        policy = wrapper(engine)
-        td = policy(stacked("text", "ab"))
-        other = td[0]["text", "full"].swapcase() + "!"
-        td[0]["text"] = Text(prompt=other)
-        engine.replicas[0].version = 5
-        out = policy(td)[0]
-    p = len(other)
-    assert out["policy_versions", "full"].tolist() == [-1] * p + [5] * NEW
-    assert out["log_probs", "full"][:p].isnan().all()
-
-
 # tokens preferred to text
 
 
@@ -1230,11 +1094,6 @@ def test_known_tokens_are_not_encoded_again(fake: FakeAsyncVLLM) -> None:
     out = wrapper(fake, "history", inplace=False, prefer_tokens=True)(td)
     assert asked(fake, 1) == [[1, PAD, 2]]
     assert out[0]["tokens", "prompt"].tolist() == [1, PAD, 2]
-
-
-def test_without_known_tokens_chats_are_encoded(fake: FakeAsyncVLLM) -> None:
-    wrapper(fake, "history", inplace=False, prefer_tokens=True)(dense("history", "hi", "a"))
-    assert asked(fake, 2) == [ids_of("history", "hi"), ids_of("history", "a")]
 
 
 @pytest.mark.parametrize("pad_output", [False, True])

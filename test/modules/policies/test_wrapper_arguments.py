@@ -101,20 +101,6 @@ def test_tokens_follow_recorded_experts_where_an_engine_captures_some(
         assert scoring.get_new_version(generate=True).scorer is None
 
 
-def test_a_new_version_changes_what_goes_with_its_changes() -> None:
-    with FakeAsyncVLLM() as engine:
-        given = {"input_mode": "text", "input_key": "mine", "num_samples": 2, "return_log_probs": False}
-        policy = vLLMWrapper(engine, **given)
-        same = policy.get_new_version(input_mode="text")
-        assert (same.input_key, same.num_samples, same.return_log_probs) == ("mine", 2, False)
-        assert policy.get_new_version(input_mode="tokens").input_key == ("tokens", "prompt")
-        scoring = policy.get_new_version(generate=False)
-        assert (scoring.input_key, scoring.num_samples, scoring.return_log_probs) == (("text", "full"), None, True)
-        assert scoring.get_new_version(generate=True, num_samples=3).num_samples == 3
-        with pytest.raises(TypeError, match=r"get_new_version got unknown arguments \['x'\]"):
-            policy.get_new_version(x=1)
-
-
 def test_a_tokenizer_is_the_engines_unless_one_is_given() -> None:
     mine = ByteTokenizer()
     with FakeAsyncVLLM() as engine:

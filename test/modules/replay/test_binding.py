@@ -54,13 +54,6 @@ def test_another_number_of_rows_is_refused() -> None:
         bound().choose(SITES[0], SCORES[:5], own, False)
 
 
-@pytest.mark.parametrize("shape", [(3, 2), (1, 6), (2, 4)])
-def test_another_batch_is_refused_though_it_may_have_as_many_rows(shape: tuple[int, int]) -> None:
-    bound().see_batch((2, 3))
-    with pytest.raises(ReplayError, match=rf"tokens \[{shape[0]}, {shape[1]}\], the routes are for \[2, 3\]"):
-        bound().see_batch(shape)
-
-
 def test_a_recorded_choice_is_made_again_in_a_recompute_though_the_kernel_may_break_ties_another_way() -> None:
     binding = Binding(layers=(1,), recording=Recording(3, 2))
     first = binding.choose(SITES[0], SCORES, own, recompute=False)
@@ -85,27 +78,3 @@ def test_a_recording_is_unset_on_dense_layers_and_in_missing_columns() -> None:
     assert (routes[:, :, 0] == U).all()
     assert routes[:, :, 1].flatten(0, 1).tolist() == own().indices.tolist()
     assert routes[:, :, 2].flatten(0, 1).tolist() == [[i, U] for i in SCORES.argmax(-1).tolist()]
-
-
-def test_a_binding_must_be_used_once_by_every_router() -> None:
-    binding = bound()
-    with pytest.raises(ReplayError, match="no forward pass of this model ran"):
-        binding.check_used()
-    binding.choose(SITES[0], SCORES, own, False)
-    with pytest.raises(ReplayError, match="layer 2 ran 0 times"):
-        binding.check_used()
-    binding.choose(SITES[1], SCORES, own, False)
-    binding.choose(SITES[1], SCORES, own, recompute=True)
-    binding.check_used()
-    binding.choose(SITES[0], SCORES, own, False)
-    with pytest.raises(ReplayError, match="one forward pass per context: layer 1 ran 2 times"):
-        binding.check_used()
-
-
-def test_agreement_is_of_sets_and_of_replayed_rows() -> None:
-    binding = bound(changed((0, 0, 1), [U, U]))
-    choice = torch.tensor([[5, 3], [3, 5], [5, 4], [5, 3], [3, 4], [5, 3]])
-    binding.compare(SITES[0], choice)
-    report = binding.report()
-    assert report[1].to_dict() == {"replayed": 5, "live": 1, "refused": 0, "agreement": 3 / 5}
-    assert report[2].to_dict() == {"replayed": 6, "live": 0, "refused": 0, "agreement": None}

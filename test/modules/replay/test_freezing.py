@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from support.gradients import backward
 from support.routes import FAMILIES, tokens
 from support.toy_moe import ToyLayer, ToyMoE
-from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules.replay.discovery import freeze_routers
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 from torchrl_moe.testing import make_tiny_moe
@@ -51,8 +50,3 @@ def test_experts_of_a_block_that_routes_stay_trainable() -> None:
         "layers.0.gates.0.shared_expert_gate.weight",
         "layers.0.experts.weight",
     }
-
-
-def test_a_dense_model_is_refused() -> None:
-    with pytest.raises(UnsupportedRouterError, match="dense model"):
-        freeze_routers(make_tiny_moe("qwen3"))

@@ -147,19 +147,6 @@ def test_pads_are_live_whatever_their_rows_hold() -> None:
     assert binding.choose(SITES[0], SCORES, own, False).tolist() == [own().indices[0].tolist()] + [[5, 3]] * 5
 
 
-def test_jagged_routes_are_packed_or_laid_out_by_the_mask() -> None:
-    samples = torch.arange(5)[:, None, None] + torch.tensor([[0, 1], [2, 3]])
-    routes = torch.cat([torch.full((5, 1, 2), U), samples % 8], 1)
-    packed = bound(jagged(routes[:2], routes[2:]))
-    assert (packed.shape, packed.replayed) == ((1, 5), (0, 5, 5))
-    assert torch.equal(packed.routes, routes)
-    mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 0]])
-    padded = bound(jagged(routes[:2], routes[2:]), mask)
-    assert (padded.shape, padded.replayed) == ((2, 4), (0, 5, 5))
-    assert torch.equal(padded.routes[mask.flatten().bool()], routes)
-    assert (padded.routes[~mask.flatten().bool()] == U).all()
-
-
 def test_a_packed_input_gets_the_rows_where_its_tokens_stand() -> None:
     # sequences of 2, 1 and 2 tokens, padded to [3, 2], in rows of 3: [b0 b1 a0], [c0 c1 .]
     mask = torch.tensor([[0, 1], [1, 1], [1, 1]])
@@ -214,23 +201,6 @@ def test_jagged_routes_of_another_shape_are_refused() -> None:
 
 
 # what is refused sample by sample
-
-
-def test_bad_samples_run_live_and_good_ones_are_replayed() -> None:
-    binding = bound(changed((0, 1, 2), [8, 3]), on_bad_routes="live")
-    assert (binding.refused, binding.refused_rows) == ((0,), 3)
-    assert binding.replayed == (0, 3, 3)
-    for site, given_ids in zip(SITES, ([5, 3], [0, 1]), strict=True):  # the good layer of the bad sample is live too
-        chosen = binding.choose(site, SCORES, own, False).tolist()
-        assert chosen == own().indices[:3].tolist() + [given_ids] * 3
-    assert binding.report()[1].to_dict() == {"replayed": 3, "live": 3, "refused": 3, "agreement": None}
-    good = bound(changed((0, 1, 2), [U, U]), on_bad_routes="live")
-    assert (good.refused, good.refused_rows, good.replayed) == ((), 0, (0, 6, 5))
-
-
-def test_pads_of_a_bad_sample_are_not_counted() -> None:
-    binding = bound(changed((0, 1, 2), [8, 3]), torch.tensor([[0, 1, 1], [1, 1, 1]]), on_bad_routes="live")
-    assert (binding.refused, binding.refused_rows) == ((0,), 2)
 
 
 # malformed routes

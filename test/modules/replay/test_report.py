@@ -8,11 +8,6 @@ from torchrl_moe.modules.replay.router_replay import ReplayReport
 DONE = {"replayed": 1400, "live": 4, "refused": 0, "agreement": 0.875}
 
 
-def test_it_is_a_mapping() -> None:
-    assert ReplayReport({1: DONE}) == {1: DONE}
-    assert list(ReplayReport({1: DONE}).items()) == [(1, DONE)]
-
-
 def test_it_is_printed_and_shown_as_a_table() -> None:
     report = ReplayReport({1: DONE, 3: {**DONE, "agreement": None}})
     title, header, first, second = repr(report).splitlines()
