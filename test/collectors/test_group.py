@@ -105,7 +105,7 @@ def test_the_metrics_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["inference/queue_age"] == 2.0  # 3 and 1
     assert found["collector/partial_ratio"] == 0.25
     assert found["collector/max_segments"] == 4.0
-    assert found["collector/length_trained_over_sampled"] == 0.5  # 20 a counted over 40
+    assert found["collector/length_trained_over_sampled"] == 0.5  # 20 a group over 40
 
 
 def test_a_replica_that_is_ahead_makes_no_negative_age() -> None:
