@@ -1,19 +1,24 @@
-"""What an actor is asked for, what cannot be sent to one, and what happens where there is no room for it."""
+"""Arguments of collectors in Ray, what an actor is asked for, and what happens where there is no room for it."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 from typing import Any
 
 import pytest
 import ray
+from torchrl.collectors import llm
 
 from support.collecting import Questions, chat, policy_of
-from torchrl_moe.collectors import RayAsyncLLMCollector
+from support.signatures import parameters
+from torchrl_moe.collectors import AsyncLLMCollector, RayAsyncLLMCollector, RayLLMCollector
 from torchrl_moe.collectors.remote_host import RemoteHost, actor_options
 from torchrl_moe.errors import CollectionError
 from torchrl_moe.testing import FakeAsyncVLLM
+
+# -- remote host ------------------------------------------------------------------------------------------------------
 
 
 def test_resources_are_taken_from_either_place() -> None:
@@ -75,3 +80,27 @@ def test_ray_is_joined_as_asked_for(ray_cluster: Any, monkeypatch: pytest.Monkey
         with pytest.raises(TypeError, match="expected str"):
             RemoteHost("AsyncLLMCollector", {}, {}, {"address": "somewhere"})
     assert asked == [{"address": "somewhere"}]
+
+
+# -- ray async llm collector ------------------------------------------------------------------------------------------
+
+
+OF_RAY = ["ray_init_config", "remote_config", "num_cpus", "num_gpus", "sync_iter"]
+
+
+def test_its_arguments_are_those_of_the_local_one_and_rays() -> None:
+    local, remote = (inspect.signature(kind).parameters for kind in (AsyncLLMCollector, RayAsyncLLMCollector))
+    assert list(remote) == [*local, *OF_RAY]
+    for name, parameter in local.items():
+        assert remote[name] == parameter
+
+
+# -- ray llm collector ------------------------------------------------------------------------------------------------
+
+
+def test_its_arguments_are_those_of_torchrls() -> None:
+    ours = inspect.signature(RayLLMCollector).parameters
+    theirs, local = parameters(llm.RayLLMCollector), parameters(llm.LLMCollector)
+    assert set(ours) == {*theirs, *local}
+    for name, parameter in {**theirs, **local}.items():
+        assert (ours[name].default, ours[name].kind) == (parameter.default, parameter.kind)

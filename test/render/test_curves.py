@@ -1,16 +1,32 @@
-"""The figure of a run: four panels, the numbers of its rows, and rows with holes."""
+"""Figures of a run, with the numbers of its rows, and colors that can be told apart."""
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from matplotlib.patches import StepPatch
 
-from torchrl_moe.render.curves import PHASES, training_figure
+from torchrl_moe.render.curves import (
+    HUES,
+    OTHERS,
+    PHASES,
+    Fill,
+    log_ratio_figure,
+    shades,
+    staleness_figure,
+    timeline_figure,
+    training_figure,
+)
+
+# -- curves -----------------------------------------------------------------------------------------------------------
 
 
 def row(step: int, **changes: Any) -> dict[str, Any]:
@@ -121,3 +137,160 @@ def test_no_display_is_needed_and_no_global_state_is_touched(tmp_path: Path) -> 
     bare = {"PATH": "", "HOME": str(tmp_path), "MPLCONFIGDIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "run.png")], env=bare, check=True, timeout=60)
     assert (tmp_path / "run.png").exists()
+
+
+# -- histograms -------------------------------------------------------------------------------------------------------
+
+
+def steps(figure: object) -> list[StepPatch]:
+    return [patch for patch in figure.axes[0].patches if isinstance(patch, StepPatch)]  # type: ignore[attr-defined]
+
+
+def test_shares_by_hand() -> None:
+    """Four bins from -2 to 2; the series share them, and each sums to 1."""
+    figure = log_ratio_figure({"R3": [-0.5, 0.5, 0.5, 0.6], "none": torch.tensor([[-2.0], [2.0]])}, bins=4, title="t")
+    first, second = steps(figure)
+    for patch in (first, second):
+        np.testing.assert_allclose(patch.get_data().edges, [-2, -1, 0, 1, 2])
+    np.testing.assert_allclose(first.get_data().values, [0, 0.25, 0.75, 0])
+    np.testing.assert_allclose(second.get_data().values, [0.5, 0, 0, 0.5])
+    axes = figure.axes[0]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["R3, 4 tokens", "none, 2 tokens"]
+    assert (axes.get_title(), axes.get_yscale()) == ("t", "log")
+
+
+def test_lines_stand_at_log_tau() -> None:
+    figure = log_ratio_figure({"R3": [0.1]}, tau=3.0)
+    assert [line.get_xdata()[0] for line in figure.axes[0].get_lines()] == [-math.log(3), math.log(3)]
+
+
+def test_what_is_not_finite_is_left_out() -> None:
+    figure = log_ratio_figure({"R3": [1.0, math.nan, math.inf]}, bins=2)
+    (patch,) = steps(figure)
+    assert patch.get_data().values.tolist() == [0, 1]
+    assert patch.get_label() == "R3, 1 tokens"
+
+
+@pytest.mark.parametrize("values", [[], [0.0, 0.0]])
+def test_nothing_and_no_difference_are_drawn(values: list[float], tmp_path: Path) -> None:
+    figure = log_ratio_figure({"R3": values})
+    assert sum(steps(figure)[0].get_data().values) == (1 if values else 0)
+    figure.savefig(tmp_path / "f.png")
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(ValueError, match="tau must be a finite number above 1, got 1"):
+        log_ratio_figure({}, tau=1.0)
+    with pytest.raises(ValueError, match="bins must be an integer of at least 1, got 0"):
+        log_ratio_figure({}, bins=0)
+
+
+# -- staleness --------------------------------------------------------------------------------------------------------
+
+
+def test_versions_and_ages_by_hand() -> None:
+    batches = [torch.tensor([[-1, 0, 0]]), torch.tensor([[-1, 0, 1], [-1, 1, 2]]), torch.tensor([-1])]
+    figure = staleness_figure(batches, [0, 3, 4], "a run")
+    above, below = figure.axes
+    trained, mean = above.get_lines()
+    np.testing.assert_array_equal(trained.get_ydata(), [0, 3, 4])
+    np.testing.assert_array_equal(mean.get_xydata(), [[0, 0], [1, 1]])  # the third batch has no sampled token
+    assert [bar.get_height() for bar in below.patches] == [0, 3]
+    np.testing.assert_array_equal(below.get_lines()[0].get_ydata(), [0, 2])
+    assert above.get_title() == "a run"
+    assert (below.get_xlabel(), below.get_ylabel()) == ("batch", "staleness, versions")
+
+
+def test_no_batch_is_an_empty_figure() -> None:
+    assert len(staleness_figure([], []).axes) == 2
+
+
+def test_versions_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="there are 1 batches, and 2 versions"):
+        staleness_figure([[0]], [0, 1])
+    with pytest.raises(ValueError, match="batch 0 was trained on version 1, and has tokens of version 2"):
+        staleness_figure([[0, 2]], [1])
+
+
+# -- timelines --------------------------------------------------------------------------------------------------------
+
+
+BARS = [
+    {"replica": -1, "phase": "publish", "start": 0.0, "seconds": 0.5},
+    {"replica": 3, "phase": "pause", "start": 0.5, "seconds": 0.25},
+    {"replica": 0, "phase": "pause", "start": 0.75, "seconds": 0.25},
+]
+
+
+def test_each_row_is_a_bar_on_its_replicas_line() -> None:
+    (axes,) = timeline_figure(BARS, "a title").axes
+    bars = [(patch.get_x(), patch.get_width(), round(patch.get_y() + 0.4)) for patch in axes.patches]
+    assert bars == [(0.0, 0.5, 0), (0.5, 0.25, 2), (0.75, 0.25, 1)]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["trainer", "replica 0", "replica 3"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["publish", "pause"]
+    assert axes.get_title() == "a title"
+
+
+def test_phases_have_colors_of_their_own() -> None:
+    (axes,) = timeline_figure(BARS).axes
+    publish, one, other = (patch.get_facecolor() for patch in axes.patches)
+    assert one == other != publish
+
+
+# -- palette ----------------------------------------------------------------------------------------------------------
+
+
+LIGHT, DARK = (255, 255, 255), (17, 17, 17)  # pages, with their texts:
+TEXT = {LIGHT: (34, 34, 34), DARK: (221, 221, 221)}
+LEGIBLE = 4.5
+"""The contrast that WCAG 2 asks of text."""
+
+
+def over(fill: Fill, page: tuple[int, int, int]) -> tuple[float, ...]:
+    rgb = (fill.red, fill.green, fill.blue)
+    return tuple(fill.alpha * a + (1 - fill.alpha) * b for a, b in zip(rgb, page, strict=True))
+
+
+def luminance(rgb: tuple[float, ...]) -> float:
+    linear = [c / 3294.6 if c <= 10.31475 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("page", [LIGHT, DARK])
+@pytest.mark.parametrize("fill", [*HUES, OTHERS, *shades(7)])
+def test_text_is_legible_on_it(fill: Fill, page: tuple[int, int, int]) -> None:
+    assert contrast(over(fill, page), TEXT[page]) >= LEGIBLE
+
+
+def test_black_is_legible_on_the_solid_colors_of_a_terminal() -> None:
+    for fill in (*HUES, OTHERS, *shades(7)):
+        solid = tuple(int(fill.on_white[at : at + 2], 16) for at in (1, 3, 5))
+        assert contrast(solid, (0, 0, 0)) >= LEGIBLE
+
+
+def deuteranope(rgb: tuple[float, ...]) -> tuple[float, ...]:
+    """What somebody without green cones sees (Viénot, Brettel and Mollon 1999), roughly."""
+    red, green, blue = rgb
+    return (0.29275 * red + 0.70725 * green,) * 2 + (-0.02234 * red + 0.02234 * green + blue,)
+
+
+@pytest.mark.parametrize("page", [LIGHT, DARK])
+def test_two_colors_are_distinguished_without_green(page: tuple[int, int, int]) -> None:
+    for one, other in combinations(HUES, 2):
+        seen = [deuteranope(over(fill, page)) for fill in (one, other)]
+        assert max(abs(a - b) for a, b in zip(*seen, strict=True)) > 12
+
+
+def test_css_and_hex_by_hand() -> None:
+    assert Fill(0, 100, 200, 0.5).css == "rgba(0,100,200,0.5)"
+    assert Fill(0, 100, 200, 0.5).on_white == "#80b2e4"  # halfway to 255: 127.5, 177.5, 227.5, halves to even
+
+
+def test_shades_get_stronger() -> None:
+    assert [fill.alpha for fill in shades(3)] == [0.0, 0.25, 0.5]
+    assert [fill.alpha for fill in shades(1)] == [0.0]

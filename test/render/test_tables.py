@@ -1,11 +1,27 @@
-"""A table as HTML: read back by a parser, with nothing in it that runs or that a text could break out of."""
+"""Tables in notebooks and terminals, whatever the texts hold, and numbers as people read them."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from support.html_table import TableReader
-from torchrl_moe.render.tables import html_table
+from torchrl_moe.render.tables import (
+    data_frame,
+    html_table,
+    in_notebook,
+    number_text,
+    one_line,
+    print_table,
+    share_text,
+    show_html,
+)
+
+# -- tables -----------------------------------------------------------------------------------------------------------
 
 
 def test_title_header_rows_totals_and_note_stand_in_their_places() -> None:
@@ -40,3 +56,136 @@ def test_no_color_is_set_but_that_of_the_rules() -> None:
 def test_a_row_of_another_length_is_refused(rows: list[list[str]], footer: list[str]) -> None:
     with pytest.raises(ValueError, match="a row has 1 cells, the header 2"):
         html_table("", ["x", "y"], rows, footer)
+
+
+# -- text tables ------------------------------------------------------------------------------------------------------
+
+
+NASTY = "[red]x[/red] [/] :smile: \\[bold]"
+HEADER = ("name", "text", "n")
+ROWS = [("a", NASTY, "1"), ("bb", "", "20")]
+
+
+@pytest.mark.parametrize(
+    ("text", "characters", "expected"),
+    [
+        ("", 5, ""),
+        ("abcde", 5, "abcde"),
+        ("abcdef", 5, "ab…ef"),
+        ("abcdef", 4, "ab…f"),
+        ("abcdef", 2, "a…"),
+        ("abcdef", 1, "…"),
+        ("a\nb\tc", 10, r"a\nb\tc"),
+        ("\n\n\n", 5, r"\n…\n"),  # longer once it is printable
+        ("\x1b[31m", 20, r"\x1b[31m"),
+        ("\u202eabc", 20, r"\u202eabc"),
+        ("\ud800", 20, r"\ud800"),
+        ("π ≈ 3", 20, "π ≈ 3"),
+    ],
+)
+def test_a_text_in_one_line(text: str, characters: int, expected: str) -> None:
+    assert one_line(text, characters) == expected
+
+
+def test_no_line_is_longer_than_asked_for_or_cannot_be_printed() -> None:
+    every = "".join(map(chr, range(0x3000))) + "\udfff\U000e0001"
+    for characters in range(1, 60):
+        line = one_line(every * 2, characters)
+        assert len(line) == characters and line.isprintable()
+
+
+def test_a_text_of_no_character_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        one_line("a", 0)
+
+
+def test_rich_prints_cells_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table("[bold]two", HEADER, ROWS, wide=("text",))
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert "[bold]two" in printed and NASTY in printed
+    (line,) = (line for line in printed.splitlines() if NASTY in line)
+    assert line.split()[0] == "a" and line.split()[-1] == "1"
+
+
+def test_without_rich_it_is_columns_of_text(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setitem(sys.modules, "rich.box", None)
+    print_table("two", ("name", "text", "n"), [("a", "[red]", "1"), ("bb", "", "20")], wide=("text",))
+    assert capsys.readouterr().out.splitlines() == [
+        "two",
+        "name  text    n",
+        "   a  [red]   1",
+        "  bb         20",
+    ]
+
+
+def test_without_rows_the_header_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    print_table("none", HEADER, [])
+    monkeypatch.setitem(sys.modules, "rich.box", None)
+    print_table("none", HEADER, [])
+    assert capsys.readouterr().out.count("name") == 2
+
+
+def test_a_printed_row_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="a row has 1 cells, the header 3"):
+        print_table("", HEADER, [("a",)])
+
+
+# -- data frames ------------------------------------------------------------------------------------------------------
+
+
+def test_each_row_is_a_row() -> None:
+    table = data_frame([{"step": 0, "reward": 0.5}, {"step": 1, "reward": 0.75}])
+    assert table.to_dict("list") == {"step": [0, 1], "reward": [0.5, 0.75]}
+
+
+def test_without_pandas_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match=r"tables need pandas: pip install 'torchrl_moe\[render\]'"):
+        data_frame([{"step": 0}])
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(0, "0"), (1234567, "1,234,567"), (2.0, "2"), (0.12345, "0.1235"), (1e-9, "1e-09"), (1e20, "1e+20"),
+     (float("inf"), "inf"), (float("nan"), "–"), (None, "–"), (False, "False"), (-3.5, "-3.5")],
+)  # fmt: skip
+def test_a_number(value: float | None, expected: str) -> None:
+    assert number_text(value) == expected
+
+
+def test_a_share() -> None:
+    assert [share_text(value) for value in (0.0, 0.5, None, float("nan"))] == ["0.0%", "50.0%", "–", "–"]
+
+
+# -- notebooks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shell", "expected"), [(None, False), (SimpleNamespace(), False), (SimpleNamespace(kernel=object()), True)]
+)
+def test_a_notebook_has_a_kernel(shell: Any, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    assert in_notebook() is expected
+
+
+def test_nothing_is_imported_to_know_it() -> None:
+    code = "import sys; from torchrl_moe.render.tables import in_notebook as f; print(f(), 'IPython' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["False", "False"]
+
+
+def test_html_is_shown_with_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    fake = SimpleNamespace(display=lambda data, raw: shown.append((data, raw)))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=fake))
+    show_html("<b>a</b>", "a")
+    assert shown == [({"text/html": "<b>a</b>", "text/plain": "a"}, True)]

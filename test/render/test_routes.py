@@ -1,0 +1,316 @@
+"""Maps, agreements, loads and kept tokens: numbers by hand, and what the figures hold."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchrl_moe.render.routes import (
+    agreement_figure,
+    expert_agreement,
+    expert_figure,
+    expert_load,
+    kept_counts,
+    kept_figure,
+    kept_label,
+    kept_rows,
+    layer_agreement,
+    load_figure,
+    routes_figure,
+)
+
+# -- agreements -------------------------------------------------------------------------------------------------------
+
+
+NAN = np.nan
+ENGINE = np.array([[[-1, -1], [0, 1]], [[-1, -1], [2, 3]], [[-1, -1], [0, 3]], [[-1, -1], [-1, -1]]], dtype=np.int8)
+TRAINER = np.array([[[-1, -1], [1, 0]], [[-1, -1], [3, 1]], [[-1, -1], [-1, -1]], [[0, 1], [0, 1]]], dtype=np.int16)
+
+
+def test_shares_by_hand() -> None:
+    """Two rows are known to both, in layer 1: one has the same set, in another order."""
+    np.testing.assert_array_equal(layer_agreement(ENGINE, TRAINER), [NAN, 0.5])
+    np.testing.assert_array_equal(layer_agreement(ENGINE[None], ENGINE[None, ..., ::-1]), [NAN, 1.0])
+
+
+def test_lines_hold_the_shares() -> None:
+    figure = agreement_figure({"live": [NAN, 0.5, 0.9], "replayed": np.array([NAN, 1.0, 1.0])})
+    (axes,) = figure.axes
+    assert [line.get_label() for line in axes.get_lines()] == ["live, mean 70.0%", "replayed, mean 100.0%"]
+    np.testing.assert_array_equal(axes.get_lines()[0].get_xydata(), [[1, 0.5], [2, 0.9]])
+    assert axes.get_title() == "agreement of trainer and engine"
+    assert axes.get_xlabel() == "layer"
+
+
+def test_layers_that_are_not_known_are_no_line() -> None:
+    (line,) = agreement_figure({"none": [NAN, NAN]}).axes[0].get_lines()
+    assert line.get_label() == "none" and len(line.get_xdata()) == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: layer_agreement(ENGINE, TRAINER[1:]), "must have the same shape"),
+        (lambda: layer_agreement(ENGINE.astype(float), TRAINER), "recorded must have a signed integer dtype"),
+        (lambda: agreement_figure({"live": [[0.5]]}), "live must have 1 dimension, got 2"),
+        (lambda: agreement_figure({"live": [80.0]}), r"live: shares must be in 0\.\.1, got 80\.\.80"),
+    ],
+)
+def test_bad_input_is_refused(call: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        call()
+
+
+# -- heatmaps ---------------------------------------------------------------------------------------------------------
+
+
+# three tokens, three layers (the first is dense), two of four experts
+THEIRS = np.array(
+    [
+        [[-1, -1], [0, 1], [2, 3]],
+        [[-1, -1], [1, 0], [3, 2]],
+        [[-1, -1], [1, 2], [-1, -1]],
+    ],
+    dtype=np.int8,
+)
+OURS = np.array(
+    [
+        [[-1, -1], [1, 0], [2, 3]],
+        [[-1, -1], [1, 3], [0, 1]],
+        [[-1, -1], [-1, -1], [0, 1]],
+    ],
+    dtype=np.int16,
+)
+
+
+def test_load_by_hand() -> None:
+    expected = [[NAN] * 4, [4 * 2 / 6, 4 * 3 / 6, 4 * 1 / 6, 0], [0, 0, 2, 2]]
+    np.testing.assert_allclose(expert_load(THEIRS, 4), expected)
+    batch = torch.from_numpy(np.stack([THEIRS, THEIRS]))  # [B, T, L, K], a tensor
+    np.testing.assert_allclose(expert_load(batch, 4), expected)
+
+
+def test_the_load_of_many_experts_is_counted_like_a_naive_loop() -> None:
+    routes = np.random.default_rng(0).permuted(np.tile(np.arange(200), (50, 3, 1)), axis=-1)[..., :6]
+    counts = np.zeros((3, 200))
+    for row in routes:
+        for layer, experts in enumerate(row):
+            counts[layer, experts] += 1
+    np.testing.assert_allclose(expert_load(routes.astype(np.int16), 200), counts * 200 / 300)
+
+
+def test_agreement_by_hand() -> None:
+    """Rows unknown to either side do not count: the third token is in no layer."""
+    expected = [[NAN] * 4, [1 / 2, 2 / 2, NAN, NAN], [NAN, NAN, 1 / 2, 1 / 2]]
+    np.testing.assert_allclose(expert_agreement(THEIRS, OURS, 4), expected)
+
+
+def test_the_order_of_experts_does_not_matter() -> None:
+    same = expert_agreement(THEIRS, THEIRS[..., ::-1], 4)
+    assert np.nanmin(same) == np.nanmax(same) == 1
+    np.testing.assert_allclose(expert_load(THEIRS, 4), expert_load(THEIRS[..., ::-1], 4))
+
+
+def test_no_rows() -> None:
+    assert np.isnan(expert_load(THEIRS[:0], 4)).all()
+    assert expert_agreement(THEIRS[:0], THEIRS[:0], 4).shape == (3, 4)
+
+
+def test_panels_hold_the_arrays() -> None:
+    load, agreement = expert_load(THEIRS, 4), expert_agreement(THEIRS, OURS, 4)
+    figure = expert_figure(load, agreement, "a batch")
+    left, right = figure.axes[:2]
+    assert [axes.get_title() for axes in (left, right)] == ["load, 1 = even", "agreement of trainer and engine"]
+    assert {(axes.get_xlabel(), axes.get_ylabel()) for axes in (left, right)} == {("expert", "layer")}
+    for axes, values in ((left, load), (right, agreement)):
+        shown = axes.get_images()[0].get_array()
+        np.testing.assert_allclose(shown.filled(NAN), values)
+        assert (shown.mask == np.isnan(values)).all()
+    assert right.get_images()[0].get_clim() == (0, 1)
+    assert left.get_images()[0].get_clim() == (0, 2)
+    assert figure.get_suptitle() == "a batch"
+    assert len(expert_figure(load).axes) == 2  # a panel and its bar
+
+
+def test_a_figure_is_drawn_without_the_state_of_pyplot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
+    expert_figure([[1.0, NAN]], [[NAN, 0.5]]).savefig(tmp_path / "f.png")
+    assert "matplotlib.pyplot" not in sys.modules
+    assert (tmp_path / "f.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: expert_load(THEIRS, 3), r"routes must be in -1\.\.2, got -1\.\.3: check num_experts"),
+        (lambda: expert_load(THEIRS - 1, 4), r"routes must be in -1\.\.3, got -2"),
+        (lambda: expert_load(THEIRS.astype(float), 4), "routes must have a signed integer dtype, got float64"),
+        (lambda: expert_load(THEIRS[0, 0], 4), r"routes must have shape \[\.\.\., L, K\], got \[2\]"),
+        (
+            lambda: expert_agreement(THEIRS, OURS[1:], 4),
+            "recorded and live must have the same shape",
+        ),
+        (lambda: expert_figure(np.ones(3)), "load, 1 = even must have 2 dimensions, got 1"),
+        (lambda: expert_figure(np.ones((2, 3)), np.ones((3, 2))), "must have the same shape"),
+    ],
+)
+def test_bad_loads_are_refused(call: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        call()
+
+
+# -- kept numbers -----------------------------------------------------------------------------------------------------
+
+
+def test_counts_by_hand() -> None:
+    sizes = torch.tensor([[0, 3, -2], [0, 0, 1]], dtype=torch.int32)
+    sampled = torch.tensor([[False, True, True], [False, True, True]])
+    np.testing.assert_array_equal(kept_counts(sizes, sampled, 10), [3, 8, 10, 1])
+
+
+def test_every_count_lies_in_a_bin() -> None:
+    for vocabulary in (1, 2, 3, 4, 5, 255, 256, 257):
+        counts = np.arange(1, vocabulary + 1)
+        (axes,) = kept_figure({"each once": counts}, vocabulary).axes
+        values, edges = axes.patches[0].get_data()[:2]
+        assert values.sum() == pytest.approx(1)
+        assert np.histogram(counts, edges)[0].sum() == vocabulary and (np.diff(edges) > 0).all()
+
+
+def test_labels_say_tokens_and_median() -> None:
+    (axes,) = kept_figure({"top_p": [1, 2, 9], "none": []}, 16, "a title").axes
+    labels = [part.get_label() for part in (*axes.patches, *axes.get_lines())]
+    assert labels == ["top_p, 3 tokens, median 2", "none, 0 tokens", "the vocabulary, 16"]
+    assert axes.get_title() == "a title" and axes.get_xscale() == "log"
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: kept_counts(np.array([1, 2]), np.array([True]), 9), "must have the same shape"),
+        (lambda: kept_counts(np.array([-12]), np.array([True]), 9), "from 12 token ids, and there are 9"),
+        (lambda: kept_figure({"a": [0]}, 9), r"a: counts must be in 1\.\.9, got 0\.\.0"),
+        (lambda: kept_figure({"a": [10]}, 9), r"a: counts must be in 1\.\.9, got 10\.\.10"),
+    ],
+)
+def test_bad_numbers_of_kept_tokens_are_refused(call: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        call()
+
+
+def test_rows_of_a_table_by_hand() -> None:
+    assert kept_rows(torch.tensor([[0, 0, 3], [1, -2, 4]])) == [
+        ("1 word", "1"),
+        ("2 to 4 words", "2"),
+        ("all but some", "1"),
+        ("all words", "2"),
+    ]
+    assert kept_rows([]) == []
+    few, more = "5 to 16 words", "17 to 64 words"
+    assert [kept_label(size) for size in (16, 17, 64, 65)] == [few, more, more, "more words"]
+
+
+# -- loads ------------------------------------------------------------------------------------------------------------
+
+
+def test_steps_hold_until_the_end() -> None:
+    loads = {"replica 0": [(0.0, 1), (2.0, 3)], "replica 1": [(0.0, 2)], "replica 2": []}
+    (axes,) = load_figure(loads, [(3.0, "replica 1 died")], "a call").axes
+    lines = {line.get_label(): line for line in axes.get_lines()}
+    np.testing.assert_array_equal(lines["replica 0"].get_xydata(), [[0, 1], [2, 3], [3, 3]])
+    np.testing.assert_array_equal(lines["replica 1"].get_xydata(), [[0, 2], [3, 2]])
+    assert len(lines["replica 2"].get_xdata()) == 0
+    assert [text.get_text() for text in axes.texts] == ["replica 1 died"]
+    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_title()) == ("seconds", "requests in flight", "a call")
+
+
+NEAR = [(3.0, "SIGKILL"), (3.15, "replica 1 DEAD"), (3.7, "replica 1 STARTING"), (5.9, "replica 1 SERVING")]
+
+
+@pytest.mark.parametrize(
+    ("events", "rows"),
+    [
+        (NEAR, 3),
+        ([(0.0, "a"), (5.0, "b"), (10.0, "c")], 1),  # far apart: one line of text holds all
+        ([(3.0, "replica 1 DEAD")] * 5, 5),
+    ],
+)
+def test_labels_of_events_lie_above_the_lines_and_not_over_each_other(
+    events: list[tuple[float, str]], rows: int
+) -> None:
+    figure = load_figure({"replica 0": [(0.0, 12), (9.0, 13)]}, events)
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert len({text.xy[1] for text in axes.texts}) == rows
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+    highest = axes.transData.transform((0, 13))[1]
+    assert all(box.y0 > highest for box in boxes)
+
+
+def test_more_events_than_there_is_room_for_are_drawn_all_the_same() -> None:
+    (axes,) = load_figure({"replica 0": [(0.0, 1)]}, [(1.0, "replica 1 DEAD")] * 100).axes
+    assert len(axes.texts) == 100
+    assert axes.get_ylim()[1] < 3
+
+
+def test_seconds_that_go_back_are_refused() -> None:
+    with pytest.raises(ValueError, match="the seconds of replica 0 go back"):
+        load_figure({"replica 0": [(1.0, 0), (0.5, 0)]})
+
+
+# -- route maps -------------------------------------------------------------------------------------------------------
+
+
+# three tokens, three layers (the first is dense), two experts for each token; the last has no route
+ROUTES = np.array(
+    [[[-1, -1], [0, 1], [2, 3]], [[-1, -1], [1, 0], [3, -1]], [[-1, -1], [-1, -1], [-1, -1]]], dtype=np.int8
+)
+
+
+def images(figure: Any) -> list[Any]:
+    return [axes.get_images()[0].get_array().filled(NAN) for axes in figure.axes]
+
+
+def test_maps_by_hand() -> None:
+    figure = routes_figure(torch.from_numpy(ROUTES), prompt=1, title="a rollout")
+    first, second = images(figure)
+    np.testing.assert_array_equal(first, [[1, 1, NAN], [1, 1, NAN], [0, 0, NAN], [0, 0, NAN]])
+    np.testing.assert_array_equal(second, [[0, 0, NAN], [0, 0, NAN], [1, 0, NAN], [1, 1, NAN]])
+    assert [axes.get_ylabel() for axes in figure.axes] == ["layer 1\nexpert", "layer 2\nexpert"]
+    assert [axes.get_lines()[0].get_xdata()[0] for axes in figure.axes] == [0.5, 0.5]
+    assert figure.get_suptitle() == "a rollout"
+    assert "response after the dashed line" in figure.axes[-1].get_xlabel()
+
+
+def test_layers_are_chosen_or_spread() -> None:
+    deep = np.zeros((2, 10, 1), np.int16)
+    deep[:, 0] = -1
+    drawn = [axes.get_ylabel().split()[1] for axes in routes_figure(deep).axes]
+    assert drawn == ["1", "4", "6", "9"]  # of 1 to 9: places 0, 2.67, 5.33 and 8
+    assert [axes.get_ylabel() for axes in routes_figure(deep, [7]).axes] == ["layer 7\nexpert"]
+
+
+@pytest.mark.parametrize("routes", [ROUTES[:, :1], ROUTES[:0], ROUTES[2:]])
+def test_without_routes_it_says_so(routes: Any) -> None:
+    (panel,) = routes_figure(routes).axes
+    assert panel.texts[0].get_text() == "no route is known"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((ROUTES[None],), "routes must have 3 dimensions, got 4"),
+        ((ROUTES.astype(float),), "routes must have a signed integer dtype"),
+        ((ROUTES, [3]), r"layers must be in 0\.\.2, got 3"),
+    ],
+)
+def test_bad_maps_are_refused(arguments: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        routes_figure(*arguments)

@@ -1,0 +1,474 @@
+"""Rollouts token by token: texts, what is read, what colors mean, and how they are shown."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from html.parser import HTMLParser
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+from support.token_rollouts import TOKENIZER, rollout, sample, token
+from torchrl_moe.collectors import AsyncLLMCollector, LLMCollector, RayLLMCollector
+from torchrl_moe.render import show_samples
+from torchrl_moe.render import tokens as samples
+from torchrl_moe.render.curves import HUES, OTHERS
+from torchrl_moe.render.tokens import (
+    MOST_TOKENS,
+    Color,
+    TokenSample,
+    TokenTexts,
+    describe,
+    make_scale,
+    print_samples,
+    read_samples,
+    rows_of,
+    samples_html,
+    samples_text,
+)
+from torchrl_moe.trainers import MoEGRPOTrainer
+
+# -- token text -------------------------------------------------------------------------------------------------------
+
+
+def test_ascii_markers_and_line_breaks() -> None:
+    texts = TokenTexts(TOKENIZER)
+    assert texts.of([*b"a b", 10, 9, 13, 27, 258]) == ["a", " ", "b", "↵\n", "→\t", "␍", "\\x1b", "<|im_end|>"]
+    assert texts.is_special(258) and not texts.is_special(97)
+
+
+def test_a_character_of_several_tokens_stands_at_the_first() -> None:
+    assert TokenTexts(TOKENIZER).of(list("é€𝄞x".encode())) == ["é", "·", "€", "·", "·", "𝄞", "·", "·", "·", "x"]
+
+
+def test_half_a_character_has_the_tokenizers_name() -> None:
+    assert TokenTexts(TOKENIZER).of([0xC3, 97]) == [TOKENIZER.convert_ids_to_tokens(0xC3), "a"]
+
+
+def test_without_a_tokenizer_it_is_the_number() -> None:
+    texts = TokenTexts(None)
+    assert texts.of([5, 258]) == ["5 ", "258 "]
+    assert not texts.is_special(258)
+
+
+def test_an_id_outside_of_the_vocabulary_is_shown_as_such() -> None:
+    class Strict:
+        all_special_ids = ()
+
+        def decode(self, ids: list[int], **_: Any) -> str:
+            raise KeyError(ids[0])
+
+        convert_ids_to_tokens = decode
+
+    assert TokenTexts(Strict()).of([7]) == ["⟨7⟩"]
+    assert TokenTexts(TOKENIZER).of([100_000]) == ["⟨100000⟩"]
+
+
+def test_each_text_is_decoded_once() -> None:
+    calls: list[list[int]] = []
+
+    class Counting:
+        def decode(self, ids: list[int], **_: Any) -> str:
+            calls.append(ids)
+            return "a"
+
+    assert TokenTexts(Counting()).of([1, 2, 1, 1]) == ["a"] * 4
+    assert calls == [[1], [2]]
+
+
+# -- token sample -----------------------------------------------------------------------------------------------------
+
+
+def read(td: Any, n: int = 4, most: int = 256, **kwargs: Any) -> list[TokenSample]:
+    return read_samples(td, n, most, tokenizer=TOKENIZER, **kwargs)
+
+
+def test_every_entry_of_a_token() -> None:
+    (sample,) = read(rollout("ab", "cd", versions=[3, 4]))
+    assert sample.title == "sample 0: 2 prompt, 2 response tokens"
+    first, _, third, last = sample.shown
+    assert (first.text, first.part, first.log_prob, first.version, first.kept) == ("a", "prompt", None, None, None)
+    assert (third.text, third.part, third.log_prob, third.version, third.kept) == ("c", "response", -0.5, 3, 3)
+    assert first.experts == {1: (0, 1), 2: (0, 1)}  # layer 0 is dense
+    assert third.experts == {1: (2, 3), 2: (2, 3)}
+    assert last.experts == {} and last.version == 4
+    assert [token.position for token in sample.shown] == [0, 1, 2, 3]
+
+
+def test_the_last_rows_of_any_batch_are_read() -> None:
+    rows = [rollout("q", answer) for answer in ("a", "bc", "def", "ghij")]
+    assert [s.index for s in read(lazy_stack(rows), n=2)] == [2, 3]
+    nested = lazy_stack([lazy_stack(rows[:2]), lazy_stack(rows[2:])])
+    assert ["".join(token.text for token in s.shown) for s in read(nested, n=9)] == ["qa", "qbc", "qdef", "qghij"]
+    assert len(rows_of(nested)) == 4 and rows_of(rows[0]) == [rows[0]]
+
+
+def test_pads_are_left_out() -> None:
+    row = rollout("ab", "c").exclude("routed_experts", "sampling")
+    padded = TensorDict(
+        {
+            key: torch.cat([value[:1], value[:1], value]) if key[-1] in ("full", "prompt") else value
+            for key, value in row.items(include_nested=True, leaves_only=True)
+            if key[0] != "masks"
+        }
+    )
+    padded["masks", "all_attention_mask"] = torch.tensor([False, False, True, True, True])
+    (sample,) = read(padded)
+    assert "".join(token.text for token in sample.shown) == "abc"
+    assert [token.part for token in sample.shown] == ["prompt", "prompt", "response"]
+
+
+@pytest.mark.parametrize("known", ["versions", "assistant", "log_probs", "prompt"])
+def test_what_was_sampled_is_known_by_any_entry(known: str) -> None:
+    row = rollout("ab", "cd")
+    if known != "versions":
+        del row["policy_versions"]
+    if known in ("log_probs", "prompt"):
+        del row["masks", "all_assistant_mask"]
+    if known == "log_probs":
+        del row["tokens", "prompt"]
+    (sample,) = read(row)
+    assert [token.part for token in sample.shown] == ["prompt", "prompt", "response", "response"]
+
+
+def test_tokens_between_turns_are_observations() -> None:
+    row = rollout("ab", "cdef")
+    row["policy_versions", "full"] = torch.tensor([-1, -1, 0, -1, 1, -1], dtype=torch.int32)
+    (sample,) = read(row)
+    assert [t.part for t in sample.shown] == ["prompt"] * 2 + ["response", "observation", "response", "observation"]
+    assert sample.title == "sample 0: 2 prompt, 2 response, 2 observation tokens"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "most", "expected"),
+    [
+        ("abcd", "efgh", 8, "abcdefgh"),
+        ("abcdefgh", "ij", 4, [6, "gh", "ij"]),
+        ("abcdefgh", "ijklmnop", 8, [6, "gh", "ijk", 2, "nop"]),
+        ("a", "bcdefghij", 5, ["a", "bc", 5, "ij"]),
+        ("ab", "cd", 1, [2, "c", 1]),
+    ],
+)
+def test_a_long_rollout_is_cut(prompt: str, answer: str, most: int, expected: Any) -> None:
+    (sample,) = read(rollout(prompt, answer), most=most)
+    parts: list[Any] = []
+    for one in sample.tokens:
+        if isinstance(one, int):
+            parts.append(one)
+        elif parts and isinstance(parts[-1], list) and parts[-1][0] == one.part:
+            parts[-1].append(one.text)
+        else:
+            parts.append([one.part, one.text])
+    found = [part if isinstance(part, int) else "".join(part[1:]) for part in parts]
+    assert found == expected or "".join(map(str, found)) == expected
+    assert sum(part if isinstance(part, int) else len(part) for part in found) == len(prompt + answer)
+    assert len(sample.shown) <= most
+
+
+def test_the_policy_names_keys_and_has_the_tokenizer() -> None:
+    row = rollout("a", "b")
+    row["words"] = row.pop("tokens")
+    policy = SimpleNamespace(tokens_key="words", masks_key=None, tokenizer=TOKENIZER)
+    (sample,) = read_samples(row, 1, 9, policy=policy)
+    assert [token.text for token in sample.shown] == ["a", "b"]
+    with pytest.raises(ValueError, match=r"no tokens at \('tokens', 'full'\)"):
+        read(row)
+
+
+def test_a_reward_is_summed() -> None:
+    row = rollout("a", "bc")
+    row["next", "reward"] = torch.tensor([[0.5], [1.0]], dtype=torch.bfloat16)
+    assert read(row)[0].title.endswith("reward 1.5")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"n": 0}, "n must be an integer of at least 1, got 0"),
+        ({"n": 1.5}, "n must be an integer of at least 1, got 1.5"),
+        ({"most": None}, "tokens must be an integer of at least 1, got None"),
+        ({"most": 0}, "tokens must be an integer of at least 1, got 0"),
+    ],
+)
+def test_bad_numbers_are_refused(arguments: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        read(rollout("a", "b"), **arguments)
+
+
+def test_an_entry_of_another_length_is_refused() -> None:
+    row = rollout("a", "bc")
+    row["policy_versions", "full"] = torch.zeros(2)
+    with pytest.raises(ValueError, match=r"\('policy_versions', 'full'\) has 2 rows, and there are 3 tokens"):
+        read(row)
+
+
+# -- token scale ------------------------------------------------------------------------------------------------------
+
+
+def test_versions_keep_their_colors_from_batch_to_batch() -> None:
+    one = make_scale([sample(token(version=3), token(version=4))])
+    two = make_scale([sample(token(version=4), token(version=5), token())])
+    assert list(one.fills) == ["version 3", "version 4"]
+    assert one.fills["version 4"] == two.fills["version 4"] == HUES[4]
+    assert two.label(token()) is None and two.fill(token()) is None
+    far = make_scale([sample(token(version=0), token(version=7))])
+    assert far.fills["version 0"] != far.fills["version 7"]
+
+
+def test_of_many_versions_the_newest_are_named() -> None:
+    scale = make_scale([sample(*(token(version=at) for at in range(9)))])
+    assert list(scale.fills) == ["older", *(f"version {at}" for at in range(2, 9))]
+    assert scale.label(token(version=1)) == "older" and scale.fill(token(version=1)) == OTHERS
+    assert len(set(scale.fills.values())) == 8
+
+
+def test_experts_are_those_of_the_first_layer_with_routes_or_of_the_one_named() -> None:
+    tokens = [token(experts={2: (5, 1), 3: (0, 1)}), token(experts={2: (1, 5)}), token()]
+    scale = make_scale([sample(*tokens)], "experts")
+    assert scale.title == "expert that stands first in layer 2"
+    assert [scale.label(t) for t in tokens] == ["expert 5", "expert 1", None]
+    assert list(scale.fills) == ["expert 1", "expert 5"]
+    assert make_scale([sample(*tokens)], "experts", 3).label(tokens[0]) == "expert 0"
+    with pytest.raises(ValueError, match="layer 1 has no routes in these samples: take one of 2, 3"):
+        make_scale([sample(*tokens)], "experts", 1)
+    assert make_scale([sample(token())], "experts").fills == {}
+
+
+def test_of_many_experts_the_commonest_are_named() -> None:
+    def scale_of(count: int) -> Any:
+        return make_scale([sample(*(token(experts={0: (at,)}) for at in [*range(count), *range(2, count)]))], "experts")
+
+    assert list(scale_of(8).fills) == [f"expert {at}" for at in range(8)]
+    assert list(scale_of(9).fills) == [*(f"expert {at}" for at in range(2, 9)), "another expert"]
+    assert len(set(scale_of(9).fills.values())) == len(set(scale_of(8).fills.values())) == 8
+
+
+@pytest.mark.parametrize(
+    ("kept", "label"),
+    [
+        (None, None), (1, "1 word"), (2, "2 to 4 words"), (4, "2 to 4 words"), (5, "5 to 16 words"),
+        (16, "5 to 16 words"), (17, "17 to 64 words"), (64, "17 to 64 words"), (65, "more words"),
+        (-1, "all but some"), (0, "all words"),
+    ],
+)  # fmt: skip
+def test_kept_words(kept: int | None, label: str | None) -> None:
+    scale = make_scale([sample(token(kept=kept))], "kept")
+    assert scale.label(token(kept=kept)) == label
+    assert list(scale.fills) == ([] if label is None else [label])
+
+
+@pytest.mark.parametrize(
+    ("log_prob", "label"),
+    [
+        (0.0, "p ≥ 0.9"), (0.001, "p ≥ 0.9"), (-0.11, "p 0.5 to 0.9"), (-0.7, "p 0.1 to 0.5"),
+        (-2.4, "p 0.01 to 0.1"), (-5.0, "p < 0.01"), (None, None),
+    ],
+)  # fmt: skip
+def test_probabilities(log_prob: float | None, label: str | None) -> None:
+    assert make_scale([sample(token(log_prob=log_prob))], "log_probs").label(token(log_prob=log_prob)) == label
+
+
+def test_the_rarer_the_stronger() -> None:
+    likely, unlikely = token(log_prob=-0.01), token(log_prob=-9.0)
+    fills = make_scale([sample(likely, unlikely)], "log_probs").fills
+    assert fills["p ≥ 0.9"].alpha == 0 and fills["p < 0.01"].alpha == 0.5
+    fills = make_scale([sample(token(kept=1), token(kept=0))], "kept").fills
+    assert fills["all words"].alpha == 0 and fills["1 word"].alpha == 0.5
+
+
+def test_another_color_is_refused() -> None:
+    with pytest.raises(ValueError, match="color must be one of 'versions', 'experts', 'kept', 'log_probs', got 'red'"):
+        make_scale([], "red")  # type: ignore[arg-type]
+
+
+# -- token runs -------------------------------------------------------------------------------------------------------
+
+
+SHOWN = [
+    sample(
+        token("[red]q", part="prompt"),
+        token("a", version=0),
+        token("↵\n", version=0),
+        token("b", version=1),
+        3,
+        token("o", part="observation"),
+    )
+]
+TEXT = """\
+version of the weights that sampled a token: version 0, version 1
+sample 0: 6 response tokens
+  prompt               [red]q
+  response, version 0  a↵
+  response, version 1  b
+  …                    3 more tokens
+  observation          o
+"""
+
+
+def test_each_run_of_one_label_is_a_line() -> None:
+    assert samples_text(SHOWN, make_scale(SHOWN)) == TEXT.rstrip("\n")
+    assert samples_text([], make_scale([])) == "version of the weights that sampled a token: not known"
+
+
+def test_a_file_gets_lines_of_text(capsys: pytest.CaptureFixture[str]) -> None:
+    print_samples(SHOWN, make_scale(SHOWN))
+    assert capsys.readouterr().out == TEXT
+
+
+def test_without_rich_it_is_the_same(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    print_samples(SHOWN, make_scale(SHOWN))
+    assert capsys.readouterr().out == TEXT
+
+
+def test_a_terminal_gets_colors(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLORTERM": "truecolor"}.items():
+        monkeypatch.setenv(name, value)
+    print_samples(SHOWN, make_scale(SHOWN))
+    shown = capsys.readouterr().out
+    assert "\x1b[" in shown and "[red]q" in shown
+    black_on_blue = "\x1b[30;48;2;179;221;245m"  # sky blue, on white
+    assert f"{black_on_blue}a\x1b[0m" in shown
+    assert "more tokens" in shown
+
+
+# -- token html -------------------------------------------------------------------------------------------------------
+
+
+NASTY = "<script>alert('1')</script>\" onmouseover=\"x"
+
+
+class Reader(HTMLParser):
+    """Spans with a title, and all text; refuses other tags than those of a display, and attributes that run."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.titles: list[str] = []
+        self.styles: list[str] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in {"div", "span", "b", "br"}
+        assert {name for name, _ in attrs} <= {"style", "title"}
+        given = dict(attrs)
+        self.styles.append(given.get("style") or "")
+        if "title" in given:
+            self.titles.append(given["title"] or "")
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_nothing_in_a_rollout_runs() -> None:
+    samples = read_samples(rollout("<|im_start|>" + NASTY, NASTY), 1, 999, tokenizer=TOKENIZER)
+    whole = sample(token(NASTY))
+    for shown in (samples, [whole]):
+        html = samples_html(shown, make_scale(shown))
+        assert "<script" not in html
+        assert NASTY in Reader(html).text
+
+
+def test_a_title_says_all_that_is_known() -> None:
+    known = token(position=7, id=300, text="x", log_prob=-0.25, version=3, kept=20, experts={0: (1, 2), 4: (3, 5)})
+    lines = ["token 7, id 300: x", "log-prob -0.25", "version 3", "sampled from 20 words"]
+    routes = ["layer 0: experts 1, 2", "layer 4: experts 3, 5"]
+    assert describe(known).split("\n") == lines + routes
+    assert describe(known, layer=4).split("\n") == [*lines, routes[1]]
+    assert describe(token(kept=0)).split("\n")[1:] == ["sampled from all words"]
+    assert describe(token(kept=-2)).split("\n")[1:] == ["sampled from all but 2"]
+    assert Reader(samples_html([sample(known)], make_scale([sample(known)]))).titles == [describe(known)]
+
+
+def test_a_title_names_a_few_layers() -> None:
+    deep = token(experts={layer: (0,) for layer in range(48)})
+    assert describe(deep).split("\n")[-1] == "and 40 more layers"
+    assert describe(deep, layer=40).split("\n")[1:] == ["layer 40: experts 0"]
+
+
+def test_the_legend_counts_and_parts_are_named() -> None:
+    shown = [sample(token("q", part="prompt"), token(version=1), token(version=1), 5, token("o", part="observation"))]
+    text = Reader(samples_html(shown, make_scale(shown))).text
+    assert "version 1 (2)" in text
+    for words in ("[prompt] q", "[response] aa", "… 5 more tokens …", "[observation] o", "special token"):
+        assert words in text
+    assert "not known" in Reader(samples_html([], make_scale([]))).text
+
+
+def test_colors_let_the_pages_own_text_be_seen() -> None:
+    shown = [sample(token(version=1, special=True))]
+    for style in Reader(samples_html(shown, make_scale(shown))).styles:
+        for rule in filter(None, style.split(";")):
+            name, value = rule.split(":")
+            assert name != "color" or value == "inherit"
+            assert name != "background" or value == "transparent" or value.startswith("rgba(")
+
+
+def test_long_rollouts_of_deep_models_stay_small() -> None:
+    deep = token(log_prob=-0.123456, version=123, kept=20, experts={at: tuple(range(100, 108)) for at in range(96)})
+    shown = [sample(*[deep] * MOST_TOKENS)] * 4
+    assert len(samples_html(shown, make_scale(shown))) < 1_000_000
+
+
+# -- samples ----------------------------------------------------------------------------------------------------------
+
+
+TD = lazy_stack([rollout("q", "ab", versions=[0, 1]), rollout("q", "c")])
+
+
+def test_a_terminal_shows_text(capsys: pytest.CaptureFixture[str]) -> None:
+    show_samples(TD, n=1, tokenizer=TOKENIZER)
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "sample 1: 1 prompt, 1 response tokens",
+        "  prompt               q",
+        "  response, version 0  c",
+    ]
+
+
+def test_the_former_name_of_an_argument_is_taken_until_the_next_release(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.warns(DeprecationWarning, match="colour= is now color="):
+        show_samples(TD, colour="kept", tokenizer=TOKENIZER)  # type: ignore[call-arg]
+    show_samples(TD, color="kept", tokenizer=TOKENIZER)
+    shown = capsys.readouterr().out
+    assert shown[: len(shown) // 2] == shown[len(shown) // 2 :]
+    with pytest.raises(TypeError, match="give one of them"), pytest.warns(DeprecationWarning):
+        show_samples(TD, color="kept", colour="kept")  # type: ignore[call-arg]
+    for shows in (AsyncLLMCollector, LLMCollector, RayLLMCollector, MoEGRPOTrainer):
+        assert "color" in inspect.signature(shows.show_samples).parameters
+        with pytest.warns(DeprecationWarning), pytest.raises(AttributeError):  # it is looked at before anything else
+            shows.show_samples(object(), colour="kept")  # type: ignore[arg-type,call-arg]
+
+
+@pytest.mark.parametrize("color", get_args(Color))
+def test_a_notebook_shows_html(
+    color: Color, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(samples, "in_notebook", lambda: True)
+    monkeypatch.setattr(samples, "show_html", lambda html, text: shown.append((html, text)))
+    show_samples(TD, color=color, layer=2, tokenizer=TOKENIZER)
+    ((html, text),) = shown
+    assert html.startswith("<div") and "sample 0" in html and "sample 1" in html
+    assert "layer 2: experts" in html and "layer 1" not in html
+    assert text.splitlines()[1] == "sample 0: 1 prompt, 2 response tokens"
+    assert capsys.readouterr().out == ""
+
+
+def test_the_rollouts_are_not_changed() -> None:
+    before = TD.clone()
+    show_samples(TD, color="experts")
+    assert bool((before.exclude(("log_probs", "full")) == TD.exclude(("log_probs", "full"))).all())
+
+
+def test_what_cannot_be_shown_is_refused() -> None:
+    with pytest.raises(ValueError, match="the batch is empty"):
+        show_samples(TensorDict(batch_size=[0]))
+    for odd in ("gpt2", ["a"]):
+        with pytest.raises(TypeError, match="tokenizer must be"):
+            show_samples(TD, tokenizer=odd)
