@@ -1,26 +1,24 @@
-"""One call's requests: placed, handed over, awaited in order, aborted if the call ends early; leases always return."""
+"""One call's requests: placed, sent, awaited in order, aborted if the call ends early; nothing of them stays behind.
+
+A service over scripted replicas that nobody restarts, asked as users ask it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import pickle
 import random
 import signal
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from concurrent.futures import Future
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pytest
 
 from support.completions import assert_same_answers, cut
 from support.replicas import ScriptedReplica
-from support.requests import named_requests, waiting_request
-from support.strategies import Says
 from support.waiting import HOUR, PATIENCE, in_thread, until
 from torchrl_moe.errors import (
     EngineError,
@@ -32,35 +30,67 @@ from torchrl_moe.errors import (
 )
 from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.modules.serving import dispatch as dispatch_module
-from torchrl_moe.modules.serving.balancer import LoadBalancer
-from torchrl_moe.modules.serving.candidates import Recovery, ReplicaState
-from torchrl_moe.modules.serving.dispatch import Admission, Dispatcher
+from torchrl_moe.modules.serving.candidates import FaultPolicy, Recovery, ReplicaState
 from torchrl_moe.modules.serving.event_loop import EventLoop
-from torchrl_moe.modules.serving.in_flight import Call
-from torchrl_moe.modules.serving.replica_table import ReplicaTable
-from torchrl_moe.modules.serving.requests import placements
+from torchrl_moe.modules.serving.service import GenerationService, Progress
 from torchrl_moe.modules.serving.strategies import Strategy
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
 
-@pytest.fixture
-def serve() -> Iterator[Callable[..., LoadBalancer]]:
-    """Makes balancers over scripted replicas. Whatever a test did: at its end all leases are back, no request runs."""
-    made: list[LoadBalancer] = []
+class Scripted(GenerationService):
+    """Serves with scripted replicas from the start, and watches over none of them."""
 
-    def make(num_replicas: int = 1, **kwargs: Any) -> LoadBalancer:
-        made.append(LoadBalancer([ScriptedReplica(index, **kwargs) for index in range(num_replicas)]))
+    def __init__(self, num_replicas: int, attempts: int, places: int | None, **kwargs: Any) -> None:
+        made = [ScriptedReplica(index, **kwargs) for index in range(num_replicas)]
+        super().__init__(made, faults=FaultPolicy(attempts=attempts), max_concurrent_requests=places)
+        for replica in made:
+            self.infos.append(replica.wait_ready(0.0))
+            replica.log.clear()
+            self.replica_table.set_state(replica.index, ReplicaState.SERVING)
+        self._running = True
+
+    @property
+    def parked(self) -> int:
+        """Requests that wait for a replica."""
+        return len(self._dispatcher._parked)
+
+    @property
+    def in_use(self) -> list[str]:
+        """Ids of the requests that are not over."""
+        return list(self._dispatcher._open)
+
+    @property
+    def places(self) -> tuple[int, int]:
+        """How many are taken, and how many requests wait for one."""
+        return self.admission.taken, self.admission.waiting
+
+    @property
+    def inflight(self) -> list[int]:
+        return [entry.inflight for entry in self.replica_table]
+
+    def set_states(self, state: ReplicaState, *indices: int) -> None:
+        for index in indices or range(self.num_replicas):
+            self.replica_table.set_state(index, state)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Scripted]]:
+    """Makes services. Whatever a test did: at its end all leases and places are back, no request runs."""
+    made: list[Scripted] = []
+
+    def make(num_replicas: int = 1, attempts: int = 2, places: int | None = None, **kwargs: Any) -> Scripted:
+        made.append(Scripted(num_replicas, attempts, places, **kwargs))
         return made[-1]
 
     yield make
-    entries = [entry for balancer in made for entry in balancer.replica_table]
     try:
-        until(lambda: all(entry.inflight == 0 for entry in entries))
-        assert all(e.replica.stats(1.0).running == 0 for e in entries if e.replica.is_alive())
+        for service in made:
+            until(lambda service=service: not any(service.inflight) and service.places == (0, 0))
+            assert all(r.stats(1.0).running == 0 for r in replicas(service) if r.is_alive())
     finally:
-        for entry in entries:
-            entry.replica.shutdown()
+        for service in made:
+            service.shutdown()
 
 
 @pytest.fixture
@@ -92,79 +122,45 @@ def later(when: float | Callable[[], Any], function: Callable[..., None], *args:
     return thread
 
 
-def asked(balancer: LoadBalancer, *names: str) -> Callable[[], bool]:
-    """Whether replicas were handed these requests."""
-    return lambda: set(names) <= {name for r in replicas(balancer) for batch in r.asked("submit") for name in batch}
+def asked(service: Scripted, *names: str) -> Callable[[], bool]:
+    """Whether replicas were sent these requests."""
+    return lambda: set(names) <= {name for r in replicas(service) for batch in r.asked("submit") for name in batch}
 
 
-def waits(balancer: LoadBalancer) -> Callable[[], Any]:
-    """Whether a request waits for a replica."""
-    return lambda: parked(balancer)
+def waits(service: Scripted) -> Callable[[], Any]:
+    return lambda: service.parked
 
 
-DISPATCHERS: WeakKeyDictionary[ReplicaTable, list[Dispatcher]] = WeakKeyDictionary()
-"""Of a table: the first is used unless a test wants one of its own."""
+def run(
+    service: Scripted, names: Sequence[str], timeout: float | None = None, max_tokens: int = 4, **kwargs: Any
+) -> list[Completion]:
+    """Answers to requests whose ids are also their prompts."""
+    ids = [list(name.encode()) for name in names]
+    kwargs |= {"request_ids": list(names), "timeout_seconds": timeout, "use_tqdm": False}
+    completions: Any = service.generate(ids, {"max_tokens": max_tokens, "logprobs": 0}, **kwargs)
+    return completions  # type: ignore[no-any-return]
 
 
-def dispatcher(balancer: LoadBalancer, *arguments: Any, **keywords: Any) -> Dispatcher:
-    """The dispatcher of a balancer's replicas; with arguments, another one."""
-    table = balancer.replica_table
-    made = DISPATCHERS.setdefault(table, [])
-    if not made or arguments or keywords:
-        made.append(Dispatcher(table, *arguments, **keywords))
-        return made[-1]
-    return made[0]
+async def run_async(service: Scripted, name: str = "a", timeout: float | None = None, **kwargs: Any) -> Completion:
+    params = {"max_tokens": 4, "logprobs": 0}
+    return await service.agenerate(list(name.encode()), params, request_id=name, timeout_seconds=timeout, **kwargs)
 
 
-@dataclass
-class Asked:
-    """A call on its way."""
-
-    dispatcher: Dispatcher
-    call: Call
-
-    def run(self) -> list[Completion]:
-        return self.dispatcher.run(self.call)
-
-    async def run_async(self) -> Completion:
-        (completion,) = await self.dispatcher.run_async(self.call)
-        return completion
+def start(service: Scripted, names: Sequence[str], *args: Any, **kwargs: Any) -> Future[list[Completion]]:
+    """:func:`run` in a thread."""
+    return in_thread(lambda: run(service, names, *args, **kwargs))
 
 
-def dispatch(
-    balancer: LoadBalancer, names: Sequence[str], timeout: float | None = None, max_tokens: int = 4, **placement: Any
-) -> Asked:
-    call = Call(balancer, named_requests(names, max_tokens), placements(len(names), **placement), timeout)
-    return Asked(dispatcher(balancer), call)
-
-
-def run(balancer: LoadBalancer, names: Sequence[str], timeout: float | None = None, **kwargs: Any) -> list[Completion]:
-    return dispatch(balancer, names, timeout, **kwargs).run()
-
-
-def abort(balancer: LoadBalancer, names: Sequence[str]) -> None:
-    for one in DISPATCHERS.get(balancer.replica_table, []):
-        one.abort(names)
-
-
-def in_use(balancer: LoadBalancer) -> list[str]:
-    return [name for one in DISPATCHERS.get(balancer.replica_table, []) for name in one._open]
-
-
-def parked(balancer: LoadBalancer) -> int:
-    return sum(len(one._parked) for one in DISPATCHERS.get(balancer.replica_table, []))
-
-
-def let_pass(balancer: LoadBalancer, turns: int = 5) -> None:
-    """Wait until the loop of the first dispatcher has had its next turns."""
+def let_pass(service: Scripted, turns: int = 5) -> None:
+    """Wait until the service's loop has had its next turns."""
     for _ in range(turns):
         passed = threading.Event()
-        dispatcher(balancer)._loop.call(passed.set)
+        service._loop.call(passed.set)
         assert passed.wait(PATIENCE)
 
 
 def whole(error: Any) -> list[str | None]:
-    """The names of the requests that had finished as a call ended with an error."""
+    """The ids of the requests that had finished as a call ended with an error."""
     return [None if completion.aborted else completion.request_id for completion in error.partial]
 
 
@@ -172,8 +168,8 @@ def taken_by(error: Any) -> list[int | None]:
     return [None if completion.aborted else completion.metrics.replica for completion in error.partial]
 
 
-def replicas(balancer: LoadBalancer) -> list[ScriptedReplica]:
-    return [entry.replica for entry in balancer.replica_table]
+def replicas(service: Scripted) -> list[ScriptedReplica]:
+    return [entry.replica for entry in service.replica_table]  # type: ignore[misc]
 
 
 def slow_if(*names: str) -> Callable[[Request], float]:
@@ -206,21 +202,6 @@ def test_the_named_replica_takes_all(serve: Any) -> None:
         run(lb, "ab", actor_index=3)
 
 
-def test_prompt_session_and_version_reach_the_strategies(serve: Any) -> None:
-    lb, ear = serve(2), Says()
-    lb.replica_table.set_version(1, 3)
-    run(LoadBalancer(lb, ear), "ab", session_ids=["s", "t"], min_version=3)
-    heard = [(bytes(context.prompt.tolist()), context.session_id, len(asked)) for asked, context in ear.asked]
-    assert heard == [(b"a", "s", 1), (b"b", "t", 1)]
-
-
-def test_text_is_what_a_strategy_sees_of_a_text_prompt(serve: Any) -> None:
-    lb = serve()
-    call = Call(lb, [Request(request_id="a", sampling_params=None, prompt="hi")], placements(1))
-    (completion,) = dispatcher(lb).run(call)
-    assert completion.prompt == "hi"
-
-
 def test_an_error_of_a_strategy_is_that_of_its_request_and_the_others_finish(serve: Any) -> None:
     class Warns(Strategy):
         name = "warns"
@@ -233,10 +214,11 @@ def test_an_error_of_a_strategy_is_that_of_its_request_and_the_others_finish(ser
                 warnings.warn("odd", stacklevel=1)
 
     lb = serve(2)
+    lb.create_load_balancer(Warns())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(UserWarning):
-            run(LoadBalancer(lb, Warns()), "abc")
+            run(lb, "abc")
     assert [replica.asked("submit") for replica in replicas(lb)] == [[["a", "c"]], []]
     run(lb, "abc")  # the names are free again
 
@@ -248,7 +230,7 @@ def test_half_a_hand_over_is_taken_back_and_the_others_finish(serve: Any) -> Non
         run(lb, "abcdef")
     assert [replica.asked("submit") for replica in replicas(lb)] == [[["a", "d"]], [["b", "e"]], [["c", "f"]]]
     assert [replica.asked("abort") for replica in replicas(lb)] == [[], ["b", "e"], []]
-    assert [entry.inflight for entry in lb.replica_table] == [0, 0, 0]
+    assert lb.inflight == [0, 0, 0]
     for replica in replicas(lb):
         until(lambda replica=replica: replica.stats(1.0).running == 0)
         replica.script, replica.token_seconds = {}, 0.0
@@ -257,14 +239,14 @@ def test_half_a_hand_over_is_taken_back_and_the_others_finish(serve: Any) -> Non
 
 def test_a_name_in_flight_is_refused_until_its_request_is_over(serve: Any) -> None:
     lb = serve(2, token_seconds=slow_if("slow"))
-    first = in_thread(lambda: run(lb, ["slow"]))
+    first = start(lb, ["slow"])
     until(lambda: lb.replica_table[0].inflight == 1)
     with pytest.raises(ValueError, match="request ids are in flight already: slow"):
         run(lb, ["other", "slow"])
-    assert [entry.inflight for entry in lb.replica_table] == [1, 0]
+    assert lb.inflight == [1, 0]
     run(lb, ["other"])
-    abort(lb, ["slow"])
-    abort(lb, ["slow"])
+    lb.abort(["slow"])
+    lb.abort(["slow"])
     assert first.result(60.0)[0].aborted
     for replica in replicas(lb):
         replica.token_seconds = 0.0
@@ -273,15 +255,15 @@ def test_a_name_in_flight_is_refused_until_its_request_is_over(serve: Any) -> No
 
 def test_a_name_that_is_free_again_belongs_to_the_next_call(serve: Any) -> None:
     lb = serve(1, token_seconds=slow_if("slow"))
-    first = in_thread(lambda: run(lb, ["quick", "slow"]))
-    until(lambda: in_use(lb) == ["slow"])
+    first = start(lb, ["quick", "slow"])
+    until(lambda: lb.in_use == ["slow"])
     (replica,) = replicas(lb)
     replica.token_seconds = HOUR
-    second = in_thread(lambda: run(lb, ["quick"]))
+    second = start(lb, ["quick"])
     until(lambda: lb.replica_table[0].inflight == 2)
-    abort(lb, ["slow"])
+    lb.abort(["slow"])
     assert len(first.result(60.0)) == 2
-    abort(lb, ["quick"])
+    lb.abort(["quick"])
     assert second.result(60.0)[0].aborted
 
 
@@ -302,11 +284,11 @@ def test_requests_wait_for_a_replica_that_is_coming_back(
 
 def test_requests_wait_for_the_version_they_need(serve: Any) -> None:
     lb = serve(2)
-    lb.replica_table.set_state(1, ReplicaState.SYNCING)
+    lb.set_states(ReplicaState.SYNCING, 1)
 
     def finish_sync() -> None:
         lb.replica_table.set_version(1, 1)
-        lb.replica_table.set_state(1, ReplicaState.SERVING)
+        lb.set_states(ReplicaState.SERVING, 1)
 
     timer = later(waits(lb), finish_sync)
     assert [completion.metrics.replica for completion in run(lb, "ab", min_version=1)] == [1, 1]
@@ -315,61 +297,57 @@ def test_requests_wait_for_the_version_they_need(serve: Any) -> None:
 
 def test_a_group_that_waits_begins_on_the_version_that_then_serves(serve: Any) -> None:
     lb = serve(2)
-    lb.replica_table.set_state(1, ReplicaState.SYNCING)
-    lb.acquire(group_id="old").release()
+    lb.set_states(ReplicaState.SYNCING, 1)
+    lb.load_balancer.acquire(group_id="old").release()
 
     def finish_sync() -> None:
         lb.replica_table.set_version(1, 1)
-        lb.replica_table.set_state(1, ReplicaState.SERVING)
+        lb.set_states(ReplicaState.SERVING, 1)
 
     timer = later(waits(lb), finish_sync)
     lb.replica_table.set_state(0, ReplicaState.DRAINING)
     assert [c.metrics.replica for c in run(lb, "ab", group_ids=["new", "new"])] == [1, 1]
     timer.join()
-    lb.replica_table.set_state(0, ReplicaState.SERVING)
+    lb.set_states(ReplicaState.SERVING, 0)
     assert [c.metrics.replica for c in run(lb, "cd", group_ids=["new", "old"])] == [1, 0]
 
 
 def test_a_request_that_must_wait_does_not_hold_up_the_others_of_its_call(serve: Any) -> None:
     lb = serve(2)
     lb.replica_table.set_version(1, 1)
-    lb.acquire(group_id="old").release()
+    lb.load_balancer.acquire(group_id="old").release()
     lb.replica_table.set_state(1, ReplicaState.DRAINING)
     with pytest.raises(StaleReplicaError, match="which group 'old' began on") as caught:
         run(lb, "ab", timeout=0.1, group_ids=["new", "old"])
     assert taken_by(caught.value) == [0, None]
-    assert lb.groups.version("new") == 0
-    lb.replica_table.set_state(1, ReplicaState.SERVING)
+    assert lb.load_balancer.groups.version("new") == 0
+    lb.set_states(ReplicaState.SERVING, 1)
     assert [c.metrics.replica for c in run(lb, "ab", group_ids=["new", "old"])] == [0, 1]
 
 
 def test_a_group_whose_version_no_replica_will_ever_hold_again_is_reported_at_once(serve: Any) -> None:
     lb = serve(2)
-    lb.acquire(group_id="g").release()
+    lb.load_balancer.acquire(group_id="g").release()
     for index in range(2):
         lb.replica_table.set_state(index, ReplicaState.SYNCING)
         lb.replica_table.set_version(index, 1)
-    lb.replica_table.set_state(0, ReplicaState.SERVING)
+    lb.set_states(ReplicaState.SERVING, 0)
     with pytest.raises(StaleReplicaError, match="Begin the group again"):  # the other is in sync, but on version 1
         run(lb, "a", group_ids=["g"])
 
 
 def test_many_waiting_threads_all_wake_up(serve: Any) -> None:
     lb = serve(2)
-    for index in range(2):
-        lb.replica_table.set_state(index, ReplicaState.SYNCING)
-    with ThreadPoolExecutor(8) as pool:
-        calls = [pool.submit(run, lb, [f"{i}"]) for i in range(8)]
-        time.sleep(0.1)
-        assert not any(call.done() for call in calls)
-        lb.replica_table.set_state(0, ReplicaState.SERVING)
-        assert [call.result(60.0)[0].metrics.replica for call in calls] == [0] * 8
+    lb.set_states(ReplicaState.SYNCING)
+    calls = [start(lb, [f"{i}"]) for i in range(8)]
+    until(lambda: lb.parked == 8)
+    lb.set_states(ReplicaState.SERVING, 0)
+    assert [call.result(60.0)[0].metrics.replica for call in calls] == [0] * 8
 
 
 def test_the_deadline_ends_the_wait_for_a_replica(serve: Any) -> None:
     lb = serve(2)
-    for index in range(2):
-        lb.replica_table.set_state(index, ReplicaState.SYNCING)
+    lb.set_states(ReplicaState.SYNCING)
     started = time.monotonic()
     with pytest.raises(NoReplicaError, match=r"no replica is serving: .*#0 SYNCING"):
         run(lb, "ab", timeout=0.2)
@@ -378,7 +356,7 @@ def test_the_deadline_ends_the_wait_for_a_replica(serve: Any) -> None:
 
 def test_the_deadline_ends_the_wait_for_a_version(serve: Any) -> None:
     lb = serve(2)
-    lb.replica_table.set_state(1, ReplicaState.SYNCING)
+    lb.set_states(ReplicaState.SYNCING, 1)
     with pytest.raises(StaleReplicaError, match="no serving replica holds version 1; the newest is 0"):
         run(lb, "ab", timeout=0.2, min_version=1)
 
@@ -405,7 +383,7 @@ def test_nothing_waits_for_a_replica_that_does_not_come(
 
 def test_the_last_replica_dying_ends_the_wait(serve: Any) -> None:
     lb = serve()
-    lb.replica_table.set_state(0, ReplicaState.SYNCING)
+    lb.set_states(ReplicaState.SYNCING, 0)
     timer = later(waits(lb), lb.replica_table.mark_dead, 0)
     with pytest.raises(NoReplicaError, match="#0 DEAD"):
         run(lb, "a")
@@ -425,18 +403,19 @@ def test_a_call_that_waits_half_way_holds_its_places_and_gives_them_back(serve: 
             return index
 
     lb.replica_table.set_state(1, ReplicaState.DEAD)
+    lb.create_load_balancer(OneEach())
     with pytest.raises(NoReplicaError):
-        run(LoadBalancer(lb, OneEach()), "ab", timeout=0.1)
+        run(lb, "ab", timeout=0.1)
     assert replicas(lb)[0].asked("submit") == [["a"]]
 
 
 def test_ctrl_c_while_waiting_for_a_replica_leaves_nothing(serve: Any, interrupt: Any) -> None:
     lb = serve()
-    lb.replica_table.set_state(0, ReplicaState.SYNCING)
+    lb.set_states(ReplicaState.SYNCING, 0)
     interrupt(waits(lb))
     with pytest.raises(KeyboardInterrupt):
         run(lb, "a")
-    lb.replica_table.set_state(0, ReplicaState.SERVING)
+    lb.set_states(ReplicaState.SERVING, 0)
     assert len(run(lb, "a")) == 1
 
 
@@ -453,16 +432,6 @@ def test_late_requests_are_aborted_and_the_finished_ones_are_kept(serve: Any) ->
     assert len(run(lb, "acd")) == 3
 
 
-def test_a_timeout_survives_pickling_with_what_had_finished(serve: Any) -> None:
-    lb = serve(1, token_seconds=slow_if("b"))
-    with pytest.raises(GenerationTimeout) as caught:
-        run(lb, "ab", timeout=1.0)
-    copy = pickle.loads(pickle.dumps(caught.value))
-    assert str(copy) == str(caught.value)
-    assert copy.partial[0].outputs[0].token_ids.tolist() == caught.value.partial[0].outputs[0].token_ids.tolist()
-    assert copy.partial[1].aborted
-
-
 def test_requests_that_had_finished_before_the_deadline_are_not_late_whatever_held_up_the_service(serve: Any) -> None:
     class Slow(Strategy):
         name = "slow"
@@ -471,7 +440,8 @@ def test_requests_that_had_finished_before_the_deadline_are_not_late_whatever_he
             time.sleep(0.1)
 
     lb = serve()
-    assert len(dispatch(LoadBalancer(lb, Slow()), "ab", timeout=0.15).run()) == 2  # handed over after 0.2 s
+    lb.create_load_balancer(Slow())
+    assert len(run(lb, "ab", timeout=0.15)) == 2  # sent after 0.2 s
 
 
 def test_an_abort_that_the_engine_is_slow_to_answer_does_not_hold_the_caller(
@@ -515,7 +485,7 @@ def test_what_late_requests_had_so_far_is_kept_in_input_order(serve: Any) -> Non
 
 def test_ctrl_c_while_waiting_aborts_all_and_brings_what_there_is(serve: Any, interrupt: Any) -> None:
     lb = serve(2, token_seconds=slow_if("b", "c"))
-    interrupt(lambda: [entry.inflight for entry in lb.replica_table] == [1, 1] and in_use(lb) == ["b", "c"])
+    interrupt(lambda: lb.inflight == [1, 1] and lb.in_use == ["b", "c"])
     with pytest.raises(KeyboardInterrupt) as caught:
         run(lb, "abc")
     assert whole(caught.value) == ["a", None, None]
@@ -524,7 +494,7 @@ def test_ctrl_c_while_waiting_aborts_all_and_brings_what_there_is(serve: Any, in
 
 def test_requests_aborted_by_name_come_back_as_aborted(serve: Any) -> None:
     lb = serve(1, token_seconds=slow_if("b"))
-    timer = later(asked(lb, "b"), abort, lb, ["b", "unknown"])
+    timer = later(asked(lb, "b"), lb.abort, ["b", "unknown"])
     completions = run(lb, "abc")
     assert [completion.aborted for completion in completions] == [False, True, False]
     timer.join()
@@ -533,21 +503,9 @@ def test_requests_aborted_by_name_come_back_as_aborted(serve: Any) -> None:
 # -- in an event loop -------------------------------------------------------------------------------------------------
 
 
-async def run_async(
-    balancer: LoadBalancer, name: str = "a", timeout: float | None = None, **placement: Any
-) -> Completion:
-    return await dispatch(balancer, [name], timeout, **placement).run_async()
-
-
-def test_one_request_in_an_event_loop(serve: Any) -> None:
-    lb = serve(2, token_seconds=0.01)
-    completion = asyncio.run(run_async(lb))
-    assert (completion.request_id, len(completion.outputs[0].token_ids)) == ("a", 4)
-
-
 def test_the_event_loop_continues_and_no_thread_is_held(serve: Any) -> None:
     lb = serve(1)
-    lb.replica_table.set_state(0, ReplicaState.SYNCING)
+    lb.set_states(ReplicaState.SYNCING, 0)
 
     async def main() -> list[Completion]:
         tasks = [asyncio.create_task(run_async(lb, f"{i}")) for i in range(100)]
@@ -564,43 +522,32 @@ def test_the_event_loop_continues_and_no_thread_is_held(serve: Any) -> None:
 
 def test_a_task_waits_through_changes_that_do_not_help_it(serve: Any) -> None:
     lb = serve(2)
-    for index in range(2):
-        lb.replica_table.set_state(index, ReplicaState.SYNCING)
+    lb.set_states(ReplicaState.SYNCING)
 
     async def main() -> Completion:
         task = asyncio.create_task(run_async(lb, min_version=1))
         await asyncio.sleep(0.05)
-        lb.replica_table.set_state(0, ReplicaState.SERVING)
+        lb.set_states(ReplicaState.SERVING, 0)
         await asyncio.sleep(0.05)
         assert not task.done()
         lb.replica_table.set_version(1, 1)
-        lb.replica_table.set_state(1, ReplicaState.SERVING)
+        lb.set_states(ReplicaState.SERVING, 1)
         return await task
 
     assert asyncio.run(main()).metrics.replica == 1
 
 
-@pytest.mark.parametrize(("placement", "error"), [({}, NoReplicaError), ({"min_version": 1}, StaleReplicaError)])
-def test_a_task_stops_waiting_at_its_deadline(serve: Any, placement: Any, error: type[Exception]) -> None:
-    lb = serve(2)
-    lb.replica_table.set_state(0, ReplicaState.SYNCING)
-    if not placement:
-        lb.replica_table.set_state(1, ReplicaState.SYNCING)
-    with pytest.raises(error):
-        asyncio.run(run_async(lb, timeout=0.1, **placement))
-
-
 def test_a_task_cancelled_while_it_waits_for_a_replica_sends_nothing_later(serve: Any) -> None:
     lb = serve()
-    lb.replica_table.set_state(0, ReplicaState.SYNCING)
+    lb.set_states(ReplicaState.SYNCING, 0)
 
     async def main() -> None:
         task = asyncio.create_task(run_async(lb))
-        await asyncio.to_thread(until, lambda: parked(lb) == 1)
+        await asyncio.to_thread(until, lambda: lb.parked == 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        lb.replica_table.set_state(0, ReplicaState.SERVING)
+        lb.set_states(ReplicaState.SERVING, 0)
         await asyncio.to_thread(let_pass, lb)
 
     started = time.monotonic()
@@ -625,7 +572,7 @@ def test_a_late_request_of_a_task_is_aborted(serve: Any) -> None:
 
 def test_the_time_spent_waiting_for_a_replica_counts(serve: Any) -> None:
     lb = serve(1, token_seconds=HOUR)
-    lb.replica_table.set_state(0, ReplicaState.SYNCING)
+    lb.set_states(ReplicaState.SYNCING, 0)
     timer = later(2.0, lb.replica_table.set_state, 0, ReplicaState.SERVING)
     started = time.monotonic()
     with pytest.raises(GenerationTimeout):
@@ -698,24 +645,11 @@ def test_what_is_resumed_begins_again_from_what_it_resumed(serve: Any) -> None:
     (full,) = run(serve(), "a", max_tokens=8)
     lb = serve(2)
     replicas(lb)[0].die_under = lambda request: True
-    (asked,) = named_requests("a", max_tokens=8)
-    asked = replace(asked, resume=cut(full, 3))
-    call = Call(lb, [asked], placements(1))
-    (done,) = dispatcher(lb).run(call)
+    first = cut(full, 3)
+    done: Any = lb.generate(resume=first, sampling_params={"max_tokens": 8, "logprobs": 0}, use_tqdm=False)
     assert_same_answers(done, full)
     assert done.metrics.replica == 1
-    assert [replica.submitted for replica in replicas(lb)] == [[asked], [asked]]
-
-
-def test_a_call_of_which_all_is_whole_asks_nobody(serve: Any) -> None:
-    (full,) = run(serve(), "a")
-    lb = serve()
-    replicas(lb)[0].die()
-    told: list[Completion] = []
-    call = Call(lb, [replace(named_requests("a")[0], resume=full)], placements(1), 1.0, told.append)
-    (done,) = dispatcher(lb).run(call)
-    assert done is full
-    assert told == []
+    assert [[request.resume is first for request in replica.submitted] for replica in replicas(lb)] == [[True]] * 2
 
 
 def test_a_task_does_the_same(serve: Any) -> None:
@@ -738,7 +672,7 @@ def test_the_second_try_keeps_to_version_and_group(serve: Any) -> None:
     for replica in replicas(lb)[:2]:
         replica.die_under = lambda request: True
     assert run(lb, "a", min_version=2)[0].metrics.replica == 2
-    lb.acquire_at(3, group_id="g").release()
+    lb.load_balancer.acquire_at(3, group_id="g").release()
     assert [c.metrics.replica for c in run(lb, "ab", group_ids=["g", "g"])] == [3, 3]
     assert [len(replica.submitted) for replica in replicas(lb)] == [1, 1, 1, 2]
 
@@ -749,14 +683,14 @@ def test_a_group_moves_as_a_whole_if_none_of_it_was_answered(serve: Any) -> None
     replicas(lb)[0].die_under = lambda request: True
     completions = run(lb, "abc", group_ids=["g"] * 3)  # it began on version 1, which is gone
     assert [completion.metrics.replica for completion in completions] == [1, 1, 1]
-    assert lb.groups.version("g") == 0
+    assert lb.load_balancer.groups.version("g") == 0
 
 
 def test_a_group_of_several_calls_moves_too_whichever_of_them_hears_of_the_death_first(serve: Any) -> None:
     for _ in range(20):
         lb = serve(2, token_seconds=HOUR)
         lb.replica_table.set_version(0, 1)
-        calls = [in_thread(dispatch(lb, name, group_ids=["g"]).run) for name in "abc"]
+        calls = [start(lb, name, group_ids=["g"]) for name in "abc"]
         until(lambda lb=lb: lb.replica_table[0].inflight == 3)
         replicas(lb)[1].token_seconds = 0.0
         replicas(lb)[0].die()
@@ -781,14 +715,14 @@ def test_a_request_that_was_too_late_is_no_answer_and_its_group_begins_again(ser
     lb.replica_table.set_version(0, 1)
     replicas(lb)[0].token_seconds = 0.0
     assert run(lb, "a", group_ids=["g"])[0].outputs[0].finish_reason == "length"
-    assert lb.groups.version("g") == 1
+    assert lb.load_balancer.groups.version("g") == 1
 
 
 def test_what_the_user_cut_short_is_an_answer_of_its_group(serve: Any) -> None:
     lb = serve(1, token_seconds=HOUR)
-    call = in_thread(dispatch(lb, "a", group_ids=["g"]).run)
+    call = start(lb, "a", group_ids=["g"])
     until(lambda: lb.replica_table[0].inflight == 1)
-    abort(lb, ["a"])
+    lb.abort(["a"])
     assert call.result(60.0)[0].aborted
     lb.replica_table.set_version(0, 1)
     with pytest.raises(StaleReplicaError, match="which group 'g' began on"):
@@ -797,19 +731,16 @@ def test_what_the_user_cut_short_is_an_answer_of_its_group(serve: Any) -> None:
 
 @pytest.mark.parametrize("attempts", [1, 2, 3])
 def test_a_request_that_kills_its_replicas_is_given_up_by_name(serve: Any, attempts: int) -> None:
-    lb = serve(5)
-    for replica in replicas(lb):
-        replica.die_under = lambda request: request.request_id == "poison"
-    asked = named_requests(["a", "poison", "b"])
-    call = Asked(dispatcher(lb, attempts=attempts), Call(lb, asked, placements(len(asked))))
+    lb = serve(5, attempts)
+    poisoned(lb, "poison")
     words = rf"request 1 \('poison'\) was given up: {attempts} replicas died under it\. The last one: replica"
     with pytest.raises(ReplicaDiedError, match=words) as caught:
-        call.run()
+        run(lb, ["a", "poison", "b"])
     assert sum(not replica.is_alive() for replica in replicas(lb)) == attempts
     assert whole(caught.value) == ["a", None, "b"]
 
 
-def poisoned(lb: LoadBalancer, *names: str) -> None:
+def poisoned(lb: Scripted, *names: str) -> None:
     for replica in replicas(lb):
         replica.die_under = lambda request: request.request_id in names
 
@@ -818,14 +749,11 @@ def poisoned(lb: LoadBalancer, *names: str) -> None:
 def test_a_request_that_kills_is_tried_once_more_alone_and_the_others_are_answered(serve: Any, place: int) -> None:
     names = [str(i) for i in range(8)]
     lb = serve(3)
-    for index in (1, 2):
-        lb.replica_table.set_state(index, ReplicaState.SYNCING)  # all begin on one replica
+    lb.set_states(ReplicaState.SYNCING, 1, 2)  # all begin on one replica
     poisoned(lb, names[place])
-    call = Asked(dispatcher(lb), Call(lb, named_requests(names), placements(8)))
-    result = in_thread(call.run)
+    result = start(lb, names)
     until(lambda: lb.replica_table[0].state is ReplicaState.DEAD)
-    for index in (1, 2):
-        lb.replica_table.set_state(index, ReplicaState.SERVING)
+    lb.set_states(ReplicaState.SERVING, 1, 2)
     with pytest.raises(ReplicaDiedError, match=r"2 replicas died under it\. The last one: replica .* died: under"):
         result.result(PATIENCE)
     assert [request.request_id for r in replicas(lb) for request in r.submitted].count(names[place]) == 2
@@ -833,13 +761,13 @@ def test_a_request_that_kills_is_tried_once_more_alone_and_the_others_are_answer
     assert not any(entry.reserved for entry in lb.replica_table)
 
 
-def old_and_suspect(lb: LoadBalancer) -> list[Any]:
+def old_and_suspect(lb: Scripted) -> list[Any]:
     """A request on replica 1, and one whose replica 0 has died, which waits for replica 1 to be idle."""
     calls = [
-        in_thread(dispatch(lb, ["old"], actor_index=1).run),
-        in_thread(dispatch(lb, ["late"], actor_index=None).run),
+        start(lb, ["old"], actor_index=1),
+        start(lb, ["late"], actor_index=None),
     ]
-    until(lambda: [entry.inflight for entry in lb.replica_table] == [1, 1])
+    until(lambda: lb.inflight == [1, 1])
     replicas(lb)[0].die("once")
     until(lambda: lb.replica_table[1].reserved)
     return calls
@@ -848,14 +776,14 @@ def old_and_suspect(lb: LoadBalancer) -> list[Any]:
 def test_a_suspect_has_its_replica_to_itself(serve: Any) -> None:
     lb = serve(2, token_seconds=slow_if("old", "late"))
     old, suspect = old_and_suspect(lb)
-    new = in_thread(dispatch(lb, ["new"]).run)  # waits, too
-    until(lambda: parked(lb) == 1)
+    new = start(lb, ["new"])  # waits, too
+    until(lambda: lb.parked == 1)
     assert [request.request_id for request in replicas(lb)[1].submitted] == ["old"]
-    abort(lb, ["old"])
+    lb.abort(["old"])
     assert old.result(PATIENCE)[0].aborted
     until(lambda: len(replicas(lb)[1].submitted) == 2)
     assert [request.request_id for request in replicas(lb)[1].submitted] == ["old", "late"]
-    abort(lb, ["late"])
+    lb.abort(["late"])
     assert suspect.result(PATIENCE)[0].aborted
     assert new.result(PATIENCE)[0].outputs[0].finish_reason == "length"
     assert not lb.replica_table[1].reserved
@@ -865,12 +793,10 @@ def test_of_many_only_the_last_sent_are_suspects_until_a_second_replica_dies(ser
     names = [str(i) for i in range(40)]
     lb = serve(4)
     poisoned(lb, "3")  # long before the last
-    for index in (1, 2, 3):
-        lb.replica_table.set_state(index, ReplicaState.SYNCING)
-    result = in_thread(Asked(dispatcher(lb), Call(lb, named_requests(names), placements(40))).run)
+    lb.set_states(ReplicaState.SYNCING, 1, 2, 3)
+    result = start(lb, names)
     until(lambda: lb.replica_table[0].state is ReplicaState.DEAD)
-    for index in (1, 2, 3):
-        lb.replica_table.set_state(index, ReplicaState.SERVING)
+    lb.set_states(ReplicaState.SERVING, 1, 2, 3)
     with pytest.raises(ReplicaDiedError, match=r"request 3 \('3'\) was given up: 3 replicas died under it") as caught:
         result.result(PATIENCE)
     assert whole(caught.value) == [None if name == "3" else name for name in names]
@@ -882,9 +808,8 @@ def test_after_a_while_the_next_suspect_joins_and_then_neither_is_known_to_have_
 ) -> None:
     monkeypatch.setattr(dispatch_module, "ALONE_SECONDS", 0.01)
     lb = serve(4, token_seconds=slow_if("a", "b"))
-    for index in (1, 2, 3):
-        lb.replica_table.set_state(index, ReplicaState.SYNCING)
-    result = in_thread(dispatch(lb, "ab").run)
+    lb.set_states(ReplicaState.SYNCING, 1, 2, 3)
+    result = start(lb, "ab")
     for index in (0, 1):  # twice in company
         until(lambda index=index: lb.replica_table[index].inflight == 2)
         lb.replica_table.set_state(index + 1, ReplicaState.SERVING)
@@ -893,9 +818,9 @@ def test_after_a_while_the_next_suspect_joins_and_then_neither_is_known_to_have_
     let_pass(lb)
     assert lb.replica_table[2].inflight == 1
     (alone,) = [request.request_id for request in replicas(lb)[2].submitted]
-    abort(lb, [alone])
+    lb.abort([alone])
     until(lambda: len(replicas(lb)[2].submitted) == 2)
-    abort(lb, "ab")
+    lb.abort(["a", "b"])
     assert [completion.aborted for completion in result.result(PATIENCE)] == [True, True]
 
 
@@ -909,11 +834,11 @@ def test_a_death_before_a_request_came_is_not_its_own(serve: Any) -> None:
 def test_a_suspect_that_is_aborted_or_late_keeps_no_replica_waiting(serve: Any) -> None:
     lb = serve(2, token_seconds=slow_if("old", "late"))
     old, suspect = old_and_suspect(lb)
-    abort(lb, ["late"])
+    lb.abort(["late"])
     assert suspect.result(PATIENCE)[0].aborted
     assert not lb.replica_table[1].reserved
     assert run(lb, "x")[0].metrics.replica == 1
-    abort(lb, ["old"])
+    lb.abort(["old"])
     assert old.result(PATIENCE)[0].aborted
 
 
@@ -939,10 +864,8 @@ def test_a_named_replica_that_dies_is_an_error_with_its_words(serve: Any) -> Non
 
 
 def test_all_dead_is_no_replica_at_once_if_none_comes_back(serve: Any) -> None:
-    lb = serve(2)
-    for replica in replicas(lb):
-        replica.die_under = lambda request: True
-    dispatcher(lb, attempts=3)
+    lb = serve(2, attempts=3)
+    poisoned(lb, "a")
     with pytest.raises(
         NoReplicaError, match=r"#0 DEAD.*#1 DEAD.*It had started on another replica: replica . died: under 'a'"
     ):
@@ -950,8 +873,7 @@ def test_all_dead_is_no_replica_at_once_if_none_comes_back(serve: Any) -> None:
 
 
 def test_all_dead_is_no_replica_at_the_deadline_if_some_may_come_back(serve: Any) -> None:
-    lb = serve(2, token_seconds=slow_if("b"))
-    dispatcher(lb, attempts=3)
+    lb = serve(2, attempts=3, token_seconds=slow_if("b"))
     for index in range(2):
         lb.replica_table.set_recovery(index, Recovery.SUPERVISOR)
     timers = [later(asked(lb, "a", "b"), replica.die) for replica in replicas(lb)]
@@ -985,12 +907,11 @@ def test_neither_a_refusal_nor_an_engines_error_is_tried_again_and_only_the_latt
 # -- cut short by the user --------------------------------------------------------------------------------------------
 
 
-def cut_while(balancer: LoadBalancer, call: Asked, condition: Callable[[], bool]) -> list[Completion]:
-    future = in_thread(call.run)
+def cut_while(service: Scripted, condition: Callable[[], bool]) -> list[Completion]:
+    call = start(service, "a")
     until(condition)
-    abort(balancer, ["a"])
-    result: list[Completion] = future.result(60.0)
-    return result
+    service.abort("a")
+    return call.result(60.0)
 
 
 def check_empty(completion: Completion) -> None:
@@ -1001,42 +922,43 @@ def check_empty(completion: Completion) -> None:
 
 def test_a_request_that_waits_for_a_replica_can_be_cut(serve: Any) -> None:
     lb = serve()
-    lb.replica_table.set_state(0, ReplicaState.SYNCING)
-    call = dispatch(lb, "a")
-    (completion,) = cut_while(lb, call, lambda: parked(lb) == 1)
+    lb.set_states(ReplicaState.SYNCING, 0)
+    (completion,) = cut_while(lb, lambda: lb.parked == 1)
     check_empty(completion)
 
 
 def test_a_request_that_waits_for_a_place_can_be_cut(serve: Any) -> None:
-    lb, admission = serve(), Admission(1)
-    occupy(admission)
-    (completion,) = cut_while(lb, with_admission(lb, "a", admission), lambda: admission.waiting == 1)
+    lb = serve(places=1, token_seconds=HOUR)
+    holder = start(lb, ["holder"])
+    until(lambda: lb.inflight == [1])
+    (completion,) = cut_while(lb, lambda: lb.places == (1, 1))
     check_empty(completion)
-    assert (admission.taken, admission.waiting) == (1, 0)
-    assert replicas(lb)[0].asked("submit") == []
+    assert lb.places == (1, 0)
+    assert replicas(lb)[0].asked("submit") == [["holder"]]
+    lb.abort("holder")
+    holder.result(PATIENCE)
 
 
 def test_a_request_that_was_cut_is_not_tried_elsewhere(serve: Any) -> None:
     lb = serve(2, token_seconds=HOUR)
     first = replicas(lb)[0]
     first.abort = lambda ids: first.die()  # type: ignore[method-assign]
-    (completion,) = cut_while(lb, dispatch(lb, "a"), lambda: lb.replica_table[0].inflight == 1)
+    (completion,) = cut_while(lb, lambda: lb.inflight[0] == 1)
     check_empty(completion)
     assert replicas(lb)[1].asked("submit") == []
 
 
 def test_a_cut_that_comes_as_its_request_is_handed_over_is_not_lost(serve: Any) -> None:
     lb = serve(1, token_seconds=HOUR)
-    call = dispatch(lb, "ab")
     submit = replicas(lb)[0].submit
 
     def late(requests: Sequence[Request]) -> list[Future[Completion]]:
-        abort(lb, ["a"])
+        lb.abort(["a"])
         return submit(requests)
 
     replicas(lb)[0].submit = late
-    timer = later(asked(lb, "b"), abort, lb, ["b"])
-    assert [completion.aborted for completion in call.run()] == [True, True]
+    timer = later(asked(lb, "b"), lb.abort, ["b"])
+    assert [completion.aborted for completion in run(lb, "ab")] == [True, True]
     assert replicas(lb)[0].asked("abort") == ["a", "b"]
     timer.join()
 
@@ -1044,22 +966,8 @@ def test_a_cut_that_comes_as_its_request_is_handed_over_is_not_lost(serve: Any) 
 # -- places -----------------------------------------------------------------------------------------------------------
 
 
-def with_admission(
-    balancer: LoadBalancer, names: Sequence[str], admission: Admission, priority: int = 0, timeout: float | None = None
-) -> Asked:
-    made = DISPATCHERS.setdefault(balancer.replica_table, [])
-    own = next((one for one in made if one._admission is admission), None) or dispatcher(balancer, admission)
-    return Asked(own, Call(balancer, named_requests(names, priority=priority), placements(len(names)), timeout))
-
-
-def occupy(admission: Admission) -> None:
-    """Take a place before the admission's dispatcher is used."""
-    admission.put(waiting_request())
-    assert admission.next() is not None
-
-
 def test_there_are_never_more_requests_in_the_engines_than_places(serve: Any) -> None:
-    lb, admission, most = serve(2, token_seconds=0.001), Admission(5), [0]
+    lb, most = serve(2, places=5, token_seconds=0.001), [0]
 
     def count() -> None:
         most[0] = max(most[0], sum(entry.replica.stats(1.0).running for entry in lb.replica_table))
@@ -1067,72 +975,70 @@ def test_there_are_never_more_requests_in_the_engines_than_places(serve: Any) ->
     for replica in replicas(lb):
         replica.script["submit"] = count
     names = [[f"{call} {i}" for i in range(20)] for call in range(3)]
-    calls = [in_thread(with_admission(lb, batch, admission).run) for batch in names]
+    calls = [start(lb, batch) for batch in names]
     for batch, call in zip(names, calls, strict=True):
         assert [completion.request_id for completion in call.result(60.0)] == batch
     assert most == [5]
-    assert (admission.taken, admission.waiting) == (0, 0)
 
 
 def test_the_next_place_goes_to_the_lower_priority_number(serve: Any) -> None:
-    lb, admission = serve(1, token_seconds=slow_if("first")), Admission(1)
-    calls = [in_thread(with_admission(lb, ["first"], admission).run)]
+    lb = serve(1, places=1, token_seconds=slow_if("first"))
+    calls = [start(lb, ["first"])]
     for name, priority in (("low", 5), ("high", -5), ("middle", 0)):
-        calls.append(in_thread(with_admission(lb, [name], admission, priority).run))
-        until(lambda: admission.waiting == len(calls) - 1)
-    abort(lb, ["first"])
+        calls.append(start(lb, [name], priority=priority))
+        until(lambda: lb.admission.waiting == len(calls) - 1)
+    lb.abort(["first"])
     for call in calls:
         call.result(60.0)
     assert replicas(lb)[0].asked("submit") == [["first"], ["high"], ["middle"], ["low"]]
 
 
 def test_the_deadline_also_ends_the_wait_for_a_place(serve: Any) -> None:
-    lb, admission = serve(), Admission(1)
-    occupy(admission)
+    lb = serve(places=1, token_seconds=slow_if("holder"))
+    holder = start(lb, ["holder"])
+    until(lambda: lb.inflight == [1])
     with pytest.raises(GenerationTimeout, match=r"2 of 2 requests were not finished within 0\.1 s"):
-        with_admission(lb, "ab", admission, timeout=0.1).run()
-    assert (admission.taken, admission.waiting) == (1, 0)
+        run(lb, "ab", timeout=0.1)
+    assert lb.places == (1, 0)
     assert lb.replica_table.doubts == set()
-    admission.give_back()
-    assert len(with_admission(lb, "ab", admission).run()) == 2
+    lb.abort("holder")
+    holder.result(PATIENCE)
+    assert len(run(lb, "ab")) == 2
 
 
 def test_a_request_that_no_replica_takes_leaves_its_place_to_others(serve: Any) -> None:
-    lb, admission = serve(2), Admission(1)
-    lb.replica_table.set_state(1, ReplicaState.SYNCING)
-    named = Asked(dispatcher(lb, admission), Call(lb, named_requests("a"), placements(1, actor_index=1)))
-    waiting = in_thread(named.run)
-    until(lambda: parked(lb) == 1)
-    assert len(with_admission(lb, "bc", admission).run()) == 2
-    lb.replica_table.set_state(1, ReplicaState.SERVING)
+    lb = serve(2, places=1)
+    lb.set_states(ReplicaState.SYNCING, 1)
+    waiting = start(lb, "a", actor_index=1)
+    until(lambda: lb.parked == 1)
+    assert len(run(lb, "bc")) == 2
+    lb.set_states(ReplicaState.SERVING, 1)
     assert waiting.result(60.0)[0].metrics.replica == 1
 
 
 def test_a_cancelled_task_gives_its_place_back_wherever_it_is(serve: Any) -> None:
-    lb, admission = serve(1, token_seconds=HOUR), Admission(2)
+    lb = serve(1, places=2, token_seconds=HOUR)
 
     async def main() -> None:
-        tasks = [asyncio.create_task(with_admission(lb, f"{i}", admission).run_async()) for i in range(5)]
-        await asyncio.to_thread(until, lambda: (admission.taken, admission.waiting) == (2, 3))
+        tasks = [asyncio.create_task(run_async(lb, f"{i}")) for i in range(5)]
+        await asyncio.to_thread(until, lambda: lb.places == (2, 3))
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.to_thread(until, lambda: admission.waiting == 0)
+        await asyncio.to_thread(until, lambda: lb.admission.waiting == 0)
 
     asyncio.run(main())
-    until(lambda: admission.taken == 0)
 
 
 def test_ctrl_c_again_and_again_leaves_all_counts_right(serve: Any, interrupt: Any) -> None:
-    lb, admission = serve(2, token_seconds=0.0005), Admission(3)
+    lb = serve(2, places=3, token_seconds=0.0005)
     for number in range(15):
         with pytest.raises(KeyboardInterrupt):
             interrupt(0.001 + 0.0007 * number)
             while True:
-                with_admission(lb, [f"{i}" for i in range(9)], admission).run()
-        until(lambda: [entry.inflight for entry in lb.replica_table] == [0, 0])
-        until(lambda: (admission.taken, admission.waiting, in_use(lb)) == (0, 0, []))
-    assert len(with_admission(lb, "abc", admission).run()) == 3
+                run(lb, [f"{i}" for i in range(9)])
+        until(lambda: (lb.inflight, lb.places, lb.in_use) == ([0, 0], (0, 0), []))
+    assert len(run(lb, "abc")) == 3
 
 
 # -- many of them -----------------------------------------------------------------------------------------------------
@@ -1166,42 +1072,35 @@ def test_n_calls_that_time_out_together_cost_n_wake_ups(serve: Any, turns: list[
 
 def test_a_change_of_the_table_wakes_no_request_that_an_engine_has(serve: Any, turns: list[str]) -> None:
     lb = serve(2, token_seconds=slow_if(*map(str, range(50))))
-    calls = in_thread(lambda: run(lb, [str(i) for i in range(50)]))
+    calls = start(lb, [str(i) for i in range(50)])
     until(lambda: sum(entry.inflight for entry in lb.replica_table) == 50)
     turns.clear()
     for version in range(1, 20):
         lb.replica_table.set_version(0, version)
     assert turns == []
-    abort(lb, [str(i) for i in range(50)])
+    lb.abort([str(i) for i in range(50)])
     assert len(calls.result(60.0)) == 50
 
 
-def test_of_requests_that_no_replica_takes_one_of_each_kind_is_tried_at_a_change(serve: Any) -> None:
+def test_of_requests_that_no_replica_takes_one_of_each_kind_is_tried_at_a_change(serve: Any, monkeypatch: Any) -> None:
     lb = serve(2)
-    tried: list[str] = []
-    acquire = lb.acquire
-
-    def count(prompt: Any, *arguments: Any) -> Any:
-        tried.append(bytes(prompt.tolist()).decode())
-        return acquire(prompt, *arguments)
-
-    lb.acquire = count
-    lb.replica_table.set_state(0, ReplicaState.SYNCING)  # so that both versions may come
-    lb.replica_table.set_state(1, ReplicaState.SYNCING)
-    calls = [in_thread(dispatch(lb, [f"{kind}{i}" for i in range(50)], min_version=kind).run) for kind in (1, 2)]
-    until(lambda: parked(lb) == 100)
+    tried = tries(lb, monkeypatch)
+    lb.set_states(ReplicaState.SYNCING, 0)  # so that both versions may come
+    lb.set_states(ReplicaState.SYNCING, 1)
+    calls = [start(lb, [f"{kind}{i}" for i in range(50)], min_version=kind) for kind in (1, 2)]
+    until(lambda: lb.parked == 100)
     tried.clear()
-    lb.replica_table.set_state(0, ReplicaState.SERVING)
-    until(lambda: len(tried) >= 2 and parked(lb) == 100)
+    lb.set_states(ReplicaState.SERVING, 0)
+    until(lambda: len(tried) >= 2 and lb.parked == 100)
     assert sorted(name[0] for name in tried) == ["1", "2"]
-    lb.replica_table.set_state(0, ReplicaState.SYNCING)
+    lb.set_states(ReplicaState.SYNCING, 0)
     lb.replica_table.set_version(0, 2)
-    lb.replica_table.set_state(0, ReplicaState.SERVING)
+    lb.set_states(ReplicaState.SERVING, 0)
     for call in calls:
         assert [completion.metrics.replica for completion in call.result(60.0)] == [0] * 50
 
 
-def tries(balancer: LoadBalancer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def tries(service: Scripted, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the requests that the balancer is asked for a lease for, from now on."""
     asked: list[str] = []
 
@@ -1212,6 +1111,7 @@ def tries(balancer: LoadBalancer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return counted
 
+    balancer = service.load_balancer
     monkeypatch.setattr(balancer, "acquire", count(balancer.acquire, 0))
     monkeypatch.setattr(balancer, "acquire_at", count(balancer.acquire_at, 2))
     return asked
@@ -1220,16 +1120,16 @@ def tries(balancer: LoadBalancer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_groups_that_settle_one_by_one_have_only_their_own_requests_tried(serve: Any, monkeypatch: Any) -> None:
     lb, count = serve(1, token_seconds=HOUR), 30
     groups = [f"g{i}" for i in range(count)]
-    first = in_thread(lambda: run(lb, [f"a{i}" for i in range(count)], group_ids=groups))
+    first = start(lb, [f"a{i}" for i in range(count)], group_ids=groups)
     until(lambda: lb.replica_table[0].inflight == count)
     lb.replica_table.set_version(0, 1)  # from here on the others wait to see what becomes of the first of their group
     asked = tries(lb, monkeypatch)
-    second = in_thread(lambda: run(lb, [f"b{i}" for i in range(count)], group_ids=groups))
-    until(lambda: parked(lb) == count)
+    second = start(lb, [f"b{i}" for i in range(count)], group_ids=groups)
+    until(lambda: lb.parked == count)
     asked.clear()
     for number in range(count):
-        abort(lb, [f"a{number}"])  # that counts as an answer
-        until(lambda number=number: parked(lb) == count - 1 - number)
+        lb.abort([f"a{number}"])  # that counts as an answer
+        until(lambda number=number: lb.parked == count - 1 - number)
     with pytest.raises(StaleReplicaError, match="no serving replica holds version 0, which group 'g0' began on"):
         second.result(PATIENCE)
     assert asked == [f"b{i}" for i in range(count)]
@@ -1239,11 +1139,10 @@ def test_groups_that_settle_one_by_one_have_only_their_own_requests_tried(serve:
 def test_a_replica_that_comes_back_has_only_requests_tried_that_it_may_take(serve: Any, monkeypatch: Any) -> None:
     count = 30
     lb = serve(count)
-    for index in range(count):
-        lb.replica_table.set_state(index, ReplicaState.SYNCING)
+    lb.set_states(ReplicaState.SYNCING)
     asked = tries(lb, monkeypatch)
-    calls = [in_thread(dispatch(lb, [f"{index}"], actor_index=index).run) for index in range(count)]
-    until(lambda: parked(lb) == count)
+    calls = [start(lb, [f"{index}"], actor_index=index) for index in range(count)]
+    until(lambda: lb.parked == count)
     asked.clear()
     for index in range(count):
         lb.replica_table.set_state(index, ReplicaState.SERVING)
@@ -1253,12 +1152,11 @@ def test_a_replica_that_comes_back_has_only_requests_tried_that_it_may_take(serv
 
 def test_versions_that_nobody_waits_for_have_nothing_tried(serve: Any, monkeypatch: Any) -> None:
     lb = serve(4)
-    for index in range(4):
-        lb.replica_table.set_state(index, ReplicaState.SYNCING)
+    lb.set_states(ReplicaState.SYNCING)
     lb.replica_table.note_version(9)
     asked = tries(lb, monkeypatch)
-    call = in_thread(dispatch(lb, "a", min_version=5).run)
-    until(lambda: parked(lb) == 1)
+    call = start(lb, "a", min_version=5)
+    until(lambda: lb.parked == 1)
     asked.clear()
     for index in (3, 2):  # it counts on another one
         lb.replica_table.set_version(index, 4)
@@ -1266,17 +1164,16 @@ def test_versions_that_nobody_waits_for_have_nothing_tried(serve: Any, monkeypat
         let_pass(lb)
     assert asked == []
     lb.replica_table.set_version(1, 5)
-    lb.replica_table.set_state(1, ReplicaState.SERVING)
+    lb.set_states(ReplicaState.SERVING, 1)
     assert call.result(PATIENCE)[0].metrics.replica == 1
     assert asked == ["a"]
 
 
 def test_of_several_that_may_come_the_loss_of_each_is_noticed_and_the_last_ends_the_wait(serve: Any) -> None:
     lb = serve(4)
-    for index in range(4):
-        lb.replica_table.set_state(index, ReplicaState.SYNCING)
-    call = in_thread(dispatch(lb, "a", min_version=5).run)
-    until(lambda: parked(lb) == 1)
+    lb.set_states(ReplicaState.SYNCING)
+    call = start(lb, "a", min_version=5)
+    until(lambda: lb.parked == 1)
     for index in (2, 0, 3):
         lb.replica_table.set_state(index, ReplicaState.SERVING)
         let_pass(lb)
@@ -1289,11 +1186,10 @@ def test_of_several_that_may_come_the_loss_of_each_is_noticed_and_the_last_ends_
 def test_a_newer_version_ends_the_wait_of_a_group_for_an_older_one(serve: Any) -> None:
     lb = serve(2)
     assert run(lb, "a", group_ids=["g"])[0].request_id == "a"
-    for index in range(2):
-        lb.replica_table.set_state(index, ReplicaState.SYNCING)
+    lb.set_states(ReplicaState.SYNCING)
     lb.replica_table.set_version(0, 1)
-    call = in_thread(dispatch(lb, "b", group_ids=["g"]).run)
-    until(lambda: parked(lb) == 1)
+    call = start(lb, "b", group_ids=["g"])
+    until(lambda: lb.parked == 1)
     lb.replica_table.note_version(2)  # an update of another driver's: replica 1 may come with that
     let_pass(lb)
     assert not call.done()
@@ -1305,17 +1201,17 @@ def test_a_newer_version_ends_the_wait_of_a_group_for_an_older_one(serve: Any) -
 # -- what others do wrong ---------------------------------------------------------------------------------------------
 
 
-def test_a_bar_that_cannot_be_drawn_ends_no_call(serve: Any) -> None:
-    def broken(completion: Completion) -> None:
+def test_a_bar_that_cannot_be_drawn_ends_no_call(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(progress: Progress, completion: Completion) -> None:
         raise BrokenPipeError("stderr is closed")
 
-    lb, admission = serve(1, token_seconds=slow_if("a")), Admission(1)
-    own = dispatcher(lb, admission)
-    call = in_thread(lambda: own.run(Call(lb, named_requests("ab"), placements(2), finished=broken)))
-    until(lambda: (admission.taken, admission.waiting) == (1, 1))
-    own.abort(["b"])
-    until(lambda: admission.waiting == 0)
-    own.abort(["a"])
+    monkeypatch.setattr(Progress, "add", broken)
+    lb = serve(1, places=1, token_seconds=slow_if("a"))
+    call = start(lb, "ab")
+    until(lambda: lb.places == (1, 1))
+    lb.abort(["b"])
+    until(lambda: lb.places == (1, 0))
+    lb.abort(["a"])
     assert [completion.aborted for completion in call.result(60.0)] == [True, True]
 
 
@@ -1329,53 +1225,31 @@ def test_a_replica_that_does_not_accept_an_abort_holds_up_no_call(serve: Any, mo
     replicas(lb)[0].die()
 
 
-def test_a_dispatcher_that_was_stopped_takes_nothing_and_says_so_at_once(serve: Any) -> None:
-    lb = serve(1, token_seconds=HOUR)
-    call = in_thread(lambda: run(lb, "a"))
-    until(lambda: lb.replica_table[0].inflight == 1)
-    dispatcher(lb).stop()
-    with pytest.raises(EngineError, match="the service was shut down"):
-        call.result(60.0)
-    assert lb.replica_table[0].inflight == 0
-    for ask in (lambda: run(lb, "b"), lambda: asyncio.run(run_async(lb, "b"))):
-        with pytest.raises(EngineError, match="the service was shut down"):
-            ask()
-    replicas(lb)[0].die()
-
-
 def test_requests_of_several_kinds_keep_their_order_when_a_replica_comes_back(serve: Any) -> None:
-    lb, admission = serve(), Admission(1)
-    own = dispatcher(lb, admission)
-    lb.replica_table.set_state(0, ReplicaState.SYNCING)
+    lb = serve(places=1)
+    lb.set_states(ReplicaState.SYNCING)
     calls = []
     for number in range(6):
-        call = Call(lb, named_requests(str(number)), placements(1, group_ids=f"g{number}"))
-        calls.append(in_thread(lambda call=call: own.run(call)))
-        until(lambda number=number: parked(lb) == number + 1)
-    lb.replica_table.set_state(0, ReplicaState.SERVING)
+        calls.append(start(lb, [str(number)], group_ids=f"g{number}"))
+        until(lambda number=number: lb.parked == number + 1)
+    lb.set_states(ReplicaState.SERVING, 0)
     for future in calls:
         future.result(60.0)
     assert replicas(lb)[0].asked("submit") == [[str(number)] for number in range(6)]
 
 
 def test_an_urgent_request_does_not_wait_for_the_turn_of_another_of_its_needs(serve: Any) -> None:
-    lb, admission = serve(2, token_seconds=slow_if("holder")), Admission(1)
-    own = dispatcher(lb, admission)
-    lb.replica_table.set_state(0, ReplicaState.SYNCING)
-
-    def ask(name: str, priority: int, index: int) -> Future[Any]:
-        call = Call(lb, named_requests([name], priority=priority), placements(1, actor_index=index))
-        return in_thread(lambda: own.run(call))
-
-    calls = [ask("low", 5, 0)]
-    until(lambda: parked(lb) == 1)
-    calls.append(ask("holder", 0, 1))
+    lb = serve(2, places=1, token_seconds=slow_if("holder"))
+    lb.set_states(ReplicaState.SYNCING, 0)
+    calls = [start(lb, ["low"], priority=5, actor_index=0)]
+    until(lambda: lb.parked == 1)
+    calls.append(start(lb, ["holder"], actor_index=1))
     until(lambda: lb.replica_table[1].inflight == 1)
-    lb.replica_table.set_state(0, ReplicaState.SERVING)
-    until(lambda: admission.waiting == 1)
-    calls.append(ask("urgent", -5, 0))
-    until(lambda: admission.waiting == 2)
-    own.abort(["holder"])
+    lb.set_states(ReplicaState.SERVING, 0)
+    until(lambda: lb.admission.waiting == 1)
+    calls.append(start(lb, ["urgent"], priority=-5, actor_index=0))
+    until(lambda: lb.admission.waiting == 2)
+    lb.abort(["holder"])
     for call in calls:
         call.result(60.0)
     assert replicas(lb)[0].asked("submit") == [["urgent"], ["low"]]
