@@ -117,6 +117,7 @@ class Publisher:
                 return Published(version=version, manifest=None)
             canary = self._canary(weights)
             return self._write(source, source.tensors(), version, canary)
+        # sharded: every rank has a part of each tensor
         wanted: Dtypes = ()
 
         def begin() -> int:
@@ -124,7 +125,9 @@ class Publisher:
             wanted = source.gathered_in(self._kinds(source))
             return number()
 
+        # a rank that fails here fails on all: none may wait for the others' parts
         version = agreed(begin)
+        # gathered tensor by tensor, in what rank 0 writes: half the bytes where it writes bfloat16
         stream = source.tensors(dtypes_of_first(wanted))
         canary = self._canary(weights)
         written = False
@@ -137,6 +140,7 @@ class Publisher:
         finally:
             for _ in stream:  # the other ranks wait for this one's part of every tensor
                 pass
+            # the others learn whether there is a version, and no more
             written = bool(from_first(written))
         if not written:
             raise WeightSyncError(f"rank 0 could not publish version {version}; see the error of rank 0")
@@ -152,6 +156,7 @@ class Publisher:
             done.set_result(Published(version=version, manifest=None))
             return done
         canary = self._canary(weights)
+        # one thread for this version only
         thread = ThreadPoolExecutor(1, thread_name_prefix="weight-publisher")
         future = thread.submit(self._write, source, _unchanged(source, source.changes()), version, canary)
         thread.shutdown(wait=False)  # it ends with its only task
@@ -173,6 +178,7 @@ class Publisher:
         if not is_first() and self.expected is None:
             return Published(version=new, manifest=None)
         with naming_the_folder(self._store.folder):
+            # files are linked under the new number
             manifest = self._open().republish(version, new)
             return self._published(manifest, began, self._canaries.get(version))
 
@@ -194,6 +200,7 @@ class Publisher:
 
     def _published(self, manifest: Manifest, began: float, canary: Canary | None) -> Published:
         version, seconds = manifest.version, time.perf_counter() - began
+        # the store drops its oldest; their canaries go too
         kept = set(WeightStoreReader(self._store.folder).versions())
         self._canaries = {v: c for v, c in (self._canaries | {version: canary}).items() if v in kept}
         return Published(version=version, manifest=manifest, began=began, seconds=seconds, canary=canary)
@@ -207,6 +214,7 @@ class Publisher:
         return self._writer
 
     def _new_writer(self, store: StoreOptions) -> WeightStoreWriter | VersionsWriter:
+        # slots: two places in shared memory that take turns; versions: a folder for each
         if store.layout == "slots":
             return WeightStoreWriter(store.folder, self._lock_seconds, store.keep_versions)
         return VersionsWriter(store.folder, store.keep_versions, delta=store.delta, fsync=store.fsync)
@@ -261,6 +269,7 @@ class AdapterPublisher(Publisher):
         model = self._module if weights is None else self._given(weights)
         if model is None:
             raise RuntimeError("publish: no model; call register_model(model) first, or pass one")
+        # checked at every version
         _check(model, self.expected)  # what is active may have changed
         tensors = adapter_tensors(adapter_files(model))
         return Source(

@@ -82,13 +82,17 @@ class RollingSwap:
         """
         first, *others = entries
         with ThreadPoolExecutor(len(entries), thread_name_prefix="weight-open") as pool:
+            # the first replica decides: drivers that claim at once would else get one replica each
             claims = [_tried(partial(self._claim, first.replica, takeover))]
             if not isinstance(claims[0], WeightsOwnedError):
                 claims += pool.map(lambda entry: _tried(partial(self._claim, entry.replica, takeover)), others)
+            # all or none: half an engine is given back
             if refused := [claim for claim in claims if isinstance(claim, WeightsOwnedError)]:
                 self.give_up()
                 raise refused[0]
+            # transports wait for their other ends, so they are opened at once
             errors = list(pool.map(lambda entry: _tried(partial(self._open, entry.replica)), entries))
+        # one that failed is asked again at the next version; only if none opened is there nothing to update
         if errors[0] is not None and None not in errors:
             raise errors[0]
 
@@ -103,6 +107,7 @@ class RollingSwap:
         self._claimed.add(replica)
 
     def _open(self, replica: Replica) -> None:
+        # it was restarted since: nobody owns a new process yet, and another driver may have taken the others
         if replica not in self._claimed:
             self._check_owner()
             self._claim(replica)
@@ -113,6 +118,7 @@ class RollingSwap:
     def _check_owner(self) -> None:
         """Check that a claimed replica is still this driver's; a new one belongs to the owner of the others."""
         for replica in list(self._claimed):
+            # one that answers speaks for all; one that does not may just be dying
             holds = _tried(partial(replica.owns_weights, self._swapping.timeout_seconds))
             if holds is False:
                 raise WeightSyncError(
@@ -140,6 +146,7 @@ class RollingSwap:
 
     def _stage(self, entry: TableEntry, published: Published, by_name: bool) -> Staged:
         replica = entry.replica
+        # a replica that is named is brought in by its supervisor, and need not wait for an update
         takes = entry.state in LATE if by_name else waits_for_update(entry)
         manifest = published.manifest
         if not takes or manifest is None:
@@ -162,6 +169,7 @@ class RollingSwap:
         except ReplicaDiedError:
             raise
         except EngineError as error:
+            # it answered, with an error of its own
             if time.monotonic() - started < 0.95 * self._swapping.timeout_seconds:
                 raise
             raise SyncTimeout(str(error)) from error
@@ -180,6 +188,7 @@ class RollingSwap:
             bar.update()
             return outcome
 
+        # a removed one is nobody's failure
         there = [index for index in indices if not self._table[index].removed]
         at_a_time = self._swapping.at_a_time(self._members)
         with bar, ThreadPoolExecutor(at_a_time, thread_name_prefix="weight-swap") as pool:
@@ -199,10 +208,12 @@ class RollingSwap:
             swap_at=began - published.began,
         )
         assert published.manifest is not None
+        # before anything is paused
         if staged.digest != published.manifest.digest:
             return replace(outcome, error="the replica found other bytes than were published: is the store shared?")
         with self._turn(index):
             entry, replica = self._table[index], self._table[index].replica  # another replica may take its index
+            # no new requests from here; what runs is frozen, or finishes, by the mode
             before, error = self._take_out(entry, replica, published.version)
             outcome = replace(outcome, waited=time.perf_counter() - began, error=error)
             if error is not None:
@@ -212,6 +223,7 @@ class RollingSwap:
             except BaseException:  # after any error, what the replica holds is unknown
                 self._end(entry, replica)
                 raise
+            # then it serves again, or never
             error = self._settle(entry, replica, published.version, before, swap)
         return replace(
             outcome,
@@ -234,7 +246,9 @@ class RollingSwap:
         changed, floor = self._table.changed, self._swapping.must_serve(self._members)
 
         def may_go() -> bool:
+            # those that wait for their step still serve, those in it do not
             serving = {e.index for e in self._table if e.state is ReplicaState.SERVING} - self._away
+            # one may always go, or a single replica could never be updated
             return not self._away or index not in serving or len(serving) - 1 >= floor
 
         with changed:
@@ -254,8 +268,10 @@ class RollingSwap:
             return before, f"the replica is {before.name}"
         if replica not in self._opened:
             return before, f"it was replaced by another process after version {version} was prepared"
+        # it serves nobody that would have to be moved
         if before is ReplicaState.STARTING:
             return before, None
+        # drained first: a mode without frozen requests
         if self._swapping.mode == "drain" and (reason := self._drain(entry, replica)):
             self._move(entry, replica, before)
             return before, reason
@@ -272,6 +288,7 @@ class RollingSwap:
 
         with self._table.changed:
             self._move(entry, replica, ReplicaState.DRAINING)
+            # a paused engine finishes nothing, and the wait would last to its deadline
             self._table.changed.wait_for(lambda: is_over() or self.engine.is_frozen, self._swapping.timeout_seconds)
             if is_over():
                 return ""
@@ -285,6 +302,7 @@ class RollingSwap:
     def _swap(self, entry: TableEntry, replica: Replica, published: Published) -> tuple[SwapReport, int, bool]:
         """Swap, with one retry; a replica that does not answer is not asked again."""
         report = SwapReport(error="not tried")
+        # a swap that was rejected leaves the old weights or none; the same bytes are loaded again once
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 with self._naming_timeouts():
@@ -298,10 +316,12 @@ class RollingSwap:
                         timeout=self._swapping.timeout_seconds,
                     )
             except ReplicaDiedError as error:
+                # its supervisor need not find out by itself
                 self._table.mark_dead(entry.index, str(error), replica)
                 return SwapReport(error=_words(error)), attempt, False
             except (EngineError, WeightSyncError, ValueError) as error:
                 return SwapReport(error=_words(error)), attempt, False
+            # it worked, or nothing was touched
             if report.error is None or not report.started:
                 return report, attempt, report.error is not None
         return report, ATTEMPTS, True
@@ -320,7 +340,9 @@ class RollingSwap:
         with self._table.changed:
             if not self._move(entry, replica, ReplicaState.SERVING):
                 return "the replica died after its swap"
+            # under the same lock: no request may see it serve the version before
             self._table.set_version(entry.index, version)
+            # it was leaving when the update came, and goes on with that
             if before is ReplicaState.DRAINING:
                 self._move(entry, replica, before)
         return None
@@ -332,6 +354,7 @@ class RollingSwap:
     def _move(self, entry: TableEntry, replica: Replica, state: ReplicaState) -> bool:
         """Set a state, unless the replica was marked dead or replaced meanwhile."""
         with self._table.changed:
+            # a supervisor may have put a new process at this index, which is its business
             if entry.replica is not replica or entry.state in GONE:
                 return False
             if entry.state is not state:
@@ -344,12 +367,14 @@ class RollingSwap:
         Its supervisor restarts it, and then has it load the version from the store.
         """
         begun, faults = time.monotonic(), self.engine.faults
+        # a restart, and the load after it
         longest = faults.start + self._swapping.timeout_seconds
         while missing := self._missing(report):
             waited = time.monotonic() - begun
             if waited > longest or not any(self._may_come(one, waited) for one in report.replicas if one.error):
                 words = f"fewer than {missing} replicas hold version {report.version}: {report.failed}"
                 raise WeightSyncError(words + self._causes(report), report)
+            # gives up the sender's lock: the supervisor's own update of that replica needs it
             lock.wait(RESTART_POLL_SECONDS)
             report = replace(report, replicas=tuple(self._latest(one, report.version) for one in report.replicas))
         return report
@@ -357,6 +382,7 @@ class RollingSwap:
     def _missing(self, report: SyncReport) -> int:
         """Return how many replicas must hold a version, if some failed and fewer do; else 0."""
         needed = self._swapping.must_hold(self._members)
+        # what failed here may have come back with the version since
         failed = report.failed  # a failed one may hold another sender's version of that number
         holding = sum(
             entry.state in SYNCABLE and entry.version >= report.version and entry.index not in failed
@@ -367,6 +393,7 @@ class RollingSwap:
     def _may_come(self, one: ReplicaSync, waited: float) -> bool:
         """Whether a replica that failed will be restarted, or a death may not have been noticed yet."""
         entry = self._table[one.replica]
+        # weights that a replica has rejected twice are rejected again
         if one.rejected or entry.recovery is not Recovery.SUPERVISOR:
             return False
         return entry.state not in SYNCABLE or waited < NOTICE_SECONDS

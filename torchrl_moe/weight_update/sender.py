@@ -62,6 +62,7 @@ def check_numbers(engine: GenerationService, options: SyncOptions) -> None:
 def tensors_of(engine: GenerationService, entries: Iterable[TableEntry], seconds: float) -> Kinds:
     """Ask the first living replica for its tensors."""
     for entry in entries:
+        # all have the same model; one that dies is passed over
         with contextlib.suppress(ReplicaDiedError):
             kinds: Kinds = entry.replica.metadata(seconds)
             return kinds
@@ -166,24 +167,31 @@ class VLLMWeightSender:
         with self._lock:
             self._check_open()
             self.wait_published()
+            # what serves, or waits for an update; the supervisor brings the others
             ready = [entry for entry in engine.replica_table if waits_for_update(entry)]
+            # the engine's own names and shapes: what is sent is checked against them before any replica loads
             expected = tensors_of(engine, ready, self.options.swapping.timeout_seconds)
             dtype = getattr(torch, engine.infos[0].dtype or "none", None)  # None: never started
             self._publisher.check(expected)
             if self.options.source.lora != "adapter":  # an adapter has names of its own
                 check_metadata(model_metadata, expected, self._publisher.model)
+            # only now is anything claimed
             swap = RollingSwap(engine, self._open_transport(), self.options.staging, self.options.swapping)
             try:
                 swap.open(ready, takeover)
             except BaseException:
                 swap.transport.close()
                 raise
+            # nothing can fail any more: the former engine is released, and this one takes its place
             self._publisher.expect(expected, dtype)
             self._let_go(to_itself=self._swap is not None and self._swap.engine is engine)
             self._swap = swap
+            # numbers only rise, whoever counted before
             self.version = max(self.version, engine.replica_table.latest_version)
+            # what this sender published last is not what the engine has
             if self._published is not None and self._published.version != self.version:
                 self._published = None  # the engine has had newer weights from another sender
+            # from here on restarted replicas get their weights from this sender
             engine.register_weight_sync(self.bring, self.update_weights)
 
     def _open_transport(self) -> Transport:
@@ -231,9 +239,11 @@ class VLLMWeightSender:
             ManifestMismatch: the weights do not have the engine's tensors; no replica was touched.
         """
         with self._lock:
+            # ranks without the engine give their part of each tensor, and have nothing to apply
             if self._swap is None and not is_first():
                 self.publish(weights)
                 return self.report_published()
+            # write, let replicas fetch and check while they serve, swap
             version = self._publish(weights, self._ready)
             return self.apply(version, prefetched=self.prefetch(version))
 
@@ -255,6 +265,7 @@ class VLLMWeightSender:
             if self._swap is not None or is_first():
                 self._ready()
             version = _number("rollback", version)
+            # the bytes are there; only the number is new
             number = self._note(self._publisher.republish(version, self._next_version))
             return self.report_published() if self._swap is None else self.apply(number)
 
@@ -272,6 +283,7 @@ class VLLMWeightSender:
                 return self._publish(weights, self._check_open)
             self._check_open()
             version = self._next_version()
+            # read while the next forward runs; the optimiser's step must wait for it
             self._pending = self._publisher.publish_behind(weights, version)
             return version
 
@@ -303,8 +315,10 @@ class VLLMWeightSender:
         """Let replicas, by default all, prepare a version while they serve; return their reports or errors."""
         with self._lock:
             swap, published = self._ready(), self._newest(_number("prefetch", version))
+            # for the report: when the fetch began, as seconds after the start of publishing
             asked_at = time.perf_counter() - published.began
             staged = swap.stage(published, replicas)
+            # a replica could not read it: the next version refers to no file that was not read again
             if any(isinstance(one, WeightSyncError) for one in staged.values()):
                 self._publisher.doubt()
             self._asked_at |= dict.fromkeys(staged, asked_at)

@@ -216,14 +216,17 @@ class Dispatcher:
 
     def run(self, call: Call) -> list[Completion]:
         """Wait for all requests, in input order; Ctrl-C aborts what is not finished."""
+        # the caller's thread only waits; the loop's does all else
         over = threading.Event()
         call.on_over = over.set
         try:
             if is_taken := self._loop.call(self._begin, call):
                 over.wait()
         except BaseException as interrupt:
+            # what there is so far comes back with the interrupt
             if self._loop.call(self._cancel, call):
                 over.wait(2 * ABORT_GRACE_SECONDS)  # a second Ctrl-C ends this wait; the abort continues
+            # so that generate(resume=...) can continue it
             interrupt.partial = call.partial()  # type: ignore[attr-defined]
             raise
         if not is_taken:
@@ -275,7 +278,9 @@ class Dispatcher:
             call.error = EngineError(self._closed)
             call.end()
             return
+        # those that were complete when they came need no engine
         waiting = [request for request in call.requests if not request.is_over]
+        # an abort names a request by its id, so one is never in flight twice
         ids = {request.request.request_id: request for request in waiting}
         if taken := sorted(ids.keys() & self._open.keys()):
             call.error = ValueError(f"request ids are in flight already: {', '.join(taken)}. Use an id once at a time.")
@@ -284,8 +289,10 @@ class Dispatcher:
         call.has_begun = True
         self._open |= ids
         if call.deadline is not None:
+            # the deadline began when the call was made, not when its turn came
             left = max(call.deadline - time.monotonic(), 0.0)
             call.timer = asyncio.get_running_loop().call_later(left, self._late, call)
+        # from here each is on its own; the call ends with the last of them
         for request in waiting:
             self._admission.put(request)
         self._admit_soon()
@@ -305,6 +312,7 @@ class Dispatcher:
         call.is_late = True
         for request in call.requests:
             if request.lease is not None and not request.is_over:
+                # a late answer may be a stalled replica's: it is probed at once
                 self._table.doubt(request.lease.index)
         self._end_early(call)
 
@@ -314,6 +322,7 @@ class Dispatcher:
             call.timer.cancel()
         unfinished = [request for request in call.requests if not request.is_over]
         for request in unfinished:
+            # an answer that still comes is kept for the caller, and is no success of the replica
             request.dropped = True
         # if the engines do not answer, the call ends without their partial answers; its requests count as running until
         # they do
@@ -325,6 +334,7 @@ class Dispatcher:
     async def _serve(self, request: InFlight) -> None:
         """Bring a request that was given a place to its outcome."""
         try:
+            # a replica that dies under it, or a choice that no replica takes, brings it back here
             while not request.aborted:
                 if request.lease is None and not self._take_lease(request):
                     await self._wait_for_replica(request)
@@ -354,9 +364,11 @@ class Dispatcher:
             except (NoReplicaError, StaleReplicaError) as why:
                 request.refusal = why
             request.is_first = False
+            # one may come that takes it: wait for that, without a place in the engines
             if request.lease is None and (waits_for := prospect(request)) is not None:
                 self._parked.put_first(request, waits_for)
                 return False
+        # what was decided for this one holds for all that wait for the same
         alike = self._parked.alike(request)
         if request.lease is not None:
             self._try(alike, are_first=False)
@@ -378,6 +390,7 @@ class Dispatcher:
         assert lease is not None
         released: bool | None = False  # whether the replica did its part; None: it had none
         try:
+            # numbered in the order of sending: the last sent are the first suspects if the replica dies
             self._suspects.sent(request)
             if request is self._suspects.tried and request.deaths == 1:
                 # by its name: the request itself would keep its answer
@@ -386,6 +399,7 @@ class Dispatcher:
             completion = await self._submissions.put(request, lease.replica)
             # if its call ended early, no one waits for this answer
             released = None if request.dropped and completion.aborted else True
+            # counted, and given to the caller all the same: training refuses them, evaluation may not
             if bad := completion.count_not_finite():
                 self._table.note_not_finite(lease.index, bad)
             return completion
@@ -406,6 +420,7 @@ class Dispatcher:
         lease, request.lease = request.lease, None
         assert lease is not None
         entry = self._table[lease.index]
+        # a replica that was removed, or was dead before, was not killed by this request
         counts = not (entry.leaving or request.met_dead)
         was_alone = request is self._suspects.tried and self._suspects.is_alone
         if entry.replica is lease.replica and entry.last_error:  # says more than that a stalled one was ended
@@ -416,6 +431,7 @@ class Dispatcher:
         asyncio.get_running_loop().call_soon(self._try_alone, cleared)
         if request.aborted:
             return False
+        # only a death that nobody else can have caused proves anything
         if request.deaths >= self._attempts and (was_alone or self._attempts == 1):
             raise request.given_up()
         self._retried()
@@ -431,9 +447,11 @@ class Dispatcher:
         """Give a request its outcome, once."""
         if request.is_over:
             return
+        # the id is free for another request
         if self._open.get(request.request.request_id) is request:
             del self._open[request.request.request_id]
         request.lease, request.outcome, request.error = None, completion, error
+        # in this order: its place, what waits for it, then its caller
         self._leave(request)  # before its call ends: then all counts are right
         self._try_alone(self._suspects.ended(request))
         if request.is_first:
@@ -455,6 +473,7 @@ class Dispatcher:
         if request.lease is not None:
             request.lease.release(None)
         self._finish(request, completion, error)
+        # its task may wait for an answer that no longer matters
         if request.task is not None:
             request.task.cancel()
 
