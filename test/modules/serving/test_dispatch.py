@@ -1253,3 +1253,23 @@ def test_an_urgent_request_does_not_wait_for_the_turn_of_another_of_its_needs(se
     for call in calls:
         call.result(60.0)
     assert replicas(lb)[0].asked("submit") == [["urgent"], ["low"]]
+
+
+@pytest.mark.parametrize(("placement", "error"), [({}, NoReplicaError), ({"min_version": 1}, StaleReplicaError)])
+def test_a_task_stops_waiting_at_its_deadline(serve: Any, placement: Any, error: type[Exception]) -> None:
+    service = serve(2)
+    service.set_states(ReplicaState.SYNCING, *([0] if placement else []))
+    with pytest.raises(error):
+        asyncio.run(run_async(service, timeout=0.1, **placement))
+
+
+def test_a_service_that_was_shut_down_takes_nothing_and_says_so_at_once(serve: Any) -> None:
+    service = serve(1, token_seconds=HOUR)
+    call = start(service, "a")
+    until(lambda: service.inflight == [1])
+    service.shutdown()
+    with pytest.raises(EngineError, match="the service was shut down"):
+        call.result(60.0)
+    for ask in (lambda: run(service, "b"), lambda: asyncio.run(run_async(service, "b"))):
+        with pytest.raises(RuntimeError, match="not running"):
+            ask()

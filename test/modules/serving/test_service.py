@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import pickle
 import random
 import sys
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -145,6 +147,12 @@ def test_n_answers_come_in_one_completion(serve: Any) -> None:
     completion = serve().generate("hi", {"n": 3, "max_tokens": 2}, use_tqdm=False)
     assert [output.index for output in completion.outputs] == [0, 1, 2]
     assert len({output.text for output in completion.outputs}) == 3
+
+
+def test_routes_can_be_left_out(serve: Any) -> None:
+    engine = serve()
+    assert ask(engine).outputs[0].routed_experts.shape == (2 + 4 - 1, 4, 2)
+    assert ask(engine, return_routed_experts=False).outputs[0].routed_experts is None
 
 
 def test_requests_fan_out_evenly_call_by_call(serve: Any) -> None:
@@ -502,7 +510,22 @@ def test_no_bar_is_shown_when_it_is_off(serve: Any, capsys: pytest.CaptureFixtur
     assert capsys.readouterr() == ("", "")
 
 
+def test_agenerate_shows_no_bar(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    asyncio.run(serve().agenerate("a"))
+    assert capsys.readouterr() == ("", "")
+
+
 # -- calls that end early ---------------------------------------------------------------------------------------------
+
+
+def test_a_timeout_keeps_what_had_finished_and_frees_the_rest(serve: Any) -> None:
+    engine = serve(2, token_seconds=slow_if("b"))
+    with pytest.raises(GenerationTimeout, match="1 of 3 requests were not finished within 1 s") as caught:
+        ask(engine, ["a", "b", "c"], timeout_seconds=1.0)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert [(c.prompt, c.aborted) for c in copy.partial] == [("a", False), ("b", True), ("c", False)]
+    assert engine.get_num_unfinished_requests() == [0, 0]
+    assert [row["running"] for row in engine.stats()] == [0, 0]
 
 
 def test_late_scores_cannot_be_resumed(serve: Any) -> None:
@@ -511,6 +534,40 @@ def test_late_scores_cannot_be_resumed(serve: Any) -> None:
         engine.score([[1, 2], [3, 4]], timeout_seconds=0.1, actor_index=0)
     assert "resume" not in str(caught.value)
     assert "score fewer tokens at once" in str(caught.value)
+
+
+def test_a_refused_request_is_named_and_the_service_continues(serve: Any) -> None:
+    engine = serve(2, token_seconds=0.01, refuse=lambda r: "too long" if r.prompt == "b" else None)
+    with pytest.raises(ValueError, match="request 1 was refused: too long") as caught:
+        ask(engine, ["a", "b", "c"])
+    assert [(c.prompt, c.aborted) for c in caught.value.partial] == [("a", False), ("b", True), ("c", False)]
+    assert [row["running"] for row in engine.stats()] == [0, 0]
+    assert ask(engine, "c").prompt == "c"
+
+
+def until_running_there(engine: FakeAsyncVLLM, index: int, count: int) -> None:
+    until(lambda: engine.stats()[index]["running"] == count)
+
+
+def test_a_death_under_a_call_marks_the_replica_and_the_others_continue(serve: Any) -> None:
+    engine = serve(3, token_seconds=slow_if("slow"))
+    engine.create_load_balancer("requests")
+    call = in_thread(lambda: ask(engine, ["slow"] * 6, request_ids=list("abcdef")))
+    until_running(engine, [2, 2, 2])
+    engine.replicas[1].die("out of memory")
+    until(lambda: any(entry.reserved for entry in engine.replica_table))  # its two wait for an idle one
+    engine.abort(list("abcdef"))
+    assert Counter(completion.metrics.replica for completion in call.result(60.0)) == {0: 2, 2: 2, -1: 2}
+    assert [entry.state.name for entry in engine.replica_table] == ["SERVING", "DEAD", "SERVING"]
+    assert engine.get_num_unfinished_requests() == [0, 0, 0]
+    assert {ask(engine, f"{i}").metrics.replica for i in range(6)} == {0, 2}
+
+
+def test_a_death_is_also_noted_by_a_task(serve: Any) -> None:
+    engine = serve(2)
+    engine.replicas[0].die()
+    assert asyncio.run(engine.agenerate("a")).metrics.replica == 1
+    assert [entry.state.name for entry in engine.replica_table] == ["DEAD", "SERVING"]
 
 
 def test_a_death_that_no_request_met_is_noted_by_the_next_look(serve: Any) -> None:
@@ -527,6 +584,34 @@ def test_a_replica_that_is_only_starting_is_not_taken_for_dead(serve: Any) -> No
     engine.replica_table.set_state(0, ReplicaState.STARTING)
     assert [row["state"] for row in engine.stats()] == ["STARTING", "SERVING"]
     assert engine.replica_table[0].state is ReplicaState.STARTING
+
+
+def test_calls_wait_while_all_replicas_are_in_sync(serve: Any) -> None:
+    engine = serve(2)
+    for index in range(2):
+        engine.replica_table.set_state(index, ReplicaState.SYNCING)
+    call = in_thread(lambda: ask(engine, ["a", "b"]))
+    task = in_thread(lambda: asyncio.run(engine.agenerate("c")))
+    until(lambda: len(engine._dispatcher._parked) == 3)
+    assert (call.done(), task.done()) == (False, False)
+    with pytest.raises(NoReplicaError, match="no replica is serving"):
+        ask(engine, timeout_seconds=0.1)
+    engine.replica_table.set_state(1, ReplicaState.SERVING)
+    assert [completion.metrics.replica for completion in call.result(60.0)] == [1, 1]
+    assert task.result(60.0).metrics.replica == 1
+
+
+def test_requests_are_aborted_by_name_wherever_they_run(serve: Any) -> None:
+    engine = serve(2, token_seconds=HOUR)
+    call = in_thread(lambda: ask(engine, ["a", "b"], request_ids=["x", "y"]))
+    until_running(engine, [1, 1])
+    engine.abort("x")
+    time.sleep(0.05)
+    assert not call.done()
+    engine.abort(["y", "never heard of"])
+    first, second = call.result(60.0)
+    assert first.outputs[0].finish_reason == second.outputs[0].finish_reason == "abort"
+    assert first.aborted
 
 
 def test_a_name_in_flight_is_refused_in_any_call_and_free_afterwards(serve: Any) -> None:
