@@ -1025,6 +1025,13 @@ def test_a_new_version_of_a_wrapper_of_a_path_shares_its_engine(
     assert started == ["org/model"]
 
 
+def test_unknown_arguments_of_a_new_version_are_named(fake: FakeAsyncVLLM) -> None:
+    with pytest.raises(
+        TypeError, match=r"unknown arguments \['pad', 'x'\]; known: \['actor_index', 'attention_mask_key'"
+    ):
+        wrapper(fake).get_new_version(x=1, pad=True)
+
+
 def test_a_new_version_may_score(fake: FakeAsyncVLLM) -> None:
     generating = vLLMWrapper(fake, input_mode="tokens", generate_kwargs={"max_new_tokens": 3})
     scoring = generating.get_new_version(generate=False)

@@ -88,10 +88,12 @@ def probe_replay(actor: TransformersWrapper, td: TensorDictBase, use_tqdm: bool 
         raise ValueError(f"probe_replay needs an actor with replay='R3', got {actor.replay!r}")
     batch = read_batch(td, actor.input_key, (actor.masks_key, "all_attention_mask"))
     key = (actor.log_probs_key, "full")
+    # prompts have NaN there, and pads may have 0: neither is compared
     sampled = read_rows(td, key, float("nan"), batch.lengths)
     known = batch.scored if sampled is None else batch.scored & sampled.isfinite()
     if sampled is None or not known.any():
         raise ValueError(f"no log-probs of the engine at {key!r} in the rollouts: vLLMWrapper(return_log_probs=True)")
+    # scoring writes into its input
     scratch = td.copy()
     silent = None if use_tqdm else True
     with tqdm(total=2, desc="probe", unit="pass", disable=silent, delay=BAR_SECONDS, leave=False) as bar:

@@ -88,6 +88,7 @@ class Chat:
         given = given.data if isinstance(given, NonTensorData) else given
         if isinstance(given, History):
             spoken = [one for one in given.tolist(tolist_first=True) if one["role"] != "<none>"]
+            # is_complete is a History's own field, which no template reads
             messages = [plain_message({**one, "is_complete": None}) for one in spoken]
         elif isinstance(given, list | tuple) and all(isinstance(one, Mapping) for one in given):
             messages = [plain_message(one) for one in given]
@@ -98,6 +99,7 @@ class Chat:
             )
         if not messages:
             raise ValueError(f"the chat at {key!r} has no message")
+        # a History has no field for the rest, which only the template needs
         known = [{name: one[name] for name in IN_HISTORY if name in one} for one in messages]
         history = given if isinstance(given, History) else History.from_chats([known])[0]
         return cls(messages, history, answered)
@@ -126,6 +128,7 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(message, Mapping):
         raise TypeError(f"a chat is a list of messages, {{'role': text, 'content': text}}, got {message!r:.60}")
+    # an unset entry must not be there: templates ask whether it is defined
     plain = {key: value for key, value in message.items() if value is not None}
     content = plain.setdefault("content", "" if plain.get("tool_calls") else None)
     parts = [content] if isinstance(content, Mapping) else content
@@ -172,6 +175,7 @@ def prompts_from_chats(
     if known is None:
         # the template has already written the special tokens
         return Prompts(tokenizer(list(texts), add_special_tokens=False)["input_ids"], list(texts), list(chats))
+    # ids that are known are not encoded again: that may give others
     pairs = [_continued(text, ids, tokenizer) for text, ids in zip(texts, known, strict=True)]
     return Prompts([ids for ids, _ in pairs], [text for _, text in pairs], list(chats))
 
@@ -210,6 +214,7 @@ def prompts_from_text(
 ) -> Prompts:
     """Encode text prompts: a string, a list of them, or a non-tensor stack. Padding is never added."""
     listed = [texts] if isinstance(texts, str) else list(texts if isinstance(texts, list) else texts.tolist())
+    # padding would be tokens of the prompt to the engine
     plain = {**tokenizer_kwargs, "padding": False, "return_tensors": None}
     return Prompts(tokenizer(listed, **plain)["input_ids"], listed)
 
@@ -311,10 +316,12 @@ class Source:
             return prompts_from_tokens(stack, self.input_key, self._mask_key(samples), self.pad)
         if self.input_mode == "text":
             return prompts_from_text(stack.get(self.input_key), self.tokenizer, self.tokenizer_kwargs)
+        # tokens of an earlier turn, or the caller's own, where they come before the rendered text
         known = None
         if self.prefer_tokens:
             mask = (self.masks_key, "all_attention_mask")
             known = [known_ids(one, self.tokens_key, one.get(mask, None), self.pad) for one in samples]
+        # then every chat is rendered by its own options
         chats = [Chat.of(one.get(self.input_key), self.input_key, self._answered(one)) for one in samples]
         texts = [self.text_of(chat, sample) for chat, sample in zip(chats, samples, strict=True)]
         return prompts_from_chats(chats, texts, self.tokenizer, known)
@@ -333,6 +340,7 @@ class Source:
         key = (self.masks_key, "all_attention_mask")
         masks = [sample.get(key, None) for sample in samples]
         shapes = [sample.get(self.input_key).shape for sample in samples]
+        # a mask of prompt and response is of an earlier turn
         fits = all(mask is not None and mask.shape == shape for mask, shape in zip(masks, shapes, strict=True))
         return key if fits else self.attention_mask_key
 
@@ -376,6 +384,7 @@ def template_of(
             "chat_template_name=, one of TorchRL's), set tokenizer.chat_template, or use input_mode='text', which "
             "sends text as it is"
         )
+    # a tokenizer may have one template, several by name, or its own way to render
     own = getattr(tokenizer, "chat_template", None)
     if not isinstance(own, dict):
         return own

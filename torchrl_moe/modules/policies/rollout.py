@@ -67,6 +67,7 @@ def refuse_changed_values(params: Mapping[str, Any]) -> None:
 
 def check_earlier_turn(params: Mapping[str, Any], earlier: TensorDictBase, real: Tensor) -> None:
     """Refuse a turn whose answer could not be scored together with the previous turn, which its prompt repeats."""
+    # compared as it is stored, in float32
     now, first = _temperature(params), earlier.get((SAMPLING, "temperature"), None)
     names_words = params.get("logprobs") is not None
     if names_words and first is not None and float(first) != float(torch.tensor(now)):
@@ -111,9 +112,11 @@ def _kept(kept: KeptIds | None, prompt: int, total: int, before: KeptTokens | No
     if kept is not None:
         sizes[prompt:] = torch.from_numpy(kept.sizes.copy())
         ids = torch.from_numpy(kept.ids.copy())
+    # a prompt token has size 0: all tokens of the vocabulary count
     own = KeptTokens(ids=ids, sizes=sizes)
     if before is None or real is None:
         return own
+    # the earlier turn's pads go, for this turn has none
     first_ids, first_sizes = select_rows(before.get("ids").cpu(), before.get("sizes").cpu(), real.cpu())
     return KeptTokens(ids=first_ids, sizes=first_sizes).followed_by(own)
 
@@ -124,6 +127,7 @@ def pad_sampling(entries: Sequence[TensorDictBase], prompts: Sequence[int], tota
     kept = [entry.get("kept", None) for entry in entries]
     if all(one is None for one in kept):
         return found
+    # all rows have the border between prompt and response in one column
     left, right = max(prompts), max(total - prompt for total, prompt in zip(totals, prompts, strict=True))
     most = max(0 if one is None else len(one.ids) for one in kept)
     sizes = torch.zeros(len(entries), left + right, dtype=torch.int32)
@@ -186,12 +190,14 @@ def answer_tensordict(
     prompt = torch.from_numpy(completion.prompt_token_ids.copy())
     response = torch.from_numpy(output.token_ids.copy())
     full = torch.cat([prompt, response])
+    # what this turn knows of every token, then what an earlier turn knew before it
     per_token = _per_token(output, len(prompt), len(full), layout, keys)
     real = None if earlier is None else repeated(earlier, prompt, keys)
     if earlier is not None and real is not None:
         _keep_earlier(earlier, real, per_token)
     goes_on_from = None if real is None else earlier
     assistant = _mask(len(prompt), len(full))
+    # the tokens themselves, with masks, and how the answer came to its end
     source: dict[str, object] = {
         keys.tokens: _unpadded(Tokens, prompt=prompt, response=response, full=full),
         keys.masks: _unpadded(Masks, all_attention_mask=torch.ones_like(assistant), all_assistant_mask=assistant),
@@ -201,6 +207,7 @@ def answer_tensordict(
         SAMPLING: sampling_entry(params, output.kept, len(prompt), len(full), goes_on_from, real),
     }
     versions = per_token["policy_versions"]
+    # the oldest weights that made a part of the response
     least = versions[len(prompt) :].min().long() if len(response) else torch.tensor(NO_VERSION)
     source |= {"policy_versions": TensorDict({"full": versions}), "policy_version": least}
     source["num_segments"] = torch.tensor(num_segments(versions))
@@ -239,6 +246,7 @@ def repeated(earlier: TensorDictBase, prompt: Tensor, keys: RolloutKeys) -> Tens
     ids = earlier.get((keys.tokens, "full"), None)
     if ids is None:
         return None
+    # an earlier turn may be padded, and the prompt never is
     mask = earlier.get((keys.masks, "all_attention_mask"), None)
     real = mask.bool() if mask is not None and mask.shape == ids.shape else torch.ones_like(ids, dtype=torch.bool)
     return real if shared_prefix(ids[real].cpu(), prompt) else None
@@ -328,6 +336,7 @@ def _typed(example: TensorDictBase, entry: TensorDict) -> TensorDictBase:
 
 def _pad(leaf: str, rows: Sequence[Tensor], prompts: Sequence[int], value: float) -> Tensor:
     """Pad ``[T, ...]`` rows to ``[B, T, ...]`` around the border between prompt and response."""
+    # a response begins in column 0, a prompt ends where the longest one does
     split = [0] * len(rows) if leaf == "response" else prompts
     left = max(split)
     right = max(len(row) - cut for row, cut in zip(rows, split, strict=True))

@@ -74,6 +74,7 @@ class ScoringBatch:
 
         Padding on the left would come before the tokens, where linear and sparse attention would not ignore it.
         """
+        # a batch without any token still needs a column, for the model runs on every rank
         width = max(1, int(self.mask.sum(-1).max()))
         places = (self.mask.cumsum(-1) - 1).clamp(min=0)
         first = torch.arange(len(self.ids), device=self.ids.device)[:, None] * width
@@ -129,6 +130,7 @@ def _first_fit(lengths: Sequence[int], width: int) -> tuple[list[int], list[int]
     """Pack sequences into rows, longest first; return each one's start in the flat input, and each row's length."""
     used: list[int] = []
     starts = [0] * len(lengths)
+    # in one row the order is kept; in several the longest come first, as they are the hardest to place
     order = range(len(lengths)) if sum(lengths) <= width else sorted(range(len(lengths)), key=lambda i: -lengths[i])
     for i in order:
         row = next((r for r, taken in enumerate(used) if taken + lengths[i] <= width), len(used))
@@ -188,6 +190,7 @@ def read_batch(td: TensorDictBase, tokens_key: NestedKey, mask_key: NestedKey) -
             f"scoring takes a batch of sequences, batch size [B] with B >= 1, got {list(td.batch_size)}: use "
             "td.reshape(-1) on a batch of more dimensions, and td.unsqueeze(0) on a single sample"
         )
+    # tokens, then the mask, both padded on the left
     rows = _all_samples(td, tokens_key)
     if rows is None:
         raise missing(td, tokens_key)
@@ -204,6 +207,7 @@ def read_batch(td: TensorDictBase, tokens_key: NestedKey, mask_key: NestedKey) -
 
 def _refuse_gaps(batch: ScoringBatch, mask_key: NestedKey) -> None:
     """Refuse a token after a gap: it would count with a log-prob that no policy sampled it with."""
+    # a real token after a pad, other than a first one
     behind = batch.mask & ~batch.scored & (batch.mask.cumsum(-1) > 1)
     if bool(behind.any()):
         sample, column = behind.nonzero()[0].tolist()
@@ -225,6 +229,7 @@ def align(logits: Tensor, temperature: Tensor) -> Tensor:
 
     Row 0 is zero: nothing comes before a first token. ``temperature`` is ``[B]``.
     """
+    # the model's row t is the distribution of token t + 1
     moved = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1).float()
     return moved / temperature.to(moved.device)[:, None, None]
 
@@ -272,6 +277,7 @@ def read_routes(
         rows = [sample.get(key, None) for sample in td.unbind(0)]
     if rows is None or all(row is None for row in rows):
         return None
+    # sample by sample, so that one that does not fit may run live
     fitting: list[Tensor] = []
     for i, (row, length) in enumerate(zip(rows, batch.lengths, strict=True)):
         if row is None and on_bad_routes == "raise":
@@ -312,6 +318,7 @@ def note_routing(
     refused: Collection[int],
 ) -> None:
     """Write how many tokens ran on live routing, and in which share of rows the live router agrees."""
+    # a token counts once, however many of its layers ran live
     live = (routes[:, :, list(report), 0] < 0).any(-1)
     live[list(refused)] = True
     agreement = torch.full((len(routes), routes.shape[2]), float("nan"))

@@ -46,7 +46,7 @@ __all__ = [
 
 # The distributions that a batch was sampled from, as a scorer needs them: temperatures and kept tokens.
 #
-# Letters: B samples, T tokens of the longest, N tokens to score, M word ids of all of them, V vocabulary.
+# Letters: B samples, T tokens of the longest, N tokens to score, M token ids kept of all of them, V vocabulary.
 
 
 Kept = tuple[Tensor, Tensor]
@@ -63,13 +63,14 @@ UNSAID = (
 
 @dataclass(frozen=True, slots=True)
 class SampledFrom:
-    """For each sample: ``temperatures`` float32 ``[B]``, and the kept tokens; ``None`` if no word was excluded."""
+    """For each sample: ``temperatures`` float32 ``[B]``, and the kept tokens; ``None`` if no token id was excluded."""
 
     temperatures: Tensor
     kept: tuple[KeptTokens | None, ...]
 
     def of_tokens(self, batch: ScoringBatch, wanted: Tensor) -> tuple[float | Tensor, Kept | None]:
         """Return the temperature, ``[N]`` if there are several, and the kept tokens of the wanted tokens."""
+        # one temperature stays a number: its logits need no grouping
         several = bool((self.temperatures != self.temperatures[0]).any())
         rows = self.temperatures.to(wanted.device)[:, None].expand(wanted.shape)[wanted]
         temperature: float | Tensor = rows if several else float(self.temperatures[0])
@@ -87,7 +88,7 @@ class SampledFrom:
         return select_rows(kept.ids.to(wanted.device), kept.sizes.to(wanted.device), wanted)
 
     def truncate(self, logits: Tensor, batch: ScoringBatch) -> Tensor:
-        """Return dense logits ``[B, T, V]`` in which excluded words have the lowest finite value."""
+        """Return dense logits ``[B, T, V]`` in which excluded token ids have the lowest finite value."""
         if all(one is None for one in self.kept):
             return logits
         logits, least = logits.clone(), torch.finfo(logits.dtype).min
@@ -166,7 +167,7 @@ class Selection:
     """One for all, or ``[N]``."""
     entropy: bool
     kept: tuple[Tensor, Tensor] | None = None
-    """The words that each token was sampled from, as ``selected_log_probs`` takes them; ``None`` for all."""
+    """The token ids that each token was sampled from, as ``selected_log_probs`` takes them; ``None`` for all."""
 
     @classmethod
     def of(
@@ -220,6 +221,7 @@ class ScoringModel:
         self, inputs: dict[str, Tensor], selection: Selection, router_logits: bool = False
     ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...] | None]:
         """Run one forward pass."""
+        # fallback: all logits, of which the wanted rows are read
         if not self.splits:
             output, routers = self.run(inputs, router_logits)
             return *selection.dense(output.logits.flatten(0, 1)), routers
@@ -233,6 +235,7 @@ class ScoringModel:
         if not router_logits:
             return self.model(**inputs, use_cache=False), None
         kept: list[Any] = []
+        # router logits come from the body, before the model adds its auxiliary loss
         body = getattr(self.language_model, "base_model", None)
         if body is None or body is self.language_model:
             output = self.model(**inputs, use_cache=False, output_router_logits=True)
@@ -273,9 +276,11 @@ class ScoringModel:
         Uses four sequences, in one row if they are packed like that, otherwise in two. (For flash attention
         transformers separates sequences in one row, but not in several.)
         """
+        # the test below has too few tokens to show this
         if _counts_places(self.language_model):
             return False
         batch = self._four_sequences()
+        # change the first sequence, and see whether the others' logits move
         layout = batch.packed(None if self.packs_in_one_row else 2 * batch.ids.shape[1])
         return self._leaves_alone(layout, layout.index[0], batch.padded())
 
@@ -309,6 +314,7 @@ class ScoringModel:
 
     def _moved(self, layout: Layout, changed: Tensor) -> tuple[float, float]:
         """Return how far the logits of all sequences but the first move when ``changed`` does, and their size."""
+        # the same input with other tokens in the changed places
         others = dict(layout.inputs, input_ids=layout.inputs["input_ids"].clone())
         others["input_ids"].view(-1)[changed] += 1
         before, after = (
@@ -325,6 +331,7 @@ class ScoringModel:
     @cached_property
     def _difference(self) -> str:
         """Text on how the scores differ from those of the logits on a few tokens; empty if they do not."""
+        # score a few tokens both ways, and compare
         inputs = dry_inputs(self.model)
         count = inputs["input_ids"].numel()
         tokens = inputs["input_ids"].flatten().roll(1)
@@ -340,6 +347,7 @@ class ScoringModel:
                 gap = float((got - wanted).abs().max())
             except FAILURES as error:
                 return f"{type(error).__name__}: {error}"
+        # the coarser of the two dtypes decides what is rounding
         precision = max(torch.finfo(dtype).eps for dtype in (logits.dtype, self._head.dtype))
         bound = max(1e-4, 4 * precision) * max(1.0, float(logits.abs().max()))
         return "" if gap <= bound else f"scores are off by {gap:.1e}, and {bound:.1e} would be rounding"
@@ -357,6 +365,7 @@ class ScoringModel:
             self._head.thread = threading.get_ident()
             self._head.parts, self._head.places = selection.parts()  # here, outside any graph: it depends on values
             self._head.transform = self.transform
+            # replaced for this pass only, and under the lock: another wrapper may share the model
             stand_ins: dict[nn.Module, Any] = {self.head: self._head, self.language_model: self._output}
             for module, stand_in in stand_ins.items():
                 stand_in.shadowed = module.__dict__.get("forward")
@@ -400,6 +409,7 @@ class _ScoringHead:
         return self.scores
 
     def _score(self, hidden: Tensor, temperature: float, selection: Selection) -> Tensor:
+        # only the wanted rows reach the product with the vocabulary
         hiddens, weights, bias = linear_parts(self.head, hidden[selection.rows])
         scores = selected_log_probs(
             hiddens,

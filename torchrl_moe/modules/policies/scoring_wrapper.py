@@ -158,6 +158,7 @@ class DenseDistributions(PolicyWrapper):
         padding_side: str = "left",
     ) -> LLMMaskedCategorical:
         """Return the distributions of the tokens after the prompt or, without a prompt, of the assistant's tokens."""
+        # without a prompt, all that the assistant said counts
         prompts = tensordict.get(tokens_key or (self.tokens_key, "prompt"), None, as_list=True)
         if prompts is None:
             return self._get_dist_with_assistant_mask(tensordict, assistant_mask_key, logits_key, padding_side)
@@ -243,6 +244,7 @@ def encode(td: TensorDictBase, source: Source) -> Encoded:
 
 def _rendered(history: History, source: Source, options: Mapping[str, object]) -> tuple[Tensor, Tensor | None, str]:
     """Return the ids of one chat, the mask of the assistant's tokens, and the text."""
+    # render by the wrapper's template, then compare with the one that TorchRL guesses
     template = source.template(options.get("tools"))
     ids, assistant, text = _rendered_by(template, history, source, options)
     if template is not None and source.chat_template is None and source.chat_template_name is None:
@@ -513,7 +515,7 @@ class ScoringWrapper(DenseDistributions):
         Returns:
             float32 ``[B, T]``, ``[B, T]`` or ``None``, ``[B, T, L, E]`` or ``None``; sequences of a lazy stack are
             padded on the left. Log-probs and entropies are of token t given those before it, at the temperature and
-            over the words that it was sampled from; 0 on pads and on first tokens. Router logits are the live router's
+            over the kept tokens it was sampled from; 0 on pads and on first tokens. Router logits are the live router's
             for token t as input, regardless of replay and of ``mask``; 0 on pads and on layers without a router.
 
         Raises:
@@ -527,12 +529,15 @@ class ScoringWrapper(DenseDistributions):
         if mask is not None:
             _checks.check_shape("mask", mask.shape, tuple(wanted.shape), hint="It is laid out as the padded tokens.")
             wanted = wanted & mask.bool().to(wanted.device)
+        # before any context is open: the first check runs the model
         self.scoring_model.check()
         self._warn_of_sums()
+        # lay the tokens out for the model, select what is scored, and run it under the routes
         layout = self._layout(batch)
         selection = Selection.of(batch, layout, wanted, self._sampled_from(td, batch), entropy)
         with self._routed(td, batch, layout):
             log_probs, spread, routers = self.scoring_model(layout.inputs, selection, router_logits)
+        # back into the batch's own layout
         blank = log_probs.new_zeros(wanted.shape)
         return (
             blank.masked_scatter(wanted, log_probs),
@@ -564,6 +569,7 @@ class ScoringWrapper(DenseDistributions):
         """Write the tokens of chats or text into a batch ``[B]``, with the text that they were made from."""
         encoded = encode(td, self._source)
         refuse_other_tokens(td, self.tokens_key, encoded.ids)
+        # the text, or the chat, stands beside the tokens that it became
         read = td.get(self.input_key)
         if self.input_mode == "history":
             td.set(self.text_key, encoded.text_entry())
@@ -577,6 +583,7 @@ class ScoringWrapper(DenseDistributions):
         )
         if not alike:
             td.set(self.tokens_key, token_entry(encoded.ids, None))
+        # the mask of a rollout is of its own tokens, so it stays only with the same ones
         assistant = encoded.assistant or (self._assistant(td) if alike else None)
         td.set(self.masks_key, mask_entry([torch.ones_like(ids).bool() for ids in encoded.ids], assistant, False))
 
@@ -590,6 +597,7 @@ class ScoringWrapper(DenseDistributions):
         """Score a batch ``[B]``, and return the entries to write; they replace old ones."""
         if self.input_mode != "tokens":
             self._tokenize(td)
+        # score on the model's device, write on the batch's
         log_probs = self.score(td, entropy=False)[0]
         device = torch.device(td.device or "cpu")
         batch, log_probs = self._batch(td).to(device), log_probs.to(device)
@@ -637,6 +645,7 @@ class ScoringWrapper(DenseDistributions):
         masked = self.scoring_model.sees_pads  # first: under FSDP all ranks must run this test together
         if self.pad_model_input:
             return batch.padded(masked)
+        # an explicit layout must be possible; by default the smaller one is taken
         packs = self.scoring_model.packs
         if self.pad_model_input is False:
             if not packs:
@@ -663,6 +672,7 @@ class ScoringWrapper(DenseDistributions):
                 yield
             write_recorded(td, batch, layout.read(recording.routed_experts.flatten(0, 1)))
         else:
+            # routes are laid out as the batch, and the model's input may be packed
             routes = self._routes(td, batch)
             packing = Packing(layout.index, (layout.shape[0], layout.shape[1]))
             with self.router_replay.replay(routes, batch.mask, self.measure_agreement, self.on_bad_routes, packing):
@@ -702,6 +712,7 @@ class ScoringWrapper(DenseDistributions):
     def _router_logits(self, given: tuple[Tensor, ...] | None, layout: Layout) -> Tensor:
         if not given:
             raise UnsupportedRouterError(f"{type(self.model).__name__} returns no router logits: score without them")
+        # logits that sum to 1 in every row are probabilities
         if bool(((given[0].float().sum(-1) - 1).abs() < 1e-3).all()):
             raise UnsupportedRouterError(
                 f"{type(self.model).__name__} returns its routers' probabilities as their logits: score without them"

@@ -59,7 +59,7 @@ KEEPS_ALL: Mapping[str, tuple[object, ...]] = {
     "epsilon_cutoff": (None, 0, 0.0),
     "eta_cutoff": (None, 0, 0.0),
 }
-"""Settings that exclude words from sampling -> values that switch them off."""
+"""Settings that exclude token ids from sampling -> values that switch them off."""
 BANS: Mapping[str, tuple[object, ...]] = {
     "no_repeat_ngram_size": (None, 0),
     "encoder_no_repeat_ngram_size": (None, 0),
@@ -107,6 +107,7 @@ class GenerationSettings:
         >>> GenerationSettings.of({"max_tokens": 8, "temperature": 0.7, "n": 2}).fields
         {'temperature': 0.7, 'max_new_tokens': 8, 'do_sample': True}
         """
+        # TorchRL's names first, then what is switched off, then what transformers must know
         named = _compat_generation.standard_names(dict(generate_kwargs or {}))
         fields = {name: value for name, value in named.items() if value is not None and name not in OURS}
         for name, off in BEAMS.items():
@@ -144,8 +145,9 @@ class GenerationSettings:
     def config(self, model: PreTrainedModel) -> GenerationConfig:
         """Return the complete configuration: the given settings, then those of the model's own configuration.
 
-        If neither sets ``top_k``, all words are sampled from; transformers would use 50.
+        If neither sets ``top_k``, the whole vocabulary is sampled from; transformers would use 50.
         """
+        # given settings win over the model's own
         config = GenerationConfig(**self.fields)
         own = getattr(model, "generation_config", None)
         if own is not None:
@@ -183,7 +185,7 @@ def temperature_of(config: GenerationConfig) -> float:
 
 
 def leaves_words_out(config: GenerationConfig) -> bool:
-    """Whether a configuration may exclude words from the distribution that a token is sampled from."""
+    """Whether a configuration may exclude token ids from the distribution that a token is sampled from."""
     names = {**(KEEPS_ALL if config.do_sample else {}), **BANS}
     return any(getattr(config, name, None) not in values for name, values in names.items())
 
@@ -216,6 +218,7 @@ def generate_answers(
     if samples > 1 and not config.do_sample:
         raise ValueError(f"{samples} greedy answers to a prompt would be identical. Pass do_sample=True")
     device = computing_device(model)
+    # transformers generates from prompts that are padded on the left
     rows = [torch.tensor(ids) for ids in prompts]
     inputs = pad_left(rows, int(config.pad_token_id or 0)).to(device)
     mask = pad_left([torch.ones_like(row) for row in rows], 0).to(device)
@@ -239,6 +242,7 @@ def generate_answers(
             stopping_criteria=ends,
         )
     draws.close(sequences)
+    # steps become one answer each, without the prompt's padding
     routes = None if steps is None else _joined(steps)
     return [
         Completion(
@@ -281,6 +285,7 @@ class _Draws:
     def note(self, input_ids: Tensor, logits: Tensor, processed: Tensor) -> None:
         """Record the distribution of the next token of each answer; both are ``[N, V]``."""
         self.settle(input_ids)
+        # what processors excluded has a logit of -inf
         kept = processed > float("-inf")
         if self.wants_log_probs:
             moved = processed - logits / self.temperature  # a constant shift of a row changes nothing
@@ -310,6 +315,7 @@ class _Draws:
 
     def end(self, input_ids: Tensor, ended: Tensor) -> None:
         """Record which answers end with the last token, bool ``[N]``; the rest of their rows is padding."""
+        # an answer that ended before goes on as padding
         first = ended.cpu() & (self.lengths == 0)
         self.lengths[first] = input_ids.shape[1] - self.width
 
@@ -321,6 +327,7 @@ class _Draws:
             said[0][said[1][row] : said[1][row + 1]] if said is not None else np.empty(0, np.int32)
             for said in self.kept[:count]
         ]
+        # rows of the prompt without its padding; the last token is never fed
         fed = slice(self.width - prompt, self.width + count - 1)
         ends = self.config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]

@@ -190,6 +190,7 @@ def tokenizer_of(
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> None:
     """Refuse a tokenizer with ids for which a model has no row of embeddings: a prompt with one would fail."""
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None  # type: ignore[operator]
+    # a model that is not of transformers may not say
     rows = getattr(getattr(embedding, "weight", None), "shape", [None])[0]
     if rows is None or not hasattr(tokenizer, "get_vocab"):
         return
@@ -382,6 +383,7 @@ class TransformersWrapper(ScoringWrapper):
         unknown = sorted(set(kwargs) - set(before))
         if unknown:
             raise TypeError(f"get_new_version got unknown arguments {unknown}; known: {sorted(before)}")
+        # arguments that mean nothing to the new version are not passed on
         kept = dict(before)
         if kwargs.get("generate", self.generate):
             kept.update(dict.fromkeys(OF_SCORING))
@@ -412,6 +414,7 @@ class TransformersWrapper(ScoringWrapper):
             raise ValueError("reference(model=...) freezes its model, and this one is trained: leave it out for a copy")
         if replay and self.replay == "none":
             raise ValueError("reference(replay=True) follows the routes of this wrapper, which has replay='none'")
+        # a copy, for the original goes on training
         frozen = copy.deepcopy(self.model) if model is None else model_of(model)
         frozen.eval().requires_grad_(False)
         key = RECORDED if self.replay == "R2" else self.routed_experts_key
@@ -453,6 +456,7 @@ class TransformersWrapper(ScoringWrapper):
             return self._write(tensordict, tensordict_out, stacked)
         if generate_kwargs:
             raise TypeError(f"{sorted(generate_kwargs)} are for generation, but this wrapper has generate=False")
+        # scoring takes one batch dimension; any other is restored afterwards
         flat = tensordict if tensordict.ndim == 1 else lazy_stack(flat_samples(tensordict))
         written = self._logits(flat.copy()) if logits_only else self._scored(flat.copy())
         if tensordict.ndim != 1:

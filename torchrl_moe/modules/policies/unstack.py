@@ -160,6 +160,7 @@ def linear_parts(module: nn.Module, hidden: Tensor) -> tuple[list[Tensor], list[
     which is as large as the head, is never computed, and a frozen head gets no gradient.
     """
     head = _active(module)
+    # the base layer is one product, each active adapter another
     linear = _base(head)
     if getattr(head, "merged", False) and head.disable_adapters:
         head.unmerge()  # as its own forward does
@@ -243,11 +244,13 @@ class ModelWeights:
                 "around one: pass what is inside"
             )
         self._lora = LoraLayers(self._base) if has_adapters(bare) else None
+        # which tensors are sent: tied ones once, under the name that files have
         state = self._state(keep_vars=True)
         kept = _untied(state, self._base)
         self._twins = _twins(state, kept)
         ties = [name for name in also if name in self._twins]
         self._slices: dict[str, list[Slice]] = {}  # by the key that they are slices of
+        # where each of them lies in the model's own tensors
         layout = _layout(self._base, kept)
         # tied names are slices of the kept one, so all ranks gather the same tensors, whichever asks for more names
         for piece in (*layout.slices, *(_whole_slice(name, self._twins[name], state[name]) for name in ties)):
@@ -265,6 +268,7 @@ class ModelWeights:
 
     def _check_adapters(self) -> None:
         """Check that no adapter's sum is lost, nor added to a tied weight that has no adapter."""
+        # a tied weight is sent once, so a sum for one of its names would change the other
         mergeable = self.keys.difference(self._twins.values())
         for key in self._lora.in_use() if self._lora is not None else ():
             if key not in mergeable:
@@ -443,9 +447,11 @@ def _layout(base: nn.Module, state: Mapping[str, Tensor]) -> _Layout:
     """Find the position of each checkpoint tensor: renamed tensors first, then stacked ones, a layer at a time."""
     hollow = {key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in state.items()}
     owners = {id(tensor): key for key, tensor in hollow.items()}
+    # names and shapes of the checkpoint, without computing anything
     wanted = _convert(base, dict(hollow))
     found = [_whole_slice(name, owners[id(tensor)], tensor) for name, tensor in wanted.items() if id(tensor) in owners]
     renamed = {piece.key for piece in found}
+    # what is left is stacked: grouped by layer, so that one conversion answers for equal layers
     layers: dict[str, list[str]] = {}
     for key in state:
         if key not in renamed:
@@ -456,6 +462,7 @@ def _layout(base: nn.Module, state: Mapping[str, Tensor]) -> _Layout:
     for prefix, keys in layers.items():
         looks = tuple((key.removeprefix(prefix), state[key].shape) for key in keys)
         known = first.get(looks)
+        # a layer of known structure needs no conversion of its own
         places = {} if known is None else _moved(*known, prefix)
         if not places or any(name not in wanted for name in places):
             places = _numbered(base, {key: state[key].shape for key in keys})
@@ -513,10 +520,12 @@ def _place(name: str, numbers: Tensor, starts: Mapping[str, int], numbered: Mapp
         return None
     first = int(numbers.flatten()[0])
     key = max((key for key in starts if starts[key] <= first), key=lambda key: starts[key])
+    # the step along each axis, read from the numbers themselves
     stride = [
         int(numbers.select(axis, 1).flatten()[0]) - first if size > 1 else 1 for axis, size in enumerate(numbers.shape)
     ]
     place = Slice(name, key, tuple(numbers.shape), tuple(stride), first - starts[key])
+    # only a view that gives exactly these numbers is right
     last = place.offset + sum((size - 1) * step for size, step in zip(place.shape, stride, strict=True))
     fits = min(stride, default=0) >= 0 and last < numbered[key].numel()
     return place if fits and torch.equal(place.of(numbered[key]), numbers) else None

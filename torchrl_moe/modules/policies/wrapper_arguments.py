@@ -77,6 +77,7 @@ def sampling_params_of(generate_kwargs: Mapping[str, Any] | None) -> dict[str, A
     given = dict(generate_kwargs or {})
     if given.get("temperature", 0.0) is None:
         del given["temperature"]  # TorchRL treats it as a temperature other than 0
+    # TorchRL's own checks, then vLLM's names
     given = standard_names(given)
     for name, off in BEAM_ONLY.items():
         value = given.pop(name, None)
@@ -173,7 +174,7 @@ def _plain(value: object, key: str, sample: int) -> object:
 
 # Log-probs of full sequences by an engine: what ``vLLMWrapper(generate=False)`` does.
 #
-# Tokens of a rollout follow the recorded experts (R3), at the temperature and over the words that the batch gives.
+# Tokens of a rollout follow the recorded experts (R3), at the temperature and over the tokens that the batch gives.
 # Text and chats are encoded, perhaps to tokens other than those sampled, so the routes and kept tokens of the sampled
 # tokens do not apply. No gradient flows through it: it gives old log-probs from a replica that is serving anyway, or
 # those of a reference policy from an engine that is never synced, in place of a second model in the trainer.
@@ -221,6 +222,7 @@ class EngineScorer:
 
     def score(self, td: TensorDictBase) -> list[Tensor]:
         """Return the log-probs of each sample's tokens, float32 ``[T]``; 0 on pads and on first tokens."""
+        # read what is scored, and how it was sampled
         batch = read_batch(td, self.tokens_key, self.mask_key)
         if self.temperature is None and (unsaid := says_nothing(td, self.sampled_key)) is not None:
             warnings.warn(UNSAID.format(unsaid), stacklevel=4)
@@ -230,6 +232,7 @@ class EngineScorer:
         if empty := [i for i, mask in enumerate(real) if not mask.any()]:
             raise ValueError(f"sample {empty[0]} has no tokens but pads")
         rows = [] if routes is None else batch.split(routes)
+        # pads stay here: the engine gets the real tokens of each sample
         scores = self.engine.score(
             [ids[mask] for ids, mask in zip(batch.split(batch.ids), real, strict=True)],
             None if routes is None else [one[mask] for one, mask in zip(rows, real, strict=True)],
@@ -391,6 +394,7 @@ def tokenizer_of(tokenizer: PreTrainedTokenizerBase | str | None, engine: Genera
         tokenizer = AutoTokenizer.from_pretrained(tokenizer)
     assert not isinstance(tokenizer, str)
     try:
+        # a tokenizer of another model would make other tokens of the same text
         own = {number: token for token, number in engine.get_tokenizer().get_vocab().items()}
         given = [pair for pair in tokenizer.get_vocab().items() if pair[1] in own]
     except (AttributeError, ValueError, EngineError):  # the engine has none that can be sent, or it lists no tokens

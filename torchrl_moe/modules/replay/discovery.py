@@ -231,11 +231,17 @@ def discover(model: nn.Module) -> list[RouterSite]:
     rankings: list[_Ranking] = []
     tracer = ScoreTracer(counts, running)
 
-    def tell(x: Tensor, chosen: Tensor) -> None:
+    def note(x: Tensor, chosen: Tensor) -> None:
         if running and x.shape[-1] in counts and x.numel() // x.shape[-1] == inputs["input_ids"].numel():
             rankings.append(_Ranking(running[-1], x.shape[-1], x.ndim, tracer.steps(x), chosen.flatten(0, -2)))
 
-    with torch.no_grad(), _running(model, running) as runs, arriving(model) as arrived, tracer, TopKObserver(tell):
+    with (
+        torch.no_grad(),
+        _running(model, running) as runs,
+        arriving(model) as arrived,
+        tracer,
+        TopKObserver(note),
+    ):
         model(**inputs)
     routers: dict[int, _Ranking] = {}
     for ranking in rankings:

@@ -55,9 +55,9 @@ def _order(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, bool]:
 class TopKObserver(TorchFunctionMode):
     """Reports every ``topk`` along the last dimension (input, indices) to a function, and changes nothing."""
 
-    def __init__(self, tell: Callable[[Tensor, Tensor], None]) -> None:
+    def __init__(self, report: Callable[[Tensor, Tensor], None]) -> None:
         super().__init__()
-        self._tell = tell
+        self._report = report
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -67,7 +67,7 @@ class TopKObserver(TorchFunctionMode):
         result = func(*args, **kwargs)
         ranked = _ranked(func, args, kwargs)
         if ranked is not None:
-            self._tell(ranked[0], result.indices)
+            self._report(ranked[0], result.indices)
         return result
 
 
@@ -209,7 +209,7 @@ class ScoreTracer(TorchFunctionMode):
 
 
 def describe_scoring(ranked: Steps, weights: Steps = ()) -> str:
-    """Describe steps in words.
+    """Describe steps as text.
 
     >>> describe_scoring(("logits", "sigmoid", "bias"), ("logits", "sigmoid", "chosen", "normalised"))
     'sigmoid + bias, normalised'
