@@ -73,7 +73,7 @@ def answer_at_once(engine: FakeAsyncVLLM) -> None:
         replica.submit = submit  # type: ignore[method-assign]
 
 
-class Heart:
+class LoopClock:
     """A task in the service's loop that is due every millisecond; records how late it ran, in ms.
 
     It starts when the service first calls a replica, which happens in its loop.
@@ -138,14 +138,14 @@ def speed(are_ready: bool) -> list[Row]:
             direct.append(time.perf_counter() - began)
             del answers
             forget(engine)
-            heart, before = Heart(engine.replicas[0]), collections.seconds
+            loop_clock, before = LoopClock(engine.replicas[0]), collections.seconds
             began, busy = time.perf_counter(), time.process_time()
             completions = engine.generate(prompts, PARAMS, use_tqdm=False)
             through.append(time.perf_counter() - began)
             cpu.append(time.process_time() - busy)
-            heart.stop()
+            loop_clock.stop()
             paused.append(collections.seconds - before)
-            late.append(heart.late)
+            late.append(loop_clock.late)
             del completions
     name = f"{PROMPTS} prompts, {REPLICAS} {'replicas with a prepared answer' if are_ready else 'fake replicas'}"
     p99 = [float(np.quantile(run, 0.99)) for run in late]

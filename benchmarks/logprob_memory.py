@@ -151,7 +151,7 @@ def work(peer: str, case: Case) -> Measured:
     return Measured(peak, seconds, float(total.detach()), gradient)
 
 
-def kept_words(tokens: torch.Tensor, size: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+def kept_tokens(tokens: torch.Tensor, size: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return lists of ``size`` words for each row, or of 1 to ``2 size`` in a top_p's case; ``None`` for all words."""
     generator = torch.Generator().manual_seed(1)
     if not size:
@@ -175,7 +175,7 @@ def score(sampler: str, case: Case) -> Measured:
     hidden, weight = torch.randn(case.tokens, case.hidden), torch.randn(case.vocabulary, case.hidden)
     weight.mul_(case.hidden**-0.5).requires_grad_()  # logits of variance 1
     tokens = torch.randint(0, case.vocabulary, (case.tokens,))
-    kept = kept_words(tokens, SAMPLERS[sampler], case.vocabulary)
+    kept = kept_tokens(tokens, SAMPLERS[sampler], case.vocabulary)
 
     def step(rows: int, kept: tuple[torch.Tensor, torch.Tensor] | None) -> None:
         inputs = [hidden[:rows].requires_grad_(), weight]

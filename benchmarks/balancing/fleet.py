@@ -177,7 +177,7 @@ class _Replica:
                 if self.free.pop(name, None) is not None:
                     self.evictable -= tokens
 
-    def _let_go(self, request: SimRequest) -> None:
+    def _release(self, request: SimRequest) -> None:
         for name, tokens in reversed(request.prompt):  # the ends of chains go first
             self.users[name] -= 1
             if not self.users[name]:
@@ -231,7 +231,7 @@ class _Replica:
         run = self.running.pop(number)
         self.starts -= run.start
         self._keep(*run.request.answer)
-        self._let_go(run.request)
+        self._release(run.request)
         self.outcome.generated += run.request.answer[1]
         self.outcome.requests += 1
         return run.request
@@ -240,7 +240,7 @@ class _Replica:
         _, run = self.running.popitem()
         self.starts -= run.start
         run.request.done = max(int(self.progress - run.start), run.request.done)
-        self._let_go(run.request)
+        self._release(run.request)
         self.waiting.appendleft(run.request)
         self.outcome.preemptions += 1
         if not self.running and run.request.tokens + run.request.answer[1] > self.spec.kv_tokens:

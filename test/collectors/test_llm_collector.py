@@ -132,7 +132,7 @@ def test_later_turns_send_the_ids_of_the_earlier(engine: FakeAsyncVLLM) -> None:
 
 
 @pytest.mark.parametrize("kind", [LLMCollector, AsyncLLMCollector])
-def test_kept_words_of_all_turns_come_through_a_buffer(engine: FakeAsyncVLLM, kind: Any) -> None:
+def test_kept_tokens_of_all_turns_come_through_a_buffer(engine: FakeAsyncVLLM, kind: Any) -> None:
     policy = policy_of(engine)
     policy = policy.get_new_version(generate_kwargs={"max_new_tokens": 6, "top_k": 3, "temperature": 0.5})
     buffer = ReplayBuffer(storage=LazyStackStorage(64), batch_size=8)

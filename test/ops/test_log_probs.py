@@ -49,7 +49,7 @@ def dense(
     return log_p[torch.arange(ROWS), TOKENS], entropy
 
 
-def kept_words(kind: str) -> tuple[tuple[Tensor, Tensor], Tensor]:
+def kept_tokens(kind: str) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """What sampling kept, as lists and as a dense mask: by a top_k of 4, by bans, or each of it in turn and all."""
     ids, sizes, mask = [], [], torch.ones(ROWS, VOCAB, dtype=torch.bool)
     for n, token in enumerate(TOKENS.tolist()):
@@ -97,10 +97,10 @@ def test_equal_to_dense(dtype: torch.dtype, bias: bool, transform: LogitTransfor
 @pytest.mark.parametrize("transform", [PLAIN, LogitTransform(temperature=0.7), ALL])
 @pytest.mark.parametrize("kind", ["top_k", "bans", "mixed"])
 @pytest.mark.parametrize("tile_bytes", [120, 1200, None])
-def test_kept_words_equal_a_dense_mask(
+def test_kept_tokens_equal_a_dense_mask(
     dtype: torch.dtype, transform: LogitTransform, kind: str, tile_bytes: int | None
 ) -> None:
-    kept, mask = kept_words(kind)
+    kept, mask = kept_tokens(kind)
     tensors = [(0.5 * t.detach()).requires_grad_() for t in inputs(dtype)]
     got = selected_log_probs(
         *tensors[:2], TOKENS, bias=tensors[2], transform=transform, tile_bytes=tile_bytes, kept=kept
@@ -117,7 +117,7 @@ def test_kept_words_equal_a_dense_mask(
     assert not any(grad[everywhere_out].any() for grad in ours_grads[1:])
 
 
-def test_kept_words_by_hand() -> None:
+def test_kept_tokens_by_hand() -> None:
     """Logits log 1, 2, 3, 4: of ids 0 and 3, id 3 has 4/5; of all but id 3, id 2 has 3/6."""
     weight = torch.tensor([1.0, 2.0, 3.0, 4.0]).log()[:, None].requires_grad_()
     kept = torch.tensor([3, 0, 3]), torch.tensor([2, -1, 0])
@@ -128,8 +128,8 @@ def test_kept_words_by_hand() -> None:
     torch.testing.assert_close(grad[:, 0], torch.tensor([-1 / 5 - 1 / 6, -2 / 6, 1 / 2, 1 / 5]))  # 1[chosen] - p
 
 
-def test_kept_words_and_a_bias_of_minus_infinity() -> None:
-    kept, mask = kept_words("mixed")
+def test_kept_tokens_and_a_bias_of_minus_infinity() -> None:
+    kept, mask = kept_tokens("mixed")
     tensors = inputs()
     with torch.no_grad():
         tensors[2][[2, 5, 20]] = -math.inf
@@ -140,8 +140,8 @@ def test_kept_words_and_a_bias_of_minus_infinity() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-def test_kept_words_with_parts_and_without_entropy() -> None:
-    kept, mask = kept_words("mixed")
+def test_kept_tokens_with_parts_and_without_entropy() -> None:
+    kept, mask = kept_tokens("mixed")
     hidden, weight = inputs(bias=False)
     down, up = torch.randn(2, SIZE).double(), torch.randn(VOCAB, 2).double().requires_grad_()
     parts = ([hidden, hidden @ down.T], [weight, up])
@@ -153,8 +153,8 @@ def test_kept_words_with_parts_and_without_entropy() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-def test_rows_that_a_loss_masks_take_their_kept_words_with_them() -> None:
-    kept, mask = kept_words("mixed")
+def test_rows_that_a_loss_masks_take_their_kept_tokens_with_them() -> None:
+    kept, mask = kept_tokens("mixed")
     hidden, weight = inputs(bias=False)
     live = torch.tensor([True, True, False, True, False, True, True, False, True])
     got = selected_log_probs(hidden, weight, TOKENS, tile_bytes=TILE, kept=kept)
@@ -177,7 +177,7 @@ def test_lists_that_leave_no_word_out_are_none() -> None:
 
 @pytest.mark.parametrize("kind", [None, "mixed"])
 def test_gradcheck(kind: str | None) -> None:
-    kept = kept_words(kind)[0] if kind else None
+    kept = kept_tokens(kind)[0] if kind else None
 
     def scores(hidden: Tensor, weight: Tensor, bias: Tensor, down: Tensor, up: Tensor) -> Any:
         parts = ([hidden, hidden @ down.T], [weight, up])
@@ -253,7 +253,7 @@ def test_nothing_is_kept_without_gradients() -> None:
 
 @pytest.mark.parametrize("kind", [None, "mixed"])
 def test_autocast_sets_the_operands_and_not_the_sums(kind: str | None) -> None:
-    kept, mask = kept_words(kind) if kind else (None, None)
+    kept, mask = kept_tokens(kind) if kind else (None, None)
     hidden, weight = (t.detach().float().requires_grad_() for t in inputs(bias=False))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         scores = selected_log_probs(hidden, weight, TOKENS, kept=kept)
@@ -268,7 +268,7 @@ def test_autocast_sets_the_operands_and_not_the_sums(kind: str | None) -> None:
 @pytest.mark.parametrize("kind", [None, "mixed"])
 def test_a_compiled_graph_holds_it_whole(kind: str | None) -> None:
     tensors = [t.detach().float().requires_grad_() for t in inputs()]
-    kept = kept_words(kind)[0] if kind else None
+    kept = kept_tokens(kind)[0] if kind else None
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return weighted(selected_log_probs(2 * hidden, weight, TOKENS, bias=bias, tile_bytes=TILE, kept=kept))
@@ -282,7 +282,7 @@ def test_a_compiled_graph_holds_it_whole(kind: str | None) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [None, "mixed"])
 def test_on_a_gpu(dtype: torch.dtype, kind: str | None) -> None:
-    (ids, sizes), mask = kept_words(kind or "all")
+    (ids, sizes), mask = kept_tokens(kind or "all")
     kept = (ids.cuda(), sizes.cuda()) if kind else None
     tensors = [t.detach().to("cuda", dtype).requires_grad_() for t in inputs()]
     tokens = TOKENS.cuda()

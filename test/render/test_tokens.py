@@ -255,7 +255,7 @@ def test_of_many_experts_the_commonest_are_named() -> None:
         (-1, "all but some"), (0, "all words"),
     ],
 )  # fmt: skip
-def test_kept_words(kept: int | None, label: str | None) -> None:
+def test_kept_tokens(kept: int | None, label: str | None) -> None:
     scale = make_scale([sample(token(kept=kept))], "kept")
     assert scale.label(token(kept=kept)) == label
     assert list(scale.fills) == ([] if label is None else [label])

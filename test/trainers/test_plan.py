@@ -200,7 +200,7 @@ def test_ranks_that_cannot_share_the_model_have_no_plan() -> None:
         RunPlan.of(load_config("qwen3_30b_a3b", ["placement.expert_parallel=3"]))
 
 
-def test_an_adapter_alone_is_a_small_update_and_kept_words_are_counted() -> None:
+def test_an_adapter_alone_is_a_small_update_and_kept_tokens_are_counted() -> None:
     plan = RunPlan.of(load_config("olmoe_1b_7b", ["+engine.sync.lora=adapter", "rollout.top_k=20"]))
     adapter = 16 * 4 * 2 * 32 * 2048
     assert items(plan, UPDATE) == {"bytes to each replica": 4 * adapter}

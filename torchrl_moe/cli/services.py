@@ -357,9 +357,9 @@ def check_engine(kind: str, given: Sequence[str]) -> None:
     if "model" in arguments:
         raise BadUse(f"--engine-arg model={arguments['model']}: the model is the first argument, MODEL")
     check_installed(kind, "--engine transformers")
-    from torchrl_moe.modules.backends.engine_kind import find_kind
+    from torchrl_moe.modules.serving.launch import engine_kind
 
-    find_kind(f"torchrl_moe.modules.backends.{kind}.kind").arguments_of({"model": "?", **arguments})
+    engine_kind(kind).arguments_of({"model": "?", **arguments})
 
 
 def check_installed(kind: str, instead: str) -> None:

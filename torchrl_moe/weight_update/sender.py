@@ -184,9 +184,9 @@ class VLLMWeightSender:
                 raise
             # nothing can fail any more: the former engine is released, and this one takes its place
             self._publisher.expect(expected, dtype)
-            self._let_go(to_itself=self._swap is not None and self._swap.engine is engine)
+            self._release_engine(to_itself=self._swap is not None and self._swap.engine is engine)
             self._swap = swap
-            # numbers only rise, whoever counted before
+            # numbers only rise, also after those of another driver
             self.version = max(self.version, engine.replica_table.latest_version)
             # what this sender published last is not what the engine has
             if self._published is not None and self._published.version != self.version:
@@ -413,7 +413,7 @@ class VLLMWeightSender:
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    def _let_go(self, to_itself: bool = False) -> None:
+    def _release_engine(self, to_itself: bool = False) -> None:
         if self._swap is not None:
             if self._swap.engine.weight_sync == self.bring:  # and not another sender's, which came later
                 self._swap.engine.register_weight_sync(None)
@@ -433,7 +433,7 @@ class VLLMWeightSender:
             if not self._closed and self._pending is not None:
                 self._pending.exception()  # read it, since nothing else will
             self._pending, self._closed = None, True
-            self._let_go()
+            self._release_engine()
             self._publisher.close()
             self._scheme.shutdown()
 

@@ -23,7 +23,7 @@ from torchrl_moe.modules.backends.replica import (
     KeptIds,
     ReplicaStats,
     Request,
-    leaves_words_out,
+    leaves_ids_out,
     name_kept,
 )
 
@@ -195,11 +195,11 @@ KEEPING: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("params", LEAVING)
-def test_parameters_that_leave_words_out(params: dict[str, Any]) -> None:
+def test_parameters_that_leave_ids_out(params: dict[str, Any]) -> None:
     (name,) = params
-    assert leaves_words_out(params.get) == name
+    assert leaves_ids_out(params.get) == name
 
 
 @pytest.mark.parametrize("params", KEEPING)
 def test_parameters_that_do_not(params: dict[str, Any]) -> None:
-    assert leaves_words_out(params.get) is None
+    assert leaves_ids_out(params.get) is None

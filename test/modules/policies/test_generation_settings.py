@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from torchrl_moe.modules.policies.transformers_generation import (
     GenerationSettings,
     changes_of,
-    leaves_words_out,
+    leaves_ids_out,
     temperature_of,
 )
 
@@ -89,7 +89,7 @@ def test_all_words_are_sampled_from_unless_somebody_says_otherwise() -> None:
     """transformers fills in a top_k of 50."""
     config = GenerationSettings.of({"do_sample": True}).config(model_with())
     assert config.top_k == 0
-    assert not leaves_words_out(config)
+    assert not leaves_ids_out(config)
     assert temperature_of(config) == 1
     assert GenerationSettings.of({"do_sample": True}).config(object()).top_k == 0
     assert GenerationSettings.of({"do_sample": False}).config(object()).top_k is None  # of which transformers warns
@@ -116,7 +116,7 @@ def test_another_search_is_refused_wherever_it_comes_from() -> None:
     ],
 )
 def test_whether_words_are_left_out(fields: dict[str, Any], leaves: bool) -> None:
-    assert leaves_words_out(GenerationConfig(**fields)) == leaves
+    assert leaves_ids_out(GenerationConfig(**fields)) == leaves
 
 
 def test_what_changes_logits_is_named() -> None:

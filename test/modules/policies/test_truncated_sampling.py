@@ -93,7 +93,7 @@ def test_scores_are_of_the_words_that_were_kept(family: str, name: str, engine: 
 
 @pytest.mark.engine("qwen3_moe")
 def test_plain_and_truncated_requests_run_side_by_side(engine: AsyncVLLM, shelf: EngineShelf) -> None:
-    """In one step of the engine; each row has its own words."""
+    """In one step of the engine; each row has its own ids."""
     asked = [{}, {"top_k": 3}, {"min_tokens": 4}, {"temperature": 0.5, "top_p": 0.8}, {}]
     (questions,) = prompts(9).unbind(0)
     requests = [policy(engine, params).requests(questions)[0] for params in asked]
@@ -166,7 +166,7 @@ def test_each_turn_keeps_its_words(engine: AsyncVLLM, shelf: EngineShelf) -> Non
 
 
 @pytest.mark.engine("qwen3_moe")
-def test_siblings_and_padded_rows_have_their_own_words(engine: AsyncVLLM, shelf: EngineShelf) -> None:
+def test_siblings_and_padded_rows_have_their_own_ids(engine: AsyncVLLM, shelf: EngineShelf) -> None:
     batch = policy(engine, {"top_p": 0.9}, num_samples=3, pad_output=True)(prompts(40, 7, seed=3)).reshape(-1)
     assert gaps(batch, scorer_of(shelf.folder("qwen3_moe"))).max() <= BOUND
     assert len({tuple(row["sampling", "kept"].sizes.tolist()) for row in batch.unbind(0)}) == 6

@@ -1054,6 +1054,35 @@ def test_what_only_the_other_kind_has_does_not_follow(fake: FakeAsyncVLLM, mode:
 # later turns
 
 
+def test_a_later_turn_keeps_what_the_first_wrote() -> None:
+    with FakeAsyncVLLM(seed=3) as engine:
+        policy = wrapper(engine, "tokens")
+        first = policy(stacked("tokens", "ab", "cdefg")).clone()
+        engine.replicas[0].version = 5  # other weights: other routes, tokens and log-probs for everything
+        later = first.clone()
+        for td in later.unbind(0):
+            td["tokens"] = Tokens(
+                prompt=torch.cat([td["tokens", "full"], torch.tensor([33, 34])]), full=td["tokens", "full"]
+            )
+        out = policy(later)
+        fresh = policy(later.select(("tokens", "prompt")))
+        layout = engine.routing_layout
+    assert layout is not None
+    for was, now, new in zip(first.unbind(0), out.unbind(0), fresh.unbind(0), strict=True):
+        old = len(was["tokens", "full"])
+        assert now["tokens", "full"].tolist() == new["tokens", "full"].tolist()
+        assert now["routed_experts", "full"][: old - 1].equal(was["routed_experts", "full"][: old - 1])
+        assert not now["routed_experts", "full"][: old - 1].equal(new["routed_experts", "full"][: old - 1])
+        assert now["routed_experts", "full"][old - 1 :].equal(new["routed_experts", "full"][old - 1 :])
+        torch.testing.assert_close(now["log_probs", "full"][:old], was["log_probs", "full"], equal_nan=True)
+        assert now["log_probs", "full"][old : old + 2].isnan().all()
+        assert now["log_probs", "full"][old + 2 :].equal(new["log_probs", "full"][old + 2 :])
+        versions = [-1] * (old - NEW) + [0] * NEW + [-1, -1] + [5] * NEW
+        assert now["policy_versions", "full"].tolist() == versions
+        assert now["policy_version"] == 5  # of this turn's response
+        now["routed_experts"].validate(layout, num_tokens=old + 2 + NEW)
+
+
 @pytest.mark.parametrize("pad_output", [False, True])
 @pytest.mark.parametrize("mode", ["history", "text"])
 def test_turns_of_a_chat_env_are_joined(mode: str, pad_output: bool) -> None:

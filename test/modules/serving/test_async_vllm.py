@@ -532,7 +532,7 @@ def test_a_cached_prefix_is_counted_until_the_cache_is_reset(engine: AsyncVLLM) 
     ],
     ids=["too long", "bad value", "unknown parameter", "no such token"],
 )
-def test_a_refused_request_is_named_and_the_rest_is_let_go(
+def test_a_refused_request_is_named_and_the_rest_is_released(
     engine: AsyncVLLM, bad: list[int], kwargs: Any, words: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"(?s){words}"):

@@ -223,7 +223,7 @@ def test_an_error_of_a_strategy_is_that_of_its_request_and_the_others_finish(ser
     run(lb, "abc")  # the names are free again
 
 
-def test_half_a_hand_over_is_taken_back_and_the_others_finish(serve: Any) -> None:
+def test_a_message_that_was_half_sent_is_taken_back_and_the_others_finish(serve: Any) -> None:
     lb = serve(3, token_seconds=slow_if("b", "e"))
     replicas(lb)[1].script["submit"] = TypeError("cannot pickle")
     with pytest.raises(TypeError, match="cannot pickle"):

@@ -56,7 +56,7 @@ def test_what_is_taken_out_leaves_nothing_behind() -> None:
     requests = [yard.park(group_ids=["g"]), yard.park(group_ids=["g"], min_version=1), yard.park()]
     assert [yard.parked.remove(request) for request in requests[:1] * 2] == [True, False]
     yard.parked.settle("g")
-    assert yard.parked.concerned() == requests[1:2]
+    assert yard.parked.affected() == requests[1:2]
     assert [yard.parked.remove(request) for request in requests[1:]] == [True, True]
     assert (len(yard.parked), bool(yard.parked), yard.parked._groups) == (0, False, {})
 
@@ -66,8 +66,8 @@ def test_a_group_that_settles_concerns_only_its_own() -> None:
     a, _, c = (yard.park(waits_for=GROUP, group_ids=[name]) for name in "abc")
     for group in ("c", "a", "unknown", "a"):
         yard.parked.settle(group)
-    assert yard.parked.concerned() == [a, c]
-    assert yard.parked.concerned() == []
+    assert yard.parked.affected() == [a, c]
+    assert yard.parked.affected() == []
 
 
 def test_a_change_concerns_those_that_wait_for_the_replica_and_those_that_it_may_take_now() -> None:
@@ -77,31 +77,31 @@ def test_a_change_concerns_those_that_wait_for_the_replica_and_those_that_it_may
     named, other = yard.park(actor_index=3), yard.park(waits_for=0, actor_index=0)
     new, pinned = yard.park(min_version=3, waits_for=1), yard.park(waits_for=1, group_ids=["g"])
     settling = yard.park(waits_for=GROUP, group_ids=["h"])
-    assert yard.parked.concerned() == []
+    assert yard.parked.affected() == []
     yard.table.set_state(3, ReplicaState.QUARANTINED)
-    assert yard.parked.concerned() == [named]
-    assert yard.parked.concerned() == []  # once
+    assert yard.parked.affected() == [named]
+    assert yard.parked.affected() == []  # once
     yard.table.note_version(9)  # a replica that restarts comes with that
-    assert yard.parked.concerned() == [named, other, new, pinned]
+    assert yard.parked.affected() == [named, other, new, pinned]
     yard.serve(2, 2)
-    assert yard.parked.concerned() == [pinned]
+    assert yard.parked.affected() == [pinned]
     yard.table.set_version(2, 3)
-    assert yard.parked.concerned() == [new]
+    assert yard.parked.affected() == [new]
     yard.table.set_state(1, ReplicaState.DEAD)
-    assert yard.parked.concerned() == [new, pinned]
+    assert yard.parked.affected() == [new, pinned]
     yard.table.set_version(2, 0)
-    assert yard.parked.concerned() == [settling]
+    assert yard.parked.affected() == [settling]
 
 
 def test_what_changed_before_anybody_waited_concerns_nobody() -> None:
     yard = Yard()
     yard.serve(0, 1)
     request = yard.park(waits_for=0)
-    assert yard.parked.concerned() == []
+    assert yard.parked.affected() == []
     yard.parked.remove(request)
     yard.table.set_state(0, ReplicaState.SYNCING)
     yard.park(waits_for=0)
-    assert yard.parked.concerned() == []
+    assert yard.parked.affected() == []
 
 
 def test_kinds_are_named_in_order_of_arrival_and_by_the_first_of_each() -> None:
@@ -111,4 +111,4 @@ def test_kinds_are_named_in_order_of_arrival_and_by_the_first_of_each() -> None:
     yard.parked.join(yard.request(min_version=2))
     yard.parked.put_first(requests[0], 0)
     yard.serve(0, 0)
-    assert yard.parked.concerned() == requests
+    assert yard.parked.affected() == requests

@@ -28,7 +28,7 @@ NO_TEMPERATURES = (0.0, float("nan"), float("inf"), "hot", True, None)
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
-def test_each_sequence_is_scored_at_its_own_temperature_and_over_its_own_words() -> None:
+def test_each_sequence_is_scored_at_its_own_temperature_and_over_its_own_ids() -> None:
     assert scorings(ONE, 1.0, None) == [Scoring()]
     assert scorings(TWO, 0.5, None) == [Scoring(temperature=0.5)] * 2
     first, second = scorings(TWO, torch.tensor([0.5, 2.0]), [KEPT, None])

@@ -128,7 +128,7 @@ def test_what_ends_after_its_request_was_given_up_disturbs_no_other() -> None:
     assert in_loop(work)[0] == 1
 
 
-def test_an_error_at_the_hand_over_is_what_comes_of_the_message_and_takes_it_back() -> None:
+def test_an_error_of_sending_is_that_of_the_whole_message_which_is_aborted() -> None:
     bad, good = Slow(), Slow()
     bad.error = TypeError("cannot pickle")
 

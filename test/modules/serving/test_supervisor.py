@@ -62,7 +62,7 @@ def test_the_log_says_of_each_death_and_return_once(fleet: Any, caplog: pytest.L
     assert caplog.messages == []
 
 
-def test_the_end_of_an_idle_replica_is_in_its_own_words(fleet: Any, serve: Any) -> None:
+def test_the_end_of_an_idle_replica_is_in_its_own_message(fleet: Any, serve: Any) -> None:
     service, unwatched = fleet(1), serve(2)
     service.kill(0, "out of memory")
     unwatched.replicas[1].die("out of disk")

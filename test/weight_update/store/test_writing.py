@@ -47,7 +47,7 @@ def test_another_users_folder_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         own_folder(tmp_path)
 
 
-def test_a_lock_is_held_by_one_and_let_go_by_closing(tmp_path: Path) -> None:
+def test_a_lock_is_held_by_one_and_released_by_closing(tmp_path: Path) -> None:
     first = WriterLock(tmp_path)
     with pytest.raises(WeightSyncError, match=rf"is written by process {os.getpid()} on "):
         WriterLock(tmp_path)

@@ -47,7 +47,7 @@ __all__ = [
     "SwapReport",
     "WeightClaim",
     "WeightOwner",
-    "leaves_words_out",
+    "leaves_ids_out",
     "name_kept",
     "nothing_yet",
     "this_process",
@@ -75,13 +75,13 @@ KEEPS_ALL: Mapping[str, tuple[object, ...]] = {
 """Sampling parameters that leave token ids out -> values with which they do not."""
 
 
-def leaves_words_out(value_of: Callable[[str], object]) -> str | None:
+def leaves_ids_out(value_of: Callable[[str], object]) -> str | None:
     """Return a sampling parameter that may leave ids out of what a token is drawn from; ``None`` if there is none.
 
     Args:
         value_of: the value of a parameter, by its name.
 
-    >>> leaves_words_out({"top_p": 0.95}.get), leaves_words_out({"top_p": 1.0, "top_k": -1}.get)
+    >>> leaves_ids_out({"top_p": 0.95}.get), leaves_ids_out({"top_p": 1.0, "top_k": -1}.get)
     ('top_p', None)
     """
     return next((name for name, values in KEEPS_ALL.items() if value_of(name) not in values), None)
@@ -566,7 +566,7 @@ class Replica(Protocol):
         """Wait until the engine serves."""
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
-        """Hand over requests; a future fails with ``ValueError`` if the engine refuses its request."""
+        """Send requests; a future fails with ``ValueError`` if the engine refuses its request."""
 
     def snapshot(self, timeout: float) -> list[Completion]:
         """Return what each request in flight has so far: tokens, log-probs, routes and versions. The requests continue.

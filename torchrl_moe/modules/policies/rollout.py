@@ -19,7 +19,7 @@ from torchrl_moe.data import UNSET_EXPERT, KeptTokens, RoutedExperts, RoutingLay
 from torchrl_moe.data.kept_tokens import select_rows
 from torchrl_moe.data.routed_experts import routes_from_vllm
 from torchrl_moe.data.segments import first_writer_wins, num_segments, shared_prefix, worst_resume
-from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds, leaves_words_out
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds, leaves_ids_out
 
 __all__ = [
     "SAMPLING",
@@ -69,8 +69,8 @@ def check_earlier_turn(params: Mapping[str, Any], earlier: TensorDictBase, real:
     """Refuse a turn whose answer could not be scored together with the previous turn, which its prompt repeats."""
     # compared as it is stored, in float32
     now, first = _temperature(params), earlier.get((SAMPLING, "temperature"), None)
-    names_words = params.get("logprobs") is not None
-    if names_words and first is not None and float(first) != float(torch.tensor(now)):
+    names_ids = params.get("logprobs") is not None
+    if names_ids and first is not None and float(first) != float(torch.tensor(now)):
         raise ValueError(
             f"this turn's temperature is {now:g}, that of the turn before {float(first):g}, and a sample is scored at "
             "one: sample all turns alike, or pass return_log_probs=False"
@@ -94,8 +94,8 @@ def sampling_entry(
     """Return the entry of one answer."""
     source: dict[str, object] = {"temperature": torch.tensor(_temperature(params))}
     before = None if earlier is None else earlier.get((SAMPLING, "kept"), None)
-    names_words = params.get("logprobs") is not None  # otherwise it is unknown which were kept
-    if kept is not None or before is not None or (names_words and leaves_words_out(params.get)):
+    names_ids = params.get("logprobs") is not None  # otherwise it is unknown which were kept
+    if kept is not None or before is not None or (names_ids and leaves_ids_out(params.get)):
         source["kept"] = _kept(kept, prompt, total, before, real)
     return TensorDict(source)
 

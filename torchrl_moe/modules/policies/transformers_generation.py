@@ -35,7 +35,7 @@ from torchrl_moe.modules.replay.router_replay import RouterReplay, evaluating
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["GenerationSettings", "changes_of", "generate_answers", "leaves_words_out", "temperature_of"]
+__all__ = ["GenerationSettings", "changes_of", "generate_answers", "leaves_ids_out", "temperature_of"]
 
 
 # Translates TorchRL's ``generate_kwargs`` to a transformers ``GenerationConfig``, and reads its sampling settings.
@@ -184,7 +184,7 @@ def temperature_of(config: GenerationConfig) -> float:
     return 1.0 if config.temperature is None else float(config.temperature)
 
 
-def leaves_words_out(config: GenerationConfig) -> bool:
+def leaves_ids_out(config: GenerationConfig) -> bool:
     """Whether a configuration may exclude token ids from the distribution that a token is sampled from."""
     names = {**(KEEPS_ALL if config.do_sample else {}), **BANS}
     return any(getattr(config, name, None) not in values for name, values in names.items())

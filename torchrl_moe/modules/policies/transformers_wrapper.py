@@ -36,7 +36,7 @@ from torchrl_moe.modules.policies.scoring_wrapper import ScoringWrapper
 from torchrl_moe.modules.policies.transformers_generation import (
     GenerationSettings,
     generate_answers,
-    leaves_words_out,
+    leaves_ids_out,
     temperature_of,
 )
 from torchrl_moe.modules.replay.discovery import computing_device, has_experts, refused_parallelism
@@ -366,7 +366,7 @@ class TransformersWrapper(ScoringWrapper):
             self.generate_kwargs["num_return_sequences"] = self.num_samples or 1
             self.out_keys += [self.routed_experts_key] if self.return_routed_experts else []
             config = self.settings.config(self.model)
-            self.out_keys += [SAMPLING] if temperature_of(config) != 1 or leaves_words_out(config) else []
+            self.out_keys += [SAMPLING] if temperature_of(config) != 1 or leaves_ids_out(config) else []
 
     @property
     def device(self) -> torch.device:

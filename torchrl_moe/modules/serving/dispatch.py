@@ -51,7 +51,7 @@ class Submissions:
         """Send a request at the end of this turn; return the future of its answer."""
         loop = asyncio.get_running_loop()
         if not self._outgoing:
-            loop.call_soon(self._hand_over)
+            loop.call_soon(self._send_all)
         answer: asyncio.Future[Completion] = loop.create_future()
         self._outgoing.setdefault(replica, {})[request] = answer
         return answer
@@ -61,7 +61,7 @@ class Submissions:
         outgoing = {} if request.lease is None else self._outgoing.get(request.lease.replica, {})
         return outgoing.pop(request, None) is not None
 
-    def _hand_over(self) -> None:
+    def _send_all(self) -> None:
         outgoing, self._outgoing = self._outgoing, {}
         for replica, requests in outgoing.items():
             futures = _submit(replica, [request.request for request in requests]) if requests else ()
@@ -519,7 +519,7 @@ class Dispatcher:
 
     def _retry(self) -> None:
         self._retrying = False
-        self._try(self._parked.concerned())
+        self._try(self._parked.affected())
         self._try_alone()
 
     def _try(self, requests: Sequence[InFlight], are_first: bool = True) -> None:

@@ -166,7 +166,7 @@ class Fleet:
     def _take_away(self, entries: Sequence[TableEntry]) -> None:
         """End replicas for good. They stay listed until their processes have ended; then their devices are free."""
         for entry in entries:
-            self._supervisor.let_go(entry)
+            self._supervisor.release(entry)
         with ThreadPoolExecutor(max_workers=max(len(entries), 1)) as pool:
             list(pool.map(lambda entry: entry.replica.shutdown(), entries))
         for entry in entries:

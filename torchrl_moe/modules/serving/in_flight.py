@@ -368,7 +368,7 @@ class Parked:
         if group in self._groups:
             self._settled.add(group)
 
-    def concerned(self) -> list[InFlight]:
+    def affected(self) -> list[InFlight]:
         """Return the first request of each kind that a change affected since the last call, in order of arrival."""
         firsts: dict[InFlight, None] = {}
         with self._table.lock:
@@ -387,10 +387,10 @@ class Parked:
         for kind in self._kinds.values():
             first, named = kind.first, kind.first.placement.actor_index
             if named is not None:
-                concerned = named in changed
+                is_affected = named in changed
             else:
-                concerned = kind.waits_for in changed or any(takes(first, version) for version in versions)
-            if concerned:
+                is_affected = kind.waits_for in changed or any(takes(first, version) for version in versions)
+            if is_affected:
                 yield first
 
 
@@ -496,7 +496,7 @@ class Suspects:
     def _reserved_for(self, request: InFlight) -> TableEntry | None:
         """Return the replica that the request will have, from which others are kept away; ``None``: there is none."""
         if self._place is not None and not may_wait_for(request, self._place):
-            self._let_go()
+            self._unreserve()
         fitting = [entry for entry in self._table if may_wait_for(request, entry)]
         if self._place is None and fitting:
             # one that is idle; else one that is about to come, and then is; else the one that soon may be
@@ -506,9 +506,9 @@ class Suspects:
 
     def _free(self) -> None:
         if self.tried is None and not self._waiting:
-            self._let_go()
+            self._unreserve()
 
-    def _let_go(self) -> None:
+    def _unreserve(self) -> None:
         if self._place is not None:
             place, self._place = self._place, None
             self._table.set_reserved(place.index, False)

@@ -143,7 +143,7 @@ class ReplicaTable:
     def _tell(self, changed: Iterable[TableEntry]) -> None:
         """Notify listeners that these entries changed, so that placement may have other results."""
         self.changes += 1
-        for entry in (*changed, *self._try_the_barred()):
+        for entry in (*changed, *self._half_open_all()):
             entry.change = self.changes
         self._forget_views()
         self.changed.notify_all()
@@ -241,8 +241,8 @@ class ReplicaTable:
         """Note that a replica was late, so that it is probed."""
         with self.lock:
             self.doubts.add(index)
-            for listener, is_concerned in self._listeners.items():
-                if is_concerned:
+            for listener, wants_doubts in self._listeners.items():
+                if wants_doubts:
                     listener()
 
     def cool(self) -> None:
@@ -254,7 +254,7 @@ class ReplicaTable:
             if cooled := [entry for entry in opened if entry.breaker.state is not BreakerState.OPEN]:
                 self._tell(cooled)
 
-    def _try_the_barred(self) -> list[TableEntry]:
+    def _half_open_all(self) -> list[TableEntry]:
         """Half-open all open breakers if no other replica serves: a bad replica is better than none."""
         serving = [entry for entry in self._listed if entry.state is ReplicaState.SERVING]
         if not all(entry.breaker.state is BreakerState.OPEN for entry in serving):

@@ -200,7 +200,7 @@ class Supervisor:
         self._starting = threading.Lock()  # under which replicas are
         self._stopped = threading.Event()
         self._loop = loop
-        self._bell = asyncio.Event()
+        self._wake_event = asyncio.Event()
         # replicas that died without giving a reason so far -> since when
         self._silent: weakref.WeakKeyDictionary[Replica, float] = weakref.WeakKeyDictionary()
         self._watches = False
@@ -211,17 +211,17 @@ class Supervisor:
         """Start watching."""
         self._watches = True
         for entry in self._table:
-            self._take_on(entry)
-        self._table.add_listener(self._ring, doubts=True)
+            self._supervise(entry)
+        self._table.add_listener(self._wake, doubts=True)
         # made after the replicas, so at interpreter exit it runs before theirs: what then dies is not restarted
         weakref.finalize(self, self._stopped.set)
-        self._loop.spawn(_watch(weakref.ref(self), self._bell, self._stopped))
+        self._loop.spawn(_watch(weakref.ref(self), self._wake_event, self._stopped))
 
-    def _ring(self) -> None:
+    def _wake(self) -> None:
         """Schedule a check. Called from any thread."""
-        self._loop.call(self._bell.set)
+        self._loop.call(self._wake_event.set)
 
-    def _take_on(self, entry: TableEntry) -> None:
+    def _supervise(self, entry: TableEntry) -> None:
         """From now on restart a replica when it dies, if restarts are enabled."""
         if self._watches and self._make_replica is not None:
             self._set_recovery(entry, Recovery.SUPERVISOR)
@@ -233,7 +233,7 @@ class Supervisor:
                 raise EngineError("the service was shut down")
             entry.replica.start()
 
-    def let_go(self, entry: TableEntry) -> None:
+    def release(self, entry: TableEntry) -> None:
         """Stop restarting a replica that is being removed, and mark it dead."""
         with self._starting:
             self._table.set_leaving(entry.index, True)
@@ -246,14 +246,14 @@ class Supervisor:
         replica.wait_ready(max(deadline - time.monotonic(), 0.0))
         self._join(entry, replica, deadline)
         if entry.recovery is not Recovery.UPDATE:
-            self._take_on(entry)
+            self._supervise(entry)
 
     def stop(self) -> None:
         """Stop starting replicas; those that were started are in the replica table."""
         with self._starting, self._lock:
             self._stopped.set()
-        self._ring()
-        self._table.remove_listener(self._ring)
+        self._wake()
+        self._table.remove_listener(self._wake)
         for entry in self._table:
             self._table.set_recovery(entry.index, Recovery.NOBODY)
 
@@ -302,8 +302,8 @@ class Supervisor:
         replica, state = entry.replica, entry.state
         started = state is not ReplicaState.STARTING or entry.recovery is Recovery.UPDATE
         try:
-            self._hear_version(entry)
-            if started and state is not ReplicaState.DEAD and not replica.is_alive() and self._has_said_why(replica):
+            self._read_version(entry)
+            if started and state is not ReplicaState.DEAD and not replica.is_alive() and self._has_reported(replica):
                 self._table.mark_dead(entry.index, replica.death, replica)
         except Exception as error:  # noqa: BLE001  returned, and raised once all were checked
             failure = EngineError(f"replica {entry.index} could not be asked whether it is alive: {error!r}")
@@ -311,11 +311,11 @@ class Supervisor:
             return failure
         return None
 
-    def _has_said_why(self, replica: Replica) -> bool:
+    def _has_reported(self, replica: Replica) -> bool:
         """Whether a dead replica has reported why, or had the time to."""
         since = self._silent.setdefault(replica, time.monotonic())
         if replica.death is None and time.monotonic() - since < WORDS_SECONDS:
-            self._bell.set()
+            self._wake_event.set()
             return False
         del self._silent[replica]
         return True
@@ -330,7 +330,7 @@ class Supervisor:
         newest = self._table.latest_version
         return entry.recovery is Recovery.UPDATE and (lacks < newest or 0 < newest <= holds)
 
-    def _hear_version(self, entry: TableEntry) -> None:
+    def _read_version(self, entry: TableEntry) -> None:
         """Note the version that a replica reports: if this driver loads none, another one may have."""
         replica = entry.replica
         if (stats := replica.last_stats) is None:
@@ -491,13 +491,13 @@ def _version_of(replica: Replica) -> int:
     return 0
 
 
-async def _watch(reference: weakref.ref[Supervisor], bell: asyncio.Event, stopped: threading.Event) -> None:
+async def _watch(reference: weakref.ref[Supervisor], wake_event: asyncio.Event, stopped: threading.Event) -> None:
     """Check repeatedly. The supervisor is held weakly, so that an unused service can be garbage collected."""
     while not stopped.is_set():
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(bell.wait(), TICK_SECONDS)
+            await asyncio.wait_for(wake_event.wait(), TICK_SECONDS)
         await asyncio.sleep(GATHER_SECONDS)
-        bell.clear()
+        wake_event.clear()
         supervisor = reference()
         if supervisor is None:
             return

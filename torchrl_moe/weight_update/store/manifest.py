@@ -23,14 +23,14 @@ import xxhash
 
 from torchrl_moe.errors import ManifestMismatch
 
-__all__ = ["Manifest", "TensorEntry", "TensorKind", "check_tensors", "dtype_name", "give_way"]
+__all__ = ["Manifest", "TensorEntry", "TensorKind", "check_tensors", "dtype_name", "yield_interpreter"]
 
 TensorKind = tuple[torch.dtype, torch.Size]
 FORMAT = "3"
 SHOWN_NAMES = 4
 KEPT_MANIFESTS = 4
 LINE_TENSORS = 512
-GIVE_WAY_SECONDS = 2e-5
+YIELD_SECONDS = 2e-5
 NAMES: Mapping[str, str] = {
     **{f"F{bits}": f"float{bits}" for bits in (64, 32, 16)},
     **{"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"},
@@ -157,7 +157,7 @@ class Manifest:
         with _reading:
             known = _read.pop(checksum, None)
             if known is None:
-                give_way()
+                yield_interpreter()
                 known = _parsed(raw)
                 known.__dict__["_text"] = text
             _read[checksum] = known
@@ -176,19 +176,19 @@ def _free(manifest: Manifest) -> None:
     del manifest
     while entries:
         del entries[-LINE_TENSORS:]
-        give_way()
+        yield_interpreter()
 
 
-def give_way() -> None:
+def yield_interpreter() -> None:
     """Let another thread run: Python's switch interval of 5 ms is too long a wait for an event loop."""
-    time.sleep(GIVE_WAY_SECONDS)
+    time.sleep(YIELD_SECONDS)
 
 
 def in_lines(items: Sequence[T]) -> Iterator[Sequence[T]]:
     """Yield as many items at a time as a line of the text holds, and release the GIL in between."""
     for start in range(0, len(items), LINE_TENSORS):
         if start:
-            give_way()
+            yield_interpreter()
         yield items[start : start + LINE_TENSORS]
 
 
@@ -289,7 +289,7 @@ def _objects(lines: IO[bytes], decoder: msgspec.json.Decoder[dict[str, T]]) -> I
     names: set[str] = set()
     while (line := lines.readline()).startswith(b","):
         if names:
-            give_way()
+            yield_interpreter()
         values = decoder.decode(b"{%b}" % line[1:])
         if not names.isdisjoint(values):
             raise ValueError("a name comes twice")

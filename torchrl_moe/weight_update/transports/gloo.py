@@ -407,7 +407,7 @@ class GlooTransport:
             except RuntimeError as error:  # of gloo, which knows only that a connection broke
                 self._drop(replica)
                 raise (
-                    _own_words(answer) or WeightSyncError(f"version {manifest.version} was not sent: {error}")
+                    _error_of(answer) or WeightSyncError(f"version {manifest.version} was not sent: {error}")
                 ) from None
         return report
 
@@ -434,7 +434,7 @@ class GlooTransport:
         self._place.close()
 
 
-def _own_words(answer: Future[StageReport]) -> BaseException | None:
+def _error_of(answer: Future[StageReport]) -> BaseException | None:
     """Return a replica's own error for a transfer that failed, if it comes in time."""
     with contextlib.suppress(FutureTimeout):
         return answer.exception(GRACE_SECONDS)

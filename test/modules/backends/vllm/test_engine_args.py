@@ -219,7 +219,7 @@ def test_defaults_of_ours(moe: str) -> None:
     assert built.use_tqdm_on_load is False
 
 
-def test_defaults_give_way_to_the_user(moe: str) -> None:
+def test_defaults_are_replaced_by_what_the_user_gives(moe: str) -> None:
     theirs = {"logprobs_mode": "raw_logprobs", "enable_prefix_caching": False, "enable_return_routed_experts": False}
     built = build_engine_args({"model": moe, **theirs})
     assert {name: getattr(built, name) for name in theirs} == theirs

@@ -169,7 +169,7 @@ def test_a_canary_is_asked_for_the_log_probs_of_its_own_prompt() -> None:
         ask(FakeLLM(prompt_logprobs=(-1.0015, -2.002)), CANARY)
 
 
-def test_a_question_behind_a_long_queue_is_let_go_and_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_question_behind_a_long_queue_is_dropped_and_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_check, "PROBE_SECONDS", 0.01)
     monkeypatch.setattr(weight_check, "PROOF_SECONDS", 0.02)
     engine = FakeLLM()

@@ -128,7 +128,7 @@ def test_a_load_that_broke_off_anywhere_is_made_good_by_the_next(
     with pytest.raises(MemoryError, match=place):
         receive(worker, 2)
     assert not worker.whole
-    store.publish(values(5.0).items(), 4)  # its slot is let go of
+    store.publish(values(5.0).items(), 4)  # its slot is free
     load(worker, 4)
     assert worker.whole
     assert same(weights_of(model), values(5.0))

@@ -281,7 +281,7 @@ class EngineReplica(Commands, Generic[LinkT]):
         return self._started().log_tail()
 
     def _lost(self) -> None:
-        """Note that the process closed its socket, whether or not it said why."""
+        """Note that the process closed its socket, whether or not it said the reason."""
         if self._death is None:
             stuck = self._started().outbox.overflowed
             self._fail_all(

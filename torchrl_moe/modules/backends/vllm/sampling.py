@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrl_moe.modules.backends.replica import Scoring, leaves_words_out
+from torchrl_moe.modules.backends.replica import Scoring, leaves_ids_out
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,7 +73,7 @@ class SamplingParamsBuilder:
 
     def _refuse_other_distributions(self, params: SamplingParams) -> None:
         """Refuse log-probs of another distribution than is sampled from, or of one that cannot be known."""
-        name = leaves_words_out(partial(getattr, params))
+        name = leaves_ids_out(partial(getattr, params))
         if name is not None and not self._reports_kept:
             raise ValueError(
                 f"{name}={getattr(params, name)!r} leaves vocabulary entries out, and this engine does not say which: "
@@ -241,7 +241,7 @@ def report_kept(runner: GPUModelRunner) -> None:
 
     def add_and_note(req_idx: int, params: SamplingParams) -> None:
         add_request(req_idx, params)
-        cuts[req_idx] = params.logprobs is not None and leaves_words_out(partial(getattr, params)) is not None
+        cuts[req_idx] = params.logprobs is not None and leaves_ids_out(partial(getattr, params)) is not None
 
     def sample_and_report(hidden_states: Tensor, batch: InputBatch, grammar_output: object) -> tuple[Any, ...]:
         wanted = cuts[batch.idx_mapping_np] & sampler.torchrl_moe_on
