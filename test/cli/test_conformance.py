@@ -125,7 +125,7 @@ BAD = [
     (["tiny", "--only", ","], "--only '': it names no check"),
     (["tiny", "--only", "rows,speed"], "--only speed: no such check; --list names them"),
     (["tiny", "--tolerance", "-1"], "tolerance must be positive"),
-    (["tiny", "--tie", "nan"], "tie must be"),
+    (["tiny", "--tie", "nan"], "tie must not be negative"),
     (["tiny", "--engine-arg", "x"], "write it as KEY=VALUE"),
     (["tiny", "--adapter", "json"], "write it as module:name"),
     (["tiny", "--adapter", "json:none"], "json has no 'none'"),

@@ -357,7 +357,7 @@ def check_engine(kind: str, given: Sequence[str]) -> None:
     if "model" in arguments:
         raise BadUse(f"--engine-arg model={arguments['model']}: the model is the first argument, MODEL")
     check_installed(kind, "--engine transformers")
-    from torchrl_moe.modules.serving.launch import engine_kind
+    from torchrl_moe.modules.backends.engine_kind import engine_kind
 
     engine_kind(kind).arguments_of({"model": "?", **arguments})
 

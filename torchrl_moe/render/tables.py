@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from torchrl_moe._checks import check_number
-
 if TYPE_CHECKING:
     import pandas
 
@@ -105,7 +103,9 @@ def one_line(text: str, characters: int) -> str:
     >>> one_line("abcdefghi", 5)
     'ab…hi'
     """
-    check_number("characters", characters, 1, whole=True)
+    # by hand: torchrl_moe._checks would load torch for every command that prints a table
+    if not isinstance(characters, int) or characters < 1:
+        raise ValueError(f"characters must be an integer of at least 1, got {characters!r}")
     # a text of megabytes is cut before it is made printable, which makes it longer
     if len(text) <= characters:
         text = _printable(text)

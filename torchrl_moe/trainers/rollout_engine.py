@@ -21,11 +21,12 @@ from torchrl_moe.collectors.arguments import EnvLike
 from torchrl_moe.collectors.async_collector import evaluate
 from torchrl_moe.collectors.environments import MAX_TURNS
 from torchrl_moe.collectors.workflow import is_episode_function
+from torchrl_moe.modules.backends.engine_kind import engine_kind
 from torchrl_moe.modules.policies.prompts import Chat, options_of, reads_chats, template_of, template_options
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 from torchrl_moe.modules.policies.wrapper_arguments import sampling_params_of
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
-from torchrl_moe.modules.serving.launch import engine_kind, ranks_here
+from torchrl_moe.modules.serving.launch import ranks_here
 from torchrl_moe.trainers.checkpoints import steps_saved
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 from torchrl_moe.trainers.function_names import import_function, is_function_name

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from torchrl_moe.modules.backends.engine_kind import engine_kind
 from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 from torchrl_moe.modules.backends.ray import cluster
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
@@ -17,7 +18,6 @@ from torchrl_moe.modules.serving.launch import (
     EngineArguments,
     check_backend,
     default_timeout,
-    engine_kind,
     local_factory,
     pretrained_arguments,
     ray_factory,

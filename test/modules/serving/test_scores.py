@@ -144,7 +144,7 @@ def test_what_cannot_be_scored_is_refused(engine: AsyncVLLM) -> None:
         engine.score([65] * 512)
     assert len(engine.score([65] * 511)) == 511
     unknown = KeptTokens(ids=torch.tensor([66, 100000]), sizes=torch.tensor([0, 2]))
-    with pytest.raises(RequestRefusedError, match="the word 100000; this engine has"):
+    with pytest.raises(RequestRefusedError, match="token id 100000; this engine has"):
         engine.score([65, 66], kept=unknown)
     with pytest.raises(RequestRefusedError, match="at most a row per prompt token"):
         engine.score([65, 66], np.full((3, 4, 4), -1, np.int8))

@@ -15,8 +15,12 @@ from typing import Any, Protocol
 
 import torchrl_moe
 
-__all__ = ["EngineKind", "find_kind", "process_environment"]
+__all__ = ["EngineKind", "engine_kind", "find_kind", "process_environment"]
 
+KINDS: Mapping[str, str] = {
+    "vllm": "torchrl_moe.modules.backends.vllm.engine_args",
+    "transformers": "torchrl_moe.modules.backends.transformers.transformers_arguments",
+}
 LAUNCHER = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -72,3 +76,10 @@ def find_kind(module: str) -> EngineKind:
     """Return the kind that a module describes; other machines get the module's name only, and call this there."""
     kind: EngineKind = importlib.import_module(module)
     return kind
+
+
+def engine_kind(engine: str) -> EngineKind:
+    """Return the kind of engine for a name; only its module is imported."""
+    if engine not in KINDS:
+        raise ValueError(f"engine must be one of {', '.join(KINDS)}, got {engine!r}")
+    return find_kind(KINDS[engine])

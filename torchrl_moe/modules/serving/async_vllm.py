@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 
 from torchrl_moe._checks import check_bool
 from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError
+from torchrl_moe.modules.backends.engine_kind import engine_kind
 from torchrl_moe.modules.backends.replica import Replica
 from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState
 from torchrl_moe.modules.serving.fleet import CALL_SECONDS
@@ -32,7 +33,6 @@ from torchrl_moe.modules.serving.launch import (
     check_backend,
     check_log_folder,
     default_timeout,
-    engine_kind,
     local_factory,
     pretrained_arguments,
     ray_factory,

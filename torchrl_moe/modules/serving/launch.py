@@ -12,7 +12,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 
@@ -33,7 +33,6 @@ __all__ = [
     "check_log_folder",
     "default_timeout",
     "devices_of_trainer",
-    "engine_kind",
     "local_factory",
     "pretrained_arguments",
     "ranks_here",
@@ -165,7 +164,6 @@ def _name(device: Device, visible: list[str]) -> str:
 
 
 Engine: TypeAlias = Literal["vllm", "transformers"]
-ENGINES: tuple[Engine, ...] = get_args(Engine)
 ReplicaFactory: TypeAlias = Callable[[int], Replica]
 
 TIMEOUT_VARIABLE = "TORCHRL_VLLM_TIMEOUT_SECONDS"  # TorchRL's name
@@ -253,20 +251,6 @@ def check_log_folder(folder: object) -> None:
     """Refuse what is no path."""
     if not isinstance(folder, str | os.PathLike | None):
         raise ValueError(f"log_folder must be a path, or None, got {shown(folder)}.")
-
-
-def engine_kind(engine: str) -> EngineKind:
-    """Return the kind of engine for a name."""
-    if engine not in ENGINES:
-        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
-    # here and not at the top: this package is imported without any engine
-    if engine == "transformers":
-        from torchrl_moe.modules.backends.transformers import transformers_arguments as of_transformers
-
-        return of_transformers
-    from torchrl_moe.modules.backends.vllm import engine_args as of_vllm
-
-    return of_vllm
 
 
 def default_timeout() -> float:
