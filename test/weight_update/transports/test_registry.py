@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from torchrl_moe.testing.fake_weights import FakeWeightReplica
-from torchrl_moe.weight_update.transports.gloo import GlooGroup, GlooReceiver, MeetingPlace
+from torchrl_moe.weight_update.transports.gloo import (
+    BUFFER_BYTES,
+    GlooGroup,
+    GlooReceiver,
+    GlooTransport,
+    MeetingPlace,
+)
 from torchrl_moe.weight_update.transports.registry import MemmapReceiver, MemmapTransport, open_receiver, open_transport
 
 # -- the trainer's end ------------------------------------------------------------------------------------------------
@@ -27,23 +33,27 @@ def test_adapters_lie_in_the_same_folder_and_replicas_learn_what_they_are(tmp_pa
     assert (replica.reader, replica._adapters) == (None, tmp_path)
 
 
-@pytest.mark.parametrize("given", [{}, {"device": "cpu"}, {"buffer_bytes": 9}])
-def test_gloo_gets_what_is_given_and_its_own_defaults(
-    given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[Any] = []
-    module = "torchrl_moe.weight_update.transports.gloo.GlooTransport"
-    monkeypatch.setattr(module, lambda *given, **options: made.append((given, options)))
-    open_transport("gloo", tmp_path, **{"device": None, **given})
-    assert made == [((tmp_path,), given)]
-
-
-def test_gloo_takes_what_the_scheme_gives(tmp_path: Path) -> None:
-    transport = open_transport("gloo", tmp_path, device="cpu", buffer_bytes=9)
-    assert transport._buffer_bytes == 9
+@pytest.mark.parametrize(
+    ("given", "buffer_bytes"),
+    [({}, BUFFER_BYTES), ({"device": None}, BUFFER_BYTES), ({"device": "cpu"}, BUFFER_BYTES), ({"buffer_bytes": 9}, 9)],
+)
+def test_gloo_gets_what_is_given_and_its_own_defaults(given: dict[str, Any], buffer_bytes: int, tmp_path: Path) -> None:
+    transport = open_transport("gloo", tmp_path, **given)
+    assert isinstance(transport, GlooTransport)
+    assert (transport._reader.folder, transport._buffer_bytes) == (tmp_path, buffer_bytes)
     transport.close()
-    with pytest.raises(ValueError, match="buffer_bytes must be at least 1, got 0"):
-        open_transport("gloo", tmp_path, buffer_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"buffer_bytes": 0}, "buffer_bytes must be at least 1, got 0"),
+        ({"device": "cuda:1"}, "device='cuda:1': transport='gloo' sends from the CPU"),
+    ],
+)
+def test_gloo_refuses_what_it_cannot_use(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_transport("gloo", tmp_path, **given)
 
 
 def test_an_unknown_transport_is_refused_at_the_trainers_end(tmp_path: Path) -> None:
