@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchrl_moe.testing.conformance.adapter import EngineAdapter, NotOffered, Resumes, Sampling
-from torchrl_moe.testing.conformance.interruptions import crossed_by_update, cut_midway, in_thread, result
+from torchrl_moe.testing.conformance.interruptions import crossed_by_update, cut_midway
 from torchrl_moe.testing.conformance.report import (
     CheckResult,
     ConformanceReport,
@@ -25,6 +25,8 @@ from torchrl_moe.testing.conformance.report import (
     Finding,
     RouteFaults,
     Settings,
+    in_thread,
+    result,
 )
 
 if TYPE_CHECKING:

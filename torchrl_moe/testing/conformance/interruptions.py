@@ -2,7 +2,7 @@
 
 Only the engine knows how far an answer is. The moment of an abort is found by trial: at half of the time that a whole
 answer takes, then earlier or later. Around an update answers are requested one after the other, so that one is in
-flight. Durations are not judged. An engine may never answer, so calls run in threads that are not joined at the end.
+flight. Durations are not judged.
 """
 
 from __future__ import annotations
@@ -10,48 +10,22 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from torchrl_moe.testing.conformance.adapter import Aborts, NotOffered, Sampling
-from torchrl_moe.testing.conformance.report import DoesNotHold
+from torchrl_moe.testing.conformance.report import DoesNotHold, in_thread, result
 
 if TYPE_CHECKING:
     from torchrl_moe.testing.conformance.judge import Judge, Sampled
     from torchrl_moe.testing.conformance.trial import Trial
 
-__all__ = ["Crossed", "crossed_by_update", "cut_midway", "in_thread", "result"]
+__all__ = ["Crossed", "crossed_by_update", "cut_midway"]
 
 ABORTS = 10  # attempts to cut an answer midway
 UPDATES = 8  # attempts to have an answer in flight at an update
 CANDIDATES = 12  # of the answers around an update, the last ones are compared with both models
-Result = TypeVar("Result")
-
-
-def in_thread(function: Callable[[], Result]) -> Future[Result]:
-    """Run a function in its own thread; return a future of its result."""
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:  # noqa: BLE001  it is raised where the result is read
-            future.set_exception(error)
-
-    # a daemon, and no pool: Python's end would wait for an engine that hangs
-    threading.Thread(target=run, name="torchrl_moe-conformance", daemon=True).start()
-    return future
-
-
-def result(future: Future[Result], seconds: float) -> Result:
-    """Wait for a future; an engine that takes longer does not hold."""
-    try:
-        return future.result(seconds)
-    except TimeoutError as error:
-        if future.done():  # the engine's own timeout
-            raise
-        raise DoesNotHold(f"the engine did not answer within {seconds:g} s") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,17 @@
-"""The results of the checks: a row for each, as text, as HTML and as JSON."""
+"""Settings of the checks, calls to an engine that may never answer, and results: as text, as HTML and as JSON."""
 
 from __future__ import annotations
 
 import json
 import math
+import threading
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 from torchrl_moe.render.tables import html_table, plain_table
-
-__all__ = ["CheckResult", "ConformanceReport", "DoesNotHold", "Finding", "RouteFaults", "Settings", "Verdict"]
-
 
 # Fewer tokens would leave a check nothing to look at: a long answer must have a middle, a prompt a second token.
 LEAST = {"answer": 2, "long_prompt": 2, "long_answer": 4, "samples": 2, "vocabulary": 2}
@@ -64,6 +64,34 @@ class Settings:
 
 class DoesNotHold(Exception):
     """A check fails in a way that cannot be given as a number; the message says how."""
+
+
+Result = TypeVar("Result")
+
+
+def in_thread(function: Callable[[], Result]) -> Future[Result]:
+    """Run a function in its own thread; return a future of its result."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001  it is raised where the result is read
+            future.set_exception(error)
+
+    # a daemon, and no pool: Python's end would wait for an engine that hangs
+    threading.Thread(target=run, name="torchrl_moe-conformance", daemon=True).start()
+    return future
+
+
+def result(future: Future[Result], seconds: float) -> Result:
+    """Wait for a future; an engine that takes longer does not hold."""
+    try:
+        return future.result(seconds)
+    except TimeoutError as error:
+        if future.done():  # the engine's own timeout
+            raise
+        raise DoesNotHold(f"the engine did not answer within {seconds:g} s") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,10 +28,9 @@ from torchrl_moe.testing.conformance.adapter import (
     Sampling,
     UpdatesWeights,
 )
-from torchrl_moe.testing.conformance.interruptions import in_thread, result
 from torchrl_moe.testing.conformance.judge import Judge, Sampled
 from torchrl_moe.testing.conformance.reference import Reference
-from torchrl_moe.testing.conformance.report import DoesNotHold, Settings
+from torchrl_moe.testing.conformance.report import DoesNotHold, Settings, in_thread, result
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
