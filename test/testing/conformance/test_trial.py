@@ -16,9 +16,9 @@ from support.conforming_engine import QUICK, ConformingEngine
 from support.faulty_engines import TOKEN_SECONDS
 from support.waiting import until
 from torchrl_moe.testing.conformance import Answer, NotOffered, Sampling, check, interruptions
-from torchrl_moe.testing.conformance.interruptions import crossed_by_update, cut_midway, in_thread, result
+from torchrl_moe.testing.conformance.interruptions import crossed_by_update, cut_midway
 from torchrl_moe.testing.conformance.reference import Reference
-from torchrl_moe.testing.conformance.report import DoesNotHold
+from torchrl_moe.testing.conformance.report import DoesNotHold, in_thread, result
 from torchrl_moe.testing.conformance.trial import Trial
 
 

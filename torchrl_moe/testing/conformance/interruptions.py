@@ -2,7 +2,7 @@
 
 Only the engine knows how far an answer is. The moment of an abort is found by trial: at half of the time that a whole
 answer takes, then earlier or later. Around an update answers are requested one after the other, so that one is in
-flight. Durations are not judged. An engine may never answer, so calls run in threads that are not joined at the end.
+flight. Durations are not judged.
 """
 
 from __future__ import annotations

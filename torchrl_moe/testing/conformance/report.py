@@ -1,4 +1,4 @@
-"""The results of the checks: a row for each, as text, as HTML and as JSON."""
+"""Settings of the checks, calls to an engine that may never answer, and results: as text, as HTML and as JSON."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import Literal, TypeAlias, TypeVar
 
 from torchrl_moe.render.tables import html_table, plain_table
-
-__all__ = ["CheckResult", "ConformanceReport", "DoesNotHold", "Finding", "RouteFaults", "Settings", "Verdict"]
-
 
 # Fewer tokens would leave a check nothing to look at: a long answer must have a middle, a prompt a second token.
 LEAST = {"answer": 2, "long_prompt": 2, "long_answer": 4, "samples": 2, "vocabulary": 2}
