@@ -22,7 +22,7 @@ def fleet() -> Iterator[FakeFleet]:
 def test_a_run_that_was_shut_down_says_so_when_it_is_to_train(fleet: FakeFleet, tmp_path: Path) -> None:
     trainer = fake_run(fleet, fake_config(tmp_path, 2))
     trainer.shutdown()
-    with pytest.raises(RuntimeError, match="shut down: continue with another trainer"):
+    with pytest.raises(RuntimeError, match="shut down or interrupted: continue with another trainer"):
         trainer.train()
 
 

@@ -379,7 +379,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
             return
         if self._has_ended:
             how = "continue with another trainer and config.resume=True"
-            raise RuntimeError(f"this run has ended, was interrupted or shut down: {how}")
+            raise RuntimeError(f"this run has ended, was shut down or interrupted: {how}")
         # None: tqdm shows no bar in a log file either
         self._began, self._began_at = time.monotonic(), self.steps_done
         total, is_silent = self.config.steps, None if self.config.log.progress else True
