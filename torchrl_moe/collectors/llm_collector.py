@@ -112,11 +112,12 @@ class LLMCollector(Reports, torchrl_llm.LLMCollector):
         refuse_queue(queue)
         policy = one_policy(policy, policy_factory)
         self._engine = engine_of(policy)
-        env = one_env(env)
         if isinstance(policy, vLLMWrapper):
             refuse_seed(policy)
             # rows carry the engine's versions, which TorchRL's transform would overwrite
             refuse_version_tracker(track_policy_version)
+        env = one_env(env)
+        if isinstance(policy, vLLMWrapper):
             env, track_policy_version = with_versions(env) if track_policy_version else env, False
         # the data are read by a feed of ours, which knows its position and what was not yielded
         primer = primer_of(env)
