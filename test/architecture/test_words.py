@@ -78,7 +78,9 @@ def texts() -> Iterator[tuple[str, str]]:
     """Every text of the project with its path; of a notebook its cells, not their outputs."""
     paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*")) if path.suffix in SUFFIXES]
     for path in [*paths, *(ROOT / name for name in FILES)]:
-        if path == HERE or any(part.startswith((".", "_build")) for part in path.relative_to(ROOT).parts):
+        parts = path.relative_to(ROOT).parts
+        # the site's copies of the notebooks are made when it is built
+        if path == HERE or parts[:2] == ("docs", "notebooks") or any(p.startswith((".", "_build")) for p in parts):
             continue
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".ipynb":

@@ -541,7 +541,7 @@ def test_a_run_that_has_ended_says_how_to_continue(fleet: FakeFleet, tmp_path: P
     with fake_run(fleet, config) as trainer:
         trainer.train()
         trainer.config.steps = 3
-        with pytest.raises(RuntimeError, match=r"this run has ended, was shut down or interrupted: .* config\.resume=True"):
+        with pytest.raises(RuntimeError, match=r"has ended, was shut down or interrupted: .* config\.resume=True"):
             trainer.train()
     assert not list((tmp_path / "checkpoints").glob("*"))
 

@@ -8,8 +8,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import pytest
+
 from support.requests import waiting_request
 from support.waiting import PATIENCE
+from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.modules.serving.balancer import LoadBalancer
 from torchrl_moe.modules.serving.dispatch import Submissions
@@ -126,6 +129,24 @@ def test_what_ends_after_its_request_was_given_up_disturbs_no_other() -> None:
         return await other
 
     assert in_loop(work)[0] == 1
+
+
+@pytest.mark.parametrize("end", [Future.cancel, lambda future: future.set_exception(StopIteration("odd"))])
+def test_an_odd_end_of_one_request_keeps_no_other_from_its_answer(end: Callable[[Future[Completion]], Any]) -> None:
+    replica = Slow()
+
+    async def work(submissions: Submissions) -> list[Any]:
+        answers = [put(submissions, replica) for _ in range(3)]
+        await at_the_end_of_the_turn()
+        first, odd, last = replica.futures
+        for number, future in enumerate((first, last)):
+            future.set_result(number)  # type: ignore[arg-type]
+        end(odd)
+        return await asyncio.gather(*answers, return_exceptions=True)
+
+    first, odd, last = in_loop(work)[0]
+    assert (first, last) == (0, 1)
+    assert isinstance(odd, EngineError) and "the replica gave up the request" in str(odd)
 
 
 def test_an_error_of_sending_is_that_of_the_whole_message_which_is_aborted() -> None:

@@ -80,6 +80,6 @@ def find_kind(module: str) -> EngineKind:
 
 def engine_kind(engine: str) -> EngineKind:
     """Return the kind of engine for a name; only its module is imported."""
-    if engine not in KINDS:
+    if engine not in tuple(KINDS):  # anything may come, a list too
         raise ValueError(f"engine must be one of {', '.join(KINDS)}, got {engine!r}")
     return find_kind(KINDS[engine])

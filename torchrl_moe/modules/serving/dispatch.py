@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from functools import partial
 
 from torchrl_moe._checks import check_number
@@ -79,13 +79,21 @@ class Submissions:
     def _collect(self) -> None:
         with self._lock:
             back, self._back = self._back, []
-        for answer, future in back:
-            if answer.done():  # its request was given up
-                continue
-            if (error := future.exception()) is not None:
-                answer.set_exception(error)
-            else:
-                answer.set_result(future.result())
+        loop = asyncio.get_running_loop()
+        for answer, future in back:  # each by itself, so that an error in one does not affect the others
+            loop.call_soon(_settle, answer, future)
+
+
+def _settle(answer: asyncio.Future[Completion], future: Future[Completion]) -> None:
+    """Give an answer what came back from its replica, unless its request was given up."""
+    if answer.done():
+        return
+    try:
+        answer.set_result(future.result())
+    except (CancelledError, StopIteration) as error:  # no future takes these as the error of another
+        answer.set_exception(EngineError(f"the replica gave up the request: {error!r}"))
+    except BaseException as error:  # noqa: BLE001  raised where the answer is awaited
+        answer.set_exception(error)
 
 
 def _submit(replica: Replica, requests: Sequence[Request]) -> Sequence[Future[Completion]]:
