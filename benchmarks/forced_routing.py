@@ -256,8 +256,8 @@ def bytes_held(_saved: Mapping[str, torch.Tensor], _model: torch.nn.Module) -> t
         if type(one) is dict and type(packed := one.get("torchrl_moe")) is dict and "rows" in packed:
             buffers[id(packed["rows"])] = len(packed["rows"])
         elif type(one) is ForcedRouting:
-            requests += len(one.rows)
-            for rows in one.rows.values():
+            requests += len(one._rows)
+            for rows in one._rows.values():
                 while isinstance(rows.base, np.ndarray):
                     rows = rows.base
                 buffers[id(rows if rows.base is None else rows.base)] = rows.nbytes

@@ -152,7 +152,7 @@ def cost() -> list[Row]:
             ratios, sizes = [], []
             for _ in range(PAIRS):
                 on, outputs = speed(engine, params)
-                sizes += [output.kept.nbytes / TOKENS for output in outputs]
+                sizes += [(output.kept.ids.nbytes + output.kept.sizes.nbytes) / TOKENS for output in outputs]
                 engine.collective_rpc("torchrl_moe_masks", args=(False,))
                 off, _ = speed(engine, params)
                 engine.collective_rpc("torchrl_moe_masks", args=(True,))

@@ -422,7 +422,7 @@ class AsyncVLLM(SharedService):
         max_concurrent_requests: int | Literal["auto"] | None = "auto",
         faults: FaultPolicy | None = None,
         devices: Devices | None = None,
-        **vllm_engine_args: Mapping[str, object] | vllm.AsyncEngineArgs,
+        **vllm_engine_args: Any,
     ) -> Self:
         """Start replicas of a model; the first six parameters are TorchRL's, in its order.
 

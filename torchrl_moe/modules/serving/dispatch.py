@@ -350,15 +350,20 @@ class Dispatcher:
                 try:
                     completion = await self._answer(request)
                 except ReplicaDiedError as death:
+                    death.__traceback__ = None  # its frames refer to the request, which may be answered yet
                     if self._note_death(request, death):
                         await self._wait_until_alone(request)
                     continue
                 self._finish(request, completion)
                 return
             self._give_up(request, completion=request.cut_short())
+        except GeneratorExit:  # the service was dropped, and its loop is gone: there is nobody to tell
+            raise
         except BaseException as error:
             if not request.is_over:  # else it was given up meanwhile
                 self._give_up(request, error=error)
+            elif isinstance(error, Exception):  # of what ends it, after its outcome
+                raise
             if not isinstance(error, Exception | asyncio.CancelledError):
                 raise
 
@@ -431,9 +436,9 @@ class Dispatcher:
         # a replica that was removed, or was dead before, was not killed by this request
         counts = not (entry.leaving or request.met_dead)
         was_alone = request is self._suspects.tried and self._suspects.is_alone
-        if entry.replica is lease.replica and entry.last_error:  # says more than that a stalled one was ended
-            death = ReplicaDiedError(entry.last_error)
-        request.died(death, counts)
+        # the table's says more than that a stalled one was ended; an error without frames, which refer to the request
+        says = entry.last_error if entry.replica is lease.replica and entry.last_error else str(death)
+        request.died(ReplicaDiedError(says), counts)
         cleared = self._suspects.ended(request, killed=counts)
         # later: the others of a replica that died are reported in this turn, and the last sent is to be first
         asyncio.get_running_loop().call_soon(self._try_alone, cleared)
@@ -496,6 +501,8 @@ class Dispatcher:
             request.has_place = True
             if request.task is None:  # a request that waits for its first place is a record, and no task
                 request.task = asyncio.get_running_loop().create_task(self._serve(request))
+                # a service that is dropped drops its requests, in silence
+                request.task._log_destroy_pending = False  # type: ignore[attr-defined]
             else:
                 request.go_on()
         self._admit_soon()

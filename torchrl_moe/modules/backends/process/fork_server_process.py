@@ -65,7 +65,7 @@ class _Server:
         self._driver = driver
         self._unsafe = unsafe
         self._listens = True
-        self._was_dismissed = False
+        self._driver_lives = False
         self._children: dict[int, tuple[int, Connection]] = {}  # pidfd -> process id, status socket
         self._folders: set[bytes] = set()  # of replicas; the driver removes them, or this process if the driver is gone
 
@@ -86,7 +86,7 @@ class _Server:
                 for pid, _ in self._children.values():
                     kill_group(pid)
         # a driver that ends without a message has closed its sockets a moment before it is gone
-        if readable(self._driver, seconds=0 if self._was_dismissed else ORPHAN_SECONDS):
+        if readable(self._driver, seconds=0 if self._driver_lives else ORPHAN_SECONDS):
             for folder in self._folders:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -95,7 +95,7 @@ class _Server:
         flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT  # which ``socket.recv_fds`` would ignore
         with contextlib.suppress(OSError):  # the driver is gone, and nothing is left to read
             packet, messages, _, _ = self._control.recvmsg(16, socket.CMSG_SPACE(FILES * files.itemsize), flags)
-            self._was_dismissed = packet == DISMISSED
+            self._driver_lives = bool(packet)  # else end of file, without a word
             for _, _, content in messages:
                 files.frombytes(content)
         if len(files) < FILES:  # the driver has closed the socket, or this process can open no more files
