@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,11 +51,22 @@ def test_a_forked_process_shuts_nothing_down_and_does_not_wait(
         assert trainer.steps_done == 2
 
 
-def test_a_checkpoint_in_a_hook_leaves_the_steps_seconds(fleet: FakeFleet, tmp_path: Path) -> None:
-    config = fake_config(tmp_path, 2)
+@pytest.mark.parametrize("place", ["post_steps", "post_optim", "post_steps_log"])
+def test_a_checkpoint_in_a_hook_leaves_the_steps_seconds(fleet: FakeFleet, tmp_path: Path, place: str) -> None:
+    config, began = fake_config(tmp_path, 2), time.perf_counter()
     config.checkpoint.every = 10
     with fake_run(fleet, config) as trainer:
-        trainer.register_op("post_steps", lambda: trainer.save_trainer(force_save=True))
+
+        def hook(*_: object) -> None:
+            time.sleep(0.2 if place == "post_optim" else 0.0)
+            trainer.save_trainer(force_save=place != "post_optim")
+
+        trainer.register_op(place, hook)
         trainer.train()
         assert trainer.steps_done == 2
-    assert all(float(row["tokens_per_second"]) > 0 < float(row["seconds_train"]) for row in rows_of(tmp_path))
+    rows = rows_of(tmp_path)
+    assert all(float(row["tokens_per_second"]) > 0 for row in rows)
+    # what an optimizer step took is counted, and nothing is counted twice
+    assert all(float(row["seconds_train"]) >= (0.2 if place == "post_optim" else 0.0) for row in rows)
+    counted = sum(float(value) for row in rows for name, value in row.items() if name.startswith("seconds_") and value)
+    assert counted <= time.perf_counter() - began

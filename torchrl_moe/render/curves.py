@@ -175,7 +175,7 @@ def log_ratio_figure(
     """
     from torchrl_moe.render.figures import NotebookFigure, legend_above
 
-    check_number("tau", tau, above=1, hint="It bounds a ratio that is 1 where policies agree.")
+    check_number("tau", tau, above=1, infinite=True, hint="It bounds a ratio that is 1 where policies agree.")
     check_number("bins", bins, 1, whole=True)
     flat = {label: np.asarray(values, dtype=np.float64).reshape(-1) for label, values in log_ratios.items()}
     flat = {label: values[np.isfinite(values)] for label, values in flat.items()}

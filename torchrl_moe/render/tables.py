@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def one_line(text: str, characters: int) -> str:
     'ab…hi'
     """
     # by hand: torchrl_moe._checks would load torch for every command that prints a table
-    if not isinstance(characters, int) or characters < 1:
+    if not isinstance(characters, Integral) or characters < 1:
         raise ValueError(f"characters must be an integer of at least 1, got {characters!r}")
     # a text of megabytes is cut before it is made printable, which makes it longer
     if len(text) <= characters:

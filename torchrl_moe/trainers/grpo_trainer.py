@@ -52,11 +52,12 @@ class StepClock:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.is_recorded = False  # the step is over, and the next begins at its checkpoint's end
         self._began = time.perf_counter()
 
     def begin(self) -> None:
         """Begin a step, and its first phase."""
-        self.seconds = {}
+        self.seconds, self.is_recorded = {}, False
         self.begin_phase()
 
     def begin_phase(self) -> None:
@@ -507,7 +508,7 @@ class MoEGRPOTrainer(RunReports, Trainer):
     def _record_step(self, batch: TensorDictBase) -> None:
         """Write the step's metrics, and warn of what they show."""
         del batch
-        seconds, self.clock.seconds = self.clock.seconds, {}
+        seconds, self.clock.is_recorded = dict(self.clock.seconds), True
         self.trained_tokens += int(self._step_metrics["tokens"])
         # after the last step there is no next one to run beside
         if self.steps_done >= self.config.steps and self.config.eval.every:
@@ -565,7 +566,8 @@ class MoEGRPOTrainer(RunReports, Trainer):
             self.checkpoints.save(self.steps_done, self._judgement())
             if force_save:
                 self.checkpoints.wait()
-        self.clock.begin_phase()
+        if self.clock.is_recorded:  # else a hook saves in mid-step
+            self.clock.begin()
 
     def _judgement(self) -> float:
         """Return the score that selects the best checkpoint: weights that were not evaluated are never the best."""

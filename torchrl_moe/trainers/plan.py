@@ -33,7 +33,7 @@ except ImportError as error:
     raise ImportError("the trainer's tables need rich: pip install 'torchrl_moe[train]'") from error
 
 __all__ = [
-    "ENGINE", "FLOAT32", "HOST", "TRAINER", "UPDATE", "ModelSizes", "PlanRow", "RunPlan", "activation_bytes",
+    "ENGINE", "FLOAT32", "HOST", "TRAINER", "UPDATE", "Console", "ModelSizes", "PlanRow", "RunPlan", "activation_bytes",
     "compute_dtype", "longest", "model_config_of", "of_trainer", "over", "ranks_of_host", "shards", "share_of",
 ]  # fmt: skip
 

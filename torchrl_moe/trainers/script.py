@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from tensordict import set_list_to_stack
 
 from torchrl_moe.errors import RankError, UnsupportedRouterError
@@ -19,7 +18,7 @@ from torchrl_moe.trainers.compose import CONFIGS, load_config, saved_config
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, as_yaml
 from torchrl_moe.trainers.grpo_trainer import MoEGRPOTrainer
 from torchrl_moe.trainers.placement import Placement
-from torchrl_moe.trainers.plan import RunPlan
+from torchrl_moe.trainers.plan import Console, RunPlan
 from torchrl_moe.trainers.policy_model import starting_model
 from torchrl_moe.trainers.ranks import Ranks
 

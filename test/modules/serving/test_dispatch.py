@@ -6,11 +6,13 @@ A service over scripted replicas that nobody restarts, asked as users ask it.
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import signal
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -1273,3 +1275,47 @@ def test_a_service_that_was_shut_down_takes_nothing_and_says_so_at_once(serve: A
     for ask in (lambda: run(service, "b"), lambda: asyncio.run(run_async(service, "b"))):
         with pytest.raises(RuntimeError, match="not running"):
             ask()
+
+
+class Deaf(ScriptedReplica):
+    """Takes requests and never ends them."""
+
+    def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
+        return [Future() for _ in requests]
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        pass
+
+
+def test_a_service_that_is_dropped_drops_what_it_runs_in_silence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dispatch_module, "ABORT_GRACE_SECONDS", 0.1)
+    replica = Deaf(0)
+    service = GenerationService([replica])
+    service.infos.append(replica.wait_ready(0.0))
+    service.replica_table.set_state(0, ReplicaState.SERVING)
+    service._running = True
+    with pytest.raises(GenerationTimeout):
+        service.generate("a", timeout_seconds=0.1, use_tqdm=False)
+    dropped = weakref.ref(service)
+    del service
+
+    def is_gone() -> bool:
+        gc.collect()
+        return dropped() is None
+
+    until(is_gone)
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+
+
+def test_an_answer_that_survived_a_death_waits_for_no_garbage_collection(serve: Any) -> None:
+    service = serve(2)
+    gc.collect()
+    gc.disable()
+    try:
+        replicas(service)[0].script["submit"] = ReplicaDiedError("replica 0 died")
+        names = {completion.request_id for completion in run(service, "abcd")}
+        until(lambda: not any(type(one) is Completion and one.request_id in names for one in gc.get_objects()))
+    finally:
+        gc.enable()

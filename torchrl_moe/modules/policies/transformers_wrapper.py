@@ -79,7 +79,9 @@ class TransformersOptions(WrapperOptions):
                     raise ValueError(
                         f"{name} is for generation, and tokens are scored by default: pass generate=True or False"
                     )
-        return replace(self, input_mode=mode, generate=mode != "tokens" if self.generate is None else self.generate)
+        return replace(
+            self, input_mode=mode, generate=mode != "tokens" if self.generate is None else bool(self.generate)
+        )
 
     def check(self) -> None:
         """Refuse invalid values, before a model is loaded."""
