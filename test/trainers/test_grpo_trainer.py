@@ -789,7 +789,9 @@ def test_a_killed_run_continues_from_its_checkpoint(first_run: MoEGRPOTrainer, t
     killed = multiprocessing.get_context("fork").Process(target=main, args=(command,))  # which has all imported
     killed.start()
     try:
-        wait_for_rows(tmp_path / "metrics.csv", 3, killed)  # the last checkpoint is that of step 2, or a later one
+        wait_for_rows(tmp_path / "metrics.csv", 3, killed)
+        # the checkpoint of step 2 is written beside the next steps
+        until(lambda: list((tmp_path / "checkpoints").glob("step-*")))
     finally:
         killed.kill()
         killed.join()
