@@ -55,6 +55,7 @@ def runner(layer_id: int) -> Any:
     return bare
 
 
+@pytest.mark.needs_vllm
 def test_router_layers_are_sorted_once_each_and_nothing_else_counts() -> None:
     dense = SimpleNamespace(layer_id=0)
     assert _compat.router_layer_ids(model_of(runner(11), Source(2), dense, runner(2), runner(5))) == [2, 5, 11]
@@ -64,6 +65,7 @@ def test_router_layers_are_sorted_once_each_and_nothing_else_counts() -> None:
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.needs_vllm
 def test_vllms_refusals_are_client_errors_and_its_deaths_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.exceptions import GenerationError, VLLMValidationError
     from vllm.v1.engine.exceptions import EngineDeadError
@@ -93,6 +95,7 @@ def pooled(tokenizer: Any) -> Any:
     return maybe_make_thread_pool(tokenizer, 2)
 
 
+@pytest.mark.needs_vllm
 @pytest.mark.parametrize("proxies", [[], [cached], [pooled], [cached, pooled], [pooled, cached]])
 def test_the_tokenizer_comes_out_of_vllms_proxies(proxies: list[Any]) -> None:
     original, tokenizer = ByteTokenizer(), ByteTokenizer()
@@ -103,6 +106,7 @@ def test_the_tokenizer_comes_out_of_vllms_proxies(proxies: list[Any]) -> None:
     assert plain.encode("é <|im_end|>") == original.encode("é <|im_end|>") == [195, 169, 32, 258]
 
 
+@pytest.mark.needs_vllm
 def test_cpu_experts_keep_their_kernel_when_lora_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
     from vllm.platforms import current_platform
@@ -124,6 +128,7 @@ def test_cpu_experts_keep_their_kernel_when_lora_is_on(monkeypatch: pytest.Monke
     assert method.select_unquantized_moe_backend(Config(True)) == Config(False)
 
 
+@pytest.mark.needs_vllm
 def test_the_proxy_stays_as_it_was_and_a_tokenizer_of_vllms_own_is_returned_as_it_is() -> None:
     from vllm.tokenizers.mistral import MistralTokenizer
 
