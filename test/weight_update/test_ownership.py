@@ -31,18 +31,14 @@ def test_an_engine_that_another_driver_updates_is_not_touched(connect: Connect, 
     for fake in engine.fakes:
         assert set(fake.asked) <= {"metadata", "claim_weights", "give_up_weights"}
     other_driver(engine, 0, 1, 2)
-    assert all(fake.owner.claim("other", OTHER, False).epoch for fake in engine.fakes)  # nobody else has one
+    assert all(fake.owner.claim("other", OTHER, False).granted for fake in engine.fakes)  # nobody else has one
 
 
-@pytest.mark.parametrize("gone", ["left", "gave up"])
-def test_what_nobody_updates_any_more_may_be_had(connect: Connect, gone: str) -> None:
+def test_what_nobody_updates_any_more_may_be_had(connect: Connect) -> None:
     engine = FakeFleet(2)
     other_driver(engine, 0, 1)
     for fake in engine.fakes:
-        if gone == "left":
-            fake.owner.left("other")
-        else:
-            fake.owner.give_up(1)
+        fake.owner.give_up("other")
     assert connect(engine).update_weights(weights(4)).failed == {}
 
 
@@ -127,7 +123,7 @@ def test_a_receiver_of_a_directory_claims_too(tmp_path: Path) -> None:
     receiver = scheme.create_receiver(engine)
     with pytest.raises(WeightSyncError, match=OTHER):
         receiver.poll_and_apply()
-    engine.fakes[0].owner.left("other")
+    engine.fakes[0].owner.give_up("other")
     assert receiver.poll_and_apply()
     assert value_in(engine, 0) == 5.0
     sender.shutdown()
@@ -138,7 +134,7 @@ def test_a_sender_that_moves_to_another_engine_gives_the_first_one_up(connect: C
     sender = connect(first)
     sender.update_weights(weights(1))
     sender.init_all_workers_group(None, vllm_engine=second)
-    assert all(fake.owner.claim("other", OTHER, False).epoch for fake in first.fakes)
+    assert all(fake.owner.claim("other", OTHER, False).granted for fake in first.fakes)
     assert second.fakes[0].owner.claim("other", OTHER, False).owner == this_process()
 
 
@@ -191,7 +187,7 @@ def test_a_receiver_has_its_replicas_again_once_who_took_them_has_left(tmp_path:
         with pytest.raises(WeightSyncError, match=OTHER):
             receiver.poll_and_apply()
     for fake in engine.fakes:
-        fake.owner.left("other")
+        fake.owner.give_up("other")
     assert receiver.poll_and_apply()
     assert [value_in(engine, index) for index in range(2)] == [2.0, 2.0]
     sender.shutdown()

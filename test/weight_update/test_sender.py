@@ -28,6 +28,7 @@ from support.waiting import in_thread, until
 from support.weights import Connect, always, soft, value_in, weights
 from torchrl_moe.errors import EngineError, ManifestMismatch, NoReplicaError, ReplicaDiedError, WeightSyncError
 from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM, make_tiny_moe
@@ -191,7 +192,7 @@ def test_an_engine_that_is_over_is_refused(connect: Connect) -> None:
 
 
 def test_an_engine_that_cannot_take_weights_says_so(connect: Connect) -> None:
-    with pytest.raises(EngineError, match="has no command 'metadata'"):
+    with pytest.raises(EngineError, match="has no verb 'metadata'"):
         connect(FakeAsyncVLLM())
 
 
@@ -1037,7 +1038,7 @@ def test_draining_a_paused_engine_fails_at_once_and_names_both_ways_out(connect:
         if pauses_later:
             engine.resume()
             asked.result(60.0)
-            engine.fakes[0].pause("keep", False, 60.0)  # a request that takes long
+            engine.fakes[0].call(Engine.pause, 60.0, "keep", False)  # a request that takes long
             asked = in_thread(lambda: engine.generate([1], {"max_tokens": 2}, use_tqdm=False, timeout_seconds=60.0))
             until(lambda: engine.replica_table[0].inflight == 1)
             update = in_thread(lambda: sender.update_weights(weights()))
