@@ -144,7 +144,7 @@ def test_who_leaves_fails_what_he_waits_for_and_the_other_continues(two: tuple[R
     with pytest.raises(ReplicaDiedError, match="replica 6: this driver has left"):
         future.result(0)
     assert not leaves.is_alive()
-    until(lambda: stays.stats(10).requests == 1)  # aborted, and so over
+    until(lambda: stays.call(Engine.stats, 10).requests == 1)  # aborted, and so over
     assert stays.is_alive()
 
 
@@ -278,7 +278,7 @@ def test_an_actor_that_ends_as_it_is_dialled_is_asked_again(fake: FakeCluster, m
     def dial(address: Any) -> Any:
         if (error := next(refused, None)) is not None:
             raise error
-        return SimpleNamespace(send_bytes=sent.append, fileno=near.fileno, close=near.close)
+        return SimpleNamespace(send=sent.append, moved_at=0.0, hang_up=near.close, close=near.close)
 
     monkeypatch.setattr(ray_replica, "dial", dial)
     with near, far:
@@ -520,6 +520,7 @@ import os, sys, time
 import ray
 from support.actors import pids, ray_service, toy_actors
 from support.processes import ids_request
+from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 how, address = sys.argv[1:]
 ray.init(address=address, log_to_driver=False, logging_level="error")

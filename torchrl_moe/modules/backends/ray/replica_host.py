@@ -412,6 +412,7 @@ class ReplicaHost:
                     self._pass_on(child.stream.receive())
         finally:
             child.end()
+            child.stream.close()
             self._report_end(child)
 
     def _pass_on(self, frames: list[memoryview]) -> None:
