@@ -1,4 +1,4 @@
-"""The replica protocol, kept alike by each kind of replica: fake, child process, actor, over a toy and real engines.
+"""What a replica promises, kept alike by each kind: fake, child process, actor, over toy engines and real ones.
 
 The toy engine stands behind the real engine process, so whatever is not vLLM's own is the real thing.
 """
@@ -6,6 +6,7 @@ The toy engine stands behind the real engine process, so whatever is not vLLM's 
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +26,7 @@ from support.waiting import until
 from torchrl_moe.errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.engine import Engine
+from torchrl_moe.modules.backends.engine_kind import EngineKind, engine_kind
 from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 from torchrl_moe.modules.backends.replica import Completion, Replica, Request
 from torchrl_moe.modules.backends.transformers import transformers_arguments as transformers_kind
@@ -79,6 +81,27 @@ def make_transformers(folder: Path) -> Any:
     return replica
 
 
+PAGE = Path(__file__).parents[3] / "docs" / "engines.md"
+
+
+@pytest.fixture(scope="session")
+def echo_kind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineKind]:
+    """The engine that docs/engines.md shows, as a user's module."""
+    (code,) = re.findall(r"^```python\n([^`]*class Echo\(EngineProgram\).*?)^```", PAGE.read_text(), re.M | re.S)
+    assert code.count("\n") <= 150
+    folder = tmp_path_factory.mktemp("echo")
+    (folder / "echo_engine.py").write_text(code)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield engine_kind("echo_engine")
+
+
+def make_echo(kind: EngineKind) -> Any:
+    replica = LocalReplica(3, kind, kind.arguments_of({"step_seconds": 0.003}), kind.engine_environment())
+    replica.start()
+    return replica
+
+
 def kill_process(replica: Any) -> None:
     os.kill(replica._child.process.pid, signal.SIGKILL)
 
@@ -120,6 +143,7 @@ def lasting() -> Iterator[dict[str, Any]]:
         "fake",
         "local",
         "transformers",
+        "echo",
         pytest.param("ray", marks=pytest.mark.ray),
         pytest.param("vllm", marks=pytest.mark.engine("qwen3_moe")),
         pytest.param("ray vllm", marks=[pytest.mark.ray, pytest.mark.engine]),
@@ -130,6 +154,11 @@ def one(request: pytest.FixtureRequest, lasting: dict[str, Any]) -> tuple[Replic
     name = request.param
     if name == "transformers":
         return request.getfixturevalue("second_engine").replica_table[1].replica, REAL
+    if name == "echo":
+        if name not in lasting:
+            lasting[name] = make_echo(request.getfixturevalue("echo_kind"))
+            lasting[name].wait_ready(SECONDS)
+        return lasting[name], REAL
     if name == "vllm":
         return request.getfixturevalue("engine").replica_table[0].replica, REAL
     if name == "ray vllm":
@@ -147,6 +176,7 @@ def one(request: pytest.FixtureRequest, lasting: dict[str, Any]) -> tuple[Replic
         "fake",
         "local",
         "transformers",
+        "echo",
         pytest.param("ray", marks=pytest.mark.ray),
         pytest.param("ray engine", marks=pytest.mark.ray),
     ]
@@ -158,6 +188,9 @@ def mortal(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Kind]]:
     if request.param == "transformers":
         folder = request.getfixturevalue("shelf").folder("qwen3_moe")
         kind = replace(REAL, make=lambda: make_transformers(folder), kill=kill_process)
+    elif request.param == "echo":
+        engine = request.getfixturevalue("echo_kind")
+        kind = replace(REAL, make=lambda: make_echo(engine), kill=kill_process)
     else:
         kind = KINDS[request.param]
     replica = kind.make()

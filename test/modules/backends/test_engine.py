@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from torchrl_moe.errors import WeightSyncError
 from torchrl_moe.modules.backends.engine import CALLER, Engine, WeightOwner, compare_log_probs
+from torchrl_moe.modules.backends.engine_kind import engine_kind
 from torchrl_moe.modules.backends.replica import StageReport, SwapReport, WeightClaim
 
 # -- claims ------------------------------------------------------------------------------------------------------------
@@ -203,3 +205,49 @@ def test_the_largest_difference_is_named(got: list[float], words: str) -> None:
 def test_a_difference_may_be_as_large_as_the_tolerance() -> None:
     compare_log_probs([-1.25], [-1.0], 0.25)
     compare_log_probs([], [], 0.0)
+
+
+# -- what an engine may leave out --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments", "message"),
+    [
+        (Engine.sleep, (1, "keep"), "this engine has no sleep mode"),
+        (Engine.wake_up, (None,), "this engine has no sleep mode"),
+        (Engine.collective_rpc, ("x", (), None), "this engine has no workers to call"),
+        (Engine.tokenizer, (), "this engine has no tokenizer"),
+        (Engine.metadata, (), "this engine has no checkpoint"),
+        (Engine.init_weights, ("memmap", {}), "this engine has no weights to update"),
+        (Engine.stage_weights, (1, "digest", 1, None), "this engine has no weights to update"),
+    ],
+)
+def test_what_an_engine_leaves_out_is_refused(verb: Any, arguments: tuple[Any, ...], message: str) -> None:
+    class Least(Halves):
+        _open_transport, _stage, _swap = Engine._open_transport, Engine._stage, Engine._swap
+
+    async def run() -> None:
+        await verb(Least(), *arguments)
+
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(run())
+
+
+# -- which engine ------------------------------------------------------------------------------------------------------
+
+
+def test_a_module_that_is_no_engine_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "half_an_engine.py").write_text("def preload(): return ''\n")
+    (tmp_path / "own_engine.py").write_text("preload = run = print\ndef seeded(arguments, number): return number\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match=r"engine='half_an_engine' has no function run\(\): docs/engines.md shows"):
+        engine_kind("half_an_engine")
+    for bad in ("sglang", "a b", "", 3, ["vllm"], None):
+        with pytest.raises(ValueError, match="engine must be one of vllm, transformers, or a module of yours, got"):
+            engine_kind(bad)  # type: ignore[arg-type]
+    kind = engine_kind("own_engine")
+    assert (kind.PROGRAM, kind.seeded({}, 7), kind.devices_per_replica({})) == ("own_engine", 7, 1)
+    assert kind.arguments_of({"a": 1}) == {"a": 1}
+    assert str(tmp_path) in kind.engine_environment()["PYTHONPATH"].split(":")
+    with pytest.raises(TypeError, match="engine='own_engine' takes its arguments as a mapping, got 'model'"):
+        kind.arguments_of("model")

@@ -81,7 +81,11 @@ class WeightOwner:
 
 
 class Engine(abc.ABC):
-    """One engine with its weights. Public coroutines are its verbs; arguments and results are plain data."""
+    """One engine with its weights. Public coroutines are its verbs; arguments and results are plain data.
+
+    Those that are not abstract may be left out. Where something was expected of them, a ``ValueError`` says that the
+    engine has no such thing.
+    """
 
     def __init__(self) -> None:
         self.owner = WeightOwner()
@@ -91,9 +95,10 @@ class Engine(abc.ABC):
 
     # -- health and state -------------------------------------------------------------------------------------------
 
-    @abc.abstractmethod
     async def probe(self, seconds: float) -> ProbeReport:
-        """Return the engine's health; its core gets ``seconds`` to answer a ping."""
+        """Return the engine's health; its core, if it is another process, gets ``seconds`` to answer a ping."""
+        del seconds
+        return ProbeReport(core_answered=True)
 
     @abc.abstractmethod
     async def stats(self) -> ReplicaStats:
@@ -107,13 +112,17 @@ class Engine(abc.ABC):
         from a copy after a crash.
         """
 
-    @abc.abstractmethod
     async def tokenizer(self) -> dict[str, object]:
         """Return the files of the model's tokenizer, for ``checkpoint.load_tokenizer``."""
+        raise self._lacks("tokenizer")
 
-    @abc.abstractmethod
     async def metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
         """Return what the checkpoint holds: name -> dtype and shape."""
+        raise self._lacks("checkpoint")
+
+    def _lacks(self, what: str, *given: object) -> ValueError:
+        del given
+        return ValueError(f"this engine has no {what}")
 
     # -- scheduling -------------------------------------------------------------------------------------------------
 
@@ -125,36 +134,36 @@ class Engine(abc.ABC):
     async def resume(self) -> None:
         """Undo :meth:`pause`."""
 
-    @abc.abstractmethod
     async def sleep(self, level: int, mode: PauseMode) -> None:
         """Free the memory of the cache, and of the weights: level 1 keeps them in host memory, 2 drops them.
 
         New requests wait. ``mode`` says what happens to those in flight; a weight update wakes the weights.
         """
+        raise self._lacks("sleep mode", level, mode)
 
-    @abc.abstractmethod
     async def wake_up(self, tags: Sequence[str] | None) -> None:
         """Undo :meth:`sleep`, or part of it: ``tags`` holds ``"weights"``, ``"kv_cache"`` or both; ``None``: both."""
+        raise self._lacks("sleep mode", tags)
 
-    @abc.abstractmethod
     async def reset_prefix_cache(self) -> bool:
         """Drop cached prefixes; false if requests are running."""
+        return True
 
-    @abc.abstractmethod
     async def set_seed(self, seed: int) -> None:
         """Seed the sampler, for requests without their own seed."""
+        del seed
 
-    @abc.abstractmethod
     async def collective_rpc(
         self, method: str, args: Sequence[object], kwargs: Mapping[str, object] | None
     ) -> list[Any]:
         """Call a method of every worker; one result for each. Plain data only."""
+        raise self._lacks("workers to call", method, args, kwargs)
 
     # -- weights ----------------------------------------------------------------------------------------------------
 
-    @abc.abstractmethod
     async def weights_version(self) -> int:
         """Return the version of the weights; 0 for the checkpoint's."""
+        return 0
 
     async def claim_weights(self, name: str, takeover: bool) -> WeightClaim:
         """Make the weights the caller's: commands about weights of any other driver are refused from now on.
@@ -227,19 +236,19 @@ class Engine(abc.ABC):
                 return SwapReport(started=False, error=f"version {version} is not what was staged last")
             return await self._swap(version, pause, clear_cache, canary, patience)
 
-    @abc.abstractmethod
     async def _open_transport(self, transport: str, options: Mapping[str, object]) -> None:
         """Open the engine's end of a transport."""
+        raise self._lacks("weights to update", transport, options)
 
-    @abc.abstractmethod
     async def _stage(self, version: int, verify: str, threads: int, manifest: str | None) -> StageReport:
         """Fetch a version and check it."""
+        raise self._lacks("weights to update", version, verify, threads, manifest)
 
-    @abc.abstractmethod
     async def _swap(
         self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, object] | None, patience: float
     ) -> SwapReport:
         """Serve the version that was staged."""
+        raise self._lacks("weights to update", version, pause, clear_cache, canary, patience)
 
 
 # What shows that an engine computes with the trainer's weights: both give a prompt's tokens the same log-probs.

@@ -272,8 +272,8 @@ class AsyncVLLM(SharedService):
         num_replicas: how many engines, each with its own weights.
         actor_class: must be ``None``; ``backend`` says where replicas run.
         enable_prefix_caching: overrides the engine argument of that name; default: on.
-        engine: ``"vllm"``, or ``"transformers"``: slow, on one device, for use where vLLM is not available
-            (docs/engines.md).
+        engine: ``"vllm"``, or ``"transformers"``: slow, on one device, for use where vLLM is not available; or the name
+            of a module that is an engine of yours (docs/engines.md).
         backend: ``"local"``: child processes of this one, without Ray; each has its own set of GPUs. ``"ray"``: actors
             on any node of the Ray cluster that this process is connected to or finds; else one is started.
         sampling_params: the default of :meth:`generate`.

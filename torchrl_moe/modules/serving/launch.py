@@ -163,7 +163,7 @@ def _name(device: Device, visible: list[str]) -> str:
     return visible[where.index]
 
 
-EngineName: TypeAlias = Literal["vllm", "transformers"]
+EngineName: TypeAlias = Literal["vllm", "transformers"] | str
 ReplicaFactory: TypeAlias = Callable[[int], Replica]
 
 TIMEOUT_VARIABLE = "TORCHRL_VLLM_TIMEOUT_SECONDS"  # TorchRL's name

@@ -334,7 +334,7 @@ class Driver:
         self.stream = dial(host.address())
         self.stream.send(link.message("hello", secrets, name))
 
-    def say(self, kind: str, body: Any = None, driver: str = "whoever") -> None:
+    def say(self, kind: str, body: Any = None, driver: str = "another") -> None:
         self.stream.send(link.message(kind, body, driver))
 
     def ask(self, request_id: str, ids: Any = (1,), **params: Any) -> None:

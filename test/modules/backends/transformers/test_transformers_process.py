@@ -531,5 +531,5 @@ def test_a_model_that_fails_ends_the_process_with_its_words(plain: Loaded, monke
 
     asyncio.run(main())
     assert [message for message in sent if message[0] != "stats"] == [
-        ("died", "", "the model failed: RuntimeError: out of memory")
+        ("died", "", "its engine failed: RuntimeError: out of memory")
     ]

@@ -289,6 +289,7 @@ class EngineProgram(Engine):
         self._send = send
         self._client_errors: tuple[type[BaseException], ...] = (ValueError, TypeError)  # the caller's fault
         self._death_reported = False
+        self._failure: BaseException | None = None  # of a coroutine that should run on
         self._tasks: set[asyncio.Task[object]] = set()
         self._open: dict[str, set[str]] = {}  # driver -> its requests in flight, by the engine's ids
         self._feed = StatsFeed(load, self._stats, lambda stats: send(("stats", "", stats)))
@@ -311,17 +312,23 @@ class EngineProgram(Engine):
     def _stats(self) -> ReplicaStats:
         """Return the current stats, except the rate."""
 
-    @abc.abstractmethod
     def _death(self) -> str:
         """Return why the engine is dead; "" while it lives."""
+        error = self._failure
+        return "" if error is None else f"its engine failed: {type(error).__name__}: {error}"
 
-    @abc.abstractmethod
     def close(self) -> None:
-        """End the engine."""
+        """End the engine, if it is more than this process."""
 
     def _background(self) -> list[Coroutine[object, None, None]]:
-        """Return the coroutines that run while the process serves."""
+        """Return the coroutines that run while the process serves; the engine is dead if one fails."""
         return []
+
+    def _note_failure(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            traceback.print_exception(error)
+            self._failure = error
+            self._report_death()
 
     async def stats(self) -> ReplicaStats:
         """Return the current stats."""
@@ -337,18 +344,18 @@ class EngineProgram(Engine):
 
     def deliver(self, completion: Completion) -> None:
         """Send a completion to the driver that asked for it."""
-        driver, own = self._end(completion.request_id)
+        driver, own = self._whose(completion.request_id)
         completion.request_id = own
         self._send(("completions", driver, completion))
 
     def refuse(self, request_id: str, error: BaseException) -> None:
         """Report to its driver that a request failed."""
-        driver, own = self._end(request_id)
+        driver, own = self._whose(request_id)
         if not self._report_death():
             kind, text = self._described(error)
             self._send(("refused", driver, (own, kind, text.replace(request_id, own))))
 
-    def _end(self, request_id: str) -> tuple[str, str]:
+    def _whose(self, request_id: str) -> tuple[str, str]:
         """Note that a request is over; return its driver, and its id there."""
         driver, _, own = request_id.partition(SEPARATOR)
         self._open.get(driver, set()).discard(request_id)
@@ -408,8 +415,9 @@ class EngineProgram(Engine):
     async def _serve(self) -> None:
         """Handle messages until the driver ends the process or goes away, or the engine dies."""
         loop = asyncio.get_running_loop()
-        work = [self._watch_engine(), self._feed.run(), *self._background()]
-        background = [loop.create_task(one) for one in work]
+        background = [loop.create_task(one) for one in (self._watch_engine(), self._feed.run(), *self._background())]
+        for task in background:
+            task.add_done_callback(self._note_failure)
         while True:
             kind, driver, body = await self._inbox.messages.get()
             if kind == "generate":

@@ -72,16 +72,7 @@ class EngineProcess(EngineProgram):
         return await self.requests.snapshot()
 
     def _background(self) -> list[Coroutine[object, None, None]]:
-        return [self._work()]
-
-    async def _work(self) -> None:
-        """Run the requests; if that fails, report that to the driver at once."""
-        await asyncio.gather(self.requests.run(), return_exceptions=True)
-        self._report_death()
-
-    def _death(self) -> str:
-        failure = self.requests.failure
-        return "" if failure is None else f"the model failed: {type(failure).__name__}: {failure}"
+        return [self.requests.run()]
 
     def close(self) -> None:
         """End the engine."""
@@ -189,7 +180,6 @@ class EngineRequests:
         self.step_lock = asyncio.Lock()
         self.version = 0
         self.load = Load()
-        self.failure: BaseException | None = None
         self.counts = dict.fromkeys(("requests", "completions", "prompt_tokens", "generated_tokens"), 0)
         self.seconds = 0.0
         self._reader, self._send, self._refuse = reader, send, refuse
@@ -228,16 +218,12 @@ class EngineRequests:
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Work until cancelled. An error in the model's thread ends the engine, and is kept in :attr:`failure`."""
-        try:
-            while True:
-                await self._changed.wait()
-                self._changed.clear()
-                async with self.step_lock:
-                    await self._work()
-        except Exception as error:
-            self.failure = error
-            raise
+        """Work until cancelled. An error in the model's thread ends the engine."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            async with self.step_lock:
+                await self._work()
 
     async def _work(self) -> None:
         # aborts first: what they free may join
