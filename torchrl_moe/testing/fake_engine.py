@@ -6,13 +6,15 @@ are injected explicitly. Nothing here learns or scores.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar
 
@@ -36,6 +38,7 @@ from torchrl_moe.modules.backends.replica import (
     Request,
 )
 from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState
+from torchrl_moe.modules.serving.event_loop import EventLoop
 from torchrl_moe.modules.serving.service import EngineInterface
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 from torchrl_moe.testing.fake_model import FakeModel, Script, tokens_to_come
@@ -91,9 +94,22 @@ def _on_routes(change: Callable[[Tensor], Tensor]) -> Callable[[TensorDictBase],
 LAYOUT = RoutingLayout(num_layers=4, moe_layers=(1, 2, 3), top_k=2, num_experts=8)
 
 
-@dataclass(slots=True)
+LOOPS: dict[int, EventLoop] = {}
+
+
+def _loop() -> EventLoop:
+    """Return the event loop in which the requests of all fake replicas of this process run."""
+    return LOOPS.setdefault(os.getpid(), EventLoop("torchrl_moe-fakes"))
+
+
+def _set_all(events: Sequence[asyncio.Event]) -> None:
+    for event in events:
+        event.set()
+
+
+@dataclass(slots=True, eq=False)
 class _Running:
-    """A request that takes time: it has an answer's first tokens, and a thread that adds the others."""
+    """A request that takes time: it has an answer's first tokens, and a task that adds the others."""
 
     request: Request
     future: Future[Completion]
@@ -101,6 +117,7 @@ class _Running:
     limit: int = 0
     tokens: int = 0  # beyond those that it resumes
     aborted: bool = False
+    nudge: asyncio.Event = field(default_factory=asyncio.Event)  # what it waits for may have changed
 
 
 class FakeReplica(Replica):
@@ -184,7 +201,7 @@ class FakeReplica(Replica):
             self._dead = self._dead or f"replica {self.index} died: {reason}"
             running = list(self._running.values())
             self._running.clear()
-            self._changed.notify_all()
+            self._notify(running)
         # outside the lock: who waits for a future may call this replica at once
         for entry in running:
             entry.future.set_exception(ReplicaDiedError(self._dead))
@@ -193,7 +210,7 @@ class FakeReplica(Replica):
         """Generate no token and answer nothing from now on, like a process that is stopped by a signal."""
         with self._changed:
             self._stalled = True
-            self._changed.notify_all()
+            self._notify(self._running.values())
 
     def shutdown(self) -> None:
         """Die, as at the end of its life."""
@@ -206,7 +223,7 @@ class FakeReplica(Replica):
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
-        """Answer at once, or in a thread per request if tokens take time or the replica is paused."""
+        """Answer at once, or in a task per request if tokens take time or the replica is paused."""
         return [self._begin(request) for request in requests]
 
     def _begin(self, request: Request) -> Future[Completion]:
@@ -242,24 +259,30 @@ class FakeReplica(Replica):
             entry.tokens = entry.limit
             future.set_result(self._complete(entry))
         else:
-            threading.Thread(target=self._generate, args=(entry, seconds), daemon=True).start()
+            _loop().spawn(self._generate(entry, seconds))
         return future
+
+    def _notify(self, entries: Iterable[_Running]) -> None:
+        """Have requests look at their replica again, and those who wait for its state; the caller holds the lock."""
+        self._changed.notify_all()
+        if nudges := [entry.nudge for entry in entries]:
+            _loop().call(_set_all, nudges)
 
     def _holds(self, entry: _Running) -> bool:
         waits = self._paused or bool(self._asleep)
         return self._stalled or (waits and entry.request.request_id not in self._finishing)
 
-    def _generate(self, entry: _Running, seconds: float) -> None:
-        def is_disturbed() -> bool:
-            return entry.aborted or self._holds(entry) or self._dead is not None
-
+    async def _generate(self, entry: _Running, seconds: float) -> None:
         # One token after each undisturbed wait; a pause, a stall, an abort and a death end the wait early.
+        while (not entry.aborted or self._stalled) and self._dead is None and entry.tokens < entry.limit:
+            entry.nudge.clear()
+            held = self._holds(entry)
+            try:
+                await asyncio.wait_for(entry.nudge.wait(), None if held else seconds)
+            except TimeoutError:
+                with self._changed:  # so that a pause that has begun is not overtaken
+                    entry.tokens += not self._holds(entry)
         with self._changed:
-            while (not entry.aborted or self._stalled) and self._dead is None and entry.tokens < entry.limit:
-                if self._holds(entry):
-                    self._changed.wait()
-                elif not self._changed.wait_for(is_disturbed, seconds):
-                    entry.tokens += 1
             if self._running.pop(entry.request.request_id, None) is None:
                 return  # it died, which has failed the future
             self._changed.notify_all()
@@ -271,7 +294,7 @@ class FakeReplica(Replica):
             for request_id in request_ids:
                 if request_id in self._running:
                     self._running[request_id].aborted = True
-            self._changed.notify_all()
+            self._notify([self._running[name] for name in request_ids if name in self._running])
 
     # -- verbs ------------------------------------------------------------------------------------------------------
 
@@ -330,7 +353,7 @@ class FakeReplica(Replica):
         with self._changed:
             self._paused = True
             self._finishing = set(self._running) if mode == "wait" else set()
-            self._changed.notify_all()
+            self._notify(self._running.values())
             if not self._changed.wait_for(lambda: not self._finishing & self._running.keys(), timeout):
                 raise EngineError(f"replica {self.index} was not idle within {timeout:g} s")
         if mode == "abort":
@@ -339,7 +362,7 @@ class FakeReplica(Replica):
     def _resume(self) -> None:
         with self._changed:
             self._paused = False
-            self._changed.notify_all()
+            self._notify(self._running.values())
 
     def _sleep(self, level: int, mode: PauseMode, timeout: float) -> None:
         """Hold incoming requests, as a pause does; an earlier pause continues afterwards."""
@@ -359,7 +382,7 @@ class FakeReplica(Replica):
             raise EngineError("wake_up: sleep of level 2 has dropped the weights; update them first")
         with self._changed:
             self._asleep -= wanted
-            self._changed.notify_all()
+            self._notify(self._running.values())
 
     @property
     def last_stats(self) -> ReplicaStats:
