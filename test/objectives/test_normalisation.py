@@ -30,10 +30,7 @@ def run_rank() -> Any:
 
     rows = slice(0, 2) if rank == 0 else slice(2, 5)
     for aggregation in ("token_mean", "prompt_mean", "sequence_mean"):
-        own = {
-            "num_tokens": float(mask[rows].sum()),
-            "num_sequences": float(F.sequence_count(mask[rows], aggregation)),
-        }
+        own = {"num_tokens": float(mask[rows].sum()), "num_sequences": float(F.sequence_count(mask[rows], aggregation))}
         whole = gradient(slice(None), {}, aggregation)
         for averaged in (True, False):
             part = gradient(rows, sum_over_ranks(own, gradients_are_averaged=averaged), aggregation)

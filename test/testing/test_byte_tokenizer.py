@@ -68,22 +68,19 @@ def test_any_unicode_round_trips(text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_markers_as_plain_bytes_or_skipped_and_broken_utf8(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_markers_as_plain_bytes_or_skipped_broken_utf8_and_pads(tokenizer: PreTrainedTokenizerFast) -> None:
     assert tokenizer.encode("<|im_end|>", split_special_tokens=True) == list(b"<|im_end|>")
     assert tokenizer.decode([257, 104, 105, 258, 256], skip_special_tokens=True) == "hi"
     assert tokenizer.decode([104, 0xC3]) == "h\ufffd"
+    batch = tokenizer(["a", "bcd"], padding=True, return_tensors="pt")  # on the left
+    assert batch["input_ids"].tolist() == [[256, 256, 97], [98, 99, 100]]
+    assert batch["attention_mask"].tolist() == [[0, 0, 1], [1, 1, 1]]
 
 
 def test_incremental_decoding_gives_the_same_text(tokenizer: PreTrainedTokenizerFast) -> None:
     stream = DecodeStream(skip_special_tokens=False)
     pieces = [stream.step(tokenizer.backend_tokenizer, id_) for id_ in tokenizer.encode(CHAT_TEXT)]
     assert "".join(piece or "" for piece in pieces) == CHAT_TEXT
-
-
-def test_padding_is_on_the_left(tokenizer: PreTrainedTokenizerFast) -> None:
-    batch = tokenizer(["a", "bcd"], padding=True, return_tensors="pt")
-    assert batch["input_ids"].tolist() == [[256, 256, 97], [98, 99, 100]]
-    assert batch["attention_mask"].tolist() == [[0, 0, 1], [1, 1, 1]]
 
 
 def test_chat_template_renders_chatml(tokenizer: PreTrainedTokenizerFast) -> None:

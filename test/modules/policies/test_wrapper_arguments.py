@@ -6,12 +6,15 @@ import re
 from typing import Any
 
 import pytest
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torchrl.modules.llm.policies import LLMWrapperBase
 
 from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
 from torchrl_moe.modules.policies.wrapper_arguments import (
     engine_arguments_of,
     overridden,
+    request_arguments,
     sampling_parameters_of,
     sampling_params_of,
     split_arguments,
@@ -132,10 +135,24 @@ def test_routes_are_kept_if_there_are_any() -> None:
         ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
         ({"skip_special_tokens": True}, {"skip_special_tokens": True}),
         ({"min_tokens": 2, "stop_token_ids": [7]}, {"min_tokens": 2, "stop_token_ids": [7]}),  # vLLM's own
+        ({"do_sample": False}, {"temperature": 0.0}),
+        ({"do_sample": False, "temperature": 0}, {"temperature": 0.0}),
+        ({"do_sample": False, "temperature": None}, {"temperature": 0.0}),
+        ({"do_sample": True}, {}),
+        ({"do_sample": None, "temperature": 0.5}, {"temperature": 0.5}),
+        ({"do_sample": True, "temperature": 0.5}, {"temperature": 0.5}),
+        ({"logprobs": True}, {"logprobs": 0}),  # a switch, or a number
+        ({"logprobs": False}, {"logprobs": None}),
+        ({"logprobs": 0}, {"logprobs": 0}),
+        ({"logprobs": 5}, {"logprobs": 5}),
+        ({"num_beams": 1, "max_tokens": 3}, {"max_tokens": 3}),
+        ({"num_beams": None, "length_penalty": 1.0, "early_stopping": False}, {}),
     ],
 )
 def test_names_are_mapped(given: dict[str, Any] | None, params: dict[str, Any]) -> None:
-    assert sampling_params_of(given) == params
+    found = sampling_params_of(given)
+    assert found == params
+    assert type(found.get("logprobs")) is type(params.get("logprobs"))  # no bool
 
 
 def test_arguments_of_the_engine_are_no_sampling_parameters() -> None:
@@ -161,60 +178,23 @@ def test_the_argument_is_left_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "params"),
-    [
-        ({"do_sample": False}, {"temperature": 0.0}),
-        ({"do_sample": False, "temperature": 0}, {"temperature": 0.0}),
-        ({"do_sample": False, "temperature": None}, {"temperature": 0.0}),
-        ({"do_sample": True}, {}),
-        ({"do_sample": None, "temperature": 0.5}, {"temperature": 0.5}),
-        ({"do_sample": True, "temperature": 0.5}, {"temperature": 0.5}),
-    ],
-)
-def test_greedy_is_temperature_zero(given: dict[str, Any], params: dict[str, Any]) -> None:
-    assert sampling_params_of(given) == params
-
-
-def test_greedy_with_a_temperature_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"When do_sample=False .* temperature must be 0.*temperature=0\.7"):
-        sampling_params_of({"do_sample": False, "temperature": 0.7})
-
-
-@pytest.mark.parametrize(
     ("given", "words"),
     [
         ({"temperature": -0.1}, "Temperature must be non-negative"),
         ({"top_p": 1.5}, "top_p must be between 0 and 1"),
         ({"top_k": 0}, "top_k must be positive"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be positive"),
+        ({"do_sample": False, "temperature": 0.7}, r"When do_sample=False .* temperature must be 0.*temperature=0\.7"),
+        *(
+            ({name: value}, rf"generate_kwargs\['{name}'\]={value!r}: vLLM samples and has no beam search")
+            for name, value in (("num_beams", 2), ("length_penalty", 0.5), ("early_stopping", True))
+        ),
     ],
 )
-def test_a_value_out_of_its_range_is_refused_as_by_torchrl(given: dict[str, Any], words: str) -> None:
+def test_a_value_out_of_its_range_and_beam_search_are_refused(given: dict[str, Any], words: str) -> None:
     for check in (sampling_params_of, lambda kwargs: overridden({}, kwargs)):
         with pytest.raises(ValueError, match=words):
             check(given)
-
-
-@pytest.mark.parametrize(("given", "params"), [(True, 0), (False, None), (0, 0), (5, 5)])
-def test_log_probs_as_a_switch_or_a_number(given: Any, params: Any) -> None:
-    mapped = sampling_params_of({"logprobs": given})["logprobs"]
-    assert (mapped, type(mapped)) == (params, type(params))
-
-
-@pytest.mark.parametrize(("name", "value"), [("num_beams", 2), ("length_penalty", 0.5), ("early_stopping", True)])
-def test_beam_search_is_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(
-        ValueError, match=rf"generate_kwargs\['{name}'\]={value!r}: vLLM samples and has no beam search"
-    ):
-        sampling_params_of({name: value})
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("num_beams", 1), ("num_beams", None), ("length_penalty", 1.0), ("early_stopping", False)],
-)
-def test_beam_search_that_is_off_leaves_no_trace(name: str, value: Any) -> None:
-    assert sampling_params_of({name: value, "max_tokens": 3}) == {"max_tokens": 3}
 
 
 def test_every_common_name_of_torchrl_is_known_to_vllm_afterwards() -> None:
@@ -240,3 +220,66 @@ def test_a_call_changes_what_it_names(params: dict[str, Any], call: dict[str, An
     before = dict(params)
     assert overridden(params, call) == merged
     assert params == before
+
+
+# -- what a batch says of its requests, in every form in which a TensorDict holds it
+
+
+def batch(key: str, value: Any) -> list[TensorDictBase]:
+    td = TensorDict({"x": torch.zeros(2)}, batch_size=[2])
+    td.set(key, value)
+    return list(td.unbind(0))
+
+
+def lazy(key: str, *values: Any) -> list[TensorDictBase]:
+    return list(lazy_stack([TensorDict({key: value}) for value in values]).unbind(0))
+
+
+NUMBERS, TEXTS, CONTEXTS = [3, 4], ["a", "b"], [{"k": 1}, {"k": 2}]
+
+
+@pytest.mark.parametrize(
+    ("samples", "arguments"),
+    [
+        (batch("group_id", torch.tensor(NUMBERS)), {"group_ids": NUMBERS}),
+        (batch("group_id", torch.tensor([[3], [4]], dtype=torch.int8)), {"group_ids": NUMBERS}),
+        (batch("group_id", NUMBERS), {"group_ids": NUMBERS}),
+        (batch("group_id", NonTensorStack(3, 4)), {"group_ids": NUMBERS}),
+        (batch("group_id", NonTensorStack(NonTensorStack(3), NonTensorStack(4))), {"group_ids": NUMBERS}),
+        (lazy("group_id", 3, torch.tensor([4])), {"group_ids": NUMBERS}),
+        (batch("session_id", TEXTS), {"session_ids": TEXTS}),
+        (batch("session_id", NonTensorStack("a", "b")), {"session_ids": TEXTS}),
+        (lazy("session_id", "a", "b"), {"session_ids": TEXTS}),
+        (lazy("session_id", NonTensorData("a"), NonTensorData("b")), {"session_ids": TEXTS}),
+        (batch("request_context", CONTEXTS), {"request_context": CONTEXTS}),
+        (batch("request_context", NonTensorStack(*CONTEXTS)), {"request_context": CONTEXTS}),
+        (batch("request_context", TensorDict(k=torch.tensor([1, 2]), batch_size=[2])), {"request_context": CONTEXTS}),
+        (lazy("request_context", *map(NonTensorData, CONTEXTS)), {"request_context": CONTEXTS}),
+        (lazy("request_context", *CONTEXTS), {"request_context": CONTEXTS}),
+        (batch("min_version", NonTensorData(4, batch_size=[2])), {"min_version": [4, 4]}),  # one value for all
+        (batch("priority", torch.tensor([-1, 2])), {"priority": [-1, 2]}),
+        (batch("priority", NonTensorStack(None, 2)), {"priority": [0, 2]}),
+        ([TensorDict({"text": "a"}), TensorDict()], {}),
+        ([], {}),
+    ],
+)
+def test_values_are_read_in_every_form(samples: list[TensorDictBase], arguments: dict[str, Any]) -> None:
+    assert request_arguments(samples) == arguments
+
+
+@pytest.mark.parametrize("key", ["session_id", "group_id", "min_version"])
+def test_minus_one_and_nothing_are_unset(key: str) -> None:
+    name = {"session_id": "session_ids", "group_id": "group_ids"}.get(key, key)
+    assert request_arguments(batch(key, torch.tensor([-1, 0]))) == {name: [None, 0]}
+    assert request_arguments(batch(key, NonTensorStack(None, 0))) == {name: [None, 0]}
+
+
+def test_samples_of_a_lazy_stack_may_lack_keys() -> None:
+    samples = [TensorDict({"priority": 2}), TensorDict({"group_id": "g"}), TensorDict()]
+    stack = lazy_stack(samples)
+    assert request_arguments(list(stack.unbind(0))) == {"priority": [2, 0, 0], "group_ids": [None, "g", None]}
+
+
+def test_a_sample_has_one_value() -> None:
+    with pytest.raises(ValueError, match=r"sample 1: 'session_id' is \['c', 'd'\]; give each sample one value"):
+        request_arguments([TensorDict({"session_id": "a"}), TensorDict({"session_id": NonTensorStack("c", "d")})])

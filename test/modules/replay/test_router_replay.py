@@ -32,6 +32,7 @@ from support.toy_moe import (
 from torchrl_moe.errors import ReplayError, RouteShapeError, RouteValueError, UnsupportedRouterError
 from torchrl_moe.modules import RouterReplay
 from torchrl_moe.modules.replay.binding import Binding
+from torchrl_moe.modules.replay.router_replay import ReplayReport
 from torchrl_moe.testing import make_tiny_moe
 
 IDS = tokens()
@@ -449,7 +450,12 @@ def test_a_model_that_is_not_of_transformers_replays(config: dict[str, Any]) -> 
 
 
 def test_a_notebook_shows_a_row_for_each_router() -> None:
+    unmade = RouterReplay.__new__(RouterReplay)
+    assert repr(unmade) == "RouterReplay(not made)"
+    read = TableReader(unmade._repr_html_())
+    assert (read.other, read.rows["tbody"]) == (["RouterReplay(not made)"], [])
     replay = RouterReplay(ToyMoE(RegroupingRouter))
+    replay.remove()  # it is shown all the same
     read = TableReader(replay._repr_html_())
     name = replay.sites[1].name
     assert read.other[0] == "RouterReplay(ToyMoE, routers in 2 of 2 layers)"
@@ -462,16 +468,6 @@ def test_a_notebook_shows_a_row_for_each_router() -> None:
     shown = TableReader(html).rows["tbody"]
     assert len(shown) == 65 and shown[-1][0] == "… 136 more"
     assert max(len(cell) for row in shown for cell in row) <= 60
-
-
-def test_one_that_is_not_made_or_was_removed_is_shown_all_the_same() -> None:
-    unmade = RouterReplay.__new__(RouterReplay)
-    assert repr(unmade) == "RouterReplay(not made)"
-    read = TableReader(unmade._repr_html_())
-    assert (read.other, read.rows["tbody"]) == (["RouterReplay(not made)"], [])
-    replay = RouterReplay(ToyMoE(RegroupingRouter))
-    replay.remove()
-    assert len(TableReader(replay._repr_html_()).rows["tbody"]) == 2
 
 
 def test_importing_it_loads_no_engine() -> None:
@@ -489,3 +485,31 @@ def test_what_is_no_model_and_what_is_no_switch_is_refused() -> None:
         routes = torch.full((1, 2, replay.num_layers, replay.top_k), U)
         with pytest.raises(ValueError, match=f"{name} must be "), replay.replay(routes, **{name: value}):
             pass
+
+
+# a report, where it is shown
+
+DONE = {"replayed": 1400, "live": 4, "refused": 0, "agreement": 0.875}
+
+
+def test_it_is_printed_and_shown_as_a_table() -> None:
+    report = ReplayReport({1: DONE, 3: {**DONE, "agreement": None}})
+    title, header, first, second = repr(report).splitlines()
+    assert title == "replay of 2 layers, mean agreement 87.5%"
+    assert header.split() == ["layer", *("replayed", "rows"), *("live", "rows"), *("refused", "rows"), "agreement"]
+    assert first.split() == ["1", "1,400", "4", "0", "87.5%"]
+    assert second.split() == ["3", "1,400", "4", "0", "–"]
+    read = TableReader(report._repr_html_())
+    assert read.rows["tbody"] == [["1", "1,400", "4", "0", "87.5%"], ["3", "1,400", "4", "0", "–"]]
+    assert read.other[0] == title
+
+
+def test_before_a_context_it_says_so() -> None:
+    assert repr(ReplayReport()) == "replay: no context has come to its end yet"
+    assert "no context" in ReplayReport()._repr_html_()
+
+
+def test_deep_models_are_cut() -> None:
+    report = ReplayReport(dict.fromkeys(range(200), DONE))
+    assert len(repr(report).splitlines()) == 2 + 64 + 1
+    assert TableReader(report._repr_html_()).rows["tbody"][-1][0] == "… 136 more"

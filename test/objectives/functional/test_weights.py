@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
 from support.sequences import Run
 from torchrl_moe.objectives import functional as F
@@ -62,23 +60,3 @@ def test_off_policy_negatives(run: Run) -> None:
 
 def test_staleness_weight(run: Run) -> None:
     assert run(F.staleness_weight)(torch.tensor([[0, 1, 2, 8]])).tolist() == [[1, 1, 0.5, 0.125]]
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x, y: F.sequence_weight(x, y.bool()),
-        lambda x, y: F.geometric_mean_within(x, y.bool(), 0.9, 1.1),
-        lambda x, y: F.k3_mean_below(x, y.bool(), 0.1),
-        lambda x, y: F.off_policy_negatives(x, y, x.bool(), 0.1),
-    ],
-)
-def test_wrong_shapes_are_refused(call: Callable[[Tensor, Tensor], object]) -> None:
-    with pytest.raises(ValueError, match=r"must have the same shape, got \w+ \[2, 3\], .*\[2, 1\]"):
-        call(torch.ones(2, 3), torch.ones(2, 1))
-
-
-@pytest.mark.parametrize("call", [F.token_weight, F.staleness_weight, lambda x: F.weight_within(x, 0.0, 1.0)])
-def test_a_wrong_rank_is_refused(call: Callable[[Tensor], object]) -> None:
-    with pytest.raises(ValueError, match=r"must have 2 dimensions, got 1"):
-        call(torch.ones(3))

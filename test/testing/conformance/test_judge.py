@@ -57,8 +57,7 @@ def test_right_routes_have_no_faults(sampled: Sampled) -> None:
 
 def test_unknown_rows_are_missing_and_no_others(sampled: Sampled) -> None:
     rows = sampled.answer.routed_experts.copy()
-    rows[2] = -1
-    rows[4, 2] = -1
+    rows[2] = rows[4, 2] = -1
     found = judge().faults(sampled.with_routes(rows))
     assert (found.missing, found.wrong) == (3, 0)
     assert found.first == "; the first at token 2, layer 1"
@@ -96,18 +95,12 @@ def test_only_some_tokens_may_be_looked_at(sampled: Sampled) -> None:
         (np.zeros((7, 2, 2), np.int8), r"routes are int8 \[7, 2, 2\]"),
         (np.zeros((7, 3, 4), np.int8), r"routes are int8 \[7, 3, 4\]"),
         (np.zeros((7, 3, 2), np.float32), r"routes are float32 \[7, 3, 2\]"),
+        (np.full((7, 3, 2), [[-1], [3], [3]], np.int8), "sample 0, token 0, layer 1"),
     ],
 )
-def test_another_shape_or_type_does_not_hold(sampled: Sampled, routes: Any, text: str) -> None:
+def test_another_shape_or_type_and_what_no_router_chooses_do_not_hold(sampled: Sampled, routes: Any, text: str) -> None:
     with pytest.raises(DoesNotHold, match=text):
-        judge().routes(sampled.with_routes(routes))
-
-
-def test_routes_that_no_router_chooses_do_not_hold(sampled: Sampled) -> None:
-    rows = sampled.answer.routed_experts.copy()
-    rows[0, 1] = 3
-    with pytest.raises(DoesNotHold, match=r"sample 0, token 0, layer 1"):
-        judge().follow(sampled.with_routes(rows))
+        judge().follow(sampled.with_routes(routes))
 
 
 def test_what_lacks_a_model_a_layout_or_routes_is_not_offered(sampled: Sampled) -> None:
@@ -194,6 +187,7 @@ def probs(sampling: Sampling, prompt: list[int], answer: list[int]) -> list[floa
 )
 def test_truncation_by_hand(sampling: Sampling, expected: list[float]) -> None:
     assert [probs(sampling, [0], [token])[0] for token in range(3)] == pytest.approx(expected)
+    assert probs(sampling, [0], []) == []
 
 
 def test_penalties_by_hand() -> None:
@@ -205,10 +199,6 @@ def test_penalties_by_hand() -> None:
     assert there == pytest.approx([0.3] + [0.3 * less / (0.5 + 0.3 * less + 0.2)] * 2)
     often = probs(Sampling(frequency_penalty=1.0), [0], [1, 1, 1])
     assert often[2] == pytest.approx(0.3 * less**2 / (0.5 + 0.3 * less**2 + 0.2))
-
-
-def test_no_tokens_have_no_log_probs() -> None:
-    assert sampled_log_probs(LOGITS, torch.tensor([0]), 1, Sampling()).shape == (0,)
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)

@@ -32,9 +32,6 @@ REPORT = ConformanceReport(
 def test_failures_are_those_that_do_not_hold() -> None:
     assert [one.name for one in REPORT.failures] == ["b", "d", "e"]
     assert [one.holds for one in REPORT.results] == [True, False, False, False, False]
-
-
-def test_rows_are_found_by_name() -> None:
     with pytest.raises(KeyError, match="no check 'z' in this report"):
         REPORT["z"]
 
@@ -53,17 +50,11 @@ def test_the_table() -> None:
         "d: meaning of d. What to do: mend that.",
         "e: meaning of e. What to do: look.",
     ]
-
-
-def test_failures_that_share_their_advice_share_its_line() -> None:
     same = {"meaning": "m", "verdict": "does not hold", "advice": "do"}
-    report = ConformanceReport("x", (CheckResult(name="a", **same), CheckResult(name="b", **same)))
-    assert report.table().splitlines()[-1] == "a, b: m. What to do: do."
-
-
-def test_the_html_is_escaped() -> None:
+    shared = ConformanceReport("x", (CheckResult(name="a", **same), CheckResult(name="b", **same)))
+    assert shared.table().splitlines()[-1] == "a, b: m. What to do: do."
     html = REPORT._repr_html_()
-    assert "an &lt;engine&gt;: 1 holds" in html
+    assert "an &lt;engine&gt;: 1 holds" in html  # escaped
     assert "What to do: mend it." in html
 
 
