@@ -80,13 +80,10 @@ def test_reinforce_plus_plus_normalises_over_all_prompts() -> None:
     assert baseline == pytest.approx([value / (4 / 3) ** 0.5 for value in (-1, 1, -1, 1)])
 
 
-def test_the_steps_of_a_trajectory_share_the_advantage_of_its_return() -> None:
+def test_steps_and_tokens_share_the_advantage_of_a_trajectorys_return() -> None:
     """Returns 1 + 2 and 1, of two steps and one."""
     turns = [step("a", 1, done=False), step("a", 2), step("a", 1)]
     assert advantages(RLOOAdvantage(2).inv(lazy_stack(turns))) == [2, 2, -2]
-
-
-def test_rewards_per_token_give_advantages_per_token() -> None:
     rewards = [torch.tensor([[0.0], [0.0], [1.0]]), torch.zeros(4, 1)]
     out = DrGRPOAdvantage(2).inv(lazy_stack([step("a", r, tokens=len(r)) for r in rewards]))
     assert out is not None
@@ -160,16 +157,13 @@ def test_dense_batches_and_rows_of_trajectories(storage: Any) -> None:
     assert stored["advantage"].flatten().tolist() == [-2, -2, -2, 2, 2, 2]
 
 
-def test_a_copy_waits_for_itself() -> None:
+def test_a_copy_waits_for_itself_and_a_buffer_shared_by_processes_is_refused() -> None:
     transform = RLOOAdvantage(2)
     transform.inv(lazy_stack(answers((1.0,))))
     twin = copy.deepcopy(transform)
     assert advantages(twin.inv(lazy_stack(answers((3.0,))))) == [-2, 2]
     assert transform.queued_trajectories == 1
-
-
-def test_a_buffer_shared_by_processes_is_refused() -> None:
-    """Each process would wait for the others' answers."""
+    # each process would wait for the others' answers
     buffer = ReplayBuffer(storage=LazyTensorStorage(4), transform=RLOOAdvantage(2))
     with pytest.raises(RuntimeError, match="RLOOAdvantage keeps replay-buffer write state"):
         buffer.share()

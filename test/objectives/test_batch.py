@@ -58,16 +58,13 @@ def test_masks(masking: Masking, first: list[bool], second: list[bool]) -> None:
     assert mask(dense(ROLLOUTS, left=1, right=1), masking) == [[_, *first, _], [_, *second[1:], _, _]]
 
 
-def test_padded_samples_of_different_widths_in_one_stack() -> None:
-    narrow, wide = dense(ROLLOUTS[1:], left=0, right=1)[0], dense(ROLLOUTS[:1], left=2, right=0)[0]
-    assert mask(lazy_stack([narrow, wide]), "sft") == [[_, _, _, _, X, _], [_, _, _, _, X, X]]
-
-
 def test_rlhf_sees_every_turn_and_sft_only_the_last() -> None:
     turns = torch.tensor([_, X, _, X])
     td = changed(ASSISTANT, turns, at=0)
     assert mask(td, "rlhf")[0] == turns.tolist()
     assert mask(td, "sft")[0] == [_, _, X, X]
+    narrow, wide = dense(ROLLOUTS[1:], left=0, right=1)[0], dense(ROLLOUTS[:1], left=2, right=0)[0]
+    assert mask(lazy_stack([narrow, wide]), "sft") == [[_, _, _, _, X, _], [_, _, _, _, X, X]]
 
 
 def test_advantages_per_sample_and_per_token_in_one_batch() -> None:
@@ -194,12 +191,7 @@ def test_what_does_not_fit_the_tokens_is_named(key: Any, value: torch.Tensor, to
         read_all(changed(key, value))
 
 
-def test_tokens_that_are_no_integers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"\('tokens', 'full'\) must have an integer dtype, got torch.float32"):
-        reader(changed(FULL, torch.zeros(4), at=0))
-
-
-def test_constant_log_probs() -> None:
+def test_log_probs_are_constants_and_tokens_integers() -> None:
     td = changed(LOG_PROBS, torch.zeros(2, requires_grad=True, dtype=torch.float64))
     told = r"^\('log_probs', 'full'\) requires grad, but the old policy is a constant: store it detached"
     with pytest.raises(ValueError, match=told):
@@ -207,6 +199,8 @@ def test_constant_log_probs() -> None:
     integers = lazy_stack([TensorDict({FULL: torch.zeros(2).long(), "x": torch.zeros(2).long()})])
     with pytest.raises(ValueError, match=r"^'x' must have a floating point dtype"):
         reader(integers).constant_log_probs("x", "the old policy")
+    with pytest.raises(ValueError, match=r"\('tokens', 'full'\) must have an integer dtype, got torch.float32"):
+        reader(changed(FULL, torch.zeros(4), at=0))
 
 
 VERSIONS = ("policy_versions", "full")
@@ -248,7 +242,7 @@ EVERYTHING = replace(PLAIN, masking="sft", reference=True, proximal=True, stalen
 LONGER = samples([(2, 3), (1, 2)])
 
 
-def test_keys() -> None:
+def test_only_what_is_asked_for_is_read() -> None:
     names = LossKeys()
     assert PLAIN.keys(names) == [names.action, names.sample_log_prob, names.advantage, names.assistant_mask]
     own = [names.action, names.sample_log_prob, names.advantage, names.attention_mask, names.prompt]
@@ -256,9 +250,6 @@ def test_keys() -> None:
     assert EVERYTHING.keys(names) == own + more
     renamed = LossKeys(prox_log_prob=("log_probs", "old"))
     assert ("log_probs", "old") in EVERYTHING.keys(renamed)
-
-
-def test_only_what_is_asked_for_is_read() -> None:
     td = ragged(LONGER).exclude("prox_log_prob", "policy_versions", "current_version", ("next", "ref_log_probs"))
     batch = PLAIN.read(td, LossKeys(), None)
     optional = (batch.ref_log_probs, batch.prox_log_probs, batch.staleness, batch.num_valid_tokens, batch.sum_weights)

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
-from torch import Tensor
+from torch import Tensor, distributed
 from torchrl.objectives import LossModule
 
 from support.naive import Answer, check_against, clip, token_mean
+from support.ranks import run_as_ranks
 from support.rollouts import (
     VOCABULARY,
     BigramActor,
@@ -43,7 +44,9 @@ from torchrl_moe.objectives import (
     MoERouterLoss,
     SAPOLoss,
     Thresholds,
+    sum_over_ranks,
 )
+from torchrl_moe.objectives import functional as F
 
 LN2, LN15 = math.log(2), math.log(1.5)
 SHAPES = [(2, 3), (1, 4), (3, 1)]
@@ -84,9 +87,6 @@ def test_golden_numbers() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ({"aggregation": "prompt_mean"}, ((-2.56 - 2) / 2 + 0.8) / 2),
-        ({"aggregation": "sequence_mean"}, ((-2.56 - 2) / 2 + 0.8) / 2),
-        ({"aggregation": "fixed_length", "fixed_length": 4}, (-2.56 - 2 + 0.8) / 8),
         ({"clip_epsilon": 0.2}, (-2.4 - 2 + 0.8) / 3),
         ({"clip_epsilon": (0.6, 0.6)}, (-3 - 2 + 0.5) / 3),
         ({"kl_mask_threshold": 0.5}, (-2.56 - 2) / 3),  # (log 4)^2 / 2 = 0.96; a masked token still counts
@@ -269,14 +269,6 @@ def test_penalties_of_plain_loops() -> None:
 # -- a batch in parts -------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_without_valid_tokens_has_denominators_too() -> None:
-    td = ragged([sample(2, 0)])
-    loss = GRPOLoss(BigramActor(), aggregation="sequence_mean")
-    for key, number in loss.denominators(td).items():
-        td[key] = torch.full(td.batch_size, number)
-    assert total(loss(td)).item() == 0
-
-
 def test_normalised_weights_need_all_denominators() -> None:
     td = ragged(samples(SHAPES))
     loss = GRPOLoss(BigramActor(), correction=["tis", "snis"], proximal_policy="recomputed")
@@ -307,6 +299,40 @@ def test_denominators() -> None:
     loss = GRPOLoss(actor)
     loss.set_keys(num_valid_tokens=("n", "tokens"))
     assert loss.denominators(td) == {("n", "tokens"): 8, "num_sequences": 4}
+
+
+def run_rank() -> Any:
+    """Compare each aggregation of both ranks' rows with that of all; return some sums."""
+    rank = distributed.get_rank()
+    torch.manual_seed(0)
+    features = torch.randn(5, 4, 3, dtype=torch.float64)
+    weight = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    advantage, mask = torch.randn(5, 4, dtype=torch.float64), torch.rand(5, 4) < 0.6
+
+    def gradient(rows: slice, numbers: dict[str, Any], aggregation: Any) -> Tensor:
+        surrogate = F.clipped_surrogate(0.1 * features[rows] @ weight, advantage[rows], 0.2, 0.2)
+        loss = F.aggregate(surrogate, mask[rows], aggregation, **numbers)
+        return torch.autograd.grad(loss, weight)[0]
+
+    rows = slice(0, 2) if rank == 0 else slice(2, 5)
+    for aggregation in ("token_mean", "prompt_mean", "sequence_mean"):
+        own = {"num_tokens": float(mask[rows].sum()), "num_sequences": float(F.sequence_count(mask[rows], aggregation))}
+        whole = gradient(slice(None), {}, aggregation)
+        for averaged in (True, False):
+            part = gradient(rows, sum_over_ranks(own, gradients_are_averaged=averaged), aggregation)
+            distributed.all_reduce(part)
+            torch.testing.assert_close(part / (2 if averaged else 1), whole, rtol=1e-9, atol=1e-12)
+    tensors = {"flat": torch.arange(3) + rank, "square": torch.ones(2, 2)}
+    sums = sum_over_ranks(tensors)
+    assert sums["flat"].tolist() == [0.5, 1.5, 2.5]
+    assert sums["square"].tolist() == [[1, 1], [1, 1]]
+    return sum_over_ranks({"a": 1.0 + rank, ("b", "c"): 0.5}, gradients_are_averaged=False)
+
+
+def test_two_ranks_are_one_and_without_ranks_it_says_so() -> None:
+    assert run_as_ranks(run_rank) == [{"a": 3.0, ("b", "c"): 1.0}] * 2
+    with pytest.raises(ValueError, match=r"sum_over_ranks needs a process group.*init_process_group first"):
+        sum_over_ranks({"num_valid_tokens": 3.0})
 
 
 # -- which tokens count -----------------------------------------------------------------------------------------------
@@ -379,25 +405,16 @@ def test_kept_is_what_corrections_leave(arguments: dict[str, Any]) -> None:
         GRPOLoss(actor).kept(td, actor.log_probs[:, 1:])
 
 
-def test_nan_advantages_of_tokens_that_do_not_count_are_harmless() -> None:
-    rollouts = samples(SHAPES[:1])
-    advantage = torch.ones(5, 1, dtype=torch.float64)
-    rollouts[0]["advantage"] = advantage
-    actor = BigramActor()
-    expected = numbers(GRPOLoss(actor)(ragged(rollouts)))
-    rollouts[0]["advantage"] = torch.cat([advantage[:2] * float("nan"), advantage[2:]])
-    out = GRPOLoss(actor)(ragged(rollouts))
-    assert numbers(out) == expected
-    total(out).backward()
-    assert actor.logits.grad is not None
-    assert actor.logits.grad.isfinite().all()
-
-
 def test_a_batch_without_valid_tokens_is_a_loss_of_zero() -> None:
     actor = BigramActor()
     out = GRPOLoss(actor, **EVERYTHING)(ragged([sample(2, 0), sample(3, 0)]))
     assert set(numbers(out).values()) == {0}
     total(out).backward()
+    td = ragged([sample(2, 0)])  # which has denominators too
+    loss = GRPOLoss(actor, aggregation="sequence_mean")
+    for key, number in loss.denominators(td).items():
+        td[key] = torch.full(td.batch_size, number)
+    assert total(loss(td)).item() == 0
 
 
 def test_reference_log_probs_that_are_missing_only_leave_the_kl() -> None:

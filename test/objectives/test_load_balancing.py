@@ -53,13 +53,10 @@ def test_a_layer_of_nan_has_a_router_and_no_row() -> None:
     assert balance.known_rows(logits, mask)[0].tolist() == [[False, False, True]] * 2
 
 
-def test_choices_are_counted_per_sequence_and_layer() -> None:
+def test_choices_are_counted_and_measured() -> None:
     logits = torch.tensor([[[[3.0, 1, 2], [9, 8, 7]], [[1, 2, 3], [NAN, NAN, NAN]]]])
     counts = balance.choice_counts(logits, balance.known_rows(logits, torch.ones(1, 2, dtype=torch.bool)), 2)
     assert counts.tolist() == [[[1, 1, 2], [1, 1, 0]]]
-
-
-def test_measures_of_the_load() -> None:
     share = balance.load_share(torch.tensor([[1.0, 1, 1, 1], [2, 2, 0, 0], [4, 0, 0, 0], [0, 0, 0, 0]]))
     assert share.tolist() == [[0.25] * 4, [0.5, 0.5, 0, 0], [1, 0, 0, 0], [0] * 4]
     torch.testing.assert_close(balance.load_entropy(share), torch.tensor([1, 0.5, 0, NAN]), equal_nan=True)

@@ -369,13 +369,17 @@ def test_it_is_printed_and_shown_without_a_warning(caplog: pytest.LogCaptureFixt
 # -- all numbers until there are too many, then each as likely as any other, also across a merge ----------------------
 
 
-def test_it_holds_everything_until_it_is_full() -> None:
+def test_it_holds_everything_until_it_is_full_and_its_randomness_is_its_own() -> None:
     sample = UniformSample(capacity=6)
     sample.add(np.array([[3.0, 1.0], [2.0, 5.0]]))
     sample.add(np.array([4, 6], dtype=np.int64))
     assert sorted(sample.values) == [1, 2, 3, 4, 5, 6]
     sample.add(np.arange(100.0))
     assert len(sample) == 6
+    np.random.seed(0)
+    before = np.random.get_state()[1].copy()
+    UniformSample(2).add(np.arange(10))
+    assert (np.random.get_state()[1] == before).all()
 
 
 def test_every_number_is_as_likely_as_any_other() -> None:
@@ -401,10 +405,3 @@ def test_samples_that_merge_have_priorities_of_their_own() -> None:
     first.merge(second)
     kept = set(first.values.astype(int))
     assert sum(i + 1000 in kept for i in kept) < 15  # 1.25 are expected; 25 of 25 if they were shared
-
-
-def test_its_randomness_is_its_own() -> None:
-    np.random.seed(0)
-    before = np.random.get_state()[1].copy()
-    UniformSample(2).add(np.arange(10))
-    assert (np.random.get_state()[1] == before).all()

@@ -106,6 +106,12 @@ def test_pads_change_nothing_and_the_parts_of_a_batch_sum_to_it_gradients_includ
     got = sum(total(loss(part)) for part in parts)
     torch.testing.assert_close(got, whole, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(torch.autograd.grad(got, actor.table)[0], wanted, rtol=1e-6, atol=1e-7)
+    # gradients averaged over ranks, as sum_over_ranks does it: the counts of both, divided by two
+    first, second = (loss.totals([rank]) for rank in parts)
+    store({key: (value + second[key]) / 2 for key, value in first.items()}, parts)
+    average = sum(total(loss(rank)) for rank in parts) / 2
+    torch.testing.assert_close(average, whole, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(torch.autograd.grad(average, actor.table)[0], wanted, rtol=1e-6, atol=1e-7)
 
 
 def store(totals: Any, parts: list[TensorDictBase]) -> None:
@@ -130,22 +136,6 @@ def test_a_layer_of_which_a_part_has_no_row_counts_all_the_same(per_sequence: bo
     outs = [loss(part) for part in parts]
     torch.testing.assert_close(sum(map(total, outs)), total(whole), rtol=1e-6, atol=1e-8)
     assert [out.num_dropped_rows.item() for out in outs] == [2, 0, 1]
-
-
-@pytest.mark.parametrize("per_sequence", [False, True])
-def test_gradients_averaged_over_ranks_are_those_of_the_batch(per_sequence: bool) -> None:
-    """As sum_over_ranks does it: the counts of both ranks, divided by two."""
-    actor = RouterActor()
-    loss = MoERouterLoss(actor, top_k=TOP_K, per_sequence=per_sequence)
-    rollouts = samples([*SHAPES, (4, 2), (1, 1)])
-    whole = total(loss(ragged(rollouts)))
-    ranks = [ragged(rollouts[:2]), ragged(rollouts[2:])]
-    first, second = (loss.totals([rank]) for rank in ranks)
-    store({key: (value + second[key]) / 2 for key, value in first.items()}, ranks)
-    average = sum(total(loss(rank)) for rank in ranks) / 2
-    torch.testing.assert_close(average, whole, rtol=1e-6, atol=1e-7)
-    gradients = (torch.autograd.grad(one, actor.table)[0] for one in (average, whole))
-    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-7)
 
 
 def test_broken_rows_are_dropped_and_counted() -> None:

@@ -31,6 +31,9 @@ def test_an_id_that_stands_twice_counts_once() -> None:
     kept.check_values(torch.tensor([1, 1]), 2)
     filled = kept.tiled(2, 2, 2).fill_(torch.ones(2, 2), slice(0, 2), slice(0, 2), 0)
     assert filled.tolist() == [[0.0, 1.0], [0.0, 1.0]]
+    kept = RowVocabularies(torch.arange(128), torch.tensor([-128], dtype=torch.int8))
+    kept.check_values(torch.tensor([128]), 129)
+    assert kept.rows().tolist() == [0] * 128
 
 
 def test_rows_and_their_ids_are_selected_together() -> None:
@@ -39,12 +42,6 @@ def test_rows_and_their_ids_are_selected_together() -> None:
     assert (part.ids.tolist(), part.sizes.tolist()) == ([3, 3, 1], [0, -1, 2])
     none = KEPT.select(torch.zeros(5, dtype=torch.bool))
     assert none.tiled(1, 5, 5).ends == [0]
-
-
-def test_a_size_of_minus_128_is_128_ids() -> None:
-    kept = RowVocabularies(torch.arange(128), torch.tensor([-128], dtype=torch.int8))
-    kept.check_values(torch.tensor([128]), 129)
-    assert kept.rows().tolist() == [0] * 128
 
 
 @pytest.mark.parametrize(

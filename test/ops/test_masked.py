@@ -15,9 +15,6 @@ def test_the_denominator_is_the_one_given() -> None:
     assert masked_mean(VALUE, MASK, MASK.sum()).item() == pytest.approx(7 / 3)
     assert masked_mean(VALUE, MASK, 10).item() == pytest.approx(0.7)
     assert masked_mean(VALUE, MASK, torch.tensor(3.5)).item() == pytest.approx(2.0)
-
-
-def test_along_a_dimension() -> None:
     assert masked_mean(VALUE, MASK, MASK.sum(-1), dim=-1).tolist() == [1.5, 4.0]
     assert masked_mean(VALUE, MASK, 2, dim=0).tolist() == [2.5, 1.0, 0.0]
 

@@ -62,9 +62,6 @@ def test_a_chat_is_one_token_per_role_and_character(tokenizer: PreTrainedTokeniz
     assert render(CHAT) == "<user>3+4=<assistant>7<eos><user>1+1="
     assert render(CHAT, add_generation_prompt=True) == "<user>3+4=<assistant>7<eos><user>1+1=<assistant>"
     assert render(CHAT[:1], add_generation_prompt=True) == "<user>3+4=<assistant>"
-
-
-def test_the_assistant_mask_holds_the_answer_and_its_end(tokenizer: PreTrainedTokenizerFast) -> None:
     out = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
     pairs = zip(tokenizer.convert_ids_to_tokens(out["input_ids"]), out["assistant_masks"], strict=True)
     assert [token for token, mine in pairs if mine] == ["7", "<eos>"]
@@ -93,13 +90,6 @@ def test_the_split_is_disjoint_and_whole_and_the_same_for_a_seed(digits: int, he
     assert set(ArithmeticTask(digits=2, held_out=500, seed=4).test) != set(task.test)
 
 
-def test_numbers_are_doubled_at_a_fixed_width() -> None:
-    task = ArithmeticTask(operation="double", digits=3, held_out=100)
-    problems = dict(task.train + task.test)
-    assert (len(task.train), len(task.test), len(problems)) == (900, 100, 1000)
-    assert (problems["2*047="], problems["2*500="], problems["2*999="]) == ("0094", "1000", "1998")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -121,6 +111,10 @@ def test_problems_as_rows() -> None:
     task = ArithmeticTask(operation="double", digits=3, held_out=100, seed=7)
     assert [(row["prompt"], row["answer"]) for row in train] == list(task.train)
     assert [(row["prompt"], row["answer"]) for row in held_out] == list(task.test)
+    task = ArithmeticTask(operation="double", digits=3, held_out=100)
+    problems = dict(task.train + task.test)
+    assert (len(task.train), len(task.test), len(problems)) == (900, 100, 1000)
+    assert (problems["2*047="], problems["2*500="], problems["2*999="]) == ("0094", "1000", "1998")
 
 
 @pytest.mark.parametrize(("completion", "reward"), [("7", 1.0), ("07", 0.0), ("7 ", 0.0), ("", 0.0), ("77", 0.0)])

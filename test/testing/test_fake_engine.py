@@ -119,24 +119,18 @@ def test_what_was_not_asked_for_does_not_come() -> None:
     assert len(output.token_ids) == 16  # vLLM's default
 
 
-def test_the_same_seed_version_and_prefix_give_the_same_answer_on_any_replica() -> None:
+def test_an_answer_is_a_function_of_seed_version_and_prefix() -> None:
     assert answer(FakeReplica(0, seed=5)) == answer(FakeReplica(1, seed=5))
     replica = FakeReplica()
     long, short = answer(replica), answer(replica, max_tokens=2)
     assert long == answer(replica)
     assert short == (long[0][:2], long[1][:2], long[2][:4])
-
-
-def test_seed_version_and_prefix_each_change_the_answer() -> None:
     newer = FakeReplica()
     newer.version = 1
     answers = [answer(FakeReplica()), answer(FakeReplica(seed=1)), answer(newer), answer(FakeReplica(), [10, 11, 13])]
     for kind in range(3):  # tokens, log-probs, routes
         assert len({repr(one[kind]) for one in answers}) == 4
     assert complete(newer).outputs[0].policy_versions.tolist() == [1] * 8
-
-
-def test_samples_of_one_prompt_differ_but_share_the_routes_of_the_prompt() -> None:
     first, second = complete(FakeReplica(), n=2).outputs
     assert first.token_ids.tolist() != second.token_ids.tolist()
     assert first.routed_experts[:3].tolist() == second.routed_experts[:3].tolist()
@@ -156,9 +150,6 @@ def test_routes_are_valid_for_the_layout() -> None:
     assert routes.coverage(LAYOUT) == pytest.approx(42 / 43)
     assert set(routes.full[:-1, 1:].unique().tolist()) == set(range(8))
     assert (routes.full[:, 0] == -1).all()
-
-
-def test_expert_ids_beyond_a_byte_are_not_wrapped_around() -> None:
     layout = RoutingLayout(num_layers=2, moe_layers=(0, 1), top_k=4, num_experts=1000)
     (output,) = complete(FakeReplica(layout=layout), max_tokens=50).outputs
     assert output.routed_experts.dtype == np.uint16
@@ -204,6 +195,11 @@ def test_an_injected_refusal_fails_its_request_only() -> None:
         refused.result()
     assert fine.result().outputs[0].text == also_fine.result().outputs[0].text
     assert len(replica.submitted) == 3
+    replica = FakeReplica(refuse=lambda r: "no" if r.request_id == "refused" else None)
+    replica.submit([request(max_tokens=5, n=2), request(request_id="refused")])
+    stats = replica.stats(1.0)
+    assert (stats.requests, stats.completions, stats.prompt_tokens, stats.generated_tokens) == (1, 2, 3, 10)
+    assert (stats.running, stats.waiting, stats.cache_usage) == (0, 0, 0.0)
 
 
 def test_an_injected_death_fails_what_runs_and_all_that_comes() -> None:
@@ -215,6 +211,9 @@ def test_an_injected_death_fails_what_runs_and_all_that_comes() -> None:
     for use in (replica.tokenizer, replica.stats, replica.wait_ready):
         with pytest.raises(ReplicaDiedError, match="out of memory"):
             use(1.0)
+    assert not replica.is_alive()
+    replica = FakeReplica(2, token_seconds=3600.0, die_under=lambda r: r.request_id == "poison")
+    all_died(ask(replica, "before", "poison", "after"), "^replica 2 died: under 'poison'$")
     assert not replica.is_alive()
 
 
@@ -230,12 +229,6 @@ def test_every_future_resolves_when_death_comes_at_any_moment() -> None:
             error = future.exception(5.0)
             assert error is None or isinstance(error, ReplicaDiedError)
             assert error is not None or len(future.result().outputs[0].token_ids) == 1
-
-
-def test_a_replica_dies_under_the_request_that_it_is_told_to() -> None:
-    replica = FakeReplica(2, token_seconds=3600.0, die_under=lambda r: r.request_id == "poison")
-    all_died(ask(replica, "before", "poison", "after"), "^replica 2 died: under 'poison'$")
-    assert not replica.is_alive()
 
 
 def test_a_stalled_replica_makes_no_token_and_answers_nothing_until_it_dies() -> None:
@@ -335,14 +328,6 @@ def test_commands_by_name_are_those_of_the_methods() -> None:
     assert replica.probe(0.5).result(1.0) == ProbeReport(core_answered=True)
     replica.probe_report = ProbeReport(core_answered=False, stopped=True)
     assert replica.probe(0.5).result(1.0) == ProbeReport(core_answered=False, stopped=True)
-
-
-def test_stats_count_what_was_done() -> None:
-    replica = FakeReplica(refuse=lambda r: "no" if r.request_id == "refused" else None)
-    replica.submit([request(max_tokens=5, n=2), request(request_id="refused")])
-    stats = replica.stats(1.0)
-    assert (stats.requests, stats.completions, stats.prompt_tokens, stats.generated_tokens) == (1, 2, 3, 10)
-    assert (stats.running, stats.waiting, stats.cache_usage) == (0, 0, 0.0)
 
 
 # -- the engine -------------------------------------------------------------------------------------------------------

@@ -48,15 +48,12 @@ def test_an_answer_in_two_parts_is_the_same_and_its_first_rows_win(tokens: Any) 
         assert np.array_equal(got.routed_experts[known:], output.routed_experts[known:])
 
 
-def test_each_part_keeps_the_version_that_made_it() -> None:
+def test_each_part_keeps_the_version_that_made_it_and_may_be_cut_again() -> None:
     partial = cut(complete(ask()), 2, None)
     first, second = complete(ask(partial), NEW).outputs
     assert first.policy_versions.tolist() == [0, 0, 1, 1, 1, 1]
     assert first.token_ids[:2].tolist() == partial.outputs[0].token_ids.tolist()
     assert second is partial.outputs[1]
-
-
-def test_an_answer_may_be_cut_again() -> None:
     partial = cut(complete(ask()), 2, 5)
     first, second = complete(ask(partial), tokens=1).outputs
     assert (len(first.token_ids), first.finish_reason) == (3, "abort")
@@ -99,15 +96,9 @@ def test_one_layer_may_be_followed_and_another_not() -> None:
     (output, _) = complete(follow(rows)).outputs
     (own, _) = complete(ask()).outputs
     assert output.routed_experts[0].tolist() == [[0, 0], [6, 7], own.routed_experts[0, 2].tolist(), [6, 7]]
-
-
-def test_rows_of_a_prompt_whose_last_token_has_none_are_followed_as_far_as_there_are_rows() -> None:
-    """No token yet: an answer's rows begin with that of the prompt's last token, which was not computed."""
+    # no token yet: an answer's rows begin with that of the prompt's last token, which was not computed
     (output, _) = complete(follow(rows_of(6, 5)), tokens=0).outputs
     assert output.routed_experts[:, 1].tolist() == [[6, 7]]
-
-
-def test_routes_that_nobody_asks_for_are_followed_silently() -> None:
     assert complete(follow(rows_of(6), return_routed_experts=False)).outputs[0].routed_experts is None
 
 
@@ -158,9 +149,6 @@ def test_one_part_that_was_read_live_is_enough() -> None:
     assert [output.resume for output in again.outputs] == ["live", "live"]
     forced = complete(ask(complete(ask(cut(complete(ask()), 2, 2)), tokens=1)))
     assert [output.resume for output in forced.outputs] == ["forced", "forced"]
-
-
-def test_what_continues_keeps_the_rows_that_its_first_part_followed() -> None:
     whole = complete(follow(rows_of(6, 5)))
     done = complete(ask(cut(whole, 2, 3)))
     for got, expected in zip(done.outputs, whole.outputs, strict=True):

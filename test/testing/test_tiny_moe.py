@@ -149,7 +149,7 @@ def test_bfloat16_is_float32_rounded(family: str, tmp_path: Path) -> None:
         assert torch.equal(tensor, full[name].to(tensor.dtype)), name
 
 
-def test_correction_bias_changes_the_choice() -> None:
+def test_correction_bias_changes_the_choice(tmp_path: Path) -> None:
     model, ids = make_tiny_moe("deepseek_v3"), random_ids(4, 32)
     biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
     assert len(biases) == 3 and all(bias.abs().min() > 0 for bias in biases)
@@ -158,6 +158,9 @@ def test_correction_bias_changes_the_choice() -> None:
         bias.zero_()
     changed = (run_routers(model, ids)[1][1] != with_bias).any(-1)
     assert 0.1 < changed.float().mean() < 0.9
+    config = json.loads((save_tiny_moe(tmp_path, "deepseek_v3") / "config.json").read_text())
+    assert (config["topk_method"], config["scoring_func"]) == ("noaux_tc", "sigmoid")
+    assert config["architectures"] == ["DeepseekV3ForCausalLM"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -173,12 +176,6 @@ def test_a_saved_folder_gives_the_same_logits(family: str, dtype: torch.dtype, t
     assert tokenizer.chat_template == ByteTokenizer().chat_template
 
 
-def test_the_saved_deepseek_config_tells_vllm_its_routing(tmp_path: Path) -> None:
-    config = json.loads((save_tiny_moe(tmp_path, "deepseek_v3") / "config.json").read_text())
-    assert (config["topk_method"], config["scoring_func"]) == ("noaux_tc", "sigmoid")
-    assert config["architectures"] == ["DeepseekV3ForCausalLM"]
-
-
 def test_sizes_can_be_set_by_any_name_of_the_config() -> None:
     model = make_tiny_moe("qwen3_moe", num_hidden_layers=3, num_experts=64, num_experts_per_tok=8, hidden_size=32)
     (logits, chosen), *_ = run_routers(model, random_ids(1, 5)).values()
@@ -192,13 +189,16 @@ def test_sizes_can_be_set_by_any_name_of_the_config() -> None:
     assert make_tiny_moe().config.mlp_only_layers == [0]  # a changed config does not reach the next model
 
 
-def test_tied_embeddings_and_a_vocabulary_of_ones_own() -> None:
+def test_tied_embeddings_and_a_vocabulary_of_ones_own(tmp_path: Path) -> None:
     model = make_tiny_moe(**OWN, tie_word_embeddings=True)
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     with torch.no_grad():
         logits = model(torch.tensor([[5, 6]])).logits
     assert logits.shape == (1, 2, 48)
     assert logits.std() < 3
+    with pytest.raises(ValueError, match="vocab_size=48, but the saved ByteTokenizer has 259 tokens"):
+        save_tiny_moe(tmp_path, **OWN)
+    assert not list(tmp_path.iterdir())
 
 
 def test_gradients_reach_every_parameter() -> None:
@@ -228,12 +228,6 @@ def test_gradients_reach_every_parameter() -> None:
 def test_what_does_not_fit_is_refused(family: str, config: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=f"(?s){message}"):
         make_tiny_moe(family, **config)
-
-
-def test_a_vocabulary_too_small_for_the_tokenizer_is_not_saved(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="vocab_size=48, but the saved ByteTokenizer has 259 tokens"):
-        save_tiny_moe(tmp_path, **OWN)
-    assert not list(tmp_path.iterdir())
 
 
 # -- a model that half knows the toy task ------------------------------------------------------------------------------
@@ -279,13 +273,10 @@ def test_the_defaults_are_the_tutorials() -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-def test_too_few_steps_warn() -> None:
+def test_too_few_steps_warn_and_what_makes_no_sense_is_refused() -> None:
     short = WarmUp(max_steps=1, noisy_target=0.0)
     with pytest.warns(UserWarning, match=r"ran out of steps \(max_steps=1\): exact answers have probability 0\.0"):
         practised_tiny_moe(TASK, short, **SMALL)
-
-
-def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueError, match="max_steps must be an integer of at least 1, got 0"):
         practised_tiny_moe(TASK, WarmUp(max_steps=0), **SMALL)
     with pytest.raises(ValueError, match="num_experts_per_tok=9 must be between 1 and num_experts=8"):

@@ -60,6 +60,11 @@ def test_scores_are_written_as_long_as_a_samples_tokens(pad: bool, fake: FakeAsy
     assert out is batch
     assert set(batch.keys()) == before | {"old"}
     check(batch)
+    batch = rollout(fake, 1, 3)
+    out = scorer(fake, pad_output=True, inplace=False)(batch)
+    assert out["old", "full"].shape == out["tokens", "full"].shape == out["masks", "all_attention_mask"].shape == (2, 9)
+    assert out["old", "full"][0, :2].eq(0).all()
+    assert out["old"].padded is True
 
 
 def test_a_batch_of_any_size_and_another_place_to_write(fake: FakeAsyncVLLM) -> None:
@@ -271,14 +276,6 @@ def test_tokens_elsewhere_replace_those_that_are_there(fake: FakeAsyncVLLM) -> N
     assert out[0]["tokens"].get("prompt", None) is None
     assert out[0]["others", "all_attention_mask"].tolist() == [True] * 3
     assert out[0]["masks", "all_assistant_mask"].shape == (9,)  # a rollout's, under its own key
-
-
-def test_scores_of_unequal_tokens_can_be_padded(fake: FakeAsyncVLLM) -> None:
-    batch = rollout(fake, 1, 3)
-    out = scorer(fake, pad_output=True, inplace=False)(batch)
-    assert out["old", "full"].shape == out["tokens", "full"].shape == out["masks", "all_attention_mask"].shape == (2, 9)
-    assert out["old", "full"][0, :2].eq(0).all()
-    assert out["old"].padded is True
 
 
 # -- the real engine --------------------------------------------------------------------------------------------------

@@ -54,9 +54,6 @@ def test_a_chat_is_rendered_with_its_generation_prompt() -> None:
     assert prompts.ids == [HI, [START, *b"user\na", END, *b"\n", START, *b"assistant\n"]]
     assert prompts.texts[0] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert [chat.history.content for chat in prompts.chats] == [["hi"], ["a"]]
-
-
-def test_placeholders_of_a_ragged_stack_are_no_messages() -> None:
     padded = histories([*chat("hi"), {"role": "<none>", "content": ""}])[0]
     assert text_of(padded) == text_of(chat("hi"))
 
@@ -157,32 +154,22 @@ def known(rendered: str, **leaves: Any) -> tuple[list[int], str]:
     return prompts.ids[0], prompts.texts[0]
 
 
-def test_known_ids_of_the_whole_text_are_kept() -> None:
-    assert known("abc", prompt=[97, 98, 99]) == ([97, 98, 99], "abc")
-
-
-def test_an_earlier_turn_is_kept_and_the_rest_is_encoded() -> None:
-    # the answer was a byte that is no UTF-8: encoding its text again would give three other ids
-    assert known("a\ufffd!", prompt=[97], response=[200], full=[97, 200]) == ([97, 200, 33], "a\ufffd!")
-
-
-def test_without_its_answer_an_earlier_turn_is_kept_up_to_its_prompt() -> None:
-    ids, text = known("ab!", prompt=[97], response=[200], full=[97, 200])
-    assert (ids, text) == ([97, 98, 33], "ab!")
-
-
-def test_an_earlier_turn_of_another_text_is_forgotten() -> None:
-    assert known("xyz", prompt=[97], response=[98], full=[97, 98]) == ([120, 121, 122], "xyz")
-
-
-def test_the_callers_own_ids_are_taken_as_they_are() -> None:
-    assert known("xyz", prompt=[97, START]) == ([97, START], "a<|im_start|>")
-    assert known("xyz", full=[98]) == ([98], "b")
-
-
-def test_without_known_ids_the_text_is_encoded() -> None:
-    assert known("ab") == ([97, 98], "ab")
-    assert known("ab", prompt=[], full=[]) == ([97, 98], "ab")
+@pytest.mark.parametrize(
+    ("rendered", "leaves", "ids", "text"),
+    [
+        ("abc", {"prompt": [97, 98, 99]}, [97, 98, 99], "abc"),  # of the whole text
+        # of an earlier turn: its answer was a byte that is no UTF-8, which its text, encoded again, is not
+        ("a\ufffd!", {"prompt": [97], "response": [200], "full": [97, 200]}, [97, 200, 33], "a\ufffd!"),
+        ("ab!", {"prompt": [97], "response": [200], "full": [97, 200]}, [97, 98, 33], "ab!"),  # without its answer
+        ("xyz", {"prompt": [97], "response": [98], "full": [97, 98]}, [120, 121, 122], "xyz"),  # of another text
+        ("xyz", {"prompt": [97, START]}, [97, START], "a<|im_start|>"),  # the caller's own
+        ("xyz", {"full": [98]}, [98], "b"),
+        ("ab", {}, [97, 98], "ab"),  # none
+        ("ab", {"prompt": [], "full": []}, [97, 98], "ab"),
+    ],
+)
+def test_known_ids_are_kept_and_the_rest_is_encoded(rendered: str, leaves: Any, ids: list[int], text: str) -> None:
+    assert known(rendered, **leaves) == (ids, text)
 
 
 def test_known_ids_come_without_padding() -> None:
@@ -206,28 +193,26 @@ def test_known_ids_come_without_padding() -> None:
 # text
 
 
-@pytest.mark.parametrize("texts", ["hi", ["hi"]])
-def test_a_text_is_encoded(texts: Any) -> None:
-    prompts = prompts_from_text(texts, TOKENIZER, {})
-    assert (prompts.ids, prompts.texts) == ([[104, 105]], ["hi"])
-
-
-def test_texts_of_a_stack_keep_their_order() -> None:
-    with set_list_to_stack(True):
-        stack = TensorDict(text=["b", "aé"], batch_size=[2]).get("text")
-    assert prompts_from_text(stack, TOKENIZER, {}).ids == [[98], [97, 195, 169]]
+with set_list_to_stack(True):
+    STACK = TensorDict(text=["b", "aé"], batch_size=[2]).get("text")
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"padding": True}, {"padding": "max_length", "max_length": 8}, {"return_tensors": "pt", "padding": True}]
+    ("texts", "arguments", "ids"),
+    [
+        ("hi", {}, [[104, 105]]),
+        (["hi"], {}, [[104, 105]]),
+        (None, {}, [[98], [97, 195, 169]]),
+        (["a", "bcd"], {"padding": True}, [[97], [98, 99, 100]]),  # never padded
+        (["a", "bcd"], {"padding": "max_length", "max_length": 8}, [[97], [98, 99, 100]]),
+        (["a", "bcd"], {"return_tensors": "pt", "padding": True}, [[97], [98, 99, 100]]),
+        (["abc"], {"truncation": True, "max_length": 2}, [[97, 98]]),
+        (["<|im_end|>"], {"split_special_tokens": True}, [list(b"<|im_end|>")]),
+    ],
 )
-def test_texts_are_never_padded(kwargs: dict[str, Any]) -> None:
-    assert prompts_from_text(["a", "bcd"], TOKENIZER, kwargs).ids == [[97], [98, 99, 100]]
-
-
-def test_other_tokenizer_arguments_are_passed_on() -> None:
-    assert prompts_from_text(["abc"], TOKENIZER, {"truncation": True, "max_length": 2}).ids == [[97, 98]]
-    assert prompts_from_text(["<|im_end|>"], TOKENIZER, {"split_special_tokens": True}).ids == [list(b"<|im_end|>")]
+def test_texts_are_encoded(texts: Any, arguments: dict[str, Any], ids: list[list[int]]) -> None:
+    prompts = prompts_from_text(STACK if texts is None else texts, TOKENIZER, arguments)
+    assert (prompts.ids, prompts.texts) == (ids, ["hi"] if texts == "hi" else texts or ["b", "aé"])
 
 
 # tokens

@@ -35,37 +35,28 @@ DENSE = [U, U]
 
 
 def output(
-    ids: list[int],
-    log_probs: list[float] | None,
-    rows: list[list[int]] | None,
-    versions: list[int],
-    reason: str = "stop",
+    ids: list[int], log_probs: list[float] | None, rows: Any, versions: list[int], reason: str = "stop"
 ) -> CompletionOutput:
     """As an engine gives it: a row per token but the last, zeros on the dense layer, and nothing writable."""
-    routes = None if rows is None else np.array([[[0, 0], row] for row in rows], np.uint8)
-    arrays: list[Any] = [
-        np.array(ids, np.int64),
-        np.array(versions, np.int32),
-        None if log_probs is None else np.array(log_probs, np.float32),
-        routes,
-    ]
-    for array in arrays:
-        if array is not None:
-            array.flags.writeable = False
     return CompletionOutput(
         index=0,
-        token_ids=arrays[0],
+        token_ids=fixed(ids, np.int64),
         text="",
         finish_reason=reason,
-        policy_versions=arrays[1],
-        logprobs=arrays[2],
-        routed_experts=arrays[3],
+        policy_versions=fixed(versions, np.int32),
+        logprobs=None if log_probs is None else fixed(log_probs, np.float32),
+        routed_experts=None if rows is None else fixed([[[0, 0], row] for row in rows], np.uint8),
     )
 
 
+def fixed(values: Any, dtype: Any) -> Any:
+    array = np.array(values, dtype)
+    array.flags.writeable = False
+    return array
+
+
 def completion(prompt: list[int], *outputs: CompletionOutput, cached: int = 0) -> Completion:
-    ids = np.array(prompt, np.int64)
-    ids.flags.writeable = False
+    ids = fixed(prompt, np.int64)
     return Completion(
         request_id="r", prompt=None, prompt_token_ids=ids, num_cached_tokens=cached, outputs=list(outputs)
     )
@@ -120,9 +111,6 @@ def test_an_answer_by_hand() -> None:
     assert td["resume"] == "none"
     assert td["finish_reason"] == "length"
     assert_values(td["num_cached_tokens"], 2, torch.int64)
-
-
-def test_an_answer_has_these_keys_and_no_others() -> None:
     root = {"tokens", "masks", "log_probs", "routed_experts", "policy_versions", "policy_version"}
     parts = {"num_segments", "resume"}
     assert set(answer(SHORT).keys()) == root | parts | {"finish_reason", "num_cached_tokens", "sampling"}
@@ -139,20 +127,14 @@ def test_an_answer_owns_its_memory() -> None:
     torch.testing.assert_close(before["log_probs", "response"], torch.tensor([-1.0, 0.0, -2.0]))
 
 
-def test_many_experts_take_two_bytes() -> None:
-    layout = RoutingLayout(num_layers=2, moe_layers=(1,), top_k=2, num_experts=129)
-    assert answer(SHORT, layout=layout)["routed_experts", "full"].dtype == torch.int16
-
-
-def test_missing_rows_are_unset() -> None:
+def test_missing_rows_are_unset_and_those_that_do_not_fit_refused() -> None:
     source = completion([10, 11], output([12], [-0.5], None, [7]))
     assert_values(answer(source)["routed_experts", "full"], [[DENSE, DENSE]] * 3, torch.int8)
-
-
-def test_rows_that_do_not_fit_are_refused() -> None:
     source = completion([10, 11, 12], SHORT.outputs[0])
     with pytest.raises(RouteShapeError, match="must have 3 rows, got 2"):
         answer(source)
+    layout = RoutingLayout(num_layers=2, moe_layers=(1,), top_k=2, num_experts=129)
+    assert answer(SHORT, layout=layout)["routed_experts", "full"].dtype == torch.int16
 
 
 def test_a_dense_model_has_the_same_keys_without_routes() -> None:
@@ -163,12 +145,7 @@ def test_a_dense_model_has_the_same_keys_without_routes() -> None:
         torch.testing.assert_close(dense[key], moe[key], equal_nan=True)
 
 
-def test_keys_that_are_none_are_left_out() -> None:
-    td = answer(SHORT, RolloutKeys(log_probs=None, routed_experts=None))
-    assert {"log_probs", "routed_experts"}.isdisjoint(td.keys())
-
-
-def test_keys_may_be_renamed() -> None:
+def test_keys_may_be_renamed_or_left_out() -> None:
     keys = RolloutKeys(tokens="t", masks="m", log_probs="l", routed_experts="r")
     td = answer(SHORT, keys)
     assert {"t", "m", "l", "r"} <= set(td.keys())
@@ -176,11 +153,8 @@ def test_keys_may_be_renamed() -> None:
     assert_values(td["r", "full"][:, 1], [[5, 3], [0, 1], [U, U]], torch.int8)
     padded = pad_answers([td, answer(LONG, keys)], PAD, keys, (2,))
     assert padded["r", "full"].shape == (2, 6, 2, 2)
-
-
-def test_log_probs_that_the_engine_did_not_return_are_an_error() -> None:
-    with pytest.raises(ValueError, match="the engine returned no log-probs"):
-        answer(completion([10, 11], output([12], None, [[5, 3], [0, 1]], [7])))
+    td = answer(SHORT, RolloutKeys(log_probs=None, routed_experts=None))
+    assert {"log_probs", "routed_experts"}.isdisjoint(td.keys())
 
 
 def test_an_answer_without_a_token_has_no_version() -> None:
@@ -189,6 +163,8 @@ def test_an_answer_without_a_token_has_no_version() -> None:
     assert_values(td["num_segments"], 0, torch.int64)
     assert_values(td["tokens", "full"], [10, 11], torch.int64)
     assert_values(td["routed_experts", "full"][:, 1], [[5, 3], [U, U]], torch.int8)
+    with pytest.raises(ValueError, match="the engine returned no log-probs"):
+        answer(completion([10, 11], output([12], None, [[5, 3], [0, 1]], [7])))
 
 
 # words that were left out
@@ -216,9 +192,6 @@ def test_the_sampling_of_an_answer_by_hand() -> None:
     assert set(answer(LONG)["sampling"].keys()) == {"temperature"}
     # all words were kept, and might not have been
     assert words_of(answer(LONG, params={"top_p": 0.9, "logprobs": 0})) == ([], [0] * 6)
-
-
-def test_stacked_words_are_those_of_each_answer() -> None:
     stack = stack_answers([answer(sampled(SHORT, [12], [1])), answer(sampled(LONG, [24, 3, 7], [0, -2, 1]))], (2,))
     assert [words_of(one) for one in stack.unbind(0)] == [([12], [0, 0, 1]), ([24, 3, 7], [0, 0, 0, 0, -2, 1])]
 
@@ -235,9 +208,6 @@ def test_padding_of_words_by_hand() -> None:
     assert words_of(square[1, 0]) == ([24, 3, 7], [0, 0, 0, 0, -2, 1])
     alone = pad_answers(both[:1], PAD, KEYS, ())
     assert words_of(alone) == ([12], [0, 0, 1])
-
-
-def test_padding_of_answers_with_and_without_words_left_out() -> None:
     td = pad_answers([answer(sampled(SHORT, [12], [1])), answer(LONG)], PAD, KEYS, (2,))
     assert words_of(td) == ([[12], [-1]], [[0, 0, 0, 1, 0, 0], [0] * 6])
     plain = pad_answers([answer(SHORT), answer(LONG)], PAD, KEYS, (2,))
@@ -322,6 +292,11 @@ def test_an_earlier_turn_keeps_its_routes_log_probs_and_versions() -> None:
     wide = TURN.clone()
     wide["routed_experts"] = RoutedExperts(full=TURN["routed_experts", "full"].to(torch.int64))
     assert answer(NEXT, earlier=wide)["routed_experts", "full"].dtype == torch.int8  # the layout's
+    padded = pad_answers([TURN, answer(LONG)], PAD, KEYS, (2,))
+    expected = answer(NEXT, earlier=TURN)
+    td = answer(NEXT, earlier=padded[0])
+    for key in (("routed_experts", "full"), ("log_probs", "full"), ("policy_versions", "full")):
+        torch.testing.assert_close(td[key], expected[key], equal_nan=True)
 
 
 FIRST, SECOND = sampled(SHORT, [12, 5], [2]), sampled(NEXT, [31], [1])
@@ -351,14 +326,6 @@ def test_words_of_another_prompt_are_not_joined() -> None:
     again = sampled(completion([10, 11], output([12], [-0.25], [[7, 6], [6, 5]], [8])), [12], [1])
     assert words_of(answer(again, earlier=answer(FIRST))) == ([12], [0, 0, 1])
     assert answer(completion([10, 13, 12, 30], NEXT.outputs[0]), earlier=answer(FIRST)).get(KEPT, None) is None
-
-
-def test_a_padded_earlier_turn_is_kept_too() -> None:
-    padded = pad_answers([TURN, answer(LONG)], PAD, KEYS, (2,))
-    expected = answer(NEXT, earlier=TURN)
-    td = answer(NEXT, earlier=padded[0])
-    for key in (("routed_experts", "full"), ("log_probs", "full"), ("policy_versions", "full")):
-        torch.testing.assert_close(td[key], expected[key], equal_nan=True)
 
 
 def test_three_turns() -> None:
@@ -450,10 +417,7 @@ NUCLEUS = {"top_p": 0.9, "logprobs": 0}
 
 def ids(words: list[int], sizes: list[int]) -> KeptIds:
     """As an engine gives them: nothing is writable."""
-    arrays = np.array(words, np.int32), np.array(sizes, np.int32)
-    for array in arrays:
-        array.flags.writeable = False
-    return KeptIds(*arrays)
+    return KeptIds(fixed(words, np.int32), fixed(sizes, np.int32))
 
 
 def entry(
@@ -467,12 +431,6 @@ def check_words(one: TensorDictBase, words: list[int], sizes: list[int]) -> None
     assert type(kept) is KeptTokens
     assert (kept.ids.dtype, kept.sizes.dtype) == (torch.int32, torch.int32)
     assert (kept.ids.tolist(), kept.sizes.tolist()) == (words, sizes)
-
-
-def test_without_log_probs_nobody_knows_which_words_were_kept() -> None:
-    params = {"top_p": 0.9}
-    assert "kept" not in sampling_entry(params, None, 2, 4, None, None).keys()  # noqa: SIM118  a TensorDict iterates over its batch
-    check_words(sampling_entry({**params, "logprobs": 0}, None, 2, 4, None, None), [], [0, 0, 0, 0])
 
 
 @pytest.mark.parametrize("params", [{}, {"top_k": 5, "top_p": 0.9}, {"bad_words": ["x"], "temperature": 0.3}])
@@ -508,6 +466,9 @@ def test_an_entry_owns_its_memory() -> None:
     one["kept"].ids.zero_()
     one["kept"].sizes.zero_()
     assert (source.ids.tolist(), source.sizes.tolist()) == ([7, 3, 5], [2, -1])
+    params = {"top_p": 0.9}
+    assert "kept" not in sampling_entry(params, None, 2, 4, None, None).keys()  # noqa: SIM118  a TensorDict iterates over its batch
+    check_words(sampling_entry({**params, "logprobs": 0}, None, 2, 4, None, None), [], [0, 0, 0, 0])
 
 
 def turn(one: TensorDictBase) -> TensorDict:
@@ -532,10 +493,7 @@ def test_another_temperature_in_a_later_turn_is_refused() -> None:
             check_earlier_turn({**params, "logprobs": 0}, first, mask_of(1, 1))
         check_earlier_turn(params, first, mask_of(1, 1))  # without log-probs it is scored by nobody
     check_earlier_turn({"temperature": 0.5, "logprobs": 0}, first, mask_of(1, 1))
-
-
-def test_temperatures_are_compared_as_they_are_stored() -> None:
-    """In float32, and as vLLM raises those that are nearly 0."""
+    # in float32, and as vLLM raises those that are nearly 0
     for given in (0.7, 0.1, 1e-7):
         check_earlier_turn({"temperature": given, "logprobs": 0}, turn(entry({"temperature": given})), mask_of(1, 1))
 

@@ -133,12 +133,9 @@ BAD: dict[str, tuple[Callable[[Tensor], Any], type[RoutingError], str]] = {
     "short": (lambda rows: rows[1:], ReplayError, "of sample 1 has 8 rows, its tokens are 9"),
     "long": (lambda rows: torch.cat([rows, rows[-1:]]), ReplayError, "of sample 1 has 10 rows, its tokens are 9"),
     "layers": (lambda rows: rows[:, 1:], RouteShapeError, r"of sample 1 must have shape \[T, 4, 4\], got \[9, 3, 4\]"),
-    "rank": (lambda rows: rows[:, 0], RouteShapeError, "of sample 1 must have shape"),
     "float": (lambda rows: rows.float(), RouteValueError, "of sample 1 must have a signed integer dtype"),
     "unsigned": (lambda rows: rows.clamp(min=0).byte(), RouteValueError, "of sample 1 must have a signed integer"),
     "range": (lambda rows: spoiled(rows, (7, 2, 0), 16), RouteValueError, "sample 1, token 7, layer 2 holds expert 16"),
-    "zeros": (lambda rows: spoiled(rows, (7, 2), 0), RouteValueError, "sample 1, token 7, layer 2 .* did not capture"),
-    "partly": (lambda rows: spoiled(rows, (7, 2, 3), U), RouteValueError, "sample 1, token 7, layer 2 .* partly -1"),
     "dense": (lambda rows: spoiled(rows, (7, 0), 3), RouteValueError, "sample 1, token 7, layer 0 .* has no router"),
 }
 

@@ -418,15 +418,12 @@ def test_flash_attention_is_tried_as_it_is_used(rows: str, monkeypatch: pytest.M
         assert ScoringModel(model).packs == (rows == "one")
 
 
-def test_a_causal_model_sees_no_pads_behind_its_tokens() -> None:
-    assert not ScoringModel(make_tiny_moe(num_hidden_layers=2)).sees_pads
-
-
 @pytest.mark.parametrize("strength", [1.0, 1e-4])
-def test_a_model_that_looks_ahead_keeps_its_mask(strength: float) -> None:
+def test_a_causal_model_sees_no_pads_and_one_that_looks_ahead_keeps_its_mask(strength: float) -> None:
     model = make_tiny_moe(num_hidden_layers=2)
     model.model.embed_tokens.register_forward_hook(lambda _, __, out: out + strength * out.roll(-1, 1))
     assert ScoringModel(model).sees_pads
+    assert not ScoringModel(make_tiny_moe(num_hidden_layers=2)).sees_pads
 
 
 def test_a_model_that_asks_for_a_mask_gets_one() -> None:
@@ -522,24 +519,18 @@ def test_every_sample_is_read() -> None:
     found = read(mixed())
     assert found.temperatures.tolist() == [0.5, 2.0, 1.0]
     assert [None if one is None else one.sizes.tolist() for one in found.kept] == [None, [0, 2, 0, -1], None]
-
-
-def test_what_says_nothing_has_the_temperature_that_it_must_have() -> None:
     assert read(lazy_stack([sample(2), sample(3)]), 0.7).temperatures.tolist() == pytest.approx([0.7, 0.7])
     assert read(lazy_stack([sample(2), sample(3, 0.7)]), 0.7).temperatures.tolist() == pytest.approx([0.7, 0.7])
+    words = kept([4, 2, 1], [0, 2, 0, -1])
+    (one,) = read(lazy_stack([sample(4, 1.0, words.to_tensordict())])).kept
+    assert type(one) is KeptTokens
+    assert (one.ids.tolist(), one.sizes.tolist()) == ([4, 2, 1], [0, 2, 0, -1])
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
 def test_no_distribution_is_refused_by_sample(temperature: float) -> None:
     with pytest.raises(ValueError, match=r"sample 1 was sampled at temperature .*: it is greedy, and has no distrib"):
         read(lazy_stack([sample(2, 1.0), sample(2, temperature)]))
-
-
-def test_words_that_became_a_plain_tensordict_are_read() -> None:
-    words = kept([4, 2, 1], [0, 2, 0, -1])
-    (one,) = read(lazy_stack([sample(4, 1.0, words.to_tensordict())])).kept
-    assert type(one) is KeptTokens
-    assert (one.ids.tolist(), one.sizes.tolist()) == ([4, 2, 1], [0, 2, 0, -1])
 
 
 def of_an_engine(td: TensorDict) -> TensorDict:
@@ -600,9 +591,6 @@ def test_dense_logits_lose_the_words_that_were_left_out() -> None:
     assert logits.grad is not None
     assert logits.grad.isfinite().all()
     assert not logits.grad[~mask].any()
-
-
-def test_dense_logits_of_a_short_sample_are_cut_at_its_own_tokens() -> None:
     td = lazy_stack([sample(1, 1.0), sample(3, 1.0), sample(2, 1.0, kept([0], [0, 1]))])
     cut = read(td).truncate(torch.zeros(3, 3, V), batch_of(td))
     assert cut[2].eq(0).int().tolist() == [[1] * 5, [1] * 5, [1, 0, 0, 0, 0]]

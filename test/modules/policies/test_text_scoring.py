@@ -55,9 +55,6 @@ def test_words_that_a_template_changes_are_not_guessed_at() -> None:
     thoughts = one_chat("hi", "<think>no</think>yo")
     found = encode(thoughts, replace(CHATS, chat_template=ANSWERS))
     assert (found.texts, found.assistant) == (["user:hi;assistant:yo;"], None)
-
-
-def test_a_named_template() -> None:
     found = encode(one_chat("hi", "yo"), replace(CHATS, chat_template_name="qwen"))
     assert found.texts[0].startswith("<|im_start|>system\nYou are a helpful assistant.")
     assert found.assistant is not None
@@ -108,12 +105,9 @@ def test_without_a_mask_pads_are_at_the_ends(ids: list[int], real: list[int]) ->
     assert mask_of(ids, None) == [1] * len(ids)
 
 
-def test_a_pad_that_ends_turns_is_real_once() -> None:
+def test_a_pad_that_ends_turns_is_real_once_and_a_mask_of_the_rollout_comes_first() -> None:
     assert mask_of([PAD, 1, 2, PAD, PAD], PAD, end=PAD) == [0, 1, 1, 1, 0]
     assert mask_of([PAD, 1, 2], PAD, end=PAD) == [0, 1, 1]
-
-
-def test_a_mask_of_the_rollout_comes_before_one_of_the_input() -> None:
     masks = TensorDict(all_attention_mask=torch.tensor([0, 1, 1]))
     assert mask_of([1, 2, 3], PAD, masks=masks, attention_mask=torch.tensor([1])) == [0, 1, 1]
     assert mask_of([1, 2, 3], PAD, attention_mask=torch.tensor([1, 1, 0])) == [1, 1, 0]

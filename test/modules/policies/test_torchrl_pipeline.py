@@ -184,6 +184,8 @@ def engine_routes(engine: FakeAsyncVLLM, ids: Tensor) -> Tensor:
 def test_what_is_collected_is_aligned(fake: FakeAsyncVLLM, mode: str) -> None:
     batches = collect(make_policy(fake, mode))
     assert [batch.batch_size for batch in batches] == [torch.Size([ENVS, 1])] * 2
+    assert torch.cat(batches)["policy_version"].unique().tolist() == [0]  # the engine's, at the root
+    assert torch.cat(batches)["next", "policy_version"].unique().tolist() == [3]
     for item in torch.cat(batches).reshape(-1).unbind(0):
         assert_aligned(item)
         assert item["routed_experts", "full"][:-1, 1:].equal(engine_routes(fake, item["tokens", "full"]))
@@ -213,12 +215,6 @@ def test_a_sample_can_be_read_padded(fake: FakeAsyncVLLM) -> None:
     assert routes[ids == 256].eq(-1).all()
     for row, item in zip(routes, sample.unbind(0), strict=True):
         assert row[-len(item["tokens", "full"]) :].equal(item["routed_experts", "full"])
-
-
-def test_the_version_at_the_root_is_the_engines(fake: FakeAsyncVLLM) -> None:
-    (batch,) = collect(make_policy(fake), iterations=1)
-    assert batch["policy_version"].unique().tolist() == [0]
-    assert batch["next", "policy_version"].unique().tolist() == [3]
 
 
 @pytest.mark.parametrize("prefer_tokens", [False, True])

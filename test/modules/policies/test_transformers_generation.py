@@ -148,9 +148,6 @@ def test_an_answer_ends_with_its_end_token(model: nn.Module, replay: RouterRepla
     assert len(output.routed_experts) == 3 + len(output.token_ids) - 1
     lengths = [len(second.outputs[0].token_ids), second.outputs[0].finish_reason]
     assert lengths == [6, "length"] or second.outputs[0].token_ids[-1] in (third, 258)
-
-
-def test_an_end_token_that_is_the_pad_too(model: nn.Module) -> None:
     third = ending(model)[2]
     config = config_of(model, eos_token_id=third)
     config.pad_token_id = third
@@ -298,11 +295,6 @@ def test_names(given: Any, fields: dict[str, Any], samples: int) -> None:
     assert (settings.fields, settings.samples) == (fields, samples)
 
 
-def test_text_without_special_tokens() -> None:
-    assert GenerationSettings.of({"skip_special_tokens": True}).skip_special_tokens
-    assert not GenerationSettings.of({}).skip_special_tokens
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -374,14 +366,6 @@ def test_whether_words_are_left_out(fields: dict[str, Any], leaves: bool) -> Non
     assert leaves_ids_out(GenerationConfig(**fields)) == leaves
 
 
-def test_what_changes_logits_is_named() -> None:
-    assert changes_of(GenerationConfig(repetition_penalty=1.1, guidance_scale=2.0)) == [
-        "repetition_penalty=1.1",
-        "guidance_scale=2.0",
-    ]
-    assert changes_of(GenerationConfig(temperature=0.5, repetition_penalty=1.0)) == []
-
-
 def test_one_call_changes_what_it_names() -> None:
     settings = GenerationSettings.of({"max_new_tokens": 8, "temperature": 0.7, "top_p": 0.9})
     assert settings.changed({}) is settings
@@ -389,3 +373,10 @@ def test_one_call_changes_what_it_names() -> None:
     assert settings.changed({"do_sample": False}).fields == {"max_new_tokens": 8, "top_p": 0.9, "do_sample": False}
     greedy = GenerationSettings.of({"do_sample": False})
     assert greedy.changed({"temperature": 0.5}).fields == {"temperature": 0.5, "do_sample": True}
+    assert GenerationSettings.of({"skip_special_tokens": True}).skip_special_tokens
+    assert not GenerationSettings.of({}).skip_special_tokens
+    assert changes_of(GenerationConfig(repetition_penalty=1.1, guidance_scale=2.0)) == [
+        "repetition_penalty=1.1",
+        "guidance_scale=2.0",
+    ]
+    assert changes_of(GenerationConfig(temperature=0.5, repetition_penalty=1.0)) == []

@@ -64,32 +64,13 @@ def dense_model() -> nn.Module:
 
 
 def test_a_new_version_keeps_every_argument() -> None:
-    changed = {
-        "tokenizer": TOKENIZER,
-        "attention_mask_key": "mask",
-        "generate_kwargs": {"max_new_tokens": 3},
-        "tokenizer_kwargs": {"truncation": True},
-        "pad_output": True,
-        "layout": torch.jagged,
-        "num_samples": 2,
-        "chat_template": "{{ messages }}",
-        "batching": False,
-        "batching_timeout": 1.0,
-        "prefer_tokens": True,
-        "input_mode": "tokens",
-        "generate": False,
-        "replay": "R2",
-        "temperature": 0.3,
-        "pad_model_input": False,
-        "measure_agreement": True,
-        "on_bad_routes": "live",
-        "rerecord": True,
-        "input_key": ("t", "ids"),
-        "inplace": False,
-        "tokens_key": "t",
-        "masks_key": "m",
-        "log_probs_key": "l",
-        "routed_experts_key": "r",
+    changed: dict[str, Any] = {
+        **{"tokenizer": TOKENIZER, "tokenizer_kwargs": {"truncation": True}, "attention_mask_key": "mask"},
+        **{"generate_kwargs": {"max_new_tokens": 3}, "pad_output": True, "layout": torch.jagged, "num_samples": 2},
+        **{"chat_template": "{{ messages }}", "batching": False, "batching_timeout": 1.0, "prefer_tokens": True},
+        **{"input_mode": "tokens", "generate": False, "replay": "R2", "temperature": 0.3, "pad_model_input": False},
+        **{"measure_agreement": True, "on_bad_routes": "live", "rerecord": True, "input_key": ("t", "ids")},
+        **{"inplace": False, "tokens_key": "t", "masks_key": "m", "log_probs_key": "l", "routed_experts_key": "r"},
     }
     scorer = TransformersWrapper(make_tiny_moe(), **changed)
     again = scorer.get_new_version()
@@ -110,6 +91,8 @@ def test_a_new_version_of_another_model_has_a_handle_of_its_own(actor: Transform
     again = actor.get_new_version(model=other)
     assert again.router_replay is not actor.router_replay
     assert again.router_replay.model is other
+    with pytest.raises(UnsupportedRouterError, match="it is a dense model"):
+        TransformersWrapper(make_tiny_moe("qwen3"), replay="R3")
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
@@ -159,11 +142,6 @@ def test_a_copy_scores_alike_and_is_on_its_own(td: TensorDictBase, replay: Any, 
 def test_bad_arguments_are_refused_before_a_model_is_loaded(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TransformersWrapper("no/such/folder", **arguments)
-
-
-def test_replay_of_a_dense_model_is_refused() -> None:
-    with pytest.raises(UnsupportedRouterError, match="it is a dense model"):
-        TransformersWrapper(make_tiny_moe("qwen3"), replay="R3")
 
 
 def test_a_folder_is_loaded_and_anything_else_refused(tmp_path: Path, td: TensorDictBase) -> None:
@@ -387,9 +365,6 @@ def test_routes_are_followed_by_default_where_they_belong_to_the_tokens(
     assert (ours.replay, ours.router_replay) == ("none", None)
     assert actor.get_new_version(replay="R2").get_new_version(generate=True).replay == "none"
     assert actor.get_new_version(generate=True, replay="none").return_routed_experts
-
-
-def test_a_version_that_reads_something_else_has_the_key_of_that(dense_model: nn.Module) -> None:
     policy = TransformersWrapper(dense_model, tokenizer=TOKENIZER, input_mode="text", input_key="question")
     assert policy.get_new_version(num_samples=2).input_key == "question"
     assert policy.get_new_version(generate=False).input_key == ("text", "full")
@@ -403,12 +378,12 @@ def test_a_tokenizer_comes_from_where_the_model_comes_from(tmp_path: Path, dense
     assert TransformersWrapper(dense_model, tokenizer=str(tmp_path)).tokenizer.eos_token_id == 258
     with pytest.raises(ValueError, match="input_mode='text' makes tokens of text: pass tokenizer="):
         TransformersWrapper(dense_model, input_mode="text")
-
-
-def test_a_model_that_is_elsewhere_is_not_moved(dense_model: nn.Module) -> None:
-    assert TransformersWrapper(dense_model, device="cpu").device == torch.device("cpu")
-    with pytest.raises(ValueError, match="device='meta', and the model is on 'cpu': move it first"):
-        TransformersWrapper(dense_model, device="meta")
+    tokenizer = ByteTokenizer()
+    assert tokenizer_of(tokenizer, None, None, "text") is tokenizer
+    assert tokenizer_of(None, "no/such/folder", None, "tokens") is None
+    assert tokenizer_of(None, object(), SimpleNamespace(get_tokenizer=lambda: "its own"), "text") == "its own"
+    with pytest.raises(ValueError, match="input_mode='history' makes tokens of text"):
+        tokenizer_of(None, object(), object(), "history")
 
 
 # -- chats and text that are scored -----------------------------------------------------------------------------------
@@ -748,29 +723,20 @@ def test_what_records_the_experts_of_an_answer(actor: TransformersWrapper, dense
         TransformersWrapper(build("phimoe"), input_mode="tokens", generate=True)
 
 
-def test_a_tokenizer() -> None:
-    tokenizer = ByteTokenizer()
-    assert tokenizer_of(tokenizer, None, None, "text") is tokenizer
-    assert tokenizer_of(None, "no/such/folder", None, "tokens") is None
-    assert tokenizer_of(None, object(), SimpleNamespace(get_tokenizer=lambda: "its own"), "text") == "its own"
-    with pytest.raises(ValueError, match="input_mode='history' makes tokens of text"):
-        tokenizer_of(None, object(), object(), "history")
-
-
-def test_a_model_that_cannot_generate() -> None:
-    model = nn.Linear(1, 1)
-    assert model_of(model) is model
-    with pytest.raises(TypeError, match=r"Linear has no generate\(\)"):
-        model_of(model, generate=True)
-
-
-def test_a_model_is_loaded_where_it_is_wanted(tmp_path: Path) -> None:
+def test_a_model_is_loaded_where_it_is_wanted_and_not_moved(tmp_path: Path, dense_model: nn.Module) -> None:
     make_tiny_moe(num_hidden_layers=2).save_pretrained(tmp_path)
     assert next(model_of(tmp_path, "meta").parameters()).device == torch.device("meta")
     model = model_of(tmp_path)
     assert model_of(model, "cpu") is model
     with pytest.raises(ValueError, match="device='cuda:1', and the model is on 'cpu'"):
         model_of(model, "cuda:1")
+    assert TransformersWrapper(dense_model, device="cpu").device == torch.device("cpu")
+    with pytest.raises(ValueError, match="device='meta', and the model is on 'cpu': move it first"):
+        TransformersWrapper(dense_model, device="meta")
+    model = nn.Linear(1, 1)
+    assert model_of(model) is model
+    with pytest.raises(TypeError, match=r"Linear has no generate\(\)"):
+        model_of(model, generate=True)
 
 
 @pytest.mark.parametrize("given", [{"num_samples": 4}, {"generate_kwargs": {"max_new_tokens": 3}}])

@@ -274,12 +274,20 @@ def test_two_batch_dimensions(fake: FakeAsyncVLLM, build: str, pad_output: bool,
         assert leaf(out[place], "tokens", "prompt").tolist()[-len(prompt) :] == prompt
 
 
-def test_the_number_of_samples_may_come_with_the_generate_kwargs(fake: FakeAsyncVLLM) -> None:
+def test_the_number_of_samples_may_come_with_the_generate_kwargs_and_is_not_changed_by_a_call(
+    fake: FakeAsyncVLLM,
+) -> None:
     for name in ("n", "num_return_sequences"):
         policy = vLLMWrapper(fake, input_mode="text", generate_kwargs={name: 2, "max_tokens": 2})
         assert (policy.num_samples, policy.inplace) == (2, False)
         assert policy(stacked("text", "ab")).batch_size == torch.Size([1, 2])
     assert vLLMWrapper(fake, generate_kwargs={"n": 1}).num_samples is None
+    with pytest.raises(ValueError, match="logprobs is off, but return_log_probs=True"):
+        wrapper(fake)(stacked("text", "ab"), logprobs=False)
+    with pytest.raises(ValueError, match=r"n=2 differs from the wrapper's num_samples=None"):
+        wrapper(fake)(stacked("text", "ab"), num_return_sequences=2)
+    with pytest.raises(ValueError, match=r"n=3 differs from the wrapper's num_samples=2"):
+        wrapper(fake, num_samples=2)(stacked("text", "ab"), n=3)
 
 
 # where the output goes
@@ -287,32 +295,19 @@ def test_the_number_of_samples_may_come_with_the_generate_kwargs(fake: FakeAsync
 
 @pytest.mark.parametrize("pad_output", [False, True])
 @pytest.mark.parametrize("build", [stacked, dense])
-@pytest.mark.parametrize("inplace", [True, None])
-def test_in_place_is_the_default(fake: FakeAsyncVLLM, build: Any, inplace: bool | None, pad_output: bool) -> None:
+@pytest.mark.parametrize("inplace", [True, None, False, "empty"])
+def test_in_place_is_the_default(fake: FakeAsyncVLLM, build: Any, inplace: Any, pad_output: bool) -> None:
     td = build("text", *PROMPTS).set("extra", torch.arange(3))
     out = wrapper(fake, inplace=inplace, pad_output=pad_output)(td)
-    assert out is td
-    assert set(td.keys()) == KEYS | {"text", "extra"}
+    if inplace in (True, None):
+        assert out is td
+        assert set(td.keys()) == KEYS | {"text", "extra"}
+        assert [len(ids) for ids in td.get(("tokens", "response"), as_list=True)] == [NEW] * 3
+    else:
+        assert (set(td.keys()), set(td["text"].keys())) == ({"text", "extra"}, {"prompt"})
+        assert set(out.keys()) == KEYS | {"text"}
+        assert type(out) is type(td) or pad_output or inplace is False
     assert td["extra"].tolist() == [0, 1, 2]
-    assert [len(ids) for ids in td.get(("tokens", "response"), as_list=True)] == [NEW] * 3
-
-
-@pytest.mark.parametrize("build", [stacked, dense])
-def test_not_in_place_leaves_the_input_alone(fake: FakeAsyncVLLM, build: Any) -> None:
-    td = build("text", *PROMPTS).set("extra", torch.arange(3))
-    out = wrapper(fake, inplace=False)(td)
-    assert set(td.keys()) == {"text", "extra"}
-    assert set(td["text"].keys()) == {"prompt"}
-    assert set(out.keys()) == KEYS | {"text"}
-
-
-@pytest.mark.parametrize("build", [stacked, dense])
-def test_an_empty_output_is_like_the_input(fake: FakeAsyncVLLM, build: Any) -> None:
-    td = build("text", *PROMPTS).set("extra", torch.arange(3))
-    out = wrapper(fake, inplace="empty")(td)
-    assert set(td.keys()) == {"text", "extra"}
-    assert type(out) is type(td)
-    assert set(out.keys()) == KEYS | {"text"}
 
 
 @pytest.mark.parametrize("inplace", [True, False, "empty"])
@@ -401,6 +396,10 @@ def test_pads_of_a_batch_never_reach_the_engine(fake: FakeAsyncVLLM) -> None:
     td.batch_size = [2]
     wrapper(fake, "tokens", inplace=False)(td)
     assert asked(fake, 2) == [[97, PAD, 98], [99]]  # the pad inside a prompt is a token
+    tokenizer = ByteTokenizer()
+    tokenizer.pad_token = None
+    policy = wrapper(fake, tokenizer=tokenizer, pad_output=True)
+    assert policy(dense("text", "ab", "c"))["tokens", "prompt"].tolist() == [[97, 98], [END, 99]]
 
 
 @pytest.mark.parametrize("key", ["attention_mask", ("my", "mask")])
@@ -408,13 +407,6 @@ def test_a_mask_decides_what_is_padding(fake: FakeAsyncVLLM, key: Any) -> None:
     td = dense("tokens", "ab", "cd").set(key, torch.tensor([[0, 1], [1, 1]]))
     wrapper(fake, "tokens", inplace=False, attention_mask_key=key)(td)
     assert asked(fake, 2) == [[98], [99, 100]]
-
-
-def test_without_a_pad_token_the_end_of_turn_pads(fake: FakeAsyncVLLM) -> None:
-    tokenizer = ByteTokenizer()
-    tokenizer.pad_token = None
-    policy = wrapper(fake, tokenizer=tokenizer, pad_output=True)
-    assert policy(dense("text", "ab", "c"))["tokens", "prompt"].tolist() == [[97, 98], [END, 99]]
 
 
 def test_a_tokenizer_of_another_model_is_refused(fake: FakeAsyncVLLM) -> None:
@@ -436,20 +428,17 @@ def test_chats_are_rendered_by_the_tokenizers_own_template(fake: FakeAsyncVLLM, 
         assert asked(fake, 2) == [ids_of("history", "hi"), ids_of("history", "a")]
 
 
-def test_a_template_can_be_given(fake: FakeAsyncVLLM) -> None:
-    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}?"
-    wrapper(fake, "history", inplace=False, chat_template=template)(dense("history", "hi"))
-    assert asked(fake, 1) == [list(b"hi?")]
-    wrapper(fake, "history", inplace=False, chat_template_name="qwen")(dense("history", "hi"))
-    assert asked(fake, 1)[0][-len(ids_of("history", "hi")) :] == ids_of("history", "hi")
-
-
-def test_chats_of_different_length(fake: FakeAsyncVLLM) -> None:
+def test_chats_of_different_length_and_a_template_that_is_given(fake: FakeAsyncVLLM) -> None:
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]
     long = TensorDict(history=ChatHistory(prompt=History.from_chats([turns])[0]))
     out = wrapper(fake, "history")(lazy_stack([one("history", "ab"), long]))
     assert [td["history"].full.batch_size for td in out.unbind(0)] == [torch.Size([2]), torch.Size([4])]
     assert out[1]["history"].full.role == ["user", "assistant", "user", "assistant"]
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}?"
+    wrapper(fake, "history", inplace=False, chat_template=template)(dense("history", "hi"))
+    assert asked(fake, 1) == [list(b"hi?")]
+    wrapper(fake, "history", inplace=False, chat_template_name="qwen")(dense("history", "hi"))
+    assert asked(fake, 1)[0][-len(ids_of("history", "hi")) :] == ids_of("history", "hi")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -463,17 +452,14 @@ def test_a_missing_prompt_is_named(fake: FakeAsyncVLLM, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["text", "tokens"])
-def test_an_empty_prompt_is_refused_and_the_input_left_alone(fake: FakeAsyncVLLM, mode: str) -> None:
+def test_an_empty_prompt_or_batch_is_refused_and_the_input_left_alone(fake: FakeAsyncVLLM, mode: str) -> None:
     td = dense(mode, "ab", "")
     with pytest.raises(ValueError, match=r"prompt_token_ids\[1\] is an empty prompt"):
         wrapper(fake, mode)(td)
     assert set(td.keys()) == {mode}
-
-
-def test_an_empty_batch_is_refused(fake: FakeAsyncVLLM) -> None:
-    for td in (TensorDict(batch_size=[0]), TensorDict(batch_size=[2, 0])):
+    for empty in (TensorDict(batch_size=[0]), TensorDict(batch_size=[2, 0])):
         with pytest.raises(ValueError, match=r"the input has no samples: its batch size is \[.*0\]"):
-            wrapper(fake)(td)
+            wrapper(fake, mode)(empty)
 
 
 def asked(engine: FakeAsyncVLLM, count: int) -> list[list[int]]:
@@ -513,10 +499,8 @@ def test_the_end_of_turn_is_a_token_but_no_content(fake: FakeAsyncVLLM, monkeypa
         tokenizer=ByteTokenizer(), chat_template=ByteTokenizer().chat_template, add_generation_prompt=False
     )
     assert rendered == td["text", "full"] + "\n"
-
-
-def test_bytes_that_are_no_text_keep_their_ids(fake: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    script(monkeypatch, fake, [200, 255])
+    monkeypatch.undo()
+    script(monkeypatch, fake, [200, 255])  # bytes that are no text keep their ids
     td = wrapper(fake)(stacked("text", "ab"))[0]
     assert td["tokens", "full"].tolist() == [97, 98, 200, 255]
     assert td["text", "response"] == "\ufffd\ufffd"
@@ -542,14 +526,11 @@ def test_an_aborted_request_is_an_error_and_nothing_is_written() -> None:
         assert set(td.keys()) == {"text"}
 
 
-def test_a_late_batch_is_a_timeout() -> None:
+def test_a_late_batch_is_a_timeout_and_a_refused_request_says_which() -> None:
     with FakeAsyncVLLM(token_seconds=0.02) as engine:
         policy = vLLMWrapper(engine, input_mode="text", generate_kwargs={"max_tokens": 1000}, timeout_seconds=0.05)
         with pytest.raises(GenerationTimeout, match="1 of 1 requests were not finished"):
             policy(stacked("text", "ab"))
-
-
-def test_a_refused_request_says_which() -> None:
     engine = FakeAsyncVLLM(refuse=lambda request: "no" if len(request.prompt_token_ids) > 2 else None)
     with engine, pytest.raises(ValueError, match="request 1 was refused: no"):
         wrapper(engine)(stacked("text", "ab", "abc"))
@@ -562,12 +543,6 @@ def params_of(engine: FakeAsyncVLLM) -> dict[str, Any]:
     return dict(engine.replicas[0].submitted[-1].sampling_params)
 
 
-def test_sampling_parameters_of_rl_are_the_default(fake: FakeAsyncVLLM) -> None:
-    vLLMWrapper(fake, input_mode="text")(stacked("text", "ab"))
-    more = {"detokenize": False, "include_stop_str_in_output": True, "skip_special_tokens": False}
-    assert params_of(fake) == {"logprobs": 0, **more}
-
-
 def test_a_call_changes_sampling_for_itself_alone(fake: FakeAsyncVLLM) -> None:
     policy = vLLMWrapper(fake, input_mode="text", generate_kwargs={"max_new_tokens": 6, "temperature": 0.7})
     out = policy(stacked("text", "ab"), max_new_tokens=2, do_sample=False, stop_sequences=["x"])
@@ -578,21 +553,18 @@ def test_a_call_changes_sampling_for_itself_alone(fake: FakeAsyncVLLM) -> None:
     assert params_of(fake)["temperature"] == 0.7
     assert not {"stop"} & set(params_of(fake))
     assert params_of(fake)["detokenize"] is False
+    vLLMWrapper(fake, input_mode="text")(stacked("text", "ab"))
+    more = {"detokenize": False, "include_stop_str_in_output": True, "skip_special_tokens": False}
+    assert params_of(fake) == {"logprobs": 0, **more}
+    kwargs, tokenizer_kwargs = {"max_new_tokens": 2, "stop_sequences": ["x"]}, {"padding": True}
+    vLLMWrapper(fake, input_mode="text", generate_kwargs=kwargs, tokenizer_kwargs=tokenizer_kwargs)(one("text", "ab"))
+    assert (kwargs, tokenizer_kwargs) == ({"max_new_tokens": 2, "stop_sequences": ["x"]}, {"padding": True})
 
 
 @pytest.mark.parametrize("td", [one("text", "ab"), dense("text", "ab", "c").reshape(2, 1)])
 def test_a_call_changes_sampling_in_every_batch_size(fake: FakeAsyncVLLM, td: TensorDictBase) -> None:
     out = wrapper(fake, inplace=False)(td, max_tokens=2)
     assert {len(ids) for ids in out.reshape(-1).get(("tokens", "response"), as_list=True)} == {2}
-
-
-def test_a_call_cannot_change_the_number_of_samples_nor_switch_log_probs_off(fake: FakeAsyncVLLM) -> None:
-    with pytest.raises(ValueError, match="logprobs is off, but return_log_probs=True"):
-        wrapper(fake)(stacked("text", "ab"), logprobs=False)
-    with pytest.raises(ValueError, match=r"n=2 differs from the wrapper's num_samples=None"):
-        wrapper(fake)(stacked("text", "ab"), num_return_sequences=2)
-    with pytest.raises(ValueError, match=r"n=3 differs from the wrapper's num_samples=2"):
-        wrapper(fake, num_samples=2)(stacked("text", "ab"), n=3)
 
 
 CHANGES_VALUES: dict[str, Any] = {
@@ -747,12 +719,6 @@ def test_another_temperature_in_a_later_turn_is_refused(fake: FakeAsyncVLLM) -> 
     assert out["routed_experts", "full"][: old - 1].equal(td[0]["routed_experts", "full"][:-1])
 
 
-def test_the_callers_arguments_are_left_as_they_were(fake: FakeAsyncVLLM) -> None:
-    kwargs, tokenizer_kwargs = {"max_new_tokens": 2, "stop_sequences": ["x"]}, {"padding": True}
-    vLLMWrapper(fake, input_mode="text", generate_kwargs=kwargs, tokenizer_kwargs=tokenizer_kwargs)(one("text", "ab"))
-    assert (kwargs, tokenizer_kwargs) == ({"max_new_tokens": 2, "stop_sequences": ["x"]}, {"padding": True})
-
-
 # what a batch says of its requests
 
 
@@ -870,35 +836,14 @@ def test_a_folder_or_a_hub_name_starts_an_engine(fake: FakeAsyncVLLM, monkeypatc
 
 
 CHANGES: dict[str, Any] = {
-    "tokenizer": ByteTokenizer(),
-    "input_mode": "text",
-    "input_key": ("mine", "prompt"),
-    "attention_mask_key": "mask",
-    "generate_kwargs": {"max_tokens": 3, "temperature": 0.5},
-    "tokenizer_kwargs": {"truncation": True},
-    "pad_output": True,
-    "inplace": "empty",
-    "device": "cpu",
-    "layout": torch.strided,
-    "chat_template_name": "qwen",
-    "chat_template": "{{ messages }}",
-    "chat_template_kwargs": {"enable_thinking": False},
-    "return_log_probs": False,
-    "return_routed_experts": False,
-    "history_key": "h",
-    "text_key": "x",
-    "tokens_key": "t",
-    "masks_key": "m",
-    "log_probs_key": "l",
-    "routed_experts_key": "r",
-    "batching": False,
-    "min_batch_size": None,
-    "max_batch_size": False,
-    "batching_timeout": 3.0,
-    "prefer_tokens": True,
-    "timeout_seconds": 7.0,
-    "use_tqdm": True,
-    "actor_index": 0,
+    **{"tokenizer": ByteTokenizer(), "input_mode": "text", "input_key": ("mine", "prompt"), "device": "cpu"},
+    **{"generate_kwargs": {"max_tokens": 3, "temperature": 0.5}, "tokenizer_kwargs": {"truncation": True}},
+    **{"attention_mask_key": "mask", "pad_output": True, "inplace": "empty", "layout": torch.strided},
+    **{"chat_template_name": "qwen", "chat_template": "{{ messages }}", "chat_template_kwargs": {"thinking": False}},
+    **{"return_log_probs": False, "return_routed_experts": False, "history_key": "h", "text_key": "x"},
+    **{"tokens_key": "t", "masks_key": "m", "log_probs_key": "l", "routed_experts_key": "r", "batching": False},
+    **{"min_batch_size": None, "max_batch_size": False, "batching_timeout": 3.0, "prefer_tokens": True},
+    **{"timeout_seconds": 7.0, "use_tqdm": True, "actor_index": 0},
     "lora_request": {"lora_name": "a", "lora_int_id": 1, "lora_path": "folder"},
 }
 """Another value than the default for every argument that has one; ``num_samples`` goes with no ``inplace``."""
@@ -910,10 +855,14 @@ def visible(policy: vLLMWrapper) -> dict[str, Any]:
     return {name: value for name, value in vars(policy).items() if name not in own}
 
 
-def test_the_table_of_changes_is_complete(fake: FakeAsyncVLLM) -> None:
+def test_the_table_of_changes_is_complete_and_others_are_named(fake: FakeAsyncVLLM) -> None:
     arguments = set(vars(vLLMWrapper(fake)._options))
     of_scoring = {"generate", "replay", "temperature"}
     assert set(CHANGES) | of_scoring | {"model", "pad_model_input", "num_samples"} == arguments
+    with pytest.raises(
+        TypeError, match=r"unknown arguments \['pad', 'x'\]; known: \['actor_index', 'attention_mask_key'"
+    ):
+        wrapper(fake).get_new_version(x=1, pad=True)
 
 
 @pytest.mark.parametrize("name", [*CHANGES, "num_samples"])
@@ -928,26 +877,15 @@ def test_a_new_version_changes_one_argument_and_keeps_the_others(fake: FakeAsync
     assert visible(changed.get_new_version()) == visible(changed)
 
 
-def test_unknown_arguments_of_a_new_version_are_named(fake: FakeAsyncVLLM) -> None:
-    with pytest.raises(
-        TypeError, match=r"unknown arguments \['pad', 'x'\]; known: \['actor_index', 'attention_mask_key'"
-    ):
-        wrapper(fake).get_new_version(x=1, pad=True)
-
-
-def test_a_new_version_may_score(fake: FakeAsyncVLLM) -> None:
-    generating = vLLMWrapper(fake, input_mode="tokens", generate_kwargs={"max_new_tokens": 3})
-    scoring = generating.get_new_version(generate=False)
-    assert (generating.generate, scoring.generate) == (True, False)
-    assert scoring.in_keys == [("tokens", "full"), ("routed_experts", "full")]
-    assert (scoring.out_keys, scoring.extra_keys) == (["masks", "tokens", "log_probs"], [])
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_what_only_the_other_kind_has_does_not_follow(fake: FakeAsyncVLLM, mode: str) -> None:
     generating = wrapper(fake, mode, input_key=("mine", "prompt"), num_samples=2, return_log_probs=False)
     scoring = generating.get_new_version(generate=False)
+    assert (generating.generate, scoring.generate) == (True, False)
     assert (scoring.in_keys[0], scoring.return_log_probs, scoring.num_samples) == ((mode, "full"), True, None)
+    if mode == "tokens":
+        assert scoring.in_keys == [("tokens", "full"), ("routed_experts", "full")]
+        assert (scoring.out_keys, scoring.extra_keys) == (["masks", "tokens", "log_probs"], [])
     again = scoring.get_new_version(generate=True, num_samples=3)
     assert (again.in_keys, again.return_log_probs, again.num_samples) == ([(mode, "prompt")], True, 3)
     assert generating.get_new_version(pad_output=True).in_keys == [("mine", "prompt")]
@@ -1085,9 +1023,6 @@ def test_a_request_carries_its_own_prompt_and_what_the_batch_says_of_it() -> Non
     assert not second.arguments["return_routed_experts"]
     assert second.keys.routed_experts is None
     assert (first.index, second.index) == (0, 1)
-
-
-def test_several_samples_of_a_prompt_are_refused() -> None:
     with FakeAsyncVLLM() as engine:
         policy = vLLMWrapper(engine, input_mode="tokens", num_samples=2)
         with pytest.raises(ValueError, match="one answer per sample, but num_samples=2"):
@@ -1103,6 +1038,9 @@ def test_it_says_what_it_returns(fake: FakeAsyncVLLM) -> None:
     names = ("return_history", "return_text", "return_tokens", "return_masks", "return_log_probs")
     found = {mode: [getattr(vLLMWrapper(fake, input_mode=mode), name) for name in names] for mode in MODES}
     assert found == {"history": [True] * 5, "text": [False, *[True] * 4], "tokens": [False, False, *[True] * 3]}
+    policy = vLLMWrapper(fake, input_mode="text", batching=False, batching_timeout=3.0)
+    assert policy.get_batching_state()["batching_enabled"] is False
+    policy.cleanup_batching(flush=True)
 
 
 def test_what_copies_out_keys_only_can_have_ours_too(fake: FakeAsyncVLLM) -> None:
@@ -1129,7 +1067,7 @@ def test_sampling_parameters_read_as_vllms(fake: FakeAsyncVLLM) -> None:
         params.temperature = 0.0
 
 
-def test_another_tokenizer_can_be_set(fake: FakeAsyncVLLM) -> None:
+def test_another_tokenizer_or_mask_can_be_set(fake: FakeAsyncVLLM) -> None:
     policy = vLLMWrapper(fake, input_mode="text", generate_kwargs=SHORT)
     assert policy.padding_value == 256
     other = ByteTokenizer()
@@ -1137,9 +1075,6 @@ def test_another_tokenizer_can_be_set(fake: FakeAsyncVLLM) -> None:
     policy.set_tokenizer(other)
     assert (policy.tokenizer, policy.padding_value) == (other, 257)
     assert vLLMWrapper(fake, tokenizer=other, input_mode="text").padding_value == 257
-
-
-def test_what_reads_the_wrapper_at_a_call_sees_what_was_set(fake: FakeAsyncVLLM) -> None:
     policy = vLLMWrapper(fake, input_mode="tokens", generate_kwargs=SHORT, inplace=False)
     td = TensorDict(tokens=Tokens(prompt=torch.tensor([[5, 6]]), batch_size=[1]), mine=torch.tensor([[0, 1]]))
     policy.attention_mask_key = "mine"
@@ -1178,9 +1113,3 @@ class Pickled(FakeAsyncVLLM):
 
     def __reduce__(self) -> Any:
         return Pickled, ()
-
-
-def test_calls_of_several_threads_are_not_joined(fake: FakeAsyncVLLM) -> None:
-    policy = vLLMWrapper(fake, input_mode="text", batching=False, batching_timeout=3.0)
-    assert policy.get_batching_state()["batching_enabled"] is False
-    policy.cleanup_batching(flush=True)

@@ -28,11 +28,13 @@ def test_what_is_the_engines_is_taken_out_of_the_sampling_parameters() -> None:
     assert sampling == {"temperature": 0.5}
     engine, sampling = split_arguments({"on_resume": "live"}, actor_index=1)  # no argument of the wrapper's own
     assert (engine, sampling) == ({"actor_index": 1, "on_resume": "live"}, {})
-
-
-def test_the_same_argument_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="actor_index: given twice"):
         split_arguments({"actor_index": 1}, actor_index=0, lora_request=None)
+    given = {"lora_request": None, "max_new_tokens": 8, "actor_index": 0, "on_resume": "live"}
+    engine = {"actor_index": 0, "lora_request": None, "on_resume": "live"}
+    assert engine_arguments_of(given) == (engine, {"max_new_tokens": 8})
+    assert len(given) == 4
+    assert engine_arguments_of(None) == ({}, {})
 
 
 @pytest.mark.parametrize(
@@ -104,20 +106,17 @@ def test_tokens_follow_recorded_experts_where_an_engine_captures_some(
         assert scoring.get_new_version(generate=True).scorer is None
 
 
-def test_a_tokenizer_is_the_engines_unless_one_is_given() -> None:
-    mine = ByteTokenizer()
-    with FakeAsyncVLLM() as engine:
-        assert vLLMWrapper(engine, tokenizer=mine).tokenizer is mine
-        assert vLLMWrapper(engine).tokenizer is engine.get_tokenizer()
-
-
-def test_routes_are_kept_if_there_are_any() -> None:
+def test_routes_are_kept_if_there_are_any_and_a_tokenizer_is_the_engines_unless_one_is_given() -> None:
     with FakeAsyncVLLM() as engine, FakeAsyncVLLM(layout=None) as dense:
         assert vLLMWrapper(engine).return_routed_experts
         assert not vLLMWrapper(engine, return_routed_experts=False).return_routed_experts
         assert not vLLMWrapper(dense).return_routed_experts
         with pytest.raises(ValueError, match="captures no routes"):
             vLLMWrapper(dense, return_routed_experts=True)
+    mine = ByteTokenizer()
+    with FakeAsyncVLLM() as engine:
+        assert vLLMWrapper(engine, tokenizer=mine).tokenizer is mine
+        assert vLLMWrapper(engine).tokenizer is engine.get_tokenizer()
 
 
 # -- TorchRL's common names become vLLM's, and what vLLM cannot do is refused by name
@@ -155,26 +154,12 @@ def test_names_are_mapped(given: dict[str, Any] | None, params: dict[str, Any]) 
     assert type(found.get("logprobs")) is type(params.get("logprobs"))  # no bool
 
 
-def test_arguments_of_the_engine_are_no_sampling_parameters() -> None:
-    given = {"lora_request": None, "max_new_tokens": 8, "actor_index": 0, "on_resume": "live"}
-    engine = {"actor_index": 0, "lora_request": None, "on_resume": "live"}
-    assert engine_arguments_of(given) == (engine, {"max_new_tokens": 8})
-    assert len(given) == 4
-    assert engine_arguments_of(None) == ({}, {})
-
-
 @pytest.mark.parametrize(
     ("common", "own"), [("max_new_tokens", "max_tokens"), ("num_return_sequences", "n"), ("stop_sequences", "stop")]
 )
 def test_vllms_own_name_wins_in_either_order(common: str, own: str) -> None:
     assert sampling_params_of({common: 1, own: 2}) == {own: 2}
     assert sampling_params_of({own: 2, common: 1}) == {own: 2}
-
-
-def test_the_argument_is_left_as_it_was() -> None:
-    given = {"max_new_tokens": 8, "do_sample": False, "num_beams": 1, "logprobs": True}
-    sampling_params_of(given)
-    assert given == {"max_new_tokens": 8, "do_sample": False, "num_beams": 1, "logprobs": True}
 
 
 @pytest.mark.parametrize(
@@ -202,6 +187,9 @@ def test_every_common_name_of_torchrl_is_known_to_vllm_afterwards() -> None:
     off = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False}
     given = {name: off.get(name, 1) for name in LLMWrapperBase.COMMON_GENERATION_PARAMS}
     assert set(sampling_params_of(given)) == fields | {"logprobs"}
+    given = {"max_new_tokens": 8, "do_sample": False, "num_beams": 1, "logprobs": True}
+    sampling_params_of(given)
+    assert given == {"max_new_tokens": 8, "do_sample": False, "num_beams": 1, "logprobs": True}
 
 
 @pytest.mark.parametrize(
@@ -274,12 +262,9 @@ def test_minus_one_and_nothing_are_unset(key: str) -> None:
     assert request_arguments(batch(key, NonTensorStack(None, 0))) == {name: [None, 0]}
 
 
-def test_samples_of_a_lazy_stack_may_lack_keys() -> None:
+def test_samples_of_a_lazy_stack_may_lack_keys_and_have_one_value() -> None:
     samples = [TensorDict({"priority": 2}), TensorDict({"group_id": "g"}), TensorDict()]
     stack = lazy_stack(samples)
     assert request_arguments(list(stack.unbind(0))) == {"priority": [2, 0, 0], "group_ids": [None, "g", None]}
-
-
-def test_a_sample_has_one_value() -> None:
     with pytest.raises(ValueError, match=r"sample 1: 'session_id' is \['c', 'd'\]; give each sample one value"):
         request_arguments([TensorDict({"session_id": "a"}), TensorDict({"session_id": NonTensorStack("c", "d")})])

@@ -102,22 +102,6 @@ def test_each_row_given_is_used_the_last_included() -> None:
     assert differs.nonzero().tolist() == [[1, 5]]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_each_expert_gets_the_tokens_of_its_rows_and_none_of_unset_ones(family: str) -> None:
-    """What a counter of tokens per expert sees: an unset row is the router's own choice, and no token of expert 0."""
-    model, replay = pair(family)
-    first = replay.layers[0]
-    own = recorded(model, replay)[:, :, first].flatten(0, 1).long()
-    routes = random_routes(replay)
-    routes[0] = U
-    routes[1, :, first] = torch.arange(1, 1 + replay.top_k)  # never expert 0
-    with experts_seen(model) as seen, replay.replay(routes):
-        model(IDS)
-    counts = seen[first][0].flatten().bincount(minlength=16)
-    assert torch.equal(counts, torch.cat([own[:6], routes[1, :, first]]).flatten().bincount(minlength=16))
-    assert counts[0] == (own[:6] == 0).sum()
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padded_batches_equal_single_sequences(family: str, side: str) -> None:

@@ -29,11 +29,15 @@ REPORT = ConformanceReport(
 )
 
 
-def test_failures_are_those_that_do_not_hold() -> None:
+def test_failures_are_those_that_do_not_hold_and_a_row_has_words() -> None:
     assert [one.name for one in REPORT.failures] == ["b", "d", "e"]
     assert [one.holds for one in REPORT.results] == [True, False, False, False, False]
     with pytest.raises(KeyError, match="no check 'z' in this report"):
         REPORT["z"]
+    assert REPORT["b"].text == (
+        "b does not hold, off by 2.5e-01 (allowed: 1.0e-04): much. What must hold: meaning of b. What to do: mend it."
+    )
+    assert REPORT["c"].text == "c not offered: no such thing. What must hold: meaning of c."
 
 
 def test_the_table() -> None:
@@ -65,13 +69,6 @@ def test_the_json_is_plain_and_has_no_infinities() -> None:
     assert [one["off"] for one in found["checks"]] == [0, 0.25, None, None, None]
     assert found["checks"][1] == asdict(REPORT["b"])
     assert json.loads(ConformanceReport("x", REPORT.results[:1]).to_json(indent=None))["holds"] is True
-
-
-def test_a_row_in_words() -> None:
-    assert REPORT["b"].text == (
-        "b does not hold, off by 2.5e-01 (allowed: 1.0e-04): much. What must hold: meaning of b. What to do: mend it."
-    )
-    assert REPORT["c"].text == "c not offered: no such thing. What must hold: meaning of c."
 
 
 @pytest.mark.parametrize(
