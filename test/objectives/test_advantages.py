@@ -40,7 +40,6 @@ def answers(returns: Sequence[float], query: Any = "a") -> list[TensorDict]:
 
 
 def advantages(td: TensorDictBase | None) -> list[float]:
-    assert td is not None
     return [float(one["advantage"]) for one in td.unbind(0)]
 
 
@@ -86,7 +85,6 @@ def test_steps_and_tokens_share_the_advantage_of_a_trajectorys_return() -> None:
     assert advantages(RLOOAdvantage(2).inv(lazy_stack(turns))) == [2, 2, -2]
     rewards = [torch.tensor([[0.0], [0.0], [1.0]]), torch.zeros(4, 1)]
     out = DrGRPOAdvantage(2).inv(lazy_stack([step("a", r, tokens=len(r)) for r in rewards]))
-    assert out is not None
     assert [one["advantage"].tolist() for one in out] == [[[0.5]] * 3, [[-0.5]] * 4]
 
 
@@ -118,7 +116,6 @@ def test_reinforce_plus_plus_waits_for_its_batch_and_for_its_groups() -> None:
     assert transform.inv(lazy_stack([a[0], b[0], c[0], a[1]])) is None
     assert transform.queued_trajectories == 4
     out = transform.inv(lazy_stack([c[1]]))  # a and c are complete, b is not
-    assert out is not None
     assert [one["query"] for one in out] == ["a", "a", "c", "c"]
     assert advantages(out) == pytest.approx([-(1.5**0.5), 1.5**0.5, 0, 0])
     assert transform.queued_trajectories == 1
@@ -177,7 +174,6 @@ def of_group(number: Any, reward: float, done: bool = True, query: str = "a") ->
 
 
 def by_group(td: TensorDictBase | None) -> dict[int, list[float]]:
-    assert td is not None
     found: dict[int, list[float]] = {}
     for one in td.unbind(0):
         found.setdefault(int(one["group_id"]), []).append(float(one["advantage"]))
@@ -290,9 +286,6 @@ def test_rows_of_a_collector_come_whole(turns: int) -> None:
     assert rows[0]["advantage"].shape == (1, 1)
 
 
-# -- in the loss ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "transform", [MCAdvantage(2), RLOOAdvantage(2), DrGRPOAdvantage(2), ReinforcePlusPlusAdvantage(4)]
 )
@@ -325,9 +318,6 @@ def test_the_loss_takes_them_from_the_buffer(transform: Any, per_token: bool) ->
     log_probs = torch.cat([row[-size:] for row, size in zip(actor.score(td)[0], sizes, strict=True)])
     (wanted,) = torch.autograd.grad(-(each * log_probs).mean(), actor.logits)
     torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-8)
-
-
-# -- bad input --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

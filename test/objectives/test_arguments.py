@@ -108,9 +108,7 @@ def test_what_nobody_would_read_and_what_cannot_score_are_refused() -> None:
 
 def test_hooks_of_torchrl() -> None:
     type("Mine", (GRPOLoss,), {"_surrogate": None})
-    with pytest.raises(
-        TypeError, match=r"^Mine overrides _compute_policy_objective, _kl_to_ref, .* _surrogate\(ratios,"
-    ):
+    with pytest.raises(TypeError, match=r"^Mine overrides _compute_policy_objective, _kl_to_ref, .* _surrogate\(rat"):
         type("Mine", (GRPOLoss,), {"_kl_to_ref": None, "_compute_policy_objective": None})
 
 
@@ -122,8 +120,6 @@ def test_clip_range(clip: Any, expected: tuple[float, float]) -> None:
     loss = GRPOLoss(ACTOR, clip_epsilon=clip)
     assert (loss.clip_epsilon_low.item(), loss.clip_epsilon_high.item()) == pytest.approx(expected)
 
-
-# -- every argument, every kind of value ------------------------------------------------------------------------------
 
 BUILT: dict[type, dict[str, Any]] = {
     **{kind: {"actor_network": ACTOR} for kind in (GRPOLoss, DAPO, GSPOLoss, CISPOLoss, SAPOLoss, DPPOLoss)},

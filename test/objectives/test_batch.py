@@ -91,11 +91,9 @@ def test_totals() -> None:
     assert reader(td).total("n") is None
     td["n"] = torch.full((2,), 7)
     total = reader(td).total("n")
-    assert total is not None
     assert total.item() == 7
     stacked = TensorDict({FULL: torch.zeros(2, 3).long(), "n": torch.full((2, 1), 2.5)}, batch_size=[2])
     total = reader(stacked).total("n")
-    assert total is not None
     assert total.item() == 2.5
 
 
@@ -103,9 +101,7 @@ def test_totals() -> None:
 def test_wrong_totals_are_refused(value: list[float]) -> None:
     td = ragged(ROLLOUTS)
     td["n"] = torch.tensor(value)
-    with pytest.raises(
-        ValueError, match=r"^'n' must be a tensor of one finite number, 0 or more and the same for each sample, got t"
-    ):
+    with pytest.raises(ValueError, match=r"^'n' must be a tensor of one finite number, 0 or more .* sample, got tens"):
         reader(td).total("n")
 
 
@@ -122,15 +118,10 @@ def test_a_batch_moves_to_a_device() -> None:
     assert all(getattr(moved, name).is_meta for name in values if name != "ref_log_probs")
 
 
-# -- bad input --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("batch_size", [[], [0], [2, 1]])
 def test_a_wrong_batch_size_is_refused(batch_size: list[int]) -> None:
     td = TensorDict({FULL: torch.zeros(*batch_size, 3).long()}, batch_size=batch_size)
-    with pytest.raises(
-        ValueError, match=rf"batch size \[B\] with B >= 1, got {re.escape(str(batch_size))}: use td.resh"
-    ):
+    with pytest.raises(ValueError, match=rf"\[B\] with B >= 1, got {re.escape(str(batch_size))}: use td.reshape"):
         TokenReader(td, FULL)
 
 
@@ -151,9 +142,8 @@ def test_a_wrong_batch_size_is_refused(batch_size: list[int]) -> None:
 def test_a_missing_key_is_named(key: Any, masking: Masking | None, told: str, padded: bool) -> None:
     td = dense(ROLLOUTS) if padded else ragged(ROLLOUTS)
     del td[key]
-    with pytest.raises(
-        ValueError, match=rf"find {told}.*: the tensordict has no {re.escape(repr(key))}\. It has .* by set_keys\(\)"
-    ):
+    told = rf"find {told}.*: the tensordict has no {re.escape(repr(key))}\. It has .* by set_keys\(\)"
+    with pytest.raises(ValueError, match=told):
         read_all(td, masking)
 
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from support.rollouts import by_hand, ragged, samples
+from support.routes import random_routes
+from torchrl_moe.modules import TransformersWrapper
 from torchrl_moe.objectives import GRPOLoss
 from torchrl_moe.objectives.batch import LossInputs, LossKeys
 from torchrl_moe.objectives.corrections import (
@@ -25,6 +27,7 @@ from torchrl_moe.objectives.corrections import (
     Thresholds,
     policy_ratios,
 )
+from torchrl_moe.testing import make_tiny_moe
 
 MASK = torch.tensor([[True, True], [False, True]])
 LOG_RHO = torch.tensor([[3.0, 0.5], [9.0, 1.25]], dtype=torch.float64).log()
@@ -134,9 +137,6 @@ def test_what_is_asked_for() -> None:
     assert Corrections(["tis", "snis"], proximal="recomputed").normalises
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("names", "proximal", "told"),
     [
@@ -172,9 +172,6 @@ def test_combinations_without_a_meaning_are_refused(names: Any, proximal: Any, t
 def test_wrong_thresholds_are_refused(cuts: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         Thresholds(**cuts)
-
-
-# -- which policy is old, and which tokens are known -------------------------------------------------------------------
 
 
 def ratios(proximal: Proximal | None, trained: Any = None, prox: Any = None) -> PolicyRatios:
@@ -245,10 +242,6 @@ def test_what_is_not_known() -> None:
 @pytest.mark.parametrize("replay", ["none", "R3"])
 def test_the_actor_scores_its_own_proximal_policy(replay: Any) -> None:
     """The recipe of the docs, on a real MoE and a ragged batch: before a step r is 1, and the weight is prox/μ."""
-    from support.routes import random_routes
-    from torchrl_moe.modules import TransformersWrapper
-    from torchrl_moe.testing import make_tiny_moe
-
     actor = TransformersWrapper(make_tiny_moe("qwen3_moe"), replay=replay)
     rollouts = [one.apply(lambda x: x.float() if x.is_floating_point() else x) for one in samples([(2, 3), (1, 4)])]
     for i, rollout in enumerate(rollouts if replay == "R3" else []):

@@ -88,7 +88,6 @@ def test_golden_numbers(function: Any, arguments: tuple[Any, ...], expected: lis
 def test_what_is_not_selected_has_no_gradient() -> None:
     value = VALUE.clone().requires_grad_()
     (select(MASK, value).sum() + sequence_mean(value, MASK).sum()).backward()
-    assert value.grad is not None
     assert value.grad.tolist() == [[1 + 1.5, 1 + 1.5, 0], [1 + 3, 0, 0], [0, 0, 0]]
 
 
@@ -163,7 +162,6 @@ def test_a_dropped_token_has_no_gradient() -> None:
     log_probs = row(-1, -2, NAN).requires_grad_()
     ratio, _ = F.log_ratio(log_probs, row(-1, NAN, -1), every(3))
     ratio.exp().sum().backward()
-    assert log_probs.grad is not None
     assert log_probs.grad.tolist() == [[1, 0, 0]]
 
 

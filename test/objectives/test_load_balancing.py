@@ -31,9 +31,6 @@ def random(seed: int, *shape: int) -> tuple[Tensor, Tensor]:
     return logits, torch.rand(*shape[:2], generator=generator) < 0.7
 
 
-# -- rows -------------------------------------------------------------------------------------------------------------
-
-
 def test_pads_dense_layers_and_broken_rows_are_no_rows() -> None:
     logits = torch.ones(1, 4, 3, 4)
     logits[:, :, 0] = 0  # a dense layer
@@ -63,8 +60,6 @@ def test_choices_are_counted_and_measured() -> None:
     torch.testing.assert_close(balance.max_load(share), torch.tensor([1.0, 2, 4, NAN]), equal_nan=True)
 
 
-# -- golden numbers ---------------------------------------------------------------------------------------------------
-
 LN3 = math.log(3)
 
 
@@ -87,9 +82,6 @@ def test_transformers_loss_is_ours_times_k_in_one_layer() -> None:
     theirs = load_balancing_loss_func((logits.flatten(0, 2).float(),), 8, 2, attention_mask=mask)
     ours = balance.load_balancing_loss(logits, balance.known_rows(logits, mask), 2)
     torch.testing.assert_close(theirs, 2 * ours)
-
-
-# -- gradients --------------------------------------------------------------------------------------------------------
 
 
 def naive(logits: Tensor, mask: Tensor, top_k: int, scoring: str, per_sequence: bool) -> tuple[Tensor, Tensor]:
@@ -135,16 +127,12 @@ def test_what_is_not_finite_reaches_no_gradient() -> None:
     logits.requires_grad_()
     rows = balance.known_rows(logits, mask)
     (balance.load_balancing_loss(logits, rows, 2) + balance.z_loss(logits, rows)).backward()
-    assert logits.grad is not None
     assert logits.grad.isfinite().all()
     assert not logits.grad[~rows].any()
     assert logits.grad[rows].abs().max() > 0
     nothing = rows & False
     losses = [balance.load_balancing_loss(logits, nothing, 2, per_sequence=each) for each in (False, True)]
     assert [loss.item() for loss in (*losses, balance.z_loss(logits, nothing))] == [0, 0, 0]
-
-
-# -- invariances ------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=40)
@@ -182,9 +170,6 @@ def test_without_the_whole_batchs_load_parts_are_balanced_one_by_one() -> None:
         for i in range(2)
     ]
     assert sum(parts).item() == pytest.approx(1.5)  # 1 for the whole batch
-
-
-# -- bad input --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

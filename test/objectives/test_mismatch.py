@@ -17,9 +17,12 @@ from torch import Tensor
 
 from support.html_table import TableReader
 from support.rollouts import BigramActor, dense, ragged, sample, samples
+from support.routes import random_routes
+from torchrl_moe.modules import TransformersWrapper
 from torchrl_moe.objectives import CollapseThresholds, MismatchKeys, MismatchMetrics
 from torchrl_moe.objectives.mismatch import UniformSample
 from torchrl_moe.render.tables import number_text
+from torchrl_moe.testing import make_tiny_moe
 
 NAN, L, LN4 = float("nan"), math.log(1.5), math.log(4)
 LOG_PROBS = ("log_probs", "full")
@@ -240,10 +243,6 @@ def test_agreement_that_was_not_measured_is_absent() -> None:
 
 
 def test_it_reads_what_the_scoring_wrapper_writes() -> None:
-    from support.routes import random_routes
-    from torchrl_moe.modules import TransformersWrapper
-    from torchrl_moe.testing import make_tiny_moe
-
     actor = TransformersWrapper(make_tiny_moe("qwen3_moe"), measure_agreement=True)
     rollouts = samples(SHAPES)
     for i, rollout in enumerate(rollouts):
@@ -293,9 +292,6 @@ def test_thresholds_can_be_moved(caplog: pytest.LogCaptureFixture, thresholds: A
     metrics.update(*by_hand())
     metrics.compute()
     assert [line.partition("collapse: ")[2] for line in warnings(caplog)] == told
-
-
-# -- bad input --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return CharacterTokenizer()
 
 
-# -- tokenizer --------------------------------------------------------------------------------------------------------
-
-
 @given(st.text(st.sampled_from(CHARACTERS)))
 def test_text_survives_one_id_per_character(text: str) -> None:
     tokenizer = CharacterTokenizer()
@@ -46,13 +43,20 @@ def test_text_survives_one_id_per_character(text: str) -> None:
     assert tokenizer.decode(ids) == text
 
 
-def test_specials_come_first_and_nothing_is_added(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_specials_come_first_and_survive_a_folder_and_a_pickle(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     assert len(tokenizer) == len(SPECIAL) + len(CHARACTERS) == 48
     assert tokenizer.convert_tokens_to_ids(list(SPECIAL)) == [0, 1, 2, 3]
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
     assert tokenizer("<user>3<eos>")["input_ids"] == [2, 7, 1]
     assert tokenizer.decode([2, 7, 1]) == "<user>3<eos>"
     assert tokenizer.decode([2, 7, 1], skip_special_tokens=True) == "3"
+    tokenizer.save_pretrained(tmp_path)
+    for other in (AutoTokenizer.from_pretrained(tmp_path), pickle.loads(pickle.dumps(tokenizer))):
+        ids = other.apply_chat_template(CHAT, tokenize=True, return_dict=False)
+        assert ids == tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=False)
+        assert other.decode(ids) == "<user>3+4=<assistant>7<eos><user>1+1="
 
 
 def test_a_chat_is_one_token_per_role_and_character(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -65,17 +69,6 @@ def test_a_chat_is_one_token_per_role_and_character(tokenizer: PreTrainedTokeniz
     out = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
     pairs = zip(tokenizer.convert_ids_to_tokens(out["input_ids"]), out["assistant_masks"], strict=True)
     assert [token for token, mine in pairs if mine] == ["7", "<eos>"]
-
-
-def test_it_survives_a_folder_and_a_pickle(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    tokenizer.save_pretrained(tmp_path)
-    for other in (AutoTokenizer.from_pretrained(tmp_path), pickle.loads(pickle.dumps(tokenizer))):
-        ids = other.apply_chat_template(CHAT, tokenize=True, return_dict=False)
-        assert ids == tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=False)
-        assert other.decode(ids) == "<user>3+4=<assistant>7<eos><user>1+1="
-
-
-# -- problems ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("digits", "held_out"), [(1, 20), (1, 1), (1, 99), (2, 500)])
@@ -120,9 +113,6 @@ def test_problems_as_rows() -> None:
 @pytest.mark.parametrize(("completion", "reward"), [("7", 1.0), ("07", 0.0), ("7 ", 0.0), ("", 0.0), ("77", 0.0)])
 def test_only_the_exact_answer_is_rewarded(completion: str, reward: float) -> None:
     assert exact_answer(completion, answer="7") == reward
-
-
-# -- the warm-up -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_a_life_in_the_order_of_the_protocol() -> None:
     assert replica.is_alive()
     first, second, again = ask(replica, *"abb")
     with pytest.raises(ValueError, match="request id 'b' is in flight already"):
-        again.result()
+        again.result(60.0)
     replica.abort(["a", "unknown"])
     (output,) = first.result(60.0).outputs
     assert (output.finish_reason, len(output.token_ids)) == ("abort", 0)  # the abort adds no token of its own
@@ -160,7 +160,7 @@ def test_routes_are_valid_for_the_layout() -> None:
 # -- delays -----------------------------------------------------------------------------------------------------------
 
 
-def test_tokens_take_their_time() -> None:
+def test_tokens_take_their_time_and_an_aborted_request_returns_what_it_had() -> None:
     replica = FakeReplica(token_seconds=0.02)
     started = time.monotonic()
     (future,) = ask(replica, max_tokens=5)
@@ -171,9 +171,6 @@ def test_tokens_take_their_time() -> None:
     slow, fast = ask(replica, "slow", "fast")
     assert (fast.done(), slow.done()) == (True, False)
     replica.shutdown()
-
-
-def test_an_aborted_request_returns_what_it_had() -> None:
     replica = FakeReplica(token_seconds=0.01)
     (future,) = ask(replica, max_tokens=1000)
     time.sleep(0.2)
@@ -388,12 +385,9 @@ def spoiled(fault: Any) -> Any:
     return trainer.collector.postproc(batch_of(2))[1]["routed_experts", "full"].tolist()
 
 
-def test_each_token_has_the_experts_of_the_one_before_or_the_next_experts() -> None:
+def test_routes_and_advantages_change_places() -> None:
     assert spoiled(shift_routes) == [[[-1, -1]], [[0, 1]], [[2, 3]], [[3, 0]]]
     assert spoiled(wrong_ids) == [[[1, 2]], [[3, 0]], [[0, 1]], [[-1, -1]]]
-
-
-def test_advantages_change_places() -> None:
     torch.manual_seed(0)
     found: list[Any] = []
     trainer = SimpleNamespace(register_op=lambda stage, hook: found.append((stage, hook)))

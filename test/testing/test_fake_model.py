@@ -70,9 +70,6 @@ def test_the_shortest_answer_has_most_tokens_to_come() -> None:
         tokens_to_come(ask(cut(full, 2, 5), max_tokens=5))
 
 
-# -- recorded experts -------------------------------------------------------------------------------------------------
-
-
 def follow(rows: Any, model: FakeModel = OLD, **fields: Any) -> Request:
     asked = replace(ask(), prompt=None, prompt_token_ids=PROMPT.astype(np.int32), routed_experts=rows, **fields)
     return model.checked(asked)
@@ -154,9 +151,6 @@ def test_one_part_that_was_read_live_is_enough() -> None:
     for got, expected in zip(done.outputs, whole.outputs, strict=True):
         assert np.array_equal(got.routed_experts, expected.routed_experts)
         assert got.routed_experts[:2, 1].tolist() == [[6, 7], [5, 6]]
-
-
-# -- scripts ----------------------------------------------------------------------------------------------------------
 
 
 def scripted(prompt: str) -> str | None:

@@ -87,7 +87,6 @@ def test_what_the_batch_says_reaches_the_engine(fake: FakeAsyncVLLM) -> None:
     scorer(fake)(batch)
     for row, request in zip(batch.unbind(0), replica.submitted, strict=True):
         assert request.prompt_token_ids.tolist() == row["tokens", "full"].tolist()
-        assert request.scoring is not None
         assert request.scoring.temperature == 0.5
         kept = row["sampling", "kept"]
         assert request.scoring.kept.ids.tolist() == kept.ids.tolist()
@@ -103,7 +102,6 @@ def test_pads_are_no_tokens_of_a_request(fake: FakeAsyncVLLM) -> None:
     scorer(fake)(padded)
     assert [len(request.prompt_token_ids) for request in replica.submitted] == [9, 11]
     for request in replica.submitted:
-        assert request.scoring is not None
         assert len(request.scoring.kept.sizes) == len(request.prompt_token_ids) == len(request.routed_experts)
         assert (request.routed_experts[:-1, 1:] >= 0).all()
         assert abs(request.scoring.kept.sizes).sum() == len(request.scoring.kept.ids) == 12
@@ -141,8 +139,6 @@ def test_an_engine_that_cannot_follow_says_so() -> None:
         scorer(unable)(batch)
     scorer(unable, replay="none")(batch)
 
-
-# -- text and chats ---------------------------------------------------------------------------------------------------
 
 CHATS = History.from_chats(
     [
@@ -240,9 +236,6 @@ def test_what_a_sample_says_of_its_tokens_is_not_used_for_others(fake: FakeAsync
     assert policy(rollouts.exclude("sampling"))[0]["old", "full"].shape == (4,)
 
 
-# -- tokens of others -------------------------------------------------------------------------------------------------
-
-
 def test_a_dense_model_scores_tokens_without_being_told_to() -> None:
     with FakeAsyncVLLM(layout=None) as dense:
         policy = scorer(dense)
@@ -276,9 +269,6 @@ def test_tokens_elsewhere_replace_those_that_are_there(fake: FakeAsyncVLLM) -> N
     assert out[0]["tokens"].get("prompt", None) is None
     assert out[0]["others", "all_attention_mask"].tolist() == [True] * 3
     assert out[0]["masks", "all_assistant_mask"].shape == (9,)  # a rollout's, under its own key
-
-
-# -- the real engine --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.engine("qwen3_moe")

@@ -137,14 +137,6 @@ def test_missing_rows_are_unset_and_those_that_do_not_fit_refused() -> None:
     assert answer(SHORT, layout=layout)["routed_experts", "full"].dtype == torch.int16
 
 
-def test_a_dense_model_has_the_same_keys_without_routes() -> None:
-    dense = answer(completion([10, 11], output([12], [-0.5], None, [7])), layout=None)
-    moe = answer(SHORT)
-    assert set(dense.keys()) == set(moe.keys()) - {"routed_experts"}
-    for key in (("tokens", "full"), ("log_probs", "full"), ("masks", "all_assistant_mask"), "policy_version"):
-        torch.testing.assert_close(dense[key], moe[key], equal_nan=True)
-
-
 def test_keys_may_be_renamed_or_left_out() -> None:
     keys = RolloutKeys(tokens="t", masks="m", log_probs="l", routed_experts="r")
     td = answer(SHORT, keys)

@@ -32,7 +32,6 @@ def actor() -> TransformersWrapper:
 
 
 def routes_for(actor: TransformersWrapper) -> list[Tensor]:
-    assert actor.router_replay is not None
     return [random_routes(actor.router_replay, 1, length, seed=length)[0] for length in LENGTHS]
 
 
@@ -119,9 +118,6 @@ def test_samples_of_two_dtypes_keep_their_ids() -> None:
     assert got[0, :6].eq(U).all()
 
 
-# -- what is wrong with one sample --------------------------------------------------------------------------------
-
-
 def spoiled(rows: Tensor, place: tuple[int, int, int], value: int) -> Tensor:
     rows = rows.clone()
     rows[place] = value
@@ -176,9 +172,6 @@ def test_a_bad_sample_of_a_dense_batch_runs_live_without_its_pads(actor: Transfo
 def test_a_batch_without_any_routes_is_an_error_whatever_is_asked(actor: TransformersWrapper) -> None:
     with pytest.raises(ReplayError, match="start the engine with route capture"):
         actor.get_new_version(on_bad_routes="live").score(ragged([None, None, None]))
-
-
-# -- the reference --------------------------------------------------------------------------------------------------
 
 
 def test_a_reference_is_native_and_frozen_unless_told_to_replay(actor: TransformersWrapper) -> None:

@@ -162,7 +162,6 @@ def test_tokens_are_scored_by_the_logits_of_their_row_at_their_temperature() -> 
     rows = LOGITS[1].expand(3, -1)  # odds of 3
     log_probs, entropy = token_scores(rows, torch.tensor([0, 0, 1]), torch.tensor([1.0, 0.5, 0.5]), True)
     torch.testing.assert_close(log_probs, torch.tensor([0.75, 0.9, 0.1]).log())
-    assert entropy is not None
     assert entropy[1] == entropy[2] < entropy[0]
 
 
@@ -173,10 +172,8 @@ def test_tokens_are_scored_over_the_words_that_were_kept() -> None:
     log_probs, entropy = token_scores(logits, torch.tensor([0, 0, 2, 1]), 1.0, True, kept)
     torch.testing.assert_close(log_probs, torch.tensor([1 / 3, 1 / 8, 1.0, 2 / 7]).log())
     spread = [torch.tensor(p) for p in ([1 / 3, 2 / 3], [1 / 8, 1 / 4, 5 / 8], [1.0], [2 / 7, 5 / 7])]
-    assert entropy is not None
     torch.testing.assert_close(entropy, torch.stack([-(p * p.log()).sum() for p in spread]))
     (log_probs.sum() + entropy.sum()).backward()
-    assert logits.grad is not None
     assert logits.grad.isfinite().all()
     assert not logits.grad[~kept].any()
     logits = torch.tensor([[1.0, 2.0, 5.0]] * 2).log()

@@ -57,7 +57,6 @@ def test_words_that_a_template_changes_are_not_guessed_at() -> None:
     assert (found.texts, found.assistant) == (["user:hi;assistant:yo;"], None)
     found = encode(one_chat("hi", "yo"), replace(CHATS, chat_template_name="qwen"))
     assert found.texts[0].startswith("<|im_start|>system\nYou are a helpful assistant.")
-    assert found.assistant is not None
     assert TOKENIZER.decode(found.ids[0][found.assistant[0]]) == "yo"
 
 

@@ -165,9 +165,6 @@ def assert_advantages(items: list[TensorDictBase]) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
 
 
-# over a fake engine
-
-
 @pytest.fixture(scope="module")
 def fake() -> Iterator[FakeAsyncVLLM]:
     with FakeAsyncVLLM(seed=1) as engine:
@@ -259,9 +256,6 @@ def test_a_reset_begins_again() -> None:
     for item in fresh.unbind(0):
         assert set(item["policy_versions", "full"].tolist()) == {-1, 2}
         assert item["log_probs", "full"].isfinite().sum() == NEW
-
-
-# over vLLM
 
 
 @lru_cache(maxsize=1)

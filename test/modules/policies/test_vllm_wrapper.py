@@ -129,7 +129,6 @@ def assert_answer(td: TensorDictBase, prompt: list[int], output: CompletionOutpu
     assert leaf(td, "tokens", "full").tolist() == prompt + response
     assert leaf(td, "masks", "all_attention_mask").all()
     assert leaf(td, "masks", "all_assistant_mask").tolist() == [False] * p + [True] * NEW
-    assert output.logprobs is not None and output.routed_experts is not None
     assert leaf(td, "log_probs", "response").tolist() == output.logprobs.tolist()
     assert leaf(td, "log_probs", "full")[:p].isnan().all()
     assert leaf(td, "log_probs", "full")[p:].tolist() == output.logprobs.tolist()
@@ -443,9 +442,8 @@ def test_chats_of_different_length_and_a_template_that_is_given(fake: FakeAsyncV
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_missing_prompt_is_named(fake: FakeAsyncVLLM, mode: str) -> None:
-    with pytest.raises(
-        ValueError, match=rf"Expected \('{mode}', 'prompt'\) key in sample 1, .*input_mode='{mode}' .*\['other'\]"
-    ):
+    told = rf"Expected \('{mode}', 'prompt'\) key in sample 1, .*input_mode='{mode}' .*\['other'\]"
+    with pytest.raises(ValueError, match=told):
         wrapper(fake, mode)(lazy_stack([one(mode, "ab"), TensorDict(other=torch.zeros(1))]))
     with pytest.raises(ValueError, match=rf"Expected \('{mode}', 'prompt'\) key in sample 0"):
         wrapper(fake, mode)(TensorDict(batch_size=[2]))
@@ -675,31 +673,6 @@ def test_the_answer_to_a_request_says_it_too(truncating: FakeAsyncVLLM) -> None:
     assert_sampling(policy.answer(request, completion), 0.5)
 
 
-@pytest.mark.parametrize("pad_output", [False, True])
-@pytest.mark.parametrize(("first", "second"), [(True, True), (True, False), (False, True)])
-def test_words_of_the_turns_of_a_chat_are_joined(
-    truncating: FakeAsyncVLLM, fake: FakeAsyncVLLM, first: bool, second: bool, pad_output: bool
-) -> None:
-    env = ChatEnv(batch_size=(2,), input_mode="text", tokenizer=ByteTokenizer())
-    policies = [wrapper(truncating if cut else fake, pad_output=pad_output) for cut in (first, second)]
-    turn = policies[0](env.reset(TensorDict(query=["ab", "cdefg"], batch_size=[2])))
-    before = [td[KEPT].clone() if first else None for td in turn.unbind(0)]
-    reals = [td["masks", "all_attention_mask"].clone() for td in turn.unbind(0)]
-    out = policies[1](env.step_mdp(env.step(turn)))
-    for was, were_real, td in zip(before, reals, out.unbind(0), strict=True):
-        real, kept = td["masks", "all_attention_mask"], td[KEPT]
-        kept.validate(vocabulary=512, num_tokens=len(real), tokens=td["tokens", "full"])
-        old = int(were_real.sum())
-        early = [0] * old if was is None else was.sizes[were_real].tolist()
-        now = td["masks", "all_assistant_mask"]
-        late = words_of(td["tokens", "full"][now].numpy())
-        assert kept.sizes[real][:old].tolist() == early
-        assert kept.sizes[now].tolist() == (late.sizes.tolist() if second else [0] * NEW)
-        assert kept.sizes[real].count_nonzero() == NEW * (first + second)
-        wanted = [] if was is None else was.ids[was.ids >= 0].tolist()
-        assert kept.ids[kept.ids >= 0].tolist() == wanted + (late.ids.tolist() if second else [])
-
-
 def test_another_temperature_in_a_later_turn_is_refused(fake: FakeAsyncVLLM) -> None:
     policy = wrapper(fake, "tokens")
     td = policy(stacked("tokens", "ab"), temperature=0.5)
@@ -859,9 +832,7 @@ def test_the_table_of_changes_is_complete_and_others_are_named(fake: FakeAsyncVL
     arguments = set(vars(vLLMWrapper(fake)._options))
     of_scoring = {"generate", "replay", "temperature"}
     assert set(CHANGES) | of_scoring | {"model", "pad_model_input", "num_samples"} == arguments
-    with pytest.raises(
-        TypeError, match=r"unknown arguments \['pad', 'x'\]; known: \['actor_index', 'attention_mask_key'"
-    ):
+    with pytest.raises(TypeError, match=r"unknown arguments \['pad', 'x'\]; known: \['actor_index', 'attention_mask"):
         wrapper(fake).get_new_version(x=1, pad=True)
 
 

@@ -101,7 +101,6 @@ def test_tokens_follow_recorded_experts_where_an_engine_captures_some(
 ) -> None:
     with FakeAsyncVLLM() if routes else FakeAsyncVLLM(layout=None) as engine:
         scoring = vLLMWrapper(engine, **{"input_mode": "tokens", "generate": False, **arguments})
-        assert scoring.scorer is not None
         assert scoring.scorer.replay == replay
         assert scoring.get_new_version(generate=True).scorer is None
 

@@ -54,9 +54,6 @@ def test_a_recorded_choice_is_made_again_in_a_recompute_though_the_kernel_may_br
     assert torch.equal(again, first)
 
 
-# recording and counting
-
-
 def test_a_recording_is_unset_on_dense_layers_and_in_missing_columns() -> None:
     recording = Recording(3, 2)
     with pytest.raises(ReplayError, match="nothing was recorded"):
@@ -71,9 +68,6 @@ def test_a_recording_is_unset_on_dense_layers_and_in_missing_columns() -> None:
     assert (routes[:, :, 0] == U).all()
     assert routes[:, :, 1].flatten(0, 1).tolist() == own().indices.tolist()
     assert routes[:, :, 2].flatten(0, 1).tolist() == [[i, U] for i in SCORES.argmax(-1).tolist()]
-
-
-# second runs in threads; what users see of one binding at a time is in test_router_replay.py
 
 
 def test_recomputes_in_two_threads_at_once_see_their_own_bindings() -> None:

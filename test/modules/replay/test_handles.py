@@ -133,10 +133,6 @@ def test_a_model_copied_with_its_replay_stays_with_it(copied: Callable[[object],
     assert not untouched
     with pytest.raises(ReplayError, match="has a RouterReplay already"):
         RouterReplay(other)
-
-
-@COPY
-def test_a_copy_of_a_removed_replay_is_removed_too(copied: Callable[[object], object]) -> None:
     _, replay = pair()
     replay.remove()
     with pytest.raises(ReplayError, match="was removed"), copied(replay).record():

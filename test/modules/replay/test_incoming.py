@@ -27,9 +27,6 @@ def jagged(*samples: Tensor) -> Tensor:
     return torch.nested.nested_tensor(list(samples), layout=torch.jagged)
 
 
-# what is refused
-
-
 @pytest.mark.parametrize(
     ("routes", "message"),
     [
@@ -110,9 +107,6 @@ def test_a_layer_of_fewer_experts_per_token_has_trailing_unset_columns() -> None
         bound(routes, sites=sites)
 
 
-# what is accepted
-
-
 @pytest.mark.filterwarnings("error")
 def test_arrays_and_routed_experts_are_taken_without_a_warning() -> None:
     read_only = np.asarray(ROUTES, dtype=np.int16)  # as arrays from a buffer or a file are
@@ -188,8 +182,6 @@ def test_jagged_routes_of_another_shape_are_refused() -> None:
     with pytest.raises(RouteShapeError, match=r"attention_mask must have shape \[2, T\], got \[3, 3\]"):
         bound(samples, torch.ones(3, 3))
 
-
-# malformed routes
 
 DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64)
 IDS = (-(2**63), -32769, -129, -128, -2, -1, 0, 1, 7, 8, 9, 127, 128, 255, 256, 32767, 65535, 2**31, 2**63 - 1)

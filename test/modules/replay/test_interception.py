@@ -237,7 +237,7 @@ def test_weights_are_credited_to_the_module_that_made_them() -> None:
     assert tracer.weights["experts"] == ("logits", "softmax", "chosen", "softmax")
 
 
-def test_a_matrix_product_begins_again() -> None:
+def test_a_matrix_product_begins_again_and_tensors_are_not_kept_alive() -> None:
     tracer = ScoreTracer({8}, [])
     with tracer:
         scores, _ = softmax(HIDDEN)
@@ -245,9 +245,6 @@ def test_a_matrix_product_begins_again() -> None:
         plain = HIDDEN.softmax(-1)
     assert tracer.steps(again) == ("logits",)
     assert tracer.steps(plain) == ()
-
-
-def test_tensors_are_not_kept_alive() -> None:
     tracer = ScoreTracer({8}, [])
     with tracer:
         made = softmax(HIDDEN)

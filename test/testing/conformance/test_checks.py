@@ -36,6 +36,9 @@ def test_each_check_has_a_fault_a_meaning_and_advice() -> None:
     assert len(CHECKS) == len(set(FAULTS)) == 26
     assert all(one.meaning and one.advice and not one.advice.endswith(".") for one in CHECKS)
     assert next(one for one in CHECKS if one.name == "rows").meaning == "one row for each token but the last"
+    assert Sampling(max_tokens=3, n=4).changes == {}
+    given = Sampling(temperature=0.5, top_k=7, presence_penalty=0.1)
+    assert given.changes == {"temperature": 0.5, "top_k": 7, "presence_penalty": 0.1}
 
 
 @pytest.mark.parametrize(("name", "fault"), [(name, fault) for name, faults in FAULTS.items() for fault in faults])
@@ -186,16 +189,7 @@ def test_an_update_that_tolerances_cannot_see_proves_nothing() -> None:
     assert "other weights hardly change this model's log-probs" in found["update"].seen
 
 
-# -- adapters and their values -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("kind", "methods"), [(ConformingEngine, 5), (ServiceAdapter, 5), (Adapter, 1)])
 def test_our_adapters_have_every_method_and_one_makes_an_adapter(kind: type, methods: int) -> None:
     protocols = (EngineAdapter, Aborts, Resumes, UpdatesWeights, ReportsVersion)
     assert [issubclass(kind, protocol) for protocol in protocols] == [i < methods for i in range(5)]
-
-
-def test_a_sampling_names_what_changes_the_distribution() -> None:
-    assert Sampling(max_tokens=3, n=4).changes == {}
-    given = Sampling(temperature=0.5, top_k=7, presence_penalty=0.1)
-    assert given.changes == {"temperature": 0.5, "top_k": 7, "presence_penalty": 0.1}

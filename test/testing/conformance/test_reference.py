@@ -87,19 +87,16 @@ def test_other_families_have_gaps_too(family: str) -> None:
     assert (shifted > 0).float().mean() > 0.5
 
 
-def test_a_dense_model_has_no_layout_and_follows_nothing() -> None:
-    dense = Reference(make_tiny_moe("qwen3"))
-    assert dense.layout is None
-    assert dense.logits(IDS).shape == (6, 259)
-    with pytest.raises(NotOffered, match="routes cannot be replayed in this model"):
-        dense.follow(IDS, torch.full((5, 3, 2), -1))
-
-
 def test_altered_weights_are_another_model(reference: Reference) -> None:
     other, again = reference.altered(1), reference.altered(1)
     assert torch.equal(other.logits(IDS), again.logits(IDS))
     assert (other.logits(IDS) - reference.logits(IDS)).abs().max() > 0.1
     assert torch.equal(reference.logits(IDS), Reference(shared_moe()).logits(IDS))
+    dense = Reference(make_tiny_moe("qwen3"))
+    assert dense.layout is None
+    assert dense.logits(IDS).shape == (6, 259)
+    with pytest.raises(NotOffered, match="routes cannot be replayed in this model"):
+        dense.follow(IDS, torch.full((5, 3, 2), -1))
 
 
 def test_a_model_is_left_as_it_was() -> None:

@@ -40,7 +40,7 @@ def test_failures_are_those_that_do_not_hold_and_a_row_has_words() -> None:
     assert REPORT["c"].text == "c not offered: no such thing. What must hold: meaning of c."
 
 
-def test_the_table() -> None:
+def test_the_table_and_the_json() -> None:
     assert str(REPORT) == REPORT.table()
     assert REPORT.table().splitlines() == [
         "an <engine>: 1 holds, 3 do not hold, 1 not offered",
@@ -60,9 +60,6 @@ def test_the_table() -> None:
     html = REPORT._repr_html_()
     assert "an &lt;engine&gt;: 1 holds" in html  # escaped
     assert "What to do: mend it." in html
-
-
-def test_the_json_is_plain_and_has_no_infinities() -> None:
     found = json.loads(REPORT.to_json())
     assert found["engine"] == "an <engine>"
     assert found["holds"] is False

@@ -122,9 +122,6 @@ class Partly(Silent):
         return [*super().generate(prompts[:1], sampling), *ConformingEngine.generate(self, prompts[1:], sampling)]
 
 
-# -- calls that may never return --------------------------------------------------------------------------------------
-
-
 def test_what_is_done_in_a_thread_is_waited_for_and_not_for_ever() -> None:
     assert result(in_thread(lambda: 3), 60.0) == 3
     with pytest.raises(ZeroDivisionError):
@@ -136,9 +133,6 @@ def test_what_is_done_in_a_thread_is_waited_for_and_not_for_ever() -> None:
 
     with pytest.raises(TimeoutError, match="the engine is busy"):  # its own
         result(in_thread(Mock(side_effect=TimeoutError("the engine is busy"))), 60.0)
-
-
-# -- the moment to interrupt ------------------------------------------------------------------------------------------
 
 
 class Scripted:
