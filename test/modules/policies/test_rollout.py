@@ -137,18 +137,6 @@ def test_missing_rows_are_unset_and_those_that_do_not_fit_refused() -> None:
     assert answer(SHORT, layout=layout)["routed_experts", "full"].dtype == torch.int16
 
 
-def test_keys_may_be_renamed_or_left_out() -> None:
-    keys = RolloutKeys(tokens="t", masks="m", log_probs="l", routed_experts="r")
-    td = answer(SHORT, keys)
-    assert {"t", "m", "l", "r"} <= set(td.keys())
-    assert not {"tokens", "masks", "log_probs", "routed_experts"} & set(td.keys())
-    assert_values(td["r", "full"][:, 1], [[5, 3], [0, 1], [U, U]], torch.int8)
-    padded = pad_answers([td, answer(LONG, keys)], PAD, keys, (2,))
-    assert padded["r", "full"].shape == (2, 6, 2, 2)
-    td = answer(SHORT, RolloutKeys(log_probs=None, routed_experts=None))
-    assert {"log_probs", "routed_experts"}.isdisjoint(td.keys())
-
-
 def test_an_answer_without_a_token_has_no_version() -> None:
     td = answer(completion([10, 11], output([], [], [[5, 3]], [])))
     assert_values(td["policy_version"], U, torch.int64)
@@ -217,16 +205,6 @@ def test_a_stack_has_the_shape_asked_for_in_order(shape: tuple[int, ...]) -> Non
         assert stack["policy_version"].tolist() == torch.arange(4).view(shape).tolist()
         assert stack["tokens", "full"].shape == (*shape, 2)
         assert list(stack.reshape(-1)["finish_reason"]) == ["stop"] * 4
-
-
-def test_one_answer_needs_no_stack() -> None:
-    one = answer(SHORT)
-    assert stack_answers([one], ()) is one
-    padded = pad_answers([one], PAD, KEYS, ())
-    assert padded.batch_size == torch.Size([])
-    assert padded["tokens"].padded is True
-    assert_values(padded["tokens", "full"], [10, 11, 12], torch.int64)
-    assert padded["finish_reason"] == "stop"
 
 
 # padding

@@ -29,7 +29,6 @@ from torchrl_moe.modules.policies.scoring import ScoringBatch, read_batch
 from torchrl_moe.modules.policies.scoring_model import (
     ScoringModel,
     Selection,
-    parts_by_temperature,
     read_sampling,
     says_nothing,
 )
@@ -554,19 +553,6 @@ def test_temperatures_and_words_of_some_tokens_by_hand() -> None:
     assert (words[0].tolist(), words[1].tolist()) == ([1], [0, 0, -1, 0])
 
 
-def test_words_of_a_padded_batch() -> None:
-    words = lazy_stack([kept([4, 2, 1], [0, 2, 0, -1]), kept([3], [0, 1])])
-    batch = TensorDict(
-        tokens=TensorDict(full=torch.zeros(2, 6).long(), batch_size=[2]),
-        sampling=TensorDict(temperature=torch.tensor([0.5, 0.5]), kept=words.pad(6), batch_size=[2]),
-        batch_size=[2],
-    )
-    wanted = torch.ones(2, 6).bool()
-    temperature, (ids, sizes) = read(batch).of_tokens(batch_of(batch), wanted)
-    assert temperature == 0.5
-    assert (ids.tolist(), sizes.tolist()) == ([4, 2, 1, 3], [0, 0, 0, 2, 0, -1, 0, 0, 0, 0, 0, 1])
-
-
 def test_dense_logits_lose_the_words_that_were_left_out() -> None:
     td = mixed()
     logits = torch.randn(3, 4, V, generator=torch.Generator().manual_seed(0), requires_grad=True)
@@ -583,19 +569,3 @@ def test_dense_logits_lose_the_words_that_were_left_out() -> None:
     cut = read(td).truncate(torch.zeros(3, 3, V), batch_of(td))
     assert cut[2].eq(0).int().tolist() == [[1] * 5, [1] * 5, [1, 0, 0, 0, 0]]
     assert cut[:2].eq(0).all()
-
-
-@pytest.mark.parametrize(
-    ("temperature", "expected"),
-    [
-        (0.5, [(0.5, None)]),
-        (torch.tensor([0.5, 2.0, 0.5]), [(0.5, [1, 0, 1]), (2.0, [0, 1, 0])]),
-        (torch.tensor([0.7, 0.7]), [(pytest.approx(0.7), [1, 1])]),
-        (torch.tensor([]), [(1.0, None)]),  # of no tokens: a forward pass is run all the same
-    ],
-)
-def test_parts(temperature: float | Tensor, expected: list[Any]) -> None:
-    found = [
-        (value, None if part is None else part.int().tolist()) for value, part in parts_by_temperature(temperature)
-    ]
-    assert found == expected

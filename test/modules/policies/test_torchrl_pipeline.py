@@ -190,7 +190,7 @@ def test_what_is_collected_is_aligned(fake: FakeAsyncVLLM, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["history", "text"])
-def test_what_is_sampled_is_aligned_and_has_advantages(fake: FakeAsyncVLLM, mode: str) -> None:
+def test_what_is_sampled_is_aligned_has_advantages_and_can_be_read_padded(fake: FakeAsyncVLLM, mode: str) -> None:
     buffer = make_buffer()
     assert collect(make_policy(fake, mode), replay_buffer=buffer) == [None, None]
     assert len(buffer) == 2 * ENVS
@@ -200,12 +200,6 @@ def test_what_is_sampled_is_aligned_and_has_advantages(fake: FakeAsyncVLLM, mode
     for item in sample.unbind(0):
         assert_aligned(item)
         assert item["routed_experts", "full"][:-1, 1:].equal(engine_routes(fake, item["tokens", "full"]))
-
-
-def test_a_sample_can_be_read_padded(fake: FakeAsyncVLLM) -> None:
-    buffer = make_buffer()
-    collect(make_policy(fake), replay_buffer=buffer)
-    sample = buffer.sample()
     ids = sample.get(("tokens", "full"), as_padded_tensor=True, padding_side="left", padding_value=256)
     routes = sample["routed_experts"].pad().full
     assert routes.shape == (*ids.shape, 4, 2)

@@ -330,10 +330,11 @@ def test_many_samples_cannot_be_written_in_place(fake: FakeAsyncVLLM, inplace: A
         wrapper(fake, num_samples=2, inplace=inplace)
 
 
-def test_keys_may_be_renamed(fake: FakeAsyncVLLM) -> None:
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_keys_may_be_renamed(fake: FakeAsyncVLLM, pad_output: bool) -> None:
     names = {"history": "h", "text": "x", "tokens": "t", "masks": "m", "log_probs": "l", "routed_experts": "r"}
     keys = {f"{name}_key": short for name, short in names.items()}
-    policy = wrapper(fake, "history", input_key=("mine", "chat"), **keys)
+    policy = wrapper(fake, "history", input_key=("mine", "chat"), pad_output=pad_output, **keys)
     assert policy.in_keys == [("mine", "chat")]
     td = TensorDict(mine=TensorDict(chat=chats(*PROMPTS), batch_size=[3]), batch_size=[3])
     out = policy(td)
