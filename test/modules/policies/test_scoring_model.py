@@ -29,6 +29,7 @@ from torchrl_moe.modules.policies.scoring import ScoringBatch, read_batch
 from torchrl_moe.modules.policies.scoring_model import (
     ScoringModel,
     Selection,
+    parts_by_temperature,
     read_sampling,
     says_nothing,
 )
@@ -569,3 +570,10 @@ def test_dense_logits_lose_the_words_that_were_left_out() -> None:
     cut = read(td).truncate(torch.zeros(3, 3, V), batch_of(td))
     assert cut[2].eq(0).int().tolist() == [[1] * 5, [1] * 5, [1, 0, 0, 0, 0]]
     assert cut[:2].eq(0).all()
+
+
+def test_parts() -> None:
+    assert list(parts_by_temperature(0.5)) == [(0.5, None)]
+    assert list(parts_by_temperature(torch.tensor([]))) == [(1.0, None)]  # a forward pass is run all the same
+    found = [(value, part.tolist()) for value, part in parts_by_temperature(torch.tensor([0.5, 2.0, 0.5]))]
+    assert found == [(0.5, [True, False, True]), (2.0, [False, True, False])]

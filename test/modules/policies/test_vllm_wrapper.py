@@ -407,6 +407,8 @@ def test_a_mask_decides_what_is_padding(fake: FakeAsyncVLLM, key: Any) -> None:
     td = dense("tokens", "ab", "cd").set(key, torch.tensor([[0, 1], [1, 1]]))
     wrapper(fake, "tokens", inplace=False, attention_mask_key=key)(td)
     assert asked(fake, 2) == [[98], [99, 100]]
+    with pytest.raises(ValueError, match=r"sample 0: .* has shape \[3\] and the prompt \[2\]"):
+        wrapper(fake, "tokens", attention_mask_key=key)(td.set(key, torch.ones(2, 3)))
 
 
 def test_a_tokenizer_of_another_model_is_refused(fake: FakeAsyncVLLM) -> None:
