@@ -42,15 +42,26 @@ OFF = "None switches it off"
         ({"kl_estimator": "k1"}, "kl_estimator='k1' as a plain loss has an expected gradient of 0 on policy"),
         ({"dual_clip": 1.0}, "dual_clip must be a number above 1, or None, got 1.0. 3 is usual"),
         ({"router_loss": 3}, "router_loss must be a MoERouterLoss of this loss's actor, got int of another"),
+        (
+            {"router_loss": MoERouterLoss(SimpleNamespace(score=None), top_k=2)},
+            "router_loss .* MoERouterLoss of another",
+        ),
         ({"aggregation": "mean"}, r"aggregation must be one of \['token_mean', .*\], got 'mean'.$"),
         ({"reduction": "sum"}, "reduction must be one of .*, got 'sum': TorchRL's loss is a mean then too. For a sum"),
+        ({"masking_strategy": "all"}, r"masking_strategy must be one of \['sft', 'rlhf', 'generic'\], got 'all'"),
+        ({"ref_log_prob_padding_side": "both"}, r"ref_log_prob_padding_side must be one of .* got 'both'"),
+        ({"proximal_policy": "old"}, r"proximal_policy must be one of \[None, 'recomputed', .*\], got 'old'"),
+        ({"reference": "model"}, r"reference must be one of \['key', 'adapter'\], got 'model'"),
+        ({"correction": "tis"}, "correction='tis' is an importance weight, and the ratio of the coupled objective"),
         ({"reduction": "max"}, r"reduction must be one of \[None, 'mean', 'none'\], got 'max'.$"),
         ({"fixed_length": 3}, "fixed_length and .* go together, got fixed_length=3 and aggregation='token_mean'"),
         ({"aggregation": "fixed_length"}, "fixed_length and .* go together, got fixed_length=None and aggregation="),
         ({"aggregation": "fixed_length", "fixed_length": 0}, "fixed_length must be an integer of at least 1, or None"),
         ({"gamma": 0.99}, "gamma must be None, got 0.99: .* Discount rewards before the advantage"),
-        ({"clip_value": True}, "clip_value must be None or False, got True: .* clip_epsilon is"),
-        ({"clip_value": 0.2}, "clip_value must be None or False, got 0.2: .* clip_epsilon is"),
+        *(
+            ({"clip_value": wrong}, f"clip_value must be None or False, got {wrong}: .* clip_epsilon is")
+            for wrong in (True, 0.2)
+        ),
         ({"samples_mc_entropy": 0}, "samples_mc_entropy must be an integer of at least 1, got 0.$"),
         *(
             ({"clip_epsilon": wrong}, "clip_epsilon .*must be a .*number.*, got ")
@@ -70,13 +81,6 @@ def test_a_loss_without_a_clipped_surrogate_has_no_dual_clip(kind: Any) -> None:
         kind(ACTOR, dual_clip=3.0)
 
 
-def test_a_router_loss_must_be_of_the_losss_own_actor() -> None:
-    router_loss = MoERouterLoss(ACTOR, top_k=2)
-    assert GRPOLoss(ACTOR, router_loss=router_loss).router_loss is router_loss
-    with pytest.raises(ValueError, match=r"^router_loss must be .*, got MoERouterLoss of another"):
-        GRPOLoss(SimpleNamespace(score=None), router_loss=router_loss)
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -89,12 +93,22 @@ def test_a_router_loss_must_be_of_the_losss_own_actor() -> None:
     ],
 )
 def test_a_right_argument_is_taken(arguments: dict[str, Any], expected: str) -> None:
-    assert GRPOLoss(ACTOR, **arguments).aggregation == expected
+    router_loss = MoERouterLoss(ACTOR, top_k=2)
+    loss = GRPOLoss(ACTOR, router_loss=router_loss, **arguments)
+    assert (loss.aggregation, loss.router_loss) == (expected, router_loss)
+
+
+def test_what_nobody_would_read_and_what_cannot_score_are_refused() -> None:
+    for kind in (GRPOLoss, DAPO):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'clip_epsilom'"):
+            kind(ACTOR, clip_epsilom=1)
+    with pytest.raises(TypeError, match=r"actor_network must have a score method .* got object: wrap the model"):
+        GRPOLoss(object())
 
 
 def test_hooks_of_torchrl() -> None:
     type("Mine", (GRPOLoss,), {"_surrogate": None})
-    with pytest.raises(TypeError, match=r"^Mine overrides _compute_policy_objective, _kl_to_ref, which TorchRL's"):
+    with pytest.raises(TypeError, match=r"^Mine overrides _compute_policy_objective, _kl_to_ref, .* _surrogate\(rat"):
         type("Mine", (GRPOLoss,), {"_kl_to_ref": None, "_compute_policy_objective": None})
 
 
@@ -107,17 +121,12 @@ def test_clip_range(clip: Any, expected: tuple[float, float]) -> None:
     assert (loss.clip_epsilon_low.item(), loss.clip_epsilon_high.item()) == pytest.approx(expected)
 
 
-# -- every argument, every kind of value ------------------------------------------------------------------------------
-
 BUILT: dict[type, dict[str, Any]] = {
-    **{
-        kind: {"actor_network": SimpleNamespace(score=None)}
-        for kind in (GRPOLoss, DAPO, GSPOLoss, CISPOLoss, SAPOLoss, DPPOLoss)
-    },
-    MoERouterLoss: {"actor_network": SimpleNamespace(score=None), "top_k": 2},
-    **{kind: {} for kind in (GRPOAdvantage, RLOOAdvantage, DrGRPOAdvantage, MismatchMetrics, Thresholds)},
+    **{kind: {"actor_network": ACTOR} for kind in (GRPOLoss, DAPO, GSPOLoss, CISPOLoss, SAPOLoss, DPPOLoss)},
+    MoERouterLoss: {"actor_network": ACTOR, "top_k": 2},
+    **{kind: {} for kind in (GRPOAdvantage, RLOOAdvantage, DrGRPOAdvantage, MismatchMetrics)},
+    **{kind: {} for kind in (Thresholds, CollapseThresholds)},
     ReinforcePlusPlusAdvantage: {"batch_size": 8},
-    CollapseThresholds: {},
 }
 
 

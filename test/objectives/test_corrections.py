@@ -14,7 +14,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchrl_moe.objectives.corrections import Correction, Corrections, PolicyRatios, Thresholds
+from support.rollouts import by_hand, ragged, samples
+from support.routes import random_routes
+from torchrl_moe.modules import TransformersWrapper
+from torchrl_moe.objectives import GRPOLoss
+from torchrl_moe.objectives.batch import LossInputs, LossKeys
+from torchrl_moe.objectives.corrections import (
+    Correction,
+    Corrections,
+    PolicyRatios,
+    Proximal,
+    Thresholds,
+    policy_ratios,
+)
+from torchrl_moe.testing import make_tiny_moe
 
 MASK = torch.tensor([[True, True], [False, True]])
 LOG_RHO = torch.tensor([[3.0, 0.5], [9.0, 1.25]], dtype=torch.float64).log()
@@ -61,6 +74,7 @@ GOLDEN: list[tuple[Any, dict[str, Any], Sequence[float], Sequence[bool]]] = [
     ("opsm", {"opsm": 0.25}, ONES, ALL),
     ("staleness_mask", {}, ONES, [X, X, _]),
     ("staleness_mask", {"staleness_mask": 3}, ONES, [X, _, _]),
+    ("staleness_mask", {"staleness_mask": 9}, ONES, ALL),
     ("staleness_weight", {}, [1, 1 / 4, 1 / 9], ALL),
     (["tis", "icepop"], {"icepop": (0.6, 5.0)}, [2, 0.5, 1.25], [X, _, X]),
     (["geo", "tis"], {"geo": (0.9, 1.23)}, [2, 0.5, 1.25], [X, X, _]),
@@ -75,9 +89,6 @@ def test_golden_numbers(names: Any, cuts: dict[str, Any], weights: Sequence[floa
     assert got_kept == list(kept)
     expected = [weight if keep else math.nan for weight, keep in zip(weights, kept, strict=True)]
     assert got_weights == pytest.approx(expected, nan_ok=True)
-
-
-def test_every_name_has_a_golden_number() -> None:
     named = {name for names, *rest in GOLDEN for name in ([names] if isinstance(names, str) else names)}
     assert named == set(get_args(Correction)) - {"snis"}  # below
 
@@ -88,6 +99,7 @@ def test_the_coupled_ratio_is_the_weight_already(name: Any) -> None:
     weights, kept = apply(name, proximal=None, **cuts)
     assert kept == apply(name, **cuts)[1]
     assert {weight for weight in weights if not math.isnan(weight)} == {1.0}
+    assert apply(["mis", "seq_mis"], proximal=None)[1] == [_, X, X]
 
 
 def test_normalised_weights_have_a_mean_of_one() -> None:
@@ -102,13 +114,11 @@ def test_normalised_weights_have_a_mean_of_one() -> None:
 def test_a_token_left_out_by_its_weight_counts_as_zero_in_the_mean() -> None:
     corrections = Corrections(["mis", "snis"], proximal="recomputed")
     assert corrections.importance_weight(LOG_RHO, MASK).tolist() == [[0, 0.5], [0, 1.25]]
-    weights, _ = apply(["mis", "snis"], mean=1.75 / 3)
-    assert weights == pytest.approx([math.nan, 3 * 0.5 / 1.75, 3 * 1.25 / 1.75], nan_ok=True)
-
-
-def test_a_batch_without_weight_is_not_divided_by_zero() -> None:
+    assert apply(["mis", "snis"], mean=1.75 / 3)[0] == pytest.approx(
+        [math.nan, 3 * 0.5 / 1.75, 3 * 1.25 / 1.75], nan_ok=True
+    )
     weights, kept = apply(["mis", "snis"], mean=0.0, mis=0.1)
-    assert kept == [_, _, _]
+    assert kept == [_, _, _]  # a batch without weight is not divided by 0
     assert all(map(math.isnan, weights))
 
 
@@ -127,31 +137,19 @@ def test_what_is_asked_for() -> None:
     assert Corrections(["tis", "snis"], proximal="recomputed").normalises
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("names", ["tis", "seq_tis", ["geo", "tis"]])
-def test_a_weight_on_a_ratio_that_holds_it_is_refused(names: Any) -> None:
-    with pytest.raises(ValueError, match=r"an importance weight, and the ratio of the coupled .* Set proximal_policy"):
-        Corrections(names)
-
-
-@pytest.mark.parametrize("names", [["tis", "seq_mis"], ["seq_tis", "icepop"], ["mis", "seq_mis"]])
-def test_two_importance_weights_are_refused(names: Any) -> None:
-    with pytest.raises(ValueError, match=r"two importance weights, of tokens .* and of sequences .* count twice. geo"):
-        Corrections(names, proximal="recomputed")
-
-
-def test_masks_of_both_kinds_combine_in_the_coupled_objective() -> None:
-    assert apply(["mis", "seq_mis"], proximal=None)[1] == [_, X, X]
-
-
 @pytest.mark.parametrize(
     ("names", "proximal", "told"),
     [
         ("trunc", None, r"correction must be of \['tis', .*\], one name or a list of them, got 'trunc'"),
         (["geo", "geo"], None, r"correction lists a name twice, got \['geo', 'geo'\]"),
-        ("snis", None, "correction='snis' is an importance weight"),
+        *(
+            (names, None, "an importance weight, and the ratio of the coupled .* Set proximal_policy")
+            for names in ("tis", "seq_tis", "snis", ["geo", "tis"])
+        ),
+        *(
+            (names, "recomputed", r"two importance weights, of tokens .* and of sequences .* count twice. geo")
+            for names in (["tis", "seq_mis"], ["seq_tis", "icepop"], ["mis", "seq_mis"])
+        ),
         (["snis", "geo"], "recomputed", r"'snis' normalises an importance weight, got \['snis', 'geo'\]: add tis"),
         (["snis", "tis"], "interpolated", "'snis' needs the mean weight .* use 'recomputed', or leave 'snis' out"),
     ],
@@ -174,3 +172,90 @@ def test_combinations_without_a_meaning_are_refused(names: Any, proximal: Any, t
 def test_wrong_thresholds_are_refused(cuts: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         Thresholds(**cuts)
+
+
+def ratios(proximal: Proximal | None, trained: Any = None, prox: Any = None) -> PolicyRatios:
+    """Of the batch worked out by hand, with log-probs of the second token replaced."""
+    td, actor = by_hand()
+    log_probs = actor.log_probs
+    if trained is not None:
+        with torch.no_grad():
+            log_probs[0, 1] = trained
+    if prox is not None:
+        td[0]["prox_log_prob"][1] = prox
+    inputs = LossInputs(
+        masking="sft",
+        reference=False,
+        proximal=proximal == "recomputed",
+        staleness=proximal == "interpolated",
+        ref_side="left",
+        ref_fill=math.nan,
+    )
+    return policy_ratios(log_probs, inputs.read(td, LossKeys(), None), proximal)
+
+
+def of(values: Tensor) -> list[float]:
+    """The three tokens that count, not as logarithms."""
+    return values.exp()[torch.tensor([[False, True, True], [False, False, True]])].tolist()
+
+
+def test_coupled() -> None:
+    got = ratios(None)
+    assert of(got.log_probs) == pytest.approx([0.6, 0.4, 0.2])
+    assert of(got.old_log_probs) == pytest.approx([0.4, 0.4, 0.4])
+    for log_ratio in (got.log_ratio, got.sample_log_ratio, got.log_rho):
+        assert of(log_ratio) == pytest.approx([1.5, 1, 0.5])
+    assert got.log_ratio.requires_grad
+    assert not got.log_rho.requires_grad
+
+
+def test_recomputed() -> None:
+    got = ratios("recomputed")
+    assert of(got.old_log_probs) == pytest.approx([0.8, 0.4, 0.2])
+    assert of(got.log_ratio) == pytest.approx([0.75, 1, 1])
+    assert of(got.sample_log_ratio) == pytest.approx([1.5, 1, 0.5])
+    assert of(got.log_rho) == pytest.approx([2, 1, 0.5])
+
+
+def test_interpolated() -> None:
+    """Sampled 2, 1 and 4 updates ago: r is the d-th root of π/μ, and ρ the rest of it."""
+    got = ratios("interpolated")
+    assert of(got.log_ratio) == pytest.approx([1.5**0.5, 1, 0.5**0.25])
+    assert of(got.log_rho) == pytest.approx([1.5**0.5, 1, 0.5**0.75])
+    assert got.log_ratio.requires_grad
+    assert not got.log_rho.requires_grad
+
+
+def test_what_is_not_known() -> None:
+    mask = [[False, True, True], [False, False, True]]
+    dropped = [[False, False, True], [False, False, True]]
+    got = ratios("recomputed", trained=math.nan)
+    assert got.mask.tolist() == dropped
+    assert got.rho_mask.tolist() == mask  # so that the weights of a batch do not depend on π
+    got = ratios("recomputed", prox=math.nan)
+    assert got.mask.tolist() == got.rho_mask.tolist() == dropped
+    got = ratios("interpolated", trained=math.nan)
+    assert got.mask.tolist() == got.rho_mask.tolist() == dropped
+    assert all(values.isfinite().all() for values in (got.log_probs, got.old_log_probs, got.log_ratio, got.log_rho))
+
+
+@pytest.mark.parametrize("replay", ["none", "R3"])
+def test_the_actor_scores_its_own_proximal_policy(replay: Any) -> None:
+    """The recipe of the docs, on a real MoE and a ragged batch: before a step r is 1, and the weight is prox/μ."""
+    actor = TransformersWrapper(make_tiny_moe("qwen3_moe"), replay=replay)
+    rollouts = [one.apply(lambda x: x.float() if x.is_floating_point() else x) for one in samples([(2, 3), (1, 4)])]
+    for i, rollout in enumerate(rollouts if replay == "R3" else []):
+        routes = random_routes(actor.router_replay, 1, len(rollout["tokens", "full"]), seed=i)[0]
+        rollout["routed_experts", "full"] = routes
+    td = ragged([rollout.exclude("prox_log_prob") for rollout in rollouts])
+    with torch.no_grad():
+        actor.get_new_version(log_probs_key="prox")(td)
+    loss = GRPOLoss(actor, proximal_policy="recomputed", correction="mis", thresholds=Thresholds(mis=1e9))
+    loss.set_keys(prox_log_prob=("prox", "full"))
+    out = loss(td)
+    weighted = [(row["prox", "full"] - row["log_probs", "full"]).exp() * row["advantage"][0] for row in td.unbind(0)]
+    torch.testing.assert_close(out.loss_objective.detach(), -torch.cat(weighted).nansum() / 7, rtol=1e-4, atol=1e-6)
+    assert out.clip_fraction.item() == out.num_dropped_tokens.item() == 0
+    out.loss_objective.backward()
+    gate = actor.model.get_submodule("model.layers.1.mlp.gate").weight
+    assert gate.grad.abs().max() > 0

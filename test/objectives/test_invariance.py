@@ -41,12 +41,19 @@ LOSSES: dict[str, tuple[type[GRPOLoss], dict[str, Any]]] = {
 shapes = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4)), min_size=1, max_size=5)
 light = settings(max_examples=8)
 every_loss = pytest.mark.parametrize("name", LOSSES)
+masking = st.sampled_from(["sft", "rlhf", "generic"])
 
 
-def build(name: str, seed: int) -> tuple[GRPOLoss, BigramActor]:
+def build(name: str, seed: int, masking: Any = "sft") -> tuple[GRPOLoss, BigramActor]:
     kind, arguments = LOSSES[name]
     actor = BigramActor(seed)
-    return kind(actor, thresholds=WIDE, **arguments), actor
+    return kind(actor, thresholds=WIDE, masking_strategy=masking, **arguments), actor
+
+
+def with_denominators(loss: GRPOLoss, td: TensorDictBase) -> TensorDictBase:
+    for key, number in loss.denominators(td).items():
+        td[key] = torch.full(td.batch_size, number, dtype=torch.float64)
+    return td
 
 
 def per_token_advantages(td: TensorDictBase, seed: int) -> TensorDictBase:
@@ -67,9 +74,9 @@ def check_same(whole: Any, parts: Any, actor: BigramActor) -> None:
 
 @every_loss
 @light
-@given(lengths=shapes, seed=st.integers(0, 10_000), left=st.integers(0, 3), right=st.integers(0, 3))
-def test_pads(name: str, lengths: list[tuple[int, int]], seed: int, left: int, right: int) -> None:
-    loss, actor = build(name, seed)
+@given(shapes, st.integers(0, 10_000), masking, st.integers(0, 4), st.integers(0, 4))
+def test_pads(name: str, lengths: list[tuple[int, int]], seed: int, strategy: Any, left: int, right: int) -> None:
+    loss, actor = build(name, seed, strategy)
     plain, padded = loss(ragged(samples(lengths, seed))), loss(dense(samples(lengths, seed), left, right))
     check_same(plain, [padded], actor)
     assert numbers(padded) == pytest.approx(numbers(plain), abs=1e-6, rel=1e-6)
@@ -82,8 +89,7 @@ def test_order_and_micro_batches(name: str, lengths: list[tuple[int, int]], seed
     td = per_token_advantages(ragged(samples(lengths, seed)), seed)
     loss, actor = build(name, seed)
     whole = loss(td)
-    for key, number in loss.denominators(td).items():
-        td[key] = torch.full(td.batch_size, number, dtype=torch.float64)
+    td = with_denominators(loss, td)
     order = torch.randperm(len(td), generator=torch.Generator().manual_seed(seed)).tolist()
     cuts = range(0, len(td), part_size)
     check_same(whole, [loss(lazy_stack([td[i] for i in order[at : at + part_size]])) for at in cuts], actor)
@@ -130,8 +136,6 @@ def test_log_probs_that_are_not_finite_drop_their_tokens_with_a_count(name: str)
     whole = loss(td)
     assert whole.num_dropped_tokens.item() == 2 + (loss.proximal_policy == "recomputed")
     assert all(torch.isfinite(value).all() for value in whole.values())
-    for key, number in loss.denominators(td).items():
-        td[key] = torch.full(td.batch_size, number, dtype=torch.float64)
-    parts = [loss(part) for part in td.split(1)]
+    parts = [loss(part) for part in with_denominators(loss, td).split(1)]
     for key in (key for key in whole.keys() if key.startswith("loss_")):  # noqa: SIM118
         torch.testing.assert_close(sum(part.get(key) for part in parts), whole.get(key))

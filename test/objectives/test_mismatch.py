@@ -7,6 +7,7 @@ import math
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,8 +17,12 @@ from torch import Tensor
 
 from support.html_table import TableReader
 from support.rollouts import BigramActor, dense, ragged, sample, samples
+from support.routes import random_routes
+from torchrl_moe.modules import TransformersWrapper
 from torchrl_moe.objectives import CollapseThresholds, MismatchKeys, MismatchMetrics
+from torchrl_moe.objectives.mismatch import UniformSample
 from torchrl_moe.render.tables import number_text
+from torchrl_moe.testing import make_tiny_moe
 
 NAN, L, LN4 = float("nan"), math.log(1.5), math.log(4)
 LOG_PROBS = ("log_probs", "full")
@@ -60,19 +65,13 @@ def test_golden_numbers() -> None:
     )
 
 
-def test_no_difference_is_no_mismatch() -> None:
-    td, log_probs = by_hand()
-    sampled = td.get(LOG_PROBS, as_padded_tensor=True, padding_side="left")
-    found = measured(td, sampled.where(sampled.isfinite(), log_probs))
-    assert (found["mismatch/k3"], found["mismatch/chi2"], found["mismatch/dlogp_max"]) == (0, 0, 0)
-    assert found["mismatch/ess"] == found["mismatch/ppl_ratio"] == 1
-
-
-def test_small_differences_are_not_lost_in_rounding() -> None:
+def test_no_difference_is_no_mismatch_and_a_small_one_is_not_lost_in_rounding() -> None:
     td, _ = by_hand()
     sampled = td.get(LOG_PROBS, as_padded_tensor=True, padding_side="left").nan_to_num()
-    found = measured(td, sampled + 1e-6)
-    assert found["mismatch/k3"] == pytest.approx(5e-13, rel=1e-3)
+    found = measured(td, sampled)
+    assert (found["mismatch/k3"], found["mismatch/chi2"], found["mismatch/dlogp_max"]) == (0, 0, 0)
+    assert found["mismatch/ess"] == found["mismatch/ppl_ratio"] == 1
+    assert measured(td, sampled + 1e-6)["mismatch/k3"] == pytest.approx(5e-13, rel=1e-3)
 
 
 def test_k3_estimates_the_divergence_of_engine_to_trainer() -> None:
@@ -91,7 +90,7 @@ def test_k3_estimates_the_divergence_of_engine_to_trainer() -> None:
 # -- which tokens -----------------------------------------------------------------------------------------------------
 
 
-def test_broken_log_probs_are_dropped_and_counted() -> None:
+def test_broken_log_probs_are_dropped_and_counted_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     td, log_probs = by_hand()
     whole = measured(td, log_probs)
     log_probs[0, 0] = NAN  # of the prompt
@@ -101,8 +100,10 @@ def test_broken_log_probs_are_dropped_and_counted() -> None:
     assert found["mismatch/dropped_fraction"] == 0.25
     assert found["mismatch/tokens"] == 3
     assert found["mismatch/dlogp_max"] == pytest.approx(L)
-    log_probs[:] = -float("inf")
-    assert measured(td, log_probs) == {"mismatch/tokens": 0, "mismatch/dropped_fraction": 1}
+    for broken in (-float("inf"), NAN):
+        log_probs[:] = broken
+        assert measured(td, log_probs) == {"mismatch/tokens": 0, "mismatch/dropped_fraction": 1}
+    assert "dropped_fraction 1 (most 0)" in caplog.text
 
 
 @pytest.mark.parametrize(("strategy", "share"), [("sft", 0.25), ("rlhf", 0.25), ("generic", 0)])
@@ -114,12 +115,6 @@ def test_responses_without_a_sample_log_prob_are_dropped_and_counted(strategy: A
     found = metrics.compute()
     assert found["mismatch/dropped_fraction"] == share
     assert found["mismatch/tokens"] == 3
-
-
-def test_nothing_at_all_is_no_figure() -> None:
-    assert MismatchMetrics().compute() == {"mismatch/tokens": 0}
-    td = ragged([sample(2, 0)])
-    assert measured(td, torch.zeros(1, 2)) == {"mismatch/tokens": 0}
 
 
 def test_the_masking_strategy_names_the_tokens() -> None:
@@ -159,15 +154,10 @@ def test_pads_order_and_split_change_nothing(order: list[int], cut: int, left: i
     other_rank.update(*scored(shuffled[cut:], ragged))
     two.merge(pickle.loads(pickle.dumps(other_rank)))
     assert two.compute() == pytest.approx(expected)
-
-
-def test_reset_forgets() -> None:
-    td, log_probs = by_hand()
-    metrics = MismatchMetrics()
-    metrics.update(td, log_probs + 1)
-    metrics.reset()
-    metrics.update(td, log_probs)
-    assert metrics.compute() == measured(td, log_probs)
+    two.reset()  # it forgets
+    assert two.compute() == MismatchMetrics().compute() == {"mismatch/tokens": 0}
+    two.update(*scored(rollouts, ragged))
+    assert two.compute() == expected
 
 
 def test_nothing_has_a_gradient_and_the_input_stays() -> None:
@@ -207,20 +197,12 @@ def test_by_age_of_the_version() -> None:
     metrics = MismatchMetrics(max_age=3)
     metrics.update(td, log_probs, version=7)
     found = {name: value for name, value in metrics.compute().items() if "age" in name}
-    assert found == pytest.approx(
-        {
-            "mismatch/age_mean": (0 + 1 + 5 + 0) / 4,
-            "mismatch/age_0/tokens": 2,
-            "mismatch/age_0/k3": ((0.5 - L) + (3 - LN4)) / 2,
-            "mismatch/age_0/dlogp_mean": (L + LN4) / 2,
-            "mismatch/age_1/tokens": 1,
-            "mismatch/age_1/k3": 0,
-            "mismatch/age_1/dlogp_mean": 0,
-            "mismatch/age_3/tokens": 1,
-            "mismatch/age_3/k3": L - 1 / 3,
-            "mismatch/age_3/dlogp_mean": L,
-        }
-    )
+    groups = {0: (2, (0.5 - L + 3 - LN4) / 2, (L + LN4) / 2), 1: (1, 0, 0), 3: (1, L - 1 / 3, L)}
+    expected = {"mismatch/age_mean": (0 + 1 + 5 + 0) / 4}
+    for age, values in groups.items():
+        names = [f"mismatch/age_{age}/{name}" for name in ("tokens", "k3", "dlogp_mean")]
+        expected |= dict(zip(names, values, strict=True))
+    assert found == pytest.approx(expected)
     assert not [name for name in measured(td, log_probs) if "age" in name]
     with pytest.raises(ValueError, match="version=6, but tokens were sampled by version 7"):
         measured(td, log_probs, version=6)
@@ -261,10 +243,6 @@ def test_agreement_that_was_not_measured_is_absent() -> None:
 
 
 def test_it_reads_what_the_scoring_wrapper_writes() -> None:
-    from support.routes import random_routes
-    from torchrl_moe.modules import TransformersWrapper
-    from torchrl_moe.testing import make_tiny_moe
-
     actor = TransformersWrapper(make_tiny_moe("qwen3_moe"), measure_agreement=True)
     rollouts = samples(SHAPES)
     for i, rollout in enumerate(rollouts):
@@ -316,16 +294,6 @@ def test_thresholds_can_be_moved(caplog: pytest.LogCaptureFixture, thresholds: A
     assert [line.partition("collapse: ")[2] for line in warnings(caplog)] == told
 
 
-def test_a_dropped_token_is_worth_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    td, log_probs = by_hand()
-    log_probs[:] = NAN
-    measured(td, log_probs)
-    assert "dropped_fraction 1 (most 0)" in warnings(caplog)[0]
-
-
-# -- bad input --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -338,6 +306,11 @@ def test_a_dropped_token_is_worth_a_warning(caplog: pytest.LogCaptureFixture) ->
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         MismatchMetrics(**arguments)
+    for version in (True, 4.0, "4", -1, NAN):
+        with pytest.raises(ValueError, match="version must be an integer of at least 0, or None, got "):
+            MismatchMetrics().update(*by_hand(), version=version)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="capacity must be an integer of at least 1, got 0"):
+        UniformSample(0)
 
 
 def test_tensors_that_do_not_fit_are_refused() -> None:
@@ -354,12 +327,6 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     metrics = MismatchMetrics(keys=MismatchKeys(sample_log_prob="mine"))
     with pytest.raises(ValueError, match="the tensordict has no 'mine'"):
         metrics.update(td, log_probs)
-
-
-@pytest.mark.parametrize("version", [True, 4.0, "4", -1, NAN])
-def test_a_version_is_an_integer(version: Any) -> None:
-    with pytest.raises(ValueError, match="version must be an integer of at least 0, or None, got "):
-        MismatchMetrics().update(*by_hand(), version=version)
 
 
 def test_only_metrics_of_the_same_arguments_are_merged() -> None:
@@ -393,3 +360,44 @@ def test_it_is_printed_and_shown_without_a_warning(caplog: pytest.LogCaptureFixt
     assert warnings(caplog) == []
     metrics.compute()
     assert len(warnings(caplog)) == 1
+
+
+# -- all numbers until there are too many, then each as likely as any other, also across a merge ----------------------
+
+
+def test_it_holds_everything_until_it_is_full_and_its_randomness_is_its_own() -> None:
+    sample = UniformSample(capacity=6)
+    sample.add(np.array([[3.0, 1.0], [2.0, 5.0]]))
+    sample.add(np.array([4, 6], dtype=np.int64))
+    assert sorted(sample.values) == [1, 2, 3, 4, 5, 6]
+    sample.add(np.arange(100.0))
+    assert len(sample) == 6
+    np.random.seed(0)
+    before = np.random.get_state()[1].copy()
+    UniformSample(2).add(np.arange(10))
+    assert (np.random.get_state()[1] == before).all()
+
+
+def test_every_number_is_as_likely_as_any_other() -> None:
+    """50 of 200, in pieces and merged, 400 times: each is kept 100 times, give or take 4.5 standard deviations."""
+    seen = np.zeros(200)
+    for seed in range(400):
+        first, second = UniformSample(50, seed=2 * seed), UniformSample(50, seed=2 * seed + 1)
+        for piece in np.split(np.arange(120), 8):
+            first.add(piece)
+        second.add(np.arange(120, 200))
+        first.merge(second)
+        assert len(set(first.values)) == 50
+        seen[first.values.astype(int)] += 1
+    assert abs(seen - 100).max() < 4.5 * np.sqrt(400 * 0.25 * 0.75)
+    assert abs(seen[:120].mean() - 100) < 2  # neither stream is preferred
+
+
+def test_samples_that_merge_have_priorities_of_their_own() -> None:
+    """With shared ones, number i of one stream would be kept if and only if number i of the other is."""
+    first, second = UniformSample(50), UniformSample(50)
+    first.add(np.arange(1000))
+    second.add(np.arange(1000, 2000))
+    first.merge(second)
+    kept = set(first.values.astype(int))
+    assert sum(i + 1000 in kept for i in kept) < 15  # 1.25 are expected; 25 of 25 if they were shared

@@ -35,9 +35,6 @@ def test_ratios_are_bounded_and_stay_finite() -> None:
     assert all(estimate(near, far).isfinite().all() for estimate in (k1, k2, k3))
     assert all(estimate(far, near).isfinite().all() for estimate in (k1, k2, k3))
     assert bounded_log_ratio(near, torch.tensor([float("nan")])).isnan().all()
-
-
-def test_low_precision_is_widened() -> None:
     half = torch.tensor([-1.0], dtype=torch.bfloat16)
     assert bounded_log_ratio(half, half).dtype == torch.float32
     assert bounded_log_ratio(half, half.double()).dtype == torch.float64

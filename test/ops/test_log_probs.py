@@ -69,6 +69,13 @@ def weighted(scores: Any) -> Tensor:
     return (log_probs * torch.linspace(-1, 1, ROWS)).sum() + (entropy * torch.linspace(0.2, 1, ROWS)).sum()
 
 
+def check_same(got: Any, wanted: Any, leaves: list[Tensor]) -> None:
+    """Values, and gradients of any scalar of them."""
+    torch.testing.assert_close(got, wanted)
+    ours, theirs = (torch.autograd.grad(weighted(scores), leaves, retain_graph=True) for scores in (got, wanted))
+    torch.testing.assert_close(ours, theirs)
+
+
 BOUNDS = {torch.float64: (1e-12, 1e-11), torch.float32: (1e-6, 4e-6), torch.bfloat16: (1e-6, 2e-2)}
 """Absolute, of values and of gradients; bfloat16 rounds only the gradients."""
 
@@ -77,14 +84,12 @@ BOUNDS = {torch.float64: (1e-12, 1e-11), torch.float32: (1e-6, 4e-6), torch.bflo
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("transform", [PLAIN, LogitTransform(temperature=0.7), ALL])
 def test_equal_to_dense(dtype: torch.dtype, bias: bool, transform: LogitTransform) -> None:
-    tensors = [0.5 * t.detach() for t in inputs(dtype, bias)]
-    tensors = [t.requires_grad_() for t in tensors]
+    tensors = [(0.5 * t.detach()).requires_grad_() for t in inputs(dtype, bias)]
     given = {"bias": tensors[2]} if bias else {}
     got = selected_log_probs(tensors[0], tensors[1], TOKENS, transform=transform, tile_bytes=TILE, **given)
-    wanted = dense(*tensors, **({} if bias else {"bias": None}), transform=transform)
+    wanted = dense(*tensors, transform=transform)
     values, gradients = BOUNDS[dtype]
     for ours, theirs in zip(got, wanted, strict=True):
-        assert ours is not None
         assert ours.dtype == torch.promote_types(dtype, torch.float32)
         torch.testing.assert_close(ours.double(), theirs, atol=values, rtol=1e-6 if dtype != torch.float64 else 0)
     ours_grads = torch.autograd.grad(weighted(got), tensors)
@@ -128,29 +133,16 @@ def test_kept_tokens_by_hand() -> None:
     torch.testing.assert_close(grad[:, 0], torch.tensor([-1 / 5 - 1 / 6, -2 / 6, 1 / 2, 1 / 5]))  # 1[chosen] - p
 
 
-def test_kept_tokens_and_a_bias_of_minus_infinity() -> None:
-    kept, mask = kept_tokens("mixed")
-    tensors = inputs()
-    with torch.no_grad():
-        tensors[2][[2, 5, 20]] = -math.inf
-    got = selected_log_probs(*tensors[:2], TOKENS, bias=tensors[2], tile_bytes=TILE, kept=kept)
-    wanted = dense(*tensors, mask=mask)
-    torch.testing.assert_close(got, wanted)
-    ours, theirs = (torch.autograd.grad(weighted(scores), tensors) for scores in (got, wanted))
-    torch.testing.assert_close(ours, theirs)
-
-
 def test_kept_tokens_with_parts_and_without_entropy() -> None:
     kept, mask = kept_tokens("mixed")
     hidden, weight = inputs(bias=False)
     down, up = torch.randn(2, SIZE).double(), torch.randn(VOCAB, 2).double().requires_grad_()
     parts = ([hidden, hidden @ down.T], [weight, up])
-    log_probs, entropy = selected_log_probs(*parts, TOKENS, entropy=False, tile_bytes=TILE, kept=kept)
-    assert entropy is None
+    scores = selected_log_probs(*parts, TOKENS, entropy=False, tile_bytes=TILE, kept=kept)
+    assert scores[1] is None
     wanted = dense(hidden, weight + up @ down, mask=mask)[0]
-    torch.testing.assert_close(log_probs, wanted)
-    ours, theirs = (torch.autograd.grad(value.square().sum(), [hidden, weight, up]) for value in (log_probs, wanted))
-    torch.testing.assert_close(ours, theirs)
+    zero = torch.zeros(ROWS)
+    check_same((scores[0], zero), (wanted, zero), [hidden, weight, up])
 
 
 def test_rows_that_a_loss_masks_take_their_kept_tokens_with_them() -> None:
@@ -162,16 +154,6 @@ def test_rows_that_a_loss_masks_take_their_kept_tokens_with_them() -> None:
         torch.autograd.grad((scores[0] * scores[1])[live].sum(), [hidden, weight])
         for scores in (got, dense(hidden, weight, mask=mask))
     )
-    torch.testing.assert_close(ours, theirs)
-
-
-def test_lists_that_leave_no_word_out_are_none() -> None:
-    tensors = inputs()
-    none = torch.zeros(0).int(), torch.zeros(ROWS).int()
-    got = selected_log_probs(*tensors[:2], TOKENS, bias=tensors[2], tile_bytes=TILE, kept=none)
-    wanted = dense(*tensors)
-    torch.testing.assert_close(got, wanted)
-    ours, theirs = (torch.autograd.grad(weighted(scores), tensors) for scores in (got, wanted))
     torch.testing.assert_close(ours, theirs)
 
 
@@ -193,20 +175,26 @@ def test_parts_add_up() -> None:
     weight.requires_grad_(False)
     down, up = torch.randn(2, SIZE).double(), torch.randn(VOCAB, 2).double().requires_grad_()
     got = selected_log_probs([hidden, hidden @ down.T * 3], [weight, up], TOKENS, tile_bytes=TILE)
-    wanted = dense(hidden, weight + 3 * up @ down)
-    torch.testing.assert_close(got, wanted)
-    ours, theirs = (torch.autograd.grad(weighted(scores), [hidden, up]) for scores in (got, wanted))
-    torch.testing.assert_close(ours, theirs)
+    check_same(got, dense(hidden, weight + 3 * up @ down), [hidden, up])
+    with torch.no_grad():
+        assert not any(score.requires_grad for score in selected_log_probs(hidden, up @ down, TOKENS))
 
 
-def test_without_entropy() -> None:
+@pytest.mark.parametrize("kind", [None, "mixed", "all"])
+@pytest.mark.parametrize("transform", [PLAIN, LogitTransform(temperature=0.7)])
+def test_words_of_a_bias_of_minus_infinity_have_probability_zero(kind: str | None, transform: LogitTransform) -> None:
+    """With lists too, of which those of "all" leave no word out."""
+    kept, mask = kept_tokens(kind) if kind else (None, None)
     hidden, weight, bias = inputs()
-    log_probs, entropy = selected_log_probs(hidden, weight, TOKENS, bias=bias, entropy=False, tile_bytes=TILE)
+    with torch.no_grad():
+        bias[[2, 5, 20]] = -math.inf
+    how: dict[str, Any] = {"bias": bias, "transform": transform, "tile_bytes": TILE, "kept": kept}
+    wanted = dense(hidden, weight, bias, transform, mask)
+    check_same(selected_log_probs(hidden, weight, TOKENS, **how), wanted, [hidden, weight, bias])
+    log_probs, entropy = selected_log_probs(hidden, weight, TOKENS, entropy=False, **how)
     assert entropy is None
-    wanted = dense(hidden, weight, bias)[0]
-    torch.testing.assert_close(log_probs, wanted)
-    ours, theirs = (torch.autograd.grad(value.sum(), [hidden, weight, bias]) for value in (log_probs, wanted))
-    torch.testing.assert_close(ours, theirs)
+    zero = torch.zeros(ROWS)
+    check_same((log_probs, zero), (wanted[0], zero), [hidden, weight, bias])
 
 
 @pytest.mark.parametrize("name", ["log_probs", "entropy"])
@@ -227,7 +215,7 @@ def test_rows_that_a_loss_masks_do_not_reach_the_gradients() -> None:
     broken.requires_grad_()
     keep = torch.arange(ROWS) != 3
     log_probs, entropy = selected_log_probs(broken, weight, TOKENS, tile_bytes=TILE)
-    assert log_probs.isnan().tolist() == (~keep).tolist()
+    assert log_probs.isnan().tolist() == entropy.isnan().tolist() == (~keep).tolist()
     loss = torch.where(keep, log_probs + entropy, 0).sum()
     of_hidden, of_weight = torch.autograd.grad(loss, [broken, weight])
     wanted = dense(hidden, weight)
@@ -241,14 +229,6 @@ def test_no_rows_give_no_scores_and_gradients_of_zero() -> None:
     assert log_probs.shape == entropy.shape == (0,)
     (log_probs.sum() + entropy.sum()).backward()
     assert all(t.grad is not None and not t.grad.any() for t in (hidden, weight, bias))
-
-
-def test_nothing_is_kept_without_gradients() -> None:
-    hidden, weight, bias = inputs()
-    with torch.no_grad():
-        log_probs, entropy = selected_log_probs(hidden, weight, TOKENS, bias=bias)
-    assert log_probs.grad_fn is None
-    assert entropy.grad_fn is None
 
 
 @pytest.mark.parametrize("kind", [None, "mixed"])
@@ -312,7 +292,10 @@ def test_on_a_gpu(dtype: torch.dtype, kind: str | None) -> None:
         ({"bias": torch.zeros(5)}, r"bias must have shape \[31\], got \[5\]"),
         ({"kept": (torch.zeros(1, 1).int(), torch.zeros(ROWS).int())}, "ids of kept must have 1 dimension, got 2"),
         ({"kept": (torch.zeros(0), torch.zeros(ROWS).int())}, "ids of kept must have a signed integer dtype"),
-        ({"kept": (torch.zeros(0).int(), torch.zeros(ROWS))}, "sizes of kept must have a signed integer dtype"),
+        *(
+            ({"kept": (torch.zeros(0).int(), torch.zeros(ROWS).to(dtype))}, "sizes of kept must have a signed integer")
+            for dtype in (torch.float32, torch.bool, torch.uint8)
+        ),
         ({"kept": (torch.zeros(0).int(), torch.zeros(8).int())}, r"sizes of kept must have shape \[9\], got \[8\]"),
         ({"kept": (torch.zeros(1).int(), torch.zeros(ROWS).int())}, "the sizes of kept say 0 ids, and there are 1"),
         ({"kept": (torch.full((9,), 31), torch.ones(ROWS).int())}, r"ids of kept must be in 0..30, row 0 has 31"),

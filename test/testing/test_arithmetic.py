@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -20,7 +19,6 @@ from torchrl_moe.testing.arithmetic import (
     ArithmeticTask,
     CharacterTokenizer,
     WarmUp,
-    answer_log_probs,
     arithmetic_prompts,
     encode,
     exact_answer,
@@ -37,9 +35,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return CharacterTokenizer()
 
 
-# -- tokenizer --------------------------------------------------------------------------------------------------------
-
-
 @given(st.text(st.sampled_from(CHARACTERS)))
 def test_text_survives_one_id_per_character(text: str) -> None:
     tokenizer = CharacterTokenizer()
@@ -48,13 +43,20 @@ def test_text_survives_one_id_per_character(text: str) -> None:
     assert tokenizer.decode(ids) == text
 
 
-def test_specials_come_first_and_nothing_is_added(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_specials_come_first_and_survive_a_folder_and_a_pickle(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     assert len(tokenizer) == len(SPECIAL) + len(CHARACTERS) == 48
     assert tokenizer.convert_tokens_to_ids(list(SPECIAL)) == [0, 1, 2, 3]
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
     assert tokenizer("<user>3<eos>")["input_ids"] == [2, 7, 1]
     assert tokenizer.decode([2, 7, 1]) == "<user>3<eos>"
     assert tokenizer.decode([2, 7, 1], skip_special_tokens=True) == "3"
+    tokenizer.save_pretrained(tmp_path)
+    for other in (AutoTokenizer.from_pretrained(tmp_path), pickle.loads(pickle.dumps(tokenizer))):
+        ids = other.apply_chat_template(CHAT, tokenize=True, return_dict=False)
+        assert ids == tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=False)
+        assert other.decode(ids) == "<user>3+4=<assistant>7<eos><user>1+1="
 
 
 def test_a_chat_is_one_token_per_role_and_character(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -64,23 +66,9 @@ def test_a_chat_is_one_token_per_role_and_character(tokenizer: PreTrainedTokeniz
     assert render(CHAT) == "<user>3+4=<assistant>7<eos><user>1+1="
     assert render(CHAT, add_generation_prompt=True) == "<user>3+4=<assistant>7<eos><user>1+1=<assistant>"
     assert render(CHAT[:1], add_generation_prompt=True) == "<user>3+4=<assistant>"
-
-
-def test_the_assistant_mask_holds_the_answer_and_its_end(tokenizer: PreTrainedTokenizerFast) -> None:
     out = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
     pairs = zip(tokenizer.convert_ids_to_tokens(out["input_ids"]), out["assistant_masks"], strict=True)
     assert [token for token, mine in pairs if mine] == ["7", "<eos>"]
-
-
-def test_it_survives_a_folder_and_a_pickle(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    tokenizer.save_pretrained(tmp_path)
-    for other in (AutoTokenizer.from_pretrained(tmp_path), pickle.loads(pickle.dumps(tokenizer))):
-        ids = other.apply_chat_template(CHAT, tokenize=True, return_dict=False)
-        assert ids == tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=False)
-        assert other.decode(ids) == "<user>3+4=<assistant>7<eos><user>1+1="
-
-
-# -- problems ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("digits", "held_out"), [(1, 20), (1, 1), (1, 99), (2, 500)])
@@ -93,13 +81,6 @@ def test_the_split_is_disjoint_and_whole_and_the_same_for_a_seed(digits: int, he
     again = ArithmeticTask(digits=digits, held_out=held_out, seed=3)
     assert (again.train, again.test) == (task.train, task.test)
     assert set(ArithmeticTask(digits=2, held_out=500, seed=4).test) != set(task.test)
-
-
-def test_numbers_are_doubled_at_a_fixed_width() -> None:
-    task = ArithmeticTask(operation="double", digits=3, held_out=100)
-    problems = dict(task.train + task.test)
-    assert (len(task.train), len(task.test), len(problems)) == (900, 100, 1000)
-    assert (problems["2*047="], problems["2*500="], problems["2*999="]) == ("0094", "1000", "1998")
 
 
 @pytest.mark.parametrize(
@@ -123,17 +104,15 @@ def test_problems_as_rows() -> None:
     task = ArithmeticTask(operation="double", digits=3, held_out=100, seed=7)
     assert [(row["prompt"], row["answer"]) for row in train] == list(task.train)
     assert [(row["prompt"], row["answer"]) for row in held_out] == list(task.test)
-    assert {"prompt": "2*047=", "answer": "0094"} in train + held_out
-    with pytest.raises(ValueError, match=r"held_out must be in 1\.\.9, got 10"):
-        arithmetic_prompts("double", digits=1, held_out=10)
+    task = ArithmeticTask(operation="double", digits=3, held_out=100)
+    problems = dict(task.train + task.test)
+    assert (len(task.train), len(task.test), len(problems)) == (900, 100, 1000)
+    assert (problems["2*047="], problems["2*500="], problems["2*999="]) == ("0094", "1000", "1998")
 
 
 @pytest.mark.parametrize(("completion", "reward"), [("7", 1.0), ("07", 0.0), ("7 ", 0.0), ("", 0.0), ("77", 0.0)])
 def test_only_the_exact_answer_is_rewarded(completion: str, reward: float) -> None:
     assert exact_answer(completion, answer="7") == reward
-
-
-# -- the warm-up -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -168,12 +147,9 @@ def test_each_carry_is_forgotten_or_not(forgets: tuple[bool, ...], answer: str) 
     choices = iter(forgets)
     assert forget_carry("2*4817=", lambda: next(choices)) == answer
     assert next(choices, None) is None
-
-
-@pytest.mark.parametrize("operation", ["sum", "double"])
-def test_who_forgets_no_carry_is_right(operation: str) -> None:
-    task = ArithmeticTask(operation=operation, digits=2, held_out=1)
-    assert all(forget_carry(query, lambda: False) == answer for query, answer in task.train)
+    for operation in ("sum", "double"):
+        problems = ArithmeticTask(operation=operation, digits=2, held_out=1).train
+        assert all(forget_carry(query, lambda: False) == right for query, right in problems)
 
 
 def test_only_the_answer_and_its_end_are_labelled() -> None:
@@ -181,20 +157,6 @@ def test_only_the_answer_and_its_end_are_labelled() -> None:
     # <user> 3 + 4 = <assistant> 7 <eos> <pad>
     assert ids.tolist() == [[2, 7, 14, 8, 17, 3, 11, 1, 0], [2, 12, 14, 11, 17, 3, 5, 9, 1]]
     assert labels.tolist() == [[-100] * 6 + [11, 1, -100], [-100] * 6 + [5, 9, 1]]
-
-
-def test_doubt_comes_after_knowledge() -> None:
-    torch.manual_seed(0)
-    tokenizer = CharacterTokenizer()
-    problems = ArithmeticTask(digits=1, held_out=90).train
-    special = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    sizes = {"vocab_size": 48, "hidden_size": 64, "num_hidden_layers": 2, "mlp_only_layers": []}
-    model = make_tiny_moe("qwen3_moe", **special, **sizes)
-    before = answer_log_probs(model, *encode(problems, tokenizer)).exp().mean().item()
-    options = WarmUp(noisy_lr=1e-3, noise=0.7, noisy_target=0.3, mistake="random", batch_size=256)
-    reached = warm_up(model, problems, tokenizer, options, seed=0)
-    assert before < 0.01 < 0.1 < reached <= 0.3
-    assert not model.training
 
 
 @pytest.mark.parametrize(
@@ -209,16 +171,13 @@ def test_doubt_comes_after_knowledge() -> None:
         ({"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
         ({"max_steps": 2.5}, r"max_steps must be an integer of at least 1, got 2\.5"),
         ({"mistake": "typo"}, "mistake must be one of random, forget_carry, got 'typo'"),
+        ({}, "there are no problems to warm up on"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_practised_is_refused(options: dict[str, Any], message: str) -> None:
+    problems = [("3+4=", "7")] if options else []
     with pytest.raises(ValueError, match=message):
-        warm_up(make_tiny_moe("qwen3_moe"), [("3+4=", "7")], CharacterTokenizer(), WarmUp(**options), seed=0)
-
-
-def test_without_problems_there_is_nothing_to_practise() -> None:
-    with pytest.raises(ValueError, match="there are no problems to warm up on"):
-        warm_up(make_tiny_moe("qwen3_moe"), [], CharacterTokenizer(), WarmUp(), seed=0)
+        warm_up(make_tiny_moe("qwen3_moe"), problems, CharacterTokenizer(), WarmUp(**options), seed=0)
 
 
 def test_the_defaults_make_sense_and_are_those_of_the_trainers_configuration() -> None:

@@ -48,17 +48,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return ByteTokenizer()
 
 
-def test_ids_of_text_are_its_bytes(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert tokenizer.encode("Ab é") == [65, 98, 32, 0xC3, 0xA9]
-    assert [len(tokenizer.encode(bytes([b]).decode("latin1"))) for b in (0, 127, 128, 255)] == [1, 1, 2, 2]
-
-
-def test_specials_come_after_the_bytes(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_ids_of_text_are_its_bytes_and_specials_come_after_them(tokenizer: PreTrainedTokenizerFast) -> None:
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     assert len(tokenizer) == 259
     assert tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == [256, 257, 258]
     assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (256, 257, 258)
     assert tokenizer.encode("<|im_start|>a<|im_end|>") == [257, 97, 258]
+    assert tokenizer.encode("Ab é") == [65, 98, 32, 0xC3, 0xA9]
+    assert [len(tokenizer.encode(bytes([b]).decode("latin1"))) for b in (0, 127, 128, 255)] == [1, 1, 2, 2]
 
 
 @settings(max_examples=200)
@@ -68,20 +65,11 @@ def test_any_unicode_round_trips(text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_markers_as_plain_bytes_or_skipped_and_broken_utf8(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_markers_as_plain_bytes_or_skipped_broken_utf8_and_pads(tokenizer: PreTrainedTokenizerFast) -> None:
     assert tokenizer.encode("<|im_end|>", split_special_tokens=True) == list(b"<|im_end|>")
     assert tokenizer.decode([257, 104, 105, 258, 256], skip_special_tokens=True) == "hi"
     assert tokenizer.decode([104, 0xC3]) == "h\ufffd"
-
-
-def test_incremental_decoding_gives_the_same_text(tokenizer: PreTrainedTokenizerFast) -> None:
-    stream = DecodeStream(skip_special_tokens=False)
-    pieces = [stream.step(tokenizer.backend_tokenizer, id_) for id_ in tokenizer.encode(CHAT_TEXT)]
-    assert "".join(piece or "" for piece in pieces) == CHAT_TEXT
-
-
-def test_padding_is_on_the_left(tokenizer: PreTrainedTokenizerFast) -> None:
-    batch = tokenizer(["a", "bcd"], padding=True, return_tensors="pt")
+    batch = tokenizer(["a", "bcd"], padding=True, return_tensors="pt")  # on the left
     assert batch["input_ids"].tolist() == [[256, 256, 97], [98, 99, 100]]
     assert batch["attention_mask"].tolist() == [[0, 0, 1], [1, 1, 1]]
 
@@ -92,12 +80,9 @@ def test_chat_template_renders_chatml(tokenizer: PreTrainedTokenizerFast) -> Non
     assert opened == CHAT_TEXT[: CHAT_TEXT.index("né😀")]
     chat = [{"role": "assistant", "content": None}]  # an empty turn
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "<|im_start|>assistant\n<|im_end|>\n"
-
-
-def test_the_assistant_mask_covers_what_the_policy_samples(tokenizer: PreTrainedTokenizerFast) -> None:
-    out = tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-    sampled = [id_ for id_, mask in zip(out["input_ids"], out["assistant_masks"], strict=True) if mask]
-    assert sampled == [*"né😀".encode(), 258, ord("4"), 258]
+    stream = DecodeStream(skip_special_tokens=False)
+    pieces = [stream.step(tokenizer.backend_tokenizer, id_) for id_ in tokenizer.encode(CHAT_TEXT)]
+    assert "".join(piece or "" for piece in pieces) == CHAT_TEXT
 
 
 def test_torchrl_reads_the_turns_back(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -119,14 +104,14 @@ def test_torchrl_renders_and_masks_with_our_template(tokenizer: PreTrainedTokeni
     assert text == [CHAT_TEXT]
     assert tokens["input_ids"][0].tolist() == tokenizer.encode(CHAT_TEXT)
     assert tokens["assistant_masks"][0].sum() == len("né😀".encode()) + 3
-
-
-def test_chat_env_prompts_with_it(tokenizer: PreTrainedTokenizerFast) -> None:
     with set_list_to_stack(True):
         env = ChatEnv(batch_size=(1,), tokenizer=tokenizer, input_mode="tokens")
         td = env.reset(TensorDict({"query": ["1+1"]}, batch_size=(1,)))
     expected = tokenizer.encode("<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n")
     assert torch.as_tensor(td["tokens", "prompt"][0]).tolist() == expected
+    out = tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    sampled = [id_ for id_, mask in zip(out["input_ids"], out["assistant_masks"], strict=True) if mask]
+    assert sampled == [*"né😀".encode(), 258, ord("4"), 258]
 
 
 def test_a_pickle_and_a_saved_folder_load_without_torchrl_moe(

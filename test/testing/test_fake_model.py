@@ -24,7 +24,7 @@ def ask(resume: Completion | None = None, **params: Any) -> Request:
     return Request(request_id="r", sampling_params=params, prompt="hi", resume=resume)
 
 
-def complete(request: Request, model: FakeModel = OLD, tokens: int = 6) -> Completion:
+def complete(request: Request, model: FakeModel = OLD, tokens: int = 6) -> Any:
     outputs = [model.answer(request, PROMPT, index, tokens) for index in range(2)]
     return Completion(request_id="r", prompt="hi", prompt_token_ids=PROMPT, num_cached_tokens=0, outputs=outputs)
 
@@ -33,34 +33,27 @@ def complete(request: Request, model: FakeModel = OLD, tokens: int = 6) -> Compl
 def test_an_answer_in_two_parts_is_the_same_and_its_first_rows_win(tokens: Any) -> None:
     full = complete(ask())
     partial = cut(full, *tokens)
-    marked = [replace(output, routed_experts=output.routed_experts) for output in partial.outputs]
-    for output in marked:
-        if output.routed_experts is not None:
-            output.routed_experts = output.routed_experts.copy()
-            output.routed_experts[:] = 99
+    marked = [
+        replace(output, routed_experts=None if output.routed_experts is None else 0 * output.routed_experts + 99)
+        for output in partial.outputs
+    ]
     done = complete(ask(replace(partial, outputs=marked)))
     for got, output, had in zip(done.outputs, full.outputs, marked, strict=True):
         count = len(had.token_ids)
         assert got.token_ids.tolist() == output.token_ids.tolist()
-        assert got.text == output.text
-        assert got.finish_reason == "length"
-        assert got.logprobs is not None and output.logprobs is not None
+        assert (got.text, got.finish_reason) == (output.text, "length")
         assert got.logprobs.tolist() == output.logprobs.tolist()
         known = len(PROMPT) + count - 1 if count else 0
-        assert got.routed_experts is not None and output.routed_experts is not None
         assert (got.routed_experts[:known] == 99).all()
         assert np.array_equal(got.routed_experts[known:], output.routed_experts[known:])
 
 
-def test_each_part_keeps_the_version_that_made_it() -> None:
+def test_each_part_keeps_the_version_that_made_it_and_may_be_cut_again() -> None:
     partial = cut(complete(ask()), 2, None)
     first, second = complete(ask(partial), NEW).outputs
     assert first.policy_versions.tolist() == [0, 0, 1, 1, 1, 1]
     assert first.token_ids[:2].tolist() == partial.outputs[0].token_ids.tolist()
     assert second is partial.outputs[1]
-
-
-def test_an_answer_may_be_cut_again() -> None:
     partial = cut(complete(ask()), 2, 5)
     first, second = complete(ask(partial), tokens=1).outputs
     assert (len(first.token_ids), first.finish_reason) == (3, "abort")
@@ -77,9 +70,6 @@ def test_the_shortest_answer_has_most_tokens_to_come() -> None:
         tokens_to_come(ask(cut(full, 2, 5), max_tokens=5))
 
 
-# -- recorded experts -------------------------------------------------------------------------------------------------
-
-
 def follow(rows: Any, model: FakeModel = OLD, **fields: Any) -> Request:
     asked = replace(ask(), prompt=None, prompt_token_ids=PROMPT.astype(np.int32), routed_experts=rows, **fields)
     return model.checked(asked)
@@ -88,14 +78,12 @@ def follow(rows: Any, model: FakeModel = OLD, **fields: Any) -> Request:
 def test_rows_that_are_followed_come_back_and_all_else_is_as_it_was() -> None:
     plain, followed = complete(ask()), complete(follow(rows_of(-1, 6)))
     for one, other in zip(plain.outputs, followed.outputs, strict=True):
-        assert one.routed_experts is not None and other.routed_experts is not None
         assert other.routed_experts.dtype == np.uint8  # as vLLM gives them
         assert other.routed_experts[1].tolist() == [[0, 0], [6, 7], [6, 7], [6, 7]]
         assert not np.array_equal(one.routed_experts[1], other.routed_experts[1])
         rest = [0, *range(2, 7)]
         assert np.array_equal(one.routed_experts[rest], other.routed_experts[rest])
         assert (one.token_ids.tolist(), one.resume) == (other.token_ids.tolist(), other.resume)
-        assert one.logprobs is not None and other.logprobs is not None
         assert one.logprobs.tolist() == other.logprobs.tolist()
 
 
@@ -104,18 +92,10 @@ def test_one_layer_may_be_followed_and_another_not() -> None:
     rows[:, 2] = -1
     (output, _) = complete(follow(rows)).outputs
     (own, _) = complete(ask()).outputs
-    assert output.routed_experts is not None and own.routed_experts is not None
     assert output.routed_experts[0].tolist() == [[0, 0], [6, 7], own.routed_experts[0, 2].tolist(), [6, 7]]
-
-
-def test_rows_of_a_prompt_whose_last_token_has_none_are_followed_as_far_as_there_are_rows() -> None:
-    """No token yet: an answer's rows begin with that of the prompt's last token, which was not computed."""
+    # no token yet: an answer's rows begin with that of the prompt's last token, which was not computed
     (output, _) = complete(follow(rows_of(6, 5)), tokens=0).outputs
-    assert output.routed_experts is not None
     assert output.routed_experts[:, 1].tolist() == [[6, 7]]
-
-
-def test_routes_that_nobody_asks_for_are_followed_silently() -> None:
     assert complete(follow(rows_of(6), return_routed_experts=False)).outputs[0].routed_experts is None
 
 
@@ -166,18 +146,11 @@ def test_one_part_that_was_read_live_is_enough() -> None:
     assert [output.resume for output in again.outputs] == ["live", "live"]
     forced = complete(ask(complete(ask(cut(complete(ask()), 2, 2)), tokens=1)))
     assert [output.resume for output in forced.outputs] == ["forced", "forced"]
-
-
-def test_what_continues_keeps_the_rows_that_its_first_part_followed() -> None:
     whole = complete(follow(rows_of(6, 5)))
     done = complete(ask(cut(whole, 2, 3)))
     for got, expected in zip(done.outputs, whole.outputs, strict=True):
-        assert got.routed_experts is not None and expected.routed_experts is not None
         assert np.array_equal(got.routed_experts, expected.routed_experts)
         assert got.routed_experts[:2, 1].tolist() == [[6, 7], [5, 6]]
-
-
-# -- scripts ----------------------------------------------------------------------------------------------------------
 
 
 def scripted(prompt: str) -> str | None:
@@ -187,10 +160,9 @@ def scripted(prompt: str) -> str | None:
 def test_a_script_says_what_is_answered_and_ends_the_turn() -> None:
     """Bytes of ``héy``, and 258, the end of a turn."""
     model = FakeModel(3, 0, LAYOUT, scripted)
-    (output,) = [model.answer(ask(), PROMPT, 0, 6)]
+    output: Any = model.answer(ask(), PROMPT, 0, 6)
     assert output.token_ids.tolist() == [104, 195, 169, 121, 258]
     assert (output.text, output.finish_reason) == ("héy", "stop")
-    assert output.logprobs is not None and output.routed_experts is not None
     assert (len(output.logprobs), len(output.routed_experts)) == (5, len(PROMPT) + 4)
     chat = np.array([257, *b"user"], np.int64)
     assert model.answer(ask(), chat, 0, 6).text == "chat"

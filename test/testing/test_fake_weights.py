@@ -40,7 +40,7 @@ def test_it_is_a_replica_that_loads_copies(replica: FakeWeightReplica) -> None:
     assert replica.asked == {"init_weights": 1, "stage_weights": 1, "swap_weights": 1}
 
 
-def test_it_checks_names_and_bytes(replica: FakeWeightReplica, tmp_path: Path) -> None:
+def test_it_checks_names_and_bytes_and_wants_its_transport_opened(replica: FakeWeightReplica, tmp_path: Path) -> None:
     (tmp_path / "slot-1.weights").write_bytes(b"x" + (tmp_path / "slot-1.weights").read_bytes()[1:])
     with pytest.raises(DigestMismatch, match="bytes of a"):
         replica.call(Engine.stage_weights, 1.0, 1, *STAGE)
@@ -48,6 +48,10 @@ def test_it_checks_names_and_bytes(replica: FakeWeightReplica, tmp_path: Path) -
     with pytest.raises(ManifestMismatch, match="2 missing"):
         replica._expected = {"x": TENSORS["a"], "y": TENSORS["b"]}  # type: ignore[assignment]
         replica.call(Engine.stage_weights, 1.0, 1, *STAGE)
+    with pytest.raises(EngineError, match="the fake engine has no transport 'mpi'"):
+        FakeWeightReplica().call(Engine.init_weights, 1.0, "mpi", {})
+    with pytest.raises(EngineError, match="the weight transport is not initialised"):
+        FakeWeightReplica().call(Engine.stage_weights, 1.0, 1, *STAGE)
 
 
 def test_errors_are_raised_reported_or_never_come(replica: FakeWeightReplica) -> None:
@@ -78,13 +82,6 @@ def test_its_workers_receive_over_gloo_until_it_ends(tmp_path: Path) -> None:
     replica.shutdown()
     assert replica.receivers == []
     transport.close()
-
-
-def test_it_has_no_gpu_and_wants_its_transport_opened() -> None:
-    with pytest.raises(EngineError, match="the fake engine has no transport 'mpi'"):
-        FakeWeightReplica().call(Engine.init_weights, 1.0, "mpi", {})
-    with pytest.raises(EngineError, match="the weight transport is not initialised"):
-        FakeWeightReplica().call(Engine.stage_weights, 1.0, 1, *STAGE)
 
 
 def test_a_fleet_generates_too_and_restarts() -> None:

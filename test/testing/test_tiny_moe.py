@@ -20,6 +20,7 @@ FAMILIES = sorted(TINY_MOE_FAMILIES)
 MOE_FAMILIES = [family for family in FAMILIES if TINY_MOE_FAMILIES[family].experts_key]
 EXPERTS = {"qwen3_moe": (16, 4), "mixtral": (8, 2), "olmoe": (16, 4), "deepseek_v3": (16, 4)}
 """Experts and experts per token."""
+OWN: dict[str, Any] = {"vocab_size": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def random_ids(*shape: int) -> torch.Tensor:
@@ -46,7 +47,7 @@ def run_routers(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, tuple[to
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_forward_gives_logits_over_the_byte_vocabulary(family: str) -> None:
+def test_forward_gives_logits_over_the_byte_vocabulary_whose_special_ids_it_has(family: str) -> None:
     model = make_tiny_moe(family)
     assert not model.training
     with torch.no_grad():
@@ -57,10 +58,6 @@ def test_forward_gives_logits_over_the_byte_vocabulary(family: str) -> None:
     log_probs = logits.log_softmax(-1)
     entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
     assert 3 < entropy < math.log(259) - 0.3  # neither one token nor all alike
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_special_ids_are_the_tokenizers(family: str) -> None:
     model, tokenizer = make_tiny_moe(family), ByteTokenizer()
     for config in (model.config, model.generation_config):
         assert config.pad_token_id == tokenizer.pad_token_id
@@ -78,7 +75,7 @@ def test_layers_from_the_first_moe_layer_on_have_routers(family: str, first: int
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
-def test_every_expert_is_used_and_routing_is_not_uniform(family: str) -> None:
+def test_every_expert_is_used_and_routing_is_not_uniform_but_of_the_context(family: str) -> None:
     experts, top_k = EXPERTS[family]
     for logits, chosen in run_routers(make_tiny_moe(family), random_ids(8, 64)).values():
         assert chosen.shape == (8 * 64, top_k)
@@ -87,6 +84,12 @@ def test_every_expert_is_used_and_routing_is_not_uniform(family: str) -> None:
         probs = logits.float().softmax(-1)
         entropy = -(probs * probs.log()).sum(-1).mean()
         assert entropy < math.log(experts) - 0.2
+    model, ids = make_tiny_moe(family), random_ids(1, 64)
+    other = ids.flip(1)
+    first, second = run_routers(model, ids), run_routers(model, other)
+    last = max(first)
+    differs = (first[last][1] != second[last][1].flip(0)).any(-1)
+    assert differs.float().mean() > 0.3
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
@@ -111,32 +114,18 @@ def test_float32_noise_flips_no_route(family: str) -> None:
     assert all(torch.equal(before[layer][1], after[layer][1]) for layer in before)
 
 
-@pytest.mark.parametrize("family", MOE_FAMILIES)
-def test_routes_depend_on_the_context(family: str) -> None:
-    model, ids = make_tiny_moe(family), random_ids(1, 64)
-    other = ids.flip(1)
-    first, second = run_routers(model, ids), run_routers(model, other)
-    last = max(first)
-    differs = (first[last][1] != second[last][1].flip(0)).any(-1)
-    assert differs.float().mean() > 0.3
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_seed_gives_the_same_weights(family: str) -> None:
-    one, two, other = (make_tiny_moe(family, seed=seed).state_dict() for seed in (3, 3, 4))
+    """And nothing else does: the global generator is neither read nor moved."""
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    one = make_tiny_moe(family, seed=3).state_dict()
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(1)
+    two, other = (make_tiny_moe(family, seed=seed).state_dict() for seed in (3, 4))
     for name, tensor in one.items():
         assert torch.equal(tensor, two[name]), name
         assert not torch.equal(tensor, other[name]), name
-
-
-def test_the_global_generator_is_neither_read_nor_moved() -> None:
-    torch.manual_seed(0)
-    state = torch.get_rng_state()
-    one = make_tiny_moe()
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.manual_seed(1)
-    two = make_tiny_moe()
-    assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -152,7 +141,7 @@ def test_bfloat16_is_float32_rounded(family: str, tmp_path: Path) -> None:
         assert torch.equal(tensor, full[name].to(tensor.dtype)), name
 
 
-def test_correction_bias_changes_the_choice() -> None:
+def test_correction_bias_changes_the_choice(tmp_path: Path) -> None:
     model, ids = make_tiny_moe("deepseek_v3"), random_ids(4, 32)
     biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
     assert len(biases) == 3 and all(bias.abs().min() > 0 for bias in biases)
@@ -161,6 +150,9 @@ def test_correction_bias_changes_the_choice() -> None:
         bias.zero_()
     changed = (run_routers(model, ids)[1][1] != with_bias).any(-1)
     assert 0.1 < changed.float().mean() < 0.9
+    config = json.loads((save_tiny_moe(tmp_path, "deepseek_v3") / "config.json").read_text())
+    assert (config["topk_method"], config["scoring_func"]) == ("noaux_tc", "sigmoid")
+    assert config["architectures"] == ["DeepseekV3ForCausalLM"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -176,12 +168,6 @@ def test_a_saved_folder_gives_the_same_logits(family: str, dtype: torch.dtype, t
     assert tokenizer.chat_template == ByteTokenizer().chat_template
 
 
-def test_the_saved_deepseek_config_tells_vllm_its_routing(tmp_path: Path) -> None:
-    config = json.loads((save_tiny_moe(tmp_path, "deepseek_v3") / "config.json").read_text())
-    assert (config["topk_method"], config["scoring_func"]) == ("noaux_tc", "sigmoid")
-    assert config["architectures"] == ["DeepseekV3ForCausalLM"]
-
-
 def test_sizes_can_be_set_by_any_name_of_the_config() -> None:
     model = make_tiny_moe("qwen3_moe", num_hidden_layers=3, num_experts=64, num_experts_per_tok=8, hidden_size=32)
     (logits, chosen), *_ = run_routers(model, random_ids(1, 5)).values()
@@ -189,24 +175,22 @@ def test_sizes_can_be_set_by_any_name_of_the_config() -> None:
     assert model.config.hidden_size == 32
     alias = make_tiny_moe("mixtral", num_experts=4)  # an alias of num_local_experts
     assert alias.config.num_local_experts == alias.config.num_experts == 4
-
-
-def test_a_changed_config_does_not_reach_the_next_model() -> None:
-    make_tiny_moe().config.mlp_only_layers.append(1)
-    assert make_tiny_moe().config.mlp_only_layers == [0]
-
-
-def test_mlp_only_layers_can_be_emptied() -> None:
     assert sorted(run_routers(make_tiny_moe(mlp_only_layers=[], num_hidden_layers=2), random_ids(1, 4))) == [0, 1]
+    alias = make_tiny_moe()
+    alias.config.mlp_only_layers.append(1)
+    assert make_tiny_moe().config.mlp_only_layers == [0]  # a changed config does not reach the next model
 
 
-def test_tied_embeddings_and_a_vocabulary_of_ones_own() -> None:
-    model = make_tiny_moe(vocab_size=48, pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=True)
+def test_tied_embeddings_and_a_vocabulary_of_ones_own(tmp_path: Path) -> None:
+    model = make_tiny_moe(**OWN, tie_word_embeddings=True)
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     with torch.no_grad():
         logits = model(torch.tensor([[5, 6]])).logits
     assert logits.shape == (1, 2, 48)
     assert logits.std() < 3
+    with pytest.raises(ValueError, match="vocab_size=48, but the saved ByteTokenizer has 259 tokens"):
+        save_tiny_moe(tmp_path, **OWN)
+    assert not list(tmp_path.iterdir())
 
 
 def test_gradients_reach_every_parameter() -> None:
@@ -236,12 +220,6 @@ def test_gradients_reach_every_parameter() -> None:
 def test_what_does_not_fit_is_refused(family: str, config: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=f"(?s){message}"):
         make_tiny_moe(family, **config)
-
-
-def test_a_vocabulary_too_small_for_the_tokenizer_is_not_saved(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="vocab_size=48, but the saved ByteTokenizer has 259 tokens"):
-        save_tiny_moe(tmp_path, vocab_size=48, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    assert not list(tmp_path.iterdir())
 
 
 # -- a model that half knows the toy task ------------------------------------------------------------------------------
@@ -287,13 +265,10 @@ def test_the_defaults_are_the_tutorials() -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-def test_too_few_steps_warn() -> None:
+def test_too_few_steps_warn_and_what_makes_no_sense_is_refused() -> None:
     short = WarmUp(max_steps=1, noisy_target=0.0)
     with pytest.warns(UserWarning, match=r"ran out of steps \(max_steps=1\): exact answers have probability 0\.0"):
         practised_tiny_moe(TASK, short, **SMALL)
-
-
-def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueError, match="max_steps must be an integer of at least 1, got 0"):
         practised_tiny_moe(TASK, WarmUp(max_steps=0), **SMALL)
     with pytest.raises(ValueError, match="num_experts_per_tok=9 must be between 1 and num_experts=8"):

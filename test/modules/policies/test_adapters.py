@@ -136,14 +136,11 @@ def test_one_of_two_tied_weights_cannot_have_an_adapter(target: str) -> None:
     assert torch.equal(dict(weights.tensors())["model.embed_tokens.weight"], layer.base_layer.weight)
 
 
-def test_an_adapter_that_goes_to_no_tensor_of_the_checkpoint_is_refused() -> None:
+def test_what_goes_to_no_tensor_of_the_checkpoint_or_is_no_lora_is_refused() -> None:
     model = adapted("qwen3_moe", target_modules=["q_proj"])
     model.base_model.model.model.layers[0].self_attn.q_proj.parameter_name = "another"
     with pytest.raises(TypeError, match=r"layers\.0\.self_attn\.q_proj has an adapter, which cannot be added"):
         ModelWeights(model)
-
-
-def test_what_is_no_lora_is_refused() -> None:
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[1, 2])
     model = peft.get_peft_model(make_tiny_moe("mixtral", num_hidden_layers=1), config)
     with pytest.raises(TypeError, match=r"embed_tokens.* has an adapter that is not LoRA \(TrainableTokensLayer\)"):
@@ -155,8 +152,5 @@ def test_a_model_without_adapters_has_none() -> None:
     assert not has_adapters(model)
     assert base_model(model) is model
     assert "lm_head.weight" not in LoraLayers(model)
-
-
-def test_a_tensor_that_is_not_sharded_is_whole() -> None:
     tensor = torch.ones(2)
     assert whole(tensor) is tensor

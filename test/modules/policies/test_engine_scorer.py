@@ -60,6 +60,11 @@ def test_scores_are_written_as_long_as_a_samples_tokens(pad: bool, fake: FakeAsy
     assert out is batch
     assert set(batch.keys()) == before | {"old"}
     check(batch)
+    batch = rollout(fake, 1, 3)
+    out = scorer(fake, pad_output=True, inplace=False)(batch)
+    assert out["old", "full"].shape == out["tokens", "full"].shape == out["masks", "all_attention_mask"].shape == (2, 9)
+    assert out["old", "full"][0, :2].eq(0).all()
+    assert out["old"].padded is True
 
 
 def test_a_batch_of_any_size_and_another_place_to_write(fake: FakeAsyncVLLM) -> None:
@@ -82,7 +87,6 @@ def test_what_the_batch_says_reaches_the_engine(fake: FakeAsyncVLLM) -> None:
     scorer(fake)(batch)
     for row, request in zip(batch.unbind(0), replica.submitted, strict=True):
         assert request.prompt_token_ids.tolist() == row["tokens", "full"].tolist()
-        assert request.scoring is not None
         assert request.scoring.temperature == 0.5
         kept = row["sampling", "kept"]
         assert request.scoring.kept.ids.tolist() == kept.ids.tolist()
@@ -98,7 +102,6 @@ def test_pads_are_no_tokens_of_a_request(fake: FakeAsyncVLLM) -> None:
     scorer(fake)(padded)
     assert [len(request.prompt_token_ids) for request in replica.submitted] == [9, 11]
     for request in replica.submitted:
-        assert request.scoring is not None
         assert len(request.scoring.kept.sizes) == len(request.prompt_token_ids) == len(request.routed_experts)
         assert (request.routed_experts[:-1, 1:] >= 0).all()
         assert abs(request.scoring.kept.sizes).sum() == len(request.scoring.kept.ids) == 12
@@ -136,8 +139,6 @@ def test_an_engine_that_cannot_follow_says_so() -> None:
         scorer(unable)(batch)
     scorer(unable, replay="none")(batch)
 
-
-# -- text and chats ---------------------------------------------------------------------------------------------------
 
 CHATS = History.from_chats(
     [
@@ -235,9 +236,6 @@ def test_what_a_sample_says_of_its_tokens_is_not_used_for_others(fake: FakeAsync
     assert policy(rollouts.exclude("sampling"))[0]["old", "full"].shape == (4,)
 
 
-# -- tokens of others -------------------------------------------------------------------------------------------------
-
-
 def test_a_dense_model_scores_tokens_without_being_told_to() -> None:
     with FakeAsyncVLLM(layout=None) as dense:
         policy = scorer(dense)
@@ -271,17 +269,6 @@ def test_tokens_elsewhere_replace_those_that_are_there(fake: FakeAsyncVLLM) -> N
     assert out[0]["tokens"].get("prompt", None) is None
     assert out[0]["others", "all_attention_mask"].tolist() == [True] * 3
     assert out[0]["masks", "all_assistant_mask"].shape == (9,)  # a rollout's, under its own key
-
-
-def test_scores_of_unequal_tokens_can_be_padded(fake: FakeAsyncVLLM) -> None:
-    batch = rollout(fake, 1, 3)
-    out = scorer(fake, pad_output=True, inplace=False)(batch)
-    assert out["old", "full"].shape == out["tokens", "full"].shape == out["masks", "all_attention_mask"].shape == (2, 9)
-    assert out["old", "full"][0, :2].eq(0).all()
-    assert out["old"].padded is True
-
-
-# -- the real engine --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.engine("qwen3_moe")

@@ -143,7 +143,4 @@ def test_transforms_are_read_from_the_config(config: dict[str, Any], wanted: dic
     assert logit_transform(SimpleNamespace(**config)) == LogitTransform(**wanted)
     nested = SimpleNamespace(get_text_config=lambda: SimpleNamespace(**config))
     assert logit_transform(nested) == LogitTransform(**wanted)
-
-
-def test_without_a_config_nothing_is_done() -> None:
     assert logit_transform(None) == LogitTransform()

@@ -97,16 +97,13 @@ def test_the_input_stays_as_it_was(actor: TransformersWrapper, engine: RouterRep
     assert all(parameter.grad is None for parameter in actor.model.parameters())
 
 
-def test_quantiles_by_hand() -> None:
+def test_quantiles_and_kl_by_hand() -> None:
     gaps = torch.arange(101) / 100  # 0, 0.01 ... 1
     got = Mismatch.of(-2.0 + gaps * torch.tensor([1.0, -1.0]).repeat(51)[:101], torch.full((101,), -2.0))
     assert got.mean == pytest.approx(0.5, abs=1e-6)
     assert got.p99 == pytest.approx(0.99, abs=1e-6)
     assert got.maximum == pytest.approx(1.0, abs=1e-6)
-
-
-def test_the_kl_is_k3_of_engine_to_trainer_by_hand() -> None:
-    """Two tokens, one twice as likely to the trainer: (2 - 1 - ln 2) / 2."""
+    # two tokens, one twice as likely to the trainer: (2 - 1 - ln 2) / 2
     got = Mismatch.of(torch.tensor([0.5, 0.3]).log(), torch.tensor([0.25, 0.3]).log())
     assert got.kl == pytest.approx((1 - 0.6931472) / 2, abs=1e-6)
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict, set_list_to_stack
+from tensordict import NonTensorData, TensorDict, set_list_to_stack
 from torchrl.data.llm import History
-from torchrl.modules.llm.policies import Tokens
+from torchrl.modules.llm.policies import ChatHistory, Masks, Text, Tokens
 
+from support.prompt_sources import TOKENIZER, source_of
 from torchrl_moe.modules.policies.prompts import (
     Chat,
     history_entry,
@@ -24,7 +27,6 @@ from torchrl_moe.modules.policies.prompts import (
 )
 from torchrl_moe.testing import ByteTokenizer
 
-TOKENIZER = ByteTokenizer()
 PAD, START, END = 256, 257, 258
 HI = [START, *b"user\nhi", END, *b"\n", START, *b"assistant\n"]
 
@@ -52,9 +54,6 @@ def test_a_chat_is_rendered_with_its_generation_prompt() -> None:
     assert prompts.ids == [HI, [START, *b"user\na", END, *b"\n", START, *b"assistant\n"]]
     assert prompts.texts[0] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert [chat.history.content for chat in prompts.chats] == [["hi"], ["a"]]
-
-
-def test_placeholders_of_a_ragged_stack_are_no_messages() -> None:
     padded = histories([*chat("hi"), {"role": "<none>", "content": ""}])[0]
     assert text_of(padded) == text_of(chat("hi"))
 
@@ -155,32 +154,22 @@ def known(rendered: str, **leaves: Any) -> tuple[list[int], str]:
     return prompts.ids[0], prompts.texts[0]
 
 
-def test_known_ids_of_the_whole_text_are_kept() -> None:
-    assert known("abc", prompt=[97, 98, 99]) == ([97, 98, 99], "abc")
-
-
-def test_an_earlier_turn_is_kept_and_the_rest_is_encoded() -> None:
-    # the answer was a byte that is no UTF-8: encoding its text again would give three other ids
-    assert known("a\ufffd!", prompt=[97], response=[200], full=[97, 200]) == ([97, 200, 33], "a\ufffd!")
-
-
-def test_without_its_answer_an_earlier_turn_is_kept_up_to_its_prompt() -> None:
-    ids, text = known("ab!", prompt=[97], response=[200], full=[97, 200])
-    assert (ids, text) == ([97, 98, 33], "ab!")
-
-
-def test_an_earlier_turn_of_another_text_is_forgotten() -> None:
-    assert known("xyz", prompt=[97], response=[98], full=[97, 98]) == ([120, 121, 122], "xyz")
-
-
-def test_the_callers_own_ids_are_taken_as_they_are() -> None:
-    assert known("xyz", prompt=[97, START]) == ([97, START], "a<|im_start|>")
-    assert known("xyz", full=[98]) == ([98], "b")
-
-
-def test_without_known_ids_the_text_is_encoded() -> None:
-    assert known("ab") == ([97, 98], "ab")
-    assert known("ab", prompt=[], full=[]) == ([97, 98], "ab")
+@pytest.mark.parametrize(
+    ("rendered", "leaves", "ids", "text"),
+    [
+        ("abc", {"prompt": [97, 98, 99]}, [97, 98, 99], "abc"),  # of the whole text
+        # of an earlier turn: its answer was a byte that is no UTF-8, which its text, encoded again, is not
+        ("a\ufffd!", {"prompt": [97], "response": [200], "full": [97, 200]}, [97, 200, 33], "a\ufffd!"),
+        ("ab!", {"prompt": [97], "response": [200], "full": [97, 200]}, [97, 98, 33], "ab!"),  # without its answer
+        ("xyz", {"prompt": [97], "response": [98], "full": [97, 98]}, [120, 121, 122], "xyz"),  # of another text
+        ("xyz", {"prompt": [97, START]}, [97, START], "a<|im_start|>"),  # the caller's own
+        ("xyz", {"full": [98]}, [98], "b"),
+        ("ab", {}, [97, 98], "ab"),  # none
+        ("ab", {"prompt": [], "full": []}, [97, 98], "ab"),
+    ],
+)
+def test_known_ids_are_kept_and_the_rest_is_encoded(rendered: str, leaves: Any, ids: list[int], text: str) -> None:
+    assert known(rendered, **leaves) == (ids, text)
 
 
 def test_known_ids_come_without_padding() -> None:
@@ -204,28 +193,26 @@ def test_known_ids_come_without_padding() -> None:
 # text
 
 
-@pytest.mark.parametrize("texts", ["hi", ["hi"]])
-def test_a_text_is_encoded(texts: Any) -> None:
-    prompts = prompts_from_text(texts, TOKENIZER, {})
-    assert (prompts.ids, prompts.texts) == ([[104, 105]], ["hi"])
-
-
-def test_texts_of_a_stack_keep_their_order() -> None:
-    with set_list_to_stack(True):
-        stack = TensorDict(text=["b", "aé"], batch_size=[2]).get("text")
-    assert prompts_from_text(stack, TOKENIZER, {}).ids == [[98], [97, 195, 169]]
+with set_list_to_stack(True):
+    STACK = TensorDict(text=["b", "aé"], batch_size=[2]).get("text")
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"padding": True}, {"padding": "max_length", "max_length": 8}, {"return_tensors": "pt", "padding": True}]
+    ("texts", "arguments", "ids"),
+    [
+        ("hi", {}, [[104, 105]]),
+        (["hi"], {}, [[104, 105]]),
+        (None, {}, [[98], [97, 195, 169]]),
+        (["a", "bcd"], {"padding": True}, [[97], [98, 99, 100]]),  # never padded
+        (["a", "bcd"], {"padding": "max_length", "max_length": 8}, [[97], [98, 99, 100]]),
+        (["a", "bcd"], {"return_tensors": "pt", "padding": True}, [[97], [98, 99, 100]]),
+        (["abc"], {"truncation": True, "max_length": 2}, [[97, 98]]),
+        (["<|im_end|>"], {"split_special_tokens": True}, [list(b"<|im_end|>")]),
+    ],
 )
-def test_texts_are_never_padded(kwargs: dict[str, Any]) -> None:
-    assert prompts_from_text(["a", "bcd"], TOKENIZER, kwargs).ids == [[97], [98, 99, 100]]
-
-
-def test_other_tokenizer_arguments_are_passed_on() -> None:
-    assert prompts_from_text(["abc"], TOKENIZER, {"truncation": True, "max_length": 2}).ids == [[97, 98]]
-    assert prompts_from_text(["<|im_end|>"], TOKENIZER, {"split_special_tokens": True}).ids == [list(b"<|im_end|>")]
+def test_texts_are_encoded(texts: Any, arguments: dict[str, Any], ids: list[list[int]]) -> None:
+    prompts = prompts_from_text(STACK if texts is None else texts, TOKENIZER, arguments)
+    assert (prompts.ids, prompts.texts) == (ids, ["hi"] if texts == "hi" else texts or ["b", "aé"])
 
 
 # tokens
@@ -240,10 +227,6 @@ def read(td: Any, pad: int | None = PAD, mask: str | None = "mask") -> list[list
     return prompts_from_tokens(td.to_lazystack(0), ("tokens", "prompt"), mask, pad).ids
 
 
-def test_a_pad_inside_a_prompt_is_a_token() -> None:
-    assert read(batch([[PAD, 1, PAD, 2], [PAD, PAD, 3, PAD]])) == [[1, PAD, 2], [3]]
-
-
 def test_without_a_pad_token_prompts_are_taken_as_they_are() -> None:
     assert read(batch([[0, PAD, 1]]), pad=None) == [[0, PAD, 1]]
 
@@ -256,4 +239,104 @@ def test_padding_and_reading_back_gives_the_same_prompts(rows: list[list[int]], 
     assert read(batch(padded)) == rows
 
 
-# entries
+# where prompts are read from: by mode, by key, by mask, and by template
+
+
+SOURCE = source_of("history")
+CHAT = chat("hi")
+RENDERED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def asked() -> TensorDict:
+    return TensorDict(history=ChatHistory(prompt=History.from_chats([CHAT])[0]))
+
+
+def test_chats_text_and_tokens() -> None:
+    found = SOURCE.prompts([asked()])
+    assert (found.texts, found.ids) == ([RENDERED], [TOKENIZER.encode(RENDERED)])
+    text = replace(SOURCE, input_mode="text", input_key=("text", "prompt"))
+    assert text.prompts([TensorDict(text=Text(prompt="hi")), TensorDict(text=Text(prompt="x"))]).ids == [
+        [104, 105],
+        [120],
+    ]
+    tokens = replace(SOURCE, input_mode="tokens", input_key="ids")
+    assert tokens.prompts([TensorDict(ids=torch.tensor([256, 5, 6]))]).ids == [[5, 6]]
+
+
+def test_a_mask_of_tokens_is_used_if_it_is_of_the_prompt() -> None:
+    tokens = replace(SOURCE, input_mode="tokens", input_key=("tokens", "prompt"))
+    sample = TensorDict(tokens=Tokens(prompt=torch.tensor([7, 5, 6])))
+    sample["attention_mask"] = torch.tensor([0, 1, 1])
+    assert tokens.prompts([sample]).ids == [[5, 6]]
+    sample["masks"] = Masks(all_attention_mask=torch.tensor([True, False, True]))
+    assert tokens.prompts([sample]).ids == [[7, 6]]
+    sample["masks"] = Masks(all_attention_mask=torch.ones(9).bool())  # of prompt and response, an earlier turn's
+    assert tokens.prompts([sample]).ids == [[5, 6]]
+
+
+def test_a_template_is_the_one_named_or_the_tokenizers_own() -> None:
+    assert SOURCE.template() == TOKENIZER.chat_template
+    assert replace(SOURCE, chat_template="mine").template() == "mine"
+    assert "<tool_response>" in str(replace(SOURCE, chat_template_name="qwen").template())
+    assert replace(SOURCE, chat_template="{{ messages[0].content }}!").prompts([asked()]).texts == ["hi!"]
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = {"default": "d", "tool_use": "t"}
+    several = replace(SOURCE, tokenizer=tokenizer)
+    assert (several.template(), several.template([{"name": "f"}])) == ("d", "t")
+    own_way = SimpleNamespace(apply_chat_template=lambda messages, **_: messages[0]["content"])
+    assert replace(SOURCE, tokenizer=own_way).template() is None
+
+
+def test_no_template_is_ever_invented() -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = None
+    tokenizer.name_or_path = "qwen"  # TorchRL would take its own of that family
+    for one in (tokenizer, SimpleNamespace()):
+        source = replace(SOURCE, tokenizer=one)
+        with pytest.raises(ValueError, match=r"no chat template.*pass chat_template=.* or use input_mode='text'"):
+            source.prompts([asked()])
+    tokenizer.chat_template = {"rag": "r", "tool_use": "t"}
+    with pytest.raises(ValueError, match="the chat templates rag, tool_use and no 'default': pass chat_template="):
+        replace(SOURCE, tokenizer=tokenizer).prompts([asked()])
+    with pytest.raises(ValueError, match="chat_template_name='mine' must be one of TorchRL's: chatml_format, "):
+        replace(SOURCE, chat_template_name="mine").prompts([asked()])
+
+
+SEEN = "{{ [messages[0].content, tools, thinking, style] | tojson }}"
+
+
+def test_each_sample_may_change_what_the_template_gets() -> None:
+    source = replace(SOURCE, chat_template=SEEN, chat_template_kwargs={"thinking": True, "style": "plain"})
+    samples = [asked(), asked(), asked()]
+    samples[1]["chat_template_kwargs"] = NonTensorData({"thinking": False})
+    samples[1]["tools"] = NonTensorData([{"name": "f"}])
+    samples[2]["tools"] = NonTensorData('[{"name": "g"}]')
+    samples[2]["chat_template_kwargs"] = NonTensorData(None)
+    assert [json.loads(text) for text in source.prompts(samples).texts] == [
+        ["hi", None, True, "plain"],
+        ["hi", [{"name": "f"}], False, "plain"],
+        ["hi", [{"name": "g"}], True, "plain"],
+    ]
+    with set_list_to_stack(True):
+        batch = TensorDict(history=ChatHistory(prompt=History.from_chats([CHAT] * 2)), batch_size=[2])
+        batch["tools"] = [[{"name": "f"}], [{"name": "g"}, {"name": "h"}]]
+        texts = source.prompts(list(batch.unbind(0))).texts
+    assert [[tool["name"] for tool in json.loads(text)[1]] for text in texts] == [["f"], ["g", "h"]]
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "message"),
+    [
+        ("tools", "add(x)", r"tools must be a list of JSON schemas or functions, or its JSON text, got 'add\(x\)'"),
+        ("tools", "3", "tools must be a list"),
+        ("tools", [3], "tools must be a list"),
+        ("chat_template_kwargs", [1], "chat_template_kwargs must be a mapping of names to values, got"),
+        ("chat_template_kwargs", {1: 2}, "chat_template_kwargs must be a mapping"),
+        ("chat_template_kwargs", {"tokenize": True}, "are a template's own arguments, .*; 'tokenize' is not one"),
+    ],
+)
+def test_what_is_not_for_a_template_is_refused(entry: str, value: Any, message: str) -> None:
+    sample = asked()
+    sample[entry] = NonTensorData(value)
+    with pytest.raises((TypeError, ValueError), match=message):
+        SOURCE.prompts([sample])

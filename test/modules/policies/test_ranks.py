@@ -21,12 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PIPELINE, TWICE = "pipeline", "two backward passes under TP"
 EXACT = 0.0, 1e-6
 ROUNDED = 4e-6, 1e-6
-BOUNDS = {
-    "FSDP2": EXACT,
-    "FSDP2, CPU offload": EXACT,
-    "FSDP": EXACT,
-    "FSDP2, bf16": (0.0, 1e-2),
-}
+BOUNDS = {"FSDP2": EXACT, "FSDP2, CPU offload": EXACT, "FSDP": EXACT, "FSDP2, bf16": (0.0, 1e-2)}
 """Of log-probs, and of gradients; ``ROUNDED`` where products are summed in another order. In bf16, log-probs
 are compared with those of a bf16 model, and gradients with the exact ones."""
 

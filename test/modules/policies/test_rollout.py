@@ -18,7 +18,10 @@ from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, K
 from torchrl_moe.modules.policies.rollout import (
     RolloutKeys,
     answer_tensordict,
+    check_earlier_turn,
     pad_answers,
+    refuse_changed_values,
+    sampling_entry,
     stack_answers,
 )
 
@@ -32,37 +35,28 @@ DENSE = [U, U]
 
 
 def output(
-    ids: list[int],
-    log_probs: list[float] | None,
-    rows: list[list[int]] | None,
-    versions: list[int],
-    reason: str = "stop",
+    ids: list[int], log_probs: list[float] | None, rows: Any, versions: list[int], reason: str = "stop"
 ) -> CompletionOutput:
     """As an engine gives it: a row per token but the last, zeros on the dense layer, and nothing writable."""
-    routes = None if rows is None else np.array([[[0, 0], row] for row in rows], np.uint8)
-    arrays: list[Any] = [
-        np.array(ids, np.int64),
-        np.array(versions, np.int32),
-        None if log_probs is None else np.array(log_probs, np.float32),
-        routes,
-    ]
-    for array in arrays:
-        if array is not None:
-            array.flags.writeable = False
     return CompletionOutput(
         index=0,
-        token_ids=arrays[0],
+        token_ids=fixed(ids, np.int64),
         text="",
         finish_reason=reason,
-        policy_versions=arrays[1],
-        logprobs=arrays[2],
-        routed_experts=arrays[3],
+        policy_versions=fixed(versions, np.int32),
+        logprobs=None if log_probs is None else fixed(log_probs, np.float32),
+        routed_experts=None if rows is None else fixed([[[0, 0], row] for row in rows], np.uint8),
     )
 
 
+def fixed(values: Any, dtype: Any) -> Any:
+    array = np.array(values, dtype)
+    array.flags.writeable = False
+    return array
+
+
 def completion(prompt: list[int], *outputs: CompletionOutput, cached: int = 0) -> Completion:
-    ids = np.array(prompt, np.int64)
-    ids.flags.writeable = False
+    ids = fixed(prompt, np.int64)
     return Completion(
         request_id="r", prompt=None, prompt_token_ids=ids, num_cached_tokens=cached, outputs=list(outputs)
     )
@@ -117,9 +111,6 @@ def test_an_answer_by_hand() -> None:
     assert td["resume"] == "none"
     assert td["finish_reason"] == "length"
     assert_values(td["num_cached_tokens"], 2, torch.int64)
-
-
-def test_an_answer_has_these_keys_and_no_others() -> None:
     root = {"tokens", "masks", "log_probs", "routed_experts", "policy_versions", "policy_version"}
     parts = {"num_segments", "resume"}
     assert set(answer(SHORT).keys()) == root | parts | {"finish_reason", "num_cached_tokens", "sampling"}
@@ -136,48 +127,14 @@ def test_an_answer_owns_its_memory() -> None:
     torch.testing.assert_close(before["log_probs", "response"], torch.tensor([-1.0, 0.0, -2.0]))
 
 
-def test_many_experts_take_two_bytes() -> None:
-    layout = RoutingLayout(num_layers=2, moe_layers=(1,), top_k=2, num_experts=129)
-    assert answer(SHORT, layout=layout)["routed_experts", "full"].dtype == torch.int16
-
-
-def test_missing_rows_are_unset() -> None:
+def test_missing_rows_are_unset_and_those_that_do_not_fit_refused() -> None:
     source = completion([10, 11], output([12], [-0.5], None, [7]))
     assert_values(answer(source)["routed_experts", "full"], [[DENSE, DENSE]] * 3, torch.int8)
-
-
-def test_rows_that_do_not_fit_are_refused() -> None:
     source = completion([10, 11, 12], SHORT.outputs[0])
     with pytest.raises(RouteShapeError, match="must have 3 rows, got 2"):
         answer(source)
-
-
-def test_a_dense_model_has_the_same_keys_without_routes() -> None:
-    dense = answer(completion([10, 11], output([12], [-0.5], None, [7])), layout=None)
-    moe = answer(SHORT)
-    assert set(dense.keys()) == set(moe.keys()) - {"routed_experts"}
-    for key in (("tokens", "full"), ("log_probs", "full"), ("masks", "all_assistant_mask"), "policy_version"):
-        torch.testing.assert_close(dense[key], moe[key], equal_nan=True)
-
-
-def test_keys_that_are_none_are_left_out() -> None:
-    td = answer(SHORT, RolloutKeys(log_probs=None, routed_experts=None))
-    assert {"log_probs", "routed_experts"}.isdisjoint(td.keys())
-
-
-def test_keys_may_be_renamed() -> None:
-    keys = RolloutKeys(tokens="t", masks="m", log_probs="l", routed_experts="r")
-    td = answer(SHORT, keys)
-    assert {"t", "m", "l", "r"} <= set(td.keys())
-    assert not {"tokens", "masks", "log_probs", "routed_experts"} & set(td.keys())
-    assert_values(td["r", "full"][:, 1], [[5, 3], [0, 1], [U, U]], torch.int8)
-    padded = pad_answers([td, answer(LONG, keys)], PAD, keys, (2,))
-    assert padded["r", "full"].shape == (2, 6, 2, 2)
-
-
-def test_log_probs_that_the_engine_did_not_return_are_an_error() -> None:
-    with pytest.raises(ValueError, match="the engine returned no log-probs"):
-        answer(completion([10, 11], output([12], None, [[5, 3], [0, 1]], [7])))
+    layout = RoutingLayout(num_layers=2, moe_layers=(1,), top_k=2, num_experts=129)
+    assert answer(SHORT, layout=layout)["routed_experts", "full"].dtype == torch.int16
 
 
 def test_an_answer_without_a_token_has_no_version() -> None:
@@ -186,6 +143,8 @@ def test_an_answer_without_a_token_has_no_version() -> None:
     assert_values(td["num_segments"], 0, torch.int64)
     assert_values(td["tokens", "full"], [10, 11], torch.int64)
     assert_values(td["routed_experts", "full"][:, 1], [[5, 3], [U, U]], torch.int8)
+    with pytest.raises(ValueError, match="the engine returned no log-probs"):
+        answer(completion([10, 11], output([12], None, [[5, 3], [0, 1]], [7])))
 
 
 # words that were left out
@@ -210,15 +169,9 @@ def test_the_sampling_of_an_answer_by_hand() -> None:
     td = answer(sampled(LONG, [24, 3, 7], [0, -2, 1]), params={"temperature": 0.5, "top_k": 4})
     assert_values(td["sampling", "temperature"], 0.5, torch.float32)
     assert words_of(td) == ([24, 3, 7], [0, 0, 0, 0, -2, 1])
-
-
-def test_an_answer_over_all_words_has_its_temperature_only() -> None:
     assert set(answer(LONG)["sampling"].keys()) == {"temperature"}
     # all words were kept, and might not have been
     assert words_of(answer(LONG, params={"top_p": 0.9, "logprobs": 0})) == ([], [0] * 6)
-
-
-def test_stacked_words_are_those_of_each_answer() -> None:
     stack = stack_answers([answer(sampled(SHORT, [12], [1])), answer(sampled(LONG, [24, 3, 7], [0, -2, 1]))], (2,))
     assert [words_of(one) for one in stack.unbind(0)] == [([12], [0, 0, 1]), ([24, 3, 7], [0, 0, 0, 0, -2, 1])]
 
@@ -235,9 +188,6 @@ def test_padding_of_words_by_hand() -> None:
     assert words_of(square[1, 0]) == ([24, 3, 7], [0, 0, 0, 0, -2, 1])
     alone = pad_answers(both[:1], PAD, KEYS, ())
     assert words_of(alone) == ([12], [0, 0, 1])
-
-
-def test_padding_of_answers_with_and_without_words_left_out() -> None:
     td = pad_answers([answer(sampled(SHORT, [12], [1])), answer(LONG)], PAD, KEYS, (2,))
     assert words_of(td) == ([[12], [-1]], [[0, 0, 0, 1, 0, 0], [0] * 6])
     plain = pad_answers([answer(SHORT), answer(LONG)], PAD, KEYS, (2,))
@@ -257,16 +207,6 @@ def test_a_stack_has_the_shape_asked_for_in_order(shape: tuple[int, ...]) -> Non
         assert list(stack.reshape(-1)["finish_reason"]) == ["stop"] * 4
 
 
-def test_one_answer_needs_no_stack() -> None:
-    one = answer(SHORT)
-    assert stack_answers([one], ()) is one
-    padded = pad_answers([one], PAD, KEYS, ())
-    assert padded.batch_size == torch.Size([])
-    assert padded["tokens"].padded is True
-    assert_values(padded["tokens", "full"], [10, 11, 12], torch.int64)
-    assert padded["finish_reason"] == "stop"
-
-
 # padding
 
 
@@ -281,11 +221,7 @@ def test_padding_by_hand() -> None:
     assert_values(tokens.response, [[12, PAD, PAD], [23, 24, 25]], torch.int64)
     assert_values(tokens.full, [[PAD, 10, 11, 12, PAD, PAD], [20, 21, 22, 23, 24, 25]], torch.int64)
     assert_values(masks.all_attention_mask, [[False] + [True] * 3 + [False] * 2, [True] * 6], torch.bool)
-    assert_values(
-        masks.all_assistant_mask,
-        [[False] * 3 + [True] + [False] * 2, [False] * 3 + [True] * 3],
-        torch.bool,
-    )
+    assert_values(masks.all_assistant_mask, [[False] * 3 + [True] + [False] * 2, [False] * 3 + [True] * 3], torch.bool)
     assert log_probs.prompt is None
     assert_values(log_probs.response, [[-0.5, 0, 0], [-1, 0, -2]], torch.float32)
     assert_values(log_probs.full, [[0, NAN, NAN, -0.5, 0, 0], [NAN, NAN, NAN, -1, 0, -2]], torch.float32)
@@ -316,14 +252,21 @@ def test_an_earlier_turn_keeps_its_routes_log_probs_and_versions() -> None:
     assert_values(td["routed_experts", "full"], [[DENSE, row] for row in rows], torch.int8)
     assert_values(td["log_probs", "full"], [NAN, NAN, -0.5, NAN, -4], torch.float32)
     assert_values(td["policy_versions", "full"], [U, U, 7, U, 9], torch.int32)
-
-
-def test_what_is_of_this_turn_alone_stays_so() -> None:
-    td = answer(NEXT, earlier=TURN)
+    # what is of this turn alone stays so, and the earlier turn is left as it was
     assert_values(td["log_probs", "response"], [-4], torch.float32)
     assert_values(td["tokens", "prompt"], [10, 11, 12, 30], torch.int64)
     assert_values(td["masks", "all_assistant_mask"], [False] * 4 + [True], torch.bool)
     assert td["policy_version"] == 9
+    for key in (("routed_experts", "full"), ("log_probs", "full"), ("policy_versions", "full")):
+        torch.testing.assert_close(TURN[key], answer(SHORT)[key], equal_nan=True)
+    wide = TURN.clone()
+    wide["routed_experts"] = RoutedExperts(full=TURN["routed_experts", "full"].to(torch.int64))
+    assert answer(NEXT, earlier=wide)["routed_experts", "full"].dtype == torch.int8  # the layout's
+    padded = pad_answers([TURN, answer(LONG)], PAD, KEYS, (2,))
+    expected = answer(NEXT, earlier=TURN)
+    td = answer(NEXT, earlier=padded[0])
+    for key in (("routed_experts", "full"), ("log_probs", "full"), ("policy_versions", "full")):
+        torch.testing.assert_close(td[key], expected[key], equal_nan=True)
 
 
 FIRST, SECOND = sampled(SHORT, [12, 5], [2]), sampled(NEXT, [31], [1])
@@ -353,14 +296,6 @@ def test_words_of_another_prompt_are_not_joined() -> None:
     again = sampled(completion([10, 11], output([12], [-0.25], [[7, 6], [6, 5]], [8])), [12], [1])
     assert words_of(answer(again, earlier=answer(FIRST))) == ([12], [0, 0, 1])
     assert answer(completion([10, 13, 12, 30], NEXT.outputs[0]), earlier=answer(FIRST)).get(KEPT, None) is None
-
-
-def test_a_padded_earlier_turn_is_kept_too() -> None:
-    padded = pad_answers([TURN, answer(LONG)], PAD, KEYS, (2,))
-    expected = answer(NEXT, earlier=TURN)
-    td = answer(NEXT, earlier=padded[0])
-    for key in (("routed_experts", "full"), ("log_probs", "full"), ("policy_versions", "full")):
-        torch.testing.assert_close(td[key], expected[key], equal_nan=True)
 
 
 def test_three_turns() -> None:
@@ -398,12 +333,6 @@ def test_turns_say_how_the_worst_of_them_was_resumed(first: str, second: str, wo
     assert answer(resumed(NEXT, second), earlier=earlier.exclude("resume"))["resume"] == second
 
 
-def test_another_prompt_says_how_it_was_resumed_itself() -> None:
-    td = answer(completion([10, 13, 12, 30], NEXT.outputs[0]), earlier=answer(resumed(SHORT, "live")))
-    assert td["resume"] == "none"
-    assert_values(td["num_segments"], 1, torch.int64)
-
-
 @pytest.mark.parametrize("padded", [False, True])
 def test_rows_that_were_resumed_otherwise_stand_in_one_batch(padded: bool, tmp_path: Path) -> None:
     """Also once they were saved, in any shape."""
@@ -427,9 +356,10 @@ def test_rows_that_were_resumed_otherwise_stand_in_one_batch(padded: bool, tmp_p
 )
 def test_another_prompt_keeps_nothing(prompt: list[int]) -> None:
     source = completion(prompt, output([12], [-4], [[7, 6]] * len(prompt), [9]))
-    fresh, td = answer(source), answer(source, earlier=TURN)
-    for key in (("routed_experts", "full"), ("log_probs", "full"), ("policy_versions", "full")):
+    fresh, td = answer(source), answer(source, earlier=answer(resumed(SHORT, "live")))
+    for key in (("routed_experts", "full"), ("log_probs", "full"), ("policy_versions", "full"), "num_segments"):
         torch.testing.assert_close(td[key], fresh[key], equal_nan=True)
+    assert td["resume"] == "none"
 
 
 def test_the_same_answer_by_newer_weights_has_its_own_log_probs() -> None:
@@ -440,27 +370,105 @@ def test_the_same_answer_by_newer_weights_has_its_own_log_probs() -> None:
     assert_values(td["routed_experts", "full"][:, 1], [[7, 6], [6, 5], [U, U]], torch.int8)
 
 
-def test_rows_of_other_tokens_than_the_ids_are_not_trusted() -> None:
+def test_rows_of_other_tokens_than_the_ids_are_not_trusted_and_a_turn_may_have_none() -> None:
     earlier = TURN.clone()
     earlier["log_probs"] = LogProbs(full=torch.tensor([-9.0, -9.0]))  # of two tokens, and the turn has three
-    assert_values(answer(NEXT, earlier=earlier)["log_probs", "full"], [NAN] * 4 + [-4], torch.float32)
+    for one in (earlier, TURN.exclude("log_probs")):
+        td = answer(NEXT, earlier=one)
+        assert_values(td["log_probs", "full"], [NAN] * 4 + [-4], torch.float32)
+        assert_values(td["policy_versions", "full"], [U, U, 7, U, 9], torch.int32)
 
 
-def test_an_earlier_turn_without_log_probs_gives_none() -> None:
-    earlier = TURN.exclude("log_probs")
-    td = answer(NEXT, earlier=earlier)
-    assert_values(td["log_probs", "full"], [NAN] * 4 + [-4], torch.float32)
-    assert_values(td["policy_versions", "full"], [U, U, 7, U, 9], torch.int32)
+# what a rollout says of its sampling
 
 
-def test_the_earlier_turn_is_left_as_it_was() -> None:
-    earlier = TURN.clone()
-    answer(NEXT, earlier=earlier)
-    for key in (("routed_experts", "full"), ("log_probs", "full"), ("policy_versions", "full")):
-        torch.testing.assert_close(earlier[key], TURN[key], equal_nan=True)
+NUCLEUS = {"top_p": 0.9, "logprobs": 0}
 
 
-def test_routes_of_wide_ids_become_the_layouts_dtype() -> None:
-    earlier = TURN.clone()
-    earlier["routed_experts"] = RoutedExperts(full=TURN["routed_experts", "full"].to(torch.int64))
-    assert answer(NEXT, earlier=earlier)["routed_experts", "full"].dtype == torch.int8
+def ids(words: list[int], sizes: list[int]) -> KeptIds:
+    """As an engine gives them: nothing is writable."""
+    return KeptIds(fixed(words, np.int32), fixed(sizes, np.int32))
+
+
+def entry(
+    params: dict[str, Any], kept: KeptIds | None = None, prompt: int = 2, total: int = 4, **turn: Any
+) -> TensorDictBase:
+    return sampling_entry(params, kept, prompt, total, turn.get("earlier"), turn.get("real"))
+
+
+def check_words(one: TensorDictBase, words: list[int], sizes: list[int]) -> None:
+    kept = one["kept"]
+    assert type(kept) is KeptTokens
+    assert (kept.ids.dtype, kept.sizes.dtype) == (torch.int32, torch.int32)
+    assert (kept.ids.tolist(), kept.sizes.tolist()) == (words, sizes)
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 5, "top_p": 0.9}, {"bad_words": ["x"], "temperature": 0.3}])
+def test_what_changes_none_is_not(params: dict[str, Any]) -> None:
+    neutral = {"repetition_penalty": 1, "presence_penalty": 0.0, "frequency_penalty": None, "logit_bias": {}}
+    refuse_changed_values({**params, **neutral})
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [({}, 1.0), ({"temperature": None}, 1.0), ({"temperature": 0.75}, 0.75), ({"temperature": 0}, 0.0)],
+)
+def test_the_temperature(params: dict[str, Any], expected: float) -> None:
+    one = entry(params)
+    assert set(one.keys()) == {"temperature"}
+    assert (one["temperature"].dtype, one["temperature"].shape) == (torch.float32, ())
+    assert one["temperature"] == expected
+
+
+@pytest.mark.needs_vllm
+@pytest.mark.parametrize("given", [0.0, 1e-7, 1e-3, 0.01, 0.5])
+def test_the_temperature_is_the_one_that_vllm_samples_at(given: float) -> None:
+    """It raises those that are nearly 0."""
+    from vllm import SamplingParams
+
+    used = SamplingParams(temperature=given).temperature
+    assert float(entry({"temperature": given})["temperature"]) == pytest.approx(used, rel=1e-6)
+
+
+def test_an_entry_owns_its_memory() -> None:
+    source = ids([7, 3, 5], [2, -1])
+    one = entry(NUCLEUS, source)
+    one["kept"].ids.zero_()
+    one["kept"].sizes.zero_()
+    assert (source.ids.tolist(), source.sizes.tolist()) == ([7, 3, 5], [2, -1])
+    params = {"top_p": 0.9}
+    assert "kept" not in sampling_entry(params, None, 2, 4, None, None).keys()  # noqa: SIM118  a TensorDict iterates over its batch
+    check_words(sampling_entry({**params, "logprobs": 0}, None, 2, 4, None, None), [], [0, 0, 0, 0])
+
+
+def turn(one: TensorDictBase) -> TensorDict:
+    return TensorDict(sampling=one)
+
+
+def mask_of(*mask: int) -> torch.Tensor:
+    return torch.tensor(mask).bool()
+
+
+def test_words_of_other_tokens_than_the_earlier_turns_are_refused() -> None:
+    first = turn(entry(NUCLEUS, ids([7, 3, 5], [2, -1])))
+    with pytest.raises(ValueError, match=r"\('sampling', 'kept'\) of the turn before is for 4 tokens, and it has 3"):
+        check_earlier_turn(NUCLEUS, first, mask_of(1, 1, 1))
+    check_earlier_turn(NUCLEUS, first, mask_of(1, 1, 1, 1))
+
+
+def test_another_temperature_in_a_later_turn_is_refused() -> None:
+    first = turn(entry({"temperature": 0.5}))
+    for params, word in (({"temperature": 0.7}, "0.7"), ({}, "1")):
+        with pytest.raises(ValueError, match=rf"this turn's temperature is {word}, that of the turn before 0.5"):
+            check_earlier_turn({**params, "logprobs": 0}, first, mask_of(1, 1))
+        check_earlier_turn(params, first, mask_of(1, 1))  # without log-probs it is scored by nobody
+    check_earlier_turn({"temperature": 0.5, "logprobs": 0}, first, mask_of(1, 1))
+    # in float32, and as vLLM raises those that are nearly 0
+    for given in (0.7, 0.1, 1e-7):
+        check_earlier_turn({"temperature": given, "logprobs": 0}, turn(entry({"temperature": given})), mask_of(1, 1))
+
+
+def test_a_turn_that_says_nothing_of_its_sampling_is_taken() -> None:
+    params = {"temperature": 0.5, "logprobs": 0}
+    check_earlier_turn(params, TensorDict(), mask_of(1, 1))
+    check_words(entry(params, ids([9], [1]), 3, 4, earlier=TensorDict(), real=mask_of(1, 1)), [9], [0, 0, 0, 1])

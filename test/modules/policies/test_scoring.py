@@ -30,13 +30,19 @@ def dense() -> TensorDictBase:
     return torch.stack([sample(*row) for row in rows])
 
 
-def test_ragged_rows_are_padded_on_the_left() -> None:
+def test_ragged_rows_are_padded_on_the_left_and_positions_start_at_each_sequence() -> None:
     batch = read_batch(ragged(), TOKENS, MASK)
     assert batch.ids.tolist() == [[0, 0, 5, 6], [7, 8, 9, 10]]
     assert batch.mask.int().tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
     assert batch.lengths == (2, 4)
     assert batch.scored.int().tolist() == [[0, 0, 0, 1], [0, 1, 1, 1]]
     assert [row.tolist() for row in batch.split(batch.ids)] == [[5, 6], [7, 8, 9, 10]]
+    batch = read_batch(ragged(), TOKENS, MASK)
+    assert batch.padded().inputs["position_ids"].tolist() == [[0, 1, 2, 3]] * 2
+    packed = batch.packed().inputs
+    assert packed["input_ids"].tolist() == [[5, 6, 7, 8, 9, 10]]
+    assert packed["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3]]
+    assert packed.keys() == {"input_ids", "position_ids"}  # a mask would hide where sequences begin
 
 
 def test_dense_rows_keep_their_own_pads() -> None:
@@ -49,30 +55,11 @@ def test_dense_rows_keep_their_own_pads() -> None:
     assert padded.inputs["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
     assert padded.inputs["position_ids"].tolist() == [[0, 1, 2, 3]] * 2
     assert padded.index[0, 1:3].tolist() == [0, 1]
-
-
-def test_columns_of_pads_alone_are_left_out() -> None:
     td = lazy_stack([sample([9, 5, 6, 9], [0, 1, 1, 0]), sample([9, 9, 7, 9], [0, 0, 1, 0])])
     padded = read_batch(td, TOKENS, MASK).padded()
     assert padded.inputs["input_ids"].tolist() == [[5, 6], [7, 0]]
     nothing = read_batch(lazy_stack([sample([9, 9], [0, 0])]), TOKENS, MASK).padded()
     assert nothing.inputs["attention_mask"].tolist() == [[0]]
-
-
-def test_tokens_that_are_no_integers_are_refused() -> None:
-    td = lazy_stack([sample([5, 6])])
-    td[TOKENS] = td[TOKENS].float()
-    with pytest.raises(ValueError, match=r"\('tokens', 'full'\) of sample 0"):
-        read_batch(td, TOKENS, MASK)
-
-
-def test_positions_start_at_each_sequence_padded_or_packed() -> None:
-    batch = read_batch(ragged(), TOKENS, MASK)
-    assert batch.padded().inputs["position_ids"].tolist() == [[0, 1, 2, 3]] * 2
-    packed = batch.packed().inputs
-    assert packed["input_ids"].tolist() == [[5, 6, 7, 8, 9, 10]]
-    assert packed["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3]]
-    assert packed.keys() == {"input_ids", "position_ids"}  # a mask would hide where sequences begin
 
 
 def test_sequences_share_rows_where_they_fit() -> None:
@@ -133,17 +120,18 @@ def test_a_gap_in_the_mask_is_refused() -> None:
         read_batch(td[2:], TOKENS, MASK)
 
 
-def test_missing_tokens_are_named() -> None:
+def test_what_is_missing_of_another_length_or_no_integer_is_named() -> None:
     with pytest.raises(KeyError, match=r"in every sample; the first one has .*full") as error:
         read_batch(ragged(), ("tokens", "ids"), MASK)
     assert error.value.args[0].startswith("no ('tokens', 'ids') in every sample")
     with pytest.raises(KeyError, match=r"in every sample; the first one has .*all_attention_mask"):
         read_batch(lazy_stack([sample([5], [1]), sample([5])]), MASK, TOKENS)
-
-
-def test_a_mask_of_another_length_is_refused_in_short_samples_too() -> None:
     td = lazy_stack([sample([5, 6, 7], [1, 1]), sample([7, 8, 9, 10], [1, 1, 1, 1])])
     with pytest.raises(ValueError, match=r"'all_attention_mask'\) of sample 0 has 2 rows, its tokens are 3"):
+        read_batch(td, TOKENS, MASK)
+    td = lazy_stack([sample([5, 6])])
+    td[TOKENS] = td[TOKENS].float()
+    with pytest.raises(ValueError, match=r"\('tokens', 'full'\) of sample 0"):
         read_batch(td, TOKENS, MASK)
 
 
@@ -163,24 +151,17 @@ LOGITS = torch.tensor([[0.0, 0.0], [math.log(3.0), 0.0]])
 """Once both words are as likely, once word 0 is three times as likely."""
 
 
-def test_tokens_are_scored_by_the_logits_of_their_row() -> None:
+def test_tokens_are_scored_by_the_logits_of_their_row_at_their_temperature() -> None:
     log_probs, entropy = token_scores(LOGITS, torch.tensor([1, 1]), 1.0, True)
     torch.testing.assert_close(log_probs, torch.tensor([math.log(0.5), math.log(0.25)]))
     spread = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
     torch.testing.assert_close(entropy, torch.tensor([math.log(2.0), spread]))
     assert token_scores(LOGITS, torch.tensor([1, 1]), 1.0, False)[1] is None
-
-
-def test_logits_are_divided_by_the_temperature() -> None:
     log_probs, _ = token_scores(LOGITS, torch.tensor([1, 0]), 0.5, False)
     torch.testing.assert_close(log_probs[1], torch.tensor(math.log(0.9)))  # odds of 3 become 9
-
-
-def test_each_token_has_its_own_temperature() -> None:
     rows = LOGITS[1].expand(3, -1)  # odds of 3
     log_probs, entropy = token_scores(rows, torch.tensor([0, 0, 1]), torch.tensor([1.0, 0.5, 0.5]), True)
     torch.testing.assert_close(log_probs, torch.tensor([0.75, 0.9, 0.1]).log())
-    assert entropy is not None
     assert entropy[1] == entropy[2] < entropy[0]
 
 
@@ -191,27 +172,19 @@ def test_tokens_are_scored_over_the_words_that_were_kept() -> None:
     log_probs, entropy = token_scores(logits, torch.tensor([0, 0, 2, 1]), 1.0, True, kept)
     torch.testing.assert_close(log_probs, torch.tensor([1 / 3, 1 / 8, 1.0, 2 / 7]).log())
     spread = [torch.tensor(p) for p in ([1 / 3, 2 / 3], [1 / 8, 1 / 4, 5 / 8], [1.0], [2 / 7, 5 / 7])]
-    assert entropy is not None
     torch.testing.assert_close(entropy, torch.stack([-(p * p.log()).sum() for p in spread]))
     (log_probs.sum() + entropy.sum()).backward()
-    assert logits.grad is not None
     assert logits.grad.isfinite().all()
     assert not logits.grad[~kept].any()
-
-
-def test_words_are_kept_at_any_temperature() -> None:
     logits = torch.tensor([[1.0, 2.0, 5.0]] * 2).log()
     kept = torch.tensor([[1, 1, 0]] * 2).bool()
     log_probs, _ = token_scores(logits, torch.tensor([0, 0]), torch.tensor([1.0, 0.5]), False, kept)
     torch.testing.assert_close(log_probs, torch.tensor([1 / 3, 1 / 5]).log())
 
 
-def test_a_row_of_logits_is_of_the_next_token() -> None:
+def test_a_row_of_logits_is_of_the_next_token_and_half_precision_is_scored_in_single() -> None:
     aligned = align(torch.cat([LOGITS, torch.full((1, 2), 9.0)])[None], torch.tensor([0.5]))
     torch.testing.assert_close(aligned[0], torch.tensor([[0.0, 0.0], [0.0, 0.0], [2 * math.log(3.0), 0.0]]))
-
-
-def test_half_precision_is_scored_in_single() -> None:
     logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     log_probs, _ = token_scores(logits, torch.tensor([1, 2, 3]), 0.7, False)
     assert log_probs.dtype == align(logits[None], torch.tensor([0.7])).dtype == torch.float32

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -22,7 +23,16 @@ from support.families import build
 from support.flash import flash_attention
 from support.gradients import gradients
 from support.ranks import run_as_ranks
-from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection
+from torchrl_moe.data import KeptTokens
+from torchrl_moe.data.kept_tokens import dense_mask
+from torchrl_moe.modules.policies.scoring import ScoringBatch, read_batch
+from torchrl_moe.modules.policies.scoring_model import (
+    ScoringModel,
+    Selection,
+    parts_by_temperature,
+    read_sampling,
+    says_nothing,
+)
 from torchrl_moe.testing import make_tiny_moe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -38,10 +48,33 @@ def selection(entropy: bool = True, temperature: float = 0.7, ids: Tensor = IDS)
     return Selection(rows=ROWS, tokens=ids.flatten()[ROWS + 1], temperature=temperature, entropy=entropy)
 
 
-def dense(model: nn.Module, temperature: float = 0.7) -> tuple[Tensor, Tensor]:
+TEMPERATURES = torch.tensor([0.5, 2.0, 0.5, 1.0, 2.0])
+
+
+def sampled(words: bool = True, several: bool = True, entropy: bool = True, ids: Tensor = IDS) -> Selection:
+    """The tokens at several temperatures: over 3 words, over all but 2, over all, over 1 and over all but 1."""
+    chosen = ids.flatten()[ROWS + 1]
+    lists = [[int(chosen[0]), 0, 258], [2, 100], [], [int(chosen[3])], [7]]
+    kept = torch.tensor([word for row in lists for word in row]), torch.tensor([3, -2, 0, 1, -1])
+    temperature = TEMPERATURES if several else 0.7
+    return replace(selection(entropy, ids=ids), temperature=temperature, kept=kept if words else None)
+
+
+def dense(model: nn.Module, chosen: Selection | None = None) -> tuple[Tensor, Tensor]:
+    """Row by row over the words that were kept; by default, all at one temperature."""
+    chosen = chosen or selection()
     logits = model(**INPUTS, use_cache=False).logits.flatten(0, 1)[ROWS].float()
-    distribution = torch.distributions.Categorical(logits=logits / temperature)
-    return distribution.log_prob(IDS.flatten()[ROWS + 1]), distribution.entropy()
+    ids, at = ([], 0) if chosen.kept is None else (chosen.kept[0].tolist(), 0)
+    scores = []
+    for n, (row, token) in enumerate(zip(logits, chosen.tokens.tolist(), strict=True)):
+        size = 0 if chosen.kept is None else int(chosen.kept[1][n])
+        named, at = ids[at : at + abs(size)], at + abs(size)
+        words = named if size > 0 else [word for word in range(len(row)) if word not in named]
+        temperature = chosen.temperature if isinstance(chosen.temperature, float) else float(chosen.temperature[n])
+        distribution = torch.distributions.Categorical(logits=row[words] / temperature)
+        scores.append((distribution.log_prob(torch.tensor(words.index(token))), distribution.entropy()))
+    log_probs, entropies = zip(*scores, strict=True)
+    return torch.stack(log_probs), torch.stack(entropies)
 
 
 def scored(model: nn.Module) -> ScoringModel:
@@ -54,10 +87,17 @@ def scored(model: nn.Module) -> ScoringModel:
     return scoring
 
 
-def assert_like_dense(model: nn.Module, atol: float = 2e-6, grad_atol: float = 1e-5) -> None:
-    results = []
-    for scores in (scored(model)(INPUTS, selection())[:2], dense(model)):
-        assert scores[1] is not None
+def assert_like_dense(
+    model: nn.Module,
+    atol: float = 2e-6,
+    grad_atol: float = 1e-5,
+    chosen: Selection | None = None,
+    splits: bool = True,
+) -> Any:
+    """Scores and gradients; returns the scores."""
+    results, scoring, chosen = [], scored(model), chosen or selection()
+    scoring.splits = splits
+    for scores in (scoring(INPUTS, chosen)[:2], dense(model, chosen)):
         (scores[0].sum() + 0.3 * scores[1].sum()).backward()
         results.append((*(s.detach() for s in scores), gradients(model)))
     (*ours, our_grads), (*theirs, their_grads) = results
@@ -65,6 +105,7 @@ def assert_like_dense(model: nn.Module, atol: float = 2e-6, grad_atol: float = 1
     assert our_grads.keys() == their_grads.keys()
     for name, grad in their_grads.items():
         torch.testing.assert_close(our_grads[name], grad, atol=grad_atol, rtol=1e-4, msg=name)
+    return ours
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -102,108 +143,36 @@ def test_what_a_model_does_to_its_logits_is_done_to_its_scores(family: str, conf
     assert_like_dense(model, atol=1e-5, grad_atol=2e-4)
 
 
-def test_entropies_are_computed_if_asked() -> None:
-    model = make_tiny_moe(num_hidden_layers=2)
-    log_probs, entropy, routers = scored(model)(INPUTS, selection(entropy=False))
-    assert entropy is None
-    assert routers is None
-    torch.testing.assert_close(log_probs, dense(model)[0], atol=2e-6, rtol=1e-6)
-
-
-def test_no_rows_keep_every_parameter_in_the_graph() -> None:
-    """Under FSDP, a rank without tokens takes part in backward too."""
-    model = make_tiny_moe(num_hidden_layers=2)
-    nothing = Selection(rows=ROWS[:0], tokens=ROWS[:0], temperature=1.0, entropy=True)
-    log_probs, entropy, _ = scored(model)(INPUTS, nothing)
-    assert entropy is not None
-    (log_probs.sum() + entropy.sum()).backward()
-    grads = gradients(model)
-    assert grads["lm_head.weight"].shape == model.lm_head.weight.shape
-    assert not any(grad.any() for grad in grads.values())
-
-
-TEMPERATURES = torch.tensor([0.5, 2.0, 0.5, 1.0, 2.0])
-TOKENS = IDS.flatten()[ROWS + 1].tolist()
-
-
-def sampled(words: bool = True, several: bool = True, entropy: bool = True, ids: Tensor = IDS) -> Selection:
-    """The tokens at several temperatures: over 3 words, over all but 2, over all, over 1 and over all but 1."""
-    chosen = ids.flatten()[ROWS + 1]
-    three = [int(chosen[0]), 0, 258]
-    lists = [three, [2, 100], [], [int(chosen[3])], [7]]
-    kept = torch.tensor([word for row in lists for word in row]), torch.tensor([3, -2, 0, 1, -1])
-    temperature = TEMPERATURES if several else 0.7
-    return replace(selection(entropy, ids=ids), temperature=temperature, kept=kept if words else None)
-
-
-def dense_sampled(model: nn.Module, chosen: Selection) -> tuple[Tensor, Tensor]:
-    """Row by row over the words that were kept."""
-    logits = model(**INPUTS, use_cache=False).logits.flatten(0, 1)[ROWS].float()
-    ids, at = ([], 0) if chosen.kept is None else (chosen.kept[0].tolist(), 0)
-    scores = []
-    for n, (row, token) in enumerate(zip(logits, TOKENS, strict=True)):
-        size = 0 if chosen.kept is None else int(chosen.kept[1][n])
-        named, at = ids[at : at + abs(size)], at + abs(size)
-        words = named if size > 0 else [word for word in range(259) if word not in named]
-        temperature = chosen.temperature if isinstance(chosen.temperature, float) else float(chosen.temperature[n])
-        distribution = torch.distributions.Categorical(logits=row[words] / temperature)
-        scores.append((distribution.log_prob(torch.tensor(words.index(token))), distribution.entropy()))
-    log_probs, entropies = zip(*scores, strict=True)
-    return torch.stack(log_probs), torch.stack(entropies)
-
-
 @pytest.mark.parametrize("splits", [True, False])
 @pytest.mark.parametrize(("words", "several"), [(True, True), (True, False), (False, True)])
 def test_scores_are_of_the_distributions_that_were_sampled(splits: bool, words: bool, several: bool) -> None:
     model = make_tiny_moe(num_hidden_layers=2)
-    chosen = sampled(words, several)
-    results = []
-    scoring = scored(model)
-    scoring.splits = splits
-    for scores in (scoring(INPUTS, chosen)[:2], dense_sampled(model, chosen)):
-        assert scores[1] is not None
-        (scores[0].sum() + 0.3 * scores[1].sum()).backward()
-        results.append((*(s.detach() for s in scores), gradients(model)))
-    (*ours, our_grads), (*theirs, their_grads) = results
-    torch.testing.assert_close(ours, theirs, atol=4e-6, rtol=1e-6)
-    for name, grad in their_grads.items():
-        torch.testing.assert_close(our_grads[name], grad, atol=2e-5, rtol=1e-4, msg=name)
+    log_probs, entropy = assert_like_dense(model, 4e-6, 2e-5, sampled(words, several), splits)
     if words:
-        assert ours[0][3] == 0  # the only word
-        assert ours[1][3] < 1e-30
+        assert log_probs[3] == 0  # the only word
+        assert entropy[3] < 1e-30
 
 
 @pytest.mark.parametrize("splits", [True, False])
-def test_entropies_at_several_temperatures_are_computed_if_asked(splits: bool) -> None:
-    model = make_tiny_moe(num_hidden_layers=2)
+@pytest.mark.parametrize("choose", [selection, sampled])
+def test_entropies_are_computed_if_asked_and_no_rows_keep_every_parameter_in_the_graph(
+    choose: Any, splits: bool
+) -> None:
+    """Under FSDP, a rank without tokens takes part in backward too."""
+    model, chosen = make_tiny_moe(num_hidden_layers=2), choose(entropy=False)
     scoring = scored(model)
     scoring.splits = splits
-    log_probs, entropy, _ = scoring(INPUTS, sampled(entropy=False))
-    assert entropy is None
-    torch.testing.assert_close(log_probs, dense_sampled(model, sampled())[0], atol=4e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("splits", [True, False])
-def test_no_rows_at_several_temperatures_keep_every_parameter_in_the_graph(splits: bool) -> None:
-    model = make_tiny_moe(num_hidden_layers=2)
+    log_probs, entropy, routers = scoring(INPUTS, chosen)
+    assert entropy is routers is None
+    torch.testing.assert_close(log_probs, dense(model, chosen)[0], atol=4e-6, rtol=1e-6)
     none = ROWS[:0]
-    nothing = Selection(rows=none, tokens=none, temperature=TEMPERATURES[:0], entropy=True, kept=(none, none))
-    scoring = scored(model)
-    scoring.splits = splits
-    log_probs, entropy, _ = scoring(INPUTS, nothing)
-    assert entropy is not None
+    several: dict[str, Any] = {"temperature": TEMPERATURES[:0], "kept": (none, none)} if choose is sampled else {}
+    log_probs, entropy, _ = scoring(INPUTS, replace(selection(), rows=none, tokens=none, **several))
     assert log_probs.shape == entropy.shape == (0,)
     (log_probs.sum() + entropy.sum()).backward()
-    assert gradients(model)["lm_head.weight"].shape == model.lm_head.weight.shape
-
-
-def test_a_compiled_model_scores_what_was_sampled_as_one_graph() -> None:
-    model = make_tiny_moe("qwen3", num_hidden_layers=1)
-    wanted = dense_sampled(model, sampled())
-    torch.compiler.reset()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    log_probs, entropy, _ = scored(compiled)(INPUTS, sampled())
-    torch.testing.assert_close((log_probs, entropy), wanted, atol=4e-6, rtol=1e-6)
+    grads = gradients(model)
+    assert grads["lm_head.weight"].shape == model.lm_head.weight.shape
+    assert not any(grad.any() for grad in grads.values())
 
 
 def test_a_compiled_model_with_graph_breaks_is_scored() -> None:
@@ -220,7 +189,7 @@ def test_a_compiled_model_with_graph_breaks_is_scored() -> None:
 @pytest.mark.parametrize("where", ["around", pytest.param("inside", marks=pytest.mark.parity)])
 def test_a_compiled_model_is_one_graph(where: str) -> None:
     model = make_tiny_moe("qwen3", num_hidden_layers=1)
-    wanted = dense(model)
+    wanted, wanted_of_sampled = dense(model), dense(model, sampled())
     torch.compiler.reset()
     if where == "inside":
         model.compile(backend="eager", fullgraph=True)
@@ -228,6 +197,8 @@ def test_a_compiled_model_is_one_graph(where: str) -> None:
     log_probs, entropy, _ = scored(compiled)(INPUTS, selection())
     torch.testing.assert_close((log_probs, entropy), wanted, atol=2e-6, rtol=1e-6)
     torch.testing.assert_close(dense(compiled), wanted)  # its logits are still there
+    log_probs, entropy, _ = scored(compiled)(INPUTS, sampled())
+    torch.testing.assert_close((log_probs, entropy), wanted_of_sampled, atol=4e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -384,7 +355,6 @@ def test_router_logits_come_without_the_auxiliary_loss(monkeypatch: pytest.Monke
     scoring = scored(model)
     seen.clear()
     routers = scoring(INPUTS, selection(), router_logits=True)[2]
-    assert routers is not None
     torch.testing.assert_close([r.flatten(0, -2) for r in routers], [s.flatten(0, -2) for s in seen])
     assert all(logits.requires_grad for logits in routers)
     assert given == [None]  # transformers' own loss over layers x tokens x K x E has nothing to work on
@@ -438,15 +408,12 @@ def test_flash_attention_is_tried_as_it_is_used(rows: str, monkeypatch: pytest.M
         assert ScoringModel(model).packs == (rows == "one")
 
 
-def test_a_causal_model_sees_no_pads_behind_its_tokens() -> None:
-    assert not ScoringModel(make_tiny_moe(num_hidden_layers=2)).sees_pads
-
-
 @pytest.mark.parametrize("strength", [1.0, 1e-4])
-def test_a_model_that_looks_ahead_keeps_its_mask(strength: float) -> None:
+def test_a_causal_model_sees_no_pads_and_one_that_looks_ahead_keeps_its_mask(strength: float) -> None:
     model = make_tiny_moe(num_hidden_layers=2)
     model.model.embed_tokens.register_forward_hook(lambda _, __, out: out + strength * out.roll(-1, 1))
     assert ScoringModel(model).sees_pads
+    assert not ScoringModel(make_tiny_moe(num_hidden_layers=2)).sees_pads
 
 
 def test_a_model_that_asks_for_a_mask_gets_one() -> None:
@@ -471,7 +438,6 @@ def rank_ids(rank: int) -> Tensor:
 
 def loss_of(scoring: ScoringModel, ids: Tensor) -> Tensor:
     log_probs, entropy, _ = scoring({"input_ids": ids}, selection(ids=ids))
-    assert entropy is not None
     return log_probs.sum() + 0.3 * entropy.sum()
 
 
@@ -502,3 +468,112 @@ def test_fsdp2(how: str) -> None:
     assert [loss for loss, _ in got] == pytest.approx([loss.item() for loss in losses], rel=1e-6)
     for name, grad in gradients(model).items():
         torch.testing.assert_close(torch.from_numpy(got[0][1][name]), grad, atol=1e-6, rtol=1e-4, msg=name)
+
+
+# -- what is read of a batch's sampling --------------------------------------------------------------------------------
+
+
+V = 5
+LENGTHS = (2, 4, 3)
+LOG_PROBS = ("log_probs", "full")
+
+
+def kept(ids: list[int], sizes: list[int]) -> KeptTokens:
+    return KeptTokens(ids=torch.tensor(ids, dtype=torch.int32), sizes=torch.tensor(sizes, dtype=torch.int32))
+
+
+def sample(length: int, temperature: float | None = None, words: Any = None) -> TensorDict:
+    td = TensorDict(tokens=TensorDict(full=torch.arange(length)))
+    if temperature is not None:
+        td["sampling"] = TensorDict(temperature=torch.tensor(temperature))
+        if words is not None:
+            td["sampling", "kept"] = words
+    return td
+
+
+def mixed() -> TensorDictBase:
+    """Of one temperature and all words, of another and few, and of nothing said."""
+    return lazy_stack([sample(2, 0.5), sample(4, 2.0, kept([4, 2, 1], [0, 2, 0, -1])), sample(3)])
+
+
+def batch_of(td: TensorDictBase) -> ScoringBatch:
+    return read_batch(td, ("tokens", "full"), ("masks", "all_attention_mask"))
+
+
+def read(td: TensorDictBase, temperature: float | None = None) -> Any:
+    return read_sampling(td, batch_of(td), temperature)
+
+
+def test_every_sample_is_read() -> None:
+    found = read(mixed())
+    assert found.temperatures.tolist() == [0.5, 2.0, 1.0]
+    assert [None if one is None else one.sizes.tolist() for one in found.kept] == [None, [0, 2, 0, -1], None]
+    assert read(lazy_stack([sample(2), sample(3)]), 0.7).temperatures.tolist() == pytest.approx([0.7, 0.7])
+    assert read(lazy_stack([sample(2), sample(3, 0.7)]), 0.7).temperatures.tolist() == pytest.approx([0.7, 0.7])
+    words = kept([4, 2, 1], [0, 2, 0, -1])
+    (one,) = read(lazy_stack([sample(4, 1.0, words.to_tensordict())])).kept
+    assert type(one) is KeptTokens
+    assert (one.ids.tolist(), one.sizes.tolist()) == ([4, 2, 1], [0, 2, 0, -1])
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+def test_no_distribution_is_refused_by_sample(temperature: float) -> None:
+    with pytest.raises(ValueError, match=r"sample 1 was sampled at temperature .*: it is greedy, and has no distrib"):
+        read(lazy_stack([sample(2, 1.0), sample(2, temperature)]))
+
+
+def of_an_engine(td: TensorDict) -> TensorDict:
+    per_token = torch.zeros_like(td["tokens", "full"])
+    return td.update({"log_probs": {"full": per_token.float()}, "policy_versions": {"full": per_token.int()}})
+
+
+def test_an_engines_answer_that_says_nothing_is_found() -> None:
+    said, unsaid = of_an_engine(sample(2, 1.0)), of_an_engine(sample(3))
+    assert says_nothing(lazy_stack([said, unsaid]), LOG_PROBS) == 1
+    assert says_nothing(lazy_stack([said, said]), LOG_PROBS) is None
+    dense = TensorDict(tokens=TensorDict(full=torch.zeros(2, 3).long(), batch_size=[2]), batch_size=[2])
+    assert says_nothing(of_an_engine(dense), LOG_PROBS) == 0
+
+
+@pytest.mark.parametrize("key", ["log_probs", "policy_versions"])
+def test_what_no_engine_sampled_need_not_say_anything(key: str) -> None:
+    assert says_nothing(lazy_stack([of_an_engine(sample(3)).exclude(key)]), LOG_PROBS) is None
+    assert says_nothing(lazy_stack([of_an_engine(sample(3))]), ("mu", "full")) is None  # another key is the engine's
+
+
+def test_temperatures_and_words_of_some_tokens_by_hand() -> None:
+    td = mixed()
+    batch = batch_of(td)
+    wanted = torch.tensor([[0, 0, 0, 1], [0, 1, 1, 1], [0, 0, 1, 1]]).bool()
+    temperature, words = read(td).of_tokens(batch, wanted)
+    assert temperature.tolist() == [0.5, 2.0, 2.0, 2.0, 1.0, 1.0]
+    assert (words[0].tolist(), words[1].tolist()) == ([4, 2, 1], [0, 2, 0, -1, 0, 0])
+    wanted[1, 1] = wanted[2, 2] = False
+    temperature, words = read(td).of_tokens(batch, wanted)
+    assert temperature.tolist() == [0.5, 2.0, 2.0, 1.0]
+    assert (words[0].tolist(), words[1].tolist()) == ([1], [0, 0, -1, 0])
+
+
+def test_dense_logits_lose_the_words_that_were_left_out() -> None:
+    td = mixed()
+    logits = torch.randn(3, 4, V, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    cut = read(td).truncate(logits, batch_of(td))
+    mask = torch.ones(3, 4, V, dtype=torch.bool)
+    mask[1] = dense_mask(torch.tensor([4, 2, 1]), torch.tensor([0, 2, 0, -1]), V)
+    assert torch.equal(cut[mask], logits[mask])
+    assert (cut[~mask] == torch.finfo(torch.float32).min).all()
+    assert (cut.softmax(-1)[~mask] == 0).all()
+    cut.log_softmax(-1)[mask].sum().backward()
+    assert logits.grad.isfinite().all()
+    assert not logits.grad[~mask].any()
+    td = lazy_stack([sample(1, 1.0), sample(3, 1.0), sample(2, 1.0, kept([0], [0, 1]))])
+    cut = read(td).truncate(torch.zeros(3, 3, V), batch_of(td))
+    assert cut[2].eq(0).int().tolist() == [[1] * 5, [1] * 5, [1, 0, 0, 0, 0]]
+    assert cut[:2].eq(0).all()
+
+
+def test_parts() -> None:
+    assert list(parts_by_temperature(0.5)) == [(0.5, None)]
+    assert list(parts_by_temperature(torch.tensor([]))) == [(1.0, None)]  # a forward pass is run all the same
+    found = [(value, part.tolist()) for value, part in parts_by_temperature(torch.tensor([0.5, 2.0, 0.5]))]
+    assert found == [(0.5, [True, False, True]), (2.0, [False, True, False])]

@@ -1,4 +1,4 @@
-"""Text and chats as tokens, and the entries that stand beside scores."""
+"""Full sequences of every kind, as tokens; the wrapper over an engine is in ``test_engine_scorer.py``."""
 
 from __future__ import annotations
 
@@ -13,18 +13,11 @@ from torchrl.modules.llm.policies import ChatHistory, Tokens
 
 from support.prompt_sources import TOKENIZER, source_of
 from torchrl_moe.data import KeptTokens
-from torchrl_moe.modules.policies.scoring_wrapper import (
-    encode,
-    refuse_other_tokens,
-)
+from torchrl_moe.modules.policies.scoring_wrapper import encode, read_sequences, refuse_other_tokens
+from torchrl_moe.testing import ByteTokenizer
 
 SOURCE = source_of("text", "full")
 CHATS = replace(SOURCE, input_mode="history", input_key=("history", "full"))
-CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
-
-
-def chats() -> TensorDict:
-    return TensorDict(history=ChatHistory(full=History.from_chats([CHAT, [*CHAT, *CHAT]][:1])), batch_size=[1])
 
 
 def one_chat(*turns: str) -> TensorDict:
@@ -62,16 +55,12 @@ def test_words_that_a_template_changes_are_not_guessed_at() -> None:
     thoughts = one_chat("hi", "<think>no</think>yo")
     found = encode(thoughts, replace(CHATS, chat_template=ANSWERS))
     assert (found.texts, found.assistant) == (["user:hi;assistant:yo;"], None)
-
-
-def test_a_named_template() -> None:
-    found = encode(chats(), replace(CHATS, chat_template_name="qwen"))
+    found = encode(one_chat("hi", "yo"), replace(CHATS, chat_template_name="qwen"))
     assert found.texts[0].startswith("<|im_start|>system\nYou are a helpful assistant.")
-    assert found.assistant is not None
     assert TOKENIZER.decode(found.ids[0][found.assistant[0]]) == "yo"
 
 
-ROWS = [torch.tensor([1, 2, 3]), torch.tensor([4])]
+IDS = torch.tensor([1, 2, 3])
 
 
 @pytest.mark.parametrize("own", [None, Tokens(full=torch.tensor([1, 2, 4]))])
@@ -80,9 +69,44 @@ def test_words_are_known_of_the_sampled_tokens_alone(own: Any) -> None:
     if own is not None:
         sample["tokens"] = own
     td = lazy_stack([sample])
-    refuse_other_tokens(td, "tokens", [ROWS[0]])
+    refuse_other_tokens(td, "tokens", [IDS])
     td[0]["sampling", "kept"] = KeptTokens(ids=torch.tensor([3]), sizes=torch.tensor([0, 0, 1]))
     with pytest.raises(ValueError, match=r"sample 0 says from which words .* its text makes other tokens"):
-        refuse_other_tokens(td, "tokens", [ROWS[0]])
-    td[0]["tokens"] = Tokens(full=ROWS[0])
-    refuse_other_tokens(td, "tokens", [ROWS[0]])
+        refuse_other_tokens(td, "tokens", [IDS])
+    td[0]["tokens"] = Tokens(full=IDS)
+    refuse_other_tokens(td, "tokens", [IDS])
+
+
+PAD, END = 256, 258
+
+
+def mask_of(ids: list[int], pad: int | None, end: int = END, **entries: Any) -> list[int]:
+    sample = TensorDict(ids=torch.tensor(ids), **entries)
+    tokenizer = ByteTokenizer()
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+    given = replace(source_of("tokens"), input_key="ids", pad=pad, tokenizer=tokenizer)
+    (one,) = read_sequences([sample], given)
+    assert one.ids.tolist() == ids
+    return one.mask.int().tolist()
+
+
+@pytest.mark.parametrize(
+    ("ids", "real"),
+    [
+        ([PAD, PAD, 1, 2], [0, 0, 1, 1]),
+        ([1, PAD, 2, PAD, PAD], [1, 1, 1, 0, 0]),
+        ([1, 2], [1, 1]),
+        ([PAD, PAD], [0, 0]),
+    ],
+)
+def test_without_a_mask_pads_are_at_the_ends(ids: list[int], real: list[int]) -> None:
+    assert mask_of(ids, PAD) == real
+    assert mask_of(ids, None) == [1] * len(ids)
+
+
+def test_a_pad_that_ends_turns_is_real_once_and_a_mask_of_the_rollout_comes_first() -> None:
+    assert mask_of([PAD, 1, 2, PAD, PAD], PAD, end=PAD) == [0, 1, 1, 1, 0]
+    assert mask_of([PAD, 1, 2], PAD, end=PAD) == [0, 1, 1]
+    masks = TensorDict(all_attention_mask=torch.tensor([0, 1, 1]))
+    assert mask_of([1, 2, 3], PAD, masks=masks, attention_mask=torch.tensor([1])) == [0, 1, 1]
+    assert mask_of([1, 2, 3], PAD, attention_mask=torch.tensor([1, 1, 0])) == [1, 1, 0]

@@ -165,9 +165,6 @@ def assert_advantages(items: list[TensorDictBase]) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
 
 
-# over a fake engine
-
-
 @pytest.fixture(scope="module")
 def fake() -> Iterator[FakeAsyncVLLM]:
     with FakeAsyncVLLM(seed=1) as engine:
@@ -184,6 +181,8 @@ def engine_routes(engine: FakeAsyncVLLM, ids: Tensor) -> Tensor:
 def test_what_is_collected_is_aligned(fake: FakeAsyncVLLM, mode: str) -> None:
     batches = collect(make_policy(fake, mode))
     assert [batch.batch_size for batch in batches] == [torch.Size([ENVS, 1])] * 2
+    assert torch.cat(batches)["policy_version"].unique().tolist() == [0]  # the engine's, at the root
+    assert torch.cat(batches)["next", "policy_version"].unique().tolist() == [3]
     for item in torch.cat(batches).reshape(-1).unbind(0):
         assert_aligned(item)
         assert item["routed_experts", "full"][:-1, 1:].equal(engine_routes(fake, item["tokens", "full"]))
@@ -191,7 +190,7 @@ def test_what_is_collected_is_aligned(fake: FakeAsyncVLLM, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["history", "text"])
-def test_what_is_sampled_is_aligned_and_has_advantages(fake: FakeAsyncVLLM, mode: str) -> None:
+def test_what_is_sampled_is_aligned_has_advantages_and_can_be_read_padded(fake: FakeAsyncVLLM, mode: str) -> None:
     buffer = make_buffer()
     assert collect(make_policy(fake, mode), replay_buffer=buffer) == [None, None]
     assert len(buffer) == 2 * ENVS
@@ -201,24 +200,12 @@ def test_what_is_sampled_is_aligned_and_has_advantages(fake: FakeAsyncVLLM, mode
     for item in sample.unbind(0):
         assert_aligned(item)
         assert item["routed_experts", "full"][:-1, 1:].equal(engine_routes(fake, item["tokens", "full"]))
-
-
-def test_a_sample_can_be_read_padded(fake: FakeAsyncVLLM) -> None:
-    buffer = make_buffer()
-    collect(make_policy(fake), replay_buffer=buffer)
-    sample = buffer.sample()
     ids = sample.get(("tokens", "full"), as_padded_tensor=True, padding_side="left", padding_value=256)
     routes = sample["routed_experts"].pad().full
     assert routes.shape == (*ids.shape, 4, 2)
     assert routes[ids == 256].eq(-1).all()
     for row, item in zip(routes, sample.unbind(0), strict=True):
         assert row[-len(item["tokens", "full"]) :].equal(item["routed_experts", "full"])
-
-
-def test_the_version_at_the_root_is_the_engines(fake: FakeAsyncVLLM) -> None:
-    (batch,) = collect(make_policy(fake), iterations=1)
-    assert batch["policy_version"].unique().tolist() == [0]
-    assert batch["next", "policy_version"].unique().tolist() == [3]
 
 
 @pytest.mark.parametrize("prefer_tokens", [False, True])
@@ -263,9 +250,6 @@ def test_a_reset_begins_again() -> None:
     for item in fresh.unbind(0):
         assert set(item["policy_versions", "full"].tolist()) == {-1, 2}
         assert item["log_probs", "full"].isfinite().sum() == NEW
-
-
-# over vLLM
 
 
 @lru_cache(maxsize=1)

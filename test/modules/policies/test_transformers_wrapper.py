@@ -6,6 +6,7 @@ import copy
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,14 +20,15 @@ from torchrl.modules.llm.policies import TransformersWrapper as TorchRLWrapper
 from torchrl.modules.llm.policies import vLLMWrapper as TorchRLvLLMWrapper
 from torchrl.objectives.llm import GRPOLoss as TorchRLLoss
 
+from support.families import build
 from support.gradients import gradients
 from support.routes import experts_seen
 from support.scored_rollouts import LAYOUT, LAYOUTS, at, dense, fake_rollouts
 from torchrl_moe.errors import UnsupportedRouterError
-from torchrl_moe.modules import TransformersWrapper
+from torchrl_moe.modules import RouterReplay, TransformersWrapper
 from torchrl_moe.modules.policies.rollout import stack_answers
+from torchrl_moe.modules.policies.transformers_wrapper import model_of, tokenizer_of
 from torchrl_moe.objectives import GRPOLoss
-from torchrl_moe.objectives.batch import TokenReader, score_tokens
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -61,50 +63,21 @@ def dense_model() -> nn.Module:
 
 
 def test_a_new_version_keeps_every_argument() -> None:
-    changed = {
-        "tokenizer": TOKENIZER,
-        "attention_mask_key": "mask",
-        "generate_kwargs": {"max_new_tokens": 3},
-        "tokenizer_kwargs": {"truncation": True},
-        "pad_output": True,
-        "layout": torch.jagged,
-        "num_samples": 2,
-        "chat_template": "{{ messages }}",
-        "batching": False,
-        "batching_timeout": 1.0,
-        "prefer_tokens": True,
-        "input_mode": "tokens",
-        "generate": False,
-        "replay": "R2",
-        "temperature": 0.3,
-        "pad_model_input": False,
-        "measure_agreement": True,
-        "on_bad_routes": "live",
-        "rerecord": True,
-        "input_key": ("t", "ids"),
-        "inplace": False,
-        "tokens_key": "t",
-        "masks_key": "m",
-        "log_probs_key": "l",
-        "routed_experts_key": "r",
+    changed: dict[str, Any] = {
+        **{"tokenizer": TOKENIZER, "tokenizer_kwargs": {"truncation": True}, "attention_mask_key": "mask"},
+        **{"generate_kwargs": {"max_new_tokens": 3}, "pad_output": True, "layout": torch.jagged, "num_samples": 2},
+        **{"chat_template": "{{ messages }}", "batching": False, "batching_timeout": 1.0, "prefer_tokens": True},
+        **{"input_mode": "tokens", "generate": False, "replay": "R2", "temperature": 0.3, "pad_model_input": False},
+        **{"measure_agreement": True, "on_bad_routes": "live", "rerecord": True, "input_key": ("t", "ids")},
+        **{"inplace": False, "tokens_key": "t", "masks_key": "m", "log_probs_key": "l", "routed_experts_key": "r"},
     }
     scorer = TransformersWrapper(make_tiny_moe(), **changed)
     again = scorer.get_new_version()
     assert again._options == scorer._options
     assert replace(again._options, **changed) == again._options
     assert again.router_replay is scorer.router_replay is not None
-    for name in (
-        "tokenizer",
-        "replay",
-        "temperature",
-        "pad_model_input",
-        "measure_agreement",
-        "on_bad_routes",
-        "inplace",
-        "rerecord",
-        "layout",
-        "pad_output",
-    ):
+    names = ("tokenizer", "replay", "temperature", "pad_model_input", "measure_agreement", "on_bad_routes", "inplace")
+    for name in (*names, "rerecord", "layout", "pad_output"):
         assert getattr(again, name) == changed[name], name
     hotter = scorer.get_new_version(temperature=2.0)
     assert (hotter.temperature, hotter.replay, scorer.temperature) == (2.0, "R2", 0.3)
@@ -117,6 +90,8 @@ def test_a_new_version_of_another_model_has_a_handle_of_its_own(actor: Transform
     again = actor.get_new_version(model=other)
     assert again.router_replay is not actor.router_replay
     assert again.router_replay.model is other
+    with pytest.raises(UnsupportedRouterError, match="it is a dense model"):
+        TransformersWrapper(make_tiny_moe("qwen3"), replay="R3")
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
@@ -166,11 +141,6 @@ def test_a_copy_scores_alike_and_is_on_its_own(td: TensorDictBase, replay: Any, 
 def test_bad_arguments_are_refused_before_a_model_is_loaded(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TransformersWrapper("no/such/folder", **arguments)
-
-
-def test_replay_of_a_dense_model_is_refused() -> None:
-    with pytest.raises(UnsupportedRouterError, match="it is a dense model"):
-        TransformersWrapper(make_tiny_moe("qwen3"), replay="R3")
 
 
 def test_a_folder_is_loaded_and_anything_else_refused(tmp_path: Path, td: TensorDictBase) -> None:
@@ -225,16 +195,12 @@ def test_forward_can_leave_its_input_alone(actor: TransformersWrapper, td: Tenso
     assert set(out.keys()) == {"masks", "tokens", "log_probs", "routing"}
     assert_rows(out, actor.score(td.copy())[0].detach())
     assert set(td.keys(True, True)) == set(before.keys(True, True))
+    mine = lazy_stack([TensorDict({"mine": i}) for i in range(3)])
+    with torch.no_grad():  # or written where the caller says
+        assert actor.get_new_version(inplace=inplace)(td, tensordict_out=mine) is mine
+    assert set(mine.keys()) == {"mine", "masks", "tokens", "log_probs", "routing"}
     for one, old in zip(td.unbind(0), before.unbind(0), strict=True):
         torch.testing.assert_close(one[LOG_PROBS], old[LOG_PROBS], atol=0, rtol=0, equal_nan=True)
-
-
-def test_forward_writes_where_the_caller_says(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    out = lazy_stack([TensorDict({"mine": i}) for i in range(3)])
-    with torch.no_grad():
-        assert actor(td, tensordict_out=out) is out
-    assert set(out.keys()) == {"mine", "masks", "tokens", "log_probs", "routing"}
-    assert td[0][LOG_PROBS].isnan().any()  # still the engine's
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -260,12 +226,7 @@ def test_forward_takes_any_batch_size(actor: TransformersWrapper, td: TensorDict
 
 def torchrl_wrapper(model: nn.Module) -> TorchRLWrapper:
     return TorchRLWrapper(
-        model,
-        tokenizer=ByteTokenizer(),
-        input_mode="tokens",
-        generate=False,
-        return_log_probs=True,
-        pad_output=False,
+        model, tokenizer=ByteTokenizer(), input_mode="tokens", generate=False, return_log_probs=True, pad_output=False
     )
 
 
@@ -334,16 +295,6 @@ def test_torchrls_loss_and_ours_agree(td: TensorDictBase, strategy: Any, same_le
         assert all(grads[f"model.layers.{layer}.mlp.gate.weight"].any() for layer in MOE)
 
 
-def test_scores_and_distributions_agree(actor: TransformersWrapper, td: TensorDictBase) -> None:
-    scorer = actor
-    reader = TokenReader(at(0.7, td), FULL)
-    direct = score_tokens(scorer, td, reader.tokens, ("masks", "all_attention_mask"), True)
-    dist = score_tokens(OnlyDist(scorer), td, reader.tokens, ("masks", "all_attention_mask"), True)
-    torch.testing.assert_close(dist.log_probs, direct.log_probs, atol=1e-6, rtol=1e-6)
-    scored = scorer._batch(td).scored
-    torch.testing.assert_close(dist.entropy[scored], direct.entropy[scored], atol=1e-5, rtol=0)
-
-
 def test_it_can_be_the_reference(actor: TransformersWrapper, td: TensorDictBase) -> None:
     reference = TransformersWrapper(make_tiny_moe(seed=1), tokenizer=ByteTokenizer(), replay="none")
     transform = RetrieveLogProb(reference, log_probs_full_key=("ref_log_probs", "full"), assistant_only=False)
@@ -399,11 +350,6 @@ def test_routes_are_followed_by_default_where_they_belong_to_the_tokens(
     assert (ours.replay, ours.router_replay) == ("none", None)
     assert actor.get_new_version(replay="R2").get_new_version(generate=True).replay == "none"
     assert actor.get_new_version(generate=True, replay="none").return_routed_experts
-    with pytest.raises(ValueError, match="Qwen3ForCausalLM has no experts by its config"):
-        TransformersWrapper(dense_model, input_mode="tokens", generate=True, return_routed_experts=True)
-
-
-def test_a_version_that_reads_something_else_has_the_key_of_that(dense_model: nn.Module) -> None:
     policy = TransformersWrapper(dense_model, tokenizer=TOKENIZER, input_mode="text", input_key="question")
     assert policy.get_new_version(num_samples=2).input_key == "question"
     assert policy.get_new_version(generate=False).input_key == ("text", "full")
@@ -417,12 +363,12 @@ def test_a_tokenizer_comes_from_where_the_model_comes_from(tmp_path: Path, dense
     assert TransformersWrapper(dense_model, tokenizer=str(tmp_path)).tokenizer.eos_token_id == 258
     with pytest.raises(ValueError, match="input_mode='text' makes tokens of text: pass tokenizer="):
         TransformersWrapper(dense_model, input_mode="text")
-
-
-def test_a_model_that_is_elsewhere_is_not_moved(dense_model: nn.Module) -> None:
-    assert TransformersWrapper(dense_model, device="cpu").device == torch.device("cpu")
-    with pytest.raises(ValueError, match="device='meta', and the model is on 'cpu': move it first"):
-        TransformersWrapper(dense_model, device="meta")
+    tokenizer = ByteTokenizer()
+    assert tokenizer_of(tokenizer, None, None, "text") is tokenizer
+    assert tokenizer_of(None, "no/such/folder", None, "tokens") is None
+    assert tokenizer_of(None, object(), SimpleNamespace(get_tokenizer=lambda: "its own"), "text") == "its own"
+    with pytest.raises(ValueError, match="input_mode='history' makes tokens of text"):
+        tokenizer_of(None, object(), object(), "history")
 
 
 # -- chats and text that are scored -----------------------------------------------------------------------------------
@@ -715,3 +661,74 @@ def test_text_comes_without_special_tokens_if_they_are_not_wanted(dense_model: n
     out = policy(asked("text"))[0]
     assert int(out["tokens", "response"][-1]) == 258
     assert "<|im_end|>" not in out["text"].response
+
+
+def generating(model: nn.Module, **generate_kwargs: Any) -> TransformersWrapper:
+    settings = {"max_new_tokens": 4, **generate_kwargs}
+    return TransformersWrapper(model, tokenizer=TOKENIZER, input_mode="text", inplace=False, generate_kwargs=settings)
+
+
+def samples(*texts: str) -> TensorDictBase:
+    return lazy_stack([TensorDict(text=Text(prompt=text)) for text in texts])
+
+
+def test_many_experts_take_wider_numbers() -> None:
+    model = make_tiny_moe(num_hidden_layers=2, num_experts=130)
+    one = generating(model, do_sample=True)(samples("one"))[0]
+    assert one["routed_experts", "full"].dtype == torch.int16
+
+
+def test_a_turn_of_another_temperature_is_refused_before_it_is_generated(actor: TransformersWrapper) -> None:
+    model = actor.model
+    first = generating(model, temperature=0.5)(samples("one"))[0]
+    first["text"] = Text(prompt=TOKENIZER.decode(first["tokens", "full"]))
+    first["tokens", "full"] = torch.tensor(TOKENIZER.encode(first["text"].prompt))
+    first["masks", "all_attention_mask"] = torch.ones(len(first["tokens", "full"])).bool()
+    with pytest.raises(ValueError, match=r"this turn's temperature is 0.7, that of the turn before 0.5"):
+        generating(model, temperature=0.7)(first)
+
+
+# -- what is made of arguments
+
+
+def plain(model: nn.Module, **given: Any) -> TransformersWrapper:
+    return TransformersWrapper(model, tokenizer=ByteTokenizer(), **given)
+
+
+def test_what_records_the_experts_of_an_answer(actor: TransformersWrapper, dense_model: nn.Module) -> None:
+    model = actor.model
+    found = plain(model, generate=True).router_replay
+    assert found is RouterReplay.of(model)
+    assert plain(model, generate=True, router_replay=found).router_replay is found
+    assert plain(model, generate=True, return_routed_experts=False).router_replay is None
+    assert plain(dense_model, generate=True).router_replay is None
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM has no experts by its config"):
+        plain(dense_model, generate=True, return_routed_experts=True)
+    with pytest.raises(UnsupportedRouterError, match=r"sparsemixer.* return_routed_experts=False"):
+        TransformersWrapper(build("phimoe"), input_mode="tokens", generate=True)
+
+
+def test_a_model_is_loaded_where_it_is_wanted_and_not_moved(tmp_path: Path, dense_model: nn.Module) -> None:
+    make_tiny_moe(num_hidden_layers=2).save_pretrained(tmp_path)
+    assert next(model_of(tmp_path, "meta").parameters()).device == torch.device("meta")
+    model = model_of(tmp_path)
+    assert model_of(model, "cpu") is model
+    with pytest.raises(ValueError, match="device='cuda:1', and the model is on 'cpu'"):
+        model_of(model, "cuda:1")
+    assert TransformersWrapper(dense_model, device="cpu").device == torch.device("cpu")
+    with pytest.raises(ValueError, match="device='meta', and the model is on 'cpu': move it first"):
+        TransformersWrapper(dense_model, device="meta")
+    model = nn.Linear(1, 1)
+    assert model_of(model) is model
+    with pytest.raises(TypeError, match=r"Linear has no generate\(\)"):
+        model_of(model, generate=True)
+
+
+@pytest.mark.parametrize("given", [{"num_samples": 4}, {"generate_kwargs": {"max_new_tokens": 3}}])
+def test_arguments_of_generating_are_not_lost_on_a_wrapper_that_would_score(
+    dense_model: nn.Module, given: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match="is for generation, and tokens are scored by default"):
+        plain(dense_model, **given)
+    assert plain(dense_model, **given, generate=True).generate
+    assert not plain(dense_model, **given, generate=False).generate

@@ -34,7 +34,7 @@ def test_names_and_values_are_those_of_save_pretrained(family: str, dtype: torch
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_they_are_of_now(family: str) -> None:
+def test_they_are_of_now_and_router_replay_changes_nothing(family: str) -> None:
     model = make_tiny_moe(family)
     before = {name: tensor.clone() for name, tensor in checkpoint_tensors(model).items()}
     with torch.no_grad():
@@ -42,30 +42,23 @@ def test_they_are_of_now(family: str) -> None:
             tensor.mul_(2)
     after = checkpoint_tensors(model)
     assert all(torch.equal(after[name], 2 * before[name]) for name in before)
-
-
-def test_tied_embeddings_come_once(tmp_path: Path) -> None:
-    model = make_tiny_moe("qwen3_moe", tie_word_embeddings=True)
-    model.save_pretrained(tmp_path)
-    tensors = checkpoint_tensors(model)
-    assert "lm_head.weight" not in tensors
-    assert_same(tensors, load_file(tmp_path / "model.safetensors"))
-
-
-def test_buffers_count() -> None:
-    model = make_tiny_moe("deepseek_v3")
-    biases = {name: tensor for name, tensor in checkpoint_tensors(model).items() if "correction_bias" in name}
-    assert len(biases) == 3
-    assert all(tensor.any() for tensor in biases.values())
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_router_replay_changes_nothing(family: str) -> None:
     model = make_tiny_moe(family)
     plain = {name: tensor.clone() for name, tensor in checkpoint_tensors(model).items()}
     replay = RouterReplay(model)
     assert_same(checkpoint_tensors(model), plain)
     replay.remove()
+
+
+def test_tied_embeddings_come_once_and_buffers_count(tmp_path: Path) -> None:
+    model = make_tiny_moe("qwen3_moe", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    tensors = checkpoint_tensors(model)
+    assert "lm_head.weight" not in tensors
+    assert_same(tensors, load_file(tmp_path / "model.safetensors"))
+    model = make_tiny_moe("deepseek_v3")
+    biases = {name: tensor for name, tensor in checkpoint_tensors(model).items() if "correction_bias" in name}
+    assert len(biases) == 3
+    assert all(tensor.any() for tensor in biases.values())
 
 
 def test_the_model_stays_as_it_was() -> None:
@@ -74,9 +67,6 @@ def test_the_model_stays_as_it_was() -> None:
     checkpoint_tensors(model)
     assert_same(dict(model.state_dict()), before)
     assert all(parameter.requires_grad for parameter in model.parameters())
-
-
-def test_a_compiled_model_is_looked_through() -> None:
     model = make_tiny_moe("qwen3_moe")
     assert_same(checkpoint_tensors(torch.compile(model)), checkpoint_tensors(model))
 

@@ -6,12 +6,15 @@ import re
 from typing import Any
 
 import pytest
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torchrl.modules.llm.policies import LLMWrapperBase
 
 from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
 from torchrl_moe.modules.policies.wrapper_arguments import (
     engine_arguments_of,
     overridden,
+    request_arguments,
     sampling_parameters_of,
     sampling_params_of,
     split_arguments,
@@ -25,11 +28,13 @@ def test_what_is_the_engines_is_taken_out_of_the_sampling_parameters() -> None:
     assert sampling == {"temperature": 0.5}
     engine, sampling = split_arguments({"on_resume": "live"}, actor_index=1)  # no argument of the wrapper's own
     assert (engine, sampling) == ({"actor_index": 1, "on_resume": "live"}, {})
-
-
-def test_the_same_argument_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="actor_index: given twice"):
         split_arguments({"actor_index": 1}, actor_index=0, lora_request=None)
+    given = {"lora_request": None, "max_new_tokens": 8, "actor_index": 0, "on_resume": "live"}
+    engine = {"actor_index": 0, "lora_request": None, "on_resume": "live"}
+    assert engine_arguments_of(given) == (engine, {"max_new_tokens": 8})
+    assert len(given) == 4
+    assert engine_arguments_of(None) == ({}, {})
 
 
 @pytest.mark.parametrize(
@@ -96,25 +101,21 @@ def test_tokens_follow_recorded_experts_where_an_engine_captures_some(
 ) -> None:
     with FakeAsyncVLLM() if routes else FakeAsyncVLLM(layout=None) as engine:
         scoring = vLLMWrapper(engine, **{"input_mode": "tokens", "generate": False, **arguments})
-        assert scoring.scorer is not None
         assert scoring.scorer.replay == replay
         assert scoring.get_new_version(generate=True).scorer is None
 
 
-def test_a_tokenizer_is_the_engines_unless_one_is_given() -> None:
-    mine = ByteTokenizer()
-    with FakeAsyncVLLM() as engine:
-        assert vLLMWrapper(engine, tokenizer=mine).tokenizer is mine
-        assert vLLMWrapper(engine).tokenizer is engine.get_tokenizer()
-
-
-def test_routes_are_kept_if_there_are_any() -> None:
+def test_routes_are_kept_if_there_are_any_and_a_tokenizer_is_the_engines_unless_one_is_given() -> None:
     with FakeAsyncVLLM() as engine, FakeAsyncVLLM(layout=None) as dense:
         assert vLLMWrapper(engine).return_routed_experts
         assert not vLLMWrapper(engine, return_routed_experts=False).return_routed_experts
         assert not vLLMWrapper(dense).return_routed_experts
         with pytest.raises(ValueError, match="captures no routes"):
             vLLMWrapper(dense, return_routed_experts=True)
+    mine = ByteTokenizer()
+    with FakeAsyncVLLM() as engine:
+        assert vLLMWrapper(engine, tokenizer=mine).tokenizer is mine
+        assert vLLMWrapper(engine).tokenizer is engine.get_tokenizer()
 
 
 # -- TorchRL's common names become vLLM's, and what vLLM cannot do is refused by name
@@ -132,18 +133,24 @@ def test_routes_are_kept_if_there_are_any() -> None:
         ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
         ({"skip_special_tokens": True}, {"skip_special_tokens": True}),
         ({"min_tokens": 2, "stop_token_ids": [7]}, {"min_tokens": 2, "stop_token_ids": [7]}),  # vLLM's own
+        ({"do_sample": False}, {"temperature": 0.0}),
+        ({"do_sample": False, "temperature": 0}, {"temperature": 0.0}),
+        ({"do_sample": False, "temperature": None}, {"temperature": 0.0}),
+        ({"do_sample": True}, {}),
+        ({"do_sample": None, "temperature": 0.5}, {"temperature": 0.5}),
+        ({"do_sample": True, "temperature": 0.5}, {"temperature": 0.5}),
+        ({"logprobs": True}, {"logprobs": 0}),  # a switch, or a number
+        ({"logprobs": False}, {"logprobs": None}),
+        ({"logprobs": 0}, {"logprobs": 0}),
+        ({"logprobs": 5}, {"logprobs": 5}),
+        ({"num_beams": 1, "max_tokens": 3}, {"max_tokens": 3}),
+        ({"num_beams": None, "length_penalty": 1.0, "early_stopping": False}, {}),
     ],
 )
 def test_names_are_mapped(given: dict[str, Any] | None, params: dict[str, Any]) -> None:
-    assert sampling_params_of(given) == params
-
-
-def test_arguments_of_the_engine_are_no_sampling_parameters() -> None:
-    given = {"lora_request": None, "max_new_tokens": 8, "actor_index": 0, "on_resume": "live"}
-    engine = {"actor_index": 0, "lora_request": None, "on_resume": "live"}
-    assert engine_arguments_of(given) == (engine, {"max_new_tokens": 8})
-    assert len(given) == 4
-    assert engine_arguments_of(None) == ({}, {})
+    found = sampling_params_of(given)
+    assert found == params
+    assert type(found.get("logprobs")) is type(params.get("logprobs"))  # no bool
 
 
 @pytest.mark.parametrize(
@@ -154,32 +161,6 @@ def test_vllms_own_name_wins_in_either_order(common: str, own: str) -> None:
     assert sampling_params_of({own: 2, common: 1}) == {own: 2}
 
 
-def test_the_argument_is_left_as_it_was() -> None:
-    given = {"max_new_tokens": 8, "do_sample": False, "num_beams": 1, "logprobs": True}
-    sampling_params_of(given)
-    assert given == {"max_new_tokens": 8, "do_sample": False, "num_beams": 1, "logprobs": True}
-
-
-@pytest.mark.parametrize(
-    ("given", "params"),
-    [
-        ({"do_sample": False}, {"temperature": 0.0}),
-        ({"do_sample": False, "temperature": 0}, {"temperature": 0.0}),
-        ({"do_sample": False, "temperature": None}, {"temperature": 0.0}),
-        ({"do_sample": True}, {}),
-        ({"do_sample": None, "temperature": 0.5}, {"temperature": 0.5}),
-        ({"do_sample": True, "temperature": 0.5}, {"temperature": 0.5}),
-    ],
-)
-def test_greedy_is_temperature_zero(given: dict[str, Any], params: dict[str, Any]) -> None:
-    assert sampling_params_of(given) == params
-
-
-def test_greedy_with_a_temperature_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"When do_sample=False .* temperature must be 0.*temperature=0\.7"):
-        sampling_params_of({"do_sample": False, "temperature": 0.7})
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -187,34 +168,17 @@ def test_greedy_with_a_temperature_is_refused() -> None:
         ({"top_p": 1.5}, "top_p must be between 0 and 1"),
         ({"top_k": 0}, "top_k must be positive"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be positive"),
+        ({"do_sample": False, "temperature": 0.7}, r"When do_sample=False .* temperature must be 0.*temperature=0\.7"),
+        *(
+            ({name: value}, rf"generate_kwargs\['{name}'\]={value!r}: vLLM samples and has no beam search")
+            for name, value in (("num_beams", 2), ("length_penalty", 0.5), ("early_stopping", True))
+        ),
     ],
 )
-def test_a_value_out_of_its_range_is_refused_as_by_torchrl(given: dict[str, Any], words: str) -> None:
+def test_a_value_out_of_its_range_and_beam_search_are_refused(given: dict[str, Any], words: str) -> None:
     for check in (sampling_params_of, lambda kwargs: overridden({}, kwargs)):
         with pytest.raises(ValueError, match=words):
             check(given)
-
-
-@pytest.mark.parametrize(("given", "params"), [(True, 0), (False, None), (0, 0), (5, 5)])
-def test_log_probs_as_a_switch_or_a_number(given: Any, params: Any) -> None:
-    mapped = sampling_params_of({"logprobs": given})["logprobs"]
-    assert (mapped, type(mapped)) == (params, type(params))
-
-
-@pytest.mark.parametrize(("name", "value"), [("num_beams", 2), ("length_penalty", 0.5), ("early_stopping", True)])
-def test_beam_search_is_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(
-        ValueError, match=rf"generate_kwargs\['{name}'\]={value!r}: vLLM samples and has no beam search"
-    ):
-        sampling_params_of({name: value})
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("num_beams", 1), ("num_beams", None), ("length_penalty", 1.0), ("early_stopping", False)],
-)
-def test_beam_search_that_is_off_leaves_no_trace(name: str, value: Any) -> None:
-    assert sampling_params_of({name: value, "max_tokens": 3}) == {"max_tokens": 3}
 
 
 def test_every_common_name_of_torchrl_is_known_to_vllm_afterwards() -> None:
@@ -222,6 +186,9 @@ def test_every_common_name_of_torchrl_is_known_to_vllm_afterwards() -> None:
     off = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False}
     given = {name: off.get(name, 1) for name in LLMWrapperBase.COMMON_GENERATION_PARAMS}
     assert set(sampling_params_of(given)) == fields | {"logprobs"}
+    given = {"max_new_tokens": 8, "do_sample": False, "num_beams": 1, "logprobs": True}
+    sampling_params_of(given)
+    assert given == {"max_new_tokens": 8, "do_sample": False, "num_beams": 1, "logprobs": True}
 
 
 @pytest.mark.parametrize(
@@ -240,3 +207,63 @@ def test_a_call_changes_what_it_names(params: dict[str, Any], call: dict[str, An
     before = dict(params)
     assert overridden(params, call) == merged
     assert params == before
+
+
+# -- what a batch says of its requests, in every form in which a TensorDict holds it
+
+
+def batch(key: str, value: Any) -> list[TensorDictBase]:
+    td = TensorDict({"x": torch.zeros(2)}, batch_size=[2])
+    td.set(key, value)
+    return list(td.unbind(0))
+
+
+def lazy(key: str, *values: Any) -> list[TensorDictBase]:
+    return list(lazy_stack([TensorDict({key: value}) for value in values]).unbind(0))
+
+
+NUMBERS, TEXTS, CONTEXTS = [3, 4], ["a", "b"], [{"k": 1}, {"k": 2}]
+
+
+@pytest.mark.parametrize(
+    ("samples", "arguments"),
+    [
+        (batch("group_id", torch.tensor(NUMBERS)), {"group_ids": NUMBERS}),
+        (batch("group_id", torch.tensor([[3], [4]], dtype=torch.int8)), {"group_ids": NUMBERS}),
+        (batch("group_id", NUMBERS), {"group_ids": NUMBERS}),
+        (batch("group_id", NonTensorStack(3, 4)), {"group_ids": NUMBERS}),
+        (batch("group_id", NonTensorStack(NonTensorStack(3), NonTensorStack(4))), {"group_ids": NUMBERS}),
+        (lazy("group_id", 3, torch.tensor([4])), {"group_ids": NUMBERS}),
+        (batch("session_id", TEXTS), {"session_ids": TEXTS}),
+        (batch("session_id", NonTensorStack("a", "b")), {"session_ids": TEXTS}),
+        (lazy("session_id", "a", "b"), {"session_ids": TEXTS}),
+        (lazy("session_id", NonTensorData("a"), NonTensorData("b")), {"session_ids": TEXTS}),
+        (batch("request_context", CONTEXTS), {"request_context": CONTEXTS}),
+        (batch("request_context", NonTensorStack(*CONTEXTS)), {"request_context": CONTEXTS}),
+        (batch("request_context", TensorDict(k=torch.tensor([1, 2]), batch_size=[2])), {"request_context": CONTEXTS}),
+        (lazy("request_context", *map(NonTensorData, CONTEXTS)), {"request_context": CONTEXTS}),
+        (lazy("request_context", *CONTEXTS), {"request_context": CONTEXTS}),
+        (batch("min_version", NonTensorData(4, batch_size=[2])), {"min_version": [4, 4]}),  # one value for all
+        (batch("priority", torch.tensor([-1, 2])), {"priority": [-1, 2]}),
+        (batch("priority", NonTensorStack(None, 2)), {"priority": [0, 2]}),
+        ([TensorDict({"text": "a"}), TensorDict()], {}),
+        ([], {}),
+    ],
+)
+def test_values_are_read_in_every_form(samples: list[TensorDictBase], arguments: dict[str, Any]) -> None:
+    assert request_arguments(samples) == arguments
+
+
+@pytest.mark.parametrize("key", ["session_id", "group_id", "min_version"])
+def test_minus_one_and_nothing_are_unset(key: str) -> None:
+    name = {"session_id": "session_ids", "group_id": "group_ids"}.get(key, key)
+    assert request_arguments(batch(key, torch.tensor([-1, 0]))) == {name: [None, 0]}
+    assert request_arguments(batch(key, NonTensorStack(None, 0))) == {name: [None, 0]}
+
+
+def test_samples_of_a_lazy_stack_may_lack_keys_and_have_one_value() -> None:
+    samples = [TensorDict({"priority": 2}), TensorDict({"group_id": "g"}), TensorDict()]
+    stack = lazy_stack(samples)
+    assert request_arguments(list(stack.unbind(0))) == {"priority": [2, 0, 0], "group_ids": [None, "g", None]}
+    with pytest.raises(ValueError, match=r"sample 1: 'session_id' is \['c', 'd'\]; give each sample one value"):
+        request_arguments([TensorDict({"session_id": "a"}), TensorDict({"session_id": NonTensorStack("c", "d")})])

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from support.bindings import SCORES, SITES, U, bound, changed, own
 from torchrl_moe.errors import ReplayError
-from torchrl_moe.modules.replay.binding import Binding, Recording
+from torchrl_moe.modules.replay.binding import Binding, Recording, ReplayState
 from torchrl_moe.modules.replay.discovery import RouterSite
 
 # which experts
-
-
-def test_live_rows_are_the_routers_own_and_need_no_topk_where_there_are_none() -> None:
-    binding = bound(changed((1, 0, 1), [U, U]))
-    chosen = binding.choose(SITES[0], SCORES, own, False)
-    assert chosen[3].tolist() == own().indices[3].tolist()
-    assert chosen[[0, 1, 2, 4, 5]].tolist() == [[5, 3]] * 5
-
-    def never(_: object) -> torch.return_types.topk:
-        raise AssertionError("every row of layer 2 is given")
-
-    assert binding.choose(SITES[1], SCORES, never, False).tolist() == [[0, 1]] * 6
 
 
 def test_groups_hold_the_experts_to_use_and_live_rows_keep_their_own() -> None:
@@ -47,6 +38,8 @@ def test_only_live_rows_are_ranked() -> None:
     chosen = binding.choose(SITES[0], SCORES, ranked, False)
     assert asked == [[4, 5]]
     assert chosen.tolist() == [[5, 3]] * 4 + own().indices[4:].tolist()
+    assert binding.choose(SITES[1], SCORES, ranked, False).tolist() == [[0, 1]] * 6
+    assert len(asked) == 1  # every row of layer 2 is given
 
 
 def test_another_number_of_rows_is_refused() -> None:
@@ -59,9 +52,6 @@ def test_a_recorded_choice_is_made_again_in_a_recompute_though_the_kernel_may_br
     first = binding.choose(SITES[0], SCORES, own, recompute=False)
     again = binding.choose(SITES[0], SCORES, lambda _: (-SCORES).topk(2), recompute=True)
     assert torch.equal(again, first)
-
-
-# recording and counting
 
 
 def test_a_recording_is_unset_on_dense_layers_and_in_missing_columns() -> None:
@@ -78,3 +68,39 @@ def test_a_recording_is_unset_on_dense_layers_and_in_missing_columns() -> None:
     assert (routes[:, :, 0] == U).all()
     assert routes[:, :, 1].flatten(0, 1).tolist() == own().indices.tolist()
     assert routes[:, :, 2].flatten(0, 1).tolist() == [[i, U] for i in SCORES.argmax(-1).tolist()]
+
+
+def test_recomputes_in_two_threads_at_once_see_their_own_bindings() -> None:
+    """As in the backward of a model on two devices; and neither is seen by a third, that opens a context."""
+    state, barrier = ReplayState(owner=object()), threading.Barrier(3)
+    bindings = [Binding(layers=(i,)) for i in range(3)]
+
+    def recompute(i: int) -> tuple[Binding | None, bool]:
+        with state.recomputing(bindings[i], again=True):
+            barrier.wait(60)
+            seen = state.binding, state.recompute
+            barrier.wait(60)
+        assert not state.recompute
+        return seen
+
+    with ThreadPoolExecutor(2) as pool:
+        recomputing = [pool.submit(recompute, i) for i in range(2)]
+        barrier.wait(60)
+        assert state.binding is None
+        with state.opened(bindings[2]):
+            barrier.wait(60)
+            seen = [run.result() for run in recomputing]
+            assert (state.binding, state.recompute) == (bindings[2], False)
+            with ThreadPoolExecutor(1) as thread:  # of autograd: it sees its own, and gives the other one back
+                barrier = threading.Barrier(1)
+                assert thread.submit(recompute, 0).result() == (bindings[0], True)
+            assert state.binding is bindings[2]
+    assert seen == [(binding, True) for binding in bindings[:2]]
+    assert state.binding is None
+
+
+def test_no_context_opens_inside_a_checkpointed_layer() -> None:
+    state = ReplayState(owner=object())
+    inside = state.recomputing(None, again=False)
+    with inside, pytest.raises(ReplayError, match="open already"), state.opened(Binding(layers=())):
+        pass

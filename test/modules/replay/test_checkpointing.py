@@ -238,9 +238,6 @@ def test_removal_before_backward_is_an_error_and_after_it_leaves_the_layers_own_
     assert [layer._gradient_checkpointing_func for layer in model.model.layers] == own
     with pytest.raises(ReplayError, match=r"remove\(\) came before the backward"):
         value.backward()
-
-
-def test_wrapping_twice_wraps_once() -> None:
     model, replay = pair()
     checkpoint_layers(model, False)
     wrap_checkpoints(model, replay._state)

@@ -105,9 +105,6 @@ def test_adapters_on_experts_train_under_checkpointing_towards_their_base(use_re
         torch.testing.assert_close(got, grad, atol=2e-6, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
 
 
-# torch.compile
-
-
 def replayed(model: nn.Module, replay: RouterReplay, routes: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     with replay.replay(routes):
         logits = model(tokens()).logits
@@ -171,20 +168,27 @@ def test_compiled_layers_may_be_checkpointed() -> None:
     assert_near(grads, wanted_grads)
 
 
-# FSDP2, two ranks
-
-
 def train_sharded() -> None:
     """Whether the replay was there before the model was sharded, or comes after."""
     for replay_first in (True, False):
         train_one_sharded(replay_first)
 
 
+def backward_on_own_routes(*pairs: tuple[nn.Module, RouterReplay]) -> None:
+    """The logits are the same."""
+    rank, results = dist.get_rank(), []
+    for model, replay in pairs:
+        with replay.replay(random_routes(replay, seed=rank)):
+            results.append(model(tokens(seed=rank)).logits)
+        loss_of(results[-1]).backward()
+    assert torch.equal(*results)
+
+
 def train_one_sharded(replay_first: bool) -> None:
     """Each rank has a batch and routes of its own; gradients are those of the two losses' mean."""
     from torch.distributed.fsdp import fully_shard
 
-    rank, world = dist.get_rank(), dist.get_world_size()
+    world = dist.get_world_size()
     reference, reference_replay = pair()
     model = make_tiny_moe().train()
     replay = RouterReplay(model) if replay_first else None
@@ -193,13 +197,7 @@ def train_one_sharded(replay_first: bool) -> None:
     fully_shard(model)
     replay = replay or RouterReplay(model)
     checkpoint_activations(model)
-    routes, ids = random_routes(replay, seed=rank), tokens(seed=rank)
-    results = []
-    for this, handle in ((model, replay), (reference.train(), reference_replay)):
-        with handle.replay(routes):
-            results.append(this(ids).logits)
-        loss_of(results[-1]).backward()
-    assert torch.equal(*results)
+    backward_on_own_routes((model, replay), (reference.train(), reference_replay))
     for (name, sharded), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
         dist.all_reduce(whole.grad)
         torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad / world, atol=1e-6, rtol=0, msg=name)
@@ -223,13 +221,7 @@ def train_with_float32_routers() -> None:
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    routes, ids = random_routes(replay, seed=dist.get_rank()), tokens(seed=dist.get_rank())
-    results = []
-    for this, handle in ((model, replay), (reference, reference_replay)):
-        with handle.replay(routes):
-            results.append(this(ids).logits)
-        loss_of(results[-1]).backward()
-    assert torch.equal(*results)
+    backward_on_own_routes((model, replay), (reference, reference_replay))
     gate = model.get_submodule(replay.sites[0].name).weight
     wanted = reference.get_submodule(replay.sites[0].name).weight.grad
     dist.all_reduce(wanted)

@@ -6,12 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from support.routes import FAMILIES
-from support.toy_moe import PhimoeTopKRouter, RenumberingRouter, SortingRouter, ToyMoE
+from support.gradients import backward
+from support.routes import FAMILIES, tokens
+from support.toy_moe import PhimoeTopKRouter, RenumberingRouter, SortingRouter, ToyLayer, ToyMoE
 from torchrl_moe.errors import UnsupportedRouterError
-from torchrl_moe.modules.replay.discovery import RouterSite, discover, dry_inputs, number_of_layers
+from torchrl_moe.modules.replay.discovery import RouterSite, discover, dry_inputs, freeze_routers, number_of_layers
+from torchrl_moe.modules.replay.router_replay import RouterReplay
 from torchrl_moe.testing import make_tiny_moe
 
 FOUND = {"qwen3_moe": ((1, 2, 3), 16, 4), "mixtral": ((0, 1, 2, 3), 8, 2), "olmoe": ((0, 1, 2, 3), 16, 4)}
@@ -52,20 +54,21 @@ def test_the_number_of_experts_may_stand_anywhere_in_the_config(config: dict[str
     ]
 
 
-@pytest.mark.parametrize("model", [make_tiny_moe("qwen3"), nn.Linear(2, 2)], ids=["config", "no config"])
-def test_a_dense_model_is_refused(model: nn.Module) -> None:
-    with pytest.raises(UnsupportedRouterError, match=r"no experts by its config .*dense model"):
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (make_tiny_moe("qwen3"), "no experts by its config .*dense model"),
+        (nn.Linear(2, 2), "no experts by its config .*dense model"),
+        (ToyMoE(SortingRouter), r"layers\.0\.experts .* nothing in layer 0 ranks them with topk"),
+        (ToyMoE(RenumberingRouter), r"gates\.0 \(RenumberingRouter\): other ids reach .* of layer 0"),
+        (ToyMoE(num_experts=8, is_encoder_decoder=True), "encoder-decoder"),
+        (ToyMoE(per_layer=2), r"layer 0 has two .* layers\.0\.gates\.0 and layers\.0\.gates\.1"),
+        (ToyMoE(PhimoeTopKRouter), "PhimoeTopKRouter.* cannot be replayed: sparsemixer"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_by_name(model: nn.Module, message: str) -> None:
+    with pytest.raises(UnsupportedRouterError, match=message):
         discover(model)
-
-
-def test_experts_that_topk_does_not_choose_are_refused() -> None:
-    with pytest.raises(UnsupportedRouterError, match=r"layers\.0\.experts .* nothing in layer 0 ranks them with topk"):
-        discover(ToyMoE(SortingRouter))
-
-
-def test_experts_that_get_other_ids_than_topk_chose_are_refused() -> None:
-    with pytest.raises(UnsupportedRouterError, match=r"gates\.0 \(RenumberingRouter\): other ids reach .* of layer 0"):
-        discover(ToyMoE(RenumberingRouter))
 
 
 def test_ids_that_a_hook_rewrites_for_expert_parallelism_are_let_pass() -> None:
@@ -81,26 +84,11 @@ def test_the_dry_forward_has_not_as_many_tokens_as_there_are_experts(num_experts
     assert length not in num_experts
 
 
-def test_an_encoder_decoder_is_refused() -> None:
-    with pytest.raises(UnsupportedRouterError, match="encoder-decoder"):
-        discover(ToyMoE(num_experts=8, is_encoder_decoder=True))
-
-
-def test_two_routers_in_one_layer_are_refused() -> None:
-    with pytest.raises(UnsupportedRouterError, match=r"layer 0 has two .* layers\.0\.gates\.0 and layers\.0\.gates\.1"):
-        discover(ToyMoE(per_layer=2))
-
-
 def test_a_layer_that_runs_several_times_in_a_forward_pass_is_refused() -> None:
     model = ToyMoE()
     model.layers.append(model.layers[1])  # weights once, and one name
     with pytest.raises(UnsupportedRouterError, match=r"gates\.0 \(ToyRouter\) .* runs layer 1 2 times, and"):
         discover(model)
-
-
-def test_a_router_known_to_hide_its_choice_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedRouterError, match=r"PhimoeTopKRouter.* cannot be replayed: sparsemixer"):
-        discover(ToyMoE(PhimoeTopKRouter))
 
 
 def test_a_model_that_ranks_no_experts_is_refused() -> None:
@@ -117,3 +105,45 @@ def test_discovery_leaves_neither_hooks_nor_gradients_and_draws_no_random_number
     assert torch.equal(torch.get_rng_state(), state)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert all(p.grad is None for p in model.parameters())
+
+
+# freezing takes the routers' weights out of training, and nothing else
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("replayed", [False, True])
+def test_routers_get_no_gradient_and_all_else_does(family: str, replayed: bool) -> None:
+    model = make_tiny_moe(family)
+    if replayed:
+        RouterReplay(model)
+    trainable = {name for name, _ in model.named_parameters()}
+    frozen = set(freeze_routers(model))
+    assert frozen == {name for name in trainable if name.endswith("mlp.gate.weight")}
+    assert len(frozen) >= 3
+    _, grads = backward(model, tokens())
+    assert grads.keys() == trainable - frozen
+
+
+class BlockRouter(nn.Module):
+    """Ranks the experts in the block that holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inside = ToyLayer([nn.Identity()])
+        self.experts, self.router = inside.experts, nn.Linear(16, 8)
+        self.shared_expert_gate = nn.Linear(16, 1)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        weights, chosen = self.router(hidden.flatten(0, -2)).softmax(-1).topk(2)
+        return weights, chosen
+
+
+def test_experts_of_a_block_that_routes_stay_trainable() -> None:
+    model = ToyMoE(BlockRouter)
+    frozen = freeze_routers(model)
+    assert frozen == [f"layers.{i}.gates.0.router.{name}" for i in (0, 1) for name in ("weight", "bias")]
+    assert {name for name, p in model.named_parameters() if p.requires_grad} >= {
+        "layers.0.gates.0.experts.weight",
+        "layers.0.gates.0.shared_expert_gate.weight",
+        "layers.0.experts.weight",
+    }

@@ -197,11 +197,7 @@ def check_own_routes(model: nn.Module) -> None:
         replayed_logits, replayed_grads = backward(model, IDS)
     replay.remove()
     after, after_grads = backward(model, IDS)
-    for got, got_grads in (
-        (recorded_logits, recorded_grads),
-        (replayed_logits, replayed_grads),
-        (after, after_grads),
-    ):
+    for got, got_grads in ((recorded_logits, recorded_grads), (replayed_logits, replayed_grads), (after, after_grads)):
         assert torch.equal(got, logits)
         assert_same(got_grads, grads)
     assert logits.isfinite().all()

@@ -27,9 +27,6 @@ def jagged(*samples: Tensor) -> Tensor:
     return torch.nested.nested_tensor(list(samples), layout=torch.jagged)
 
 
-# what is refused
-
-
 @pytest.mark.parametrize(
     ("routes", "message"),
     [
@@ -67,23 +64,17 @@ def test_routes_of_wrong_values_are_refused_by_token_and_layer(routes: Any, mess
         bound(routes)
 
 
-def test_a_mask_of_another_shape_is_refused() -> None:
-    with pytest.raises(RouteShapeError, match=r"attention_mask must have shape \[2, 3\], got \[2, 4\]"):
-        bound(mask=torch.ones(2, 4))
-
-
 @pytest.mark.parametrize(
     "mask", [[[0.0, -torch.inf, 0.0]] * 2, [[0.5, 1, 1]] * 2, "x"], ids=["additive", "weights", "text"]
 )
-def test_what_is_no_mask_is_refused(mask: Any) -> None:
+def test_what_is_no_mask_and_no_policy_is_refused(mask: Any) -> None:
+    with pytest.raises(RouteShapeError, match=r"attention_mask must have shape \[2, 3\], got \[2, 4\]"):
+        bound(mask=torch.ones(2, 4))
+    with pytest.raises(ValueError, match=r"on_bad_routes must be one of \('raise', 'live'\), got 'skip'"):
+        bound(on_bad_routes="skip")
     with pytest.raises(RouteValueError, match=r"attention_mask must be .*0 .*1"):
         bound(mask=mask)
     assert bound(mask=[[1, 1, 0]] * 2).replayed == bound(mask=np.array([[1, 1, 0]] * 2)).replayed
-
-
-def test_what_to_do_about_bad_routes_is_one_of_two_words() -> None:
-    with pytest.raises(ValueError, match=r"on_bad_routes must be one of \('raise', 'live'\), got 'skip'"):
-        bound(on_bad_routes="skip")
 
 
 def test_tokens_are_counted_without_pads_in_every_layout() -> None:
@@ -116,20 +107,12 @@ def test_a_layer_of_fewer_experts_per_token_has_trailing_unset_columns() -> None
         bound(routes, sites=sites)
 
 
-# what is accepted
-
-
-def test_arrays_and_routed_experts_are_taken() -> None:
-    for routes in (RoutedExperts(full=ROUTES.to(torch.int8), batch_size=[2]), np.asarray(ROUTES, dtype=np.int16)):
-        assert bound(routes).replayed == (0, 6, 6)
-
-
 @pytest.mark.filterwarnings("error")
-def test_a_read_only_array_is_taken_without_a_warning() -> None:
-    """As arrays from a buffer or a file are."""
-    array = np.asarray(ROUTES, dtype=np.int16)
-    array.flags.writeable = False
-    assert bound(array).replayed == (0, 6, 6)
+def test_arrays_and_routed_experts_are_taken_without_a_warning() -> None:
+    read_only = np.asarray(ROUTES, dtype=np.int16)  # as arrays from a buffer or a file are
+    read_only.flags.writeable = False
+    for routes in (RoutedExperts(full=ROUTES.to(torch.int8), batch_size=[2]), np.array(read_only), read_only):
+        assert bound(routes).replayed == (0, 6, 6)
 
 
 def test_bound_routes_do_not_change_with_the_tensor_they_came_from() -> None:
@@ -199,11 +182,6 @@ def test_jagged_routes_of_another_shape_are_refused() -> None:
     with pytest.raises(RouteShapeError, match=r"attention_mask must have shape \[2, T\], got \[3, 3\]"):
         bound(samples, torch.ones(3, 3))
 
-
-# what is refused sample by sample
-
-
-# malformed routes
 
 DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64)
 IDS = (-(2**63), -32769, -129, -128, -2, -1, 0, 1, 7, 8, 9, 127, 128, 255, 256, 32767, 65535, 2**31, 2**63 - 1)

@@ -62,8 +62,7 @@ def test_offloaded_parameters_are_not_where_the_model_computes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("axis", "named"),
-    [("cp", "context"), ("sp", "sequence"), ("pp", "pipeline"), ("etp", "expert-tensor")],
+    ("axis", "named"), [("cp", "context"), ("sp", "sequence"), ("pp", "pipeline"), ("etp", "expert-tensor")]
 )
 def test_what_cannot_be_followed_is_refused_by_name(axis: str, named: str) -> None:
     model = shard(make_tiny_moe(num_hidden_layers=2), mesh_of("fsdp", axis))

@@ -36,6 +36,9 @@ def test_each_check_has_a_fault_a_meaning_and_advice() -> None:
     assert len(CHECKS) == len(set(FAULTS)) == 26
     assert all(one.meaning and one.advice and not one.advice.endswith(".") for one in CHECKS)
     assert next(one for one in CHECKS if one.name == "rows").meaning == "one row for each token but the last"
+    assert Sampling(max_tokens=3, n=4).changes == {}
+    given = Sampling(temperature=0.5, top_k=7, presence_penalty=0.1)
+    assert given.changes == {"temperature": 0.5, "top_k": 7, "presence_penalty": 0.1}
 
 
 @pytest.mark.parametrize(("name", "fault"), [(name, fault) for name, faults in FAULTS.items() for fault in faults])
@@ -44,13 +47,6 @@ def test_each_check_sees_each_engine_with_its_fault(name: str, fault: str) -> No
     assert found.verdict == "does not hold", found.text
     assert found.off is None or found.off > found.allowed  # type: ignore[operator]
     assert found.advice
-
-
-def test_only_some_checks_run() -> None:
-    report = check(ConformingEngine(shared_moe()), shared_moe(), only=["values", "rows"], settings=QUICK)
-    assert [one.name for one in report.results] == ["rows", "values"]
-    with pytest.raises(ValueError, match=r"no checks \['row'\]; there are \['rows', "):
-        check(ConformingEngine(shared_moe()), shared_moe(), only=["row"])
 
 
 class Adapter:
@@ -100,10 +96,14 @@ def test_a_dense_model_has_no_routes_to_check() -> None:
     assert "pass model= or layout=" in report["rows"].seen
 
 
-def test_a_model_may_be_a_folder(tmp_path: Path) -> None:
+def test_a_model_may_be_a_folder_and_only_some_checks_may_run(tmp_path: Path) -> None:
     shared_moe().save_pretrained(tmp_path)
-    report = check(ConformingEngine(shared_moe()), tmp_path, only=["native_routes", "log_probs[plain]"], settings=QUICK)
-    assert [one.holds for one in report.results] == [True, True]
+    names = ["log_probs[plain]", "native_routes", "rows"]
+    report = check(ConformingEngine(shared_moe()), tmp_path, only=names, settings=QUICK)
+    assert {one.name: one.holds for one in report.results} == dict.fromkeys(names, True)
+    assert report.results[0].name == "rows"
+    with pytest.raises(ValueError, match=r"no checks \['row'\]; there are \['rows', "):
+        check(ConformingEngine(shared_moe()), shared_moe(), only=["row"])
 
 
 def test_a_model_is_given_back_even_if_the_engine_fails_at_the_end() -> None:
@@ -189,23 +189,7 @@ def test_an_update_that_tolerances_cannot_see_proves_nothing() -> None:
     assert "other weights hardly change this model's log-probs" in found["update"].seen
 
 
-# -- adapters and their values -----------------------------------------------------------------------------------------
-
-
-ALL = (EngineAdapter, Aborts, Resumes, UpdatesWeights, ReportsVersion)
-
-
-@pytest.mark.parametrize("kind", [ConformingEngine, ServiceAdapter])
-def test_our_adapters_have_every_method(kind: type) -> None:
-    assert [issubclass(kind, protocol) for protocol in ALL] == [True] * 5
-
-
-def test_one_method_makes_an_adapter() -> None:
-    bare = Adapter(lambda prompt: Answer(token_ids=[1]))
-    assert [isinstance(bare, protocol) for protocol in ALL] == [True, False, False, False, False]
-
-
-def test_a_sampling_names_what_changes_the_distribution() -> None:
-    assert Sampling(max_tokens=3, n=4).changes == {}
-    given = Sampling(temperature=0.5, top_k=7, presence_penalty=0.1)
-    assert given.changes == {"temperature": 0.5, "top_k": 7, "presence_penalty": 0.1}
+@pytest.mark.parametrize(("kind", "methods"), [(ConformingEngine, 5), (ServiceAdapter, 5), (Adapter, 1)])
+def test_our_adapters_have_every_method_and_one_makes_an_adapter(kind: type, methods: int) -> None:
+    protocols = (EngineAdapter, Aborts, Resumes, UpdatesWeights, ReportsVersion)
+    assert [issubclass(kind, protocol) for protocol in protocols] == [i < methods for i in range(5)]

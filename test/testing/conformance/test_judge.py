@@ -48,21 +48,26 @@ def flip(sampled: Sampled) -> tuple[Sampled, str, float]:
     return flipped, f"; the first at token 4, layer {layer}", gap
 
 
-def test_right_routes_have_no_faults(sampled: Sampled) -> None:
+def test_right_routes_have_no_faults_and_other_weights_have(sampled: Sampled) -> None:
     found = judge().faults(sampled)
     assert (found.rows, found.missing, found.wrong, found.ties) == (14, 0, 0, 0)
     assert judge().parity(sampled) < 1e-5
     assert judge().gap(sampled)[0] < 1e-5
+    other = judge().by(judge().reference.altered(3))
+    assert other.gap(sampled)[0] > 1e-2
+    assert judge().gap(sampled)[0] < 1e-5
+    assert torch.isfinite(torch.tensor(other.parity(sampled)))
 
 
 def test_unknown_rows_are_missing_and_no_others(sampled: Sampled) -> None:
     rows = sampled.answer.routed_experts.copy()
-    rows[2] = -1
-    rows[4, 2] = -1
+    rows[2] = rows[4, 2] = -1
     found = judge().faults(sampled.with_routes(rows))
     assert (found.missing, found.wrong) == (3, 0)
     assert found.first == "; the first at token 2, layer 1"
     assert judge().known(sampled.with_routes(rows[:5])).sum() == 7
+    found = Judge(QUICK, judge().layout, None).faults(sampled.with_routes(sampled.answer.routed_experts[1:]))
+    assert (found.missing, found.wrong) == (2, None)
 
 
 def test_a_tie_is_no_fault_and_a_fault_no_tie(flip: tuple[Sampled, str, float]) -> None:
@@ -96,18 +101,12 @@ def test_only_some_tokens_may_be_looked_at(sampled: Sampled) -> None:
         (np.zeros((7, 2, 2), np.int8), r"routes are int8 \[7, 2, 2\]"),
         (np.zeros((7, 3, 4), np.int8), r"routes are int8 \[7, 3, 4\]"),
         (np.zeros((7, 3, 2), np.float32), r"routes are float32 \[7, 3, 2\]"),
+        (np.full((7, 3, 2), [[-1], [3], [3]], np.int8), "sample 0, token 0, layer 1"),
     ],
 )
-def test_another_shape_or_type_does_not_hold(sampled: Sampled, routes: Any, text: str) -> None:
+def test_another_shape_or_type_and_what_no_router_chooses_do_not_hold(sampled: Sampled, routes: Any, text: str) -> None:
     with pytest.raises(DoesNotHold, match=text):
-        judge().routes(sampled.with_routes(routes))
-
-
-def test_routes_that_no_router_chooses_do_not_hold(sampled: Sampled) -> None:
-    rows = sampled.answer.routed_experts.copy()
-    rows[0, 1] = 3
-    with pytest.raises(DoesNotHold, match=r"sample 0, token 0, layer 1"):
-        judge().follow(sampled.with_routes(rows))
+        judge().follow(sampled.with_routes(routes))
 
 
 def test_what_lacks_a_model_a_layout_or_routes_is_not_offered(sampled: Sampled) -> None:
@@ -122,18 +121,6 @@ def test_what_lacks_a_model_a_layout_or_routes_is_not_offered(sampled: Sampled) 
         judge().gap(Sampled(PROMPT, Sampling(), Answer(token_ids=[1])))
 
 
-def test_without_a_model_rows_are_counted_only(sampled: Sampled) -> None:
-    found = Judge(QUICK, judge().layout, None).faults(sampled.with_routes(sampled.answer.routed_experts[1:]))
-    assert (found.missing, found.wrong) == (2, None)
-
-
-def test_it_judges_by_other_weights(sampled: Sampled) -> None:
-    other = judge().by(judge().reference.altered(3))
-    assert other.gap(sampled)[0] > 1e-2
-    assert judge().gap(sampled)[0] < 1e-5
-    assert torch.isfinite(torch.tensor(other.parity(sampled)))
-
-
 def test_log_probs_of_the_other_side_are_right_where_it_ties(flip: tuple[Sampled, str, float]) -> None:
     flipped, _, gap = flip
     logits = judge().follow(flipped).logits
@@ -145,9 +132,6 @@ def test_log_probs_of_the_other_side_are_right_where_it_ties(flip: tuple[Sampled
     assert (strict.fitting(flipped) < 5, lenient.fitting(flipped)) == (True, 5)
     own[3] += 1
     assert lenient.fitting(flipped) == 3
-
-
-# -- an answer beside its prompt ---------------------------------------------------------------------------------------
 
 
 def of_two(**given: Any) -> Sampled:
@@ -167,9 +151,6 @@ def test_what_is_not_there_is_not_offered_and_another_number_is_a_fault(name: st
         getattr(of_two(), name)
     with pytest.raises(DoesNotHold, match=r"3 (log-probs|versions) for 2 tokens"):
         getattr(of_two(**{name: [1, 2, 3]}), name)
-
-
-# -- distributions -----------------------------------------------------------------------------------------------------
 
 
 LOGITS = torch.tensor([[math.log(0.5), math.log(0.3), math.log(0.2)]])
@@ -194,6 +175,7 @@ def probs(sampling: Sampling, prompt: list[int], answer: list[int]) -> list[floa
 )
 def test_truncation_by_hand(sampling: Sampling, expected: list[float]) -> None:
     assert [probs(sampling, [0], [token])[0] for token in range(3)] == pytest.approx(expected)
+    assert probs(sampling, [0], []) == []
 
 
 def test_penalties_by_hand() -> None:
@@ -205,10 +187,6 @@ def test_penalties_by_hand() -> None:
     assert there == pytest.approx([0.3] + [0.3 * less / (0.5 + 0.3 * less + 0.2)] * 2)
     often = probs(Sampling(frequency_penalty=1.0), [0], [1, 1, 1])
     assert often[2] == pytest.approx(0.3 * less**2 / (0.5 + 0.3 * less**2 + 0.2))
-
-
-def test_no_tokens_have_no_log_probs() -> None:
-    assert sampled_log_probs(LOGITS, torch.tensor([0]), 1, Sampling()).shape == (0,)
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)

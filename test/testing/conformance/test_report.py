@@ -29,17 +29,18 @@ REPORT = ConformanceReport(
 )
 
 
-def test_failures_are_those_that_do_not_hold() -> None:
+def test_failures_are_those_that_do_not_hold_and_a_row_has_words() -> None:
     assert [one.name for one in REPORT.failures] == ["b", "d", "e"]
     assert [one.holds for one in REPORT.results] == [True, False, False, False, False]
-
-
-def test_rows_are_found_by_name() -> None:
     with pytest.raises(KeyError, match="no check 'z' in this report"):
         REPORT["z"]
+    assert REPORT["b"].text == (
+        "b does not hold, off by 2.5e-01 (allowed: 1.0e-04): much. What must hold: meaning of b. What to do: mend it."
+    )
+    assert REPORT["c"].text == "c not offered: no such thing. What must hold: meaning of c."
 
 
-def test_the_table() -> None:
+def test_the_table_and_the_json() -> None:
     assert str(REPORT) == REPORT.table()
     assert REPORT.table().splitlines() == [
         "an <engine>: 1 holds, 3 do not hold, 1 not offered",
@@ -53,34 +54,18 @@ def test_the_table() -> None:
         "d: meaning of d. What to do: mend that.",
         "e: meaning of e. What to do: look.",
     ]
-
-
-def test_failures_that_share_their_advice_share_its_line() -> None:
     same = {"meaning": "m", "verdict": "does not hold", "advice": "do"}
-    report = ConformanceReport("x", (CheckResult(name="a", **same), CheckResult(name="b", **same)))
-    assert report.table().splitlines()[-1] == "a, b: m. What to do: do."
-
-
-def test_the_html_is_escaped() -> None:
+    shared = ConformanceReport("x", (CheckResult(name="a", **same), CheckResult(name="b", **same)))
+    assert shared.table().splitlines()[-1] == "a, b: m. What to do: do."
     html = REPORT._repr_html_()
-    assert "an &lt;engine&gt;: 1 holds" in html
+    assert "an &lt;engine&gt;: 1 holds" in html  # escaped
     assert "What to do: mend it." in html
-
-
-def test_the_json_is_plain_and_has_no_infinities() -> None:
     found = json.loads(REPORT.to_json())
     assert found["engine"] == "an <engine>"
     assert found["holds"] is False
     assert [one["off"] for one in found["checks"]] == [0, 0.25, None, None, None]
     assert found["checks"][1] == asdict(REPORT["b"])
     assert json.loads(ConformanceReport("x", REPORT.results[:1]).to_json(indent=None))["holds"] is True
-
-
-def test_a_row_in_words() -> None:
-    assert REPORT["b"].text == (
-        "b does not hold, off by 2.5e-01 (allowed: 1.0e-04): much. What must hold: meaning of b. What to do: mend it."
-    )
-    assert REPORT["c"].text == "c not offered: no such thing. What must hold: meaning of c."
 
 
 @pytest.mark.parametrize(
