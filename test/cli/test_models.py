@@ -114,8 +114,6 @@ def test_a_model_is_loaded_in_the_dtype_asked_for(tmp_path: Path) -> None:
 
 
 # -- a narrow model of the same routers --------------------------------------------------------------------------------
-
-
 def test_a_narrow_model_has_the_routers_of_the_wide_one(qwen: Any) -> None:
     small = narrow(qwen)
     assert (qwen.num_hidden_layers, qwen.moe_intermediate_size) == (48, 768)  # not changed

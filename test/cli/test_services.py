@@ -63,8 +63,6 @@ def serving(text: str) -> Iterator[str]:
 
 
 # -- what a driver exports --------------------------------------------------------------------------------------------
-
-
 def test_exported_metrics_are_the_rows_of_stats() -> None:
     with FakeAsyncVLLM(num_replicas=2) as engine:
         engine.generate(["a", "b", "c"], {"max_tokens": 4}, use_tqdm=False)
@@ -112,8 +110,6 @@ def test_a_port_that_speaks_no_http() -> None:
 
 
 # -- services that live in their drivers ------------------------------------------------------------------------------
-
-
 def test_a_driver_is_seen_by_others_and_not_by_itself(second_engine: AsyncVLLM) -> None:
     assert second_engine.is_running
     assert os.getpid() not in [driver.pid for driver in local_drivers()]

@@ -16,13 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import (
-    LazyStackedTensorDict,
-    TensorDict,
-    lazy_stack,
-    set_capture_non_tensor_stack,
-    set_list_to_stack,
-)
+from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack, set_capture_non_tensor_stack, set_list_to_stack
 
 from support.saved import SAVED
 from torchrl_moe.data import UNSET_EXPERT, KeptTokens, RoutedExperts, RoutingLayout
@@ -141,13 +135,10 @@ def test_a_single_token_has_no_row() -> None:
 @pytest.mark.parametrize(
     ("num_experts", "expert", "dtype"),
     [
-        (128, 127, torch.int8),
-        (129, 127, torch.int16),
-        (129, 128, torch.int16),
-        (256, 255, torch.int16),
+        (128, 127, torch.int8), (129, 127, torch.int16), (129, 128, torch.int16), (256, 255, torch.int16),
         (257, 256, torch.int16),
     ],
-)
+)  # fmt: skip
 def test_ids_survive_the_dtype_borders(num_experts: int, expert: int, dtype: torch.dtype) -> None:
     layout = RoutingLayout(num_layers=1, moe_layers=(0,), top_k=2, num_experts=num_experts)
     rows = np.array([[[expert, 0]]], dtype=np.uint8 if num_experts <= 256 else np.uint16)
@@ -172,32 +163,20 @@ def test_signed_rows_and_lists_are_taken() -> None:
 @pytest.mark.parametrize(
     ("rows", "num_tokens", "error", "text"),
     [
-        (
-            ROWS,
-            4,
-            RouteShapeError,
-            "engine rows must have 3 rows, got 2. Each of the 4 tokens has a row except the last",
-        ),
+        (ROWS, 4, RouteShapeError,
+         "engine rows must have 3 rows, got 2. Each of the 4 tokens has a row except the last"),
         (ROWS, 2, RouteShapeError, "engine rows must have 1 row, got 2."),
         (None, 0, RouteShapeError, "num_tokens must be at least 1, got 0: count prompt and response tokens."),
         (ROWS[:, :2], 3, RouteShapeError, "engine rows must have shape [rows, 3, 2], got [2, 2, 2]."),
         (ROWS[..., :1], 3, RouteShapeError, "engine rows must have shape [rows, 3, 2], got [2, 3, 1]."),
         (ROWS * 1.0, 3, RouteValueError, "engine rows must have an integer dtype, got float64."),
-        (
-            ROWS + np.uint8(1),
-            3,
-            RouteValueError,
-            "engine rows: token 1, layer 1 holds expert 8 in [8, 1]; allowed are 0..7",
-        ),
-        (
-            ROWS - np.int8(1),
-            3,
-            RouteValueError,
-            "engine rows: token 0, layer 0 holds expert -1 in [-1, -1]; allowed are",
-        ),
+        (ROWS + np.uint8(1), 3, RouteValueError,
+         "engine rows: token 1, layer 1 holds expert 8 in [8, 1]; allowed are 0..7"),
+        (ROWS - np.int8(1), 3, RouteValueError,
+         "engine rows: token 0, layer 0 holds expert -1 in [-1, -1]; allowed are"),
         (ROWS[:, ::-1], 3, RouteValueError, "engine rows: token 0, layer 0 holds expert 1 in [0, 1]; the layer has no"),
     ],
-)
+)  # fmt: skip
 def test_rows_that_do_not_fit(rows: Any, num_tokens: int, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(text)}"):
         RoutedExperts.from_vllm(rows, num_tokens=num_tokens, layout=LAYOUT)
@@ -305,19 +284,15 @@ def test_a_route_on_a_pad_is_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (
-            {"num_tokens": 3},
-            "routed_experts of sample 1 must have 3 rows, got 4. A sample has a row per token, the last",
-        ),
+        ({"num_tokens": 3},
+         "routed_experts of sample 1 must have 3 rows, got 4. A sample has a row per token, the last"),
         ({"num_tokens": [3, 5]}, "routed_experts of sample 1 must have 5 rows, got 4."),
         ({"num_tokens": [3]}, "num_tokens must have 2 rows, got 1. Give an int, or a count per sample."),
         ({"attention_mask": [torch.ones(3)]}, "attention_mask must have 2 rows, got 1. Give it a row per sample."),
-        (
-            {"attention_mask": torch.ones(2, 4)},
-            "attention_mask of sample 0 must have shape [3], got [4]. Give it a value per token.",
-        ),
+        ({"attention_mask": torch.ones(2, 4)},
+         "attention_mask of sample 0 must have shape [3], got [4]. Give it a value per token."),
     ],
-)
+)  # fmt: skip
 def test_counts_and_masks_that_do_not_fit(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(RouteShapeError, match=f"^{re.escape(text)}"):
         lazy_stack([sample(3), sample(4)]).validate(LAYOUT, **arguments)

@@ -26,12 +26,10 @@ def test_dense_layers_are_the_others() -> None:
 @pytest.mark.parametrize(
     ("num_experts", "dtype", "numpy_dtype"),
     [
-        (1, torch.int8, np.int8),
-        (128, torch.int8, np.int8),
-        (129, torch.int16, np.int16),
+        (1, torch.int8, np.int8), (128, torch.int8, np.int8), (129, torch.int16, np.int16),
         (32768, torch.int16, np.int16),
     ],
-)
+)  # fmt: skip
 def test_the_dtype_holds_every_id(num_experts: int, dtype: torch.dtype, numpy_dtype: type) -> None:
     made = layout(num_experts=num_experts, top_k=1)
     assert (made.dtype, made.numpy_dtype) == (dtype, np.dtype(numpy_dtype))
@@ -64,18 +62,12 @@ def test_it_survives_pickle_and_replace() -> None:
     ("changes", "text"),
     [
         ({"num_layers": 0}, "num_layers must be at least 1, got 0."),
-        (
-            {"moe_layers": ()},
-            "moe_layers is empty; a dense model has no layout: pass None in place of a RoutingLayout.",
-        ),
-        (
-            {"moe_layers": (3, 1)},
-            "moe_layers must ascend without repeats, got (3, 1); pass tuple(sorted(set(layers))).",
-        ),
-        (
-            {"moe_layers": (1, 1)},
-            "moe_layers must ascend without repeats, got (1, 1); pass tuple(sorted(set(layers))).",
-        ),
+        ({"moe_layers": ()},
+         "moe_layers is empty; a dense model has no layout: pass None in place of a RoutingLayout."),
+        ({"moe_layers": (3, 1)},
+         "moe_layers must ascend without repeats, got (3, 1); pass tuple(sorted(set(layers)))."),
+        ({"moe_layers": (1, 1)},
+         "moe_layers must ascend without repeats, got (1, 1); pass tuple(sorted(set(layers)))."),
         ({"moe_layers": (1, 4)}, "moe_layers must lie in 0..3, got (1, 4): indices count dense layers."),
         ({"moe_layers": (-1, 3)}, "moe_layers must lie in 0..3, got (-1, 3): indices count dense layers."),
         ({"num_experts": 0}, "num_experts must lie in 1..32768, got 0; ids are kept as int16."),
@@ -83,7 +75,7 @@ def test_it_survives_pickle_and_replace() -> None:
         ({"top_k": 0}, "top_k must lie in 1..num_experts = 1..8, got 0."),
         ({"top_k": 9}, "top_k must lie in 1..num_experts = 1..8, got 9."),
     ],
-)
+)  # fmt: skip
 def test_what_no_model_has(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         layout(**changes)

@@ -109,8 +109,6 @@ def test_routes_are_joined_row_by_row(turns: list[list[int]]) -> None:
 
 
 # -- what a row says of its parts -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("versions", "parts"), [([-1, 2, 2], 1), ([-1, 2, 3, 3, 5], 3), ([-1, -1], 0), ([2, -1, -1, 2, 3], 2), ([], 0)]
 )
@@ -121,13 +119,10 @@ def test_parts_are_counted_where_the_weights_changed(versions: list[int], parts:
 @pytest.mark.parametrize(
     ("hows", "worst"),
     [
-        (["none"], "none"),
-        (["none", "forced"], "forced"),
-        (["forced", "none", "forced"], "forced"),
-        (["live", "forced"], "live"),
-        (["none", "live", "none"], "live"),
+        (["none"], "none"), (["none", "forced"], "forced"), (["forced", "none", "forced"], "forced"),
+        (["live", "forced"], "live"), (["none", "live", "none"], "live"),
     ],
-)
+)  # fmt: skip
 def test_the_worst_way_of_reading_again_counts(hows: list[str], worst: str) -> None:
     assert worst_resume(*hows) == worst
 

@@ -26,9 +26,8 @@ from torchrl_moe.render.curves import (
     training_figure,
 )
 
+
 # -- curves -----------------------------------------------------------------------------------------------------------
-
-
 def row(step: int, **changes: Any) -> dict[str, Any]:
     values = {
         "step": step,
@@ -140,8 +139,6 @@ def test_no_display_is_needed_and_no_global_state_is_touched(tmp_path: Path) -> 
 
 
 # -- histograms -------------------------------------------------------------------------------------------------------
-
-
 def steps(figure: object) -> list[StepPatch]:
     return [patch for patch in figure.axes[0].patches if isinstance(patch, StepPatch)]  # type: ignore[attr-defined]
 
@@ -186,8 +183,6 @@ def test_bad_input_is_refused() -> None:
 
 
 # -- staleness --------------------------------------------------------------------------------------------------------
-
-
 def test_versions_and_ages_by_hand() -> None:
     batches = [torch.tensor([[-1, 0, 0]]), torch.tensor([[-1, 0, 1], [-1, 1, 2]]), torch.tensor([-1])]
     figure = staleness_figure(batches, [0, 3, 4], "a run")
@@ -213,8 +208,6 @@ def test_versions_that_do_not_fit_are_refused() -> None:
 
 
 # -- timelines --------------------------------------------------------------------------------------------------------
-
-
 BARS = [
     {"replica": -1, "phase": "publish", "start": 0.0, "seconds": 0.5},
     {"replica": 3, "phase": "pause", "start": 0.5, "seconds": 0.25},
@@ -238,8 +231,6 @@ def test_phases_have_colors_of_their_own() -> None:
 
 
 # -- palette ----------------------------------------------------------------------------------------------------------
-
-
 LIGHT, DARK = (255, 255, 255), (17, 17, 17)  # pages, with their texts:
 TEXT = {LIGHT: (34, 34, 34), DARK: (221, 221, 221)}
 LEGIBLE = 4.5

@@ -26,8 +26,6 @@ from torchrl_moe.render.routes import (
 )
 
 # -- agreements -------------------------------------------------------------------------------------------------------
-
-
 NAN = np.nan
 ENGINE = np.array([[[-1, -1], [0, 1]], [[-1, -1], [2, 3]], [[-1, -1], [0, 3]], [[-1, -1], [-1, -1]]], dtype=np.int8)
 TRAINER = np.array([[[-1, -1], [1, 0]], [[-1, -1], [3, 1]], [[-1, -1], [-1, -1]], [[0, 1], [0, 1]]], dtype=np.int16)
@@ -71,22 +69,8 @@ def test_bad_input_is_refused(call: Any, told: str) -> None:
 
 
 # three tokens, three layers (the first is dense), two of four experts
-THEIRS = np.array(
-    [
-        [[-1, -1], [0, 1], [2, 3]],
-        [[-1, -1], [1, 0], [3, 2]],
-        [[-1, -1], [1, 2], [-1, -1]],
-    ],
-    dtype=np.int8,
-)
-OURS = np.array(
-    [
-        [[-1, -1], [1, 0], [2, 3]],
-        [[-1, -1], [1, 3], [0, 1]],
-        [[-1, -1], [-1, -1], [0, 1]],
-    ],
-    dtype=np.int16,
-)
+THEIRS = np.array([[[-1, -1], [0, 1], [2, 3]], [[-1, -1], [1, 0], [3, 2]], [[-1, -1], [1, 2], [-1, -1]]], dtype=np.int8)
+OURS = np.array([[[-1, -1], [1, 0], [2, 3]], [[-1, -1], [1, 3], [0, 1]], [[-1, -1], [-1, -1], [0, 1]]], dtype=np.int16)
 
 
 def test_load_by_hand() -> None:
@@ -152,10 +136,7 @@ def test_a_figure_is_drawn_without_the_state_of_pyplot(tmp_path: Path, monkeypat
         (lambda: expert_load(THEIRS - 1, 4), r"routes must be in -1\.\.3, got -2"),
         (lambda: expert_load(THEIRS.astype(float), 4), "routes must have a signed integer dtype, got float64"),
         (lambda: expert_load(THEIRS[0, 0], 4), r"routes must have shape \[\.\.\., L, K\], got \[2\]"),
-        (
-            lambda: expert_agreement(THEIRS, OURS[1:], 4),
-            "recorded and live must have the same shape",
-        ),
+        (lambda: expert_agreement(THEIRS, OURS[1:], 4), "recorded and live must have the same shape"),
         (lambda: expert_figure(np.ones(3)), "load, 1 = even must have 2 dimensions, got 1"),
         (lambda: expert_figure(np.ones((2, 3)), np.ones((3, 2))), "must have the same shape"),
     ],
@@ -166,8 +147,6 @@ def test_bad_loads_are_refused(call: Any, told: str) -> None:
 
 
 # -- kept numbers -----------------------------------------------------------------------------------------------------
-
-
 def test_counts_by_hand() -> None:
     sizes = torch.tensor([[0, 3, -2], [0, 0, 1]], dtype=torch.int32)
     sampled = torch.tensor([[False, True, True], [False, True, True]])
@@ -217,8 +196,6 @@ def test_rows_of_a_table_by_hand() -> None:
 
 
 # -- loads ------------------------------------------------------------------------------------------------------------
-
-
 def test_steps_hold_until_the_end() -> None:
     loads = {"replica 0": [(0.0, 1), (2.0, 3)], "replica 1": [(0.0, 2)], "replica 2": []}
     (axes,) = load_figure(loads, [(3.0, "replica 1 died")], "a call").axes

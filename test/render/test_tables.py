@@ -21,9 +21,8 @@ from torchrl_moe.render.tables import (
     show_html,
 )
 
+
 # -- tables -----------------------------------------------------------------------------------------------------------
-
-
 def test_title_header_rows_totals_and_note_stand_in_their_places() -> None:
     read = TableReader(html_table("two replicas", ["name", "n"], [["#0", "1"], ["#1", "2"]], ["all", "3"], "and more"))
     assert read.rows == {"thead": [["name", "n"]], "tbody": [["#0", "1"], ["#1", "2"]], "tfoot": [["all", "3"]]}
@@ -59,8 +58,6 @@ def test_a_row_of_another_length_is_refused(rows: list[list[str]], footer: list[
 
 
 # -- text tables ------------------------------------------------------------------------------------------------------
-
-
 NASTY = "[red]x[/red] [/] :smile: \\[bold]"
 HEADER = ("name", "text", "n")
 ROWS = [("a", NASTY, "1"), ("bb", "", "20")]
@@ -114,12 +111,7 @@ def test_without_rich_it_is_columns_of_text(
     monkeypatch.setitem(sys.modules, "rich.console", None)
     monkeypatch.setitem(sys.modules, "rich.box", None)
     print_table("two", ("name", "text", "n"), [("a", "[red]", "1"), ("bb", "", "20")], wide=("text",))
-    assert capsys.readouterr().out.splitlines() == [
-        "two",
-        "name  text    n",
-        "   a  [red]   1",
-        "  bb         20",
-    ]
+    assert capsys.readouterr().out.splitlines() == ["two", "name  text    n", "   a  [red]   1", "  bb         20"]
 
 
 def test_without_rows_the_header_is_printed(
@@ -137,8 +129,6 @@ def test_a_printed_row_of_another_length_is_refused() -> None:
 
 
 # -- data frames ------------------------------------------------------------------------------------------------------
-
-
 def test_each_row_is_a_row() -> None:
     table = data_frame([{"step": 0, "reward": 0.5}, {"step": 1, "reward": 0.75}])
     assert table.to_dict("list") == {"step": [0, 1], "reward": [0.5, 0.75]}
@@ -151,8 +141,6 @@ def test_without_pandas_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("value", "expected"),
     [(0, "0"), (1234567, "1,234,567"), (2.0, "2"), (0.12345, "0.1235"), (1e-9, "1e-09"), (1e20, "1e+20"),
@@ -167,8 +155,6 @@ def test_a_share() -> None:
 
 
 # -- notebooks --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("shell", "expected"), [(None, False), (SimpleNamespace(), False), (SimpleNamespace(kernel=object()), True)]
 )

@@ -32,9 +32,8 @@ from torchrl_moe.render.tokens import (
 )
 from torchrl_moe.trainers import MoEGRPOTrainer
 
+
 # -- token text -------------------------------------------------------------------------------------------------------
-
-
 def test_ascii_markers_and_line_breaks() -> None:
     texts = TokenTexts(TOKENIZER)
     assert texts.of([*b"a b", 10, 9, 13, 27, 258]) == ["a", " ", "b", "↵\n", "→\t", "␍", "\\x1b", "<|im_end|>"]
@@ -81,8 +80,6 @@ def test_each_text_is_decoded_once() -> None:
 
 
 # -- token sample -----------------------------------------------------------------------------------------------------
-
-
 def read(td: Any, n: int = 4, most: int = 256, **kwargs: Any) -> list[TokenSample]:
     return read_samples(td, n, most, tokenizer=TOKENIZER, **kwargs)
 
@@ -146,13 +143,11 @@ def test_tokens_between_turns_are_observations() -> None:
 @pytest.mark.parametrize(
     ("prompt", "answer", "most", "expected"),
     [
-        ("abcd", "efgh", 8, "abcdefgh"),
-        ("abcdefgh", "ij", 4, [6, "gh", "ij"]),
+        ("abcd", "efgh", 8, "abcdefgh"), ("abcdefgh", "ij", 4, [6, "gh", "ij"]),
         ("abcdefgh", "ijklmnop", 8, [6, "gh", "ijk", 2, "nop"]),
-        ("a", "bcdefghij", 5, ["a", "bc", 5, "ij"]),
-        ("ab", "cd", 1, [2, "c", 1]),
+        ("a", "bcdefghij", 5, ["a", "bc", 5, "ij"]), ("ab", "cd", 1, [2, "c", 1]),
     ],
-)
+)  # fmt: skip
 def test_a_long_rollout_is_cut(prompt: str, answer: str, most: int, expected: Any) -> None:
     (sample,) = read(rollout(prompt, answer), most=most)
     parts: list[Any] = []
@@ -207,8 +202,6 @@ def test_an_entry_of_another_length_is_refused() -> None:
 
 
 # -- token scale ------------------------------------------------------------------------------------------------------
-
-
 def test_versions_keep_their_colors_from_batch_to_batch() -> None:
     one = make_scale([sample(token(version=3), token(version=4))])
     two = make_scale([sample(token(version=4), token(version=5), token())])
@@ -286,8 +279,6 @@ def test_another_color_is_refused() -> None:
 
 
 # -- token runs -------------------------------------------------------------------------------------------------------
-
-
 SHOWN = [
     sample(
         token("[red]q", part="prompt"),
@@ -339,8 +330,6 @@ def test_a_terminal_gets_colors(capsys: pytest.CaptureFixture[str], monkeypatch:
 
 
 # -- token html -------------------------------------------------------------------------------------------------------
-
-
 NASTY = "<script>alert('1')</script>\" onmouseover=\"x"
 
 
@@ -417,8 +406,6 @@ def test_long_rollouts_of_deep_models_stay_small() -> None:
 
 
 # -- samples ----------------------------------------------------------------------------------------------------------
-
-
 TD = lazy_stack([rollout("q", "ab", versions=[0, 1]), rollout("q", "c")])
 
 

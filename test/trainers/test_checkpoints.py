@@ -392,8 +392,6 @@ def test_an_optimizer_continues(tmp_path: Path) -> None:
 
 
 # -- on ranks ---------------------------------------------------------------------------------------------------------
-
-
 def sharded(config: GRPOConfig) -> None:
     pass
 

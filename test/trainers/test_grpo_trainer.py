@@ -319,8 +319,6 @@ def test_a_full_disk_costs_no_older_checkpoint(
 
 
 # -- on a fake engine -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def fleet() -> Iterator[FakeFleet]:
     with fake_fleet() as service:
@@ -663,8 +661,6 @@ def test_an_engine_that_is_given_is_seeded_when_a_run_resumes(fleet: FakeFleet, 
 
 
 # -- models as users bring them ---------------------------------------------------------------------------------------
-
-
 def frozen(*parts: str, trains: bool = False, **config: Any) -> Any:
     """The tiny model without a gradient where a name has one of these parts, or with one only there."""
     model = fake_model(**config)
@@ -769,8 +765,6 @@ def test_a_model_that_is_frozen_as_a_whole_is_refused(fleet: FakeFleet, tmp_path
 
 
 # -- kills ------------------------------------------------------------------------------------------------------------
-
-
 def wait_for_rows(metrics: Path, count: int, running: BaseProcess) -> None:
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and running.exitcode is None:
@@ -834,8 +828,6 @@ def test_the_exported_model_loads_in_the_engine(first_run: MoEGRPOTrainer, no_en
 
 
 # -- what users bring -------------------------------------------------------------------------------------------------
-
-
 def prompts_of_a_run(tmp_path: Path, rows: list[dict[str, Any]], template: str | None, **options: Any) -> set[str]:
     """The prompts that an engine gets in a run of one step, as text."""
     seen: set[str] = set()

@@ -585,8 +585,6 @@ def test_reinforce_plus_plus_counts_samples_not_turns() -> None:
 
 
 # -- the reference ----------------------------------------------------------------------------------------------------
-
-
 def test_no_reference_where_the_loss_asks_for_none() -> None:
     config = config_of(reference="model")
     actor, policy_model = policy(config)

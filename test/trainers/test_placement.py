@@ -168,8 +168,6 @@ def test_what_the_installed_transformers_cannot_share_is_refused(folder: Path, c
 
 
 # -- what is loaded and written ---------------------------------------------------------------------------------------
-
-
 def load_and_save(folder: Path, out: Path, change: Change, dtype: str) -> dict[str, Any]:
     ranks = join_ranks(60.0)
     config = settings(folder, change)
@@ -265,11 +263,8 @@ def config_of(**changes: Any) -> GRPOConfig:
 @pytest.mark.parametrize(
     ("size", "changes", "message"),
     [
-        (
-            1,
-            {"placement__tensor_parallel": 2},
-            r"placement\.tensor_parallel=2 needs several ranks: start it by torchrun",
-        ),
+        (1, {"placement__tensor_parallel": 2},
+         r"placement\.tensor_parallel=2 needs several ranks: start it by torchrun"),
         (1, {"placement__expert_parallel": 2}, r"placement\.expert_parallel=2 needs several ranks"),
         (1, {"placement__replicate": 2}, r"placement\.replicate=2 needs several ranks"),
         (1, {"placement__cpu_offload": True}, r"placement\.cpu_offload=True is FSDP2's, which needs several ranks"),
@@ -277,11 +272,8 @@ def config_of(**changes: Any) -> GRPOConfig:
         (4, {"placement__replicate": 4}, r"placement\.replicate=4 leaves 1 rank\(s\) for a copy"),
         (4, {"placement__replicate": 2, "placement__tensor_parallel": 2}, "leaves 2 rank.* at least 4 are needed"),
         (4, {"placement__expert_parallel": 3}, r"expert_parallel=3 must be .* divides the 4 ranks of a copy"),
-        (
-            4,
-            {"placement__expert_parallel": 2, "placement__tensor_parallel": 4, "optim__max_tokens": None},
-            r"expert_parallel=2 must be a multiple of tensor_parallel=4",
-        ),
+        (4, {"placement__expert_parallel": 2, "placement__tensor_parallel": 4, "optim__max_tokens": None},
+         r"expert_parallel=2 must be a multiple of tensor_parallel=4"),
         (4, {"placement__expert_parallel": 4, "placement__replicate": 2}, "divides the 2 ranks of a copy"),
         (2, {"placement__cpu_offload": True, "placement__tensor_parallel": 2}, "cpu_offload=True is FSDP2's: give it"),
         (2, {"placement__cpu_offload": True}, "cpu_offload=True needs GPUs to offload from"),
@@ -294,7 +286,7 @@ def config_of(**changes: Any) -> GRPOConfig:
         (32, {}, r"rollout\.prompts_per_step=16 is too few: each of 32 shares of a batch has a whole group"),
         (16, {"optim__minibatches": 16}, r"optim\.minibatches=16 is too many: a rank has 8 answers of a step"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_is_refused(
     monkeypatch: pytest.MonkeyPatch, size: int, changes: dict[str, Any], message: str
 ) -> None:

@@ -82,8 +82,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # -- where it comes from ----------------------------------------------------------------------------------------------
-
-
 def test_of_a_folder(folder: Path) -> None:
     for found in (loaded(source=str(folder)), loaded(folder), loaded(str(folder), source="unused")):
         assert found.source == str(folder)
@@ -175,8 +173,6 @@ def test_a_folder_whose_loading_fails_without_words(folder: Path, monkeypatch: p
 
 
 # -- what is trained --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("target", "layers"),
     [
@@ -258,8 +254,6 @@ def test_a_model_with_an_adapter_gets_no_second_one() -> None:
 
 
 # -- the folder that it leaves ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("target", ["", "attention", "experts", "all"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_saved_model_computes_the_same(tmp_path: Path, target: str, checkpointing: bool) -> None:
@@ -355,8 +349,6 @@ def test_what_is_beside_an_older_model_stays(tmp_path: Path) -> None:
 
 
 # -- what users bring -------------------------------------------------------------------------------------------------
-
-
 def kinds_of(folder: Path) -> dict[str, torch.dtype]:
     tensors: dict[str, Tensor] = {}
     for file in folder.glob("*.safetensors"):

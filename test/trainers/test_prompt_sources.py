@@ -49,8 +49,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 # -- objects ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("source", [ROWS, tuple(ROWS), ROWS[:2], iter(ROWS)])
 def test_rows_are_themselves(source: Any) -> None:
     expected = ROWS[:2] if source == ROWS[:2] else ROWS
@@ -67,15 +65,12 @@ def test_a_data_set_stays_where_it_is() -> None:
 @pytest.mark.parametrize(
     ("splits", "train", "held_out"),
     [
-        (("train",), "train", None),
-        (("train", "test"), "train", "test"),
+        (("train",), "train", None), (("train", "test"), "train", "test"),
         (("test", "validation", "train"), "train", "validation"),
         (("train", "test", "held_out", "validation"), "train", "held_out"),
-        (("train", "extra"), "train", None),
-        (("main",), "main", None),
-        (("test",), "test", None),
+        (("train", "extra"), "train", None), (("main",), "main", None), (("test",), "test", None),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("kind", [FakeDatasetDict, dict])
 def test_splits_by_name(kind: type, splits: tuple[str, ...], train: str, held_out: str | None) -> None:
     data = kind({split: FakeDataset([{"prompt": split}]) for split in splits})
@@ -83,8 +78,6 @@ def test_splits_by_name(kind: type, splits: tuple[str, ...], train: str, held_ou
 
 
 # -- JSON Lines -------------------------------------------------------------------------------------------------------
-
-
 def write(file: Path, *lines: Any) -> Path:
     file.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
     return file
@@ -131,8 +124,6 @@ def test_an_error_names_file_and_line(tmp_path: Path, lines: list[Any], message:
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
-
-
 def test_what_is_no_source_of_rows_says_what_to_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
     frame = pytest.importorskip("pandas").DataFrame({"prompt": ["1+1="]})
@@ -175,19 +166,13 @@ def test_what_is_no_source_of_rows_says_what_to_give(tmp_path: Path, monkeypatch
 
 
 # -- functions --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("function", "arguments", "train", "held_out"),
     [
-        ("rows", None, 2, None),
-        ("rows", {"count": 1}, 1, None),
-        ("pair", {}, 1, 1),
-        ("pair", {"count": 2}, 2, 0),
-        ("stream", None, 2, None),
-        ("splits", None, 1, 1),
+        ("rows", None, 2, None), ("rows", {"count": 1}, 1, None), ("pair", {}, 1, 1), ("pair", {"count": 2}, 2, 0),
+        ("stream", None, 2, None), ("splits", None, 1, 1),
     ],
-)
+)  # fmt: skip
 def test_what_a_function_returns(
     module: str, function: str, arguments: dict[str, Any] | None, train: int, held_out: int | None
 ) -> None:
@@ -206,8 +191,6 @@ def test_a_function_that_returns_no_rows(module: str) -> None:
 
 
 # -- the hub ----------------------------------------------------------------------------------------------------------
-
-
 def test_any_other_text_is_a_name_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     hub = ModuleType("datasets")
@@ -244,8 +227,6 @@ def prompts_of(rows: Any) -> list[Any]:
 
 
 # -- what is held out -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("source", [TWENTY, FakeDataset(TWENTY)], ids=["rows", "data set"])
 def test_rows_are_split_by_a_seed(source: Any) -> None:
     prompts = load_prompts(source, held_out=5, seed=1)
@@ -297,8 +278,6 @@ def test_too_little_data_is_refused(source: Any, held_out: int, message: str) ->
 
 
 # -- what is a prompt -------------------------------------------------------------------------------------------------
-
-
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "1+1="}]}]
 TOOL = [CHAT[1], {"role": "assistant", "tool_calls": [{"id": "c"}]}, {"role": "tool", "content": "2", "name": "add"}]
 
@@ -311,13 +290,10 @@ def test_text_and_messages_are_prompts(prompt: Any) -> None:
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        (3, "got 3"),
-        (None, "got None"),
-        ({"role": "user", "content": "a"}, "got {'role'"),
-        ("", "and not empty"),
+        (3, "got 3"), (None, "got None"), ({"role": "user", "content": "a"}, "got {'role'"), ("", "and not empty"),
         ([], "and not empty"),
     ],
-)
+)  # fmt: skip
 def test_a_prompt_of_another_kind_is_refused(prompt: Any, message: str) -> None:
     with pytest.raises(ValueError) as error:
         load_prompts([*TWENTY[:2], {"prompt": prompt}])
@@ -376,8 +352,6 @@ def test_a_set_made_by_hand_is_checked_too() -> None:
 
 
 # -- for a collector --------------------------------------------------------------------------------------------------
-
-
 def test_a_pass_is_a_shuffle_and_the_next_another() -> None:
     stream = PromptStream(load_prompts(TWENTY).loader(seed=0))
     passes = [[next(stream).data["prompt"] for _ in TWENTY] for _ in range(3)]

@@ -271,8 +271,6 @@ def test_a_rank_without_a_gpu_of_its_number_is_refused(monkeypatch: pytest.Monke
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
-
-
 def heard(work: Callable[[Ranks], Any], seconds: float = 60.0) -> str:
     """The error that a rank ends with."""
     ranks = join_ranks(seconds)
@@ -358,8 +356,6 @@ def test_a_launcher_says_all_or_nothing(environment: pytest.MonkeyPatch, missing
 
 
 # -- restarts ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def agent(environment: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """What torchrun says where it will start ranks again; each call is another torchrun, with a store of its own."""

@@ -74,8 +74,6 @@ def no_start(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 # -- room -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "each"), [({}, 4), ({"dtype": "bfloat16"}, 2), ({"dtype": "auto"}, 4), ({"dtype": "half"}, 2)]
 )
@@ -139,8 +137,6 @@ def test_other_machines_may_hold_replicas_of_ray(
 
 
 # -- what it is started with, and what is refused ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("engine", "rollout", "message"),
     [
@@ -236,8 +232,6 @@ def test_routes_are_fetched_where_they_are_read(policy_model: PolicyModel, fleet
 
 
 # -- versions ---------------------------------------------------------------------------------------------------------
-
-
 def test_versions_never_fall(policy_model: PolicyModel, fleet: FakeFleet, tmp_path: Path) -> None:
     first = RolloutEngine(policy_model, GRPOConfig(), tmp_path, fleet)
     assert first.version == 0
@@ -280,8 +274,6 @@ def test_a_replica_that_did_not_take_the_weights_is_logged(
 
 
 # -- sleep ------------------------------------------------------------------------------------------------------------
-
-
 def test_it_sleeps_only_where_that_is_asked_for(policy_model: PolicyModel, fleet: FakeFleet, tmp_path: Path) -> None:
     own = RolloutEngine(policy_model, GRPOConfig(), tmp_path, fleet)
     own.sleep()
@@ -396,8 +388,6 @@ def prompts(source: RolloutSource) -> list[str]:
 
 
 # -- data sets --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rewards", [exact, [exact], [exact, half], f"{__name__}:exact"])
 @pytest.mark.parametrize("dataset", [ROWS, FakeDataset(ROWS), f"{__name__}:rows_of"])
 def test_a_dataset_and_its_rewards(dataset: Any, rewards: Any) -> None:
@@ -462,8 +452,6 @@ def test_a_column_that_not_every_row_has() -> None:
 
 
 # -- environments -----------------------------------------------------------------------------------------------------
-
-
 def test_an_environment_and_another_to_evaluate_on(engine: FakeAsyncVLLM) -> None:
     env = chat(3)
     source = of(env=env)
@@ -508,8 +496,6 @@ def test_a_function_makes_its_own_prompts_from_any_column() -> None:
 
 
 # -- what the chat template gets --------------------------------------------------------------------------------------
-
-
 def tokenizer_with(template: str | None, **added: Any) -> Any:
     tokenizer = ByteTokenizer()
     tokenizer.chat_template = template
@@ -630,11 +616,8 @@ NO_COLUMN = "data: train row 0 has no column 'prompt'; its columns are 'question
         ({}, {}, "data.source=None: name a dataset, or give the trainer a dataset or an env"),
         ({}, {"dataset": [{"question": "1+1=", "answer": "2"}], "rewards": exact}, NO_COLUMN),
         ({}, {"env": play}, "data.source=None: "),
-        (
-            {},
-            {"dataset": ROWS, "rewards": lambda completion, solution: 0.0},
-            "asks for 'solution'; there are .*'answer'",
-        ),
+        ({}, {"dataset": ROWS, "rewards": lambda completion, solution: 0.0},
+         "asks for 'solution'; there are .*'answer'"),
         ({}, {"dataset": ROWS}, r"^data.rewards=\[\]: name a function, package.module:function"),
         ({}, {"dataset": [], "rewards": exact}, "data: there are no rows to train on"),
         ({"held_out": 10}, {"dataset": ROWS, "rewards": exact}, "data: held_out=10 leaves none of 10 rows to train on"),
@@ -657,7 +640,7 @@ NO_COLUMN = "data: train row 0 has no column 'prompt'; its columns are 'question
         ({"source": "countdown"}, {"held_out": ROWS}, "held_out must be an environment"),
         ({"source": "countdown", "arguments": {"numbers": 3}}, {}, "data.source=countdown: .*'numbers'"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_one_line(
     data: dict[str, Any], given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

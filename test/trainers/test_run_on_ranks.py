@@ -178,8 +178,6 @@ def test_the_engine_has_what_ranks_share_in_other_ways(tmp_path: Path, changes: 
 
 
 # -- how they end -----------------------------------------------------------------------------------------------------
-
-
 def stop_second(trainer: MoEGRPOTrainer, found: dict[str, Any]) -> None:
     def stop() -> None:
         if not trainer.ranks.is_first and trainer.steps_done == 2:
@@ -270,8 +268,6 @@ def test_a_rank_that_is_killed_ends_the_others_and_the_last_checkpoint_is_whole(
 
 
 # -- on vLLM ----------------------------------------------------------------------------------------------------------
-
-
 def torchrun(ranks: int, *arguments: str) -> list[str]:
     script = str(ROOT / "tutorials" / "grpo" / "train.py")
     return [

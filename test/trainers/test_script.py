@@ -145,8 +145,6 @@ def test_help_names_the_configurations(capsys: pytest.CaptureFixture[str]) -> No
 
 
 # -- what a run leaves, on a fake engine ------------------------------------------------------------------------------
-
-
 def other_model(seed: int) -> Any:
     return make_tiny_moe("qwen3_moe", seed=seed, num_hidden_layers=4, num_experts=8, num_experts_per_tok=2)
 
@@ -241,8 +239,6 @@ def test_a_mistake_ends_the_engine_of_the_reference(tmp_path: Path, monkeypatch:
 
 
 # -- several ranks ----------------------------------------------------------------------------------------------------
-
-
 def test_what_happened_to_another_rank_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
