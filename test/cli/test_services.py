@@ -228,8 +228,7 @@ def test_on_a_terminal_a_table_takes_the_place_of_the_one_before(
     ],
 )
 def test_bad_use(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
-    assert said in capsys.readouterr().err
+    assert main(arguments) == 2 and said in capsys.readouterr().err
 
 
 @pytest.mark.ray
@@ -267,11 +266,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
 
 def test_values_are_json_or_text() -> None:
     assert engine_arguments(['a={"b": [1]}', "c=true", "d=x=y", "e="]) == {
-        "a": {"b": [1]},
-        "c": True,
-        "d": "x=y",
-        "e": "",
-    }
+        "a": {"b": [1]}, "c": True, "d": "x=y", "e": "",
+    }  # fmt: skip
     for bad in ("a", "=1", "a-b=1"):
         with pytest.raises(BadUse, match="KEY=VALUE"):
             engine_arguments([bad])

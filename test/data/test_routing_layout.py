@@ -19,8 +19,7 @@ def layout(**changes: Any) -> RoutingLayout:
 
 
 def test_dense_layers_are_the_others() -> None:
-    assert layout().dense_layers == (0, 2)
-    assert layout(moe_layers=range(4)).dense_layers == ()
+    assert layout().dense_layers == (0, 2) and layout(moe_layers=range(4)).dense_layers == ()
 
 
 @pytest.mark.parametrize(
@@ -44,8 +43,7 @@ def test_any_integers_become_plain_ones() -> None:
 
 def test_it_is_a_value() -> None:
     made = layout()
-    assert hash(made) == hash(layout())
-    assert made != layout(top_k=1)
+    assert hash(made) == hash(layout()) and made != layout(top_k=1)
     assert repr(made) == "RoutingLayout(num_layers=4, moe_layers=(1, 3), top_k=2, num_experts=8)"
     with pytest.raises(dataclasses.FrozenInstanceError):
         made.top_k = 3  # type: ignore[misc]
@@ -53,8 +51,7 @@ def test_it_is_a_value() -> None:
 
 def test_it_survives_pickle_and_replace() -> None:
     loaded = pickle.loads(pickle.dumps(layout()))
-    assert loaded == layout()
-    assert loaded.dense_layers == (0, 2)
+    assert loaded == layout() and loaded.dense_layers == (0, 2)
     assert dataclasses.replace(layout(), moe_layers=(0,)).dense_layers == (1, 2, 3)
 
 

@@ -36,12 +36,9 @@ def in_parts(config: GRPOConfig) -> None:
 
 def all_terms(config: GRPOConfig) -> None:
     config.loss.arguments = {
-        "proximal_policy": "recomputed",
-        "correction": "tis",
-        "aggregation": "prompt_mean",
-        "kl_to_ref_coeff": 0.1,
+        "proximal_policy": "recomputed", "correction": "tis", "aggregation": "prompt_mean", "kl_to_ref_coeff": 0.1,
         "entropy_bonus": True,
-    }
+    }  # fmt: skip
     config.loss.router = {"load_balancing_coeff": 0.1}
     config.optim.max_tokens = 14
 
@@ -86,12 +83,9 @@ def all_three(config: GRPOConfig) -> None:
 
 Change = Callable[[GRPOConfig], None]
 WAYS: Mapping[str, Change] = {
-    "FSDP2": in_parts,
-    "FSDP2, all terms": all_terms,
-    "FSDP2, R2": recorded,
-    "FSDP2, kept": kept,
+    "FSDP2": in_parts, "FSDP2, all terms": all_terms, "FSDP2, R2": recorded, "FSDP2, kept": kept,
     "FSDP2, adapter": adapted,
-}
+}  # fmt: skip
 PARALLEL: Mapping[str, Change] = {"EP": expert_parallel, "TP": tensor_parallel, "TP, EP": both}
 WIDE: Mapping[str, Change] = {"HSDP": replicated, "FSDP2, TP, EP": all_three}
 """On four ranks."""
@@ -196,8 +190,7 @@ def test_each_rank_has_half_and_they_write_the_whole(tmp_path: Path, folder: Pat
     before = checkpoint_tensors(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     written = checkpoint_tensors(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32))
     changed = {name for name in before if not torch.equal(before[name], written[name])}
-    assert before.keys() == written.keys()
-    assert bool(changed) == (change is adapted)
+    assert before.keys() == written.keys() and bool(changed) == (change is adapted)
     if change is adapted:
         exact = checkpoint_tensors(in_one_process(folder).model)
         assert all(torch.equal(tensor, exact[name]) for name, tensor in written.items())

@@ -58,8 +58,7 @@ def test_rows_are_themselves(source: Any) -> None:
 def test_a_data_set_stays_where_it_is() -> None:
     data = FakeDataset(ROWS)
     train, held_out = read_source(data)
-    assert train is data
-    assert held_out is None
+    assert train is data and held_out is None
 
 
 @pytest.mark.parametrize(
@@ -86,8 +85,7 @@ def write(file: Path, *lines: Any) -> Path:
 @pytest.mark.parametrize("kind", [str, Path])
 def test_a_file_of_objects(tmp_path: Path, kind: type) -> None:
     rows = [*ROWS, {"prompt": [{"role": "user", "content": "ä"}], "tests": [1, None, 2.5]}]
-    file = write(tmp_path / "rows.jsonl", *rows[:2], "", *rows[2:])
-    assert read_source(kind(file)) == (rows, None)
+    assert read_source(kind(write(tmp_path / "rows.jsonl", *rows[:2], "", *rows[2:]))) == (rows, None)
 
 
 def test_any_name_will_do_for_a_file_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,8 +117,7 @@ def test_an_error_names_file_and_line(tmp_path: Path, lines: list[Any], message:
     for source in (file, tmp_path):
         with pytest.raises(ValueError) as error:
             read_source(source)
-        assert str(error.value).startswith(f"{file}, {message}")
-        assert "\n" not in str(error.value)
+        assert str(error.value).startswith(f"{file}, {message}") and "\n" not in str(error.value)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -202,24 +199,16 @@ def test_any_other_text_is_a_name_on_the_hub(monkeypatch: pytest.MonkeyPatch) ->
     hub.load_dataset = load_dataset  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", hub)
     train, held_out = read_source("openai/gsm8k", {"name": "main"})
-    assert held_out is not None
-    assert (list(train), list(held_out)) == (ROWS[:3], ROWS[3:])
+    assert held_out is not None and (list(train), list(held_out)) == (ROWS[:3], ROWS[3:])
     assert asked == [("openai/gsm8k", {"name": "main"})]
 
 
 TWENTY = [{"prompt": f"q{i}", "answer": i} for i in range(20)]
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1="}]
 MIXED: dict[str, Any] = {
-    "prompt": CHAT,
-    "text": "a text",
-    "number": 3,
-    "share": 0.5,
-    "flag": True,
-    "tests": ["a", "b"],
-    "empty": [],
-    "nested": {"x": [1, {"y": None}]},
-    "nothing": None,
-}
+    "prompt": CHAT, "text": "a text", "number": 3, "share": 0.5, "flag": True, "tests": ["a", "b"], "empty": [],
+    "nested": {"x": [1, {"y": None}]}, "nothing": None,
+}  # fmt: skip
 
 
 def prompts_of(rows: Any) -> list[Any]:
@@ -231,8 +220,7 @@ def prompts_of(rows: Any) -> list[Any]:
 def test_rows_are_split_by_a_seed(source: Any) -> None:
     prompts = load_prompts(source, held_out=5, seed=1)
     train, held_out = prompts_of(prompts.train), prompts_of(prompts.held_out)
-    assert (len(train), len(held_out)) == (15, 5)
-    assert {*train, *held_out} == set(prompts_of(TWENTY))
+    assert (len(train), len(held_out)) == (15, 5) and {*train, *held_out} == set(prompts_of(TWENTY))
     assert train == [name for name in prompts_of(TWENTY) if name in train]  # in the order of the data
     again = load_prompts(source, held_out=5, seed=1)
     assert (prompts_of(again.train), prompts_of(again.held_out)) == (train, held_out)
@@ -241,9 +229,7 @@ def test_rows_are_split_by_a_seed(source: Any) -> None:
 
 def test_nothing_is_held_out_unless_it_is_asked_for() -> None:
     prompts = load_prompts(TWENTY)
-    assert prompts.train == TWENTY
-    assert len(prompts.held_out) == 0
-    assert prompts.prompt == "prompt"
+    assert prompts.train == TWENTY and len(prompts.held_out) == 0 and prompts.prompt == "prompt"
     assert prompts.columns == ("prompt", "answer")
 
 
@@ -253,8 +239,7 @@ def test_nothing_is_held_out_unless_it_is_asked_for() -> None:
 def test_a_held_out_part_is_kept_or_drawn_from(source: Any) -> None:
     whole, drawn = load_prompts(source), load_prompts(source, held_out=2, seed=3)
     assert prompts_of(whole.train) == prompts_of(drawn.train) == prompts_of(TWENTY[:15])
-    assert prompts_of(whole.held_out) == prompts_of(TWENTY[15:])
-    assert len(drawn.held_out) == 2
+    assert prompts_of(whole.held_out) == prompts_of(TWENTY[15:]) and len(drawn.held_out) == 2
     assert set(prompts_of(drawn.held_out)) < set(prompts_of(TWENTY[15:]))
     with pytest.raises(ValueError, match="held_out=6 is more than the 5 rows that the source holds out"):
         load_prompts(source, held_out=6)
@@ -298,8 +283,7 @@ def test_a_prompt_of_another_kind_is_refused(prompt: Any, message: str) -> None:
     with pytest.raises(ValueError) as error:
         load_prompts([*TWENTY[:2], {"prompt": prompt}])
     start = "train row 2: column 'prompt' must be text or a list of messages, "
-    assert str(error.value).startswith(f"{start}{message}")
-    assert "\n" not in str(error.value)
+    assert str(error.value).startswith(f"{start}{message}") and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -356,8 +340,7 @@ def test_a_pass_is_a_shuffle_and_the_next_another() -> None:
     stream = PromptStream(load_prompts(TWENTY).loader(seed=0))
     passes = [[next(stream).data["prompt"] for _ in TWENTY] for _ in range(3)]
     assert all(sorted(one) == sorted(prompts_of(TWENTY)) for one in passes)
-    assert passes[0] != passes[1] != passes[2] != passes[0]
-    assert passes[0] != prompts_of(TWENTY)
+    assert passes[0] != passes[1] != passes[2] != passes[0] and passes[0] != prompts_of(TWENTY)
 
 
 def test_the_order_is_the_seeds_and_not_torchs() -> None:
@@ -395,11 +378,9 @@ def test_each_column_travels_as_it_is() -> None:
     prompts = load_prompts(([MIXED], [MIXED]))
     for loader in (prompts.loader(seed=0), prompts.held_out_loader()):
         row = next(PromptStream(loader)).data
-        assert row.batch_size == torch.Size([])
-        assert row.to_dict() == MIXED
+        assert row.batch_size == torch.Size([]) and row.to_dict() == MIXED
         for name, value in MIXED.items():
-            assert row[name] == value
-            assert type(row[name]) is type(value)
+            assert row[name] == value and type(row[name]) is type(value)
 
 
 def test_a_row_without_a_column_has_none_there() -> None:
@@ -412,5 +393,4 @@ def test_a_row_without_a_column_has_none_there() -> None:
 def test_a_loader_goes_to_another_process() -> None:
     loader = load_prompts(TWENTY).loader(seed=2)
     copy = pickle.loads(pickle.dumps(loader))
-    assert prompts_of(copy) == prompts_of(loader)
-    assert all(isinstance(row, TensorDict) for row in copy)
+    assert prompts_of(copy) == prompts_of(loader) and all(isinstance(row, TensorDict) for row in copy)

@@ -446,8 +446,7 @@ def test_a_row_has_its_reward_and_what_it_is_made_of(engine: FakeAsyncVLLM, coll
     for batch in islice(collector_of(engine, PromptEpisode("prompt", rewards), ROWS), 6):
         for row in batch.unbind(0):
             answer = row["answer"]
-            assert row["prompt"] == f"q{answer}"
-            assert row["next", "reward"].tolist() == [[answer + 1.0]]
+            assert row["prompt"] == f"q{answer}" and row["next", "reward"].tolist() == [[answer + 1.0]]
             assert {name: value.tolist() for name, value in row["rewards"].items() if name != "silent"} == {
                 "by_answer": [float(answer)],
                 "constant": [0.5],
@@ -470,8 +469,7 @@ def test_columns_named_as_rollouts_name_things_are_for_rewards_only(engine: Fake
         next(iter(collector_of(engine, PromptEpisode("prompt", Rewards(judge)), [row])))[0]
         for row in ({"prompt": "q0", **dict.fromkeys(TAKEN)}, {"prompt": "q0", **taken})
     )
-    assert taken in seen
-    assert set(plain.keys(True, True)) == set(other.keys(True, True))
+    assert taken in seen and set(plain.keys(True, True)) == set(other.keys(True, True))
     assert "of the data" not in repr(other.to_dict())
 
 
@@ -479,8 +477,7 @@ def test_held_out_prompts_are_rewarded_alike(engine: FakeAsyncVLLM, collector_of
     episode = PromptEpisode("prompt", Rewards(by_answer))
     held_out = load_prompts((ROWS, ROWS[3:])).held_out_loader()
     turns = collector_of(engine, episode, ROWS).evaluate(episode, 3, dataloader=held_out)
-    assert turns["answer"] == [3, 4, 5]
-    assert turns["rewards", "by_answer"].flatten().tolist() == [3.0, 4.0, 5.0]
+    assert turns["answer"] == [3, 4, 5] and turns["rewards", "by_answer"].flatten().tolist() == [3.0, 4.0, 5.0]
 
 
 def test_an_episode_is_one_and_goes_to_another_process() -> None:
@@ -494,8 +491,7 @@ def test_a_batch_goes_into_a_buffer_and_into_a_checkpoint(engine: FakeAsyncVLLM,
     """Rows whose columns are lists of other lengths, messages, mappings or nothing, one beside the other."""
     other = {"prompt": TWO_MESSAGES, "answer": 9, "tests": [1, [2, None]], "case": {"x": [1]}}
     rows = [{"prompt": "q0", "answer": 0, "tests": [], "hint": "a"}, other]
-    collector = collector_of(engine, PromptEpisode("prompt", Rewards(by_answer)), rows, groups_per_batch=2)
-    batch = next(iter(collector))
+    batch = next(iter(collector_of(engine, PromptEpisode("prompt", Rewards(by_answer)), rows, groups_per_batch=2)))
     sampler = SamplerWithoutReplacement()
     buffer = ReplayBuffer(storage=LazyStackStorage(4), sampler=sampler, batch_size=4, transform=GRPOAdvantage())
     buffer.extend(batch)
