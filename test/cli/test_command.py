@@ -22,13 +22,9 @@ def test_a_result_is_text_or_json() -> None:
 
 def test_help_shows_the_examples_in_columns() -> None:
     command = Command(
-        name="x",
-        help="",
-        description="",
-        examples=[("x", "short"), ("x --long", "long")],
-        add_arguments=lambda parser: None,
-        run=lambda options, output: 0,
-    )
+        name="x", help="", description="", examples=[("x", "short"), ("x --long", "long")],
+        add_arguments=lambda parser: None, run=lambda options, output: 0,
+    )  # fmt: skip
     assert command.epilog.splitlines()[:3] == ["examples:", "  x         short", "  x --long  long"]
     assert command.epilog.splitlines()[-1] == "exit codes: 0 fine, 1 a problem was found, 2 bad use"
 

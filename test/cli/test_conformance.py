@@ -72,13 +72,11 @@ def test_an_adapter_is_an_object_or_what_makes_one() -> None:
         (f"{__name__}:Missing", "has no 'Missing'"),
         (f"{__name__}:NOTHING", r"a int has no generate\(prompts, sampling, request_ids\)"),
         (f"{__name__}:nobody", r"a SimpleNamespace has no generate"),
-        (
-            "json:loads",
-            r"^--adapter json:loads: it needs arguments \(missing a required argument: 's'\): name an adapter",
-        ),
+        ("json:loads",
+         r"^--adapter json:loads: it needs arguments \(missing a required argument: 's'\): name an adapter"),
         ("builtins:print", "a NoneType has no generate"),
     ],
-)
+)  # fmt: skip
 def test_an_adapter_that_is_none_is_refused(name: str, said: str) -> None:
     with pytest.raises(BadUse, match=said):
         adapter_by_name(name)

@@ -17,6 +17,7 @@ from torchrl_moe import __version__
 from torchrl_moe.cli import doctor
 from torchrl_moe.cli.doctor import Machine, Package, Place
 from torchrl_moe.cli.main import main
+from torchrl_moe.errors import ReplicaDiedError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.testing import FakeAsyncVLLM
 
@@ -63,8 +64,7 @@ def test_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.rstrip().endswith("no problem was found")
     code, found = report(capsys)
     assert (code, found["ok"], found["problems"], found["torchrl_moe"]) == (0, True, [], __version__)
-    assert found["packages"][0]["installed"] == "2.13.0+cpu"
-    assert found["machine"]["cores"] == 2
+    assert found["packages"][0]["installed"] == "2.13.0+cpu" and found["machine"]["cores"] == 2
 
 
 def test_each_problem_comes_with_its_mend(
@@ -120,22 +120,19 @@ def test_a_dense_model_is_a_problem_with_a_mend(shelf: EngineShelf, capsys: pyte
     assert "has no experts: there is nothing to replay\n  train it with replay='none'" in out
 
 
-def test_an_engine_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--engine"]) == 2
-    assert "--engine vllm needs a MODEL" in capsys.readouterr().err
-
-
-def test_a_model_may_follow_the_engine_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--engine", "./none"]) == 2
-    assert "there is no folder './none'" in capsys.readouterr().err
-    assert main(["doctor", "tiny", "--engine", "sglang"]) == 2
-    assert "--engine sglang: must be one of vllm, transformers" in capsys.readouterr().err
-
-
-def test_a_model_without_a_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", ""]) == 2  # of a shell variable that was not set
-    said = capsys.readouterr()
-    assert "there is no folder ''" in said.err and said.out == ""
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--engine"], "--engine vllm needs a MODEL"),
+        (["--engine", "./none"], "there is no folder './none'"),  # a model may follow the option
+        (["tiny", "--engine", "sglang"], "--engine sglang: must be one of vllm, transformers"),
+        ([""], "there is no folder ''"),  # of a shell variable that was not set
+    ],
+)
+def test_bad_use(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert said in err and out == ""
 
 
 def lend(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,20 +171,16 @@ def test_an_engine_that_returns_less_is_a_problem(
         monkeypatch.setattr(engine, "generate", less)
         lend(engine, monkeypatch)
         code, found = report(capsys, str(shelf.folder("qwen3_moe")), "--engine", "transformers")
-    assert code == 1
-    assert what in found["problems"][0]["what"]
+    assert code == 1 and what in found["problems"][0]["what"]
 
 
 def test_an_engine_that_does_not_start_leaves_the_rest_to_be_seen(
     shelf: EngineShelf, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from torchrl_moe.errors import ReplicaDiedError
-
     def fail(*_: Any, **__: Any) -> Any:
         raise ReplicaDiedError("replica 0 did not start: no kernel\nits log")
 
     monkeypatch.setattr(AsyncVLLM, "from_pretrained", fail)
     code, found = report(capsys, str(shelf.folder("qwen3_moe")), "--engine", "transformers")
-    assert code == 1
-    assert "replica 0 did not start: no kernel" in found["problems"][0]["what"]
+    assert code == 1 and "replica 0 did not start: no kernel" in found["problems"][0]["what"]
     assert found["packages"]

@@ -17,18 +17,15 @@ from torchrl_moe.cli.doctor import TESTED, Machine, Package, Place, installed_pa
 def test_a_folder_that_is_not_there_is_no_place(tmp_path: Path) -> None:
     assert Place.of(str(tmp_path / "none"), "nothing") is None
     place = Place.of(str(tmp_path), "tests")
-    assert place is not None
-    assert (place.use, place.total) == ("tests", shutil.disk_usage(tmp_path).total)
+    assert place is not None and (place.use, place.total) == ("tests", shutil.disk_usage(tmp_path).total)
 
 
 def test_the_machine_is_this_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     machine = Machine.look()
-    assert machine.memory == psutil.virtual_memory().total
-    assert 0 < machine.free_memory <= machine.memory
-    assert machine.cores >= 1 and machine.gpus == ()
-    assert machine.places[0].path == str(tmp_path)
+    assert machine.memory == psutil.virtual_memory().total and 0 < machine.free_memory <= machine.memory
+    assert machine.cores >= 1 and machine.gpus == () and machine.places[0].path == str(tmp_path)
     words = dict(machine.rows)
     assert words["GPUs"] == (
         "none: a build of torch for CPUs" if torch.version.cuda is None else "none that CUDA can use"
@@ -49,14 +46,9 @@ def test_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 ROOT = Path(__file__).parents[2]
 REQUIRED = [
-    "torch>=2.8",
-    "numpy",
-    'vllm<0.34,>=0.30; extra == "vllm"',
-    'rich; extra == "render"',
-    'torchrl_moe[render]; extra == "train"',
-    'peft; extra == "train"',
-    'ruff; extra == "dev"',
-]
+    "torch>=2.8", "numpy", 'vllm<0.34,>=0.30; extra == "vllm"', 'rich; extra == "render"',
+    'torchrl_moe[render]; extra == "train"', 'peft; extra == "train"', 'ruff; extra == "dev"',
+]  # fmt: skip
 
 
 @pytest.fixture

@@ -22,11 +22,11 @@ from torchrl_moe.cli.command import Command, Output
 from torchrl_moe.cli.main import COMMANDS, main
 
 HEAVY = ("torch", "vllm", "ray", "transformers", "torchrl", "tensordict", "numpy", "hydra", "rich")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT)
 
 
 def test_help_loads_nothing_heavy() -> None:
@@ -48,9 +48,8 @@ print(json.dumps([loaded, [name for name in {HEAVY!r} if name in sys.modules]]))
 
 
 def test_python_m_is_the_same_command() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "torchrl_moe.cli", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"torchrl_moe {__version__}\n", "")
 
 
@@ -91,8 +90,7 @@ def test_bad_use_has_exit_code_2(arguments: list[str], said: str, capsys: pytest
         code: Any = main(arguments)
     except SystemExit as end:
         code = end.code
-    assert code == 2
-    assert said in capsys.readouterr().err
+    assert code == 2 and said in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -142,8 +140,7 @@ def test_json_is_all_there_is_on_stdout(
         return 0
 
     acting(chat)
-    assert main(["doctor", "--json"]) == 0
-    assert capsys.readouterr() == ("", "a library says hello\n")
+    assert main(["doctor", "--json"]) == 0 and capsys.readouterr() == ("", "a library says hello\n")
 
 
 def test_what_libraries_warn_of_is_hidden_and_logging_is_as_before(
@@ -157,8 +154,7 @@ def test_what_libraries_warn_of_is_hidden_and_logging_is_as_before(
 
     acting(warn)
     with warnings.catch_warnings(record=True) as seen:
-        assert main(["doctor"]) == 0
-        assert seen == []
+        assert main(["doctor"]) == 0 and seen == []
         assert main(["doctor", "--traceback"]) == 0
         assert len(seen) == 1
     assert [record.message for record in caplog.records] == ["bad", "odd", "bad"]
@@ -167,19 +163,16 @@ def test_what_libraries_warn_of_is_hidden_and_logging_is_as_before(
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
     command = f"{sys.executable} -m torchrl_moe.cli train --cfg | head -n 1"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, env=environment)
-    assert len(done.stdout.splitlines()) == 1
-    assert done.stderr == ""
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT)
+    assert len(done.stdout.splitlines()) == 1 and done.stderr == ""
 
 
 def test_a_full_standard_output_is_named() -> None:
     """And no other place for temporary files, which would not help."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-m", "torchrl_moe.cli", "train", "--list"]
     for more in ([], ["--json"]):
         with open("/dev/full", "w") as full:
-            done = subprocess.run([*words, *more], stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
+            done = subprocess.run([*words, *more], stdout=full, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
         assert done.returncode == 1
         said = "standard output cannot be written to (No space left on device): redirect it to a place with room"
         assert done.stderr == f"torchrl-moe train: {said}\n"

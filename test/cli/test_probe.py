@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytest import CaptureFixture, MonkeyPatch
 from tensordict import TensorDict
 from transformers import AutoConfig
 
@@ -23,7 +24,7 @@ from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.objectives import MismatchMetrics
 
 
-def lend(engine: AsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def lend(engine: AsyncVLLM, monkeypatch: MonkeyPatch) -> None:
     """Have commands start no engine, and take this one."""
     monkeypatch.setattr(AsyncVLLM, "from_pretrained", lambda *_, **__: contextlib.nullcontext(engine))
 
@@ -76,7 +77,7 @@ def test_prompts_that_cannot_be_read_are_named(tmp_path: Path, name: str, text: 
     ],
 )
 def test_bad_use_starts_no_engine(
-    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], said: str, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
 ) -> None:
     monkeypatch.delattr(AsyncVLLM, "from_pretrained")
     monkeypatch.setattr(probe, "model_folder", lambda source: pytest.fail("a model is made first"))
@@ -86,7 +87,7 @@ def test_bad_use_starts_no_engine(
 
 
 def test_a_model_without_weights_starts_no_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
 ) -> None:
     monkeypatch.delattr(AsyncVLLM, "from_pretrained")
     AutoConfig.for_model("qwen3_moe").save_pretrained(tmp_path)
@@ -98,32 +99,26 @@ def test_a_model_without_weights_starts_no_engine(
         )
 
 
-def test_a_dense_model_is_refused(shelf: EngineShelf, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dense_model_is_refused(shelf: EngineShelf, capsys: CaptureFixture[str]) -> None:
     assert main(["probe", str(shelf.folder("qwen3"))]) == 2
     assert "it is a dense model, and there is nothing to replay" in capsys.readouterr().err
 
 
 def test_plain_transformers_and_the_trainer_compute_the_same(
-    second_engine: AsyncVLLM,
-    shelf: EngineShelf,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    second_engine: AsyncVLLM, shelf: EngineShelf, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
 ) -> None:
     lend(second_engine, monkeypatch)
     (tmp_path / "mine.txt").write_text("1 + 1 =\nA mixture of experts\n")
     more = ["--engine", "transformers", "--dtype", "float32", "--prompts", str(tmp_path / "mine.txt")]
-    arguments = ["probe", str(shelf.folder("qwen3_moe")), *more, "--max-new-tokens", "6", "--json"]
-    assert main(arguments) == 0
+    assert main(["probe", str(shelf.folder("qwen3_moe")), *more, "--max-new-tokens", "6", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert 2 <= found["tokens"] <= 12  # an answer may end earlier
     assert list(found["agreement"]["layers"]) == ["1", "2", "3"]  # layer 0 is dense
-    assert found["replayed"]["maximum"] < 1e-5
-    assert found["verdict"].startswith("Nothing to remove")
+    assert found["replayed"]["maximum"] < 1e-5 and found["verdict"].startswith("Nothing to remove")
 
 
 def test_an_engine_without_routes_or_a_tokenizer(
-    shelf: EngineShelf, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shelf: EngineShelf, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
 ) -> None:
     class Mute:
         routing_layout: Any = None
@@ -142,7 +137,7 @@ def test_an_engine_without_routes_or_a_tokenizer(
 
 @pytest.mark.engine
 def test_vllm_in_float32_is_the_same_function_too(
-    engine: AsyncVLLM, shelf: EngineShelf, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    engine: AsyncVLLM, shelf: EngineShelf, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
 ) -> None:
     lend(engine, monkeypatch)
     folder: Any = shelf.folder("qwen3_moe")
@@ -177,10 +172,8 @@ def result(live: list[float], replayed: list[float], agreement: list[float] | No
 
 def test_figures_are_those_of_the_sampled_tokens() -> None:
     found = Figures.of(metrics([0.1, -0.3, 0.2, 0.0]))
-    assert found.mean == pytest.approx(0.15)
-    assert found.median == pytest.approx(0.15)
-    assert found.maximum == pytest.approx(0.3)
-    assert found.k1 == pytest.approx(0.0, abs=1e-7)
+    assert found.mean == pytest.approx(0.15) and found.median == pytest.approx(0.15)
+    assert found.maximum == pytest.approx(0.3) and found.k1 == pytest.approx(0.0, abs=1e-7)
     k3 = sum(math.exp(gap) - 1 - gap for gap in (0.1, -0.3, 0.2, 0.0)) / 4
     assert found.k3 == pytest.approx(k3, rel=1e-4)
 
@@ -189,8 +182,7 @@ def test_layers_and_what_replay_removes() -> None:
     found = result([0.1, -0.1], [0.05, -0.05])
     assert found.tokens == 2
     assert found.agreement == {1: pytest.approx(0.75), 2: pytest.approx(1.0)}
-    assert found.mean_agreement == pytest.approx(0.875)
-    assert found.removed == pytest.approx(0.5, rel=1e-5)
+    assert found.mean_agreement == pytest.approx(0.875) and found.removed == pytest.approx(0.5, rel=1e-5)
     assert found.problems == []
     assert found.verdict.startswith("R3 helps: it removes 50% of the mismatch (mean |Δ log-prob| 1.0e-01 -> 5.0e-02)")
     assert found.verdict.endswith("chooses other experts in 12.5% of rows.")

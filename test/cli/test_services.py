@@ -63,8 +63,6 @@ def serving(text: str) -> Iterator[str]:
 
 
 # -- what a driver exports --------------------------------------------------------------------------------------------
-
-
 def test_exported_metrics_are_the_rows_of_stats() -> None:
     with FakeAsyncVLLM(num_replicas=2) as engine:
         engine.generate(["a", "b", "c"], {"max_tokens": 4}, use_tqdm=False)
@@ -112,8 +110,6 @@ def test_a_port_that_speaks_no_http() -> None:
 
 
 # -- services that live in their drivers ------------------------------------------------------------------------------
-
-
 def test_a_driver_is_seen_by_others_and_not_by_itself(second_engine: AsyncVLLM) -> None:
     assert second_engine.is_running
     assert os.getpid() not in [driver.pid for driver in local_drivers()]
@@ -232,8 +228,7 @@ def test_on_a_terminal_a_table_takes_the_place_of_the_one_before(
     ],
 )
 def test_bad_use(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
-    assert said in capsys.readouterr().err
+    assert main(arguments) == 2 and said in capsys.readouterr().err
 
 
 @pytest.mark.ray
@@ -271,11 +266,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
 
 def test_values_are_json_or_text() -> None:
     assert engine_arguments(['a={"b": [1]}', "c=true", "d=x=y", "e="]) == {
-        "a": {"b": [1]},
-        "c": True,
-        "d": "x=y",
-        "e": "",
-    }
+        "a": {"b": [1]}, "c": True, "d": "x=y", "e": "",
+    }  # fmt: skip
     for bad in ("a", "=1", "a-b=1"):
         with pytest.raises(BadUse, match="KEY=VALUE"):
             engine_arguments([bad])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pytest import CaptureFixture, MonkeyPatch
 
 from torchrl_moe.cli import services as engines
 from torchrl_moe.cli.main import main
@@ -16,23 +17,22 @@ from torchrl_moe.trainers import GRPOConfig, script
 from torchrl_moe.trainers.compose import CONFIGS
 
 
-def test_every_configuration_is_listed_with_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_configuration_is_listed_with_what_it_is(capsys: CaptureFixture[str]) -> None:
     assert main(["train", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == sorted(file.stem for file in CONFIGS.glob("*.yaml"))
     assert all(len(about) > 20 and about.endswith(".") for about in configurations().values())
-    assert main(["train", "--list", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == configurations()
+    assert main(["train", "--list", "--json"]) == 0 and json.loads(capsys.readouterr().out) == configurations()
 
 
-def test_a_configuration_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_configuration_is_printed(capsys: CaptureFixture[str]) -> None:
     # settings before, between and behind options
     assert main(["train", "steps=7", "--config", "tiny_sums", "optim.lr=1e-5", "--cfg", "--json", "seed=3"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["steps"], shown["optim"]["lr"], shown["seed"]) == (7, 1e-5, 3)
 
 
-def test_a_plan_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_starts_nothing(capsys: CaptureFixture[str]) -> None:
     assert main(["train", "--config", "olmoe_1b_7b", "plan=true", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["totals"]["engine, each GPU"] > 1e9
@@ -48,15 +48,13 @@ def test_a_plan_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
         (["resume=true", "out=./no/such/run"], "resume=true, but there is no run in ./no/such/run"),
     ],
 )
-def test_bad_use_is_one_line(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_use_is_one_line(arguments: list[str], line: str, capsys: CaptureFixture[str]) -> None:
     assert main(["train", *arguments]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("torchrl-moe train: ") and line in said
 
 
-def test_a_run_ends_with_its_last_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_ends_with_its_last_step(tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]) -> None:
     def run(config: GRPOConfig) -> None:
         (tmp_path / "metrics.csv").write_text("step,reward,note\n0,0.25,\n1,0.5,good\n")
         print("a table for people")
@@ -68,13 +66,10 @@ def test_a_run_ends_with_its_last_step(
     assert json.loads(out) == {"folder": str(tmp_path), "last_step": {"step": 1.0, "reward": 0.5, "note": "good"}}
     assert err == "a table for people\n"
     monkeypatch.setenv("RANK", "1")
-    assert main(["train", f"out={tmp_path}", "--json"]) == 0
-    assert capsys.readouterr().out == ""
+    assert main(["train", f"out={tmp_path}", "--json"]) == 0 and capsys.readouterr().out == ""
 
 
-def test_after_an_interrupt_a_run_can_continue(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_after_an_interrupt_a_run_can_continue(monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]) -> None:
     def run(config: Any) -> None:
         raise KeyboardInterrupt
 
@@ -84,7 +79,7 @@ def test_after_an_interrupt_a_run_can_continue(
 
 
 def test_a_reward_that_is_not_there_is_refused_before_the_model_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -107,12 +102,9 @@ def test_a_reward_that_is_not_there_is_refused_before_the_model_is_made(
     assert not (tmp_path / "run").exists()
 
 
-def test_without_vllm_it_ends_before_anything_is_written(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_vllm_it_ends_before_anything_is_written(monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]) -> None:
     ran: list[Any] = []
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
     monkeypatch.setattr(script, "run", ran.append)
-    assert main(["train"]) == 2 and not ran
-    assert "or use engine.kind=transformers" in capsys.readouterr().err
+    assert main(["train"]) == 2 and not ran and "or use engine.kind=transformers" in capsys.readouterr().err
     assert main(["train", "engine.kind=transformers"]) == 0 and len(ran) == 1

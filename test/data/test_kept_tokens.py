@@ -74,8 +74,7 @@ def assert_same(got: Any, wanted: Any) -> None:
 def test_a_mask_by_hand() -> None:
     assert mask_of(by_hand()).int().tolist() == MASK
     assert mask_of(kept([4, 2, 1, -1, -1], [0, 2, 0, -1])).int().tolist() == MASK  # what is behind is a pad
-    assert mask_of(kept([], [0, 0]), 2).all()
-    assert mask_of(kept([], []), 2).shape == (0, 2)
+    assert mask_of(kept([], [0, 0]), 2).all() and mask_of(kept([], []), 2).shape == (0, 2)
 
 
 @settings(max_examples=60)
@@ -90,11 +89,8 @@ def test_any_mask_comes_back_whole_and_of_some_tokens(mask: Tensor, data: st.Dat
 def test_the_words_of_a_token() -> None:
     one = by_hand()
     assert [one.ids_of(t, vocabulary=V).tolist() for t in range(4)] == [
-        [0, 1, 2, 3, 4],
-        [2, 4],
-        [0, 1, 2, 3, 4],
-        [0, 2, 3, 4],
-    ]
+        [0, 1, 2, 3, 4], [2, 4], [0, 1, 2, 3, 4], [0, 2, 3, 4],
+    ]  # fmt: skip
     assert one.ids_of(-3, vocabulary=V).tolist() == [2, 4]
 
 
@@ -105,6 +101,7 @@ def test_right_words_pass_in_every_form() -> None:
     tokens = torch.tensor([3, 4, 0, 0])
     assert by_hand().validate(vocabulary=V, num_tokens=4, tokens=tokens).sizes.tolist() == [0, 2, 0, -1]
     lazy_stack([by_hand(), kept([], [0])]).validate(vocabulary=V)
+    kept([2, 2], [1, -1]).validate(vocabulary=V)  # once for each token
     padded = lazy_stack([by_hand(), kept([], [0])]).pad()
     padded.validate(vocabulary=V, num_tokens=4, tokens=torch.stack([tokens, tokens]))
     padded.unsqueeze(0).validate(vocabulary=V, num_tokens=4, tokens=torch.stack([tokens, tokens])[None])
@@ -134,6 +131,7 @@ def test_right_words_pass_in_every_form() -> None:
         (by_hand(), {"tokens": torch.tensor([0, 14, 0, 0])}, "token 1 of kept must be in 0..4, got 14."),
         (by_hand(), {"tokens": torch.tensor([9, 4, -1, -1])}, "token 3 of kept must be in 0..4, got -1."),
         (kept([3], [-128]), {}, "token 0 of kept has nothing left to be sampled from"),
+        (kept([*range(V)], [0, -V]), {}, "token 1 of kept has nothing left to be sampled from: all 5 ids are cut off"),
         (KeptTokens(ids=torch.zeros(1, 1).int(), sizes=torch.ones(1).int()), {}, "ids of kept must have 1 dim"),
         (KeptTokens(ids=torch.zeros(1), sizes=torch.ones(1).int()), {}, "ids of kept must "),
         (KeptTokens(ids=torch.zeros(1).int(), sizes=torch.ones(1)), {}, "sizes of kept must "),
@@ -147,10 +145,6 @@ def test_wrong_ids_are_named(one: KeptTokens, arguments: dict[str, Any], text: s
 def test_the_sample_of_wrong_words_is_named() -> None:
     with pytest.raises(ValueError, match=r"^ids of kept of sample 1 must be in 0\.\.2, got 4\."):
         lazy_stack([kept([0], [1]), by_hand()]).validate(vocabulary=3)
-
-
-def test_a_word_may_stand_once_for_each_token() -> None:
-    kept([2, 2], [1, -1]).validate(vocabulary=V)
 
 
 # cut, joined and padded
@@ -198,8 +192,7 @@ def test_turns_joined_have_the_masks_of_both(mask: Tensor, data: st.DataObject) 
 def test_padding_by_hand() -> None:
     both = lazy_stack([by_hand(), kept([3], [0, 1])])
     left = both.pad()
-    assert left.batch_size == (2,)
-    assert left.sizes.tolist() == [[0, 2, 0, -1], [0, 0, 0, 1]]
+    assert left.batch_size == (2,) and left.sizes.tolist() == [[0, 2, 0, -1], [0, 0, 0, 1]]
     assert left.ids.tolist() == [[4, 2, 1], [3, -1, -1]]
     assert (left.ids.dtype, left.sizes.dtype) == (torch.int32, torch.int32)
     right = both.pad(5, "right")
@@ -213,13 +206,9 @@ def test_padding_by_hand() -> None:
 
 def test_no_samples_are_padded_too() -> None:
     nothing = lazy_stack([by_hand(), by_hand()]).pad()[:0]
-    assert nothing.pad(7).sizes.shape == (0, 7)
-    assert nothing.nbytes == 0
-
-
-def test_a_lazy_stack_without_samples_is_padded_too() -> None:
-    nothing = lazy_stack([by_hand(), kept([], [0])])[:0]
-    assert (nothing.pad(7).sizes.shape, nothing.pad().ids.dtype) == ((0, 7), torch.int32)
+    assert nothing.pad(7).sizes.shape == (0, 7) and nothing.nbytes == 0
+    ragged = lazy_stack([by_hand(), kept([], [0])])[:0]
+    assert (ragged.pad(7).sizes.shape, ragged.pad().ids.dtype) == ((0, 7), torch.int32)
 
 
 @pytest.mark.parametrize("token", [True, None, 4, -5, 1.0, "a"])
@@ -351,8 +340,3 @@ def test_a_count_is_an_integer_of_any_kind(value: Any) -> None:
         else:
             with pytest.raises(ValueError, match=f"{name} must be "):
                 call()
-
-
-def test_a_token_that_nothing_is_left_for_is_refused() -> None:
-    with pytest.raises(ValueError, match="token 1 of kept has nothing left to be sampled from: all 5 ids are cut off"):
-        kept(list(range(V)), [0, -V]).validate(vocabulary=V)

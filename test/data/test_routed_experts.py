@@ -16,13 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import (
-    LazyStackedTensorDict,
-    TensorDict,
-    lazy_stack,
-    set_capture_non_tensor_stack,
-    set_list_to_stack,
-)
+from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack, set_capture_non_tensor_stack, set_list_to_stack
 
 from support.saved import SAVED
 from torchrl_moe.data import UNSET_EXPERT, KeptTokens, RoutedExperts, RoutingLayout
@@ -113,54 +107,36 @@ def test_what_is_no_cast_of_ids_is_left_alone() -> None:
         assert_same(other["routed_experts"], one["routed_experts"])
         assert_same(whole.to("cpu")[0 if whole is not td else ()]["routed_experts"], sample())
     assert td.to(torch.int64)["routed_experts"].full.tolist() == sample().full.tolist()
-    assert bool((td == td.clone()).all())
-    assert td.isfinite()["routed_experts"].full.dtype == torch.bool
+    assert bool((td == td.clone()).all()) and td.isfinite()["routed_experts"].full.dtype == torch.bool
     assert td.apply(lambda x: x.float().mean())["routed_experts"].full.ndim == 0
 
 
 # from_vllm
 
 
-def test_from_vllm_by_hand() -> None:
-    routes = RoutedExperts.from_vllm(ROWS, num_tokens=3, layout=LAYOUT)
-    assert routes.full.tolist() == FULL
-    assert routes.full.dtype == torch.int8
-    assert routes.batch_size == torch.Size([])
-
-
 def test_unknown_rows_are_all_unset() -> None:
     routes = RoutedExperts.from_vllm(None, num_tokens=2, layout=LAYOUT)
-    assert routes.full.tolist() == [[[U, U]] * 3] * 2
-    assert routes.validate(LAYOUT).coverage(LAYOUT) == 0.0
-
-
-def test_a_single_token_has_no_row() -> None:
-    assert sample(1).full.tolist() == [[[U, U]] * 3]
+    assert routes.full.tolist() == [[[U, U]] * 3] * 2 and routes.validate(LAYOUT).coverage(LAYOUT) == 0.0
 
 
 @pytest.mark.parametrize(
     ("num_experts", "expert", "dtype"),
     [
-        (128, 127, torch.int8),
-        (129, 127, torch.int16),
-        (129, 128, torch.int16),
-        (256, 255, torch.int16),
+        (128, 127, torch.int8), (129, 127, torch.int16), (129, 128, torch.int16), (256, 255, torch.int16),
         (257, 256, torch.int16),
     ],
-)
+)  # fmt: skip
 def test_ids_survive_the_dtype_borders(num_experts: int, expert: int, dtype: torch.dtype) -> None:
     layout = RoutingLayout(num_layers=1, moe_layers=(0,), top_k=2, num_experts=num_experts)
     rows = np.array([[[expert, 0]]], dtype=np.uint8 if num_experts <= 256 else np.uint16)
     routes = RoutedExperts.from_vllm(rows, num_tokens=2, layout=layout).validate(layout)
-    assert routes.full.dtype == dtype
-    assert routes.full.tolist() == [[[expert, 0]], [[U, U]]]
+    assert routes.full.dtype == dtype and routes.full.tolist() == [[[expert, 0]], [[U, U]]]
 
 
 def test_the_input_is_copied_and_may_be_read_only() -> None:
     rows = ROWS.copy()
     rows.flags.writeable = False
-    routes = RoutedExperts.from_vllm(rows, num_tokens=3, layout=LAYOUT)
-    routes.full[:] = 4
+    RoutedExperts.from_vllm(rows, num_tokens=3, layout=LAYOUT).full[:] = 4
     assert rows.tolist() == ROWS.tolist()
 
 
@@ -172,32 +148,20 @@ def test_signed_rows_and_lists_are_taken() -> None:
 @pytest.mark.parametrize(
     ("rows", "num_tokens", "error", "text"),
     [
-        (
-            ROWS,
-            4,
-            RouteShapeError,
-            "engine rows must have 3 rows, got 2. Each of the 4 tokens has a row except the last",
-        ),
+        (ROWS, 4, RouteShapeError,
+         "engine rows must have 3 rows, got 2. Each of the 4 tokens has a row except the last"),
         (ROWS, 2, RouteShapeError, "engine rows must have 1 row, got 2."),
         (None, 0, RouteShapeError, "num_tokens must be at least 1, got 0: count prompt and response tokens."),
         (ROWS[:, :2], 3, RouteShapeError, "engine rows must have shape [rows, 3, 2], got [2, 2, 2]."),
         (ROWS[..., :1], 3, RouteShapeError, "engine rows must have shape [rows, 3, 2], got [2, 3, 1]."),
         (ROWS * 1.0, 3, RouteValueError, "engine rows must have an integer dtype, got float64."),
-        (
-            ROWS + np.uint8(1),
-            3,
-            RouteValueError,
-            "engine rows: token 1, layer 1 holds expert 8 in [8, 1]; allowed are 0..7",
-        ),
-        (
-            ROWS - np.int8(1),
-            3,
-            RouteValueError,
-            "engine rows: token 0, layer 0 holds expert -1 in [-1, -1]; allowed are",
-        ),
+        (ROWS + np.uint8(1), 3, RouteValueError,
+         "engine rows: token 1, layer 1 holds expert 8 in [8, 1]; allowed are 0..7"),
+        (ROWS - np.int8(1), 3, RouteValueError,
+         "engine rows: token 0, layer 0 holds expert -1 in [-1, -1]; allowed are"),
         (ROWS[:, ::-1], 3, RouteValueError, "engine rows: token 0, layer 0 holds expert 1 in [0, 1]; the layer has no"),
     ],
-)
+)  # fmt: skip
 def test_rows_that_do_not_fit(rows: Any, num_tokens: int, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(text)}"):
         RoutedExperts.from_vllm(rows, num_tokens=num_tokens, layout=LAYOUT)
@@ -208,9 +172,9 @@ def test_rows_that_do_not_fit(rows: Any, num_tokens: int, error: type[Exception]
 def test_engine_rows_come_back_in_order_and_are_valid(layout: RoutingLayout, num_tokens: int, seed: int) -> None:
     rows = engine_rows(num_tokens - 1, layout, seed)
     routes = RoutedExperts.from_vllm(rows, num_tokens=num_tokens, layout=layout)
-    assert routes.validate(layout, num_tokens=num_tokens) is routes
-    assert routes.full.dtype == layout.dtype
+    assert routes.validate(layout, num_tokens=num_tokens) is routes and routes.full.dtype == layout.dtype
     assert routes.full[:-1, layout.moe_layers].tolist() == rows[:, layout.moe_layers].tolist()
+    assert routes.batch_size == torch.Size([])
     assert (routes.full[-1] == UNSET_EXPERT).all()
     assert (routes.full[:, layout.dense_layers] == UNSET_EXPERT).all()
 
@@ -305,19 +269,15 @@ def test_a_route_on_a_pad_is_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (
-            {"num_tokens": 3},
-            "routed_experts of sample 1 must have 3 rows, got 4. A sample has a row per token, the last",
-        ),
+        ({"num_tokens": 3},
+         "routed_experts of sample 1 must have 3 rows, got 4. A sample has a row per token, the last"),
         ({"num_tokens": [3, 5]}, "routed_experts of sample 1 must have 5 rows, got 4."),
         ({"num_tokens": [3]}, "num_tokens must have 2 rows, got 1. Give an int, or a count per sample."),
         ({"attention_mask": [torch.ones(3)]}, "attention_mask must have 2 rows, got 1. Give it a row per sample."),
-        (
-            {"attention_mask": torch.ones(2, 4)},
-            "attention_mask of sample 0 must have shape [3], got [4]. Give it a value per token.",
-        ),
+        ({"attention_mask": torch.ones(2, 4)},
+         "attention_mask of sample 0 must have shape [3], got [4]. Give it a value per token."),
     ],
-)
+)  # fmt: skip
 def test_counts_and_masks_that_do_not_fit(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(RouteShapeError, match=f"^{re.escape(text)}"):
         lazy_stack([sample(3), sample(4)]).validate(LAYOUT, **arguments)
@@ -379,8 +339,7 @@ def test_pad_by_hand() -> None:
 
 def test_truncate_keeps_the_last_row_it_keeps() -> None:
     routes = RoutedExperts.from_vllm(ROWS, num_tokens=3, layout=LAYOUT)
-    assert routes.truncate(2).full.tolist() == FULL[:2]
-    assert routes.truncate(9).full.tolist() == FULL
+    assert routes.truncate(2).full.tolist() == FULL[:2] and routes.truncate(9).full.tolist() == FULL
     ragged = lazy_stack([routes, routes.truncate(1)]).truncate(2)
     assert [full.tolist() for full in split(ragged)] == [FULL[:2], FULL[:1]]
     assert torch.stack([routes, routes]).truncate(1).full.tolist() == [FULL[:1]] * 2
@@ -404,8 +363,7 @@ def test_padding_can_be_taken_off_again(batch: tuple[RoutingLayout, list[RoutedE
 def test_nested_batches_keep_their_shape() -> None:
     nested = lazy_stack([lazy_stack([sample(2), sample(3)]), lazy_stack([sample(4), sample(5)])])
     padded = nested.pad(side="right")
-    assert padded.full.shape == (2, 2, 5, 3, 2)
-    assert padded.batch_size == nested.batch_size == (2, 2)
+    assert padded.full.shape == (2, 2, 5, 3, 2) and padded.batch_size == nested.batch_size == (2, 2)
     assert padded[1, 0].full[:4].tolist() == sample(4).full.tolist()
     other_dim = lazy_stack([torch.stack([sample(2)] * 3), torch.stack([sample(4)] * 3)], 1)
     assert other_dim.pad().full.shape == (3, 2, 4, 3, 2)
@@ -429,13 +387,10 @@ def test_what_cannot_be_padded_or_cut() -> None:
 def test_is_set_coverage_and_bytes() -> None:
     routes = RoutedExperts.from_vllm(ROWS, num_tokens=3, layout=LAYOUT)
     assert routes.is_set.tolist() == [[False, True, True], [False, True, True], [False, False, False]]
-    assert routes.coverage() == routes.coverage(LAYOUT) == pytest.approx(4 / 6)
-    assert routes.nbytes == 3 * 3 * 2
+    assert routes.coverage() == routes.coverage(LAYOUT) == pytest.approx(4 / 6) and routes.nbytes == 3 * 3 * 2
     batch = lazy_stack([routes, routes.truncate(1)])
-    assert batch.coverage() == pytest.approx(6 / 8)
-    assert batch.nbytes == 4 * 3 * 2
-    assert batch.pad().is_set.shape == (2, 3, 3)
-    assert batch.pad()[:0].coverage() == batch.pad()[:0].nbytes == 0
+    assert batch.coverage() == pytest.approx(6 / 8) and batch.nbytes == 4 * 3 * 2
+    assert batch.pad().is_set.shape == (2, 3, 3) and batch.pad()[:0].coverage() == batch.pad()[:0].nbytes == 0
     routes.full[:, 1] = UNSET_EXPERT
     assert (routes.coverage(), routes.coverage(LAYOUT)) == (pytest.approx(2 / 3), pytest.approx(2 / 6))
     with pytest.raises(
@@ -479,8 +434,7 @@ def test_route_table() -> None:
 def test_a_long_route_table_shows_both_ends() -> None:
     lines = sample(100).route_table(max_rows=5).splitlines()
     assert [line.split()[0] for line in lines] == ["token", "0", "1", "2", "…", "98", "99"]
-    assert lines[4] == "… 95 more tokens"
-    assert len(sample(5).route_table(max_rows=5).splitlines()) == 6
+    assert lines[4] == "… 95 more tokens" and len(sample(5).route_table(max_rows=5).splitlines()) == 6
 
 
 def test_a_route_table_is_of_one_sample() -> None:
@@ -596,11 +550,6 @@ def test_ray_object_store() -> None:
 def test_is_set_under_compile() -> None:
     known = torch.compile(lambda routes: routes.is_set.sum(), backend="eager")
     assert known(sample()) == 4
-
-
-@pytest.mark.parametrize("full", [torch.zeros(3), torch.zeros(2, 3, 2, dtype=torch.int8, device="meta")])
-def test_what_cannot_be_read_is_shown_too(full: torch.Tensor) -> None:
-    assert repr(RoutedExperts(full=full)).startswith("RoutedExperts(shape=[")
 
 
 @pytest.mark.parametrize("value", [1.5, True, "3", float("nan"), 2**40, -1])

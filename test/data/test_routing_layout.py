@@ -19,19 +19,16 @@ def layout(**changes: Any) -> RoutingLayout:
 
 
 def test_dense_layers_are_the_others() -> None:
-    assert layout().dense_layers == (0, 2)
-    assert layout(moe_layers=range(4)).dense_layers == ()
+    assert layout().dense_layers == (0, 2) and layout(moe_layers=range(4)).dense_layers == ()
 
 
 @pytest.mark.parametrize(
     ("num_experts", "dtype", "numpy_dtype"),
     [
-        (1, torch.int8, np.int8),
-        (128, torch.int8, np.int8),
-        (129, torch.int16, np.int16),
+        (1, torch.int8, np.int8), (128, torch.int8, np.int8), (129, torch.int16, np.int16),
         (32768, torch.int16, np.int16),
     ],
-)
+)  # fmt: skip
 def test_the_dtype_holds_every_id(num_experts: int, dtype: torch.dtype, numpy_dtype: type) -> None:
     made = layout(num_experts=num_experts, top_k=1)
     assert (made.dtype, made.numpy_dtype) == (dtype, np.dtype(numpy_dtype))
@@ -46,8 +43,7 @@ def test_any_integers_become_plain_ones() -> None:
 
 def test_it_is_a_value() -> None:
     made = layout()
-    assert hash(made) == hash(layout())
-    assert made != layout(top_k=1)
+    assert hash(made) == hash(layout()) and made != layout(top_k=1)
     assert repr(made) == "RoutingLayout(num_layers=4, moe_layers=(1, 3), top_k=2, num_experts=8)"
     with pytest.raises(dataclasses.FrozenInstanceError):
         made.top_k = 3  # type: ignore[misc]
@@ -55,8 +51,7 @@ def test_it_is_a_value() -> None:
 
 def test_it_survives_pickle_and_replace() -> None:
     loaded = pickle.loads(pickle.dumps(layout()))
-    assert loaded == layout()
-    assert loaded.dense_layers == (0, 2)
+    assert loaded == layout() and loaded.dense_layers == (0, 2)
     assert dataclasses.replace(layout(), moe_layers=(0,)).dense_layers == (1, 2, 3)
 
 
@@ -64,18 +59,12 @@ def test_it_survives_pickle_and_replace() -> None:
     ("changes", "text"),
     [
         ({"num_layers": 0}, "num_layers must be at least 1, got 0."),
-        (
-            {"moe_layers": ()},
-            "moe_layers is empty; a dense model has no layout: pass None in place of a RoutingLayout.",
-        ),
-        (
-            {"moe_layers": (3, 1)},
-            "moe_layers must ascend without repeats, got (3, 1); pass tuple(sorted(set(layers))).",
-        ),
-        (
-            {"moe_layers": (1, 1)},
-            "moe_layers must ascend without repeats, got (1, 1); pass tuple(sorted(set(layers))).",
-        ),
+        ({"moe_layers": ()},
+         "moe_layers is empty; a dense model has no layout: pass None in place of a RoutingLayout."),
+        ({"moe_layers": (3, 1)},
+         "moe_layers must ascend without repeats, got (3, 1); pass tuple(sorted(set(layers)))."),
+        ({"moe_layers": (1, 1)},
+         "moe_layers must ascend without repeats, got (1, 1); pass tuple(sorted(set(layers)))."),
         ({"moe_layers": (1, 4)}, "moe_layers must lie in 0..3, got (1, 4): indices count dense layers."),
         ({"moe_layers": (-1, 3)}, "moe_layers must lie in 0..3, got (-1, 3): indices count dense layers."),
         ({"num_experts": 0}, "num_experts must lie in 1..32768, got 0; ids are kept as int16."),
@@ -83,7 +72,7 @@ def test_it_survives_pickle_and_replace() -> None:
         ({"top_k": 0}, "top_k must lie in 1..num_experts = 1..8, got 0."),
         ({"top_k": 9}, "top_k must lie in 1..num_experts = 1..8, got 9."),
     ],
-)
+)  # fmt: skip
 def test_what_no_model_has(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         layout(**changes)

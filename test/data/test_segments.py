@@ -20,54 +20,15 @@ def ids(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
-@pytest.mark.parametrize(
-    ("earlier", "later", "shared"),
-    [
-        ([1, 2], [1, 2, 3], 2),
-        ([1, 2], [1, 2], 2),
-        ([1, 2, 3], [1, 2], 0),  # cut
-        ([1, 4], [1, 2, 3], 0),  # rendered again
-        ([2, 1], [1, 2, 2, 1], 0),
-        ([], [1], 0),
-        ([0], [0], 1),
-    ],
-)
-def test_all_of_the_earlier_sequence_is_shared_or_none(earlier: list[int], later: list[int], shared: int) -> None:
-    assert shared_prefix(ids(earlier), ids(later)) == shared
-
-
 @given(IDS, IDS)
 def test_a_shared_prefix_is_a_prefix(earlier: list[int], later: list[int]) -> None:
     assert shared_prefix(ids(earlier), ids(later)) == (len(earlier) if later[: len(earlier)] == earlier else 0)
 
 
-def test_numbers_by_hand() -> None:
-    kept = first_writer_wins(torch.tensor([NAN, -0.5, 0.0]), torch.tensor([-1.0, -2.0, -3.0, NAN]))
-    assert kept[:3].tolist() == [-1.0, -0.5, 0.0]  # 0 is a log-prob like any other
-    assert kept[3].isnan()
-
-
-def test_experts_by_hand() -> None:
-    earlier = torch.tensor([[[-1, -1], [0, 3]], [[-1, -1], [-1, -1]]], dtype=torch.int8)
-    later = torch.tensor([[[-1, -1], [1, 2]], [[-1, -1], [4, 0]], [[-1, -1], [-1, -1]]], dtype=torch.int8)
-    kept = first_writer_wins(earlier, later)
-    assert kept.dtype == torch.int8
-    assert kept.tolist() == [[[-1, -1], [0, 3]], [[-1, -1], [4, 0]], [[-1, -1], [-1, -1]]]  # 0 is an expert
-
-
-def test_nothing_earlier_leaves_the_later_turn_alone() -> None:
-    later = torch.tensor([3, -1], dtype=torch.int32)
-    kept = first_writer_wins(later[:0], later)
-    assert kept.tolist() == [3, -1]
-    assert kept.dtype == torch.int32
-
-
 def test_the_inputs_are_left_as_they_were() -> None:
     earlier, later = torch.tensor([5, -1]), torch.tensor([7, 8])
-    kept = first_writer_wins(earlier, later)
-    kept.fill_(0)
-    assert earlier.tolist() == [5, -1]
-    assert later.tolist() == [7, 8]
+    first_writer_wins(earlier, later).fill_(0)
+    assert earlier.tolist() == [5, -1] and later.tolist() == [7, 8]
 
 
 def join(turns: list[Tensor]) -> Tensor:
@@ -91,7 +52,8 @@ def first_known(turns: list[list[int]]) -> list[int]:
 
 @given(dialogues())
 def test_each_token_has_what_its_first_writer_wrote(turns: list[list[int]]) -> None:
-    assert join([ids(turn) for turn in turns]).tolist() == first_known(turns)
+    joined = join([ids(turn) for turn in turns])
+    assert joined.tolist() == first_known(turns) and joined.dtype == torch.int64
 
 
 @given(dialogues())
@@ -104,13 +66,10 @@ def test_nan_is_to_numbers_what_unset_is_to_ids(turns: list[list[int]]) -> None:
 def test_routes_are_joined_row_by_row(turns: list[list[int]]) -> None:
     tables = [torch.tensor([[[-1] * 2, [v, v]] for v in turn], dtype=torch.int8).view(-1, 2, 2) for turn in turns]
     joined = join(tables)
-    assert joined.dtype == torch.int8
-    assert joined.tolist() == [[[-1] * 2, [v, v]] for v in first_known(turns)]
+    assert joined.dtype == torch.int8 and joined.tolist() == [[[-1] * 2, [v, v]] for v in first_known(turns)]
 
 
 # -- what a row says of its parts -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("versions", "parts"), [([-1, 2, 2], 1), ([-1, 2, 3, 3, 5], 3), ([-1, -1], 0), ([2, -1, -1, 2, 3], 2), ([], 0)]
 )
@@ -121,13 +80,10 @@ def test_parts_are_counted_where_the_weights_changed(versions: list[int], parts:
 @pytest.mark.parametrize(
     ("hows", "worst"),
     [
-        (["none"], "none"),
-        (["none", "forced"], "forced"),
-        (["forced", "none", "forced"], "forced"),
-        (["live", "forced"], "live"),
-        (["none", "live", "none"], "live"),
+        (["none"], "none"), (["none", "forced"], "forced"), (["forced", "none", "forced"], "forced"),
+        (["live", "forced"], "live"), (["none", "live", "none"], "live"),
     ],
-)
+)  # fmt: skip
 def test_the_worst_way_of_reading_again_counts(hows: list[str], worst: str) -> None:
     assert worst_resume(*hows) == worst
 

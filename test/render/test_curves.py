@@ -26,9 +26,8 @@ from torchrl_moe.render.curves import (
     training_figure,
 )
 
+
 # -- curves -----------------------------------------------------------------------------------------------------------
-
-
 def row(step: int, **changes: Any) -> dict[str, Any]:
     values = {
         "step": step,
@@ -54,14 +53,12 @@ def test_four_panels_show_the_columns() -> None:
     reward, mismatch, length, seconds = figure.axes
     titles = [axes.get_title() for axes in figure.axes]
     assert titles == ["reward", "|log-prob, trainer - engine|", "answer length, tokens", "seconds per step"]
-    assert figure.get_suptitle() == "a run"
-    assert {axes.get_xlabel() for axes in figure.axes} == {"step"}
+    assert figure.get_suptitle() == "a run" and {axes.get_xlabel() for axes in figure.axes} == {"step"}
     shown = lines(reward)
     assert shown["rollouts"] == ([0, 1, 2, 3], pytest.approx([0.0, 0.1, 0.2, 0.3]))
     assert shown["held-out problems, greedy"] == ([0, 2], [0.5, 0.5])
     assert lines(mismatch) == {"mean": ([0, 1, 2, 3], [1e-6] * 4), "max": ([0, 1, 2, 3], [1e-5] * 4)}
-    assert mismatch.get_yscale() == "log"
-    assert [values for _, values in lines(length).values()] == [[3, 4, 5, 6]]
+    assert mismatch.get_yscale() == "log" and [values for _, values in lines(length).values()] == [[3, 4, 5, 6]]
     assert [area.get_label() for area in seconds.collections] == list(PHASES)
     tops = [area.get_paths()[0].vertices[:, 1].max() for area in seconds.collections]
     assert np.allclose(tops, [0.1, 0.3, 0.6, 1.0])  # stacked
@@ -78,8 +75,7 @@ def test_a_short_run_can_be_seen() -> None:
 
 
 def test_what_was_not_measured_says_so_and_one_step_has_bars() -> None:
-    figure = training_figure([row(0, dlogp_mean="", dlogp_max="", seconds_sync=0.0)])
-    _, mismatch, _, seconds = figure.axes
+    _, mismatch, _, seconds = training_figure([row(0, dlogp_mean="", dlogp_max="", seconds_sync=0.0)]).axes
     assert [text.get_text() for text in mismatch.texts] == ["not measured"] and not mismatch.get_lines()
     assert [bar.get_height() for bar in seconds.patches] == pytest.approx([0.1, 0.2, 0.3])
     assert [text.get_text() for text in seconds.get_legend().get_texts()] == ["generate", "score", "train"]
@@ -99,15 +95,13 @@ def test_the_live_router_is_shown_where_it_was_measured() -> None:
 
 @pytest.mark.parametrize("empty", ["", None])
 def test_empty_cells_are_left_out(empty: Any) -> None:
-    rows = [row(step, held_out_reward=empty, dlogp_mean=empty) for step in range(3)]
-    figure = training_figure(rows)
+    figure = training_figure([row(step, held_out_reward=empty, dlogp_mean=empty) for step in range(3)])
     assert set(lines(figure.axes[0])) == {"rollouts"} and set(lines(figure.axes[1])) == {"max"}
     assert len(lines(figure.axes[1])["max"][0]) == 3
 
 
 def test_rows_read_back_from_a_file_are_text(tmp_path: Path) -> None:
-    text = [{key: str(value) for key, value in one.items()} for one in ROWS]
-    figure = training_figure(text)
+    figure = training_figure([{key: str(value) for key, value in one.items()} for one in ROWS])
     assert lines(figure.axes[0])["rollouts"][0] == [0, 1, 2, 3]
     figure.savefig(tmp_path / "run.png")
     assert (tmp_path / "run.png").stat().st_size > 10_000
@@ -140,8 +134,6 @@ def test_no_display_is_needed_and_no_global_state_is_touched(tmp_path: Path) -> 
 
 
 # -- histograms -------------------------------------------------------------------------------------------------------
-
-
 def steps(figure: object) -> list[StepPatch]:
     return [patch for patch in figure.axes[0].patches if isinstance(patch, StepPatch)]  # type: ignore[attr-defined]
 
@@ -165,10 +157,8 @@ def test_lines_stand_at_log_tau() -> None:
 
 
 def test_what_is_not_finite_is_left_out() -> None:
-    figure = log_ratio_figure({"R3": [1.0, math.nan, math.inf]}, bins=2)
-    (patch,) = steps(figure)
-    assert patch.get_data().values.tolist() == [0, 1]
-    assert patch.get_label() == "R3, 1 tokens"
+    (patch,) = steps(log_ratio_figure({"R3": [1.0, math.nan, math.inf]}, bins=2))
+    assert patch.get_data().values.tolist() == [0, 1] and patch.get_label() == "R3, 1 tokens"
 
 
 @pytest.mark.parametrize("values", [[], [0.0, 0.0]])
@@ -186,12 +176,9 @@ def test_bad_input_is_refused() -> None:
 
 
 # -- staleness --------------------------------------------------------------------------------------------------------
-
-
 def test_versions_and_ages_by_hand() -> None:
     batches = [torch.tensor([[-1, 0, 0]]), torch.tensor([[-1, 0, 1], [-1, 1, 2]]), torch.tensor([-1])]
-    figure = staleness_figure(batches, [0, 3, 4], "a run")
-    above, below = figure.axes
+    above, below = staleness_figure(batches, [0, 3, 4], "a run").axes
     trained, mean = above.get_lines()
     np.testing.assert_array_equal(trained.get_ydata(), [0, 3, 4])
     np.testing.assert_array_equal(mean.get_xydata(), [[0, 0], [1, 1]])  # the third batch has no sampled token
@@ -213,8 +200,6 @@ def test_versions_that_do_not_fit_are_refused() -> None:
 
 
 # -- timelines --------------------------------------------------------------------------------------------------------
-
-
 BARS = [
     {"replica": -1, "phase": "publish", "start": 0.0, "seconds": 0.5},
     {"replica": 3, "phase": "pause", "start": 0.5, "seconds": 0.25},
@@ -238,8 +223,6 @@ def test_phases_have_colors_of_their_own() -> None:
 
 
 # -- palette ----------------------------------------------------------------------------------------------------------
-
-
 LIGHT, DARK = (255, 255, 255), (17, 17, 17)  # pages, with their texts:
 TEXT = {LIGHT: (34, 34, 34), DARK: (221, 221, 221)}
 LEGIBLE = 4.5
@@ -269,8 +252,7 @@ def test_text_is_legible_on_it(fill: Fill, page: tuple[int, int, int]) -> None:
 
 def test_black_is_legible_on_the_solid_colors_of_a_terminal() -> None:
     for fill in (*HUES, OTHERS, *shades(7)):
-        solid = tuple(int(fill.on_white[at : at + 2], 16) for at in (1, 3, 5))
-        assert contrast(solid, (0, 0, 0)) >= LEGIBLE
+        assert contrast(tuple(int(fill.on_white[at : at + 2], 16) for at in (1, 3, 5)), (0, 0, 0)) >= LEGIBLE
 
 
 def deuteranope(rgb: tuple[float, ...]) -> tuple[float, ...]:

@@ -14,19 +14,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from torchrl_moe import render
-from torchrl_moe.render.curves import (
-    PHASES,
-    log_ratio_figure,
-    staleness_figure,
-    timeline_figure,
-    training_figure,
-)
+from torchrl_moe.render.curves import PHASES, log_ratio_figure, staleness_figure, timeline_figure, training_figure
 from torchrl_moe.render.figures import NotebookFigure, legend_above, whole_ticks
 from torchrl_moe.render.routes import agreement_figure, kept_figure, load_figure
 
 # -- figures ----------------------------------------------------------------------------------------------------------
-
-
 FIGURES: dict[str, tuple[Any, ...]] = {
     "agreement_figure": ({"live": [0.5, 1.0]},),
     "expert_figure": ([[1.0, 1.0]],),
@@ -74,8 +66,6 @@ def test_ticks_stand_at_whole_numbers() -> None:
 
 
 # -- legends ----------------------------------------------------------------------------------------------------------
-
-
 def curves() -> Any:
     numbers = {"reward": 0.5, "dlogp_mean": 1e-3, "dlogp_max": 1e-1, "dlogp_live": 1e-2, "length": 6.0}
     rows = [{"step": step, "held_out_reward": 0.5, **numbers} for step in range(3)]

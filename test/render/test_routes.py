@@ -26,8 +26,6 @@ from torchrl_moe.render.routes import (
 )
 
 # -- agreements -------------------------------------------------------------------------------------------------------
-
-
 NAN = np.nan
 ENGINE = np.array([[[-1, -1], [0, 1]], [[-1, -1], [2, 3]], [[-1, -1], [0, 3]], [[-1, -1], [-1, -1]]], dtype=np.int8)
 TRAINER = np.array([[[-1, -1], [1, 0]], [[-1, -1], [3, 1]], [[-1, -1], [-1, -1]], [[0, 1], [0, 1]]], dtype=np.int16)
@@ -40,12 +38,10 @@ def test_shares_by_hand() -> None:
 
 
 def test_lines_hold_the_shares() -> None:
-    figure = agreement_figure({"live": [NAN, 0.5, 0.9], "replayed": np.array([NAN, 1.0, 1.0])})
-    (axes,) = figure.axes
+    (axes,) = agreement_figure({"live": [NAN, 0.5, 0.9], "replayed": np.array([NAN, 1.0, 1.0])}).axes
     assert [line.get_label() for line in axes.get_lines()] == ["live, mean 70.0%", "replayed, mean 100.0%"]
     np.testing.assert_array_equal(axes.get_lines()[0].get_xydata(), [[1, 0.5], [2, 0.9]])
-    assert axes.get_title() == "agreement of trainer and engine"
-    assert axes.get_xlabel() == "layer"
+    assert axes.get_title() == "agreement of trainer and engine" and axes.get_xlabel() == "layer"
 
 
 def test_layers_that_are_not_known_are_no_line() -> None:
@@ -71,22 +67,8 @@ def test_bad_input_is_refused(call: Any, told: str) -> None:
 
 
 # three tokens, three layers (the first is dense), two of four experts
-THEIRS = np.array(
-    [
-        [[-1, -1], [0, 1], [2, 3]],
-        [[-1, -1], [1, 0], [3, 2]],
-        [[-1, -1], [1, 2], [-1, -1]],
-    ],
-    dtype=np.int8,
-)
-OURS = np.array(
-    [
-        [[-1, -1], [1, 0], [2, 3]],
-        [[-1, -1], [1, 3], [0, 1]],
-        [[-1, -1], [-1, -1], [0, 1]],
-    ],
-    dtype=np.int16,
-)
+THEIRS = np.array([[[-1, -1], [0, 1], [2, 3]], [[-1, -1], [1, 0], [3, 2]], [[-1, -1], [1, 2], [-1, -1]]], dtype=np.int8)
+OURS = np.array([[[-1, -1], [1, 0], [2, 3]], [[-1, -1], [1, 3], [0, 1]], [[-1, -1], [-1, -1], [0, 1]]], dtype=np.int16)
 
 
 def test_load_by_hand() -> None:
@@ -132,8 +114,7 @@ def test_panels_hold_the_arrays() -> None:
         shown = axes.get_images()[0].get_array()
         np.testing.assert_allclose(shown.filled(NAN), values)
         assert (shown.mask == np.isnan(values)).all()
-    assert right.get_images()[0].get_clim() == (0, 1)
-    assert left.get_images()[0].get_clim() == (0, 2)
+    assert right.get_images()[0].get_clim() == (0, 1) and left.get_images()[0].get_clim() == (0, 2)
     assert figure.get_suptitle() == "a batch"
     assert len(expert_figure(load).axes) == 2  # a panel and its bar
 
@@ -141,8 +122,7 @@ def test_panels_hold_the_arrays() -> None:
 def test_a_figure_is_drawn_without_the_state_of_pyplot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
     expert_figure([[1.0, NAN]], [[NAN, 0.5]]).savefig(tmp_path / "f.png")
-    assert "matplotlib.pyplot" not in sys.modules
-    assert (tmp_path / "f.png").stat().st_size > 1000
+    assert "matplotlib.pyplot" not in sys.modules and (tmp_path / "f.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(
@@ -152,10 +132,7 @@ def test_a_figure_is_drawn_without_the_state_of_pyplot(tmp_path: Path, monkeypat
         (lambda: expert_load(THEIRS - 1, 4), r"routes must be in -1\.\.3, got -2"),
         (lambda: expert_load(THEIRS.astype(float), 4), "routes must have a signed integer dtype, got float64"),
         (lambda: expert_load(THEIRS[0, 0], 4), r"routes must have shape \[\.\.\., L, K\], got \[2\]"),
-        (
-            lambda: expert_agreement(THEIRS, OURS[1:], 4),
-            "recorded and live must have the same shape",
-        ),
+        (lambda: expert_agreement(THEIRS, OURS[1:], 4), "recorded and live must have the same shape"),
         (lambda: expert_figure(np.ones(3)), "load, 1 = even must have 2 dimensions, got 1"),
         (lambda: expert_figure(np.ones((2, 3)), np.ones((3, 2))), "must have the same shape"),
     ],
@@ -166,8 +143,6 @@ def test_bad_loads_are_refused(call: Any, told: str) -> None:
 
 
 # -- kept numbers -----------------------------------------------------------------------------------------------------
-
-
 def test_counts_by_hand() -> None:
     sizes = torch.tensor([[0, 3, -2], [0, 0, 1]], dtype=torch.int32)
     sampled = torch.tensor([[False, True, True], [False, True, True]])
@@ -206,19 +181,14 @@ def test_bad_numbers_of_kept_tokens_are_refused(call: Any, told: str) -> None:
 
 def test_rows_of_a_table_by_hand() -> None:
     assert kept_rows(torch.tensor([[0, 0, 3], [1, -2, 4]])) == [
-        ("1 word", "1"),
-        ("2 to 4 words", "2"),
-        ("all but some", "1"),
-        ("all words", "2"),
-    ]
+        ("1 word", "1"), ("2 to 4 words", "2"), ("all but some", "1"), ("all words", "2"),
+    ]  # fmt: skip
     assert kept_rows([]) == []
     few, more = "5 to 16 words", "17 to 64 words"
     assert [kept_label(size) for size in (16, 17, 64, 65)] == [few, more, more, "more words"]
 
 
 # -- loads ------------------------------------------------------------------------------------------------------------
-
-
 def test_steps_hold_until_the_end() -> None:
     loads = {"replica 0": [(0.0, 1), (2.0, 3)], "replica 1": [(0.0, 2)], "replica 2": []}
     (axes,) = load_figure(loads, [(3.0, "replica 1 died")], "a call").axes
@@ -256,8 +226,7 @@ def test_labels_of_events_lie_above_the_lines_and_not_over_each_other(
 
 def test_more_events_than_there_is_room_for_are_drawn_all_the_same() -> None:
     (axes,) = load_figure({"replica 0": [(0.0, 1)]}, [(1.0, "replica 1 DEAD")] * 100).axes
-    assert len(axes.texts) == 100
-    assert axes.get_ylim()[1] < 3
+    assert len(axes.texts) == 100 and axes.get_ylim()[1] < 3
 
 
 def test_seconds_that_go_back_are_refused() -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pytest import CaptureFixture, MonkeyPatch
 
 from support.html_table import TableReader
 from torchrl_moe.render.tables import (
@@ -21,9 +22,8 @@ from torchrl_moe.render.tables import (
     show_html,
 )
 
+
 # -- tables -----------------------------------------------------------------------------------------------------------
-
-
 def test_title_header_rows_totals_and_note_stand_in_their_places() -> None:
     read = TableReader(html_table("two replicas", ["name", "n"], [["#0", "1"], ["#1", "2"]], ["all", "3"], "and more"))
     assert read.rows == {"thead": [["name", "n"]], "tbody": [["#0", "1"], ["#1", "2"]], "tfoot": [["all", "3"]]}
@@ -42,14 +42,12 @@ def test_every_text_is_escaped() -> None:
     html = html_table(nasty, [nasty], [[nasty]], [nasty], nasty)
     read = TableReader(html)  # refuses any tag that is not a table's
     assert read.rows == {"thead": [[nasty]], "tbody": [[nasty]], "tfoot": [[nasty]]}
-    assert read.other == [nasty, nasty]
-    assert "<script" not in html
+    assert read.other == [nasty, nasty] and "<script" not in html
 
 
 def test_no_color_is_set_but_that_of_the_rules() -> None:
     html = html_table("t", ["a"], [["b"]], ["c"])
-    assert "color: inherit" in html
-    assert "#" not in html
+    assert "color: inherit" in html and "#" not in html
 
 
 @pytest.mark.parametrize(("rows", "footer"), [([["a"]], ["a", "b"]), ([["a", "b"]], ["a"])])
@@ -59,8 +57,6 @@ def test_a_row_of_another_length_is_refused(rows: list[list[str]], footer: list[
 
 
 # -- text tables ------------------------------------------------------------------------------------------------------
-
-
 NASTY = "[red]x[/red] [/] :smile: \\[bold]"
 HEADER = ("name", "text", "n")
 ROWS = [("a", NASTY, "1"), ("bb", "", "20")]
@@ -99,32 +95,22 @@ def test_a_text_of_no_character_is_refused() -> None:
         one_line("a", 0)
 
 
-def test_rich_prints_cells_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rich_prints_cells_as_they_are(capsys: CaptureFixture[str]) -> None:
     print_table("[bold]two", HEADER, ROWS, wide=("text",))
     printed = capsys.readouterr().out
-    assert "\x1b" not in printed
-    assert "[bold]two" in printed and NASTY in printed
+    assert "\x1b" not in printed and "[bold]two" in printed and NASTY in printed
     (line,) = (line for line in printed.splitlines() if NASTY in line)
     assert line.split()[0] == "a" and line.split()[-1] == "1"
 
 
-def test_without_rich_it_is_columns_of_text(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_rich_it_is_columns_of_text(capsys: CaptureFixture[str], monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
     monkeypatch.setitem(sys.modules, "rich.box", None)
     print_table("two", ("name", "text", "n"), [("a", "[red]", "1"), ("bb", "", "20")], wide=("text",))
-    assert capsys.readouterr().out.splitlines() == [
-        "two",
-        "name  text    n",
-        "   a  [red]   1",
-        "  bb         20",
-    ]
+    assert capsys.readouterr().out.splitlines() == ["two", "name  text    n", "   a  [red]   1", "  bb         20"]
 
 
-def test_without_rows_the_header_is_printed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_rows_the_header_is_printed(capsys: CaptureFixture[str], monkeypatch: MonkeyPatch) -> None:
     print_table("none", HEADER, [])
     monkeypatch.setitem(sys.modules, "rich.box", None)
     print_table("none", HEADER, [])
@@ -137,22 +123,18 @@ def test_a_printed_row_of_another_length_is_refused() -> None:
 
 
 # -- data frames ------------------------------------------------------------------------------------------------------
-
-
 def test_each_row_is_a_row() -> None:
     table = data_frame([{"step": 0, "reward": 0.5}, {"step": 1, "reward": 0.75}])
     assert table.to_dict("list") == {"step": [0, 1], "reward": [0.5, 0.75]}
 
 
-def test_without_pandas_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pandas_the_extra_is_named(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match=r"tables need pandas: pip install 'torchrl_moe\[render\]'"):
         data_frame([{"step": 0}])
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("value", "expected"),
     [(0, "0"), (1234567, "1,234,567"), (2.0, "2"), (0.12345, "0.1235"), (1e-9, "1e-09"), (1e20, "1e+20"),
@@ -167,12 +149,10 @@ def test_a_share() -> None:
 
 
 # -- notebooks --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("shell", "expected"), [(None, False), (SimpleNamespace(), False), (SimpleNamespace(kernel=object()), True)]
 )
-def test_a_notebook_has_a_kernel(shell: Any, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_has_a_kernel(shell: Any, expected: bool, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
     assert in_notebook() is expected
 
@@ -183,7 +163,7 @@ def test_nothing_is_imported_to_know_it() -> None:
     assert run.stdout.split() == ["False", "False"]
 
 
-def test_html_is_shown_with_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_html_is_shown_with_its_text(monkeypatch: MonkeyPatch) -> None:
     shown: list[Any] = []
     fake = SimpleNamespace(display=lambda data, raw: shown.append((data, raw)))
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=fake))

@@ -32,9 +32,8 @@ from torchrl_moe.render.tokens import (
 )
 from torchrl_moe.trainers import MoEGRPOTrainer
 
+
 # -- token text -------------------------------------------------------------------------------------------------------
-
-
 def test_ascii_markers_and_line_breaks() -> None:
     texts = TokenTexts(TOKENIZER)
     assert texts.of([*b"a b", 10, 9, 13, 27, 258]) == ["a", " ", "b", "↵\n", "→\t", "␍", "\\x1b", "<|im_end|>"]
@@ -51,8 +50,7 @@ def test_half_a_character_has_the_tokenizers_name() -> None:
 
 def test_without_a_tokenizer_it_is_the_number() -> None:
     texts = TokenTexts(None)
-    assert texts.of([5, 258]) == ["5 ", "258 "]
-    assert not texts.is_special(258)
+    assert texts.of([5, 258]) == ["5 ", "258 "] and not texts.is_special(258)
 
 
 def test_an_id_outside_of_the_vocabulary_is_shown_as_such() -> None:
@@ -64,8 +62,7 @@ def test_an_id_outside_of_the_vocabulary_is_shown_as_such() -> None:
 
         convert_ids_to_tokens = decode
 
-    assert TokenTexts(Strict()).of([7]) == ["⟨7⟩"]
-    assert TokenTexts(TOKENIZER).of([100_000]) == ["⟨100000⟩"]
+    assert TokenTexts(Strict()).of([7]) == ["⟨7⟩"] and TokenTexts(TOKENIZER).of([100_000]) == ["⟨100000⟩"]
 
 
 def test_each_text_is_decoded_once() -> None:
@@ -76,13 +73,10 @@ def test_each_text_is_decoded_once() -> None:
             calls.append(ids)
             return "a"
 
-    assert TokenTexts(Counting()).of([1, 2, 1, 1]) == ["a"] * 4
-    assert calls == [[1], [2]]
+    assert TokenTexts(Counting()).of([1, 2, 1, 1]) == ["a"] * 4 and calls == [[1], [2]]
 
 
 # -- token sample -----------------------------------------------------------------------------------------------------
-
-
 def read(td: Any, n: int = 4, most: int = 256, **kwargs: Any) -> list[TokenSample]:
     return read_samples(td, n, most, tokenizer=TOKENIZER, **kwargs)
 
@@ -146,13 +140,11 @@ def test_tokens_between_turns_are_observations() -> None:
 @pytest.mark.parametrize(
     ("prompt", "answer", "most", "expected"),
     [
-        ("abcd", "efgh", 8, "abcdefgh"),
-        ("abcdefgh", "ij", 4, [6, "gh", "ij"]),
+        ("abcd", "efgh", 8, "abcdefgh"), ("abcdefgh", "ij", 4, [6, "gh", "ij"]),
         ("abcdefgh", "ijklmnop", 8, [6, "gh", "ijk", 2, "nop"]),
-        ("a", "bcdefghij", 5, ["a", "bc", 5, "ij"]),
-        ("ab", "cd", 1, [2, "c", 1]),
+        ("a", "bcdefghij", 5, ["a", "bc", 5, "ij"]), ("ab", "cd", 1, [2, "c", 1]),
     ],
-)
+)  # fmt: skip
 def test_a_long_rollout_is_cut(prompt: str, answer: str, most: int, expected: Any) -> None:
     (sample,) = read(rollout(prompt, answer), most=most)
     parts: list[Any] = []
@@ -207,8 +199,6 @@ def test_an_entry_of_another_length_is_refused() -> None:
 
 
 # -- token scale ------------------------------------------------------------------------------------------------------
-
-
 def test_versions_keep_their_colors_from_batch_to_batch() -> None:
     one = make_scale([sample(token(version=3), token(version=4))])
     two = make_scale([sample(token(version=4), token(version=5), token())])
@@ -257,8 +247,7 @@ def test_of_many_experts_the_commonest_are_named() -> None:
 )  # fmt: skip
 def test_kept_tokens(kept: int | None, label: str | None) -> None:
     scale = make_scale([sample(token(kept=kept))], "kept")
-    assert scale.label(token(kept=kept)) == label
-    assert list(scale.fills) == ([] if label is None else [label])
+    assert scale.label(token(kept=kept)) == label and list(scale.fills) == ([] if label is None else [label])
 
 
 @pytest.mark.parametrize(
@@ -286,18 +275,12 @@ def test_another_color_is_refused() -> None:
 
 
 # -- token runs -------------------------------------------------------------------------------------------------------
-
-
 SHOWN = [
     sample(
-        token("[red]q", part="prompt"),
-        token("a", version=0),
-        token("↵\n", version=0),
-        token("b", version=1),
-        3,
+        token("[red]q", part="prompt"), token("a", version=0), token("↵\n", version=0), token("b", version=1), 3,
         token("o", part="observation"),
     )
-]
+]  # fmt: skip
 TEXT = """\
 version of the weights that sampled a token: version 0, version 1
 sample 0: 6 response tokens
@@ -334,13 +317,10 @@ def test_a_terminal_gets_colors(capsys: pytest.CaptureFixture[str], monkeypatch:
     shown = capsys.readouterr().out
     assert "\x1b[" in shown and "[red]q" in shown
     black_on_blue = "\x1b[30;48;2;179;221;245m"  # sky blue, on white
-    assert f"{black_on_blue}a\x1b[0m" in shown
-    assert "more tokens" in shown
+    assert f"{black_on_blue}a\x1b[0m" in shown and "more tokens" in shown
 
 
 # -- token html -------------------------------------------------------------------------------------------------------
-
-
 NASTY = "<script>alert('1')</script>\" onmouseover=\"x"
 
 
@@ -371,8 +351,7 @@ def test_nothing_in_a_rollout_runs() -> None:
     whole = sample(token(NASTY))
     for shown in (samples, [whole]):
         html = samples_html(shown, make_scale(shown))
-        assert "<script" not in html
-        assert NASTY in Reader(html).text
+        assert "<script" not in html and NASTY in Reader(html).text
 
 
 def test_a_title_says_all_that_is_known() -> None:
@@ -417,8 +396,6 @@ def test_long_rollouts_of_deep_models_stay_small() -> None:
 
 
 # -- samples ----------------------------------------------------------------------------------------------------------
-
-
 TD = lazy_stack([rollout("q", "ab", versions=[0, 1]), rollout("q", "c")])
 
 
@@ -456,8 +433,7 @@ def test_a_notebook_shows_html(
     ((html, text),) = shown
     assert html.startswith("<div") and "sample 0" in html and "sample 1" in html
     assert "layer 2: experts" in html and "layer 1" not in html
-    assert text.splitlines()[1] == "sample 0: 1 prompt, 2 response tokens"
-    assert capsys.readouterr().out == ""
+    assert text.splitlines()[1] == "sample 0: 1 prompt, 2 response tokens" and capsys.readouterr().out == ""
 
 
 def test_the_rollouts_are_not_changed() -> None:

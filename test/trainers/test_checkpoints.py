@@ -117,8 +117,7 @@ def test_the_state_of_a_collector_comes_back(tmp_path: Path) -> None:
     checkpoints_of(tmp_path, collector=again, none=NothingKept()).load()
     (entry,) = again.state["ready"]
     assert (entry["position"], again.state["again"], again.state["begun"]) == (4, {2: {"query": "q2"}}, 7)
-    assert entry["rows"][0]["tokens"].tolist() == [0, 1, 2]
-    assert entry["rows"][0]["query"] == "1+1="
+    assert entry["rows"][0]["tokens"].tolist() == [0, 1, 2] and entry["rows"][0]["query"] == "1+1="
 
 
 def test_random_numbers_continue(tmp_path: Path) -> None:
@@ -392,8 +391,6 @@ def test_an_optimizer_continues(tmp_path: Path) -> None:
 
 
 # -- on ranks ---------------------------------------------------------------------------------------------------------
-
-
 def sharded(config: GRPOConfig) -> None:
     pass
 
@@ -500,8 +497,7 @@ def test_another_number_of_ranks_continues_where_they_split_layers_or_experts(tm
 def test_a_restored_state_is_the_saved_one_to_the_last_bit(tmp_path: Path) -> None:
     folder, batch = save_tiny_moe(tmp_path / "tiny", **MODEL), grouped_batch()
     saved = run_as_ranks(trains, folder, batch, {"FSDP2": (None, tmp_path / "two")})
-    config = settings(folder)
-    learner, policy_model = learner_of(config, Placement())
+    learner, policy_model = learner_of(settings(folder), Placement())
     TrainedState(policy_model.model, learner.optimizer).load(tmp_path / "two", Ranks())
     for name, weight in policy_model.trained.items():
         assert np.array_equal(weight.detach().numpy(), saved[0][0][name])

@@ -149,8 +149,7 @@ def test_a_resumed_run_keeps_its_settings_and_changes_what_is_asked_for(tmp_path
     save(tmp_path, "optim.lr=7e-4", "steps=9", "model.lora.rank=2")
     config = load_config("tiny_cpu", [f"out={tmp_path}", "resume=true", "steps=20"])
     assert (config.optim.lr, config.steps, config.resume) == (7e-4, 20, True)
-    assert config.model.lora == LoRAConfig(rank=2)
-    assert config.data.arguments["operation"] == "sum"
+    assert config.model.lora == LoRAConfig(rank=2) and config.data.arguments["operation"] == "sum"
 
 
 def test_a_file_may_ask_for_resumption(tmp_path: Path) -> None:

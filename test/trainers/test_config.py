@@ -58,19 +58,13 @@ def test_the_defaults_can_be_meant() -> None:
         ("model.lora", LoRAConfig(target="mlp"), "model.lora.target=mlp must be one of attention, experts, all"),
         ("optim.betas", [2, 0.9], "optim.betas=.* must be a list, each a number, at least 0 and below 1"),
         ("loss.arguments", {"thresholds": object()}, "loss.arguments=.* must be a dict of plain numbers, texts"),
-        (
-            "log.loggers",
-            ["tensorboard", "stdout"],
-            "log.loggers=.*stdout.* must be a list, each one of csv, tensorboard",
-        ),
+        ("log.loggers", ["tensorboard", "stdout"],
+         "log.loggers=.*stdout.* must be a list, each one of csv, tensorboard"),
         ("rollout.over_sample", 1.5, "rollout.over_sample=1.5 begins more groups than can be used in time"),
         ("loss.arguments", {"aggregation": "none"}, "loss.arguments: a loss per token"),
         ("loss.arguments", {"clip_eps": 0.1}, "loss.arguments: GRPOLoss has no clip_eps: did you mean clip_epsilon"),
-        (
-            "loss.arguments",
-            {"entropy_coeff": math.nan},
-            "loss.arguments: entropy_coeff must be a finite number, got nan",
-        ),
+        ("loss.arguments", {"entropy_coeff": math.nan},
+         "loss.arguments: entropy_coeff must be a finite number, got nan"),
         ("rollout.sampling", {"repetition_penalty": 1.2}, "rollout.sampling: repetition_penalty=1.2 changes logits"),
         ("rollout.sampling", {"nope": 1}, "rollout.sampling: there is no nope"),
         ("rollout.sampling", {"n": 2}, "rollout.sampling.n=2 is for one prompt: set rollout.group_size"),
@@ -91,7 +85,7 @@ def test_the_defaults_can_be_meant() -> None:
         ("model.arguments", {"size": 2**20000}, "model.arguments=.* must be a dict of plain numbers"),
         ("rollout.sampling", {"actor_index": 99}, "rollout.sampling=.*actor_index.* is no sampling parameter"),
     ],
-)
+)  # fmt: skip
 def test_an_invalid_value_is_refused(name: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         changed(name, value).check()
@@ -115,8 +109,6 @@ def test_it_becomes_plain_data_and_names_lead_to_values() -> None:
 
 
 # -- every setting, every kind of value -------------------------------------------------------------------------------
-
-
 def names_of(group: type[Settings] = GRPOConfig, before: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted name and type of each setting."""
     for name, kind in get_type_hints(group).items():

@@ -27,8 +27,7 @@ def test_what_is_none(name: str) -> None:
 
 
 def test_a_function_is_imported_by_its_name() -> None:
-    assert import_function("math:sqrt") is math.sqrt
-    assert import_function("pathlib:Path.exists") is Path.exists
+    assert import_function("math:sqrt") is math.sqrt and import_function("pathlib:Path.exists") is Path.exists
 
 
 @pytest.mark.parametrize(
@@ -65,8 +64,7 @@ def test_the_current_folder_comes_before_what_is_installed(tmp_path: Path, monke
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "yaml_of_mine.py").write_text("def f(): return 'mine'")
-    assert import_function("yaml_of_mine:f")() == "mine"
-    assert sys.path[0] == str(tmp_path)
+    assert import_function("yaml_of_mine:f")() == "mine" and sys.path[0] == str(tmp_path)
     before = list(sys.path)
     import_function("math:sqrt")
     assert sys.path == before

@@ -57,8 +57,7 @@ SHAPES = [(3, 4), (2, 7), (5, 1), (1, 3)]
 )
 def test_the_learning_rate_rises_and_falls(schedule: str, shares: list[float]) -> None:
     share = learning_rate(OptimConfig(schedule=schedule, warmup_steps=2), total=6)
-    assert [round(share(step), 4) for step in (0, 1, 2, 3, 4, 6)] == shares
-    assert share(100) == shares[-1]
+    assert [round(share(step), 4) for step in (0, 1, 2, 3, 4, 6)] == shares and share(100) == shares[-1]
 
 
 @pytest.fixture(autouse=True)
@@ -124,8 +123,7 @@ def test_parts_and_activation_checkpointing_change_no_gradient(target: str, repl
     if target:
         assert all("lora_" in name for name in whole)
     for checkpointing, max_tokens in ((False, 14), (True, None), (True, 14)):
-        split = learner_of(target, checkpointing, replay, max_tokens=max_tokens)
-        assert_close(gradients(split), whole)
+        assert_close(gradients(learner_of(target, checkpointing, replay, max_tokens=max_tokens)), whole)
 
 
 @pytest.mark.parametrize("target", ["attention", "experts", "all"])
@@ -183,8 +181,7 @@ def test_layers_are_computed_again_in_the_backward_pass() -> None:
         loss.backward()
         return forward, count[0]
 
-    assert calls(False) == (1, 1)
-    assert calls(True) == (1, 2)
+    assert calls(False) == (1, 1) and calls(True) == (1, 2)
 
 
 def test_recorded_experts_are_followed_when_layers_are_computed_again() -> None:
@@ -254,6 +251,9 @@ def test_one_that_is_not_finite_anywhere_is_nobodys(mine: float, theirs: float) 
 def test_without_a_limit_all_is_one_part() -> None:
     assert micro_batches([3, 9, 4], None) == [[0, 1, 2]]
     assert micro_batches([], None) == [] == micro_batches([], 5)
+    assert micro_batches([], None, 2) == micro_batches([], 4, 2) == [[], []]
+    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
+        micro_batches([1], 0)
 
 
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 100))
@@ -264,21 +264,12 @@ def test_each_sample_is_in_one_part_and_no_part_of_several_is_too_large(lengths:
         assert len(part) == 1 or len(part) * max(lengths[i] for i in part) <= limit
 
 
-def test_a_limit_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
-        micro_batches([1], 0)
-
-
 @pytest.mark.parametrize(
     ("at_least", "parts"),
     [(2, [[1, 3], [0, 2]]), (3, [[1], [3], [0, 2]]), (4, [[1], [3], [0], [2]]), (6, [[1], [3], [0], [2], [], []])],
 )
 def test_more_parts_than_memory_needs(at_least: int, parts: list[list[int]]) -> None:
     assert micro_batches([5, 9, 4, 8], 18, at_least) == parts
-
-
-def test_no_samples_are_empty_parts() -> None:
-    assert micro_batches([], None, 2) == micro_batches([], 4, 2) == [[], []]
 
 
 class ThreeParts(Ranks):
@@ -309,8 +300,11 @@ def epoch(parts: Minibatches, batch: TensorDictBase) -> list[list[int]]:
             return found
 
 
-def test_one_minibatch_is_the_batch_as_it_is() -> None:
+def test_one_minibatch_is_the_batch_as_it_is_and_there_are_no_more_than_samples() -> None:
     assert epoch(Minibatches(1), numbered(5)) == [[0, 1, 2, 3, 4]]
+    assert sorted(epoch(Minibatches(4), numbered(2))) == [[0], [1]]
+    with pytest.raises(StopIteration):  # which TorchRL's trainer takes for the end of an epoch
+        Minibatches(1)(numbered(1))
 
 
 def test_each_epoch_has_every_sample_once_in_another_order() -> None:
@@ -321,15 +315,6 @@ def test_each_epoch_has_every_sample_once_in_another_order() -> None:
         assert [len(part) for part in found] == [3, 2, 2]
         assert sorted(i for part in found for i in part) == list(range(7))
     assert first != second
-
-
-def test_a_batch_of_fewer_samples_than_minibatches_has_as_many_as_it_has_samples() -> None:
-    assert sorted(epoch(Minibatches(4), numbered(2))) == [[0], [1]]
-
-
-def test_an_epoch_ends_by_stop_iteration_which_torchrls_trainer_takes_for_its_end() -> None:
-    with pytest.raises(StopIteration):
-        Minibatches(1)(numbered(1))
 
 
 class Second(Ranks):
@@ -404,8 +389,7 @@ def test_a_batch_without_any_advantage_still_has_metrics() -> None:
     for rollout in rollouts:
         rollout["advantage"] = torch.zeros_like(rollout["advantage"])
     found, metrics, _ = gradient(None, ragged(rollouts), entropy_bonus=False)
-    assert not found.any()
-    assert {"loss_objective", "kl_approx", "ESS"} <= metrics.keys()
+    assert not found.any() and {"loss_objective", "kl_approx", "ESS"} <= metrics.keys()
 
 
 def test_a_step_moves_the_weights_and_the_learning_rate() -> None:
@@ -437,10 +421,8 @@ def test_a_gradient_that_is_not_finite_is_skipped_logged_and_counted(caplog: pyt
     handle = loss.actor_network.logits.register_hook(lambda grad: grad * float("inf"))
     stepper.step(None, ragged(samples(SIX_SHAPES)))  # type: ignore[arg-type]
     handle.remove()
-    assert torch.equal(loss.actor_network.logits, before)
-    assert (stepper.skipped, stepper.lr) == (1, 0.5)
-    assert "the step is skipped, 1 so far" in caplog.text
-    assert loss.actor_network.logits.grad is None
+    assert torch.equal(loss.actor_network.logits, before) and (stepper.skipped, stepper.lr) == (1, 0.5)
+    assert "the step is skipped, 1 so far" in caplog.text and loss.actor_network.logits.grad is None
 
 
 def test_too_many_bad_steps_in_a_row_end_the_run() -> None:
@@ -495,15 +477,13 @@ def clip_of(loss: GRPOLoss) -> list[float]:
 @pytest.mark.parametrize("name", ["GRPOLoss", "DAPO", "GSPOLoss", "CISPOLoss", "SAPOLoss", "DPPOLoss"])
 def test_every_loss_by_its_name(name: str) -> None:
     loss = loss_of(name=name)
-    assert type(loss) is getattr(objectives, name)
-    assert not loss.entropy_bonus
+    assert type(loss) is getattr(objectives, name) and not loss.entropy_bonus
     assert loss_of(name=name, arguments={"entropy_bonus": True}).entropy_bonus
 
 
 def test_arguments_as_yaml_has_them() -> None:
     loss = loss_of(arguments={"clip_epsilon": [0.1, 0.3], "correction": ["mis", "geo"], "thresholds": {"mis": 3.0}})
-    assert clip_of(loss) == [0.1, 0.3]
-    assert loss.corrections.names == ("mis", "geo")
+    assert clip_of(loss) == [0.1, 0.3] and loss.corrections.names == ("mis", "geo")
     assert loss.corrections.thresholds.mis == 3.0
     assert loss.corrections.thresholds.geo == objectives.Thresholds().geo
 
@@ -531,8 +511,7 @@ def test_a_router_loss_has_the_models_top_k() -> None:
     assert router_loss is not None
     assert router_loss.top_k == 4  # of the tiny model
     given = loss_of(router={"load_balancing_coeff": 0.01, "top_k": 2}).router_loss
-    assert given is not None and given.top_k == 2
-    assert loss_of().router_loss is None
+    assert given is not None and given.top_k == 2 and loss_of().router_loss is None
 
 
 # -- advantages -------------------------------------------------------------------------------------------------------
@@ -585,8 +564,6 @@ def test_reinforce_plus_plus_counts_samples_not_turns() -> None:
 
 
 # -- the reference ----------------------------------------------------------------------------------------------------
-
-
 def test_no_reference_where_the_loss_asks_for_none() -> None:
     config = config_of(reference="model")
     actor, policy_model = policy(config)
@@ -786,8 +763,7 @@ def test_agreement_is_the_share_of_rows_that_the_live_router_chooses_too() -> No
     for row, routes in zip(batch.unbind(0), own, strict=True):
         row["routed_experts", "full"] = routes
     found = every(batch, 2, True)
-    assert found["agreement"] == 1.0
-    assert found["dlogp_live"] == pytest.approx(found["dlogp_mean"], abs=1e-5)
+    assert found["agreement"] == 1.0 and found["dlogp_live"] == pytest.approx(found["dlogp_mean"], abs=1e-5)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 14, 18])
@@ -843,9 +819,7 @@ def test_experts_are_recorded_once(calls: list[Any]) -> None:
     for row in batch.unbind(0):
         assert "train_routed_experts" not in row.keys()  # noqa: SIM118
     scores_of(actor)(batch, 2, False)
-    calls_to_score = len(calls)
-    assert calls_to_score == 1
-    assert actor.router_replay is not None
+    assert len(calls) == 1 and actor.router_replay is not None
     for row in batch.unbind(0):
         with actor.router_replay.record() as recording, torch.no_grad():
             actor.model(row["tokens", "full"][None])

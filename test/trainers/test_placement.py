@@ -36,12 +36,9 @@ def in_parts(config: GRPOConfig) -> None:
 
 def all_terms(config: GRPOConfig) -> None:
     config.loss.arguments = {
-        "proximal_policy": "recomputed",
-        "correction": "tis",
-        "aggregation": "prompt_mean",
-        "kl_to_ref_coeff": 0.1,
+        "proximal_policy": "recomputed", "correction": "tis", "aggregation": "prompt_mean", "kl_to_ref_coeff": 0.1,
         "entropy_bonus": True,
-    }
+    }  # fmt: skip
     config.loss.router = {"load_balancing_coeff": 0.1}
     config.optim.max_tokens = 14
 
@@ -86,12 +83,9 @@ def all_three(config: GRPOConfig) -> None:
 
 Change = Callable[[GRPOConfig], None]
 WAYS: Mapping[str, Change] = {
-    "FSDP2": in_parts,
-    "FSDP2, all terms": all_terms,
-    "FSDP2, R2": recorded,
-    "FSDP2, kept": kept,
+    "FSDP2": in_parts, "FSDP2, all terms": all_terms, "FSDP2, R2": recorded, "FSDP2, kept": kept,
     "FSDP2, adapter": adapted,
-}
+}  # fmt: skip
 PARALLEL: Mapping[str, Change] = {"EP": expert_parallel, "TP": tensor_parallel, "TP, EP": both}
 WIDE: Mapping[str, Change] = {"HSDP": replicated, "FSDP2, TP, EP": all_three}
 """On four ranks."""
@@ -168,8 +162,6 @@ def test_what_the_installed_transformers_cannot_share_is_refused(folder: Path, c
 
 
 # -- what is loaded and written ---------------------------------------------------------------------------------------
-
-
 def load_and_save(folder: Path, out: Path, change: Change, dtype: str) -> dict[str, Any]:
     ranks = join_ranks(60.0)
     config = settings(folder, change)
@@ -198,8 +190,7 @@ def test_each_rank_has_half_and_they_write_the_whole(tmp_path: Path, folder: Pat
     before = checkpoint_tensors(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     written = checkpoint_tensors(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32))
     changed = {name for name in before if not torch.equal(before[name], written[name])}
-    assert before.keys() == written.keys()
-    assert bool(changed) == (change is adapted)
+    assert before.keys() == written.keys() and bool(changed) == (change is adapted)
     if change is adapted:
         exact = checkpoint_tensors(in_one_process(folder).model)
         assert all(torch.equal(tensor, exact[name]) for name, tensor in written.items())
@@ -265,11 +256,8 @@ def config_of(**changes: Any) -> GRPOConfig:
 @pytest.mark.parametrize(
     ("size", "changes", "message"),
     [
-        (
-            1,
-            {"placement__tensor_parallel": 2},
-            r"placement\.tensor_parallel=2 needs several ranks: start it by torchrun",
-        ),
+        (1, {"placement__tensor_parallel": 2},
+         r"placement\.tensor_parallel=2 needs several ranks: start it by torchrun"),
         (1, {"placement__expert_parallel": 2}, r"placement\.expert_parallel=2 needs several ranks"),
         (1, {"placement__replicate": 2}, r"placement\.replicate=2 needs several ranks"),
         (1, {"placement__cpu_offload": True}, r"placement\.cpu_offload=True is FSDP2's, which needs several ranks"),
@@ -277,11 +265,8 @@ def config_of(**changes: Any) -> GRPOConfig:
         (4, {"placement__replicate": 4}, r"placement\.replicate=4 leaves 1 rank\(s\) for a copy"),
         (4, {"placement__replicate": 2, "placement__tensor_parallel": 2}, "leaves 2 rank.* at least 4 are needed"),
         (4, {"placement__expert_parallel": 3}, r"expert_parallel=3 must be .* divides the 4 ranks of a copy"),
-        (
-            4,
-            {"placement__expert_parallel": 2, "placement__tensor_parallel": 4, "optim__max_tokens": None},
-            r"expert_parallel=2 must be a multiple of tensor_parallel=4",
-        ),
+        (4, {"placement__expert_parallel": 2, "placement__tensor_parallel": 4, "optim__max_tokens": None},
+         r"expert_parallel=2 must be a multiple of tensor_parallel=4"),
         (4, {"placement__expert_parallel": 4, "placement__replicate": 2}, "divides the 2 ranks of a copy"),
         (2, {"placement__cpu_offload": True, "placement__tensor_parallel": 2}, "cpu_offload=True is FSDP2's: give it"),
         (2, {"placement__cpu_offload": True}, "cpu_offload=True needs GPUs to offload from"),
@@ -294,7 +279,7 @@ def config_of(**changes: Any) -> GRPOConfig:
         (32, {}, r"rollout\.prompts_per_step=16 is too few: each of 32 shares of a batch has a whole group"),
         (16, {"optim__minibatches": 16}, r"optim\.minibatches=16 is too many: a rank has 8 answers of a step"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_is_refused(
     monkeypatch: pytest.MonkeyPatch, size: int, changes: dict[str, Any], message: str
 ) -> None:

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
+from transformers import AutoModelForCausalLM
 
 from support.rollouts import byte_row
 from support.routes import random_routes
 from torchrl_moe._compat_memory import peak_bytes
 from torchrl_moe.modules import TransformersWrapper
+from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection
 from torchrl_moe.modules.policies.unstack import model_metadata
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 from torchrl_moe.trainers import ConfigError
@@ -69,8 +71,7 @@ def test_the_rest_of_qwen3_30b_a3b_by_hand(qwen: RunPlan) -> None:
     engine, host = items(qwen, ENGINE), items(qwen, HOST)
     assert engine["weights"] == 2 * QWEN
     tokens = 2 * 32 * 8 * 2048  # two batches of 256 answers, as long as they can be
-    assert host["rollouts"] == tokens * 18
-    assert host["recorded experts"] == tokens * 48 * 8
+    assert host["rollouts"] == tokens * 18 and host["recorded experts"] == tokens * 48 * 8
     assert host["weight store"] == 2 * 2 * QWEN
     assert host["the model that is saved"] == 4 * QWEN  # in float32, on rank 0's host
     assert host["a checkpoint that is written"] == 12 * QWEN  # the larger of the two counts
@@ -84,8 +85,7 @@ def test_the_rest_of_qwen3_30b_a3b_by_hand(qwen: RunPlan) -> None:
 def test_a_weight_update_is_gathered_from_the_ranks_and_sent(qwen: RunPlan) -> None:
     """Each part is cast to the engine's two bytes first; of four ranks' parts a rank has one already."""
     gathered = 2 * QWEN * 3 // 4
-    found = items(qwen, UPDATE)
-    assert found == {"bytes to each rank from the others": gathered, "bytes to each replica": 2 * QWEN}
+    assert items(qwen, UPDATE) == {"bytes to each rank from the others": gathered, "bytes to each replica": 2 * QWEN}
     assert qwen.seconds["InfiniBand 400 Gb/s"] == pytest.approx((gathered + 2 * QWEN) / 50e9)
     changes = ["model.source=Qwen/Qwen3-30B-A3B", "model.lora.rank=0", "hardware.trainer_gpus=4", "engine.sleep=false"]
     wide = RunPlan.of(load_config("olmoe_1b_7b", [*changes, "+engine.sync.dtype=trainer"]))
@@ -120,8 +120,7 @@ def test_the_gpus_that_a_configuration_needs() -> None:
     )
     apart = RunPlan.of(load_config("olmoe_1b_7b", ["engine.sleep=false"])).notes
     assert "2 GPUs in all: 1 for the trainer, 1 for the engine" in apart
-    notes = RunPlan.of(load_config("qwen3_30b_a3b")).notes
-    assert "8 GPUs in all: 4 for the trainer, 4 for the engine" in notes
+    assert "8 GPUs in all: 4 for the trainer, 4 for the engine" in RunPlan.of(load_config("qwen3_30b_a3b")).notes
 
 
 def test_more_gpus_than_rank_0s_host_has_are_noted() -> None:
@@ -137,8 +136,7 @@ def test_olmoe_with_an_adapter_by_hand() -> None:
     trainer, engine = items(plan, TRAINER), items(plan, ENGINE)
     assert trainer["weights"] == 4 * adapter + 2 * OLMOE
     assert (trainer["gradients"], trainer["AdamW's moments"]) == (4 * adapter, 8 * adapter)
-    assert "gathered layers" not in trainer
-    assert engine["KV cache"] == int(0.5 * 80e9) - 2 * OLMOE
+    assert "gathered layers" not in trainer and engine["KV cache"] == int(0.5 * 80e9) - 2 * OLMOE
     (how,) = [row.how for row in plan.rows if row.item == "KV cache"]
     assert how.startswith("131,072 B a token")  # 16 layers x 2 x 2048 numbers x 2 B
 
@@ -222,8 +220,7 @@ def test_what_is_not_asked_for_is_not_planned(changes: list[str], item: str, the
 
 def test_another_engine_loads_a_second_model_and_holds_so_many_answers() -> None:
     plain = ["engine.kind=transformers", "engine.sleep=false", "~engine.arguments.gpu_memory_utilization"]
-    plan = RunPlan.of(load_config("olmoe_1b_7b", plain))
-    engine = items(plan, ENGINE)
+    engine = items(RunPlan.of(load_config("olmoe_1b_7b", plain)), ENGINE)
     assert engine["the next weights, loaded"] == engine["weights"]
     a_token = 2 * 16 * 16 * 128 * 2  # keys and values, layers, heads, width, bfloat16
     assert engine["KV cache"] == 128 * 2048 * a_token
@@ -270,21 +267,18 @@ def test_the_plan_of_a_tiny_model_is_within_a_tenth_of_its_measured_peak(checkpo
 def test_the_command_prints_it_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", "olmoe_1b_7b", "plan=true", f"out={tmp_path / 'run'}"]) == 0
     out = capsys.readouterr().out
-    assert "trainer, each GPU" in out and "weight update" in out
-    assert not (tmp_path / "run").exists()
+    assert "trainer, each GPU" in out and "weight update" in out and not (tmp_path / "run").exists()
 
 
 def test_a_model_that_is_made_has_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--config", "tiny_cpu", "plan=true"]) == 2
-    assert "model.source" in capsys.readouterr().err
+    assert main(["--config", "tiny_cpu", "plan=true"]) == 2 and "model.source" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"model\.source=None"):
         RunPlan.of(GRPOConfig())
 
 
 def test_a_plan_is_plain_values(qwen: RunPlan) -> None:
     there = json.loads(json.dumps(qwen.to_dict()))
-    assert there["totals"][TRAINER] == qwen.total(TRAINER)
-    assert len(there["rows"]) == len(qwen.rows)
+    assert there["totals"][TRAINER] == qwen.total(TRAINER) and len(there["rows"]) == len(qwen.rows)
 
 
 QWEN_NAME, OLMOE_NAME = "Qwen/Qwen3-30B-A3B", "allenai/OLMoE-1B-7B-0125"
@@ -300,10 +294,8 @@ def test_qwen3_30b_a3b_by_hand() -> None:
     assert sizes.parameters == sizes.trained == 48 * layer + outside == 30_532_122_624  # 61 064 245 248 B on the hub
     assert sizes.experts == 48 * experts * 3 * hidden * inner
     assert (sizes.largest, sizes.hidden, sizes.expert_width) == (experts * 2 * inner * hidden, hidden, inner)
-    assert sizes.adapted == 0
-    assert (sizes.layers, sizes.top_k, sizes.num_experts) == (48, 8, 128)
-    assert sizes.kv == 48 * 2 * 4 * 128
-    assert sizes.route_bytes == 48 * 8
+    assert sizes.adapted == 0 and (sizes.layers, sizes.top_k, sizes.num_experts) == (48, 8, 128)
+    assert sizes.kv == 48 * 2 * 4 * 128 and sizes.route_bytes == 48 * 8
 
 
 def test_olmoe_by_hand() -> None:
@@ -312,8 +304,7 @@ def test_olmoe_by_hand() -> None:
     layer = attention + experts * 3 * hidden * inner + experts * hidden + 2 * hidden
     sizes = ModelSizes.of(model_config_of(OLMOE_NAME), ModelConfig())
     assert sizes.parameters == 16 * layer + 2 * words * hidden + hidden == 6_919_161_856
-    assert sizes.kv == 16 * 2 * 2048
-    assert sizes.route_bytes == 16 * 8
+    assert sizes.kv == 16 * 2 * 2048 and sizes.route_bytes == 16 * 8
 
 
 def test_what_is_kept_is_of_equal_settings_only() -> None:
@@ -334,8 +325,7 @@ def test_an_adapter_on_attention_by_hand() -> None:
     rank, hidden = 32, 2048
     sizes = ModelSizes.of(model_config_of(OLMOE_NAME), ModelConfig(lora=LoRAConfig(rank=rank)))
     assert sizes.adapter == sizes.trained == 16 * 4 * 2 * rank * hidden
-    assert sizes.adapted == 16 * 4 * hidden * hidden
-    assert sizes.parameters == 6_919_161_856 + sizes.adapter
+    assert sizes.adapted == 16 * 4 * hidden * hidden and sizes.parameters == 6_919_161_856 + sizes.adapter
 
 
 def test_more_than_128_experts_take_two_bytes_and_latent_attention_caches_one_vector() -> None:
@@ -352,8 +342,6 @@ def test_more_than_128_experts_take_two_bytes_and_latent_attention_caches_one_ve
 )
 def test_unstacked_names_are_those_of_the_hub(source: str, count: int) -> None:
     """As many as the hub's index has, one for each expert's matrix, and named as there."""
-    from transformers import AutoModelForCausalLM
-
     config = model_config_of(source)
     config.hidden_size = config.moe_intermediate_size = config.intermediate_size = 64  # no name depends on them
     with torch.device("meta"):
@@ -367,8 +355,7 @@ def test_unstacked_names_are_those_of_the_hub(source: str, count: int) -> None:
         for expert in range(config.num_experts):
             matrices = (f"mlp.experts.{expert}.{name}_proj.weight" for name in ("gate", "up", "down"))
             expected |= {f"model.layers.{layer}.{name}" for name in matrices}
-    assert len(expected) == count
-    assert kinds.keys() == expected
+    assert len(expected) == count and kinds.keys() == expected
 
 
 def test_every_known_model_has_its_file_and_no_other_source_does(tmp_path: Path) -> None:
@@ -379,10 +366,6 @@ def test_every_known_model_has_its_file_and_no_other_source_does(tmp_path: Path)
 
 def real_peak(hf_config: Any, model_config: ModelConfig, sequences: int, tokens: int) -> int:
     """Bytes of a pass that really runs, its gradients made before."""
-    from transformers import AutoModelForCausalLM
-
-    from torchrl_moe.modules.policies.scoring_model import ScoringModel, Selection
-
     model = prepared(AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32), model_config, torch.float32)
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight) if weight.requires_grad else None

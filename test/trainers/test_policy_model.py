@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, Phi3Config
 
 from support.training import fake_model
 from torchrl_moe._compat_transformers import lowered
@@ -82,12 +82,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # -- where it comes from ----------------------------------------------------------------------------------------------
-
-
 def test_of_a_folder(folder: Path) -> None:
     for found in (loaded(source=str(folder)), loaded(folder), loaded(str(folder), source="unused")):
-        assert found.source == str(folder)
-        assert len(found.tokenizer) == 259
+        assert found.source == str(folder) and len(found.tokenizer) == 259
         torch.testing.assert_close(logits(found.model), logits(tiny()), atol=1e-5, rtol=0)
 
 
@@ -124,8 +121,7 @@ def test_of_a_function_by_name() -> None:
 def test_what_cannot_be_loaded_is_one_line(source: str | None, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         loaded(source=source)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
@@ -164,8 +160,6 @@ def test_a_model_without_its_tokenizer(tmp_path: Path) -> None:
 
 
 def test_a_folder_whose_loading_fails_without_words(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import AutoTokenizer
-
     def failing(*_: Any, **__: Any) -> Any:
         raise OSError
 
@@ -175,8 +169,6 @@ def test_a_folder_whose_loading_fails_without_words(folder: Path, monkeypatch: p
 
 
 # -- what is trained --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("target", "layers"),
     [
@@ -233,8 +225,6 @@ def test_a_dense_model_has_no_experts_for_an_adapter(target: str) -> None:
 
 
 def test_a_model_whose_attention_has_other_names_is_refused() -> None:
-    from transformers import AutoModelForCausalLM, GPTNeoXConfig, Phi3Config
-
     small: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 259}
     odd = AutoModelForCausalLM.from_config(GPTNeoXConfig(num_attention_heads=2, **small))
     with pytest.raises(ConfigError, match="has no such layers"):
@@ -246,8 +236,7 @@ def test_a_model_whose_attention_has_other_names_is_refused() -> None:
 
 def test_latent_attention_is_adapted_as_a_whole() -> None:
     names = loaded(make_tiny_moe("deepseek_v3"), ByteTokenizer(), lora=lora()).trained
-    layers = {name.split(".")[-4] for name in names}
-    assert {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"} <= layers
+    assert {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"} <= {name.split(".")[-4] for name in names}
 
 
 def test_a_model_with_an_adapter_gets_no_second_one() -> None:
@@ -258,13 +247,9 @@ def test_a_model_with_an_adapter_gets_no_second_one() -> None:
 
 
 # -- the folder that it leaves ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("target", ["", "attention", "experts", "all"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_saved_model_computes_the_same(tmp_path: Path, target: str, checkpointing: bool) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     config = ModelConfig(lora=lora(target) if target else LoRAConfig(), activation_checkpointing=checkpointing)
     policy_model = given(config)
     before = logits(policy_model.model)
@@ -355,8 +340,6 @@ def test_what_is_beside_an_older_model_stays(tmp_path: Path) -> None:
 
 
 # -- what users bring -------------------------------------------------------------------------------------------------
-
-
 def kinds_of(folder: Path) -> dict[str, torch.dtype]:
     tensors: dict[str, Tensor] = {}
     for file in folder.glob("*.safetensors"):
@@ -385,8 +368,7 @@ def test_a_model_is_saved_in_the_dtype_of_its_source(tmp_path: Path, kind: str, 
 
 def test_what_transformers_keeps_in_float32_is_saved_so(tmp_path: Path) -> None:
     model = lowered(make_tiny_moe("deepseek_v3", num_hidden_layers=2), torch.bfloat16)
-    saved = PolicyModel.load(model, ByteTokenizer(), ModelConfig()).save(tmp_path / "saved")
-    kinds = kinds_of(saved)
+    kinds = kinds_of(PolicyModel.load(model, ByteTokenizer(), ModelConfig()).save(tmp_path / "saved"))
     assert {kinds.pop(name) for name in list(kinds) if "e_score_correction_bias" in name} == {torch.float32}
     assert set(kinds.values()) == {torch.bfloat16}
 
@@ -482,8 +464,7 @@ def test_several_ranks_load_a_folder_as_it_is(tmp_path: Path, loads: list[Any]) 
     found = starting_model(None, None, config_of(tmp_path / "run", str(folder)), TWO)
     assert found.start is None and loads == [(str(folder), 0)]
     starting_model(folder, None, config_of(tmp_path / "run", None), TWO)
-    assert loads[1] == (str(folder), 0)
-    assert not (tmp_path / "run").exists()
+    assert loads[1] == (str(folder), 0) and not (tmp_path / "run").exists()
 
 
 class Second(Ranks):
@@ -509,8 +490,7 @@ def test_rank_0_chooses_whatever_the_others_see_or_were_given(tmp_path: Path, lo
     second = Placement(Second((str(folder), is_new)), PlacementConfig())
     for given in (None, "elsewhere", made()[0]):
         found = starting_model(given, None, config, second)
-        assert loads.pop() == (str(folder), 0)
-        assert found.start == (folder if is_new else None)
+        assert loads.pop() == (str(folder), 0) and found.start == (folder if is_new else None)
 
 
 def test_several_ranks_that_continue_load_the_newest_start(tmp_path: Path, loads: list[Any]) -> None:

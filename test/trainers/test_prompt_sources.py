@@ -49,8 +49,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 # -- objects ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("source", [ROWS, tuple(ROWS), ROWS[:2], iter(ROWS)])
 def test_rows_are_themselves(source: Any) -> None:
     expected = ROWS[:2] if source == ROWS[:2] else ROWS
@@ -60,22 +58,18 @@ def test_rows_are_themselves(source: Any) -> None:
 def test_a_data_set_stays_where_it_is() -> None:
     data = FakeDataset(ROWS)
     train, held_out = read_source(data)
-    assert train is data
-    assert held_out is None
+    assert train is data and held_out is None
 
 
 @pytest.mark.parametrize(
     ("splits", "train", "held_out"),
     [
-        (("train",), "train", None),
-        (("train", "test"), "train", "test"),
+        (("train",), "train", None), (("train", "test"), "train", "test"),
         (("test", "validation", "train"), "train", "validation"),
         (("train", "test", "held_out", "validation"), "train", "held_out"),
-        (("train", "extra"), "train", None),
-        (("main",), "main", None),
-        (("test",), "test", None),
+        (("train", "extra"), "train", None), (("main",), "main", None), (("test",), "test", None),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("kind", [FakeDatasetDict, dict])
 def test_splits_by_name(kind: type, splits: tuple[str, ...], train: str, held_out: str | None) -> None:
     data = kind({split: FakeDataset([{"prompt": split}]) for split in splits})
@@ -83,8 +77,6 @@ def test_splits_by_name(kind: type, splits: tuple[str, ...], train: str, held_ou
 
 
 # -- JSON Lines -------------------------------------------------------------------------------------------------------
-
-
 def write(file: Path, *lines: Any) -> Path:
     file.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
     return file
@@ -93,8 +85,7 @@ def write(file: Path, *lines: Any) -> Path:
 @pytest.mark.parametrize("kind", [str, Path])
 def test_a_file_of_objects(tmp_path: Path, kind: type) -> None:
     rows = [*ROWS, {"prompt": [{"role": "user", "content": "ä"}], "tests": [1, None, 2.5]}]
-    file = write(tmp_path / "rows.jsonl", *rows[:2], "", *rows[2:])
-    assert read_source(kind(file)) == (rows, None)
+    assert read_source(kind(write(tmp_path / "rows.jsonl", *rows[:2], "", *rows[2:]))) == (rows, None)
 
 
 def test_any_name_will_do_for_a_file_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,13 +117,10 @@ def test_an_error_names_file_and_line(tmp_path: Path, lines: list[Any], message:
     for source in (file, tmp_path):
         with pytest.raises(ValueError) as error:
             read_source(source)
-        assert str(error.value).startswith(f"{file}, {message}")
-        assert "\n" not in str(error.value)
+        assert str(error.value).startswith(f"{file}, {message}") and "\n" not in str(error.value)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
-
-
 def test_what_is_no_source_of_rows_says_what_to_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
     frame = pytest.importorskip("pandas").DataFrame({"prompt": ["1+1="]})
@@ -175,19 +163,13 @@ def test_what_is_no_source_of_rows_says_what_to_give(tmp_path: Path, monkeypatch
 
 
 # -- functions --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("function", "arguments", "train", "held_out"),
     [
-        ("rows", None, 2, None),
-        ("rows", {"count": 1}, 1, None),
-        ("pair", {}, 1, 1),
-        ("pair", {"count": 2}, 2, 0),
-        ("stream", None, 2, None),
-        ("splits", None, 1, 1),
+        ("rows", None, 2, None), ("rows", {"count": 1}, 1, None), ("pair", {}, 1, 1), ("pair", {"count": 2}, 2, 0),
+        ("stream", None, 2, None), ("splits", None, 1, 1),
     ],
-)
+)  # fmt: skip
 def test_what_a_function_returns(
     module: str, function: str, arguments: dict[str, Any] | None, train: int, held_out: int | None
 ) -> None:
@@ -206,8 +188,6 @@ def test_a_function_that_returns_no_rows(module: str) -> None:
 
 
 # -- the hub ----------------------------------------------------------------------------------------------------------
-
-
 def test_any_other_text_is_a_name_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     hub = ModuleType("datasets")
@@ -219,24 +199,16 @@ def test_any_other_text_is_a_name_on_the_hub(monkeypatch: pytest.MonkeyPatch) ->
     hub.load_dataset = load_dataset  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", hub)
     train, held_out = read_source("openai/gsm8k", {"name": "main"})
-    assert held_out is not None
-    assert (list(train), list(held_out)) == (ROWS[:3], ROWS[3:])
+    assert held_out is not None and (list(train), list(held_out)) == (ROWS[:3], ROWS[3:])
     assert asked == [("openai/gsm8k", {"name": "main"})]
 
 
 TWENTY = [{"prompt": f"q{i}", "answer": i} for i in range(20)]
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1="}]
 MIXED: dict[str, Any] = {
-    "prompt": CHAT,
-    "text": "a text",
-    "number": 3,
-    "share": 0.5,
-    "flag": True,
-    "tests": ["a", "b"],
-    "empty": [],
-    "nested": {"x": [1, {"y": None}]},
-    "nothing": None,
-}
+    "prompt": CHAT, "text": "a text", "number": 3, "share": 0.5, "flag": True, "tests": ["a", "b"], "empty": [],
+    "nested": {"x": [1, {"y": None}]}, "nothing": None,
+}  # fmt: skip
 
 
 def prompts_of(rows: Any) -> list[Any]:
@@ -244,14 +216,11 @@ def prompts_of(rows: Any) -> list[Any]:
 
 
 # -- what is held out -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("source", [TWENTY, FakeDataset(TWENTY)], ids=["rows", "data set"])
 def test_rows_are_split_by_a_seed(source: Any) -> None:
     prompts = load_prompts(source, held_out=5, seed=1)
     train, held_out = prompts_of(prompts.train), prompts_of(prompts.held_out)
-    assert (len(train), len(held_out)) == (15, 5)
-    assert {*train, *held_out} == set(prompts_of(TWENTY))
+    assert (len(train), len(held_out)) == (15, 5) and {*train, *held_out} == set(prompts_of(TWENTY))
     assert train == [name for name in prompts_of(TWENTY) if name in train]  # in the order of the data
     again = load_prompts(source, held_out=5, seed=1)
     assert (prompts_of(again.train), prompts_of(again.held_out)) == (train, held_out)
@@ -260,9 +229,7 @@ def test_rows_are_split_by_a_seed(source: Any) -> None:
 
 def test_nothing_is_held_out_unless_it_is_asked_for() -> None:
     prompts = load_prompts(TWENTY)
-    assert prompts.train == TWENTY
-    assert len(prompts.held_out) == 0
-    assert prompts.prompt == "prompt"
+    assert prompts.train == TWENTY and len(prompts.held_out) == 0 and prompts.prompt == "prompt"
     assert prompts.columns == ("prompt", "answer")
 
 
@@ -272,8 +239,7 @@ def test_nothing_is_held_out_unless_it_is_asked_for() -> None:
 def test_a_held_out_part_is_kept_or_drawn_from(source: Any) -> None:
     whole, drawn = load_prompts(source), load_prompts(source, held_out=2, seed=3)
     assert prompts_of(whole.train) == prompts_of(drawn.train) == prompts_of(TWENTY[:15])
-    assert prompts_of(whole.held_out) == prompts_of(TWENTY[15:])
-    assert len(drawn.held_out) == 2
+    assert prompts_of(whole.held_out) == prompts_of(TWENTY[15:]) and len(drawn.held_out) == 2
     assert set(prompts_of(drawn.held_out)) < set(prompts_of(TWENTY[15:]))
     with pytest.raises(ValueError, match="held_out=6 is more than the 5 rows that the source holds out"):
         load_prompts(source, held_out=6)
@@ -297,8 +263,6 @@ def test_too_little_data_is_refused(source: Any, held_out: int, message: str) ->
 
 
 # -- what is a prompt -------------------------------------------------------------------------------------------------
-
-
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "1+1="}]}]
 TOOL = [CHAT[1], {"role": "assistant", "tool_calls": [{"id": "c"}]}, {"role": "tool", "content": "2", "name": "add"}]
 
@@ -311,19 +275,15 @@ def test_text_and_messages_are_prompts(prompt: Any) -> None:
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        (3, "got 3"),
-        (None, "got None"),
-        ({"role": "user", "content": "a"}, "got {'role'"),
-        ("", "and not empty"),
+        (3, "got 3"), (None, "got None"), ({"role": "user", "content": "a"}, "got {'role'"), ("", "and not empty"),
         ([], "and not empty"),
     ],
-)
+)  # fmt: skip
 def test_a_prompt_of_another_kind_is_refused(prompt: Any, message: str) -> None:
     with pytest.raises(ValueError) as error:
         load_prompts([*TWENTY[:2], {"prompt": prompt}])
     start = "train row 2: column 'prompt' must be text or a list of messages, "
-    assert str(error.value).startswith(f"{start}{message}")
-    assert "\n" not in str(error.value)
+    assert str(error.value).startswith(f"{start}{message}") and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -376,14 +336,11 @@ def test_a_set_made_by_hand_is_checked_too() -> None:
 
 
 # -- for a collector --------------------------------------------------------------------------------------------------
-
-
 def test_a_pass_is_a_shuffle_and_the_next_another() -> None:
     stream = PromptStream(load_prompts(TWENTY).loader(seed=0))
     passes = [[next(stream).data["prompt"] for _ in TWENTY] for _ in range(3)]
     assert all(sorted(one) == sorted(prompts_of(TWENTY)) for one in passes)
-    assert passes[0] != passes[1] != passes[2] != passes[0]
-    assert passes[0] != prompts_of(TWENTY)
+    assert passes[0] != passes[1] != passes[2] != passes[0] and passes[0] != prompts_of(TWENTY)
 
 
 def test_the_order_is_the_seeds_and_not_torchs() -> None:
@@ -421,11 +378,9 @@ def test_each_column_travels_as_it_is() -> None:
     prompts = load_prompts(([MIXED], [MIXED]))
     for loader in (prompts.loader(seed=0), prompts.held_out_loader()):
         row = next(PromptStream(loader)).data
-        assert row.batch_size == torch.Size([])
-        assert row.to_dict() == MIXED
+        assert row.batch_size == torch.Size([]) and row.to_dict() == MIXED
         for name, value in MIXED.items():
-            assert row[name] == value
-            assert type(row[name]) is type(value)
+            assert row[name] == value and type(row[name]) is type(value)
 
 
 def test_a_row_without_a_column_has_none_there() -> None:
@@ -438,5 +393,4 @@ def test_a_row_without_a_column_has_none_there() -> None:
 def test_a_loader_goes_to_another_process() -> None:
     loader = load_prompts(TWENTY).loader(seed=2)
     copy = pickle.loads(pickle.dumps(loader))
-    assert prompts_of(copy) == prompts_of(loader)
-    assert all(isinstance(row, TensorDict) for row in copy)
+    assert prompts_of(copy) == prompts_of(loader) and all(isinstance(row, TensorDict) for row in copy)

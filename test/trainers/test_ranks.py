@@ -116,16 +116,14 @@ def test_a_deadline_names_the_ranks_that_are_missing(make: Any, late: list[int],
 def test_rank_0_may_take_its_time_where_the_others_are_patient(make: Any) -> None:
     party = make(0.2)
     waiting = [party.meet(rank, "rollouts", True) for rank in (1, 2)]
-    began = threading.Event()
-    began.wait(0.7)  # longer than three deadlines
+    threading.Event().wait(0.7)  # longer than three deadlines
     assert not any(future.done() for future in waiting)
     for future in (*waiting, party.meet(0, "rollouts", True)):
         future.result(60)
 
 
 def test_for_the_others_nobody_is_patient(make: Any) -> None:
-    party = make(0.2)
-    assert message(party.meet(0, "rollouts", True)) == "rollouts: ranks 1, 2 did not come within 0.2 s"
+    assert message(make(0.2).meet(0, "rollouts", True)) == "rollouts: ranks 1, 2 did not come within 0.2 s"
 
 
 def test_all_hear_of_an_error_and_the_first_one_counts(make: Any) -> None:
@@ -172,8 +170,7 @@ def attempts(store: HashStore, ranks: list[int], seconds: float = 60.0) -> list[
 def test_ranks_share_a_name_that_no_older_ones_had() -> None:
     store = HashStore()
     found = [attempts(store, ranks) for ranks in ([0, 1, 2], [2, 1, 0], [1, 0, 2])]
-    assert all(len(set(names)) == 1 for names in found)
-    assert len({names[0] for names in found}) == 3
+    assert all(len(set(names)) == 1 for names in found) and len({names[0] for names in found}) == 3
 
 
 def test_what_half_an_attempt_has_left_is_no_answer() -> None:
@@ -271,8 +268,6 @@ def test_a_rank_without_a_gpu_of_its_number_is_refused(monkeypatch: pytest.Monke
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
-
-
 def heard(work: Callable[[Ranks], Any], seconds: float = 60.0) -> str:
     """The error that a rank ends with."""
     ranks = join_ranks(seconds)
@@ -358,8 +353,6 @@ def test_a_launcher_says_all_or_nothing(environment: pytest.MonkeyPatch, missing
 
 
 # -- restarts ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def agent(environment: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """What torchrun says where it will start ranks again; each call is another torchrun, with a store of its own."""
@@ -395,8 +388,7 @@ def test_a_run_that_is_started_again_continues_whatever_was_counted(
 
 def test_a_run_that_had_not_begun_begins(agent: Callable[[], None], tmp_path: Path) -> None:
     first = ranks_module.launch_of()
-    assert first and ranks_module.launch_of() == first
-    assert not begin(tmp_path)
+    assert first and ranks_module.launch_of() == first and not begin(tmp_path)
 
 
 @pytest.mark.parametrize("count", ["0", "1"])
@@ -417,8 +409,7 @@ def test_a_launcher_without_a_store_of_its_own_cannot_say(
     environment: pytest.MonkeyPatch, agent: Callable[[], None], tmp_path: Path
 ) -> None:
     environment.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
-    assert ranks_module.launch_of() == ""
-    assert not begin(tmp_path)
+    assert ranks_module.launch_of() == "" and not begin(tmp_path)
     with pytest.raises(ConfigError, match="holds a run of another start already"):
         begin(tmp_path)
 
@@ -428,8 +419,7 @@ def test_where_nobody_starts_it_again_a_run_takes_the_folder(
 ) -> None:
     assert not begin(tmp_path)
     environment.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
-    assert ranks_module.launch_of() == ""
-    assert not begin(tmp_path)
+    assert ranks_module.launch_of() == "" and not begin(tmp_path)
     environment.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.raises(ConfigError):  # it is not of this launch any more
         begin(tmp_path)
@@ -448,8 +438,7 @@ def test_eight_groups_for_each_rank_are_within_five_percent(ranks: int, sigma: f
     """Lengths are log-normal, cut at 16384 tokens, as generated answers are."""
     for seed in range(3):
         draw = np.random.default_rng([ranks, int(2 * sigma), group_size, seed])
-        lengths = np.clip(draw.lognormal(6.0, sigma, (8 * ranks, group_size)), 1, 16384).astype(int)
-        loads = lengths.sum(-1).tolist()
+        loads = np.clip(draw.lognormal(6.0, sigma, (8 * ranks, group_size)), 1, 16384).astype(int).sum(-1).tolist()
         parts = balanced(loads, ranks)
         # nothing makes a share lighter than its heaviest group
         assert spread(loads, parts) <= max(0.05, max(loads) * ranks / sum(loads) - 1)
@@ -509,8 +498,7 @@ def test_a_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 def test_a_view_is_packed_without_what_it_is_a_view_of() -> None:
     whole = torch.arange(1 << 20)
     found = unpack(pack([whole[3:8:2], whole.view(2, -1).T[:2]]))
-    assert found[0].tolist() == [3, 5, 7]
-    assert found[1].tolist() == [[0, 1 << 19], [1, (1 << 19) + 1]]
+    assert found[0].tolist() == [3, 5, 7] and found[1].tolist() == [[0, 1 << 19], [1, (1 << 19) + 1]]
     assert len(pack(whole[3:8:2])) < 1000
 
 
@@ -541,5 +529,4 @@ def test_rows_of_other_lengths_with_classes_and_texts() -> None:
         assert torch.equal(row["tokens", "full"], own["tokens", "full"])
         assert type(row["routed_experts"]) is RoutedExperts
         assert torch.equal(row["routed_experts", "full"], own["routed_experts", "full"])
-        assert row["history"].content == own["history"].content
-        assert row["finish_reason"] == "stop"
+        assert row["history"].content == own["history"].content and row["finish_reason"] == "stop"

@@ -53,8 +53,6 @@ def named(name: str, value: Any) -> Callable[..., Any]:
 
 
 # -- what it gets -----------------------------------------------------------------------------------------------------
-
-
 def test_a_parameter_gets_what_it_is_named_after() -> None:
     def judge(
         completion: str, completion_ids: list[int], prompt: str, answer: str, tests: list[int], *, hint: Any
@@ -114,8 +112,6 @@ def test_one_with_completions_returns_a_list_of_one(values: Any) -> None:
 
 
 # -- how it is called -------------------------------------------------------------------------------------------------
-
-
 class Judge:
     """An object that is called."""
 
@@ -138,14 +134,12 @@ async def awaited(completion: str, bonus: float = 0.0) -> float:
 @pytest.mark.parametrize(
     ("function", "name", "value"),
     [
-        (Judge(), "Judge", 1.0),
-        (AsyncJudge(), "AsyncJudge", 2.0),
-        (awaited, "awaited", 3.0),
+        (Judge(), "Judge", 1.0), (AsyncJudge(), "AsyncJudge", 2.0), (awaited, "awaited", 3.0),
         (partial(awaited, bonus=1.0), "awaited", 4.0),
         (lambda completion: awaited(completion), "<lambda>", 3.0),
         ("torchrl_moe.testing.arithmetic:exact_answer", "exact_answer", 0.0),
     ],
-)
+)  # fmt: skip
 def test_what_is_called_and_how_it_is_named(function: Any, name: str, value: float) -> None:
     assert reward(function) == reward([function]) == Reward(value, {name: value})
     assert Rewards(function).names == [name]
@@ -169,8 +163,6 @@ def test_plain_functions_run_beside_each_other_in_threads() -> None:
 
 
 # -- what the values come to ------------------------------------------------------------------------------------------
-
-
 def test_the_total_is_the_weighted_sum() -> None:
     functions = [named("a", 1.0), named("b", 0.5), named("c", -2)]
     assert reward(functions) == Reward(-0.5, {"a": 1.0, "b": 0.5, "c": -2.0})
@@ -202,13 +194,7 @@ def test_an_answer_that_continues_a_message_is_a_part_of_it_for_functions_of_lis
 
 
 @pytest.mark.parametrize(
-    ("value", "total"),
-    [
-        (True, 1.0),
-        (np.float32(0.5), 0.5),
-        (np.bool_(True), 1.0),
-        (torch.tensor(0.25), 0.25),
-    ],
+    ("value", "total"), [(True, 1.0), (np.float32(0.5), 0.5), (np.bool_(True), 1.0), (torch.tensor(0.25), 0.25)]
 )
 def test_numbers(value: Any, total: float) -> None:
     found = reward(returning(value))
@@ -294,8 +280,6 @@ def test_an_error_ends_the_others() -> None:
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
-
-
 def test_a_parameter_that_nothing_has_the_name_of() -> None:
     def exact(completion: str, solution: str) -> float:
         return 1.0
@@ -394,8 +378,6 @@ def by_answer(completion: str, answer: int) -> float:
 
 
 # -- what is asked ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("prompt", ["q0", TWO_MESSAGES], ids=["text", "messages"])
 def test_a_chat_is_asked_as_messages(engine: FakeAsyncVLLM, collector_of: Any, prompt: Any) -> None:
     batch = next(
@@ -430,8 +412,6 @@ def test_a_sample_without_its_prompt_says_what_it_has() -> None:
 
 
 # -- what rewards see -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("input_mode", "is_chat"), [("history", True), ("text", False)])
 @pytest.mark.parametrize("tokenizer", [None, TOKENIZER], ids=["", "tokenizer"])
 def test_the_answer_its_ids_and_the_row(
@@ -453,8 +433,6 @@ def test_the_answer_its_ids_and_the_row(
 
 
 # -- what stands in the rows ------------------------------------------------------------------------------------------
-
-
 def test_a_row_has_its_reward_and_what_it_is_made_of(engine: FakeAsyncVLLM, collector_of: Any) -> None:
     def silent(completion: str) -> None:
         return None
@@ -468,8 +446,7 @@ def test_a_row_has_its_reward_and_what_it_is_made_of(engine: FakeAsyncVLLM, coll
     for batch in islice(collector_of(engine, PromptEpisode("prompt", rewards), ROWS), 6):
         for row in batch.unbind(0):
             answer = row["answer"]
-            assert row["prompt"] == f"q{answer}"
-            assert row["next", "reward"].tolist() == [[answer + 1.0]]
+            assert row["prompt"] == f"q{answer}" and row["next", "reward"].tolist() == [[answer + 1.0]]
             assert {name: value.tolist() for name, value in row["rewards"].items() if name != "silent"} == {
                 "by_answer": [float(answer)],
                 "constant": [0.5],
@@ -492,8 +469,7 @@ def test_columns_named_as_rollouts_name_things_are_for_rewards_only(engine: Fake
         next(iter(collector_of(engine, PromptEpisode("prompt", Rewards(judge)), [row])))[0]
         for row in ({"prompt": "q0", **dict.fromkeys(TAKEN)}, {"prompt": "q0", **taken})
     )
-    assert taken in seen
-    assert set(plain.keys(True, True)) == set(other.keys(True, True))
+    assert taken in seen and set(plain.keys(True, True)) == set(other.keys(True, True))
     assert "of the data" not in repr(other.to_dict())
 
 
@@ -501,8 +477,7 @@ def test_held_out_prompts_are_rewarded_alike(engine: FakeAsyncVLLM, collector_of
     episode = PromptEpisode("prompt", Rewards(by_answer))
     held_out = load_prompts((ROWS, ROWS[3:])).held_out_loader()
     turns = collector_of(engine, episode, ROWS).evaluate(episode, 3, dataloader=held_out)
-    assert turns["answer"] == [3, 4, 5]
-    assert turns["rewards", "by_answer"].flatten().tolist() == [3.0, 4.0, 5.0]
+    assert turns["answer"] == [3, 4, 5] and turns["rewards", "by_answer"].flatten().tolist() == [3.0, 4.0, 5.0]
 
 
 def test_an_episode_is_one_and_goes_to_another_process() -> None:
@@ -516,8 +491,7 @@ def test_a_batch_goes_into_a_buffer_and_into_a_checkpoint(engine: FakeAsyncVLLM,
     """Rows whose columns are lists of other lengths, messages, mappings or nothing, one beside the other."""
     other = {"prompt": TWO_MESSAGES, "answer": 9, "tests": [1, [2, None]], "case": {"x": [1]}}
     rows = [{"prompt": "q0", "answer": 0, "tests": [], "hint": "a"}, other]
-    collector = collector_of(engine, PromptEpisode("prompt", Rewards(by_answer)), rows, groups_per_batch=2)
-    batch = next(iter(collector))
+    batch = next(iter(collector_of(engine, PromptEpisode("prompt", Rewards(by_answer)), rows, groups_per_batch=2)))
     sampler = SamplerWithoutReplacement()
     buffer = ReplayBuffer(storage=LazyStackStorage(4), sampler=sampler, batch_size=4, transform=GRPOAdvantage())
     buffer.extend(batch)
@@ -531,8 +505,6 @@ def test_a_batch_goes_into_a_buffer_and_into_a_checkpoint(engine: FakeAsyncVLLM,
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------
-
-
 def test_a_plain_function_that_sleeps_costs_its_group_only(engine: FakeAsyncVLLM, collector_of: Any) -> None:
     awake = threading.Event()
 

@@ -181,8 +181,7 @@ def test_it_takes_shares_until_there_are_no_more(tmp_path: Path) -> None:
     ranks = Second(pack(TensorDict({"a": 1})), pack(TensorDict({"a": 2})), None)
     follower = Follower(fake_config(tmp_path, 2), ranks)
     rollouts = follower.collector(follower.source(None, Given()), None)  # type: ignore[arg-type]
-    assert [int(share["a"]) for share in rollouts] == [1, 2]
-    assert ranks.phases == [("rollouts", True)] * 3
+    assert [int(share["a"]) for share in rollouts] == [1, 2] and ranks.phases == [("rollouts", True)] * 3
     rollouts.shutdown()
 
 
@@ -192,8 +191,7 @@ def test_it_reads_no_data_writes_nothing_and_evaluates_nothing(tmp_path: Path) -
     follower = Follower(config, Second())
     assert (config.eval.every, config.log.samples, config.log.progress) == (0, 0, False)
     assert follower.loggers() == []
-    source = follower.source(None, Given(dataset="no/such/file.jsonl"))
-    assert source.evaluate(None) is None  # type: ignore[arg-type]
+    assert follower.source(None, Given(dataset="no/such/file.jsonl")).evaluate(None) is None  # type: ignore[arg-type]
     follower.lock()()
     record = follower.record(7, None)
     assert (record.rows, record.column("reward"), record.folder) == ([], [], tmp_path / "run")
@@ -230,8 +228,7 @@ def test_a_group_whose_rewards_differ_has_a_signal() -> None:
 
 def test_turns_are_summed_first() -> None:
     keeps = SignalFilter(4)
-    assert not keeps(turns([0.0, 1.0], [0.0, 1.0]))
-    assert not keeps(turns([1.0, 0.0], [0.0, 1.0]))
+    assert not keeps(turns([0.0, 1.0], [0.0, 1.0])) and not keeps(turns([1.0, 0.0], [0.0, 1.0]))
     assert keeps(turns([1.0, 0.0], [1.0, 1.0]))
 
 

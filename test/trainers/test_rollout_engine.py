@@ -74,8 +74,6 @@ def no_start(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 # -- room -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "each"), [({}, 4), ({"dtype": "bfloat16"}, 2), ({"dtype": "auto"}, 4), ({"dtype": "half"}, 2)]
 )
@@ -134,13 +132,10 @@ def test_other_machines_may_hold_replicas_of_ray(
     config.engine.backend = "local"
     with pytest.raises(ConfigError, match="GB are free"):
         RolloutEngine(policy_model, config, tmp_path / "other")
-    assert len(no_start) == 1
-    assert not (tmp_path / "other").exists()
+    assert len(no_start) == 1 and not (tmp_path / "other").exists()
 
 
 # -- what it is started with, and what is refused ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("engine", "rollout", "message"),
     [
@@ -155,9 +150,7 @@ def test_what_it_does_not_know_is_refused_before_it_starts(
     config = GRPOConfig(engine=EngineConfig(**engine), rollout=RolloutConfig(**rollout))
     with pytest.raises(ConfigError, match=message) as caught:
         RolloutEngine(policy_model, config, tmp_path / "run")
-    assert "\n" not in str(caught.value)
-    assert not no_start
-    assert not (tmp_path / "run").exists()
+    assert "\n" not in str(caught.value) and not no_start and not (tmp_path / "run").exists()
 
 
 def test_it_starts_from_the_model(policy_model: PolicyModel, tmp_path: Path, no_start: list[Any]) -> None:
@@ -165,8 +158,7 @@ def test_it_starts_from_the_model(policy_model: PolicyModel, tmp_path: Path, no_
     own = RolloutEngine(policy_model, config, tmp_path)
     ((arguments, options),) = no_start
     (start,) = tmp_path.glob("start-*")
-    assert arguments == (str(start),)
-    assert (start / "model.safetensors").exists()
+    assert arguments == (str(start),) and (start / "model.safetensors").exists()
     wanted = {"num_replicas": 1, "engine": "vllm", "backend": "local"}
     assert options == {**wanted, "seed": 5, "max_model_len": 64}
     assert own.has_the_models_weights
@@ -178,8 +170,7 @@ def test_it_starts_from_the_model(policy_model: PolicyModel, tmp_path: Path, no_
         own.engine.generate("after the end", use_tqdm=False)
     there = PolicyModel(policy_model.model, policy_model.tokenizer, "some/folder", torch.float32)
     RolloutEngine(there, GRPOConfig(), tmp_path / "other").shutdown()
-    assert no_start[-1][0] == ("some/folder",)
-    assert not (tmp_path / "other").exists()
+    assert no_start[-1][0] == ("some/folder",) and not (tmp_path / "other").exists()
 
 
 def test_another_engine_is_started_without_what_only_vllm_knows(
@@ -209,8 +200,7 @@ def test_an_engine_of_another_job_is_joined_and_left(
     assert not joined.has_the_models_weights
     joined.sync()
     joined.shutdown()
-    assert events == ["theirs", "left"] and not no_start
-    assert not (tmp_path / "run").exists()
+    assert events == ["theirs", "left"] and not no_start and not (tmp_path / "run").exists()
     monkeypatch.setattr(rollout_engine, "steps_saved", lambda _: 4)
     config = GRPOConfig(engine=EngineConfig(connect="theirs"), resume=True)
     RolloutEngine(policy_model, config, tmp_path / "run").shutdown()  # it may be as fresh as at step 0
@@ -236,23 +226,17 @@ def test_routes_are_fetched_where_they_are_read(policy_model: PolicyModel, fleet
 
 
 # -- versions ---------------------------------------------------------------------------------------------------------
-
-
 def test_versions_never_fall(policy_model: PolicyModel, fleet: FakeFleet, tmp_path: Path) -> None:
     first = RolloutEngine(policy_model, GRPOConfig(), tmp_path, fleet)
-    assert first.version == 0
-    assert [first.sync().version for _ in range(3)] == [1, 2, 3]
+    assert first.version == 0 and [first.sync().version for _ in range(3)] == [1, 2, 3]
     first.shutdown()
     behind = RolloutEngine(policy_model, GRPOConfig(), tmp_path, fleet)
     behind.restore(2)  # of a checkpoint, and the engine is further on
-    assert behind.version == 4
-    assert fleet.versions == [4, 4]
+    assert behind.version == 4 and fleet.versions == [4, 4]
     behind.shutdown()
     ahead = RolloutEngine(policy_model, GRPOConfig(), tmp_path, fleet)
     ahead.restore(9)
-    assert ahead.version == 9
-    assert fleet.versions == [9, 9]
-    assert ahead.sync().version == 10
+    assert ahead.version == 9 and fleet.versions == [9, 9] and ahead.sync().version == 10
     ahead.shutdown()
 
 
@@ -275,13 +259,10 @@ def test_a_replica_that_did_not_take_the_weights_is_logged(
         own = RolloutEngine(policy_model, GRPOConfig(engine=EngineConfig(sync={"min_serving": 1})), tmp_path, fleet)
         report = own.sync()
         own.shutdown()
-    assert list(report.failed) == [1]
-    assert "replica 1 does not hold version 1: " in caplog.text
+    assert list(report.failed) == [1] and "replica 1 does not hold version 1: " in caplog.text
 
 
 # -- sleep ------------------------------------------------------------------------------------------------------------
-
-
 def test_it_sleeps_only_where_that_is_asked_for(policy_model: PolicyModel, fleet: FakeFleet, tmp_path: Path) -> None:
     own = RolloutEngine(policy_model, GRPOConfig(), tmp_path, fleet)
     own.sleep()
@@ -396,32 +377,24 @@ def prompts(source: RolloutSource) -> list[str]:
 
 
 # -- data sets --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rewards", [exact, [exact], [exact, half], f"{__name__}:exact"])
 @pytest.mark.parametrize("dataset", [ROWS, FakeDataset(ROWS), f"{__name__}:rows_of"])
 def test_a_dataset_and_its_rewards(dataset: Any, rewards: Any) -> None:
     source = of(
         DataConfig(arguments={"count": 10} if isinstance(dataset, str) else {}), dataset=dataset, rewards=rewards
     )
-    assert prompts(source) == sorted(row["prompt"] for row in ROWS)
-    assert isinstance(source.env, PromptEpisode)
+    assert prompts(source) == sorted(row["prompt"] for row in ROWS) and isinstance(source.env, PromptEpisode)
     assert source.env.rewards.names == (["exact", "half"] if isinstance(rewards, list) and rewards[1:] else ["exact"])
     assert (source.held_out, source.held_out_env) == (0, None)
 
 
 def test_data_and_rewards_that_the_configuration_names(engine: FakeAsyncVLLM) -> None:
     data = DataConfig(
-        source=f"{__name__}:rows_of",
-        arguments={"count": 6},
-        held_out=2,
-        rewards=[f"{__name__}:exact", f"{__name__}:half"],
-        weights=[1.0, 2.0],
-    )
+        source=f"{__name__}:rows_of", arguments={"count": 6}, held_out=2,
+        rewards=[f"{__name__}:exact", f"{__name__}:half"], weights=[1.0, 2.0],
+    )  # fmt: skip
     source = of(data)
-    assert len(prompts(source)) == 4
-    assert source.held_out == 2
-    assert source.held_out_loader is not None
+    assert len(prompts(source)) == 4 and source.held_out == 2 and source.held_out_loader is not None
     known = [row["prompt"] < "5" for row in source.held_out_loader()]
     assert source.evaluate(policy_of(engine)) == 2.0 * sum(known) / 2  # exact, and 2 * 0.5
 
@@ -442,8 +415,7 @@ def test_rows_are_held_out_or_given(engine: FakeAsyncVLLM) -> None:
     assert given.evaluate(policy_of(engine)) == 0.5  # of 3, 4, 5 and 6
     assert given.evaluate(policy_of(engine)) == 0.5  # and again
     few = of(DataConfig(), EvalConfig(prompts=1), dataset=ROWS, rewards=exact, held_out=ROWS[4:])
-    assert few.held_out == 1
-    assert few.evaluate(policy_of(engine)) == 1.0
+    assert few.held_out == 1 and few.evaluate(policy_of(engine)) == 1.0
     own = of(dataset=FakeDatasetDict(train=FakeDataset(ROWS[:6]), test=FakeDataset(ROWS[6:])), rewards=exact)
     assert (len(prompts(own)), own.held_out) == (6, 4)
 
@@ -462,8 +434,6 @@ def test_a_column_that_not_every_row_has() -> None:
 
 
 # -- environments -----------------------------------------------------------------------------------------------------
-
-
 def test_an_environment_and_another_to_evaluate_on(engine: FakeAsyncVLLM) -> None:
     env = chat(3)
     source = of(env=env)
@@ -488,13 +458,10 @@ def test_configurations_of_the_package_hold_out_what_their_task_can(name: str) -
 
 def test_an_async_function_that_plays_a_sample(engine: FakeAsyncVLLM) -> None:
     source = of(DataConfig(held_out=5), env=play, dataset=ROWS)
-    assert source.env is play
-    assert len(prompts(source)) == 5
-    assert source.held_out_loader is not None
+    assert source.env is play and len(prompts(source)) == 5 and source.held_out_loader is not None
     known = [row["prompt"] < "5" for row in source.held_out_loader()]
     assert source.evaluate(policy_of(engine)) == sum(known) / 5
-    named = of(DataConfig(source=f"{__name__}:rows_of", arguments={"count": 4}), env=play)
-    assert len(prompts(named)) == 4
+    assert len(prompts(of(DataConfig(source=f"{__name__}:rows_of", arguments={"count": 4}), env=play))) == 4
 
 
 def test_a_function_makes_its_own_prompts_from_any_column() -> None:
@@ -503,13 +470,10 @@ def test_a_function_makes_its_own_prompts_from_any_column() -> None:
         return float(answer["history"].response.content[0] == str(data["a"] + data["b"]))
 
     source = of(DataConfig(held_out=1), env=sums, dataset=[{"a": 1, "b": 2}, {"a": 3, "b": 4}])
-    assert source.dataloader is not None
-    assert [sorted(row.keys()) for row in source.dataloader] == [["a", "b"]]
+    assert source.dataloader is not None and [sorted(row.keys()) for row in source.dataloader] == [["a", "b"]]
 
 
 # -- what the chat template gets --------------------------------------------------------------------------------------
-
-
 def tokenizer_with(template: str | None, **added: Any) -> Any:
     tokenizer = ByteTokenizer()
     tokenizer.chat_template = template
@@ -535,8 +499,7 @@ CHAT = [{"role": "user", "content": "1+1="}]
 )
 def test_without_a_chat_template_prompts_are_texts(row: dict[str, Any], config: GRPOConfig) -> None:
     tokenizer = tokenizer_with(None)
-    source = of_tokenizer(tokenizer, [{"prompt": "Q: 1+1= A:", "answer": "2"}])
-    assert not source.env.is_chat
+    assert not of_tokenizer(tokenizer, [{"prompt": "Q: 1+1= A:", "answer": "2"}]).env.is_chat
     with pytest.raises(ConfigError, match=r"set tokenizer\.chat_template"):
         of_tokenizer(tokenizer, [{"prompt": "a", "answer": "2"}, {**row, "answer": "2"}], config)
     with pytest.raises(ConfigError, match="an environment of chats needs a chat template"):
@@ -576,8 +539,7 @@ def test_special_tokens_reach_the_rewards_if_sampling_says_so(sampling: dict[str
     async def ask(prompt: Any) -> Any:
         return {"tokens": SimpleNamespace(response=torch.tensor(ids))}
 
-    assert asyncio.run(episode(TensorDict(prompt="a"), ask)) == 1.0
-    assert answered == [seen]
+    assert asyncio.run(episode(TensorDict(prompt="a"), ask)) == 1.0 and answered == [seen]
 
 
 def test_torchrls_countdown(engine: FakeAsyncVLLM) -> None:
@@ -630,11 +592,8 @@ NO_COLUMN = "data: train row 0 has no column 'prompt'; its columns are 'question
         ({}, {}, "data.source=None: name a dataset, or give the trainer a dataset or an env"),
         ({}, {"dataset": [{"question": "1+1=", "answer": "2"}], "rewards": exact}, NO_COLUMN),
         ({}, {"env": play}, "data.source=None: "),
-        (
-            {},
-            {"dataset": ROWS, "rewards": lambda completion, solution: 0.0},
-            "asks for 'solution'; there are .*'answer'",
-        ),
+        ({}, {"dataset": ROWS, "rewards": lambda completion, solution: 0.0},
+         "asks for 'solution'; there are .*'answer'"),
         ({}, {"dataset": ROWS}, r"^data.rewards=\[\]: name a function, package.module:function"),
         ({}, {"dataset": [], "rewards": exact}, "data: there are no rows to train on"),
         ({"held_out": 10}, {"dataset": ROWS, "rewards": exact}, "data: held_out=10 leaves none of 10 rows to train on"),
@@ -657,7 +616,7 @@ NO_COLUMN = "data: train row 0 has no column 'prompt'; its columns are 'question
         ({"source": "countdown"}, {"held_out": ROWS}, "held_out must be an environment"),
         ({"source": "countdown", "arguments": {"numbers": 3}}, {}, "data.source=countdown: .*'numbers'"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_one_line(
     data: dict[str, Any], given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,8 +28,7 @@ def test_a_draft_takes_the_place(tmp_path: Path, has_older: bool) -> None:
         folder(tmp_path / "run", "old")
     folder(tmp_path / ".run.older", "left by a kill")
     exchange(folder(tmp_path / ".draft", "new"), tmp_path / "run")
-    assert (tmp_path / "run" / "file").read_text() == "new"
-    assert names(tmp_path) == ["run"]
+    assert (tmp_path / "run" / "file").read_text() == "new" and names(tmp_path) == ["run"]
 
 
 def test_what_a_kill_left_between_two_renamings_is_the_only_copy(

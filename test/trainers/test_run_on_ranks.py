@@ -94,8 +94,7 @@ def test_rank_0_gives_each_rank_whole_groups_and_writes_down_the_whole(tmp_path:
         groups = {group for group, _ in one | other}
         assert len(groups) == 4 and len(first["prompts"][step]) + len(second["prompts"][step]) == 8
         assert float(rows[step]["length"]) * 8 == first["tokens"][step] + second["tokens"][step]
-    assert numbers(rows, "lr") == pytest.approx([1e-2] * 3)
-    assert first["step"] == second["step"] == 3
+    assert numbers(rows, "lr") == pytest.approx([1e-2] * 3) and first["step"] == second["step"] == 3
     assert first["version"] == second["version"]
     for name, weight in first["weights"].items():
         assert np.array_equal(weight, second["weights"][name])
@@ -139,8 +138,7 @@ def test_another_number_of_ranks_continues_with_a_run(tmp_path: Path, before: in
     config = config_of(tmp_path, 4)
     config.resume = True
     second = start(after, config)
-    assert [row["step"] for row in second["rows"]] == [0, 1, 2, 3]
-    assert second["rows"][:2] == first["rows"]
+    assert [row["step"] for row in second["rows"]] == [0, 1, 2, 3] and second["rows"][:2] == first["rows"]
     assert any(not np.array_equal(second["weights"][name], first["weights"][name]) for name in first["weights"])
 
 
@@ -178,8 +176,6 @@ def test_the_engine_has_what_ranks_share_in_other_ways(tmp_path: Path, changes: 
 
 
 # -- how they end -----------------------------------------------------------------------------------------------------
-
-
 def stop_second(trainer: MoEGRPOTrainer, found: dict[str, Any]) -> None:
     def stop() -> None:
         if not trainer.ranks.is_first and trainer.steps_done == 2:
@@ -270,19 +266,12 @@ def test_a_rank_that_is_killed_ends_the_others_and_the_last_checkpoint_is_whole(
 
 
 # -- on vLLM ----------------------------------------------------------------------------------------------------------
-
-
 def torchrun(ranks: int, *arguments: str) -> list[str]:
     script = str(ROOT / "tutorials" / "grpo" / "train.py")
     return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-        *arguments,
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *arguments,
         script,
-    ]
+    ]  # fmt: skip
 
 
 def environment() -> dict[str, str]:
@@ -356,12 +345,8 @@ def test_the_run_continues_when_a_rank_a_replica_and_the_driver_are_killed(
 ) -> None:
     out = tmp_path / "run"
     settings = (
-        "steps=100000",
-        "checkpoint.every=2",
-        "eval.every=0",
-        "log.progress=false",
-        "rollout.prompts_per_step=8",
-    )
+        "steps=100000", "checkpoint.every=2", "eval.every=0", "log.progress=false", "rollout.prompts_per_step=8",
+    )  # fmt: skip
     command = [*torchrun(2, "--max-restarts=4"), "--config", "tiny_ranks", f"out={out}", *settings]
     family: set[int] = set()
     with subprocess.Popen([*command, "hooks=[support.rank_watch:note_processes]"], env=environment()) as agent:

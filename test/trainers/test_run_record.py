@@ -92,8 +92,7 @@ def test_a_logger_that_fails_and_a_file_that_is_moved_cost_no_row(
 def test_a_later_start_keeps_the_rows_before_its_step(tmp_path: Path) -> None:
     record_of(tmp_path, 5)
     record = RunRecord(tmp_path, "seed: 1\n", before=3)
-    assert [row["step"] for row in record.rows] == [0, 1, 2]
-    assert record.column("lr") == [1e-5] * 3
+    assert [row["step"] for row in record.rows] == [0, 1, 2] and record.column("lr") == [1e-5] * 3
     assert isinstance(record.rows[0]["step"], int)
     record.add({"step": 3})
     assert [row["step"] for row in rows_of(tmp_path)] == ["0", "1", "2", "3"]
@@ -165,15 +164,9 @@ def test_rewards_are_of_samples_and_lengths_of_rows() -> None:
     metrics = batch_metrics(batch, version=7)
     # rewards 1, 0, 0, 0; ages: 8 tokens of 0, 2 of 1, 4 of 2, 6 of 0
     assert metrics == {
-        "reward": 0.25,
-        "reward_std": pytest.approx(0.1875**0.5),
-        "uniform_groups": 0.5,
-        "length": 4.0,
-        "truncated": 0.2,
-        "staleness": 0.5,
-        "tokens": 20.0,
-        "reward/exact": 0.2,
-    }
+        "reward": 0.25, "reward_std": pytest.approx(0.1875**0.5), "uniform_groups": 0.5, "length": 4.0,
+        "truncated": 0.2, "staleness": 0.5, "tokens": 20.0, "reward/exact": 0.2,
+    }  # fmt: skip
 
 
 def test_rows_without_a_reward_are_refused_with_its_key() -> None:
@@ -245,24 +238,15 @@ def test_it_is_text_where_it_is_printed(capsys: pytest.CaptureFixture[str]) -> N
     assert "mean rollout reward, first and last 5 steps" in shown and "0.00 -> 0.00" in shown and "<rich" not in shown
 
 
-def test_replay_that_adds_to_the_mismatch_is_shown_as_such() -> None:
-    text = text_of([step_row(0, dlogp_mean=0.006)])
-    assert "replay adds" in text and "50% of the mismatch" in text
+def test_what_is_shown_depends_on_what_was_measured() -> None:
+    text = text_of([step_row(0, dlogp_mean=0.006)])  # never evaluated but at the end
+    assert "replay adds" in text and "50% of the mismatch" in text and "0.75" in text and "-> 0.75" not in text
+    assert "held-out" not in text_of([step_row(0)], None)
 
 
 @pytest.mark.parametrize("missing", ["dlogp_live", "agreement"])
 def test_without_replay_there_is_nothing_to_say_about_it(missing: str) -> None:
-    rows = [step_row(step, **{missing: ""}) for step in range(3)]
-    assert "replay" not in text_of(rows)
-
-
-def test_a_run_that_was_never_evaluated_shows_its_end() -> None:
-    text = text_of([step_row(0)])
-    assert "0.75" in text and "-> 0.75" not in text
-
-
-def test_a_run_without_held_out_prompts_says_nothing_of_them() -> None:
-    assert "held-out" not in text_of([step_row(0)], None)
+    assert "replay" not in text_of([step_row(step, **{missing: ""}) for step in range(3)])
 
 
 class Run(RunReports):

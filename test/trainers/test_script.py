@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
+from pytest import CaptureFixture, MonkeyPatch, TempPathFactory
 from tensordict import set_list_to_stack
 
 from torchrl_moe.cli.main import main as cli
@@ -39,7 +40,7 @@ def unkind() -> Any:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory: TempPathFactory) -> Path:
     """Folders of a model with experts and of one without."""
     folder = tmp_path_factory.mktemp("models")
     save_tiny_moe(folder / "moe", num_hidden_layers=2)
@@ -50,7 +51,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_engine(monkeypatch: MonkeyPatch) -> None:
     def start(*_: Any, **__: Any) -> Any:
         raise AssertionError("an engine was started")
 
@@ -97,7 +98,7 @@ BAD = [
 
 @pytest.mark.parametrize(("overrides", "message"), BAD, ids=[" ".join(overrides)[:50] for overrides, _ in BAD])
 def test_bad_input_is_one_clear_line_and_nothing_is_written(
-    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], message: str
+    models: Path, tmp_path: Path, capsys: CaptureFixture[str], overrides: list[str], message: str
 ) -> None:
     before = older_run(tmp_path / "run")
     capsys.readouterr()
@@ -105,27 +106,22 @@ def test_bad_input_is_one_clear_line_and_nothing_is_written(
     lines = [
         line for line in capsys.readouterr().err.splitlines() if line and "it/s]" not in line
     ]  # transformers' bars
-    assert len(lines) == 1
-    assert message in lines[0]
-    assert contents(tmp_path / "run") == before
+    assert len(lines) == 1 and message in lines[0] and contents(tmp_path / "run") == before
 
 
 def test_a_name_that_the_hub_does_not_have(
-    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    models: Path, tmp_path: Path, capsys: CaptureFixture[str], monkeypatch: MonkeyPatch
 ) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # the variable is read at import
     assert run(models, tmp_path / "run", "model.source=no/such-model") == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "model.source=no/such-model: " in line
-    assert not (tmp_path / "run").exists()
+    assert "model.source=no/such-model: " in line and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("name", sorted(file.stem for file in CONFIGS.glob("*.yaml")))
-def test_a_configuration_that_is_printed_is_read_again(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_configuration_that_is_printed_is_read_again(name: str, tmp_path: Path, capsys: CaptureFixture[str]) -> None:
     changes = ["optim.lr=3e-5", "loss.arguments.clip_epsilon=[0.1, 0.3]", f"out={tmp_path / 'run'}"]
     assert main(["--config", name, "--cfg", *changes]) == 0
     file = tmp_path / "printed.yaml"
@@ -136,7 +132,7 @@ def test_a_configuration_that_is_printed_is_read_again(
     assert not (tmp_path / "run").exists()
 
 
-def test_help_names_the_configurations(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_the_configurations(capsys: CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--help"])
     assert caught.value.code == 0
@@ -145,8 +141,6 @@ def test_help_names_the_configurations(capsys: pytest.CaptureFixture[str]) -> No
 
 
 # -- what a run leaves, on a fake engine ------------------------------------------------------------------------------
-
-
 def other_model(seed: int) -> Any:
     return make_tiny_moe("qwen3_moe", seed=seed, num_hidden_layers=4, num_experts=8, num_experts_per_tok=2)
 
@@ -202,7 +196,7 @@ def test_a_run_continues_where_it_was(tmp_path: Path) -> None:
             assert [row["step"] for row in again.record.rows] == [0, 1, 2]
 
 
-def test_a_checkpoint_becomes_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_becomes_a_model(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
     folder = PolicyModel.load(*made(1), ModelConfig()).save(tmp_path / "mine")
     with set_list_to_stack(True), trainer_of(tmp_path / "run", str(folder)) as trainer:
         head = trainer.policy_model.model.lm_head.weight.data
@@ -220,7 +214,7 @@ def test_a_checkpoint_becomes_a_model(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "is no folder of a run with checkpoints" in capsys.readouterr().err
 
 
-def test_a_mistake_ends_the_engine_of_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_ends_the_engine_of_the_reference(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     references = []
 
     def start(*_: Any, **__: Any) -> FakeFleet:
@@ -241,11 +235,7 @@ def test_a_mistake_ends_the_engine_of_the_reference(tmp_path: Path, monkeypatch:
 
 
 # -- several ranks ----------------------------------------------------------------------------------------------------
-
-
-def test_what_happened_to_another_rank_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_happened_to_another_rank_is_one_line(monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RankError("weight sync: rank 3 did not come within 600 s")
 
@@ -256,7 +246,7 @@ def test_what_happened_to_another_rank_is_one_line(
 
 @pytest.mark.parametrize("first", [True, False])
 def test_rank_0_alone_draws_and_prints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], first: bool
+    tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str], first: bool
 ) -> None:
     done: list[str] = []
 
