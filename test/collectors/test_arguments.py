@@ -83,9 +83,6 @@ def test_an_engine_is_that_of_a_policy_of_ours() -> None:
         assert engine_of(vLLMWrapper(engine)) is engine
 
 
-# -- settings ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_defaults_of_settings_are_the_collectors() -> None:
     defaults = {name: one.default for name, one in inspect.signature(AsyncLLMCollector).parameters.items()}
     settings = Settings(reward_timeout=None, over_sample=2.0, on_stale="drop").by_name()

@@ -29,6 +29,8 @@ from torchrl_moe.errors import CollectionError, CollectionStalledError, Generati
 from torchrl_moe.modules import vLLMWrapper
 from torchrl_moe.testing import FakeAsyncVLLM
 
+Collect = Callable[..., AsyncLLMCollector]
+
 
 @pytest.fixture
 def engine() -> Iterator[FakeAsyncVLLM]:
@@ -37,9 +39,7 @@ def engine() -> Iterator[FakeAsyncVLLM]:
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_batch_is_of_whole_groups_that_differ(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_a_batch_is_of_whole_groups_that_differ(collect: Collect) -> None:
     seen: list[int] = []
     for batch in islice(collect(groups_per_batch=3, max_staleness=1), 4):
         assert batch.batch_size == (6,)
@@ -77,7 +77,7 @@ def test_without_staleness_batches_are_those_of_torchrls_collector(engine: FakeA
 
 
 def test_turns_of_a_sample_follow_one_another_and_send_the_ids_of_the_earlier(
-    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
+    collect: Collect, engine: FakeAsyncVLLM
 ) -> None:
     collector = collect(lambda: chat(1, turns=3), groups_per_batch=1)
     batch = next(iter(collector))
@@ -97,20 +97,20 @@ def test_turns_of_a_sample_follow_one_another_and_send_the_ids_of_the_earlier(
     assert set(sessions.values()) == {1}
 
 
-def test_only_last_turns_can_be_kept(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_only_last_turns_can_be_kept(collect: Collect) -> None:
     batch = next(iter(collect(lambda: chat(1, turns=2), yield_only_last_steps=True)))
     assert batch.batch_size == (2,)
     assert batch["next", "step_count"].flatten().tolist() == [2, 2]
 
 
-def test_an_environment_of_a_group_that_continues_is_refused(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_an_environment_of_a_group_that_continues_is_refused(collect: Collect) -> None:
     with pytest.raises(
         ValueError, match=r"0 of 2 samples of a group are done. An environment that continues needs batch"
     ):
         next(iter(collect(chat(2, turns=2))))
 
 
-def test_it_ends_after_so_many_rows(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_it_ends_after_so_many_rows(collect: Collect) -> None:
     collector = collect(groups_per_batch=2, total_dialog_turns=10)
     assert [batch.numel() for batch in collector] == [4, 4, 4]
     assert collector.stats()["completed"]
@@ -128,8 +128,6 @@ def test_data_comes_from_the_environments_own_loader_which_is_left_alone(engine:
 
 
 # -- staleness --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 @pytest.mark.parametrize(("order", "window"), [("fifo", 0.3), ("window", 0.3), ("window", 1.0)])
 def test_no_token_is_older_than_promised(order: Any, window: float, staleness: int) -> None:
@@ -165,9 +163,7 @@ def test_no_token_is_older_than_promised(order: Any, window: float, staleness: i
     assert stats["inference/staleness_max"] == ages[-1]
 
 
-def test_groups_that_became_too_old_are_dropped_and_replaced(
-    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
-) -> None:
+def test_groups_that_became_too_old_are_dropped_and_replaced(collect: Collect, engine: FakeAsyncVLLM) -> None:
     collector = collect(groups_per_batch=2, max_staleness=1, on_stale="drop")
     batches = iter(collector)
     next(batches)
@@ -204,24 +200,20 @@ def test_no_more_answers_are_generated_at_a_time_than_asked_for(engine: FakeAsyn
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------
-
-
 def failing(query: str) -> float:
     if query in ("q1", "q3"):
         raise ZeroDivisionError(f"no reward for {query}")
     return 1.0
 
 
-def test_the_first_failure_of_a_reward_is_raised_with_its_prompt(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_the_first_failure_of_a_reward_is_raised_with_its_prompt(collect: Collect) -> None:
     collector = collect(chat(2, reward=failing), groups_per_batch=4)
     with pytest.raises(ZeroDivisionError, match="no reward for q1") as caught:
         next(iter(collector))
     assert "at prompt 1: query='q1'" in caught.value.__notes__
 
 
-def test_failures_cost_their_own_groups_only(
-    collect: Callable[..., AsyncLLMCollector], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failures_cost_their_own_groups_only(collect: Collect, caplog: pytest.LogCaptureFixture) -> None:
     collector = collect(chat(2, reward=failing), groups_per_batch=3, max_failures=2, order="fifo")
     batches = list(islice(collector, 2))
     assert [queries(batch)[::2] for batch in batches] == [["q0", "q2", "q4"], ["q5", "q6", "q7"]]
@@ -230,7 +222,7 @@ def test_failures_cost_their_own_groups_only(
     assert "group 1 failed at prompt 1 (query='q1')" in caplog.text
 
 
-def test_groups_that_teach_nothing_are_replaced_one_for_one(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_groups_that_teach_nothing_are_replaced_one_for_one(collect: Collect) -> None:
     def has_odd_query(group: Any) -> bool:
         return int(group[0]["query"][1:]) % 2 == 1
 
@@ -242,7 +234,7 @@ def test_groups_that_teach_nothing_are_replaced_one_for_one(collect: Callable[..
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e39])
 def test_a_reward_that_is_not_finite_costs_its_group(
-    collect: Callable[..., AsyncLLMCollector], reward: float, caplog: pytest.LogCaptureFixture
+    collect: Collect, reward: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     env = chat(2, reward=lambda query: reward if query == "q0" else 1.0)
     assert queries(next(iter(collect(env, max_failures=1)))) == ["q1"] * 2
@@ -250,9 +242,7 @@ def test_a_reward_that_is_not_finite_costs_its_group(
 
 
 @pytest.mark.parametrize(("groups_per_batch", "calls"), [(1, 9), (12, 13)])
-def test_failures_end_early_while_nothing_has_succeeded(
-    collect: Callable[..., AsyncLLMCollector], groups_per_batch: int, calls: int
-) -> None:
+def test_failures_end_early_while_nothing_has_succeeded(collect: Collect, groups_per_batch: int, calls: int) -> None:
     asked = []
 
     def always(query: str) -> float:
@@ -268,7 +258,7 @@ def test_failures_end_early_while_nothing_has_succeeded(
     assert len(asked) < calls + groups_per_batch
 
 
-def test_once_something_has_succeeded_failures_have_their_own_limit(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_once_something_has_succeeded_failures_have_their_own_limit(collect: Collect) -> None:
     def mostly(query: str) -> float:
         return 1 / (query in ("q0", "q40"))
 
@@ -276,7 +266,7 @@ def test_once_something_has_succeeded_failures_have_their_own_limit(collect: Cal
     assert [queries(batch)[0] for batch in islice(collector, 2)] == ["q0", "q40"]
 
 
-def test_a_filter_that_rejects_everything_ends_the_collection(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_a_filter_that_rejects_everything_ends_the_collection(collect: Collect) -> None:
     collector = collect(groups_per_batch=2, group_filter=lambda rows: False, max_dropped_groups=7)
     words = r"8 groups were dropped without a batch in between, the last because group_filter rejects them: .*=7"
     with pytest.raises(CollectionError, match=words):
@@ -288,7 +278,7 @@ def test_a_filter_that_rejects_everything_ends_the_collection(collect: Callable[
         next(iter(default))
 
 
-def test_an_environment_that_is_never_done_is_ended(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_an_environment_that_is_never_done_is_ended(collect: Collect) -> None:
     bare = ChatEnv(batch_size=(1,), tokenizer=TOKENIZER)
     with pytest.raises(ValueError, match=r"not done after max_turns=5: .*StepCounter\(max_steps=\.\.\.\)"):
         next(iter(collect(bare, group_size=1, max_turns=5)))
@@ -298,9 +288,7 @@ def test_an_environment_that_is_never_done_is_ended(collect: Callable[..., Async
         next(iter(collect(lambda: chat(1, turns=3), max_turns=2)))
 
 
-def test_answers_of_a_group_have_seeds_of_their_own(
-    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
-) -> None:
+def test_answers_of_a_group_have_seeds_of_their_own(collect: Collect, engine: FakeAsyncVLLM) -> None:
     policy = policy_of(engine).get_new_version(generate_kwargs={"max_new_tokens": 2, "seed": 5})
     next(iter(collect(policy=policy, groups_per_batch=3, max_staleness=0)))
     seeds = [request.sampling_params["seed"] for replica in engine.replicas for request in replica.submitted]
@@ -342,7 +330,7 @@ def test_a_collection_in_which_nothing_moves_says_what_it_waits_for(engine: Fake
         next(iter(collector))
 
 
-def test_a_dead_engine_ends_the_collection(collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM) -> None:
+def test_a_dead_engine_ends_the_collection(collect: Collect, engine: FakeAsyncVLLM) -> None:
     collector = collect(groups_per_batch=2)
     batches = iter(collector)
     next(batches)
@@ -353,7 +341,7 @@ def test_a_dead_engine_ends_the_collection(collect: Callable[..., AsyncLLMCollec
             next(batches)
 
 
-def test_a_killed_replica_does_not_end_it(collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM) -> None:
+def test_a_killed_replica_does_not_end_it(collect: Collect, engine: FakeAsyncVLLM) -> None:
     for replica in engine.replicas:
         replica.token_seconds = 1e-3
     collector = collect(groups_per_batch=4)
@@ -366,9 +354,7 @@ def test_a_killed_replica_does_not_end_it(collect: Callable[..., AsyncLLMCollect
 
 
 # -- buffers, pauses, ends --------------------------------------------------------------------------------------------
-
-
-def test_it_fills_a_buffer_from_its_own_thread(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_it_fills_a_buffer_from_its_own_thread(collect: Collect) -> None:
     buffer = ReplayBuffer(storage=LazyStackStorage(64))
     collector = collect(replay_buffer=buffer, groups_per_batch=2, total_dialog_turns=12)
     collector.start()
@@ -379,10 +365,7 @@ def test_it_fills_a_buffer_from_its_own_thread(collect: Callable[..., AsyncLLMCo
 
 
 def test_its_own_thread_is_so_many_batches_ahead_of_the_weight_updates(
-    collect: Callable[..., AsyncLLMCollector],
-    engine: FakeAsyncVLLM,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    collect: Collect, engine: FakeAsyncVLLM, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rollouts, "UPDATE_SECONDS", 0.0)
     buffer = ReplayBuffer(storage=LazyStackStorage(64))
@@ -399,7 +382,7 @@ def test_its_own_thread_is_so_many_batches_ahead_of_the_weight_updates(
     assert buffer[:]["policy_version"].tolist() == [0] * 4 + [1, 1, 2, 2, 3, 3]
 
 
-def test_an_error_in_its_thread_reaches_who_waits_for_the_buffer(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_an_error_in_its_thread_reaches_who_waits_for_the_buffer(collect: Collect) -> None:
     buffer = ReplayBuffer(storage=LazyStackStorage(64))
     collector = collect(chat(2, reward=failing), replay_buffer=buffer, groups_per_batch=4)
     collector.start()
@@ -409,19 +392,19 @@ def test_an_error_in_its_thread_reaches_who_waits_for_the_buffer(collect: Callab
         collector.start()  # it would do nothing
 
 
-def test_with_a_buffer_iterating_yields_none(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_with_a_buffer_iterating_yields_none(collect: Collect) -> None:
     buffer = ReplayBuffer(storage=LazyStackStorage(64))
     collector = collect(replay_buffer=buffer, groups_per_batch=2)
     assert list(islice(collector, 2)) == [None, None]
     assert len(buffer) == 8
 
 
-def test_starting_without_a_buffer_is_refused(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_starting_without_a_buffer_is_refused(collect: Collect) -> None:
     with pytest.raises(RuntimeError, match="pass replay_buffer="):
         collect().start()
 
 
-def test_nothing_begins_during_a_pause(collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM) -> None:
+def test_nothing_begins_during_a_pause(collect: Collect, engine: FakeAsyncVLLM) -> None:
     collector = collect(groups_per_batch=2)
     batches = iter(collector)
     next(batches)
@@ -436,7 +419,7 @@ def test_nothing_begins_during_a_pause(collect: Callable[..., AsyncLLMCollector]
 
 
 def test_after_a_shutdown_its_state_can_be_saved_and_the_engine_still_serves(
-    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
+    collect: Collect, engine: FakeAsyncVLLM
 ) -> None:
     collector = collect()
     next(iter(collector))
@@ -447,7 +430,7 @@ def test_after_a_shutdown_its_state_can_be_saved_and_the_engine_still_serves(
     assert engine.generate("a", use_tqdm=False).outputs
 
 
-def test_ctrl_c_leaves_it_running(collect: Callable[..., AsyncLLMCollector], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_leaves_it_running(collect: Collect, monkeypatch: pytest.MonkeyPatch) -> None:
     from concurrent.futures import Future
 
     collector = collect(groups_per_batch=2, order="fifo")
@@ -468,8 +451,6 @@ def test_ctrl_c_leaves_it_running(collect: Callable[..., AsyncLLMCollector], mon
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
-
-
 def test_a_restored_collector_uses_each_prompt_once(engine: FakeAsyncVLLM) -> None:
     for replica in engine.replicas:
         replica.token_seconds = 5e-4
@@ -620,7 +601,7 @@ def test_rows_of_answers_in_parts_say_so(
 
 
 def test_a_state_can_be_loaded_after_weights_were_pushed_and_numbers_continue(
-    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
+    collect: Collect, engine: FakeAsyncVLLM
 ) -> None:
     first = collect(groups_per_batch=2, max_staleness=1, order="fifo")
     groups = next(iter(first)).get("group_id").tolist()
@@ -643,7 +624,7 @@ def test_a_state_can_be_loaded_after_weights_were_pushed_and_numbers_continue(
         second.load_state_dict(state)
 
 
-def test_after_an_error_it_raises_again_and_its_state_can_be_saved(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_after_an_error_it_raises_again_and_its_state_can_be_saved(collect: Collect) -> None:
     collector = collect(chat(2, reward=failing), groups_per_batch=4)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
@@ -651,7 +632,7 @@ def test_after_an_error_it_raises_again_and_its_state_can_be_saved(collect: Call
     assert collector.state_dict()["frames"] == 0
 
 
-def test_the_data_ends_after_the_last_whole_batch(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_the_data_ends_after_the_last_whole_batch(collect: Collect) -> None:
     batches = iter(collect(groups_per_batch=3, dataloader=iter(list(Questions(7))), order="fifo"))
     assert queries(next(batches))[::2] == ["q0", "q1", "q2"]
     assert queries(next(batches))[::2] == ["q3", "q4", "q5"]
@@ -660,7 +641,7 @@ def test_the_data_ends_after_the_last_whole_batch(collect: Callable[..., AsyncLL
 
 
 def test_when_the_holder_of_the_newest_weights_dies_others_are_waited_for(
-    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
+    collect: Collect, engine: FakeAsyncVLLM
 ) -> None:
     batches = iter(collect(groups_per_batch=2, max_staleness=0))
     next(batches)
@@ -673,9 +654,7 @@ def test_when_the_holder_of_the_newest_weights_dies_others_are_waited_for(
     late.join()
 
 
-def test_versions_stand_where_torchrls_scripts_look_if_asked_for(
-    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
-) -> None:
+def test_versions_stand_where_torchrls_scripts_look_if_asked_for(collect: Collect, engine: FakeAsyncVLLM) -> None:
     new_weights(engine, 3)
     for asked in (True, False):
         batch = next(iter(collect(track_policy_version=asked)))
@@ -685,7 +664,7 @@ def test_versions_stand_where_torchrls_scripts_look_if_asked_for(
             assert torch.equal(batch["next", "policy_version"], batch["policy_version"])
 
 
-def test_an_engines_error_in_a_reward_costs_its_group_only(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_an_engines_error_in_a_reward_costs_its_group_only(collect: Collect) -> None:
     def judge(query: str) -> float:
         if query == "q0":
             raise GenerationTimeout("the judge is late")
@@ -695,14 +674,14 @@ def test_an_engines_error_in_a_reward_costs_its_group_only(collect: Callable[...
     assert queries(batch)[::2] == ["q1", "q2"]
 
 
-def test_a_filter_may_ask_the_collector(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_a_filter_may_ask_the_collector(collect: Collect) -> None:
     asked: list[Any] = []
     collector = collect(groups_per_batch=2, group_filter=lambda rows: asked.append(collector.state_dict()) or True)
     next(iter(collector))
     assert len(asked) >= 2
 
 
-def test_pauses_can_be_nested(collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM) -> None:
+def test_pauses_can_be_nested(collect: Collect, engine: FakeAsyncVLLM) -> None:
     collector = collect(groups_per_batch=2)
     batches = iter(collector)
     next(batches)
@@ -718,8 +697,6 @@ def test_pauses_can_be_nested(collect: Callable[..., AsyncLLMCollector], engine:
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("kwargs", "error", "words"),
     [
@@ -765,9 +742,7 @@ def test_what_is_no_environment_is_refused(engine: FakeAsyncVLLM) -> None:
         AsyncLLMCollector(3, policy=policy_of(engine), dataloader=Questions())  # type: ignore[arg-type]
 
 
-def test_a_checkpoint_counts_ages_from_the_newest_weights(
-    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
-) -> None:
+def test_a_checkpoint_counts_ages_from_the_newest_weights(collect: Collect, engine: FakeAsyncVLLM) -> None:
     """Those of groups that a restored collector has not put in line yet, too; what is too old is dropped by them."""
 
     def ages(collector: AsyncLLMCollector) -> list[int]:

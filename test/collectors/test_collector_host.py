@@ -15,8 +15,6 @@ from torchrl_moe.collectors.collector_host import CollectorHost, pack, unpack
 from torchrl_moe.errors import CollectionError
 from torchrl_moe.testing import FakeAsyncVLLM
 
-# -- collector host ---------------------------------------------------------------------------------------------------
-
 
 @pytest.fixture
 def engine() -> Iterator[FakeAsyncVLLM]:
@@ -83,9 +81,6 @@ def test_pauses_are_left_in_turn(host: Callable[..., CollectorHost]) -> None:
     made.end_pause()
     made.end_pause()
     assert made._made._rollouts.pauses == 1
-
-
-# -- packed -----------------------------------------------------------------------------------------------------------
 
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.int8, torch.int64, torch.bool, torch.bfloat16]

@@ -120,11 +120,7 @@ def test_text_and_ids_are_sent_as_they_are(engine: FakeAsyncVLLM) -> None:
 @pytest.mark.parametrize(
     ("mode", "prompt", "words"),
     [
-        (
-            "history",
-            [111, 110],
-            r"mode='history' takes a History \[turns\], messages, or text, got \[111",
-        ),
+        ("history", [111, 110], r"mode='history' takes a History \[turns\], messages, or text, got \[111"),
         ("history", History.from_chats([[{"role": "user", "content": "one"}]]), "a History"),
         ("history", [], r"got \[\]"),
         ("text", [111, 110], "input_mode='text' takes text, got"),

@@ -33,8 +33,6 @@ from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest
 from torchrl_moe.testing import FakeAsyncVLLM
 
-# -- environments -----------------------------------------------------------------------------------------------------
-
 
 def dataset_env() -> TransformedEnv:
     env = DatasetChatEnv.from_dataloader(Questions(8), repeats=4, batch_size=(16,), tokenizer=TOKENIZER)
@@ -336,9 +334,6 @@ def test_an_environment_that_is_made_as_the_pool_closes_is_closed() -> None:
 
     asyncio.run(main())
     assert closed == [first, late]
-
-
-# -- episode ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

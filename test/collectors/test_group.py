@@ -12,8 +12,6 @@ from torchrl_moe.collectors import group as collection_stats
 from torchrl_moe.collectors.group import CollectionStats, Group
 from torchrl_moe.collectors.prompt_stream import Prompt
 
-# -- group ------------------------------------------------------------------------------------------------------------
-
 
 def turn(*versions: list[int]) -> TensorDictBase:
     """One turn of as many samples; -1 is of the prompt."""
@@ -82,9 +80,6 @@ def test_a_restored_group_is_as_old_as_it_was_and_apart_from_the_trainers_rows()
     assert (again.number, again.oldest, again.tokens) == (8, 18, 2)
     assert again.rows["group_id"].tolist() == [7]
     assert again.ready_at > 0
-
-
-# -- collection stats -------------------------------------------------------------------------------------------------
 
 
 def counted(oldest: int, tokens: int, *segments: int, ready_at: float = 0.0) -> Group:

@@ -59,8 +59,6 @@ def waiting(state: dict[str, Any]) -> list[str]:
 
 
 # -- interrupted ------------------------------------------------------------------------------------------------------
-
-
 def test_a_batch_that_a_ctrl_c_kept_from_the_trainer_is_in_the_state(
     collect: Collect, engine: FakeAsyncVLLM, interrupt: Callable[..., None]
 ) -> None:
@@ -144,8 +142,6 @@ def test_two_collectors_share_an_engine(collect: Collect) -> None:
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------
-
-
 def test_a_shutdown_by_another_thread_ends_the_iteration(collect: Collect, engine: FakeAsyncVLLM) -> None:
     engine.pause()
     collector = collect()
@@ -249,16 +245,12 @@ def test_a_group_that_is_dropped_while_it_is_judged_leaves_the_environment_to_th
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_group_may_be_large(collect: Collect) -> None:
     batch = next(iter(collect(group_size=200, groups_per_batch=1, max_staleness=0)))
     assert queries(batch) == ["q0"] * 200
 
 
 # -- continuing -------------------------------------------------------------------------------------------------------
-
-
 def test_a_restored_line_is_in_the_order_of_the_data(collect: Collect, engine: FakeAsyncVLLM) -> None:
     """A complete group does not overtake one that was under way: an epoch of fifo ends with its last prompt."""
 

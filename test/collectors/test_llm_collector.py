@@ -66,7 +66,6 @@ def rows(batch: TensorDictBase) -> list[dict[Any, Any]]:
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------
-
 MODES: dict[str, dict[str, Any]] = {
     "samples": {"yield_completed_trajectories": True},
     "last turns": {"yield_only_last_steps": True},
@@ -176,8 +175,6 @@ def test_data_may_have_columns_of_any_kind(engine: FakeAsyncVLLM, columns: dict[
 
 
 # -- the data ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("mode", "repeats", "turns"),
     [
@@ -287,8 +284,6 @@ def test_a_seed_reaches_data_and_engine(engine: FakeAsyncVLLM) -> None:
 
 
 # -- free running -----------------------------------------------------------------------------------------------------
-
-
 def running(engine: FakeAsyncVLLM, **kwargs: Any) -> LLMCollector:
     buffer = ReplayBuffer(storage=LazyStackStorage(4096), batch_size=4)
     return LLMCollector(env_of(**kwargs), policy=policy_of(engine), dialog_turns_per_batch=4, replay_buffer=buffer)
@@ -485,8 +480,6 @@ def test_after_a_ctrl_c_in_the_buffer_the_same_batch_comes_again(engine: FakeAsy
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
-
-
 def test_what_makes_no_sense_is_refused(engine: FakeAsyncVLLM) -> None:
     for arguments, message in (
         ({"queue": object()}, "lose the oldest data"),

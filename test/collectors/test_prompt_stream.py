@@ -15,8 +15,6 @@ from torchrl.envs.llm.transforms import DataLoadingPrimer
 from support.collecting import Questions
 from torchrl_moe.collectors.prompt_stream import PromptFeed, PromptStream
 
-# -- prompt stream ----------------------------------------------------------------------------------------------------
-
 
 def read(stream: PromptStream, count: int) -> list[str]:
     return [prompt.data["query"] for prompt in islice(stream, count)]
@@ -112,9 +110,6 @@ def test_what_is_no_row_is_refused() -> None:
 def test_columns_of_different_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match=r"different lengths: \[1, 2\]"):
         next(PromptStream([{"query": ["a", "b"], "target": ["x"]}]))
-
-
-# -- prompt feed ------------------------------------------------------------------------------------------------------
 
 
 def primer_of(data: Any = None, **kwargs: Any) -> DataLoadingPrimer:

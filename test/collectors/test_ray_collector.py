@@ -102,8 +102,6 @@ def failing_from(first: int) -> Callable[[str], float]:
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------
-
-
 def test_batches_are_those_of_the_local_collector(collect: Make) -> None:
     with FakeAsyncVLLM(num_replicas=2) as engine:
         local = AsyncLLMCollector(
@@ -184,8 +182,6 @@ def test_torchrls_trainer_takes_it(collect: Make, is_async: bool) -> None:
 
 
 # -- buffers ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_buffer_of_this_process_is_extended_here(collect: Make) -> None:
     collector = collect(replay_buffer=buffer(), groups_per_batch=2)
     assert list(islice(collector, 2)) == [None, None]
@@ -241,8 +237,6 @@ def test_a_buffer_in_ray_is_filled_by_the_actor(collect: Make) -> None:
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
-
-
 def test_an_error_in_the_actor_has_its_type_and_notes_and_the_state_can_still_be_saved(collect: Make) -> None:
     collector = collect(chat(2, reward=failing_from(1)))
     assert queries(collector.next()) == ["q0", "q0"]
@@ -292,8 +286,6 @@ def test_ctrl_c_leaves_it_usable_and_no_batch_is_lost(collect: Make, interrupt: 
 
 
 # -- control ----------------------------------------------------------------------------------------------------------
-
-
 def test_calls_do_not_wait_for_a_batch(collect: Make, actor: Any) -> None:
     collector = collect()
     with collector.pause(resume=False):
@@ -424,8 +416,6 @@ def test_a_seed_shuffles_the_data_in_the_actor(collect: Make) -> None:
 
 
 # -- state ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_restored_collector_uses_each_prompt_once_and_local_ones_take_its_state_too(collect: Make) -> None:
     first = collect(groups_per_batch=4)
     seen = [query for batch in islice(first, 3) for query in queries(batch)[::2]]
@@ -449,8 +439,6 @@ def test_a_restored_collector_uses_each_prompt_once_and_local_ones_take_its_stat
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------
-
-
 def test_a_collector_that_was_shut_down_says_so(collect: Make, ended: list[Any], actor: Any) -> None:
     collector = collect(replay_buffer=buffer())
     collector.next()
@@ -467,8 +455,6 @@ def test_a_collector_that_was_shut_down_says_so(collect: Make, ended: list[Any],
 
 
 # -- the other local collector ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def collect_in_turns(collect: Make) -> Callable[..., RayLLMCollector]:
     """Makes collectors of two prompts a batch, each twice."""
@@ -571,8 +557,6 @@ def test_nothing_is_asked_for_ahead_during_a_pause_nor_at_the_end(
 
 
 # -- several over one engine ------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def toys(ray_cluster: Any) -> Iterator[AsyncVLLM]:
     """A service over the toy engine, under the name "shared"."""

@@ -18,9 +18,8 @@ from torchrl_moe.collectors.remote_host import RemoteHost, actor_options
 from torchrl_moe.errors import CollectionError
 from torchrl_moe.testing import FakeAsyncVLLM
 
+
 # -- remote host ------------------------------------------------------------------------------------------------------
-
-
 def test_resources_are_taken_from_either_place() -> None:
     assert actor_options(None) == {"max_concurrency": 8}
     assert actor_options(None, num_cpus=2, num_gpus=None) == {"max_concurrency": 8, "num_cpus": 2}
@@ -39,11 +38,7 @@ def test_what_cannot_be_sent_is_named_before_an_actor_is_placed(ray_cluster: Any
     lock = threading.Lock()
     with FakeAsyncVLLM() as engine:
         for name, given, words in (
-            (
-                "policy",
-                {"policy": policy_of(engine)},
-                r"children of this.*backend='ray'.*policy_factory=.*connect",
-            ),
+            ("policy", {"policy": policy_of(engine)}, r"children of this.*backend='ray'.*policy_factory=.*connect"),
             ("postproc", {"postproc": lambda batch: (lock, batch)[1]}, "cannot pickle '_thread.lock'.*can be pickled"),
             ("env", {"env": (lock, chat(2))}, "pass a callable that makes it"),
         ):
@@ -83,8 +78,6 @@ def test_ray_is_joined_as_asked_for(ray_cluster: Any, monkeypatch: pytest.Monkey
 
 
 # -- ray async llm collector ------------------------------------------------------------------------------------------
-
-
 OF_RAY = ["ray_init_config", "remote_config", "num_cpus", "num_gpus", "sync_iter"]
 
 
@@ -96,8 +89,6 @@ def test_its_arguments_are_those_of_the_local_one_and_rays() -> None:
 
 
 # -- ray llm collector ------------------------------------------------------------------------------------------------
-
-
 def test_its_arguments_are_those_of_torchrls() -> None:
     ours = inspect.signature(RayLLMCollector).parameters
     theirs, local = parameters(llm.RayLLMCollector), parameters(llm.LLMCollector)

@@ -31,9 +31,10 @@ from torchrl_moe.collectors.reports import CollectionProgress, CollectionRecord,
 from torchrl_moe.render.tokens import rows_of
 from torchrl_moe.testing import FakeAsyncVLLM
 
+Collect = Callable[..., AsyncLLMCollector]
+
+
 # -- reports ----------------------------------------------------------------------------------------------------------
-
-
 def parity(query: str) -> float:
     return float(int(query[1:]) % 2)
 
@@ -45,7 +46,7 @@ def engine() -> Iterator[FakeAsyncVLLM]:
 
 
 @pytest.fixture
-def collect(collect: Callable[..., AsyncLLMCollector]) -> Callable[..., AsyncLLMCollector]:
+def collect(collect: Collect) -> Collect:
     """Makes collectors in the data's order, whose reward is odd or even."""
 
     def make(env: Any = None, **kwargs: Any) -> AsyncLLMCollector:
@@ -59,16 +60,12 @@ def bar_lines(text: str) -> list[str]:
 
 
 # -- samples ----------------------------------------------------------------------------------------------------------
-
-
 def table_lines(text: str) -> list[list[str]]:
     """The cells of rows that rich has printed in one line each."""
     return [line.split() for line in text.splitlines()[1:] if line.strip() and "─" not in line]
 
 
-def test_the_newest_samples_of_the_last_batch_are_shown(
-    collect: Callable[..., AsyncLLMCollector], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_newest_samples_of_the_last_batch_are_shown(collect: Collect, capsys: pytest.CaptureFixture[str]) -> None:
     collector = collect(groups_per_batch=3)
     (_, batch) = islice(collector, 2)
     capsys.readouterr()
@@ -82,9 +79,7 @@ def test_the_newest_samples_of_the_last_batch_are_shown(
     assert queries(batch)[-3:] == ["q4", "q5", "q5"]
 
 
-def test_samples_are_shown_token_by_token(
-    collect: Callable[..., AsyncLLMCollector], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_samples_are_shown_token_by_token(collect: Collect, capsys: pytest.CaptureFixture[str]) -> None:
     collector = collect(groups_per_batch=3)
     capsys.readouterr()
     collector.show_samples(color="versions")
@@ -102,9 +97,7 @@ def test_samples_are_shown_token_by_token(
         collector.show_samples(color="red")  # type: ignore[arg-type]
 
 
-def test_before_the_first_batch_there_is_nothing_to_show(
-    collect: Callable[..., AsyncLLMCollector], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_before_the_first_batch_there_is_nothing_to_show(collect: Collect, capsys: pytest.CaptureFixture[str]) -> None:
     collector = collect()
     capsys.readouterr()
     collector.show_samples()
@@ -113,9 +106,7 @@ def test_before_the_first_batch_there_is_nothing_to_show(
 
 
 @pytest.mark.parametrize(("arguments", "words"), [((0,), "n must be"), ((1, 0), "characters must be")])
-def test_no_sample_and_no_character_are_refused(
-    collect: Callable[..., AsyncLLMCollector], arguments: tuple[int, ...], words: str
-) -> None:
+def test_no_sample_and_no_character_are_refused(collect: Collect, arguments: tuple[int, ...], words: str) -> None:
     collector = collect()
     next(iter(collector))
     with pytest.raises(ValueError, match=words):
@@ -123,9 +114,7 @@ def test_no_sample_and_no_character_are_refused(
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
-
-
-def test_each_batch_is_a_row(collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM) -> None:
+def test_each_batch_is_a_row(collect: Collect, engine: FakeAsyncVLLM) -> None:
     collector = collect(groups_per_batch=3, max_staleness=1, total_dialog_turns=18)
     ages = []
     for version, batch in enumerate(collector):
@@ -147,7 +136,7 @@ def test_each_batch_is_a_row(collect: Callable[..., AsyncLLMCollector], engine: 
 
 
 def test_it_is_shown_whatever_has_become_of_it(
-    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch
+    collect: Collect, engine: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collector = collect()
     next(iter(collector))
@@ -166,7 +155,7 @@ def test_it_is_shown_whatever_has_become_of_it(
     assert TableReader(unmade._repr_html_()).other == ["AsyncLLMCollector(not made)"]
 
 
-def test_in_a_notebook_settings_and_figures_are_a_table(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_in_a_notebook_settings_and_figures_are_a_table(collect: Collect) -> None:
     class Nasty:
         def __call__(self, rows: TensorDictBase) -> bool:
             return True
@@ -187,7 +176,7 @@ def test_in_a_notebook_settings_and_figures_are_a_table(collect: Callable[..., A
     assert read.other == ["AsyncLLMCollector"]
 
 
-def test_stats_go_into_torchrls_csv_files(collect: Callable[..., AsyncLLMCollector], tmp_path: Path) -> None:
+def test_stats_go_into_torchrls_csv_files(collect: Collect, tmp_path: Path) -> None:
     collector = collect(groups_per_batch=2)
     logger = CSVLogger("run", log_dir=str(tmp_path))
     for step, _ in enumerate(islice(collector, 3)):
@@ -202,7 +191,7 @@ def test_stats_go_into_torchrls_csv_files(collect: Callable[..., AsyncLLMCollect
         assert list(csv.reader(file)) == [["0", "4.0"], ["1", "8.0"], ["2", "12.0"]]
 
 
-def test_stats_go_into_torchrls_tensorboard_files(collect: Callable[..., AsyncLLMCollector], tmp_path: Path) -> None:
+def test_stats_go_into_torchrls_tensorboard_files(collect: Collect, tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     collector = collect(total_dialog_turns=100)
     next(iter(collector))
@@ -217,8 +206,6 @@ def test_stats_go_into_torchrls_tensorboard_files(collect: Callable[..., AsyncLL
 
 
 # -- the record -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def clock() -> Clock:
     clock = Clock()
@@ -268,11 +255,7 @@ def test_the_newest_rows_and_the_last_batch_are_kept() -> None:
 
 
 # -- the bar ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_bar_counts_answers_until_the_end(
-    collect: Callable[..., AsyncLLMCollector], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_bar_counts_answers_until_the_end(collect: Collect, capsys: pytest.CaptureFixture[str]) -> None:
     collector = collect(groups_per_batch=3, total_dialog_turns=12, verbose=True)
     capsys.readouterr()
     assert sum(1 for _ in collector) == 2
@@ -285,9 +268,7 @@ def test_the_bar_counts_answers_until_the_end(
     assert capsys.readouterr().err == ""
 
 
-def test_the_bar_ends_with_an_error(
-    collect: Callable[..., AsyncLLMCollector], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_bar_ends_with_an_error(collect: Collect, capsys: pytest.CaptureFixture[str]) -> None:
     def failing(query: str) -> float:
         if query == "q3":
             raise ZeroDivisionError
@@ -302,7 +283,7 @@ def test_the_bar_ends_with_an_error(
     assert "collect: " in capsys.readouterr().err
 
 
-def test_a_shutdown_ends_the_bar(collect: Callable[..., AsyncLLMCollector], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shutdown_ends_the_bar(collect: Collect, capsys: pytest.CaptureFixture[str]) -> None:
     collector = collect(verbose=True)
     next(iter(collector))
     assert collector._progress._bar is not None
@@ -311,9 +292,7 @@ def test_a_shutdown_ends_the_bar(collect: Callable[..., AsyncLLMCollector], caps
     assert capsys.readouterr().err.endswith("\n")
 
 
-def test_nothing_is_printed_without_verbose(
-    collect: Callable[..., AsyncLLMCollector], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_printed_without_verbose(collect: Collect, capsys: pytest.CaptureFixture[str]) -> None:
     collector = collect(total_dialog_turns=4)
     capsys.readouterr()
     assert sum(1 for _ in collector) == 2
@@ -321,9 +300,7 @@ def test_nothing_is_printed_without_verbose(
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_ctrl_c_while_the_bar_is_drawn_loses_no_batch(
-    collect: Callable[..., AsyncLLMCollector], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ctrl_c_while_the_bar_is_drawn_loses_no_batch(collect: Collect, monkeypatch: pytest.MonkeyPatch) -> None:
     collector = collect(groups_per_batch=2, verbose=True)
     assert queries(next(iter(collector)))[::2] == ["q0", "q1"]
     show = collector._progress.show
@@ -342,8 +319,6 @@ def test_a_ctrl_c_while_the_bar_is_drawn_loses_no_batch(
 
 
 # -- other collectors -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("error::FutureWarning")  # TorchRL's names an argument that neither collector takes
 def test_the_synchronous_collector_reports_too(engine: FakeAsyncVLLM, capsys: pytest.CaptureFixture[str]) -> None:
     env = DatasetChatEnv.from_dataloader(Questions(64), repeats=2, batch_size=(4,), tokenizer=TOKENIZER)
@@ -370,8 +345,6 @@ def test_the_synchronous_collector_reports_too(engine: FakeAsyncVLLM, capsys: py
 
 
 # -- collection progress ----------------------------------------------------------------------------------------------
-
-
 def last_line(text: str) -> str:
     return text.replace("\r", "\n").rstrip("\n").split("\n")[-1]
 
@@ -406,8 +379,6 @@ def test_what_may_continue_leaves_it(kind: type[BaseException], capsys: pytest.C
 
 
 # -- sample reader ----------------------------------------------------------------------------------------------------
-
-
 READER = SampleReader(SimpleNamespace(tokenizer=TOKENIZER))
 
 

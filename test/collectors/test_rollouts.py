@@ -23,8 +23,6 @@ from torchrl_moe.collectors.schedule import Schedule
 from torchrl_moe.errors import EngineError
 from torchrl_moe.testing import FakeAsyncVLLM
 
-# -- rollouts ---------------------------------------------------------------------------------------------------------
-
 
 @pytest.fixture
 def engine() -> Iterator[FakeAsyncVLLM]:
@@ -104,9 +102,6 @@ def test_what_everything_waits_for_is_said(engine: FakeAsyncVLLM) -> None:
     words = with_rollouts(engine, use, max_staleness=0)
     assert "2 groups are running (the oldest is 0), 0 are ready, 2 make a batch; 4 answers" in words
     assert "SERVING" in words
-
-
-# -- delivery ---------------------------------------------------------------------------------------------------------
 
 
 def batch(number: int) -> TensorDict:

@@ -30,6 +30,8 @@ from support.waiting import in_thread, until
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.testing import FakeAsyncVLLM
 
+Collect = Callable[..., AsyncLLMCollector]
+
 TURNS = 2
 
 
@@ -68,7 +70,7 @@ class Interpreters:
 
 
 @pytest.fixture
-def collect(collect: Callable[..., AsyncLLMCollector]) -> Iterator[Callable[..., AsyncLLMCollector]]:
+def collect(collect: Collect) -> Iterator[Collect]:
     """Makes collectors whose engine answers by a script."""
     with ExitStack() as stack:
 
@@ -91,7 +93,7 @@ def tool_output(row: TensorDictBase) -> list[str]:
     return [content for role, content in messages[len(row["history"].full.role) :] if role == "tool"]
 
 
-def test_an_interpreters_variables_are_its_samples_own(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_an_interpreters_variables_are_its_samples_own(collect: Collect) -> None:
     """Three batches of four samples, so environments are used again: nobody finds what another one has seen."""
     interpreters = Interpreters()
     collector = collect(interpreters, counting, groups_per_batch=2)
@@ -108,9 +110,7 @@ def test_an_interpreters_variables_are_its_samples_own(collect: Callable[..., As
     assert interpreters.running() == []
 
 
-def test_what_a_tool_said_is_in_the_next_prompt_after_the_ids_of_the_turn(
-    collect: Callable[..., AsyncLLMCollector],
-) -> None:
+def test_what_a_tool_said_is_in_the_next_prompt_after_the_ids_of_the_turn(collect: Collect) -> None:
     for first, last in turns(next(iter(collect(Interpreters(), counting)))):
         had = first["tokens", "full"]
         assert torch.equal(last["tokens", "prompt"][: len(had)], had)
@@ -122,7 +122,7 @@ def test_what_a_tool_said_is_in_the_next_prompt_after_the_ids_of_the_turn(
         assert first["history"].response.content == [counting(TOKENIZER.decode(first["tokens", "prompt"]))]
 
 
-def test_an_interpreter_that_dies_costs_its_samples_answer_only(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_an_interpreter_that_dies_costs_its_samples_answer_only(collect: Collect) -> None:
     """The process of each sample of ``q0`` ends itself; the tool says so, and the next sample has a new one."""
 
     def script(prompt: str) -> str:
@@ -139,7 +139,7 @@ def test_an_interpreter_that_dies_costs_its_samples_answer_only(collect: Callabl
             assert tool_output(last)[0].endswith(f"seen ['{first['query']}', 'again']\n")
 
 
-def test_a_group_that_fails_leaves_no_interpreter_behind(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_a_group_that_fails_leaves_no_interpreter_behind(collect: Collect) -> None:
     interpreters = Interpreters()
 
     def failing() -> EnvBase:
@@ -153,9 +153,7 @@ def test_a_group_that_fails_leaves_no_interpreter_behind(collect: Callable[..., 
     until(lambda: not interpreters.running())
 
 
-def test_a_shutdown_while_code_runs_leaves_no_process(
-    collect: Callable[..., AsyncLLMCollector], tmp_path: Path
-) -> None:
+def test_a_shutdown_while_code_runs_leaves_no_process(collect: Collect, tmp_path: Path) -> None:
     """If a process ends under its code the tool starts another one, so all children are looked at, not those known."""
     over = tmp_path / "over"
     waiting = code("import os, time", f"while not os.path.exists({str(over)!r}): time.sleep(0.01)")
@@ -200,7 +198,7 @@ class Double:
 
 
 @pytest.mark.parametrize("shares_one", [True, False])
-def test_tools_without_state_may_be_shared(collect: Callable[..., AsyncLLMCollector], shares_one: bool) -> None:
+def test_tools_without_state_may_be_shared(collect: Collect, shares_one: bool) -> None:
     """A single environment for all samples, or one for each; the calls of an answer in their order."""
     double = Double()
 
@@ -224,7 +222,7 @@ def test_tools_without_state_may_be_shared(collect: Callable[..., AsyncLLMCollec
     assert double.calls == asked + Counter({100: 6})
 
 
-def test_a_simple_tool_in_an_environment_with_its_own_data(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_a_simple_tool_in_an_environment_with_its_own_data(collect: Collect) -> None:
     """The transforms are copied with all but the primer, so the copies must be tools still."""
     tool = SimpleToolTransform({"double": lambda of: 2 * of}, parser=XMLBlockParser())
     env = DatasetChatEnv.from_dataloader(Questions(8), repeats=2, batch_size=(1,), tokenizer=TOKENIZER)

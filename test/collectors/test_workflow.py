@@ -30,6 +30,8 @@ from torchrl_moe.objectives import GRPOAdvantage
 from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.trainers.rewards import PromptEpisode, Rewards
 
+Collect = Callable[..., AsyncLLMCollector]
+
 
 @pytest.fixture
 def engine() -> Iterator[FakeAsyncVLLM]:
@@ -88,8 +90,6 @@ def running(engine: FakeAsyncVLLM) -> int:
 
 
 # -- what one is ------------------------------------------------------------------------------------------------------
-
-
 class Agent:
     """Called like an async function."""
 
@@ -114,13 +114,9 @@ def test_anything_else_is_not(other: Any) -> None:
 
 
 # -- what user code does ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
 @pytest.mark.parametrize("where", ["reward", "reward's coroutine", "task", "thread"])
-def test_code_that_ends_the_program_costs_its_group(
-    collect: Callable[..., AsyncLLMCollector], where: str, error: type[BaseException]
-) -> None:
+def test_code_that_ends_the_program_costs_its_group(collect: Collect, where: str, error: type[BaseException]) -> None:
     """Plain rewards, async ones, and tasks and threads that an episode starts."""
 
     def ends() -> None:
@@ -151,7 +147,7 @@ def test_code_that_ends_the_program_costs_its_group(
     assert collector.stats()["collector/groups_dropped/failed"] == 1
 
 
-def test_code_that_ends_the_program_ends_a_run_with_its_name(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_code_that_ends_the_program_ends_a_run_with_its_name(collect: Collect) -> None:
     def generated(completion: str) -> float:
         return exec("import sys; sys.exit(3)") or 0.0
 
@@ -164,7 +160,7 @@ def test_code_that_ends_the_program_ends_a_run_with_its_name(collect: Callable[.
 
 @pytest.mark.parametrize("where", ["reward", "thread of an episode"])
 def test_calls_that_hang_cost_threads_and_not_the_others(
-    collect: Callable[..., AsyncLLMCollector], where: str, monkeypatch: pytest.MonkeyPatch
+    collect: Collect, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More of them than there are threads at a time; then as many as are borne."""
     monkeypatch.setattr(workflow, "MOST_THREADS", 4)
@@ -193,7 +189,7 @@ def test_calls_that_hang_cost_threads_and_not_the_others(
         released.set()
 
 
-def test_a_reward_that_is_late_is_named(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_a_reward_that_is_late_is_named(collect: Collect) -> None:
     async def quick(completion: str) -> float:
         return 1.0
 
@@ -207,9 +203,7 @@ def test_a_reward_that_is_late_is_named(collect: Callable[..., AsyncLLMCollector
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e39, -(10**400), [1.0, float("nan")]])
-def test_a_reward_that_float32_does_not_hold_costs_its_group(
-    collect: Callable[..., AsyncLLMCollector], reward: Any
-) -> None:
+def test_a_reward_that_float32_does_not_hold_costs_its_group(collect: Collect, reward: Any) -> None:
     async def episode(data: TensorDictBase, ask: Ask) -> Any:
         await two_turns(data, ask)
         return reward if data["query"] == "q0" else [0.0, 3e38]
@@ -221,7 +215,7 @@ def test_a_reward_that_float32_does_not_hold_costs_its_group(
         next(iter(collect(episode)))
 
 
-def test_an_episode_that_does_not_end_is_ended(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_an_episode_that_does_not_end_is_ended(collect: Collect) -> None:
     async def endless(data: TensorDictBase, ask: Ask) -> float:
         while True:
             await ask(data["query"])
@@ -231,9 +225,7 @@ def test_an_episode_that_does_not_end_is_ended(collect: Callable[..., AsyncLLMCo
 
 
 # -- in a collector ---------------------------------------------------------------------------------------------------
-
-
-def test_a_batch_is_of_whole_groups_with_their_rewards(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_a_batch_is_of_whole_groups_with_their_rewards(collect: Collect) -> None:
     for batch in islice(collect(one_turn, groups_per_batch=3, max_staleness=1), 3):
         assert batch.batch_size == (6,)
         groups = batch.get("group_id").tolist()
@@ -245,7 +237,7 @@ def test_a_batch_is_of_whole_groups_with_their_rewards(collect: Callable[..., As
             assert str(row["finish_reason"]) == "length"
 
 
-def test_the_answers_are_those_of_an_environment(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_the_answers_are_those_of_an_environment(collect: Collect) -> None:
     """Bit for bit: the same ids go to the engine."""
     for ours, theirs in ((one_turn, lambda: chat(1)), (one_turn, chat(2))):
         pair = [next(iter(collect(env, groups_per_batch=2, max_staleness=0))) for env in (ours, theirs)]
@@ -256,7 +248,7 @@ def test_the_answers_are_those_of_an_environment(collect: Callable[..., AsyncLLM
                 assert not isinstance(one[key], torch.Tensor) or torch.equal(one[key], other[key])
 
 
-def test_turns_follow_one_another_and_send_the_ids_of_the_earlier(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_turns_follow_one_another_and_send_the_ids_of_the_earlier(collect: Collect) -> None:
     batch = next(iter(collect(two_turns, groups_per_batch=2)))
     assert batch.batch_size == (8,)
     assert batch["next", "reward"].flatten().tolist() == [0, 1] * 4
@@ -269,7 +261,7 @@ def test_turns_follow_one_another_and_send_the_ids_of_the_earlier(collect: Calla
         assert first["group_id"] == second["group_id"]
 
 
-def test_turns_keep_the_words_of_the_earlier(collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM) -> None:
+def test_turns_keep_the_words_of_the_earlier(collect: Collect, engine: FakeAsyncVLLM) -> None:
     policy = policy_of(engine).get_new_version(generate_kwargs={"max_new_tokens": 6, "top_k": 3})
     for row in next(iter(collect(two_turns, policy=policy))).unbind(0):
         answered = row["policy_versions", "full"] >= 0
@@ -277,7 +269,7 @@ def test_turns_keep_the_words_of_the_earlier(collect: Callable[..., AsyncLLMColl
         assert kept.sizes.tolist() == (3 * answered).tolist()
 
 
-def test_samples_wait_for_their_tools_side_by_side(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_samples_wait_for_their_tools_side_by_side(collect: Collect) -> None:
     """Each sample's tool waits until all four samples are at theirs: one after the other they would wait for ever."""
     waiting: list[asyncio.Event] = []
 
@@ -296,9 +288,7 @@ def test_samples_wait_for_their_tools_side_by_side(collect: Callable[..., AsyncL
     assert len(waiting) == 4
 
 
-def test_a_turn_in_newer_weights_keeps_the_versions_of_the_earlier(
-    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
-) -> None:
+def test_a_turn_in_newer_weights_keeps_the_versions_of_the_earlier(collect: Collect, engine: FakeAsyncVLLM) -> None:
     asked, updated = threading.Event(), threading.Event()
 
     async def episode(data: TensorDictBase, ask: Ask) -> float:
@@ -351,9 +341,7 @@ def test_a_reward_is_any_number(engine: FakeAsyncVLLM, value: Any) -> None:
     assert row["next", "reward"].tolist() == [[[1.0]]]
 
 
-def test_a_sample_without_a_reward_is_left_out(
-    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
-) -> None:
+def test_a_sample_without_a_reward_is_left_out(collect: Collect, engine: FakeAsyncVLLM) -> None:
     plays: Counter[str] = Counter()
 
     async def episode(data: TensorDictBase, ask: Ask) -> float | None:
@@ -376,9 +364,7 @@ def test_a_sample_without_a_reward_is_left_out(
         evaluate(policy_of(engine), odd, 1, Questions(9))
 
 
-def test_rows_of_several_turns_go_through_a_buffer_and_get_advantages(
-    collect: Callable[..., AsyncLLMCollector],
-) -> None:
+def test_rows_of_several_turns_go_through_a_buffer_and_get_advantages(collect: Collect) -> None:
     """One sample of each group is rewarded with 1, the other with 0: mean 0.5, standard deviation sqrt(0.5)."""
     plays: Counter[str] = Counter()
 
@@ -398,9 +384,7 @@ def test_rows_of_several_turns_go_through_a_buffer_and_get_advantages(
         assert float(first["advantage"]) == float(last["advantage"]) == pytest.approx(expected)
 
 
-def test_a_filter_a_seed_and_a_checkpoint_are_those_of_any_collector(
-    collect: Callable[..., AsyncLLMCollector],
-) -> None:
+def test_a_filter_a_seed_and_a_checkpoint_are_those_of_any_collector(collect: Collect) -> None:
     def is_odd(rows: TensorDictBase) -> bool:
         assert threading.current_thread().name.startswith("torchrl_moe-workflow")
         return int(rows[0]["query"][1:]) % 2 == 1
@@ -417,9 +401,7 @@ def test_a_filter_a_seed_and_a_checkpoint_are_those_of_any_collector(
 
 
 @pytest.mark.parametrize("method", ["state_dict", "pause"])
-def test_an_episode_that_would_wait_for_its_own_loop_is_told_so(
-    collect: Callable[..., AsyncLLMCollector], method: str
-) -> None:
+def test_an_episode_that_would_wait_for_its_own_loop_is_told_so(collect: Collect, method: str) -> None:
     async def saving(data: TensorDictBase, ask: Ask) -> float:
         await ask(data["query"])
         with pytest.raises(RuntimeError, match=r"await asyncio\.to_thread"):
@@ -443,12 +425,8 @@ def test_data_must_be_given(engine: FakeAsyncVLLM) -> None:
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()])
-def test_what_would_end_the_loop_or_the_task_is_an_error_like_any(
-    collect: Callable[..., AsyncLLMCollector], error: BaseException
-) -> None:
+def test_what_would_end_the_loop_or_the_task_is_an_error_like_any(collect: Collect, error: BaseException) -> None:
     async def episode(data: TensorDictBase, ask: Ask) -> float:
         await ask(data["query"])
         if data["query"] == "q0":
@@ -461,9 +439,7 @@ def test_what_would_end_the_loop_or_the_task_is_an_error_like_any(
         next(iter(collect(episode)))
 
 
-def test_a_failure_ends_the_answers_of_the_rest_of_its_group(
-    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
-) -> None:
+def test_a_failure_ends_the_answers_of_the_rest_of_its_group(collect: Collect, engine: FakeAsyncVLLM) -> None:
     for replica in engine.replicas:
         replica.token_seconds = 60.0
     samples: list[int] = []
@@ -482,9 +458,7 @@ def test_a_failure_ends_the_answers_of_the_rest_of_its_group(
     until(lambda: not running(engine))
 
 
-def test_a_shutdown_cancels_it_and_aborts_its_answers(
-    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
-) -> None:
+def test_a_shutdown_cancels_it_and_aborts_its_answers(collect: Collect, engine: FakeAsyncVLLM) -> None:
     for replica in engine.replicas:
         replica.token_seconds = 60.0
     cancelled: list[str] = []
@@ -508,7 +482,7 @@ def test_a_shutdown_cancels_it_and_aborts_its_answers(
     until(lambda: not running(engine))
 
 
-def test_stale_groups_are_cancelled(collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM) -> None:
+def test_stale_groups_are_cancelled(collect: Collect, engine: FakeAsyncVLLM) -> None:
     held = threading.Barrier(3)  # both samples of the group, and who updates the weights
     cancelled: list[str] = []
 
@@ -534,9 +508,7 @@ def test_stale_groups_are_cancelled(collect: Callable[..., AsyncLLMCollector], e
 
 
 # -- its time ---------------------------------------------------------------------------------------------------------
-
-
-def test_what_hangs_costs_its_group(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_what_hangs_costs_its_group(collect: Collect) -> None:
     async def episode(data: TensorDictBase, ask: Ask) -> float:
         await ask(data["query"])
         if data["query"] == "q1":
@@ -600,7 +572,7 @@ def test_an_answer_that_nobody_waits_for_is_refused_and_aborted(engine: FakeAsyn
     assert lost[0].cancelled()
 
 
-def test_a_collection_that_waits_for_a_tool_says_so(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_a_collection_that_waits_for_a_tool_says_so(collect: Collect) -> None:
     async def episode(data: TensorDictBase, ask: Ask) -> float:
         await ask(data["query"])
         await asyncio.Event().wait()

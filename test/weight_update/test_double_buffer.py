@@ -78,9 +78,6 @@ def test_their_meaning_is_torchrls(tmp_path: Path) -> None:
     assert isinstance(ours, VLLMWeightSyncScheme)
 
 
-# -- TorchRL's transport ----------------------------------------------------------------------------------------------
-
-
 def test_the_transport_writes_and_reads_as_torchrls_does(tmp_path: Path) -> None:
     """The same calls on both; nested names come back flat."""
     sent = TensorDict({"a": torch.arange(4.0), "b": {"c": torch.tensor(3)}})
@@ -112,9 +109,6 @@ def test_what_was_received_can_be_applied_if_it_is_the_newest(tmp_path: Path) ->
         receiver.apply_weights({"a": old["a"]})
     assert value_in(engine, 0) == 1.0
     transport.shutdown()
-
-
-# -- an engine and a directory ----------------------------------------------------------------------------------------
 
 
 def test_engines_may_see_the_directory_elsewhere(tmp_path: Path) -> None:

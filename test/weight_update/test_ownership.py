@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from torchrl_moe.errors import WeightsOwnedError, WeightSyncError
 from torchrl_moe.modules.backends.replica import this_process
 from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.weight_update import VLLMDoubleBufferSyncScheme
+from torchrl_moe.weight_update.sender import VLLMWeightSender
+
+Fleet = Callable[..., tuple[FakeFleet, VLLMWeightSender]]
 
 OTHER = "process 7 on elsewhere"
 
@@ -46,9 +50,8 @@ def test_what_nobody_updates_any_more_may_be_had(connect: Connect, gone: str) ->
     assert connect(engine).update_weights(weights(4)).failed == {}
 
 
-def test_a_takeover_ends_the_other_ones_updates_and_it_may_have_them_back(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    sender = connect(engine)
+def test_a_takeover_ends_the_other_ones_updates_and_it_may_have_them_back(fleet: Fleet) -> None:
+    engine, sender = fleet(2)
     sender.update_weights(weights(1))
     other_driver(engine, 0, 1, takeover=True)
     asked = [fake.asked["swap_weights"] for fake in engine.fakes]
@@ -66,9 +69,8 @@ def test_a_takeover_ends_the_other_ones_updates_and_it_may_have_them_back(connec
     assert [value_in(engine, index) for index in range(2)] == [3.0, 3.0]
 
 
-def test_a_takeover_between_staging_and_the_swap_pauses_nothing(connect: Connect) -> None:
-    engine = FakeFleet(1)
-    sender = connect(engine)
+def test_a_takeover_between_staging_and_the_swap_pauses_nothing(fleet: Fleet) -> None:
+    engine, sender = fleet(1)
     version = sender.publish(weights(1))
     staged = sender.prefetch(version)
     other_driver(engine, 0, takeover=True)
@@ -97,9 +99,8 @@ def test_senders_of_one_driver_need_no_takeover_and_the_older_one_gives_up_nothi
     assert engine.fakes[0].owner.claim("other", OTHER, False).owner == this_process()
 
 
-def test_a_replica_that_was_restarted_is_claimed_when_it_is_brought(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    sender = connect(engine)
+def test_a_replica_that_was_restarted_is_claimed_when_it_is_brought(fleet: Fleet) -> None:
+    engine, sender = fleet(2)
     sender.update_weights(weights(1))
     new = engine.restart(1)
     sender.bring(1)
@@ -107,9 +108,8 @@ def test_a_replica_that_was_restarted_is_claimed_when_it_is_brought(connect: Con
     assert value_in(engine, 1) == 1.0
 
 
-def test_a_replica_that_another_driver_has_is_named_by_the_update(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    sender = connect(engine, min_serving=1)
+def test_a_replica_that_another_driver_has_is_named_by_the_update(fleet: Fleet) -> None:
+    engine, sender = fleet(2, min_serving=1)
     engine.restart(1)
     other_driver(engine, 1)
     report = sender.update_weights(weights(1))
@@ -155,9 +155,8 @@ def test_a_sender_does_not_get_an_engine_back_because_the_newer_one_left(connect
     assert older.update_weights(weights(3)).version == 3
 
 
-def test_a_version_of_the_same_number_from_elsewhere_does_not_count_as_held(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    sender = connect(engine)
+def test_a_version_of_the_same_number_from_elsewhere_does_not_count_as_held(fleet: Fleet) -> None:
+    engine, sender = fleet(2)
     sender.publish(weights(1))
     for index in range(2):
         engine.replica_table.set_version(index, 1)
@@ -197,9 +196,8 @@ def test_a_receiver_has_its_replicas_again_once_who_took_them_has_left(tmp_path:
     sender.shutdown()
 
 
-def test_a_driver_that_lost_the_weights_brings_nothing_to_restarted_replicas(connect: Connect) -> None:
-    engine = FakeFleet(3)
-    sender = connect(engine)
+def test_a_driver_that_lost_the_weights_brings_nothing_to_restarted_replicas(fleet: Fleet) -> None:
+    engine, sender = fleet(3)
     sender.update_weights(weights(1))
     other_driver(engine, 0, 1, 2, takeover=True)
     new = engine.restart(1)
@@ -210,9 +208,8 @@ def test_a_driver_that_lost_the_weights_brings_nothing_to_restarted_replicas(con
     assert new.owner.claim("me", "me", False).owner == OTHER
 
 
-def test_a_replica_is_brought_if_no_other_can_say_whose_the_weights_are(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    sender = connect(engine)
+def test_a_replica_is_brought_if_no_other_can_say_whose_the_weights_are(fleet: Fleet) -> None:
+    engine, sender = fleet(2)
     sender.update_weights(weights(1))
     engine.fakes[0].die()
     engine.restart(1)

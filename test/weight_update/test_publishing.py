@@ -5,6 +5,7 @@ This file is also the program of each rank of a sharded trainer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from support.manifests import note_made
 from support.ranks import run_as_ranks
-from support.weights import Connect, weights
+from support.weights import weights
 from torchrl_moe.errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors, model_metadata
 from torchrl_moe.testing import make_tiny_moe
@@ -23,7 +24,10 @@ from torchrl_moe.testing.fake_weights import EXPECTED, FakeFleet
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
 from torchrl_moe.weight_update.options import SourceOptions, StoreOptions, canary_of
 from torchrl_moe.weight_update.publishing import Published, Publisher
+from torchrl_moe.weight_update.sender import VLLMWeightSender
 from torchrl_moe.weight_update.store import WeightStoreReader
+
+Fleet = Callable[..., tuple[FakeFleet, VLLMWeightSender]]
 
 
 def publisher(folder: Path, with_canary: bool = False, **store: Any) -> Publisher:
@@ -57,10 +61,9 @@ def test_a_models_weights_are_written_as_they_are_now(tmp_path: Path, store: dic
 
 @pytest.mark.parametrize("layout", ["slots", "versions"])
 def test_an_update_of_many_replicas_reads_its_manifest_once(
-    connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    engine = FakeFleet(16)
-    sender = connect(engine, layout=layout, folder=tmp_path)
+    _, sender = fleet(16, layout=layout, folder=tmp_path)
     made = note_made(monkeypatch)
     for version in (1, 2):
         assert sender.update_weights(weights(version)).failed == {}
@@ -143,9 +146,6 @@ def test_of_replicated_trainers_only_the_first_writes_or_one_with_an_engine(
     assert not (tmp_path / "store").exists()
     writer.expect(EXPECTED, None)
     assert writer.publish(weights(), lambda: 3).manifest is not None
-
-
-# -- two ranks --------------------------------------------------------------------------------------------------------
 
 
 def sharded(family: str, **changes: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ from torchrl_moe.modules.serving.candidates import Recovery, ReplicaState
 from torchrl_moe.testing.fake_weights import FakeFleet, SoftError, Stall
 from torchrl_moe.weight_update.sender import VLLMWeightSender
 
+Fleet = Callable[..., tuple[FakeFleet, VLLMWeightSender]]
+
+
 # -- failures of the swap ---------------------------------------------------------------------------------------------
-
-
-def test_a_swap_that_fails_once_is_tried_again(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    sender = connect(engine)
+def test_a_swap_that_fails_once_is_tried_again(fleet: Fleet) -> None:
+    engine, sender = fleet(2)
     engine.fakes[0].fail["swap_weights"] = soft(0)
     report = sender.update_weights(weights(3))
     assert report.failed == {}
@@ -30,9 +31,8 @@ def test_a_swap_that_fails_once_is_tried_again(connect: Connect) -> None:
     assert (engine.states, engine.versions) == (["SERVING"] * 2, [1, 1])
 
 
-def test_a_swap_that_fails_twice_is_for_good(connect: Connect) -> None:
-    engine = FakeFleet(3, token_seconds=3600.0)
-    sender = connect(engine)
+def test_a_swap_that_fails_twice_is_for_good(fleet: Fleet) -> None:
+    engine, sender = fleet(3, token_seconds=3600.0)
     sender.update_weights(weights(1))
     broken = engine.fakes[1]
     broken.fail["swap_weights"] = soft(1, 2)
@@ -93,11 +93,8 @@ def test_a_replica_that_dies_is_dead_whichever_thread_detects_it(connect: Connec
 
 
 # -- another replica in the place of one that died --------------------------------------------------------------------
-
-
-def test_who_came_after_the_staging_is_not_swapped(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    sender = connect(engine)
+def test_who_came_after_the_staging_is_not_swapped(fleet: Fleet) -> None:
+    engine, sender = fleet(2)
     version = sender.publish(weights())
     staged = sender.prefetch(version)
     new = engine.restart(0)
@@ -119,10 +116,9 @@ def test_who_came_after_the_staging_is_not_swapped(connect: Connect) -> None:
     ],
 )
 def test_what_becomes_of_one_that_died_does_not_touch_the_one_in_its_place(
-    connect: Connect, ending: Exception | None, words: str
+    fleet: Fleet, ending: Exception | None, words: str
 ) -> None:
-    engine = FakeFleet(2)
-    sender = connect(engine)
+    engine, sender = fleet(2)
 
     def restart(_: int) -> Exception | None:
         engine.restart(0)
@@ -154,9 +150,8 @@ def test_one_that_is_restarted_while_it_drains_is_left_to_who_restarts_it(connec
     lease.release()
 
 
-def test_a_replica_that_another_sender_has_is_not_taken_from_it(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    sender = connect(engine, mode="drain")
+def test_a_replica_that_another_sender_has_is_not_taken_from_it(fleet: Fleet) -> None:
+    engine, sender = fleet(2, mode="drain")
     lease = engine.load_balancer.acquire_at(0, None)
     reports: list[Any] = []
     updating = threading.Thread(target=lambda: reports.append(sender.update_weights(weights())))
@@ -184,17 +179,14 @@ def test_one_that_waits_for_an_update_gets_it(connect: Connect) -> None:
     assert engine.replica_table[0].recovery is Recovery.SUPERVISOR
 
 
-def test_one_that_was_not_asked_to_prepare_is_named(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    sender = connect(engine)
+def test_one_that_was_not_asked_to_prepare_is_named(fleet: Fleet) -> None:
+    _, sender = fleet(2)
     version = sender.publish(weights())
     report = sender.apply(version, sender.prefetch(version, [0]), replicas=[0, 1])
     assert report.failed == {1: "it was not asked to prepare the version: prefetch() it there too"}
 
 
 # -- how many must hold it --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("replicas", "broken", "min_serving", "enough"),
     [
@@ -208,10 +200,9 @@ def test_one_that_was_not_asked_to_prepare_is_named(connect: Connect) -> None:
     ],
 )
 def test_min_serving_decides_between_a_report_and_an_error(
-    connect: Connect, replicas: int, broken: int, min_serving: int | None, enough: bool
+    fleet: Fleet, replicas: int, broken: int, min_serving: int | None, enough: bool
 ) -> None:
-    engine = FakeFleet(replicas)
-    sender = connect(engine, min_serving=min_serving)
+    engine, sender = fleet(replicas, min_serving=min_serving)
     for replica in engine.fakes[:broken]:
         replica.fail["swap_weights"] = soft(0, 1)
     if enough:
@@ -226,11 +217,8 @@ def test_min_serving_decides_between_a_report_and_an_error(
 
 
 # -- draining ---------------------------------------------------------------------------------------------------------
-
-
-def test_drain_waits_for_requests_in_flight_and_sends_new_ones_elsewhere(connect: Connect) -> None:
-    engine = FakeFleet(2, token_seconds=0.02)
-    sender = connect(engine, mode="drain")
+def test_drain_waits_for_requests_in_flight_and_sends_new_ones_elsewhere(fleet: Fleet) -> None:
+    engine, sender = fleet(2, token_seconds=0.02, mode="drain")
     asking = threading.Thread(target=lambda: engine.generate([1], {"max_tokens": 10}, actor_index=0, use_tqdm=False))
     asking.start()
     until(lambda: engine.replica_table[0].inflight == 1)
@@ -251,9 +239,8 @@ def test_drain_waits_for_requests_in_flight_and_sends_new_ones_elsewhere(connect
     assert (engine.states, engine.versions) == (["SERVING"] * 2, [1, 1])
 
 
-def test_a_drain_that_takes_too_long_leaves_the_old_version_serving(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    sender = connect(engine, mode="drain", timeout_seconds=0.1)
+def test_a_drain_that_takes_too_long_leaves_the_old_version_serving(fleet: Fleet) -> None:
+    engine, sender = fleet(2, mode="drain", timeout_seconds=0.1)
     lease = engine.load_balancer.acquire_at(0, None)
     report = sender.update_weights(weights())
     assert report.failed == {0: "requests did not finish in time to drain"}
@@ -275,8 +262,6 @@ def test_a_replica_that_dies_while_it_drains_is_not_waited_for(connect: Connect)
 
 
 # -- a few at a time --------------------------------------------------------------------------------------------------
-
-
 def most_away(engine: FakeFleet) -> int:
     """How many replicas were SYNCING at the same time."""
     return max(states.count("SYNCING") for command, _, states in engine.log if command == "swap_weights")
@@ -292,11 +277,8 @@ def most_away(engine: FakeFleet) -> int:
         ({"rolling": 3, "min_serving": 2}, 2),
     ],
 )
-def test_no_more_are_away_than_rolling_and_min_serving_allow(
-    connect: Connect, choices: dict[str, Any], most: int
-) -> None:
-    engine = FakeFleet(4)
-    sender = connect(engine, **choices)
+def test_no_more_are_away_than_rolling_and_min_serving_allow(fleet: Fleet, choices: dict[str, Any], most: int) -> None:
+    engine, sender = fleet(4, **choices)
     together = threading.Barrier(most)
 
     def meet(_: int) -> None:
@@ -312,17 +294,15 @@ def test_no_more_are_away_than_rolling_and_min_serving_allow(
     assert engine.states == ["SERVING"] * 4
 
 
-def test_replicas_that_are_lost_do_not_keep_the_others_from_their_turn(connect: Connect) -> None:
-    engine = FakeFleet(3)
-    sender = connect(engine, min_serving=2, rolling=2)
+def test_replicas_that_are_lost_do_not_keep_the_others_from_their_turn(fleet: Fleet) -> None:
+    engine, sender = fleet(3, min_serving=2, rolling=2)
     engine.replica_table.mark_dead(2)
     assert sender.update_weights(weights()).failed == {2: "the replica is DEAD"}
     assert engine.versions == [1, 1, 0]
 
 
-def test_a_stalled_replica_is_named_and_the_others_continue(connect: Connect) -> None:
-    engine = FakeFleet(3)
-    sender = connect(engine, timeout_seconds=0.2)
+def test_a_stalled_replica_is_named_and_the_others_continue(fleet: Fleet) -> None:
+    engine, sender = fleet(3, timeout_seconds=0.2)
     engine.fakes[0].fail["stage_weights"] = always(Stall())
     engine.fakes[1].fail["swap_weights"] = always(Stall())
     with pytest.raises(WeightSyncError, match="fewer than 2 replicas hold version 1") as caught:
@@ -335,9 +315,8 @@ def test_a_stalled_replica_is_named_and_the_others_continue(connect: Connect) ->
     assert engine.versions == [0, 0, 1]
 
 
-def test_an_error_that_nobody_expected_leaves_no_replica_syncing(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    sender = connect(engine)
+def test_an_error_that_nobody_expected_leaves_no_replica_syncing(fleet: Fleet) -> None:
+    engine, sender = fleet(2)
     engine.fakes[0].fail["swap_weights"] = always(KeyError("a bug"))
     with pytest.raises(KeyError, match="a bug"):
         sender.update_weights(weights())
@@ -346,9 +325,8 @@ def test_an_error_that_nobody_expected_leaves_no_replica_syncing(connect: Connec
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_swap_whose_old_weights_survive_changes_nothing(connect: Connect, late: bool) -> None:
-    engine = FakeFleet(2, late=[1] if late else [])
-    sender = connect(engine, min_serving=0)
+def test_a_swap_whose_old_weights_survive_changes_nothing(fleet: Fleet, late: bool) -> None:
+    engine, sender = fleet(2, late=[1] if late else [], min_serving=0)
     engine.fakes[1].fail["swap_weights"] = always(SoftError("the canary sings another song", restored=True))
     version = sender.publish(weights())
     report = sender.apply(version, replicas=[1])
@@ -368,14 +346,11 @@ def test_the_mode_says_how_requests_are_paused_and_how_to_stage_is_passed_on(con
 
 
 # -- versions that replicas turn down ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layout", ["slots", "versions"])
 def test_a_version_that_every_replica_turns_down_is_not_what_restarted_ones_get(
-    connect: Connect, tmp_path: Path, layout: str
+    fleet: Fleet, tmp_path: Path, layout: str
 ) -> None:
-    engine = FakeFleet(2)
-    sender = connect(engine, layout=layout, folder=tmp_path / "store")
+    engine, sender = fleet(2, layout=layout, folder=tmp_path / "store")
     sender.update_weights(weights(1))
     for number in (2, 3, 4):  # more than the store keeps
         for fake in engine.fakes:
@@ -392,9 +367,8 @@ def test_a_version_that_every_replica_turns_down_is_not_what_restarted_ones_get(
     assert [value_in(engine, index) for index in range(2)] == [5.0, 5.0]
 
 
-def test_without_a_version_that_was_taken_a_restarted_replica_keeps_its_checkpoint(connect: Connect) -> None:
-    engine = FakeFleet(1)
-    sender = connect(engine)
+def test_without_a_version_that_was_taken_a_restarted_replica_keeps_its_checkpoint(fleet: Fleet) -> None:
+    engine, sender = fleet(1)
     engine.fakes[0].fail["swap_weights"] = always(SoftError("its canary failed", restored=True))
     with pytest.raises(WeightSyncError):
         sender.update_weights(weights(2))
@@ -403,9 +377,8 @@ def test_without_a_version_that_was_taken_a_restarted_replica_keeps_its_checkpoi
     assert (engine.states, engine.versions, value_in(engine, 0)) == (["SERVING"], [0], None)
 
 
-def test_a_version_that_one_replica_took_is_what_the_others_get(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    sender = connect(engine, min_serving=1)
+def test_a_version_that_one_replica_took_is_what_the_others_get(fleet: Fleet) -> None:
+    engine, sender = fleet(2, min_serving=1)
     engine.fakes[1].fail["swap_weights"] = always(SoftError("it went wrong", restored=True))
     assert sender.update_weights(weights(2)).failed.keys() == {1}
     engine.restart(1)
@@ -414,11 +387,8 @@ def test_a_version_that_one_replica_took_is_what_the_others_get(connect: Connect
 
 
 # -- many replicas ----------------------------------------------------------------------------------------------------
-
-
-def test_an_update_of_many_continues_without_a_few(connect: Connect) -> None:
-    engine = FakeFleet(64)
-    sender = connect(engine)
+def test_an_update_of_many_continues_without_a_few(fleet: Fleet) -> None:
+    engine, sender = fleet(64)
     for index in (3, 17):
         engine.fakes[index].die()
     assert sender.update_weights(weights(2)).failed.keys() == {3, 17}
@@ -441,9 +411,8 @@ def test_replicas_open_their_transport_at_the_same_time(connect: Connect) -> Non
     assert [fake.asked["init_weights"] for fake in engine.fakes] == [1] * 16
 
 
-def test_a_share_of_the_replicas_is_swapped_at_the_same_time(connect: Connect) -> None:
-    engine = FakeFleet(8)
-    sender = connect(engine, rolling=0.5)
+def test_a_share_of_the_replicas_is_swapped_at_the_same_time(fleet: Fleet) -> None:
+    engine, sender = fleet(8, rolling=0.5)
     together = threading.Barrier(4)
 
     def wait(asked: int) -> None:

@@ -13,8 +13,7 @@ from torchrl_moe.weight_update.source import agreed, dtypes_of_first, from_first
 
 
 def test_a_process_by_itself_is_the_first() -> None:
-    assert is_first()
-    assert from_first(7) == agreed(lambda: 7) == 7
+    assert is_first() and from_first(7) == agreed(lambda: 7) == 7
 
 
 @pytest.fixture
@@ -25,21 +24,12 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("group")
-def test_a_group_of_one_has_its_first() -> None:
-    assert is_first()
-    assert from_first(1 << 40) == agreed(lambda: 1 << 40) == 1 << 40
+def test_a_group_of_one_has_its_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_first() and from_first(1 << 40) == agreed(lambda: 1 << 40) == 1 << 40
     dtypes = [torch.bfloat16, None, torch.float32, torch.float8_e4m3fn]
     assert dtypes_of_first(dtypes) == dtypes
     assert dtypes_of_first([torch.int32]) == [None]  # no floating one: as it is
-
-
-@pytest.mark.usefixtures("group")
-def test_a_ranks_own_error_is_raised_unchanged() -> None:
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError):  # its own error, unchanged
         agreed(lambda: 1 // 0)
-
-
-@pytest.mark.usefixtures("group")
-def test_another_rank_is_not_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     assert not is_first()

@@ -16,10 +16,6 @@ from torchrl_moe.weight_update.store.manifest import TensorEntry
 BIG = PIECE_BYTES // 4 + 3  # elements of float32
 
 
-def gathered(tensor: Tensor, dtype: torch.dtype) -> bytes:
-    return b"".join(piece.tobytes() for piece in pieces_of(tensor, dtype))
-
-
 def plain(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
@@ -28,18 +24,21 @@ def plain(tensor: Tensor) -> bytes:
 @pytest.mark.parametrize(
     "tensor",
     [
-        torch.arange(BIG, dtype=torch.float32),
+        *(torch.arange(count, dtype=torch.float32) % 1000 for count in (1, 1000, BIG, 2 * BIG)),
         torch.randn(7, 5).mT,
         torch.tensor(2.5),
         torch.empty(0, 3),
         torch.arange(9.0)[::2],
         torch.ones(1).expand(9),
     ],
-    ids=["big", "transposed", "scalar", "empty", "every second", "one many times"],
+    ids=["one", "many", "big", "bigger", "transposed", "scalar", "empty", "every second", "one many times"],
 )
-def test_pieces_are_the_bytes_in_order_and_small(tensor: Tensor, dtype: torch.dtype) -> None:
-    assert gathered(tensor, dtype) == plain(tensor.to(dtype))
-    assert all(len(piece) <= PIECE_BYTES for piece in pieces_of(tensor, dtype))
+def test_pieces_are_the_bytes_in_order_and_small_and_have_a_digest(tensor: Tensor, dtype: torch.dtype) -> None:
+    pieces: list[bytes] = []
+    digest = send(tensor, dtype, lambda piece: pieces.append(piece.tobytes()))
+    assert b"".join(pieces) == plain(tensor.to(dtype))
+    assert digest == xxhash.xxh3_64_hexdigest(b"".join(pieces))
+    assert all(len(piece) <= PIECE_BYTES for piece in pieces)
 
 
 def test_a_tensor_of_its_own_dtype_is_not_copied() -> None:
@@ -47,16 +46,6 @@ def test_a_tensor_of_its_own_dtype_is_not_copied() -> None:
     first, second = pieces_of(tensor, torch.float32)
     assert first.ctypes.data == tensor.data_ptr()
     assert second.ctypes.data == tensor.data_ptr() + PIECE_BYTES
-
-
-@pytest.mark.parametrize("count", [0, 1, 1000, BIG, 2 * BIG])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_digest_is_that_of_all_bytes(count: int, dtype: torch.dtype) -> None:
-    tensor = torch.arange(count, dtype=torch.float32) % 1000
-    taken = bytearray()
-    digest = send(tensor, dtype, lambda piece: taken.extend(piece.tobytes()))
-    assert bytes(taken) == plain(tensor.to(dtype))
-    assert digest == xxhash.xxh3_64_hexdigest(bytes(taken))
 
 
 def test_tensors_lie_one_after_another_at_multiples_of_64() -> None:

@@ -104,9 +104,6 @@ def test_a_text_is_parsed_once_in_a_process_for_all_callers(monkeypatch: pytest.
     assert {version: len(threads) for version, threads in made.items()} == {100: 1, 101: 1, 102: 1}
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
-
-
 def sealed(text: str) -> str:
     """Give a text, whatever it says, the checksum that it should have."""
     start = len('{"__metadata__":{"xxh3":"')
@@ -194,8 +191,6 @@ def test_a_text_that_is_no_manifest_is_refused(text: str, words: str) -> None:
     with pytest.raises(ManifestMismatch, match=re.escape(words)):
         Manifest.from_json(text)
 
-
-# -- what is expected -------------------------------------------------------------------------------------------------
 
 EXPECTED = {"a": (torch.float32, torch.Size([2, 3])), "n": (torch.int64, torch.Size([4]))}
 

@@ -6,20 +6,13 @@ import errno
 import fcntl
 import os
 import stat
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-import torch
 
-from torchrl_moe.errors import ManifestMismatch, WeightSyncError
-from torchrl_moe.weight_update.store.writing import (
-    WriterLock,
-    in_order,
-    kinds_of,
-    naming_full_disks,
-    own_folder,
-    replace_text,
-)
+from torchrl_moe.errors import WeightSyncError
+from torchrl_moe.weight_update.store.writing import WriterLock, naming_full_disks, own_folder, replace_text
 
 
 def test_a_folder_is_made_with_its_parents_or_closed_to_others(tmp_path: Path) -> None:
@@ -47,27 +40,16 @@ def test_another_users_folder_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         own_folder(tmp_path)
 
 
-def test_a_lock_is_held_by_one_and_released_by_closing(tmp_path: Path) -> None:
-    first = WriterLock(tmp_path)
-    with pytest.raises(WeightSyncError, match=rf"is written by process {os.getpid()} on "):
-        WriterLock(tmp_path)
-    first.close()
-    WriterLock(tmp_path).close()
-
-
-@pytest.mark.parametrize(("code", "goes_on"), [(errno.ENOLCK, True), (errno.EOPNOTSUPP, True), (errno.EIO, False)])
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
 def test_a_file_system_without_locks_keeps_nobody_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, goes_on: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     def fail(*_: int) -> None:
         raise OSError(code, "no locks")
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    if goes_on:
+    with pytest.raises(OSError, match="no locks") if code == errno.EIO else nullcontext():
         WriterLock(tmp_path).close()
-    else:
-        with pytest.raises(OSError, match="no locks"):
-            WriterLock(tmp_path)
 
 
 @pytest.mark.parametrize(("code", "is_full"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EIO, False)])
@@ -83,16 +65,3 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
         assert (tmp_path / "x").read_text() == text
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o600
-
-
-def test_kinds_are_read_off_tensors_once_each() -> None:
-    named, kinds = kinds_of([("a", torch.ones(2)), ("b", torch.ones(1, dtype=torch.int8))], 1)
-    assert kinds == {"a": (torch.float32, torch.Size([2])), "b": (torch.int8, torch.Size([1]))}
-    assert list(named) == ["a", "b"]
-    with pytest.raises(ManifestMismatch, match="version 4 names a tensor twice"):
-        kinds_of([("a", torch.ones(1)), ("a", torch.ones(1))], 4)
-
-
-def test_tensors_may_come_in_any_order() -> None:
-    kinds = {"a": (torch.float32, torch.Size([2])), "b": (torch.float32, torch.Size([1]))}
-    assert [name for name, _ in in_order([("b", torch.ones(1)), ("a", torch.ones(2))], kinds)] == ["b", "a"]

@@ -17,7 +17,8 @@ def test_a_version_is_verified_in_one_thread_by_default() -> None:
 
 
 @pytest.mark.parametrize(
-    ("replica", "per_replica", "worker", "offset", "rank"), [(0, 1, 0, 1, 1), (0, 4, 3, 1, 4), (1, 2, 1, 5, 8)]
+    ("replica", "per_replica", "worker", "offset", "rank"),
+    [(0, 1, 0, 1, 1), (0, 4, 3, 1, 4), (1, 2, 1, 5, 8), (3, 6, 5, 1, 24)],
 )
 def test_ranks_count_the_workers_behind_the_offset(
     replica: int, per_replica: int, worker: int, offset: int, rank: int
@@ -29,8 +30,6 @@ def test_ranks_count_the_workers_behind_the_offset(
 def test_workers_are_counted_over_all_kinds_of_ranks() -> None:
     info = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=3, data_parallel_size=4)
     assert workers_of(info) == 24
-    last = SimpleNamespace(data_parallel_index=3, world_size=6, rank=5)  # the last of them is the last rank
-    assert rank_of(last, 1) == 24
 
 
 def test_a_replica_is_asked_in_a_thread_with_all_that_it_must_know() -> None:

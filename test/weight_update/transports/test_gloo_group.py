@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from support.waiting import until
+from support.waiting import in_thread, until
 from torchrl_moe.errors import ReplicaDiedError, SyncTimeout
 from torchrl_moe.weight_update.transports.gloo import GlooGroup, Meeting, MeetingPlace
 
@@ -18,28 +17,26 @@ TIMEOUT = 20.0
 
 
 @pytest.fixture
-def pair(place: MeetingPlace) -> Iterator[Callable[..., tuple[GlooGroup, GlooGroup]]]:
+def pair(place: MeetingPlace) -> Iterator[Callable[[], tuple[GlooGroup, GlooGroup]]]:
     made: list[GlooGroup] = []
 
-    def make(timeout: float = TIMEOUT, buffer_bytes: int = 1000) -> tuple[GlooGroup, GlooGroup]:
+    def make() -> tuple[GlooGroup, GlooGroup]:
         where = place.begin()
-
-        def join() -> None:
-            made.append(GlooGroup(Meeting(where, timeout), 1, 2, timeout, buffer_bytes))
-
-        thread = threading.Thread(target=join)
-        thread.start()
-        trainer = GlooGroup(place.meet(where, timeout), 0, 2, timeout, buffer_bytes)
-        thread.join(timeout)
-        made.append(trainer)
-        return trainer, made[-2]
+        joining = in_thread(lambda: GlooGroup(Meeting(where, TIMEOUT), 1, 2, TIMEOUT, 1000))
+        trainer = GlooGroup(place.meet(where, TIMEOUT), 0, 2, TIMEOUT, 1000)
+        made.extend((trainer, joining.result(TIMEOUT)))
+        return made[-2], made[-1]
 
     yield make
     for group in made:
         group.close()
 
 
-Pair = Callable[..., tuple[GlooGroup, GlooGroup]]
+Pair = Callable[[], tuple[GlooGroup, GlooGroup]]
+
+
+def nine(value: int = 0) -> torch.Tensor:
+    return torch.full((9,), value, dtype=torch.uint8)
 
 
 def later(seconds: float = TIMEOUT) -> float:
@@ -51,17 +48,12 @@ def test_bytes_arrive_in_buckets_whatever_their_number(pair: Pair, size: int) ->
     trainer, worker = pair()
     sent, got = torch.arange(size).to(torch.uint8), torch.zeros(size, dtype=torch.uint8)
     seen: list[int] = []
-    thread = threading.Thread(target=worker.broadcast, args=(got, later(), seen.append))
-    thread.start()
+    receiving = in_thread(lambda: worker.broadcast(got, later(), seen.append))
     trainer.broadcast(sent, later(), lambda _: None)
-    thread.join(TIMEOUT)
+    receiving.result(TIMEOUT)
     assert torch.equal(sent, got)
     assert seen == [min(stop, size) for stop in range(1000, size + 1000, 1000)]
-
-
-def test_the_default_group_is_left_alone(pair: Pair) -> None:
-    pair()
-    assert not torch.distributed.is_initialized()
+    assert not torch.distributed.is_initialized()  # the default group is left alone
 
 
 def test_a_worker_is_ready_once_for_each_transfer(pair: Pair) -> None:
@@ -70,30 +62,16 @@ def test_a_worker_is_ready_once_for_each_transfer(pair: Pair) -> None:
         assert not trainer.all_ready()
         worker.announce()
         until(trainer.all_ready, TIMEOUT)
-        thread = threading.Thread(
-            target=worker.broadcast, args=(torch.zeros(9, dtype=torch.uint8), later(), lambda _: None)
-        )
-        thread.start()
-        trainer.broadcast(torch.ones(9, dtype=torch.uint8), later(), lambda _: None)
-        thread.join(TIMEOUT)
-
-
-def test_a_rank_that_does_not_come_is_a_timeout(place: MeetingPlace) -> None:
-    with pytest.raises(SyncTimeout, match=r"the 2 ranks of a gloo group did not meet within 0\.3 s"):
-        GlooGroup(place.meet(place.begin(), 0.3), 0, 2, 0.3)
+        receiving = in_thread(lambda: worker.broadcast(nine(), later(), lambda _: None))
+        trainer.broadcast(nine(1), later(), lambda _: None)
+        receiving.result(TIMEOUT)
 
 
 def test_several_ranks_that_do_not_come_cost_one_deadline_and_not_one_each(place: MeetingPlace) -> None:
-    waits = 0
-
-    def count() -> None:
-        nonlocal waits
-        waits += 1
-
-    where = place.begin()
+    waits: list[int] = []
     with pytest.raises(SyncTimeout, match="the 3 ranks"):
-        GlooGroup(place.meet(where, 0.0, count), 0, 3, 9.0)
-    assert waits == 1  # at the first rank that was missing, the time was up
+        GlooGroup(place.meet(place.begin(), 0.0, lambda: waits.append(1)), 0, 3, 9.0)
+    assert waits == [1]  # at the first rank that was missing, the time was up
 
 
 def test_an_error_of_who_waits_ends_the_meeting_at_once(place: MeetingPlace) -> None:
@@ -131,11 +109,11 @@ def threads() -> int:
 def test_a_rank_that_does_not_send_is_a_timeout_and_one_that_left_an_error(pair: Pair) -> None:
     trainer, worker = pair()
     with pytest.raises(SyncTimeout, match="0 of 9 bytes were sent when the time was up"):
-        worker.broadcast(torch.zeros(9, dtype=torch.uint8), later(0.2), lambda _: None)
+        worker.broadcast(nine(), later(0.2), lambda _: None)
     trainer, worker = pair()
     trainer.close()
     with pytest.raises(RuntimeError):
-        worker.broadcast(torch.zeros(9, dtype=torch.uint8), later(), lambda _: None)
+        worker.broadcast(nine(), later(), lambda _: None)
 
 
 def test_a_closed_group_says_so(pair: Pair) -> None:
@@ -143,21 +121,20 @@ def test_a_closed_group_says_so(pair: Pair) -> None:
     trainer.close()
     trainer.close()
     with pytest.raises(RuntimeError, match="the group was closed"):
-        trainer.broadcast(torch.zeros(9, dtype=torch.uint8), later(), lambda _: None)
+        trainer.broadcast(nine(), later(), lambda _: None)
 
 
 def test_an_error_of_who_watches_ends_the_transfer(pair: Pair) -> None:
     trainer, worker = pair()
     got = torch.zeros(2000, dtype=torch.uint8)
-    thread = threading.Thread(target=worker.broadcast, args=(got[:1000], later(), lambda _: None))
-    thread.start()
+    receiving = in_thread(lambda: worker.broadcast(got[:1000], later(), lambda _: None))
 
     def refuse(count: int) -> None:
         raise ValueError(f"after {count}")
 
     with pytest.raises(ValueError, match="after 1000"):
         trainer.broadcast(torch.ones(2000, dtype=torch.uint8), later(), refuse)
-    thread.join(TIMEOUT)
+    receiving.result(TIMEOUT)
     assert got.sum() == 1000
 
 

@@ -13,8 +13,6 @@ from torchrl_moe.weight_update.store import WeightStoreWriter
 from torchrl_moe.weight_update.transports.base import StageOptions
 from torchrl_moe.weight_update.transports.registry import MemmapReceiver, MemmapTransport
 
-# -- the trainer's end ------------------------------------------------------------------------------------------------
-
 
 def test_a_replica_is_told_where_the_store_is_and_how_to_read_a_version(tmp_path: Path) -> None:
     replica, transport = FakeWeightReplica(), MemmapTransport(tmp_path)
@@ -29,9 +27,6 @@ def test_a_replica_is_told_where_the_store_is_and_how_to_read_a_version(tmp_path
     staging = {"version": 4, "verify": "off", "threads": 3, "manifest": None}
     assert replica.told("stage_weights") == staging
     transport.close()
-
-
-# -- a worker's end ---------------------------------------------------------------------------------------------------
 
 
 def test_a_published_version_is_read_where_it_lies(tmp_path: Path) -> None:
