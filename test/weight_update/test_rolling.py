@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from support.services import listening
-from support.waiting import until
+from support.waiting import in_thread, until
 from support.weights import Connect, always, soft, value_in, weights
 from torchrl_moe.errors import EngineError, ReplicaDiedError, WeightSyncError
-from torchrl_moe.modules.serving.balancer import Lease
 from torchrl_moe.modules.serving.candidates import Recovery, ReplicaState
 from torchrl_moe.testing.fake_weights import FakeFleet, SoftError, Stall
 from torchrl_moe.weight_update.sender import VLLMWeightSender
@@ -34,35 +33,23 @@ def test_a_swap_that_fails_once_is_tried_again(fleet: Fleet) -> None:
 def test_a_swap_that_fails_twice_is_for_good(fleet: Fleet) -> None:
     engine, sender = fleet(3, token_seconds=3600.0)
     sender.update_weights(weights(1))
-    broken = engine.fakes[1]
+    broken, entry = engine.fakes[1], engine.replica_table[1]
     broken.fail["swap_weights"] = soft(1, 2)
     seen: list[str] = []
-    with listening(engine.replica_table, lambda: seen.append(engine.replica_table[1].state.name)):
-        failures: list[BaseException] = []
-
-        def ask() -> None:
-            try:
-                engine.generate([1], actor_index=1, use_tqdm=False)
-            except ReplicaDiedError as error:
-                failures.append(error)
-
-        frozen = threading.Thread(target=ask)
-        frozen.start()
-        until(lambda: engine.replica_table[1].inflight == 1)
+    with listening(engine.replica_table, lambda: seen.append(entry.state.name)):
+        frozen = in_thread(lambda: engine.generate([1], actor_index=1, use_tqdm=False))
+        until(lambda: entry.inflight == 1)
         report = sender.update_weights(weights(2))
-        frozen.join(60.0)
-    assert not frozen.is_alive()
-    assert len(failures) == 1  # frozen in it, and not left to wait
-    assert report.failed == {1: "it went wrong"}
-    assert report.replicas[1].attempts == 2
+        with pytest.raises(ReplicaDiedError):  # and it is not left to wait
+            frozen.result(60.0)
+    assert (report.failed, report.replicas[1].attempts) == ({1: "it went wrong"}, 2)
     assert engine.versions == [2, 1, 2]
     assert "QUARANTINED" in seen
     assert "SERVING" not in seen[seen.index("QUARANTINED") :]
-    assert engine.replica_table[1].state not in (ReplicaState.SERVING, ReplicaState.SYNCING)
+    assert entry.state not in (ReplicaState.SERVING, ReplicaState.SYNCING)
     asked = broken.asked["swap_weights"]
-    report = sender.update_weights(weights(3))  # and never again
-    assert report.failed[1].startswith("the replica is ")
-    assert broken.asked["swap_weights"] == asked
+    assert sender.update_weights(weights(3)).failed[1].startswith("the replica is ")
+    assert broken.asked["swap_weights"] == asked  # never again
 
 
 def test_a_replica_that_does_not_answer_is_not_asked_again(connect: Connect) -> None:
@@ -131,37 +118,29 @@ def test_what_becomes_of_one_that_died_does_not_touch_the_one_in_its_place(
     assert engine.fakes[0].is_alive()
 
 
-def drain(engine: FakeFleet, sender: VLLMWeightSender) -> tuple[Lease, threading.Thread]:
-    """Begin an update that waits for a request on replica 0."""
-    lease = engine.load_balancer.acquire_at(0, None)
-    updating = threading.Thread(target=sender.update_weights, args=(weights(),))
-    updating.start()
-    until(lambda: engine.replica_table[0].state is ReplicaState.DRAINING)
-    return lease, updating
-
-
-def test_one_that_is_restarted_while_it_drains_is_left_to_who_restarts_it(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    lease, updating = drain(engine, connect(engine, mode="drain"))
-    engine.restart(0)
-    updating.join(60.0)
-    assert not updating.is_alive()
-    assert (engine.states, engine.versions) == (["STARTING", "SERVING"], [0, 1])
-    lease.release()
-
-
-def test_a_replica_that_another_sender_has_is_not_taken_from_it(fleet: Fleet) -> None:
+@pytest.mark.parametrize(
+    ("happens", "state", "words"),
+    [
+        (lambda engine: engine.restart(0), "STARTING", None),
+        (lambda engine: engine.replica_table.mark_dead(0), "DEAD", None),
+        (lambda engine: engine.replica_table.set_state(0, ReplicaState.SYNCING), "SYNCING", "the replica is SYNCING"),
+    ],
+    ids=["restarted", "dies", "another sender has it"],
+)
+def test_one_with_which_something_happens_while_it_drains_is_left_to_it(
+    fleet: Fleet, happens: Callable[[FakeFleet], object], state: str, words: str | None
+) -> None:
     engine, sender = fleet(2, mode="drain")
     lease = engine.load_balancer.acquire_at(0, None)
-    reports: list[Any] = []
-    updating = threading.Thread(target=lambda: reports.append(sender.update_weights(weights())))
-    updating.start()
+    updating = in_thread(lambda: sender.update_weights(weights()))
     until(lambda: engine.replica_table[0].state is ReplicaState.DRAINING)
-    engine.replica_table.set_state(0, ReplicaState.SYNCING)
+    happens(engine)
+    if words:
+        lease.release()
+    assert updating.result(60.0).failed.keys() == {0}
+    assert words in (None, updating.result().failed[0])
+    assert (engine.states, engine.versions) == ([state, "SERVING"], [0, 1])
     lease.release()
-    updating.join(60.0)
-    assert reports[0].failed == {0: "the replica is SYNCING"}
-    assert engine.states == ["SYNCING", "SERVING"]
 
 
 def test_one_that_waits_for_an_update_gets_it(connect: Connect) -> None:
@@ -219,22 +198,16 @@ def test_min_serving_decides_between_a_report_and_an_error(
 # -- draining ---------------------------------------------------------------------------------------------------------
 def test_drain_waits_for_requests_in_flight_and_sends_new_ones_elsewhere(fleet: Fleet) -> None:
     engine, sender = fleet(2, token_seconds=0.02, mode="drain")
-    asking = threading.Thread(target=lambda: engine.generate([1], {"max_tokens": 10}, actor_index=0, use_tqdm=False))
-    asking.start()
+    asking = in_thread(lambda: engine.generate([1], {"max_tokens": 10}, actor_index=0, use_tqdm=False))
     until(lambda: engine.replica_table[0].inflight == 1)
     seen: list[int] = []
-
-    def swapping(asked: int) -> None:
-        seen.append(engine.replica_table[0].inflight)
-
-    engine.fakes[0].fail["swap_weights"] = swapping
-    updating = threading.Thread(target=sender.update_weights, args=(weights(),))
-    updating.start()
+    engine.fakes[0].fail["swap_weights"] = lambda asked: seen.append(engine.replica_table[0].inflight)
+    updating = in_thread(lambda: sender.update_weights(weights()))
     until(lambda: engine.replica_table[0].state is ReplicaState.DRAINING)
     (other,) = engine.generate([[2]], {"max_tokens": 1}, use_tqdm=False)
     assert other.metrics.replica == 1
-    updating.join(60.0)
-    asking.join(60.0)
+    updating.result(60.0)
+    asking.result(60.0)
     assert seen == [0]
     assert (engine.states, engine.versions) == (["SERVING"] * 2, [1, 1])
 
@@ -251,20 +224,7 @@ def test_a_drain_that_takes_too_long_leaves_the_old_version_serving(fleet: Fleet
     assert engine.versions == [1, 1]
 
 
-def test_a_replica_that_dies_while_it_drains_is_not_waited_for(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    lease, updating = drain(engine, connect(engine, mode="drain"))
-    engine.replica_table.mark_dead(0)
-    updating.join(60.0)
-    assert not updating.is_alive()
-    assert (engine.states, engine.versions) == (["DEAD", "SERVING"], [0, 1])
-    lease.release()
-
-
 # -- a few at a time --------------------------------------------------------------------------------------------------
-def most_away(engine: FakeFleet) -> int:
-    """How many replicas were SYNCING at the same time."""
-    return max(states.count("SYNCING") for command, _, states in engine.log if command == "swap_weights")
 
 
 @pytest.mark.parametrize(
@@ -272,6 +232,7 @@ def most_away(engine: FakeFleet) -> int:
     [
         ({}, 1),
         ({"rolling": 2}, 2),
+        ({"rolling": 0.5}, 2),
         ({"rolling": 4}, 4),
         ({"rolling": 4, "min_serving": 3}, 1),
         ({"rolling": 3, "min_serving": 2}, 2),
@@ -280,17 +241,12 @@ def most_away(engine: FakeFleet) -> int:
 def test_no_more_are_away_than_rolling_and_min_serving_allow(fleet: Fleet, choices: dict[str, Any], most: int) -> None:
     engine, sender = fleet(4, **choices)
     together = threading.Barrier(most)
-
-    def meet(_: int) -> None:
-        together.wait(60.0)
-
     for replica in engine.fakes:
-        replica.fail["swap_weights"] = meet
+        replica.fail["swap_weights"] = lambda asked: [None, together.wait(60.0)][0]
     for number in (1, 2):
         report = sender.update_weights(weights(number))
-        assert report.failed == {}
-        assert [entry.replica for entry in report.replicas] == [0, 1, 2, 3]
-    assert most_away(engine) == most
+        assert (report.failed, [entry.replica for entry in report.replicas]) == ({}, [0, 1, 2, 3])
+    assert max(states.count("SYNCING") for command, _, states in engine.log if command == "swap_weights") == most
     assert engine.states == ["SERVING"] * 4
 
 
@@ -336,13 +292,12 @@ def test_a_swap_whose_old_weights_survive_changes_nothing(fleet: Fleet, late: bo
     assert engine.versions == [0, 0]
 
 
-def test_the_mode_says_how_requests_are_paused_and_how_to_stage_is_passed_on(connect: Connect) -> None:
-    engine = FakeFleet(1)
-    connect(engine, mode="abort_resume", prefetch=3, verify="off").update_weights(weights())
-    (fake,) = engine.fakes
-    assert fake.told("swap_weights")["pause"] == "abort"
+def test_the_mode_says_how_requests_are_paused_and_how_to_stage_is_passed_on(fleet: Fleet) -> None:
+    engine, sender = fleet(1, mode="abort_resume", prefetch=3, verify="off")
+    sender.update_weights(weights())
+    assert engine.fakes[0].told("swap_weights")["pause"] == "abort"
     staging = {"version": 1, "verify": "off", "threads": 3, "manifest": None}
-    assert fake.told("stage_weights") == staging
+    assert engine.fakes[0].told("stage_weights") == staging
 
 
 # -- versions that replicas turn down ---------------------------------------------------------------------------------
@@ -399,25 +354,8 @@ def test_an_update_of_many_continues_without_a_few(fleet: Fleet) -> None:
 
 
 def test_replicas_open_their_transport_at_the_same_time(connect: Connect) -> None:
-    engine = FakeFleet(16)
-    together = threading.Barrier(16)
-
-    def wait(asked: int) -> None:
-        together.wait(60.0)
-
+    engine, together = FakeFleet(16), threading.Barrier(16)
     for fake in engine.fakes:
-        fake.fail["init_weights"] = wait
+        fake.fail["init_weights"] = lambda asked: [None, together.wait(60.0)][0]
     connect(engine, timeout_seconds=60.0)
     assert [fake.asked["init_weights"] for fake in engine.fakes] == [1] * 16
-
-
-def test_a_share_of_the_replicas_is_swapped_at_the_same_time(fleet: Fleet) -> None:
-    engine, sender = fleet(8, rolling=0.5)
-    together = threading.Barrier(4)
-
-    def wait(asked: int) -> None:
-        together.wait(60.0)  # four are there, or nobody continues
-
-    for fake in engine.fakes:
-        fake.fail["swap_weights"] = wait
-    assert sender.update_weights(weights(1)).failed == {}

@@ -530,8 +530,8 @@ def test_a_version_that_does_not_fit_into_memory_is_refused_before_it_is_written
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In memory, a file that is too large ends other programs; on a disk it is an error of its own."""
-    large, memory = {"a": torch.zeros(1 << 18)}, psutil.virtual_memory()
-    engine = FakeFleet(1, expected={"a": (torch.float32, torch.Size([1 << 18]))})
+    large, memory = {"a": torch.zeros((1 << 18) + 9)}, psutil.virtual_memory()
+    engine = FakeFleet(1, expected={"a": (torch.float32, torch.Size([(1 << 18) + 9]))})
     sender = connect(engine)
     sender.update_weights(large)
     with monkeypatch.context() as patch:
