@@ -35,8 +35,7 @@ def test_an_environment_brings_its_data_and_its_repeats() -> None:
 
 def test_a_group_size_wins_over_repeats() -> None:
     source = source_of(dataset_env(), None, 2)
-    assert source.env.batch_size == (2,)
-    assert source.group_size == 2
+    assert (source.env.batch_size, source.group_size) == ((2,), 2)
 
 
 def test_given_data_win_over_the_environments() -> None:

@@ -99,8 +99,7 @@ def test_turns_of_a_sample_follow_one_another_and_send_the_ids_of_the_earlier(
 
 def test_only_last_turns_can_be_kept(collect: Collect) -> None:
     batch = next(iter(collect(lambda: chat(1, turns=2), yield_only_last_steps=True)))
-    assert batch.batch_size == (2,)
-    assert batch["next", "step_count"].flatten().tolist() == [2, 2]
+    assert (batch.batch_size, batch["next", "step_count"].flatten().tolist()) == ((2,), [2, 2])
 
 
 def test_an_environment_of_a_group_that_continues_is_refused(collect: Collect) -> None:
@@ -122,9 +121,7 @@ def test_data_comes_from_the_environments_own_loader_which_is_left_alone(engine:
     collector = AsyncLLMCollector(env, policy=policy_of(engine))
     batch = next(iter(collector))
     collector.shutdown()
-    assert queries(batch) == ["q0"] * 4
-    assert env.batch_size == (16,)
-    assert len(env.reset().get("query")) == 16
+    assert (queries(batch), env.batch_size, len(env.reset().get("query"))) == (["q0"] * 4, (16,), 16)
 
 
 # -- staleness --------------------------------------------------------------------------------------------------------
@@ -378,8 +375,7 @@ def test_its_own_thread_is_so_many_batches_ahead_of_the_weight_updates(
         collector.increment_version()
         until(lambda: buffer.write_count == 4 + 2 * version)  # noqa: B023  it is over before the next round
     until(lambda: not collector._rollouts._tasks)
-    assert buffer.write_count == 10
-    assert buffer[:]["policy_version"].tolist() == [0] * 4 + [1, 1, 2, 2, 3, 3]
+    assert (buffer.write_count, buffer[:]["policy_version"].tolist()) == (10, [0] * 4 + [1, 1, 2, 2, 3, 3])
 
 
 def test_an_error_in_its_thread_reaches_who_waits_for_the_buffer(collect: Collect) -> None:
@@ -395,8 +391,7 @@ def test_an_error_in_its_thread_reaches_who_waits_for_the_buffer(collect: Collec
 def test_with_a_buffer_iterating_yields_none(collect: Collect) -> None:
     buffer = ReplayBuffer(storage=LazyStackStorage(64))
     collector = collect(replay_buffer=buffer, groups_per_batch=2)
-    assert list(islice(collector, 2)) == [None, None]
-    assert len(buffer) == 8
+    assert (list(islice(collector, 2)), len(buffer)) == ([None, None], 8)
 
 
 def test_starting_without_a_buffer_is_refused(collect: Collect) -> None:
@@ -618,8 +613,7 @@ def test_a_state_can_be_loaded_after_weights_were_pushed_and_numbers_continue(
     for batch in islice(second, 3):
         groups += batch.get("group_id").tolist()
         assert second.stats()["inference/queue_age"] < 60
-    assert groups == sorted(groups)
-    assert set(Counter(groups).values()) == {2}
+    assert (groups, set(Counter(groups).values())) == (sorted(groups), {2})
     with pytest.raises(RuntimeError, match="before the first batch"):
         second.load_state_dict(state)
 

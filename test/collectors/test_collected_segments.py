@@ -76,8 +76,7 @@ def test_every_part_of_an_answer_is_exactly_its_versions(versions: Versions, eng
     assert len(rows) == 8
     assert all(versions.changed(first + i, first + i + 1) > 100 * TOLERANCE for i in range(3))
     for row in rows:
-        assert len(row["tokens", "response"]) == TOKENS
-        assert str(row["finish_reason"]) == "length"
+        assert (len(row["tokens", "response"]), str(row["finish_reason"])) == (TOKENS, "length")
         assert int(row["policy_version"]) == int(row["policy_versions", "full"][-TOKENS:].min())
         check(versions, row)
     assert max(int(row["num_segments"]) for row in rows) >= 3
@@ -135,8 +134,7 @@ def test_what_is_cut_before_its_first_token_begins_in_the_new_weights(
     collector.shutdown()
     assert len(sent) == 2
     for row in rows:
-        assert row["policy_versions", "full"][-8:].tolist() == [new] * 8
-        assert int(row["num_segments"]) == 1
+        assert (row["policy_versions", "full"][-8:].tolist(), int(row["num_segments"])) == ([new] * 8, 1)
         assert str(row["finish_reason"]) == "length"
         check(versions, row)
 

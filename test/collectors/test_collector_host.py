@@ -55,8 +55,7 @@ def test_a_weight_update_counts_at_once_though_the_table_has_not_heard_of_it(
     engine.replicas[0].version, engine.replicas[1].version = 6, 7  # as another driver brings them
     assert made.read("policy_version") == 0
     made.increment_version()
-    assert made.read("policy_version") == 7
-    assert [entry.version for entry in engine.replica_table] == [6, 7]
+    assert (made.read("policy_version"), [entry.version for entry in engine.replica_table]) == (7, [6, 7])
     engine.replicas[0].die()
     engine.replicas[1].version = 8
     made.increment_version()

@@ -45,8 +45,7 @@ def test_a_dataloader_is_taken_from_a_copy() -> None:
     assert isinstance(dataloader, Questions)
     assert repeats == 4
     assert not any(isinstance(transform, DataLoadingPrimer) for transform in bare.transform)
-    assert [type(transform) for transform in bare.transform][1:] == [StepCounter]
-    assert len(env.transform) == 2
+    assert ([type(transform) for transform in bare.transform][1:], len(env.transform)) == ([StepCounter], 2)
 
 
 class Right(Transform):
@@ -295,8 +294,7 @@ def test_an_environment_that_is_used_as_the_pool_closes_is_closed_after_that() -
             over.set()
             return await call
 
-    assert asyncio.run(main()) == [first]
-    assert closed == [first, busy]
+    assert (asyncio.run(main()), closed) == ([first], [first, busy])
 
 
 def test_one_that_is_to_be_kept_is_not_closed_after_its_use_either() -> None:
@@ -360,14 +358,12 @@ def play(engine: FakeAsyncVLLM, env: EnvBase, **kwargs: Any) -> tuple[list[Tenso
 
 def test_each_sample_asks_once_a_turn(engine: FakeAsyncVLLM) -> None:
     turns, asked = play(engine, chat(3))
-    assert [turn.batch_size for turn in turns] == [(3,)]
-    assert asked == [0, 1, 2]
+    assert ([turn.batch_size for turn in turns], asked) == ([(3,)], [0, 1, 2])
 
 
 def test_turns_continue_until_the_environment_is_done(engine: FakeAsyncVLLM) -> None:
     turns, asked = play(engine, chat(1, turns=4))
-    assert [turn["next", "done"].item() for turn in turns] == [False, False, False, True]
-    assert asked == [0] * 4
+    assert ([turn["next", "done"].item() for turn in turns], asked) == ([False, False, False, True], [0] * 4)
 
 
 def test_an_environment_sees_no_routes_and_they_are_in_the_rows(engine: FakeAsyncVLLM) -> None:

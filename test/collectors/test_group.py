@@ -36,8 +36,7 @@ def test_samples_stay_together_and_turns_in_their_order() -> None:
     one.complete([[turn([3, 3]), turn([4])], [turn([5, 6])]], only_last=False)
     assert one.rows is not None
     assert [row["policy_versions", "full"].tolist() for row in one.rows.unbind(0)] == [[3, 3], [4], [5, 6]]
-    assert one.rows["group_id"].tolist() == [7, 7, 7]
-    assert (one.oldest, one.tokens) == (3, 5)
+    assert (one.rows["group_id"].tolist(), one.oldest, one.tokens) == ([7, 7, 7], 3, 5)
 
 
 def test_samples_of_one_environment_are_taken_apart() -> None:
@@ -58,8 +57,7 @@ def test_the_age_counts_turns_that_are_not_kept() -> None:
     one = group()
     one.complete([[turn([3, 3]), turn([5])]], only_last=True)
     assert one.rows is not None
-    assert one.rows["policy_version"].tolist() == [5]
-    assert (one.oldest, one.tokens) == (3, 3)
+    assert (one.rows["policy_version"].tolist(), one.oldest, one.tokens) == ([5], 3, 3)
 
 
 def test_a_group_without_a_token_is_as_old_as_its_beginning() -> None:
@@ -95,12 +93,9 @@ def test_the_metrics_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collection_stats.time, "monotonic", lambda: 10.0)
     stats.gave_out(groups, version=6)
     found = stats.scalars()
-    assert found["inference/staleness_mean"] == 2.0  # 1 and 3
-    assert found["inference/staleness_max"] == 3.0
-    assert found["inference/queue_age"] == 2.0  # 3 and 1
-    assert found["collector/partial_ratio"] == 0.25
-    assert found["collector/max_segments"] == 4.0
-    assert found["collector/length_trained_over_sampled"] == 0.5  # 20 a group over 40
+    assert (found["inference/staleness_mean"], found["inference/staleness_max"]) == (2.0, 3.0)
+    assert (found["inference/queue_age"], found["collector/partial_ratio"]) == (2.0, 0.25)
+    assert (found["collector/max_segments"], found["collector/length_trained_over_sampled"]) == (4.0, 0.5)
 
 
 def test_a_replica_that_is_ahead_makes_no_negative_age() -> None:
@@ -114,8 +109,7 @@ def test_drops_are_counted_by_reason() -> None:
     for reason in ("stale", "failed", "stale"):
         stats.dropped(reason)
     found = stats.scalars()
-    assert found["collector/groups_dropped/stale"] == 2.0
-    assert found["collector/groups_dropped/failed"] == 1.0
+    assert (found["collector/groups_dropped/stale"], found["collector/groups_dropped/failed"]) == (2.0, 1.0)
     assert found["collector/refills"] == 3.0
 
 
@@ -132,8 +126,7 @@ def test_an_engine_is_idle_while_nothing_is_in_flight(monkeypatch: pytest.Monkey
     stats.in_flight -= 1
     now[0] += 2  # idle
     found = stats.scalars()
-    assert found["inference/idle"] == pytest.approx(0.4)
-    assert found["inference/in_flight"] == 0.0
+    assert (found["inference/idle"], found["inference/in_flight"]) == (pytest.approx(0.4), 0.0)
 
 
 def test_nothing_is_made_up_before_the_first_batch() -> None:

@@ -110,11 +110,9 @@ def test_what_is_on_its_way_to_the_buffer_is_in_the_state(collect: Collect) -> N
 
     buffer = Watched(storage=LazyStackStorage(64))
     collector = collect(replay_buffer=buffer, max_staleness=0, total_dialog_turns=12)
-    assert list(islice(collector, 9)) == [None] * 3
-    assert [count for _, count in states] == [0, 4, 8]
+    assert (list(islice(collector, 9)), [count for _, count in states]) == ([None] * 3, [0, 4, 8])
     for state, count in states:
-        assert state["frames"] == count
-        assert 2 * (state["prompts"]["position"] - len(waiting(state))) == count
+        assert (state["frames"], 2 * (state["prompts"]["position"] - len(waiting(state)))) == (count, count)
 
 
 def test_two_threads_share_the_batches(collect: Collect) -> None:
@@ -219,8 +217,7 @@ def test_a_forked_process_is_refused_and_its_parent_continues(collect: Collect) 
             next(batches)
         collector.shutdown()
 
-    assert exit_code_of(child) == 0
-    assert prompts(next(batches)) == ["q2", "q3"]
+    assert (exit_code_of(child), prompts(next(batches))) == (0, ["q2", "q3"])
 
 
 def test_a_group_that_is_dropped_while_it_is_judged_leaves_the_environment_to_the_others(
@@ -282,8 +279,7 @@ def test_weights_that_a_restored_trainer_pushes_make_nothing_older(collect: Coll
     after.load_state_dict(state)
     new_weights(engine, 7)
     after.increment_version()
-    assert prompts(next(iter(after))) == ["q2", "q3"]
-    assert after.stats()["inference/staleness_max"] == 0
+    assert (prompts(next(iter(after))), after.stats()["inference/staleness_max"]) == (["q2", "q3"], 0)
 
 
 def test_fewer_may_be_in_line_after_a_restore(collect: Collect) -> None:
@@ -293,6 +289,5 @@ def test_fewer_may_be_in_line_after_a_restore(collect: Collect) -> None:
     after = collect(max_staleness=0)
     after.load_state_dict(collector.state_dict())
     batches = iter(after)
-    assert prompts(next(batches)) == ["q2", "q3"]
-    assert waiting(after.state_dict()) == ["q4", "q5", "q6", "q7"]
+    assert (prompts(next(batches)), waiting(after.state_dict())) == (["q2", "q3"], ["q4", "q5", "q6", "q7"])
     assert [prompts(next(batches)) for _ in range(3)] == [["q4", "q5"], ["q6", "q7"], ["q8", "q9"]]

@@ -39,8 +39,7 @@ def check(folder: Path, order: str) -> None:
     prompts, ready = state["prompts"], state["ready"]
     waiting = [data["query"] for data in (*prompts["again"].values(), *(entry["data"] for entry in ready))]
     read = [f"q{position % PROMPTS}" for position in range(prompts["position"])]
-    assert Counter(trained + waiting) == Counter(read)
-    assert state["frames"] == 2 * len(trained)
+    assert (Counter(trained + waiting), state["frames"]) == (Counter(read), 2 * len(trained))
     if order == "fifo":  # else prompts of the next epoch may come early
         assert trained == [f"q{i}" for i in range(PROMPTS)]
 

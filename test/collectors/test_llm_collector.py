@@ -84,8 +84,7 @@ def test_batches_are_torchrls_and_its_lost_prompts(engine: FakeAsyncVLLM, mode: 
     batches = ours.iterator()
     assert set(queries(next(batches).reshape(-1))) == {"q0"}
     for number, (expected, got) in enumerate(zip(islice(theirs, 2), batches, strict=False), 1):
-        assert set(queries(got.reshape(-1))) == {f"q{number}"}
-        assert got.batch_size == expected.batch_size
+        assert (set(queries(got.reshape(-1))), got.batch_size) == ({f"q{number}"}, expected.batch_size)
         assert rows(got) == rows(expected)
 
 
@@ -144,8 +143,7 @@ def test_kept_tokens_of_all_turns_come_through_a_buffer(engine: FakeAsyncVLLM, k
     for row in buffer.sample().unbind(0):
         answered = row["policy_versions", "full"] >= 0
         kept = row["sampling", "kept"].validate(vocabulary=259, num_tokens=len(answered), tokens=row["tokens", "full"])
-        assert kept.sizes.tolist() == (3 * answered).tolist()
-        assert float(row["sampling", "temperature"]) == 0.5
+        assert (kept.sizes.tolist(), float(row["sampling", "temperature"])) == ((3 * answered).tolist(), 0.5)
         turns.add(int(answered.sum()))
     assert turns == {6, 12}
 
@@ -155,8 +153,7 @@ def test_routes_come_through_a_buffer_and_its_samples(engine: FakeAsyncVLLM) -> 
     collector = LLMCollector(
         env_of(turns=2), policy=policy_of(engine), dialog_turns_per_batch=8, replay_buffer=buffer, total_dialog_turns=16
     )
-    assert list(collector.iterator()) == [None, None]
-    assert len(buffer) == 16
+    assert (list(collector.iterator()), len(buffer)) == ([None, None], 16)
     for row in buffer.sample().unbind(0):
         length = len(row["tokens", "full"])
         assert len(row["routed_experts", "full"]) == len(row["log_probs", "full"]) == length

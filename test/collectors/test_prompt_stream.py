@@ -68,8 +68,7 @@ def test_a_restored_stream_continues(seed: int | None, before: int) -> None:
     assert torch.equal(after, torch.get_rng_state())  # the global generator is not ours
     got = read(second, 6)
     left = len(expected) if seed is not None else (10 - before % 10 if before % 10 else 0)  # of this epoch
-    assert got[:left] == expected[:left]
-    assert len(got) == 6
+    assert (got[:left], len(got)) == (expected[:left], 6)
 
 
 def test_what_was_under_way_comes_again_first() -> None:
@@ -133,9 +132,7 @@ def copies(feed: PromptFeed, *args: Any) -> list[int]:
 
 def test_each_sample_that_is_reset_gets_the_next_row_so_many_times() -> None:
     feed = feed_of(repeats=2)
-    assert draw(feed, 0, 1, 2) == ["q0", "q0", "q1"]
-    assert draw(feed, 3) == ["q1"]
-    assert feed()["query"] == "q2"  # an environment that is no batch
+    assert (draw(feed, 0, 1, 2), draw(feed, 3), feed()["query"]) == (["q0", "q0", "q1"], ["q1"], "q2")
     assert feed(torch.tensor(True))["query"] == "q2"
 
 
@@ -145,13 +142,11 @@ def test_what_is_not_yielded_is_in_its_state_and_comes_first() -> None:
     assert copies(feed) == [0, 0, 1, 1]  # three are under way, one is to be drawn
     done = feed.finished(1)
     draw(feed, 1)
-    assert copies(feed) == [0, 1, 1]
-    assert copies(feed, [done]) == [0, 0, 1, 1]
+    assert (copies(feed), copies(feed, [done])) == ([0, 1, 1], [0, 0, 1, 1])
     other = feed_of(repeats=2)
     draw(other, 0)
     other.load_state_dict(feed.state_dict([done]))
-    assert draw(other, 0, 1, 2, 3) == ["q0", "q0", "q1", "q1"]
-    assert draw(other, 0) == ["q2"]
+    assert (draw(other, 0, 1, 2, 3), draw(other, 0)) == (["q0", "q0", "q1", "q1"], ["q2"])
 
 
 def test_samples_that_were_yielded_are_forgotten_but_for_the_one_under_way() -> None:
@@ -168,8 +163,7 @@ def test_data_begins_at_its_start_unless_it_can_be_read_once_only() -> None:
     feed = feed_of()
     draw(feed, 0, 1)
     feed.restart()
-    assert draw(feed, 0) == ["q0"]
-    assert feed.stream.position == 1
+    assert (draw(feed, 0), feed.stream.position) == (["q0"], 1)
 
     once = PromptFeed(primer_of(iter(Questions(64, 3))))
     draw(once, 0, 1)

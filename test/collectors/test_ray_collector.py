@@ -229,8 +229,7 @@ def test_a_buffer_elsewhere_is_extended_by_the_actor(collect: Make, actor: Any, 
 def test_a_buffer_in_ray_is_filled_by_the_actor(collect: Make) -> None:
     shared = RayReplayBuffer(storage=partial(LazyStackStorage, 64), remote_config={"num_cpus": 0})
     collector = collect(replay_buffer=shared, groups_per_batch=2, total_dialog_turns=24, max_staleness=8)
-    assert list(islice(collector, 2)) == [None, None]
-    assert queries(shared[:])[::2] == ["q0", "q1", "q2", "q3"]
+    assert (list(islice(collector, 2)), queries(shared[:])[::2]) == ([None, None], ["q0", "q1", "q2", "q3"])
     collector.start()
     until(lambda: collector.getattr_rb("write_count") == 24)
     shared.shutdown()
@@ -291,8 +290,7 @@ def test_calls_do_not_wait_for_a_batch(collect: Make, actor: Any) -> None:
     with collector.pause(resume=False):
         batch = in_thread(collector.next)
         until(lambda: run(actor, lambda local: len(local._rollouts._asked)) == 1)
-        assert collector.state_dict()["frames"] == 0
-        assert collector.stats()["batches"] == 0
+        assert (collector.state_dict()["frames"], collector.stats()["batches"]) == (0, 0)
         collector.increment_version()
     assert not batch.done()
     collector.shutdown()
@@ -349,8 +347,7 @@ def test_weight_updates_are_counted(collect: Make, actor: Any) -> None:
     collector.update_policy_weights_("weights", worker_ids=[0])
     assert collector.weight_updater.pushed == (("weights",), {"worker_ids": [0]})
     assert collector.weight_updater.collector is collector
-    assert collector.policy_version == 6
-    assert collector.next().get("policy_version").tolist() == [6, 6]
+    assert (collector.policy_version, collector.next().get("policy_version").tolist()) == (6, [6, 6])
 
 
 def test_batches_pass_a_postproc_and_a_hook_in_the_actor(collect: Make) -> None:
@@ -367,8 +364,7 @@ def test_batches_pass_a_postproc_and_a_hook_in_the_actor(collect: Make) -> None:
 
 def test_attributes_of_the_actors_policy_and_environment_can_be_read(collect: Make) -> None:
     collector = collect()
-    assert collector.getattr_policy("input_mode") == "history"
-    assert collector.getattr_env("batch_size") == (2,)
+    assert (collector.getattr_policy("input_mode"), collector.getattr_env("batch_size")) == ("history", (2,))
     with pytest.raises(TypeError, match="cannot be pickled"):
         collector.getattr_policy("model")
     with pytest.raises(AttributeError, match="nothing_like_that"):
@@ -446,8 +442,7 @@ def test_a_collector_that_was_shut_down_says_so(collect: Make, ended: list[Any],
     collector.shutdown()
     assert ended == [actor]
     assert run(actor, lambda local: local._is_over)
-    assert list(iter(collector)) == []
-    assert repr(collector) == "RayAsyncLLMCollector(the collector was shut down)"
+    assert (list(iter(collector)), repr(collector)) == ([], "RayAsyncLLMCollector(the collector was shut down)")
     collector.increment_version()  # a sender may continue
     assert collector.getattr_rb("write_count") == 2
     with pytest.raises(CollectionError, match="the collector was shut down"):
@@ -493,10 +488,8 @@ def test_the_other_collector_fills_a_buffer_of_this_process_with_flat_rows_while
     while collector.is_running():
         state = collector.state_dict()
         frames.append((state["frames"], state["ahead"]))
-    assert collector.getattr_rb("write_count") == 40
-    assert collector.replay_buffer[:].batch_size == (40,)
-    assert collector.stats()["frames"] == 40
-    assert [ahead for _, ahead in frames if ahead] == []
+    assert (collector.getattr_rb("write_count"), collector.replay_buffer[:].batch_size) == (40, (40,))
+    assert (collector.stats()["frames"], [ahead for _, ahead in frames if ahead]) == (40, [])
     assert frames == sorted(frames)
 
 
@@ -538,8 +531,7 @@ def test_a_state_is_not_loaded_while_a_batch_is_made(
     start = collector.state_dict()
     assert asked(collector.next()) == ["q0", "q1"]  # and the next batch is requested
     collector.load_state_dict(start)
-    assert asked(collector.next()) == ["q0", "q1"]
-    assert whole == [True]
+    assert (asked(collector.next()), whole) == (["q0", "q1"], [True])
 
 
 def test_nothing_is_asked_for_ahead_during_a_pause_nor_at_the_end(
@@ -548,8 +540,7 @@ def test_nothing_is_asked_for_ahead_during_a_pause_nor_at_the_end(
     collector = collect_in_turns(sync_iter=False, total_dialog_turns=16)
     assert asked(collector.next()) == ["q0", "q1"]
     with collector.pause():
-        assert asked(collector.next()) == ["q2", "q3"]  # was here
-        assert collector.stats()["frames"] == 8
+        assert (asked(collector.next()), collector.stats()["frames"]) == (["q2", "q3"], 8)
         with pytest.raises(RuntimeError, match="the collector is paused"):
             collector.next()
     assert [asked(batch) for batch in collector] == [["q4", "q5"], ["q6", "q7"]]

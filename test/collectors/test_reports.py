@@ -121,12 +121,9 @@ def test_each_batch_is_a_row(collect: Collect, engine: FakeAsyncVLLM) -> None:
         ages.append(version - int(batch["policy_version"].min()))
         new_weights(engine, version + 1)
     table = collector.to_pandas()
-    assert table["batch"].tolist() == [0, 1, 2]
-    assert table["rows"].tolist() == [6, 6, 6]
-    assert table["groups"].tolist() == [3, 3, 3]
-    assert table["tokens"].tolist() == [36, 36, 36]
-    assert table["frames"].tolist() == [6, 12, 18]
-    assert table["policy_version"].tolist() == [0, 1, 2]
+    assert (table["batch"].tolist(), table["rows"].tolist()) == ([0, 1, 2], [6, 6, 6])
+    assert (table["groups"].tolist(), table["tokens"].tolist()) == ([3, 3, 3], [36, 36, 36])
+    assert (table["frames"].tolist(), table["policy_version"].tolist()) == ([6, 12, 18], [0, 1, 2])
     assert table["inference/staleness_max"].tolist() == ages
     assert table["reward_mean"].tolist() == pytest.approx([1 / 3, 2 / 3, 1 / 3])  # 0 1 2, 3 4 5, 6 7 8
     assert table["reward_std"].tolist() == pytest.approx([math.sqrt(2) / 3] * 3)
@@ -169,10 +166,8 @@ def test_in_a_notebook_settings_and_figures_are_a_table(collect: Collect) -> Non
     assert "<script" not in html
     read = TableReader(html)
     cells = {(kind, name): value for kind, name, value in read.rows["tbody"]}
-    assert cells["setting", "groups_per_batch"] == "3"
-    assert len(cells["setting", "group_filter"]) == 80
-    assert cells["metric", "frames"] == "6"
-    assert cells["metric", "inference/staleness_mean"] == "0"
+    assert (cells["setting", "groups_per_batch"], len(cells["setting", "group_filter"])) == ("3", 80)
+    assert (cells["metric", "frames"], cells["metric", "inference/staleness_mean"]) == ("6", "0")
     assert read.other == ["AsyncLLMCollector"]
 
 
@@ -219,8 +214,7 @@ def test_seconds_that_the_trainer_waits_are_counted(clock: Clock) -> None:
         with record.wait():
             clock.now += seconds
         clock.now += training
-    assert record.waited == 3
-    assert record.scalars() == {"training/idle": 0.3, "collector/wait_for_batch": 3}
+    assert (record.waited, record.scalars()) == (3, {"training/idle": 0.3, "collector/wait_for_batch": 3})
 
 
 def test_a_wait_that_is_interrupted_counts_for_the_batch_that_comes_later(clock: Clock) -> None:
@@ -236,8 +230,7 @@ def test_a_wait_that_is_interrupted_counts_for_the_batch_that_comes_later(clock:
         clock.now += 5
     record.add(TensorDict(), {"rows": 1})
     assert [row["waited"] for row in record.rows()] == [3, 5]
-    assert [row["batch"] for row in record.rows()] == [0, 1]
-    assert record.last == record.rows()[1]
+    assert ([row["batch"] for row in record.rows()], record.last) == ([0, 1], record.rows()[1])
 
 
 def test_the_newest_rows_and_the_last_batch_are_kept() -> None:
@@ -314,8 +307,7 @@ def test_a_ctrl_c_while_the_bar_is_drawn_loses_no_batch(collect: Collect, monkey
         next(iter(collector))
     assert collector._progress._bar is not None  # it continues
     assert queries(next(iter(collector)))[::2] == ["q2", "q3"]
-    assert collector.to_pandas()["frames"].tolist() == [4, 8]
-    assert collector.stats()["frames"] == 8
+    assert (collector.to_pandas()["frames"].tolist(), collector.stats()["frames"]) == ([4, 8], 8)
 
 
 # -- other collectors -------------------------------------------------------------------------------------------------
@@ -333,8 +325,7 @@ def test_the_synchronous_collector_reports_too(engine: FakeAsyncVLLM, capsys: py
     assert "8/8" in bar_lines(capsys.readouterr().err)[-1]
     table = collector.to_pandas()
     assert table["rows"].tolist() == [batch.numel() for batch in batches] == [4, 4]
-    assert table["tokens"].tolist() == [24, 24]
-    assert table["groups"].tolist() == [0, 0]
+    assert (table["tokens"].tolist(), table["groups"].tolist()) == ([24, 24], [0, 0])
     assert table["reward_mean"].isna().all()
     assert (collector.stats()["batches"], collector.stats()["completed"]) == (2, True)
     collector.show_samples(2)
@@ -452,8 +443,7 @@ def test_rows_that_nobody_expects_are_counted_too() -> None:
     assert READER.metrics(lazy_stack([row()])[:0])["rows"] == 0
     strange = row(group_id=torch.tensor([1, 2]), next=TensorDict({"reward": NonTensorData("good")}))
     found = READER.metrics(lazy_stack([strange, row(group_id=NonTensorData("a"))]))
-    assert (found["groups"], found["reward_mean"]) == (2, 1.0)
-    assert READER.cells(strange, 80)[0] == "[1, 2]"
+    assert (found["groups"], found["reward_mean"], READER.cells(strange, 80)[0]) == (2, 1.0, "[1, 2]")
     assert READER.cells(strange, 80)[3] == "–"
 
 

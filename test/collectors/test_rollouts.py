@@ -206,5 +206,4 @@ def test_two_threads_get_different_batches() -> None:
     for number in range(2):
         until(lambda count=number: len(futures) > count)
         futures[number].set_result(batch(number))
-    assert sorted(one.result(60) for one in taking) == [0, 1]
-    assert len(futures) == 2
+    assert (sorted(one.result(60) for one in taking), len(futures)) == ([0, 1], 2)

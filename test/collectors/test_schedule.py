@@ -30,8 +30,7 @@ def test_fifo_waits_for_the_head() -> None:
         schedule.ready(group)
     assert schedule.take() == []
     schedule.ready(0)
-    assert schedule.take() == [0, 1]
-    assert schedule.take() == [2, 3]
+    assert (schedule.take(), schedule.take()) == ([0, 1], [2, 3])
 
 
 def test_a_window_lets_groups_overtake_but_not_from_beyond_it() -> None:
@@ -55,8 +54,7 @@ def test_a_window_stays_where_its_head_is() -> None:
     assert schedule.take() == [1]
     assert schedule.take() == []  # 2 would overtake the head as the second one
     schedule.ready(0)
-    assert schedule.take() == [0]
-    assert schedule.take() == [2]
+    assert (schedule.take(), schedule.take()) == ([0], [2])
 
 
 def test_taking_the_head_moves_the_window_within_a_batch() -> None:

@@ -104,8 +104,7 @@ class Agent:
 def test_async_functions_and_what_is_called_like_one(engine: FakeAsyncVLLM, episode: Any) -> None:
     assert is_episode_function(episode)
     (turn,) = play(engine, episode)
-    assert turn.batch_size == (1,)
-    assert turn["next", "reward"].tolist() == [[[7.0]]]
+    assert (turn.batch_size, turn["next", "reward"].tolist()) == ((1,), [[[7.0]]])
 
 
 @pytest.mark.parametrize("other", [Agent, chat, lambda: chat(1), chat(1), 3])
@@ -233,8 +232,7 @@ def test_a_batch_is_of_whole_groups_with_their_rewards(collect: Collect) -> None
         assert batch["next", "reward"].flatten().tolist() == [float(query[1:]) for query in queries(batch)]
         for row in batch.unbind(0):
             assert len(row["routed_experts", "full"]) == len(row["tokens", "full"])
-            assert int(row["num_segments"]) == 1
-            assert str(row["finish_reason"]) == "length"
+            assert (int(row["num_segments"]), str(row["finish_reason"])) == (1, "length")
 
 
 def test_the_answers_are_those_of_an_environment(collect: Collect) -> None:
@@ -250,8 +248,7 @@ def test_the_answers_are_those_of_an_environment(collect: Collect) -> None:
 
 def test_turns_follow_one_another_and_send_the_ids_of_the_earlier(collect: Collect) -> None:
     batch = next(iter(collect(two_turns, groups_per_batch=2)))
-    assert batch.batch_size == (8,)
-    assert batch["next", "reward"].flatten().tolist() == [0, 1] * 4
+    assert (batch.batch_size, batch["next", "reward"].flatten().tolist()) == ((8,), [0, 1] * 4)
     assert batch["next", "done"].flatten().tolist() == [False, True] * 4
     for first, second in zip(batch[::2].unbind(0), batch[1::2].unbind(0), strict=True):
         had = first["tokens", "full"]
@@ -284,8 +281,7 @@ def test_samples_wait_for_their_tools_side_by_side(collect: Collect) -> None:
         return 1.0
 
     batch = next(iter(collect(meet, groups_per_batch=2, max_staleness=0, heartbeat_timeout=60.0)))
-    assert batch.batch_size == (4,)
-    assert len(waiting) == 4
+    assert (batch.batch_size, len(waiting)) == ((4,), 4)
 
 
 def test_a_turn_in_newer_weights_keeps_the_versions_of_the_earlier(collect: Collect, engine: FakeAsyncVLLM) -> None:
@@ -351,8 +347,7 @@ def test_a_sample_without_a_reward_is_left_out(collect: Collect, engine: FakeAsy
         return None if number == 2 else float(number)
 
     batch = next(iter(collect(episode, group_size=3)))
-    assert batch["next", "reward"].flatten().tolist() == [1.0, 3.0]
-    assert set(batch["group_id"].tolist()) == {0}
+    assert (batch["next", "reward"].flatten().tolist(), set(batch["group_id"].tolist())) == ([1.0, 3.0], {0})
 
     async def odd(data: TensorDictBase, ask: Ask) -> float | None:
         reward = await one_turn(data, ask)

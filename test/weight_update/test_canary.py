@@ -13,8 +13,7 @@ def test_log_probs_are_those_of_the_prompts_own_tokens() -> None:
     model = make_tiny_moe("mixtral")
     canary = canary_of(model)
     ids = canary["token_ids"]
-    assert len(ids) == 16
-    assert len(set(ids)) == 16
+    assert (len(ids), len(set(ids))) == (16, 16)
     assert all(type(value) is float for value in canary["log_probs"])
     with torch.no_grad():
         table = model(torch.tensor([ids])).logits[0].log_softmax(-1)

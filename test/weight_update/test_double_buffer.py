@@ -117,15 +117,13 @@ def test_engines_may_see_the_directory_elsewhere(tmp_path: Path) -> None:
     scheme.create_sender().publish(weights(3))
     assert scheme.create_receiver(engine).poll_and_apply()
     assert engine.fakes[0].reader is not None
-    assert engine.fakes[0].reader.folder == tmp_path / "mounted"
-    assert value_in(engine, 0) == 3.0
+    assert (engine.fakes[0].reader.folder, value_in(engine, 0)) == (tmp_path / "mounted", 3.0)
 
 
 def test_a_sender_that_knows_the_engine_brings_weights_to_it(tmp_path: Path) -> None:
     engine, sender = FakeFleet(2), VLLMDoubleBufferSyncScheme(tmp_path).create_sender()
     sender.init_all_workers_group(None, vllm_engine=engine)
-    assert len(sender.update_weights(weights(2)).replicas) == 2
-    assert engine.versions == [1, 1]
+    assert (len(sender.update_weights(weights(2)).replicas), engine.versions) == (2, [1, 1])
     sender.shutdown()
 
 
@@ -176,8 +174,7 @@ def test_a_receiver_leaves_an_engine_to_the_sender_that_knows_it(tmp_path: Path)
     sender = scheme.create_sender()
     sender.init_all_workers_group(None, vllm_engine=engine)
     scheme.create_receiver(engine)
-    assert engine.weight_sync == sender.bring
-    assert sender.update_weights(weights(2)).failed == {}
+    assert (engine.weight_sync, sender.update_weights(weights(2)).failed) == (sender.bring, {})
     sender.shutdown()
 
 
@@ -210,8 +207,7 @@ def test_too_few_replicas_are_an_error_and_only_the_late_ones_are_asked_again(tm
     assert engine.versions == [0, 0, 1]
     engine.fakes[0].fail.clear()
     assert receiver.poll_and_apply()
-    assert engine.versions == [1, 0, 1]
-    assert engine.fakes[2].asked["swap_weights"] == 1
+    assert (engine.versions, engine.fakes[2].asked["swap_weights"]) == ([1, 0, 1], 1)
     sender.shutdown()
 
 

@@ -59,8 +59,7 @@ def test_a_takeover_ends_the_other_ones_updates_and_it_may_have_them_back(fleet:
         sender.update_weights(weights(2))
     assert caught.value.report is not None
     assert caught.value.report.failed.keys() == {0, 1}
-    assert [fake.asked["swap_weights"] for fake in engine.fakes] == asked  # nothing was paused
-    assert engine.states == ["SERVING"] * 2  # or quarantined
+    assert ([fake.asked["swap_weights"] for fake in engine.fakes], engine.states) == (asked, ["SERVING"] * 2)
     assert [value_in(engine, index) for index in range(2)] == [1.0, 1.0]
     with pytest.raises(WeightsOwnedError, match=OTHER):
         sender.init_all_workers_group(None, vllm_engine=engine)
@@ -104,8 +103,7 @@ def test_a_replica_that_was_restarted_is_claimed_when_it_is_brought(fleet: Fleet
     sender.update_weights(weights(1))
     new = engine.restart(1)
     sender.bring(1)
-    assert new.owner.claim("other", OTHER, False).owner == this_process()
-    assert value_in(engine, 1) == 1.0
+    assert (new.owner.claim("other", OTHER, False).owner, value_in(engine, 1)) == (this_process(), 1.0)
 
 
 def test_a_replica_that_another_driver_has_is_named_by_the_update(fleet: Fleet) -> None:

@@ -25,8 +25,7 @@ def test_a_swap_that_fails_once_is_tried_again(fleet: Fleet) -> None:
     engine, sender = fleet(2)
     engine.fakes[0].fail["swap_weights"] = soft(0)
     report = sender.update_weights(weights(3))
-    assert report.failed == {}
-    assert [entry.attempts for entry in report.replicas] == [2, 1]
+    assert (report.failed, [entry.attempts for entry in report.replicas]) == ({}, [2, 1])
     assert (engine.states, engine.versions) == (["SERVING"] * 2, [1, 1])
 
 
@@ -42,8 +41,7 @@ def test_a_swap_that_fails_twice_is_for_good(fleet: Fleet) -> None:
         report = sender.update_weights(weights(2))
         with pytest.raises(ReplicaDiedError):  # and it is not left to wait
             frozen.result(60.0)
-    assert (report.failed, report.replicas[1].attempts) == ({1: "it went wrong"}, 2)
-    assert engine.versions == [2, 1, 2]
+    assert (report.failed, report.replicas[1].attempts, engine.versions) == ({1: "it went wrong"}, 2, [2, 1, 2])
     assert "QUARANTINED" in seen
     assert "SERVING" not in seen[seen.index("QUARANTINED") :]
     assert entry.state not in (ReplicaState.SERVING, ReplicaState.SYNCING)
@@ -57,8 +55,7 @@ def test_a_replica_that_does_not_answer_is_not_asked_again(connect: Connect) -> 
     engine.fakes[1].fail["swap_weights"] = always(EngineError("replica 1 did not answer 'swap_weights' within 5 s"))
     report = connect(engine).update_weights(weights())
     assert report.failed == {1: "replica 1 did not answer 'swap_weights' within 5 s"}
-    assert report.replicas[1].attempts == 1
-    assert engine.states == ["SERVING", "QUARANTINED"]
+    assert (report.replicas[1].attempts, engine.states) == (1, ["SERVING", "QUARANTINED"])
     assert not engine.fakes[1].is_alive()
 
 
@@ -190,8 +187,7 @@ def test_min_serving_decides_between_a_report_and_an_error(
         with pytest.raises(WeightSyncError, match=r"fewer than \d replicas hold version 1") as caught:
             sender.update_weights(weights())
         report = caught.value.report
-    assert sorted(report.failed) == list(range(broken))
-    assert report.version == 1
+    assert (sorted(report.failed), report.version) == (list(range(broken)), 1)
     assert [entry.error is None for entry in report.replicas] == [False] * broken + [True] * (replicas - broken)
 
 
@@ -208,8 +204,7 @@ def test_drain_waits_for_requests_in_flight_and_sends_new_ones_elsewhere(fleet: 
     assert other.metrics.replica == 1
     updating.result(60.0)
     asking.result(60.0)
-    assert seen == [0]
-    assert (engine.states, engine.versions) == (["SERVING"] * 2, [1, 1])
+    assert (seen, engine.states, engine.versions) == ([0], ["SERVING"] * 2, [1, 1])
 
 
 def test_a_drain_that_takes_too_long_leaves_the_old_version_serving(fleet: Fleet) -> None:
@@ -220,8 +215,7 @@ def test_a_drain_that_takes_too_long_leaves_the_old_version_serving(fleet: Fleet
     assert (engine.states, engine.versions) == (["SERVING"] * 2, [0, 1])
     assert engine.fakes[0].asked["swap_weights"] == 0
     lease.release()
-    assert sender.apply(1, replicas=[0]).failed == {}
-    assert engine.versions == [1, 1]
+    assert (sender.apply(1, replicas=[0]).failed, engine.versions) == ({}, [1, 1])
 
 
 # -- a few at a time --------------------------------------------------------------------------------------------------
@@ -253,8 +247,7 @@ def test_no_more_are_away_than_rolling_and_min_serving_allow(fleet: Fleet, choic
 def test_replicas_that_are_lost_do_not_keep_the_others_from_their_turn(fleet: Fleet) -> None:
     engine, sender = fleet(3, min_serving=2, rolling=2)
     engine.replica_table.mark_dead(2)
-    assert sender.update_weights(weights()).failed == {2: "the replica is DEAD"}
-    assert engine.versions == [1, 1, 0]
+    assert (sender.update_weights(weights()).failed, engine.versions) == ({2: "the replica is DEAD"}, [1, 1, 0])
 
 
 def test_a_stalled_replica_is_named_and_the_others_continue(fleet: Fleet) -> None:
@@ -267,8 +260,7 @@ def test_a_stalled_replica_is_named_and_the_others_continue(fleet: Fleet) -> Non
         0: "SyncTimeout: replica 0 did not answer 'stage_weights' within 0.2 s",
         1: "SyncTimeout: replica 1 did not answer 'swap_weights' within 0.2 s",
     }
-    assert engine.states == ["SERVING", "QUARANTINED", "SERVING"]  # the first was not touched
-    assert engine.versions == [0, 0, 1]
+    assert (engine.states, engine.versions) == (["SERVING", "QUARANTINED", "SERVING"], [0, 0, 1])
 
 
 def test_an_error_that_nobody_expected_leaves_no_replica_syncing(fleet: Fleet) -> None:
@@ -276,8 +268,7 @@ def test_an_error_that_nobody_expected_leaves_no_replica_syncing(fleet: Fleet) -
     engine.fakes[0].fail["swap_weights"] = always(KeyError("a bug"))
     with pytest.raises(KeyError, match="a bug"):
         sender.update_weights(weights())
-    assert engine.states[0] == "QUARANTINED"
-    assert engine.states[1] == "SERVING"
+    assert (engine.states[0], engine.states[1]) == ("QUARANTINED", "SERVING")
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -286,10 +277,8 @@ def test_a_swap_whose_old_weights_survive_changes_nothing(fleet: Fleet, late: bo
     engine.fakes[1].fail["swap_weights"] = always(SoftError("the canary sings another song", restored=True))
     version = sender.publish(weights())
     report = sender.apply(version, replicas=[1])
-    assert report.failed == {1: "the canary sings another song"}
-    assert report.replicas[0].attempts == 1
-    assert engine.states == ["SERVING", "STARTING" if late else "SERVING"]
-    assert engine.versions == [0, 0]
+    assert (report.failed, report.replicas[0].attempts) == ({1: "the canary sings another song"}, 1)
+    assert (engine.states, engine.versions) == (["SERVING", "STARTING" if late else "SERVING"], [0, 0])
 
 
 def test_the_mode_says_how_requests_are_paused_and_how_to_stage_is_passed_on(fleet: Fleet) -> None:
@@ -314,12 +303,10 @@ def test_a_version_that_every_replica_turns_down_is_not_what_restarted_ones_get(
             sender.update_weights(weights(number))
         engine.restart(1)
         sender.bring(1)
-        assert value_in(engine, 1) == 1.0
-        assert (engine.states, engine.versions) == (["SERVING"] * 2, [1, 1])
+        assert (value_in(engine, 1), engine.states, engine.versions) == (1.0, ["SERVING"] * 2, [1, 1])
     engine.fakes[0].fail.clear()
     report = sender.update_weights(weights(5))
-    assert report.failed == {}
-    assert [value_in(engine, index) for index in range(2)] == [5.0, 5.0]
+    assert (report.failed, [value_in(engine, index) for index in range(2)]) == ({}, [5.0, 5.0])
 
 
 def test_without_a_version_that_was_taken_a_restarted_replica_keeps_its_checkpoint(fleet: Fleet) -> None:

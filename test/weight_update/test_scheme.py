@@ -127,8 +127,7 @@ def test_a_pickled_scheme_has_a_store_of_its_own_or_the_given_one(tmp_path: Path
     own, given = VLLMWeightSyncScheme(mode="drain"), VLLMWeightSyncScheme(folder=tmp_path)
     copy, same = pickle.loads(pickle.dumps(own)), pickle.loads(pickle.dumps(given))
     assert copy.options.store.folder == copy.options.store.seen_as == copy.folder != own.folder
-    assert copy.options.swapping == own.options.swapping
-    assert (same.folder, same.options) == (tmp_path, given.options)
+    assert (copy.options.swapping, same.folder, same.options) == (own.options.swapping, tmp_path, given.options)
     copy.shutdown()
     same.shutdown()
     assert [folder.is_dir() for folder in (own.folder, copy.folder, tmp_path)] == [True, False, True]

@@ -304,8 +304,7 @@ def test_an_engine_that_cannot_be_taken_leaves_the_sender_with_the_one_before(
     assert sender._swap is not None and sender._swap.transport not in opened
     assert other.weight_sync is None
     assert command or other.fakes[0].asked == {"metadata": 1}
-    assert sender.update_weights(weights(5)).failed == {}
-    assert value_in(engine, 0) == 5.0
+    assert (sender.update_weights(weights(5)).failed, value_in(engine, 0)) == ({}, 5.0)
 
 
 def test_after_shutdown_the_store_is_gone_and_every_step_says_so_and_the_engine_asks_no_more(fleet: Fleet) -> None:
@@ -368,9 +367,7 @@ def test_other_tensors_touch_no_replica_and_cost_no_version(fleet: Fleet, bad: A
     engine.log.clear()
     with pytest.raises(ManifestMismatch):
         sender.update_weights(bad)
-    assert engine.log == []
-    assert sender.version == 1
-    assert sender.update_weights(weights(2)).version == 2
+    assert (engine.log, sender.version, sender.update_weights(weights(2)).version) == ([], 1, 2)
 
 
 STACKED = "model.layers.1.mlp.experts.gate_up_proj"
@@ -463,8 +460,7 @@ def test_a_number_that_overflows_in_the_engines_dtype_is_not_sent(
     refused = pytest.raises(WeightSyncError, match=words)
     with contextlib.nullcontext() if dtype == "trainer" else refused:
         sender.update_weights(weights(1e5))
-    assert sender.update_weights(weights(2)).failed == {}
-    assert value_in(engine, 0) == 2.0
+    assert (sender.update_weights(weights(2)).failed, value_in(engine, 0)) == ({}, 2.0)
 
 
 @pytest.mark.parametrize("version", ["1", None, 1.0, True, b"1", math.nan])
@@ -501,8 +497,7 @@ def test_a_store_that_was_removed_is_made_again(fleet: Fleet, tmp_path: Path, ch
     report = sender.update_weights(weights(2))
     assert report.failed == {1: "the replica is STARTING"}
     sender.bring(1)
-    assert values(engine) == [2.0, 2.0]
-    assert sender.update_weights(weights(3)).failed == {}
+    assert (values(engine), sender.update_weights(weights(3)).failed) == ([2.0, 2.0], {})
 
 
 def test_a_forked_process_leaves_the_store_to_the_one_that_made_it() -> None:
@@ -520,8 +515,7 @@ def test_a_forked_process_leaves_the_store_to_the_one_that_made_it() -> None:
     with pytest.raises(WeightSyncError, match="is written by process"):
         VLLMWeightSyncScheme(folder=scheme.folder).create_sender().publish(weights(9))
     for value in (2, 3):
-        assert sender.update_weights(weights(value)).failed == {}
-        assert value_in(engine, 0) == value
+        assert (sender.update_weights(weights(value)).failed, value_in(engine, 0)) == ({}, value)
     sender.shutdown()
     assert not scheme.folder.exists()
 
@@ -551,10 +545,8 @@ def test_a_replica_that_cannot_check_continues_with_its_old_version(fleet: Fleet
     engine.fakes[1].fail["stage_weights"] = always(error)
     report = sender.update_weights(weights(2))
     kind = "ManifestMismatch: " if isinstance(error, ValueError) else ""
-    assert report.failed == {1: f"{kind}{error}"}
-    assert engine.states == ["SERVING"] * 3
-    assert engine.versions == [2, 1, 2]
-    assert value_in(engine, 1) == 1.0
+    assert (report.failed, engine.states) == ({1: f"{kind}{error}"}, ["SERVING"] * 3)
+    assert (engine.versions, value_in(engine, 1)) == ([2, 1, 2], 1.0)
     assert "swap_weights" not in {command for command, index, _ in engine.log[-4:] if index == 1}
 
 
@@ -602,15 +594,12 @@ def test_only_the_last_version_can_be_applied(connect: Connect) -> None:
 def test_a_starting_replica_is_left_alone_until_it_is_named(fleet: Fleet) -> None:
     engine, sender = fleet(3, late=[1])
     assert sender.update_weights(weights(4)).failed == {1: "the replica is STARTING"}
-    assert engine.fakes[1].asked == {}
-    assert engine.states == ["SERVING", "STARTING", "SERVING"]
+    assert (engine.fakes[1].asked, engine.states) == ({}, ["SERVING", "STARTING", "SERVING"])
     swapped = engine.fakes[0].asked["swap_weights"]
     report = sender.apply(sender.version, replicas=[1])
-    assert [entry.replica for entry in report.replicas] == [1]
-    assert report.failed == {}
+    assert ([entry.replica for entry in report.replicas], report.failed) == ([1], {})
     assert engine.fakes[0].asked["swap_weights"] == swapped
-    assert (engine.states, engine.versions) == (["SERVING"] * 3, [1, 1, 1])
-    assert value_in(engine, 1) == 4.0
+    assert (engine.states, engine.versions, value_in(engine, 1)) == (["SERVING"] * 3, [1, 1, 1], 4.0)
     command, _, states = engine.log[-1]
     assert (command, states) == ("swap_weights", ["SERVING", "STARTING", "SERVING"])  # no request until it holds them
 
@@ -627,8 +616,7 @@ def test_a_new_process_in_a_replicas_place_is_notified_of_the_store(fleet: Fleet
     engine, sender = fleet(2)
     sender.update_weights(weights(6))
     new = engine.restart(1)
-    assert engine.states == ["SERVING", "STARTING"]
-    assert sender.apply(1, replicas=[1]).failed == {}
+    assert (engine.states, sender.apply(1, replicas=[1]).failed) == (["SERVING", "STARTING"], {})
     assert new.asked == {"claim_weights": 1, "init_weights": 1, "stage_weights": 1, "swap_weights": 1}
     assert value_in(engine, 1) == 6.0
 
@@ -707,9 +695,7 @@ def test_the_caller_continues_while_a_version_is_copied(connect: Connect, monkey
     assert sender.version == 0  # not there yet
     go.set()
     assert sender.wait_published() == sender.version == 1
-    assert sender.wait_published() == 1
-    assert sender.apply(1).failed == {}
-    assert value_in(engine, 1) == 4.0
+    assert (sender.wait_published(), sender.apply(1).failed, value_in(engine, 1)) == (1, {}, 4.0)
 
 
 def test_the_next_step_waits_by_itself(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -760,8 +746,7 @@ def test_the_engine_brings_a_restarted_replica_to_the_newest_weights(fleet: Flee
 def test_before_anything_was_sent_a_restarted_replica_serves_its_checkpoint(connect: Connect) -> None:
     engine = FakeFleet(2, late=[1])
     connect(engine).bring(1)
-    assert engine.states == ["SERVING"] * 2
-    assert engine.fakes[1].asked == {}
+    assert (engine.states, engine.fakes[1].asked) == (["SERVING"] * 2, {})
 
 
 def test_a_replica_that_cannot_be_brought_says_so(fleet: Fleet) -> None:
@@ -875,8 +860,7 @@ def test_the_only_replica_dies_in_an_update_which_waits_for_its_restart(connect:
     assert (report.version, report.failed, len(report.replicas)) == (2, {}, 1)
     (entry,) = service.replica_table
     assert (entry.version, entry.replica.weights["b"][0].item(), sum(service.restarts)) == (2, 2, 1)
-    assert collector.count == 2
-    assert sender.update_weights(weights(3)).failed == {}
+    assert (collector.count, sender.update_weights(weights(3)).failed) == (2, {})
     service.shutdown()
 
 
@@ -931,8 +915,7 @@ def test_an_older_version_comes_back_under_a_new_number(fleet: Fleet, tmp_path: 
     sender.bring(1)
     assert (value_in(engine, 1), engine.versions) == (2.0, [4, 4])
     for number in (5, 6):
-        assert sender.update_weights(weights(number)).version == number
-        assert value_in(engine, 0) == number
+        assert (sender.update_weights(weights(number)).version, value_in(engine, 0)) == (number, number)
     with pytest.raises(ManifestMismatch, match=r"version 1 is not there, only \["):
         sender.rollback(1)
     assert (engine.states, engine.versions) == (["SERVING"] * 2, [6, 6])
@@ -963,8 +946,7 @@ def test_a_delta_refers_to_no_bytes_that_are_damaged_or_gone(fleet: Fleet, tmp_p
     elif damage not in ("gone", "in secret"):
         base.write_bytes({"a byte": flipped, "cut short": content[:-8], "header": b"\xff" + content[1:]}[damage])
     for number in (5, 6):
-        assert update(number) == {}
-        assert [fake.weights["b"][0].item() for fake in engine.fakes] == [number] * 2
+        assert (update(number), [fake.weights["b"][0].item() for fake in engine.fakes]) == ({}, [number] * 2)
         assert value_in(engine, 0) == 1.0
 
 
@@ -988,8 +970,7 @@ def test_a_damaged_manifest_costs_its_version_only(
     if layout == "slots":
         assert second.rollback(2).version == 3
         assert [str(one.message) for one in recwarn if "is left out" in str(one.message)]
-    assert second.update_weights(weights(4)).failed == {}
-    assert value_in(engine, 0) == 4.0
+    assert (second.update_weights(weights(4)).failed, value_in(engine, 0)) == ({}, 4.0)
 
 
 # -- what is sent -----------------------------------------------------------------------------------------------------
@@ -1159,8 +1140,7 @@ def test_numbers_that_overflow_are_counted_and_do_not_outlive_their_weights(
     assert engine.stats()[0]["not_finite_logprobs"] - counted == bad
     with torch.no_grad():
         down.copy_(before)
-    assert sender.update_weights().failed == {}
-    assert bad_log_probs() == 0
+    assert (sender.update_weights().failed, bad_log_probs()) == ({}, 0)
     assert distance(engine, reference) <= TOLERANCE
     sender.shutdown()
 
@@ -1190,8 +1170,7 @@ def test_after_a_ctrl_c_in_an_update_the_engine_serves_and_the_next_one_works(
         interrupt(reached.is_set)
         sender.update_weights(weights(2))
     until(lambda: pool_threads() == [])
-    assert engine.states == ["SERVING"] * 3
-    assert values(engine) == [float(version) for version in engine.versions]
+    assert (engine.states, values(engine)) == (["SERVING"] * 3, [float(version) for version in engine.versions])
     assert set(engine.versions) <= {1, 2}
     engine.generate("hi", {"max_tokens": 1}, use_tqdm=False)
     report = sender.update_weights(weights(3))
@@ -1211,5 +1190,4 @@ def test_a_ctrl_c_while_weights_are_written_leaves_no_half_version(fleet: Fleet)
         sender.update_weights(cut())
     assert engine.versions == [1, 1] and sender.version == 1
     report = sender.update_weights(weights(3))
-    assert engine.versions == [report.version] * 2
-    assert values(engine) == [3.0] * 2
+    assert (engine.versions, values(engine)) == ([report.version] * 2, [3.0] * 2)

@@ -36,22 +36,19 @@ def plain(tensor: Tensor) -> bytes:
 def test_pieces_are_the_bytes_in_order_and_small_and_have_a_digest(tensor: Tensor, dtype: torch.dtype) -> None:
     pieces: list[bytes] = []
     digest = send(tensor, dtype, lambda piece: pieces.append(piece.tobytes()))
-    assert b"".join(pieces) == plain(tensor.to(dtype))
-    assert digest == xxhash.xxh3_64_hexdigest(b"".join(pieces))
+    assert (b"".join(pieces), digest) == (plain(tensor.to(dtype)), xxhash.xxh3_64_hexdigest(b"".join(pieces)))
     assert all(len(piece) <= PIECE_BYTES for piece in pieces)
 
 
 def test_a_tensor_of_its_own_dtype_is_not_copied() -> None:
     tensor = torch.arange(BIG, dtype=torch.float32)
     first, second = pieces_of(tensor, torch.float32)
-    assert first.ctypes.data == tensor.data_ptr()
-    assert second.ctypes.data == tensor.data_ptr() + PIECE_BYTES
+    assert (first.ctypes.data, second.ctypes.data) == (tensor.data_ptr(), tensor.data_ptr() + PIECE_BYTES)
 
 
 def test_tensors_lie_one_after_another_at_multiples_of_64() -> None:
     kinds = [(torch.float32, torch.Size([3])), (torch.int8, torch.Size([65])), (torch.bool, torch.Size([0]))]
-    assert lay_out(kinds) == ([0, 64, 192], 192)
-    assert lay_out([]) == ([], 0)
+    assert (lay_out(kinds), lay_out([])) == (([0, 64, 192], 192), ([], 0))
 
 
 def test_a_mapped_file_knows_when_it_was_replaced(tmp_path: Path) -> None:

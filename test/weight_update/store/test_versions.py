@@ -73,8 +73,7 @@ def test_a_version_that_a_reader_holds_stays_until_it_lets_go(tmp_path: Path) ->
         assert held["a"].eq(1).all()
         reader.verify(manifest)
     publish(writer, 5)
-    assert files(tmp_path) == ["v4", "v5"]
-    assert list((tmp_path / "pins").iterdir()) == []
+    assert (files(tmp_path), list((tmp_path / "pins").iterdir())) == (["v4", "v5"], [])
 
 
 def test_a_lease_of_a_dead_reader_is_forgotten(tmp_path: Path) -> None:
@@ -99,8 +98,7 @@ def test_a_reader_that_pins_in_the_last_moment_keeps_its_version(
     looks: list[set[int]] = [set(), {1}]  # none at first, one when the folder was moved away
     monkeypatch.setattr(writer, "_pinned", lambda: looks.pop(0))
     publish(writer, 3)
-    assert files(tmp_path) == ["v1", "v2", "v3"]
-    assert read(tmp_path, 1) == {"a": 1.0}
+    assert (files(tmp_path), read(tmp_path, 1)) == (["v1", "v2", "v3"], {"a": 1.0})
 
 
 # -- delta ------------------------------------------------------------------------------------------------------------
@@ -114,8 +112,7 @@ def test_only_what_changed_is_written_and_every_kept_version_is_whole(tmp_path: 
         bases.append([entry.base for entry in manifest.entries])
         assert read(tmp_path, version) == values
         assert version == 1 or read(tmp_path, version - 1) == steps[version - 2]
-    assert (written, bases[3]) == ([3, 1, 1, 0, 3, 1], [1, 2, 3])
-    assert files(tmp_path) == ["v5", "v6"]
+    assert (written, bases[3], files(tmp_path)) == ([3, 1, 1, 0, 3, 1], [1, 2, 3], ["v5", "v6"])
 
 
 def test_an_old_version_may_live_on_for_its_bytes_only(tmp_path: Path) -> None:
@@ -163,8 +160,7 @@ def test_a_writer_that_counts_again_replaces_versions(tmp_path: Path) -> None:
     again = VersionsWriter(tmp_path)
     for version in (1, 2, 7):
         again.publish(tensors(a=-version).items(), version)
-        assert WeightStoreReader(tmp_path).newest() == version
-        assert read(tmp_path, version) == {"a": -version}
+        assert (WeightStoreReader(tmp_path).newest(), read(tmp_path, version)) == (version, {"a": -version})
 
 
 def test_a_number_that_is_used_again_takes_those_with_it_that_need_its_bytes(tmp_path: Path) -> None:
@@ -199,8 +195,7 @@ def test_a_writer_killed_while_it_writes_leaves_the_last_version_and_its_litter_
 
     assert exit_code_of(work) == -signal.SIGKILL
     assert [name for name in files(tmp_path) if ".tmp-" in name] != []
-    assert WeightStoreReader(tmp_path).newest() == 1
-    assert read(tmp_path, 1) == {"a": 1.0}
+    assert (WeightStoreReader(tmp_path).newest(), read(tmp_path, 1)) == (1, {"a": 1.0})
     writer = VersionsWriter(tmp_path)
     assert files(tmp_path) == ["v1"]
     writer.publish(tensors(a=3).items(), 2)
@@ -224,8 +219,7 @@ def test_a_full_disk_is_said_to_be_full_and_leaves_the_last_version(
         with pytest.raises(WeightSyncError, match=r"no room for [45] MB in .*: a weight store keeps more than one"):
             writer.publish([(name, large[name]) for name in names], 2)
 
-    assert exit_code_of(work) == 0
-    assert (files(tmp_path), read(tmp_path, 1)) == (["v1"], {"a": 1.0})
+    assert (exit_code_of(work), files(tmp_path), read(tmp_path, 1)) == (0, ["v1"], {"a": 1.0})
 
 
 def test_a_version_that_fails_leaves_no_litter(tmp_path: Path) -> None:
@@ -302,8 +296,7 @@ def test_any_tool_opens_a_version_and_finds_each_tensor_aligned(tmp_path: Path) 
     assert loaded.keys() == MIXED.keys()
     assert all(same(loaded[name], tensor) for name, tensor in MIXED.items())
     with safe_open(path, "pt") as file:
-        assert file.metadata()["version"] == "3"
-        assert file.get_slice("float64")[1:].tolist() == [1.0, 2.0]
+        assert (file.metadata()["version"], file.get_slice("float64")[1:].tolist()) == ("3", [1.0, 2.0])
     reader = WeightStoreReader(tmp_path)
     manifest = reader.manifest(3)
     assert [entry.name for entry in manifest.entries] == list(MIXED)
@@ -396,8 +389,7 @@ def test_an_older_version_comes_back_under_a_new_number_without_its_bytes(tmp_pa
     again = writer.republish(1, 4)
     assert (again.version, again.digest) == (4, old[0].digest)
     assert (tmp_path / "v4.safetensors").stat().st_size < 1000
-    assert (tmp_path / "STABLE").read_text() == "v4\n"
-    assert files(tmp_path) == ["v2", "v3", "v4", "(v1)"]
+    assert ((tmp_path / "STABLE").read_text(), files(tmp_path)) == ("v4\n", ["v2", "v3", "v4", "(v1)"])
     assert [read(tmp_path, version)["a"] for version in (2, 3, 4)] == [2, 3, 1]
     assert writer.republish(4, 5).entries == again.entries
     writer.publish(tensors(a=6, b=1).items(), 6)

@@ -18,8 +18,7 @@ from torchrl_moe.weight_update.store.writing import WriterLock, naming_full_disk
 def test_a_folder_is_made_with_its_parents_or_closed_to_others(tmp_path: Path) -> None:
     for folder in (tmp_path / "a" / "b", tmp_path / "c"):
         (tmp_path / "c").mkdir(mode=0o777, exist_ok=True)
-        assert own_folder(folder) == folder
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert (own_folder(folder), stat.S_IMODE(folder.stat().st_mode)) == (folder, 0o700)
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o700])
