@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +15,6 @@ from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.testing import FakeAsyncVLLM
 
 IDS = [65, 66, 67]
-
-
-@pytest.fixture
-def engine() -> Iterator[FakeAsyncVLLM]:
-    with FakeAsyncVLLM(num_replicas=2) as engine:
-        yield engine
 
 
 def arguments(ids: list[int]) -> dict[str, Any]:

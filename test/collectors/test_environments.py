@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,6 +32,8 @@ from torchrl_moe.errors import CollectionError
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest
 from torchrl_moe.testing import FakeAsyncVLLM
+
+REPLICAS = 1
 
 
 def dataset_env() -> TransformedEnv:
@@ -332,12 +334,6 @@ def test_an_environment_that_is_made_as_the_pool_closes_is_closed() -> None:
 
     asyncio.run(main())
     assert closed == [first, late]
-
-
-@pytest.fixture
-def engine() -> Iterator[FakeAsyncVLLM]:
-    with FakeAsyncVLLM() as engine:
-        yield engine
 
 
 def play(engine: FakeAsyncVLLM, env: EnvBase, **kwargs: Any) -> tuple[list[TensorDictBase], list[int]]:

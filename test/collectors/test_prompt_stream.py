@@ -56,11 +56,10 @@ def test_columns_stay_together() -> None:
 @pytest.mark.parametrize("before", [0, 1, 7, 10, 14])
 def test_a_restored_stream_continues(seed: int | None, before: int) -> None:
     torch.manual_seed(0)
-    first = PromptStream(shuffled(seed))
+    first, second = PromptStream(shuffled(seed)), PromptStream(shuffled(seed))
     read(first, before)
     state = first.state_dict()
     expected = read(first, 6) if seed is not None or before % 10 else []
-    second = PromptStream(shuffled(seed))
     torch.manual_seed(1)
     second.load_state_dict(state)
     after = torch.get_rng_state()
@@ -71,21 +70,17 @@ def test_a_restored_stream_continues(seed: int | None, before: int) -> None:
     assert (got[:left], len(got)) == (expected[:left], 6)
 
 
-def test_what_was_under_way_comes_again_first() -> None:
-    first = PromptStream([{"query": ["a", "b", "c", "d"]}])
+@pytest.mark.parametrize(
+    ("rows", "under_way", "expected"),
+    [("abcd", [2, 0], [(0, "a"), (2, "c"), (3, "d")]), ("ab", [0], [(0, "a"), (3, "b")])],
+)
+def test_what_was_under_way_comes_again_first_also_of_an_earlier_epoch(
+    rows: str, under_way: list[int], expected: list[tuple[int, str]]
+) -> None:
+    first, second = PromptStream([{"query": list(rows)}]), PromptStream([{"query": list(rows)}])
     prompts = list(islice(first, 3))
-    second = PromptStream([{"query": ["a", "b", "c", "d"]}])
-    second.load_state_dict(first.state_dict([prompts[2], prompts[0]]))
-    again = list(islice(second, 3))
-    assert [(prompt.position, prompt.data["query"]) for prompt in again] == [(0, "a"), (2, "c"), (3, "d")]
-
-
-def test_rows_of_an_earlier_epoch_come_again_too() -> None:
-    first = PromptStream([{"query": ["a", "b"]}])
-    prompts = list(islice(first, 3))
-    second = PromptStream([{"query": ["a", "b"]}])
-    second.load_state_dict(first.state_dict(prompts[:1]))
-    assert [(p.position, p.data["query"]) for p in islice(second, 2)] == [(0, "a"), (3, "b")]
+    second.load_state_dict(first.state_dict([prompts[i] for i in under_way]))
+    assert [(prompt.position, prompt.data["query"]) for prompt in islice(second, len(expected))] == expected
 
 
 def test_rows_can_be_given_back() -> None:
@@ -96,19 +91,17 @@ def test_rows_can_be_given_back() -> None:
     assert read(stream, 3) == ["a", "b", "c"]
 
 
-def test_no_data_is_refused() -> None:
-    with pytest.raises(ValueError, match="yields nothing"):
-        next(PromptStream([]))
-
-
-def test_what_is_no_row_is_refused() -> None:
-    with pytest.raises(TypeError, match="must yield mappings or TensorDicts, got str: give it a collate_fn"):
-        next(PromptStream(["a"]))
-
-
-def test_columns_of_different_lengths_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"different lengths: \[1, 2\]"):
-        next(PromptStream([{"query": ["a", "b"], "target": ["x"]}]))
+@pytest.mark.parametrize(
+    ("data", "kind", "words"),
+    [
+        ([], ValueError, "yields nothing"),
+        (["a"], TypeError, "must yield mappings or TensorDicts, got str: give it a collate_fn"),
+        ([{"query": ["a", "b"], "target": ["x"]}], ValueError, r"different lengths: \[1, 2\]"),
+    ],
+)
+def test_what_is_no_data_is_refused(data: Any, kind: Any, words: str) -> None:
+    with pytest.raises(kind, match=words):
+        next(PromptStream(data))
 
 
 def primer_of(data: Any = None, **kwargs: Any) -> DataLoadingPrimer:

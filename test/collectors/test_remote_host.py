@@ -19,16 +19,12 @@ from torchrl_moe.errors import CollectionError
 from torchrl_moe.testing import FakeAsyncVLLM
 
 
-# -- remote host ------------------------------------------------------------------------------------------------------
 def test_resources_are_taken_from_either_place() -> None:
     assert actor_options(None) == {"max_concurrency": 8}
     assert actor_options(None, num_cpus=2, num_gpus=None) == {"max_concurrency": 8, "num_cpus": 2}
     given = {"num_cpus": 2, "memory": 1 << 30, "max_concurrency": 4}
     assert actor_options(given, num_cpus=2, num_gpus=0.5) == {**given, "num_gpus": 0.5}
     assert given == {"num_cpus": 2, "memory": 1 << 30, "max_concurrency": 4}
-
-
-def test_resources_that_differ_are_refused() -> None:
     with pytest.raises(ValueError, match=r"num_cpus=3 and remote_config={'num_cpus': 2} differ: pass one"):
         actor_options({"num_cpus": 2}, num_cpus=3)
 
@@ -77,7 +73,6 @@ def test_ray_is_joined_as_asked_for(ray_cluster: Any, monkeypatch: pytest.Monkey
     assert asked == [{"address": "somewhere"}]
 
 
-# -- ray async llm collector ------------------------------------------------------------------------------------------
 OF_RAY = ["ray_init_config", "remote_config", "num_cpus", "num_gpus", "sync_iter"]
 
 
@@ -88,7 +83,6 @@ def test_its_arguments_are_those_of_the_local_one_and_rays() -> None:
         assert remote[name] == parameter
 
 
-# -- ray llm collector ------------------------------------------------------------------------------------------------
 def test_its_arguments_are_those_of_torchrls() -> None:
     ours = inspect.signature(RayLLMCollector).parameters
     theirs, local = parameters(llm.RayLLMCollector), parameters(llm.LLMCollector)

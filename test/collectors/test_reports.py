@@ -6,7 +6,7 @@ import csv
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,12 +37,6 @@ Collect = Callable[..., AsyncLLMCollector]
 # -- reports ----------------------------------------------------------------------------------------------------------
 def parity(query: str) -> float:
     return float(int(query[1:]) % 2)
-
-
-@pytest.fixture
-def engine() -> Iterator[FakeAsyncVLLM]:
-    with FakeAsyncVLLM(num_replicas=2) as engine:
-        yield engine
 
 
 @pytest.fixture

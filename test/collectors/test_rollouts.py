@@ -23,11 +23,7 @@ from torchrl_moe.collectors.schedule import Schedule
 from torchrl_moe.errors import EngineError
 from torchrl_moe.testing import FakeAsyncVLLM
 
-
-@pytest.fixture
-def engine() -> Iterator[FakeAsyncVLLM]:
-    with FakeAsyncVLLM() as engine:
-        yield engine
+REPLICAS = 1
 
 
 def with_rollouts(engine: FakeAsyncVLLM, use: Callable[[Rollouts], Awaitable[Any]], **kwargs: Any) -> Any:

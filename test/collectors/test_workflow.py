@@ -6,7 +6,7 @@ import asyncio
 import functools
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from itertools import islice
 from typing import Any
 
@@ -31,12 +31,6 @@ from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.trainers.rewards import PromptEpisode, Rewards
 
 Collect = Callable[..., AsyncLLMCollector]
-
-
-@pytest.fixture
-def engine() -> Iterator[FakeAsyncVLLM]:
-    with FakeAsyncVLLM(num_replicas=2) as engine:
-        yield engine
 
 
 async def one_turn(data: TensorDictBase, ask: Ask) -> float:
