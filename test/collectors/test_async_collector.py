@@ -248,9 +248,10 @@ def test_once_something_has_succeeded_failures_have_their_own_limit(collect: Col
 
 def test_a_filter_that_rejects_everything_ends_the_collection(collect: Collect) -> None:
     words = r"8 groups were dropped without a batch in between, the last because group_filter rejects them: .*=7"
-    for limit, match in (({"max_dropped_groups": 7}, words), ({}, r"101 groups .* max_dropped_groups=100")):
+    limits = [({"groups_per_batch": 2, "max_dropped_groups": 7}, words), ({}, r"101 groups .* max_dropped_groups=100")]
+    for limit, match in limits:
         with pytest.raises(CollectionError, match=match):
-            next(iter(collect(groups_per_batch=2, group_filter=lambda rows: False, **limit)))
+            next(iter(collect(group_filter=lambda rows: False, **limit)))
     odd = collect(group_filter=is_odd, max_dropped_groups=1, max_staleness=0)
     assert len(list(islice(odd, 4))) == 4  # one in a row is within the limit
 
@@ -287,10 +288,11 @@ def test_a_reward_that_hangs_costs_its_group(collect: Collect) -> None:
 
 
 def test_a_collection_in_which_nothing_moves_says_what_it_waits_for(collect: Collect, engine: FakeAsyncVLLM) -> None:
+    collector = collect(heartbeat_timeout=0.5)
     for replica in engine.replicas:
         replica.stall()
     with pytest.raises(CollectionStalledError, match=r"nothing has moved for 0.5 s: 3 groups are running .* 6 answers"):
-        next(iter(collect(heartbeat_timeout=0.5)))
+        next(iter(collector))
 
 
 def test_a_dead_engine_ends_the_collection(collect: Collect, engine: FakeAsyncVLLM) -> None:
@@ -422,33 +424,31 @@ def test_a_restored_collector_uses_each_prompt_once(collect: Collect, engine: Fa
 
 
 @pytest.mark.parametrize("turns", [1, 3])
-def test_a_restored_collector_continues_from_the_last_tokens(engine: FakeAsyncVLLM, turns: int) -> None:
+def test_a_restored_collector_continues_from_the_last_tokens(
+    collect: Collect, engine: FakeAsyncVLLM, turns: int
+) -> None:
     """Answers are cut in their second half; what they had, whole turns too, is not generated twice."""
 
     def is_held(entry: Any) -> bool:
         """At 25 tokens of the last turn that this test lets begin: the first, or the second of three."""
         return entry.tokens >= 25 and (turns == 1 or len(entry.request.prompt_token_ids) > 40)
 
-    for replica in engine.replicas:
-        replica.token_seconds = 1e-4
-        replica._holds = is_held  # type: ignore[method-assign]
-
     def make() -> AsyncLLMCollector:
         env = chat(2) if turns == 1 else lambda: chat(1, turns)
-        return AsyncLLMCollector(
-            env, policy=policy_of(engine, 40), dataloader=Questions(8), group_size=2, groups_per_batch=2
-        )
+        return collect(env, policy=policy_of(engine, 40), groups_per_batch=2)
 
     def generated() -> int:
         return sum(len(output.token_ids) for one in snapshots(engine).values() for output in one.outputs)
-
-    first = make()
-    waiting = in_thread(lambda: next(iter(first)))
 
     def most_turns() -> int:
         samples = [asked for of in first._rollouts._answers._asked.copy().values() for asked in of.copy().values()]
         return max(map(len, samples), default=0)
 
+    for replica in engine.replicas:
+        replica.token_seconds = 1e-4
+        replica._holds = is_held  # type: ignore[method-assign]
+    first, second = make(), make()
+    waiting = in_thread(lambda: next(iter(first)))
     until(lambda: generated() >= 100 and most_turns() >= min(turns, 2))
     state = pickle.loads(pickle.dumps(first.state_dict()))
     first.shutdown()
@@ -466,8 +466,6 @@ def test_a_restored_collector_continues_from_the_last_tokens(engine: FakeAsyncVL
     for replica in engine.replicas:
         replica.submitted.clear()
         del replica._holds
-
-    second = make()
     second.load_state_dict(state)
     batches = [next(second.iterator()) for _ in range(2)]
     second.shutdown()
@@ -477,13 +475,8 @@ def test_a_restored_collector_continues_from_the_last_tokens(engine: FakeAsyncVL
             tokens = had.get((position, sample, turn), [])
             assert row["tokens", "response"].tolist()[: len(tokens)] == tokens
             is_cut = any(0 < len(had.get((position, sample, one), [])) < 40 for one in range(turn + 1))
-            assert row["resume"] == ("forced" if is_cut else "none")
-            assert len(row["tokens", "response"]) == 40
-    asked = {
-        tuple(int(number) for number in request.request_id.split("-")[1:]): request.resume
-        for replica in engine.replicas
-        for request in replica.submitted
-    }
+            assert (row["resume"], len(row["tokens", "response"])) == ("forced" if is_cut else "none", 40)
+    asked = {tuple(map(int, one.request_id.split("-")[1:])): one.resume for one in submitted(engine)}
     for place, tokens in had.items():
         if len(tokens) == 40:
             assert place not in asked
@@ -508,19 +501,13 @@ async def two_turns(data: TensorDictBase, ask: Ask) -> float:
     ids=["environment", "function", "live", "unable"],
 )
 def test_rows_of_answers_in_parts_say_so(
-    env: Any, arguments: Any, asked: Any, how: str, capsys: pytest.CaptureFixture[str]
+    collect: Collect, env: Any, arguments: Any, asked: Any, how: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """First turns are cut after 3 of 6 tokens and continue under newer weights; second turns have the first in them."""
     with FakeAsyncVLLM(token_seconds=HOUR, **arguments) as engine:
         (replica,) = engine.replicas
-
-        def make() -> AsyncLLMCollector:
-            policy = vLLMWrapper(engine, generate_kwargs={"max_new_tokens": 6, **asked})
-            return AsyncLLMCollector(
-                env, policy=policy, dataloader=Questions(8), group_size=2, groups_per_batch=1, order="fifo"
-            )
-
-        first = make()
+        policy = vLLMWrapper(engine, generate_kwargs={"max_new_tokens": 6, **asked})
+        first, second = (collect(env, policy=policy, groups_per_batch=1, order="fifo") for _ in range(2))
         waiting = in_thread(lambda: next(iter(first)))
         until(lambda: len(replica._running) == 6)  # max_staleness=2: three groups
         for running in list(replica._running.values()):
@@ -530,7 +517,6 @@ def test_rows_of_answers_in_parts_say_so(
         assert isinstance(waiting.exception(60), StopIteration)
         replica.token_seconds = 0.0
         new_weights(engine, 1)
-        second = make()
         second.load_state_dict(state)
         batches = list(islice(second, 3))
         second.show_samples(1)

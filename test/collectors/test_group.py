@@ -17,12 +17,14 @@ def turn(*versions: list[int]) -> TensorDictBase:
     """One turn of as many samples; -1 is of the prompt."""
     made = [[version for version in one if version >= 0] for one in versions]
     return lazy_stack(
-        TensorDict(
-            policy_versions=TensorDict(full=torch.tensor(full)),
-            tokens=TensorDict(response=torch.zeros(len(one))),
-            policy_version=torch.tensor(min(one, default=-1)),
-        )
-        for full, one in zip(versions, made, strict=True)
+        [
+            TensorDict(
+                policy_versions=TensorDict(full=torch.tensor(full)),
+                tokens=TensorDict(response=torch.zeros(len(one))),
+                policy_version=torch.tensor(min(one, default=-1)),
+            )
+            for full, one in zip(versions, made, strict=True)
+        ]
     )
 
 

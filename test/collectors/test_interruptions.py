@@ -59,31 +59,31 @@ def waiting(state: dict[str, Any]) -> list[str]:
 
 
 # -- interrupted ------------------------------------------------------------------------------------------------------
+def interrupted(collector: AsyncLLMCollector, engine: FakeAsyncVLLM, interrupt: Callable[..., None]) -> None:
+    """Have a Ctrl-C come while the first batch is waited for."""
+    engine.pause()
+    interrupt(lambda: len(submitted(engine)) == 4)
+    with pytest.raises(KeyboardInterrupt):
+        collector.next()
+    engine.resume()
+
+
 def test_a_batch_that_a_ctrl_c_kept_from_the_trainer_is_in_the_state(
     collect: Collect, engine: FakeAsyncVLLM, interrupt: Callable[..., None]
 ) -> None:
-    engine.pause()
-    collector = collect(max_staleness=0)
-    interrupt(lambda: len(submitted(engine)) == 4)
-    with pytest.raises(KeyboardInterrupt):
-        next(iter(collector))
-    engine.resume()
+    collector, after = collect(max_staleness=0), collect()
+    interrupted(collector, engine, interrupt)
     until(lambda: "inference/staleness_max" in collector.stats())  # the batch is made
     state = collector.state_dict()
     assert (state["frames"], waiting(state)) == (0, ["q0", "q1"])
-    after = collect()
     after.load_state_dict(state)
     assert prompts(next(iter(after))) == prompts(next(iter(collector))) == ["q0", "q1"]
     assert waiting(collector.state_dict()) == []
 
 
 def test_next_continues_after_a_ctrl_c(collect: Collect, engine: FakeAsyncVLLM, interrupt: Callable[..., None]) -> None:
-    engine.pause()
     collector = collect(max_staleness=0)
-    interrupt(lambda: len(submitted(engine)) == 4)
-    with pytest.raises(KeyboardInterrupt):
-        collector.next()
-    engine.resume()
+    interrupted(collector, engine, interrupt)
     assert [prompts(collector.next()) for _ in range(2)] == [["q0", "q1"], ["q2", "q3"]]
 
 

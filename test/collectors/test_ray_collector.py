@@ -51,6 +51,7 @@ from torchrl_moe.testing import FakeAsyncVLLM
 pytestmark = pytest.mark.ray
 
 Make = Callable[..., RayAsyncLLMCollector]
+InTurns = Callable[..., RayLLMCollector]
 
 
 @pytest.fixture(scope="module")
@@ -102,18 +103,20 @@ def failing_from(first: int) -> Callable[[str], float]:
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------
+def local_of(engine: FakeAsyncVLLM, **kwargs: Any) -> AsyncLLMCollector:
+    arguments = {"policy": policy_of(engine), "dataloader": Questions(40), "group_size": 2, "order": "fifo"}
+    return AsyncLLMCollector(chat(2), **arguments, **kwargs)
+
+
 def test_batches_are_those_of_the_local_collector(collect: Make) -> None:
     with FakeAsyncVLLM(num_replicas=2) as engine:
-        local = AsyncLLMCollector(
-            chat(2), policy=policy_of(engine), dataloader=Questions(40), group_size=2, groups_per_batch=2, order="fifo"
-        )
+        local = local_of(engine, groups_per_batch=2)
         expected = list(islice(local, 3))
         local.shutdown()
     found = list(islice(collect(groups_per_batch=2), 3))
     for one, other in zip(found, expected, strict=True):
         assert one.batch_size == other.batch_size == (4,)
-        for one_row, other_row in zip(one.unbind(0), other.unbind(0), strict=True):
-            assert plain(one_row) == plain(other_row)
+        assert list(map(plain, one.unbind(0))) == list(map(plain, other.unbind(0)))
     tokens = found[0][0]["tokens", "response"]
     before = tokens.clone()
     tokens += 1  # the driver's own memory
@@ -124,16 +127,14 @@ def test_it_ends_after_so_many_rows_and_says_how_far_it_is(collect: Make) -> Non
     collector = collect(total_dialog_turns=5)
     assert (collector.dialog_turns_per_batch, collector.total_dialog_turns, len(collector)) == (2, 5, 3)
     assert collector.init_random_frames == 0  # TorchRL's trainer asks
-    assert [batch.numel() for batch in collector] == [2, 2, 2]
+    with pytest.raises(RuntimeError, match="pass replay_buffer="):
+        collector.start()
+    assert queries(collector.next()) == ["q0", "q0"]
+    assert [batch.numel() for batch in collector] == [2, 2]
     assert collector.next() is None
     stats = collector.stats()
     assert (stats["frames"], stats["batches"], stats["completed"]) == (6, 3, True)
     assert repr(collector).startswith("RayAsyncLLMCollector(AsyncLLMCollector(1 groups of 2 a batch")
-
-
-def test_next_returns_a_batch(collect: Make) -> None:
-    collector = collect()
-    assert [queries(collector.next()) for _ in range(2)] == [["q0", "q0"], ["q1", "q1"]]
 
 
 def test_what_the_local_collector_refuses_is_refused_and_the_actor_ended(
@@ -160,17 +161,12 @@ class Loss(torch.nn.Module):
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_torchrls_trainer_takes_it(collect: Make, is_async: bool) -> None:
-    collector = collect(groups_per_batch=2, replay_buffer=buffer() if is_async else None)
-    loss = Loss()
+    collector, loss = collect(groups_per_batch=2, replay_buffer=buffer() if is_async else None), Loss()
     trainer = Trainer(
         collector=collector,
-        total_frames=1 << 40,
-        frame_skip=1,
-        optim_steps_per_batch=1,
+        **{"total_frames": 1 << 40, "frame_skip": 1, "optim_steps_per_batch": 1, "progress_bar": False, "seed": 3},
         loss_module=loss,
         optimizer=torch.optim.SGD(loss.parameters(), 1e-3),
-        progress_bar=False,
-        seed=3,
         async_collection=is_async,
     )
     if is_async:
@@ -182,21 +178,15 @@ def test_torchrls_trainer_takes_it(collect: Make, is_async: bool) -> None:
 
 
 # -- buffers ----------------------------------------------------------------------------------------------------------
-def test_a_buffer_of_this_process_is_extended_here(collect: Make) -> None:
-    collector = collect(replay_buffer=buffer(), groups_per_batch=2)
-    assert list(islice(collector, 2)) == [None, None]
-    assert collector.next() is None
+def test_a_buffer_of_this_process_is_extended_here_also_from_a_thread(collect: Make) -> None:
+    collector = collect(replay_buffer=buffer(), groups_per_batch=2, total_dialog_turns=24)
+    assert (list(islice(collector, 2)), collector.next()) == ([None, None], None)
     assert queries(collector.replay_buffer[:])[::2] == ["q0", "q1", "q2", "q3", "q4", "q5"]
-    assert collector.getattr_rb("write_count") == 12
-
-
-def test_a_buffer_of_this_process_is_filled_from_a_thread(collect: Make) -> None:
-    collector = collect(replay_buffer=buffer(), groups_per_batch=2, total_dialog_turns=12)
-    assert not collector.is_running()
+    assert (collector.getattr_rb("write_count"), collector.is_running()) == (12, False)
     collector.start()
-    until(lambda: collector.getattr_rb("write_count") == 12)
+    until(lambda: collector.getattr_rb("write_count") == 24)
     until(lambda: not collector.is_running())
-    assert len(collector.replay_buffer) == 12
+    assert len(collector.replay_buffer) == 24
 
 
 def test_a_thread_is_no_further_ahead_of_the_weight_updates_than_a_local_one(collect: Make, actor: Any) -> None:
@@ -209,11 +199,6 @@ def test_a_thread_is_no_further_ahead_of_the_weight_updates_than_a_local_one(col
     collector.increment_version()
     until(lambda: collector.getattr_rb("write_count") == 6)
     assert run(actor, lambda local: local._schedule.begun) == 3
-
-
-def test_starting_without_a_buffer_is_refused(collect: Make) -> None:
-    with pytest.raises(RuntimeError, match="pass replay_buffer="):
-        collect().start()
 
 
 @pytest.mark.parametrize("wrap", [lambda client: client, BufferOfRay], ids=["client", "buffer"])
@@ -386,13 +371,16 @@ def test_its_reports_are_those_of_the_collector_in_the_actor(collect: Make, caps
 
 def test_one_that_is_over_or_says_nothing_is_shown(collect: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     collector = collect()
-    monkeypatch.setattr(collector._host, "is_done", lambda reference, seconds: False)
-    assert "its actor gave no answer within 5 s" in repr(collector)
-    assert TableReader(collector._repr_html_()).other[-1] == "its actor gave no answer within 5 s"
-    monkeypatch.undo()
+
+    def check(words: str) -> None:
+        assert words in repr(collector)
+        assert TableReader(collector._repr_html_()).other[-1] == words
+
+    with monkeypatch.context() as patch:
+        patch.setattr(collector._host, "is_done", lambda reference, seconds: False)
+        check("its actor gave no answer within 5 s")
     collector.shutdown()
-    assert repr(collector).endswith("(the collector was shut down)")
-    assert TableReader(collector._repr_html_()).other[-1] == "the collector was shut down"
+    check("the collector was shut down")
 
 
 def test_held_out_prompts_are_answered_in_the_actor(collect: Make) -> None:
@@ -419,9 +407,7 @@ def test_a_restored_collector_uses_each_prompt_once_and_local_ones_take_its_stat
     assert next(iter(first)) is not None  # lost by the crash
     first.shutdown()
     with FakeAsyncVLLM() as engine:
-        local = AsyncLLMCollector(
-            chat(2), policy=policy_of(engine), dataloader=Questions(40), group_size=2, groups_per_batch=4, order="fifo"
-        )
+        local = local_of(engine, groups_per_batch=4)
         local.load_state_dict(state)
         taken = queries(next(iter(local)))[::2]
         local.shutdown()
@@ -430,8 +416,7 @@ def test_a_restored_collector_uses_each_prompt_once_and_local_ones_take_its_stat
     second.load_state_dict(state)  # as a local collector's is
     batches = [queries(batch)[::2] for batch in islice(second, 7)]
     assert batches[0] == taken
-    seen += [query for batch in batches for query in batch]
-    assert sorted(seen) == sorted(f"q{i}" for i in range(40))
+    assert sorted(sum(batches, seen)) == sorted(f"q{i}" for i in range(40))
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------
@@ -451,24 +436,18 @@ def test_a_collector_that_was_shut_down_says_so(collect: Make, ended: list[Any],
 
 # -- the other local collector ----------------------------------------------------------------------------------------
 @pytest.fixture
-def collect_in_turns(collect: Make) -> Callable[..., RayLLMCollector]:
+def collect_in_turns(collect: Make) -> InTurns:
     """Makes collectors of two prompts a batch, each twice."""
 
-    def make(policy_factory: Any = None, **kwargs: Any) -> RayLLMCollector:
-        factory = policy_factory or fake_policy()
-        given = {"group_size": None, "dataloader": None, **kwargs}
-        return collect(dataset, in_turns, policy_factory=factory, dialog_turns_per_batch=4, **given)
-
     def in_turns(env: Any, *, group_size: None, dataloader: None, **kwargs: Any) -> RayLLMCollector:
-        return RayLLMCollector(env, **kwargs)
+        return RayLLMCollector(env, dialog_turns_per_batch=4, **kwargs)
 
-    return make
+    given = {"policy_factory": fake_policy(), "group_size": None, "dataloader": None}
+    return lambda **kwargs: collect(dataset, in_turns, **{**given, **kwargs})
 
 
 @pytest.mark.parametrize("sync_iter", [True, False])
-def test_the_other_collector_gives_the_batches_of_its_local_one(
-    collect_in_turns: Callable[..., RayLLMCollector], sync_iter: bool
-) -> None:
+def test_the_other_collector_gives_the_batches_of_its_local_one(collect_in_turns: InTurns, sync_iter: bool) -> None:
     local = LLMCollector(dataset, policy_factory=fake_policy(), dialog_turns_per_batch=4)
     expected = list(islice(local, 3))
     local.shutdown()
@@ -479,7 +458,7 @@ def test_the_other_collector_gives_the_batches_of_its_local_one(
 
 
 def test_the_other_collector_fills_a_buffer_of_this_process_with_flat_rows_while_its_state_is_saved(
-    collect_in_turns: Callable[..., RayLLMCollector],
+    collect_in_turns: InTurns,
 ) -> None:
     collector = collect_in_turns(replay_buffer=buffer(), total_dialog_turns=40)
     assert collector.total_dialog_turns == 40
@@ -497,9 +476,7 @@ def asked(batch: Any) -> list[str]:
     return queries(batch.reshape(-1))[::2]
 
 
-def test_a_batch_that_was_asked_for_ahead_is_part_of_the_state(
-    collect_in_turns: Callable[..., RayLLMCollector],
-) -> None:
+def test_a_batch_that_was_asked_for_ahead_is_part_of_the_state(collect_in_turns: InTurns) -> None:
     collector = collect_in_turns(sync_iter=False)
     assert asked(collector.next()) == ["q0", "q1"]
     state = collector.state_dict()
@@ -514,7 +491,7 @@ def test_a_batch_that_was_asked_for_ahead_is_part_of_the_state(
 
 
 def test_a_state_is_not_loaded_while_a_batch_is_made(
-    collect_in_turns: Callable[..., RayLLMCollector], monkeypatch: pytest.MonkeyPatch
+    collect_in_turns: InTurns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: dict[str, Any] = {}
     whole = []
@@ -527,16 +504,14 @@ def test_a_state_is_not_loaded_while_a_batch_is_made(
 
     plain_begin = RemoteHost.begin
     monkeypatch.setattr(RemoteHost, "begin", begin)
-    collector = collect_in_turns(fake_policy(token_seconds=0.05), sync_iter=False)
+    collector = collect_in_turns(policy_factory=fake_policy(token_seconds=0.05), sync_iter=False)
     start = collector.state_dict()
     assert asked(collector.next()) == ["q0", "q1"]  # and the next batch is requested
     collector.load_state_dict(start)
     assert (asked(collector.next()), whole) == (["q0", "q1"], [True])
 
 
-def test_nothing_is_asked_for_ahead_during_a_pause_nor_at_the_end(
-    collect_in_turns: Callable[..., RayLLMCollector],
-) -> None:
+def test_nothing_is_asked_for_ahead_during_a_pause_nor_at_the_end(collect_in_turns: InTurns) -> None:
     collector = collect_in_turns(sync_iter=False, total_dialog_turns=16)
     assert asked(collector.next()) == ["q0", "q1"]
     with collector.pause():
@@ -559,19 +534,12 @@ def toys(ray_cluster: Any) -> Iterator[AsyncVLLM]:
 
 def two_over(name: str, actor: Any, **settings: Any) -> list[RayAsyncLLMCollector]:
     """Two collectors of the even and the odd questions; the first in the shared actor, the second in one of its own."""
-    made = []
+    made, policy = [], joined_policy(name, **settings)
     for part in range(2):
+        data = [{"query": [f"q{i}"]} for i in range(part, 20, 2)]
+        given = {"dataloader": data, "group_size": 2, "max_staleness": 0, "num_cpus": 0}
         with placing(actor) if part == 0 else nullcontext():
-            made.append(
-                RayAsyncLLMCollector(
-                    chat(2),
-                    policy_factory=joined_policy(name, **settings),
-                    dataloader=[{"query": [f"q{i}"]} for i in range(part, 20, 2)],
-                    group_size=2,
-                    max_staleness=0,
-                    num_cpus=0,
-                )
-            )
+            made.append(RayAsyncLLMCollector(chat(2), policy_factory=policy, **given))
     return made
 
 

@@ -97,14 +97,10 @@ def test_before_the_first_batch_there_is_nothing_to_show(collect: Collect, capsy
     collector.show_samples()
     assert capsys.readouterr().out.startswith("no batch yet")
     assert len(collector.to_pandas()) == 0
-
-
-@pytest.mark.parametrize(("arguments", "words"), [((0,), "n must be"), ((1, 0), "characters must be")])
-def test_no_sample_and_no_character_are_refused(collect: Collect, arguments: tuple[int, ...], words: str) -> None:
-    collector = collect()
     next(iter(collector))
-    with pytest.raises(ValueError, match=words):
-        collector.show_samples(*arguments)
+    for arguments, words in (((0,), "n must be"), ((1, 0), "characters must be")):
+        with pytest.raises(ValueError, match=words):
+            collector.show_samples(*arguments)
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -115,12 +111,18 @@ def test_each_batch_is_a_row(collect: Collect, engine: FakeAsyncVLLM) -> None:
         ages.append(version - int(batch["policy_version"].min()))
         new_weights(engine, version + 1)
     table = collector.to_pandas()
-    assert (table["batch"].tolist(), table["rows"].tolist()) == ([0, 1, 2], [6, 6, 6])
-    assert (table["groups"].tolist(), table["tokens"].tolist()) == ([3, 3, 3], [36, 36, 36])
-    assert (table["frames"].tolist(), table["policy_version"].tolist()) == ([6, 12, 18], [0, 1, 2])
-    assert table["inference/staleness_max"].tolist() == ages
-    assert table["reward_mean"].tolist() == pytest.approx([1 / 3, 2 / 3, 1 / 3])  # 0 1 2, 3 4 5, 6 7 8
-    assert table["reward_std"].tolist() == pytest.approx([math.sqrt(2) / 3] * 3)
+    expected = {
+        "batch": [0, 1, 2],
+        "rows": [6, 6, 6],
+        "groups": [3, 3, 3],
+        "tokens": [36, 36, 36],
+        "frames": [6, 12, 18],
+        "policy_version": [0, 1, 2],
+        "inference/staleness_max": ages,
+        "reward_mean": pytest.approx([1 / 3, 2 / 3, 1 / 3]),  # 0 1 2, 3 4 5, 6 7 8
+        "reward_std": pytest.approx([math.sqrt(2) / 3] * 3),
+    }
+    assert {name: table[name].tolist() for name in expected} == expected
     assert table["waited"].sum() == pytest.approx(collector.stats()["collector/wait_for_batch"])
     assert str(table["time"].dtype.tz) == "UTC" and table["time"].is_monotonic_increasing  # type: ignore[union-attr]
     assert not table.isna().to_numpy().any()
@@ -134,8 +136,7 @@ def test_it_is_shown_whatever_has_become_of_it(
     for end in (engine.shutdown, collector.shutdown):
         end()
         assert repr(collector).startswith("AsyncLLMCollector(1 groups of 2 a batch")
-        rows = TableReader(collector._repr_html_()).rows["tbody"]
-        assert ["metric", "frames", "2"] in rows
+        assert ["metric", "frames", "2"] in TableReader(collector._repr_html_()).rows["tbody"]
 
     def stats() -> Any:
         raise RuntimeError("<script>")
@@ -243,34 +244,19 @@ def test_the_newest_rows_and_the_last_batch_are_kept() -> None:
 
 # -- the bar ----------------------------------------------------------------------------------------------------------
 def test_the_bar_counts_answers_until_the_end(collect: Collect, capsys: pytest.CaptureFixture[str]) -> None:
-    collector = collect(groups_per_batch=3, total_dialog_turns=12, verbose=True)
-    capsys.readouterr()
-    assert sum(1 for _ in collector) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    last = bar_lines(shown.err)[-1]
-    assert "12/12" in last
-    assert "reward=0.667" in last and "age=0" in last and "groups in line=" in last
-    collector.shutdown()
-    assert capsys.readouterr().err == ""
-
-
-def test_the_bar_ends_with_an_error(collect: Collect, capsys: pytest.CaptureFixture[str]) -> None:
-    def failing(query: str) -> float:
-        if query == "q3":
-            raise ZeroDivisionError
-        return 1.0
-
-    collector = collect(chat(2, reward=failing), verbose=True)
-    capsys.readouterr()
-    with pytest.raises(ZeroDivisionError):
-        for _ in collector:
-            pass
-    assert collector._progress._bar is None
-    assert "collect: " in capsys.readouterr().err
-
-
-def test_a_shutdown_ends_the_bar(collect: Collect, capsys: pytest.CaptureFixture[str]) -> None:
+    for is_verbose in (True, False):
+        collector = collect(groups_per_batch=3, total_dialog_turns=12, verbose=is_verbose)
+        capsys.readouterr()
+        assert sum(1 for _ in collector) == 2
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        if is_verbose:
+            last = bar_lines(shown.err)[-1]
+            assert all(words in last for words in ("12/12", "reward=0.667", "age=0", "groups in line="))
+        else:
+            assert shown.err == ""
+        collector.shutdown()
+        assert capsys.readouterr() == ("", "")
     collector = collect(verbose=True)
     next(iter(collector))
     assert collector._progress._bar is not None
@@ -279,12 +265,14 @@ def test_a_shutdown_ends_the_bar(collect: Collect, capsys: pytest.CaptureFixture
     assert capsys.readouterr().err.endswith("\n")
 
 
-def test_nothing_is_printed_without_verbose(collect: Collect, capsys: pytest.CaptureFixture[str]) -> None:
-    collector = collect(total_dialog_turns=4)
+def test_the_bar_ends_with_an_error(collect: Collect, capsys: pytest.CaptureFixture[str]) -> None:
+    collector = collect(chat(2, reward=lambda query: 1 / (query != "q3")), verbose=True)
     capsys.readouterr()
-    assert sum(1 for _ in collector) == 2
-    collector.shutdown()
-    assert capsys.readouterr() == ("", "")
+    with pytest.raises(ZeroDivisionError):
+        for _ in collector:
+            pass
+    assert collector._progress._bar is None
+    assert "collect: " in capsys.readouterr().err
 
 
 def test_a_ctrl_c_while_the_bar_is_drawn_loses_no_batch(collect: Collect, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,15 +318,13 @@ def test_the_synchronous_collector_reports_too(engine: FakeAsyncVLLM, capsys: py
 
 
 # -- collection progress ----------------------------------------------------------------------------------------------
-def last_line(text: str) -> str:
-    return text.replace("\r", "\n").rstrip("\n").split("\n")[-1]
 
 
 def test_it_continues_from_answers_that_were_there_before(capsys: pytest.CaptureFixture[str]) -> None:
     with CollectionProgress(-1, shown=True) as progress:
         progress.begin(6)
         progress.show(10, {})
-    assert "10answer" in last_line(capsys.readouterr().err)
+    assert "10answer" in bar_lines(capsys.readouterr().err)[-1]
 
 
 def test_it_ends_with_an_error_for_good(capsys: pytest.CaptureFixture[str]) -> None:
@@ -360,11 +346,12 @@ def test_what_may_continue_leaves_it(kind: type[BaseException], capsys: pytest.C
         raise kind
     progress.show(4, {})
     progress.close()
-    assert "4/8" in last_line(capsys.readouterr().err)
+    assert "4/8" in bar_lines(capsys.readouterr().err)[-1]
 
 
 # -- sample reader ----------------------------------------------------------------------------------------------------
 READER = SampleReader(SimpleNamespace(tokenizer=TOKENIZER))
+SAID = {"version": "3 to 5", "segments": "2", "finish_reason": "stop"}
 
 
 def ids(text: str) -> torch.Tensor:
@@ -388,16 +375,7 @@ def row(answer: str = "42", reward: Any = 1.0, group: int = 7, **changed: Any) -
 
 def test_the_cells_of_a_row() -> None:
     cells = dict(zip(SampleReader.COLUMNS, READER.cells(row(reward=[[0.25]]), 80), strict=True))
-    assert cells == {
-        "group": "7",
-        "prompt": "1+1=",
-        "answer": "42",
-        "reward": "0.25",
-        "tokens": "2",
-        "version": "3 to 5",
-        "segments": "2",
-        "finish_reason": "stop",
-    }
+    assert cells == {"group": "7", "prompt": "1+1=", "answer": "42", "reward": "0.25", "tokens": "2", **SAID}
 
 
 def test_what_a_row_lacks_is_left_open() -> None:
@@ -458,26 +436,23 @@ def test_padding_is_no_token_and_no_text() -> None:
 
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
 @pytest.mark.parametrize("pad_output", [False, True])
-def test_every_mode_shows_the_same_answer(mode: Literal["history", "text", "tokens"], pad_output: bool) -> None:
+def test_every_mode_shows_the_same_answer(
+    engine: FakeAsyncVLLM, mode: Literal["history", "text", "tokens"], pad_output: bool
+) -> None:
     texts = ["1+1=", "a longer question"]
-    with FakeAsyncVLLM() as engine:
-        policy = policy_of(engine, input_mode=mode, pad_output=pad_output)
-        if mode == "history":
-            chats = [History(role=["user"], content=[text], batch_size=[1]) for text in texts]
-            given = TensorDict({"history": ChatHistory(prompt=lazy_stack(chats), batch_size=[2])}, [2])
-        elif mode == "text":
-            given = TensorDict({"text": Text(prompt=texts, batch_size=[2])}, [2])
-        else:
-            prompts = [Tokens(prompt=ids(text)) for text in texts]
-            given = lazy_stack([TensorDict({"tokens": prompt}) for prompt in prompts])
-        done = policy(given)
-        reader = SampleReader(policy)
-        assert reader.metrics(done)["tokens"] == 12
-        for one, text in zip(rows_of(done), texts, strict=True):
-            cells = dict(zip(SampleReader.COLUMNS, reader.cells(one, 200), strict=True))
-            shown = f"<|im_start|>user\\n{text}<|im_end|>\\n<|im_start|>assistant\\n" if mode == "history" else text
-            assert cells["prompt"] == shown
-            answer = one["tokens", "response"].tolist()
-            assert cells["answer"] == TOKENIZER.decode(answer)
-            assert (cells["tokens"], cells["version"], cells["finish_reason"]) == ("6", "0", "length")
-            assert cells["segments"] == "1"
+    policy = policy_of(engine, input_mode=mode, pad_output=pad_output)
+    if mode == "history":
+        chats = [History(role=["user"], content=[text], batch_size=[1]) for text in texts]
+        given = TensorDict({"history": ChatHistory(prompt=lazy_stack(chats), batch_size=[2])}, [2])
+    elif mode == "text":
+        given = TensorDict({"text": Text(prompt=texts, batch_size=[2])}, [2])
+    else:
+        given = lazy_stack([TensorDict({"tokens": Tokens(prompt=ids(text))}) for text in texts])
+    done, reader = policy(given), SampleReader(policy)
+    assert reader.metrics(done)["tokens"] == 12
+    for one, text in zip(rows_of(done), texts, strict=True):
+        cells = dict(zip(SampleReader.COLUMNS, reader.cells(one, 200), strict=True))
+        shown = f"<|im_start|>user\\n{text}<|im_end|>\\n<|im_start|>assistant\\n" if mode == "history" else text
+        answer = TOKENIZER.decode(one["tokens", "response"].tolist())
+        assert (cells["prompt"], cells["answer"]) == (shown, answer)
+        assert list(cells.values())[4:] == ["6", "0", "1", "length"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -44,11 +43,13 @@ def code(*lines: str) -> str:
     return "\n".join(["```python", *lines, "```"])
 
 
+def keeping(word: str) -> str:
+    return code(f"seen = globals().get('seen', []) + ['{word}']", "print('seen', seen)")
+
+
 def counting(prompt: str) -> str:
     """First turn: keep the question in a variable that must be new. Second: add the tool's output, and say all."""
-    if "<|im_start|>tool" not in prompt:
-        return code(f"seen = globals().get('seen', []) + ['{last_message(prompt)}']", "print('seen', seen)")
-    return code("seen = globals().get('seen', []) + ['again']", "print('seen', seen)")
+    return keeping("again" if "<|im_start|>tool" in prompt else last_message(prompt))
 
 
 class Interpreters:
@@ -175,11 +176,8 @@ def calling(prompt: str) -> str:
     """Calls two tools, then says what came of it."""
     if "<|im_start|>tool" in prompt:
         return f"It is {last_message(prompt).splitlines()[-1]}"
-    number = last_message(prompt)[1:]
-    return (
-        f'<tool name="double" tag="A">{{"of": {number}}}</tool> and <tool name="double">{{"of": 100}}</tool>'
-        '<tool name="lost">{}</tool>'
-    )
+    first = f'<tool name="double" tag="A">{{"of": {last_message(prompt)[1:]}}}</tool>'
+    return f'{first} and <tool name="double">{{"of": 100}}</tool><tool name="lost">{{}}</tool>'
 
 
 class Double:
@@ -188,12 +186,10 @@ class Double:
     name = "double"
 
     def __init__(self) -> None:
-        self.calls: Counter[int] = Counter()
-        self._lock = threading.Lock()
+        self.calls: list[int] = []
 
     def __call__(self, of: int, **_: Any) -> dict[str, Any]:
-        with self._lock:
-            self.calls[of] += 1
+        self.calls.append(of)
         return {"is": 2 * of}
 
 
@@ -218,7 +214,7 @@ def test_tools_without_state_may_be_shared(collect: Collect, shares_one: bool) -
         assert last["history"].prompt.content[-1] == said
         assert (last["history"].response.content, tool_output(last)) == (["It is </tool_results>"], [])
     asked = Counter(int(query[1:]) for query in queries(batch)[::TURNS])
-    assert double.calls == asked + Counter({100: 6})
+    assert Counter(double.calls) == asked + Counter({100: 6})
 
 
 def test_a_simple_tool_in_an_environment_with_its_own_data(collect: Collect) -> None:

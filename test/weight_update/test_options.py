@@ -1,12 +1,14 @@
-"""Groups of choices: what follows from them, and what is refused."""
+"""Groups of choices: what follows from them; and the canary, whose song is the model's own log-probs."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 
-from torchrl_moe.weight_update.options import CollectiveOptions, SwapOptions
+from torchrl_moe.testing import make_tiny_moe
+from torchrl_moe.weight_update.options import CollectiveOptions, SwapOptions, canary_of
 
 
 @pytest.mark.parametrize(
@@ -43,3 +45,41 @@ def test_a_collectives_arguments_that_have_a_meaning_pass() -> None:
     CollectiveOptions(buffer_bytes=1 << 20).check("gloo")
     for options in (CollectiveOptions(master_address="10.0.0.1"), CollectiveOptions(device=1), CollectiveOptions()):
         options.check("memmap")
+
+
+def test_log_probs_are_those_of_the_prompts_own_tokens() -> None:
+    model = make_tiny_moe("mixtral")
+    canary = canary_of(model)
+    ids = canary["token_ids"]
+    assert (len(ids), len(set(ids))) == (16, 16)
+    assert all(type(value) is float for value in canary["log_probs"])
+    with torch.no_grad():
+        table = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    wanted = [table[position, ids[position + 1]].item() for position in range(15)]
+    assert canary["log_probs"] == pytest.approx(wanted, abs=1e-6)
+
+
+def test_the_model_is_evaluated_and_left_as_it_was() -> None:
+    model = make_tiny_moe("mixtral").train()
+    model.model.layers[0].eval()
+    dropout = torch.nn.Dropout(0.5)
+    model.lm_head = torch.nn.Sequential(dropout, model.lm_head)
+    assert canary_of(model)["log_probs"] == canary_of(model)["log_probs"]
+    assert model.training
+    assert dropout.training
+    assert not model.model.layers[0].training
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "tolerance"),
+    [
+        (torch.float32, None, 1e-3),
+        (torch.float32, torch.float32, 1e-3),
+        (torch.float32, torch.bfloat16, 1.0),
+        (torch.bfloat16, torch.float32, 1.0),
+    ],
+)
+def test_the_coarser_dtype_sets_the_tolerance(
+    trainer: torch.dtype, engine: torch.dtype | None, tolerance: float
+) -> None:
+    assert canary_of(make_tiny_moe(dtype=trainer), engine)["tolerance"] == tolerance

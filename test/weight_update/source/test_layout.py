@@ -1,20 +1,32 @@
-"""Whatever holds the weights, checkpoint names and the engine's dtypes come of it."""
+"""Whatever holds the weights, checkpoint names and the engine's dtypes come of it; one rank speaks for all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from torchrl_moe.errors import ManifestMismatch
+from torchrl_moe.modules.backends.checkpoint import checkpoint_metadata
 from torchrl_moe.modules.policies.unstack import ModelWeights, checkpoint_tensors, model_metadata
 from torchrl_moe.testing import make_tiny_moe
-from torchrl_moe.weight_update.source import cast_kinds, source_of
+from torchrl_moe.weight_update import get_model_metadata
+from torchrl_moe.weight_update.source import (
+    agreed,
+    cast_kinds,
+    dtypes_of_first,
+    from_first,
+    is_first,
+    source_of,
+    trained_model,
+)
 
 F32, F16, BF16, I64 = torch.float32, torch.float16, torch.bfloat16, torch.int64
 FP8 = torch.float8_e4m3fn
@@ -152,3 +164,54 @@ def test_none_is_sent_wider_than_the_engine_has_it(
     assert cast_kinds({"a": (own, shape)}, dtype, {"a": (checkpoint, shape)}, engine) == {"a": (sent, shape)}
     for unknown in (None, {}):  # without an engine they are sent as they are
         assert cast_kinds({"a": (own, shape)}, "engine", unknown, engine) == {"a": (own, shape)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe", "deepseek_v3"])
+def test_a_models_metadata_is_that_of_its_checkpoint(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = make_tiny_moe(family, dtype=dtype)
+    model.save_pretrained(tmp_path)
+    metadata = get_model_metadata(model)
+    assert metadata == checkpoint_metadata(tmp_path)
+    assert len(metadata) > len(model.state_dict())  # experts one by one
+
+
+class Wrapper(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def test_a_wrapper_is_looked_through_and_a_model_is_not() -> None:
+    model = make_tiny_moe()
+    assert trained_model(Wrapper(model)) is model
+    assert trained_model(model) is model  # though it has a ``model`` too
+    assert get_model_metadata(Wrapper(model)) == get_model_metadata(model)
+    assert trained_model(nn.DataParallel(Wrapper(model))) is model
+    with pytest.raises(TypeError, match=r"one of transformers.*, got a Sequential around one: pass what is inside$"):
+        get_model_metadata(nn.Sequential(model))
+    plain = nn.Linear(1, 1)
+    assert trained_model(Wrapper(plain)).model is plain  # no transformers model inside
+
+
+def test_a_process_by_itself_is_the_first() -> None:
+    assert is_first() and from_first(7) == agreed(lambda: 7) == 7
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_group_of_one_has_its_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_first() and from_first(1 << 40) == agreed(lambda: 1 << 40) == 1 << 40
+    dtypes = [torch.bfloat16, None, torch.float32, torch.float8_e4m3fn]
+    assert dtypes_of_first(dtypes) == dtypes
+    assert dtypes_of_first([torch.int32]) == [None]  # no floating one: as it is
+    with pytest.raises(ZeroDivisionError):  # its own error, unchanged
+        agreed(lambda: 1 // 0)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    assert not is_first()

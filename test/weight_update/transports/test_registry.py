@@ -1,14 +1,19 @@
-"""Which transport a name stands for."""
+"""Which transport a name stands for, how a replica is asked, and how it reads the store itself."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from torchrl_moe.errors import EngineError, ManifestMismatch
 from torchrl_moe.testing.fake_weights import FakeWeightReplica
+from torchrl_moe.weight_update.store import Manifest, WeightStoreWriter
+from torchrl_moe.weight_update.transports.base import StageOptions, asked, rank_of, workers_of
 from torchrl_moe.weight_update.transports.gloo import BUFFER_BYTES, GlooGroup, GlooReceiver, GlooTransport, MeetingPlace
 from torchrl_moe.weight_update.transports.registry import MemmapReceiver, MemmapTransport, open_receiver, open_transport
 
@@ -60,3 +65,66 @@ def test_a_worker_joins_the_trainers_group_under_its_rank(place: MeetingPlace) -
     assert isinstance(receiver, GlooReceiver)
     GlooGroup(place.meet(where, 20.0), 0, 2, 20.0).close()  # with a wrong rank it could not be made
     receiver.close()
+
+
+def test_a_version_is_verified_in_one_thread_by_default() -> None:
+    assert StageOptions() == StageOptions(verify="digest", threads=1)
+
+
+@pytest.mark.parametrize(
+    ("replica", "per_replica", "worker", "offset", "rank"),
+    [(0, 1, 0, 1, 1), (0, 4, 3, 1, 4), (1, 2, 1, 5, 8), (3, 6, 5, 1, 24)],
+)
+def test_ranks_count_the_workers_behind_the_offset(
+    replica: int, per_replica: int, worker: int, offset: int, rank: int
+) -> None:
+    config = SimpleNamespace(data_parallel_index=replica, world_size=per_replica, rank=worker)
+    assert rank_of(config, offset) == rank
+
+
+def test_workers_are_counted_over_all_kinds_of_ranks() -> None:
+    info = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=3, data_parallel_size=4)
+    assert workers_of(info) == 24
+
+
+def test_a_replica_is_asked_in_a_thread_with_all_that_it_must_know() -> None:
+    manifest, told = Manifest(version=3, slot=0, entries=()), []
+
+    def stage_weights(version: int, **how: Any) -> str:
+        told.append((version, how, threading.current_thread().name))
+        return "prepared"
+
+    replica: Any = SimpleNamespace(stage_weights=stage_weights)
+    with asked(replica, manifest, StageOptions(threads=2), 9.0) as answer:
+        assert answer.result(20.0) == "prepared"
+    how = {"verify": "digest", "threads": 2, "manifest": manifest.to_json(), "timeout": 9.0}
+    assert told == [(3, how, "weight-stage_0")]
+
+
+def test_a_replica_is_told_where_the_store_is_and_how_to_read_a_version(tmp_path: Path) -> None:
+    replica, transport = FakeWeightReplica(), MemmapTransport(tmp_path)
+    tensors = {"a": torch.ones(2, 2), "b": torch.ones(3, dtype=torch.int64)}
+    manifest = WeightStoreWriter(tmp_path).publish(tensors.items(), 4)
+    options = StageOptions(verify="off", threads=3)
+    with pytest.raises(EngineError, match="the weight transport is not initialised"):
+        transport.stage(replica, manifest, options, 5.0)
+    transport.open(replica, 5.0)
+    report = transport.stage(replica, manifest, options, 5.0)
+    assert report.digest == manifest.digest
+    staging = {"version": 4, "verify": "off", "threads": 3, "manifest": None}
+    assert replica.told("stage_weights") == staging
+    transport.close()
+
+
+def test_a_published_version_is_read_where_it_lies(tmp_path: Path) -> None:
+    published = WeightStoreWriter(tmp_path).publish([("w", torch.arange(4.0))], 5)
+    receiver = MemmapReceiver(str(tmp_path))
+    manifest = receiver.manifest(5)
+    assert manifest == published
+    receiver.fetch(manifest, verify=True, threads=1)
+    with receiver.reading(manifest) as tensors:
+        assert {name: tensor.tolist() for name, tensor in tensors.items()} == {"w": [0.0, 1.0, 2.0, 3.0]}
+    receiver.close()
+    receiver.close()
+    with pytest.raises(ManifestMismatch, match="version 6 is not in the store"):
+        receiver.manifest(6)
