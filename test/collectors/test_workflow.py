@@ -197,8 +197,11 @@ def test_a_reward_that_is_late_is_named(collect: Collect) -> None:
     async def quick(completion: str) -> float:
         return 1.0
 
-    collector = collect(PromptEpisode("query", Rewards([quick, for_ever])), reward_timeout=0.05)
-    with pytest.raises(EnvironmentTimeoutError, match=r"within 0.05 s: it waits for the reward function 'for_ever'"):
+    async def late(completion: str) -> float:
+        return await for_ever(completion)
+
+    collector = collect(PromptEpisode("query", Rewards([quick, late])), reward_timeout=0.05)
+    with pytest.raises(EnvironmentTimeoutError, match=r"within 0.05 s: it waits for the reward function 'late'"):
         soon(lambda: next(iter(collector)))
 
 

@@ -173,24 +173,22 @@ def test_a_process_that_ends_without_shutdown_leaves_no_memory_behind() -> None:
 def test_what_a_killed_trainer_left_in_memory_is_removed_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ["killed", "writing", "new", "empty"]
-    stores = {name: tmp_path / f"torchrl_moe-weights-{name}" for name in names}
-    for store in stores.values():
+    killed, writing, new, empty = (tmp_path / f"torchrl_moe-weights-{i}" for i in range(4))
+    other = tmp_path / "other"
+    for store in (killed, writing, new, empty, other):
         store.mkdir()
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "writer").touch()
-    writing = WriterLock(stores["writing"])
-    for name in ("killed", "new"):
-        (stores[name] / "writer").touch()
-    (stores["killed"] / "slot-0.weights").touch()
-    for store in (stores["killed"], stores["writing"], tmp_path / "other"):
+    lock = WriterLock(writing)
+    for store in (killed, new, other):
+        (store / "writer").touch()
+    (killed / "slot-0.weights").touch()
+    for store in (killed, writing, other):
         os.utime(store / "writer", (0, 0))
     _remove_orphans(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"other", *(stores[name].name for name in names[1:])}
-    writing.close()
+    assert set(tmp_path.iterdir()) == {writing, new, empty, other}
+    lock.close()
     monkeypatch.setattr(os, "getuid", lambda: -1)
     _remove_orphans(tmp_path)
-    assert stores["writing"].exists()  # another user's
+    assert writing.exists()  # another user's
 
 
 def test_a_refused_scheme_leaves_no_folder_behind() -> None:

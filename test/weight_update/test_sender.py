@@ -218,15 +218,9 @@ def test_a_model_that_is_not_the_engines_is_refused_before_anything_is_sent(conn
     sender.shutdown()
 
 
-def test_versions_continue_where_the_engine_is(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    first = connect(engine)
-    for _ in range(3):
-        first.update_weights(weights())
-    assert connect(engine).update_weights(weights()).version == 4
-
-
-def test_what_was_published_before_an_engine_with_newer_weights_came_is_not_sent_to_it(connect: Connect) -> None:
+def test_versions_continue_where_the_engine_is_and_what_was_published_before_is_not_sent_to_it(
+    connect: Connect,
+) -> None:
     engine = FakeFleet(2)
     first, second = connect(engine), VLLMWeightSyncScheme(timeout_seconds=5.0).create_sender()
     for _ in range(3):
@@ -327,9 +321,8 @@ class Collector:
         self.count += 1
 
 
-def test_a_collector_counts_the_updates_that_took_effect(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    sender, collector, forgotten = connect(engine, min_serving=1), Collector(), Collector()
+def test_a_collector_counts_the_updates_that_took_effect(fleet: Fleet) -> None:
+    (engine, sender), collector, forgotten = fleet(2, min_serving=1), Collector(), Collector()
     sender.register_collector(collector)
     sender.register_collector(forgotten)
     del forgotten
@@ -340,7 +333,6 @@ def test_a_collector_counts_the_updates_that_took_effect(connect: Connect) -> No
     assert collector.count == 1
     engine.fakes[1].fail["stage_weights"] = always(EngineError("no"))
     version = sender.update_weights(weights()).version
-    assert collector.count == 2
     engine.fakes[1].fail.clear()
     sender.apply(version, replicas=[1])  # the same update
     assert collector.count == 2
@@ -538,24 +530,23 @@ def test_a_version_that_does_not_fit_into_memory_is_refused_before_it_is_written
     assert [sender.update_weights(large).version for _ in range(3)] == [2, 3, 4]
 
 
-@pytest.mark.parametrize("error", [EngineError("did not answer"), ValueError("1 missing (x)")])
-def test_a_replica_that_cannot_check_continues_with_its_old_version(fleet: Fleet, error: Exception) -> None:
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (EngineError("did not answer"), "did not answer"),
+        (ValueError("1 missing (x)"), "ManifestMismatch: 1 missing (x)"),
+        (RuntimeError("call start() first"), "RuntimeError: call start() first"),
+        (OSError("no route"), "OSError: no route"),
+    ],
+)
+def test_a_replica_that_cannot_check_continues_with_its_old_version(fleet: Fleet, error: Exception, words: str) -> None:
     engine, sender = fleet(3)
     sender.update_weights(weights(1))
     engine.fakes[1].fail["stage_weights"] = always(error)
     report = sender.update_weights(weights(2))
-    kind = "ManifestMismatch: " if isinstance(error, ValueError) else ""
-    assert (report.failed, engine.states) == ({1: f"{kind}{error}"}, ["SERVING"] * 3)
+    assert (report.failed, engine.states) == ({1: words}, ["SERVING"] * 3)
     assert (engine.versions, value_in(engine, 1)) == ([2, 1, 2], 1.0)
     assert "swap_weights" not in {command for command, index, _ in engine.log[-4:] if index == 1}
-
-
-@pytest.mark.parametrize("error", [RuntimeError("replica 0 was not started: call start() first"), OSError("no route")])
-def test_what_goes_wrong_with_one_replicas_staging_is_its_own(fleet: Fleet, error: Exception) -> None:
-    engine, sender = fleet(2)
-    engine.fakes[0].fail["stage_weights"] = always(error)
-    assert sender.update_weights(weights()).failed == {0: f"{type(error).__name__}: {error}"}
-    assert (engine.states, engine.versions) == (["SERVING"] * 2, [0, 1])
 
 
 def test_damaged_bytes_touch_no_replica(fleet: Fleet) -> None:
@@ -1146,8 +1137,6 @@ def test_numbers_that_overflow_are_counted_and_do_not_outlive_their_weights(
 
 
 # -- interrupted ------------------------------------------------------------------------------------------------------
-def pool_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("weight-")]
 
 
 @pytest.mark.parametrize("step", ["stage_weights", "swap_weights"])
@@ -1159,23 +1148,21 @@ def test_after_a_ctrl_c_in_an_update_the_engine_serves_and_the_next_one_works(
     sender.update_weights(weights(1))
     reached, interrupted = threading.Event(), threading.Event()
 
-    def hold(asked: int) -> Exception | None:
+    def hold(asked: int) -> None:
         if asked == 1:  # of the second update
             reached.set()
             interrupted.wait(60)
-        return None
 
     engine.fakes[1].fail[step] = hold
     with interrupts(interrupted.set) as interrupt, pytest.raises(KeyboardInterrupt):
         interrupt(reached.is_set)
         sender.update_weights(weights(2))
-    until(lambda: pool_threads() == [])
-    assert (engine.states, values(engine)) == (["SERVING"] * 3, [float(version) for version in engine.versions])
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("weight-")])
+    assert (engine.states, values(engine)) == (["SERVING"] * 3, engine.versions)
     assert set(engine.versions) <= {1, 2}
     engine.generate("hi", {"max_tokens": 1}, use_tqdm=False)
     report = sender.update_weights(weights(3))
-    assert report.failed == {} and engine.versions == [report.version] * 3
-    assert values(engine) == [3.0] * 3
+    assert (report.failed, engine.versions, values(engine)) == ({}, [report.version] * 3, [3.0] * 3)
 
 
 def test_a_ctrl_c_while_weights_are_written_leaves_no_half_version(fleet: Fleet) -> None:
@@ -1188,6 +1175,6 @@ def test_a_ctrl_c_while_weights_are_written_leaves_no_half_version(fleet: Fleet)
 
     with pytest.raises(KeyboardInterrupt):
         sender.update_weights(cut())
-    assert engine.versions == [1, 1] and sender.version == 1
+    assert (engine.versions, sender.version) == ([1, 1], 1)
     report = sender.update_weights(weights(3))
-    assert (engine.versions, values(engine)) == ([report.version] * 2, [3.0] * 2)
+    assert (engine.versions, values(engine)) == ([report.version] * 2, [3.0, 3.0])
