@@ -32,20 +32,19 @@ def engine() -> Iterator[FakeAsyncVLLM]:
 
 @pytest.fixture
 def collect(engine: FakeAsyncVLLM) -> Iterator[Collect]:
-    """Makes collectors of two groups of 2 a batch, in order, and shuts them down."""
-    made: list[weakref.ref[AsyncLLMCollector]] = []
+    """Makes collectors of two groups of 2 a batch, in order, and shuts down those that are still there."""
+    made: weakref.WeakSet[AsyncLLMCollector] = weakref.WeakSet()
 
     def make(env: Any = None, **kwargs: Any) -> AsyncLLMCollector:
         common = {"policy": policy_of(engine), "dataloader": Questions(), "group_size": 2, "groups_per_batch": 2}
         kwargs = {**common, "order": "fifo", **kwargs}
         collector = AsyncLLMCollector(chat(kwargs["group_size"]) if env is None else env, **kwargs)
-        made.append(weakref.ref(collector))
+        made.add(collector)
         return collector
 
     yield make
-    for reference in made:
-        if (collector := reference()) is not None:
-            collector.shutdown()
+    for collector in list(made):
+        collector.shutdown()
 
 
 def prompts(batch: Any) -> list[str]:
@@ -270,24 +269,25 @@ def test_a_restored_line_is_in_the_order_of_the_data(collect: Collect, engine: F
     assert [prompts(batch) for batch in islice(after, 3)] == [["q2", "q3"], ["q0", "q1"], ["q2", "q3"]]
 
 
-def test_weights_that_a_restored_trainer_pushes_make_nothing_older(collect: Collect, engine: FakeAsyncVLLM) -> None:
-    collector = collect(max_staleness=1)
+def restored(collect: Collect, before: int, ready: int, **settings: Any) -> AsyncLLMCollector:
+    """One that continues from a collector of some staleness with one batch taken and so many groups ready."""
+    collector = collect(max_staleness=before)
     next(iter(collector))
-    until(lambda: len(collector.state_dict()["ready"]) == 2)
-    state = collector.state_dict()
-    after = collect(max_staleness=1, on_stale="drop")
-    after.load_state_dict(state)
+    until(lambda: len(collector.state_dict()["ready"]) == ready)
+    after = collect(**settings)
+    after.load_state_dict(collector.state_dict())
+    return after
+
+
+def test_weights_that_a_restored_trainer_pushes_make_nothing_older(collect: Collect, engine: FakeAsyncVLLM) -> None:
+    after = restored(collect, 1, 2, max_staleness=1, on_stale="drop")
     new_weights(engine, 7)
     after.increment_version()
     assert (prompts(next(iter(after))), after.stats()["inference/staleness_max"]) == (["q2", "q3"], 0)
 
 
 def test_fewer_may_be_in_line_after_a_restore(collect: Collect) -> None:
-    collector = collect(max_staleness=3)
-    next(iter(collector))
-    until(lambda: len(collector.state_dict()["ready"]) == 6)
-    after = collect(max_staleness=0)
-    after.load_state_dict(collector.state_dict())
+    after = restored(collect, 3, 6, max_staleness=0)
     batches = iter(after)
     assert (prompts(next(batches)), waiting(after.state_dict())) == (["q2", "q3"], ["q4", "q5", "q6", "q7"])
     assert [prompts(next(batches)) for _ in range(3)] == [["q4", "q5"], ["q6", "q7"], ["q8", "q9"]]

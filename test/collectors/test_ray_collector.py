@@ -164,9 +164,13 @@ def test_torchrls_trainer_takes_it(collect: Make, is_async: bool) -> None:
     collector, loss = collect(groups_per_batch=2, replay_buffer=buffer() if is_async else None), Loss()
     trainer = Trainer(
         collector=collector,
-        **{"total_frames": 1 << 40, "frame_skip": 1, "optim_steps_per_batch": 1, "progress_bar": False, "seed": 3},
+        total_frames=1 << 40,
+        frame_skip=1,
+        optim_steps_per_batch=1,
         loss_module=loss,
         optimizer=torch.optim.SGD(loss.parameters(), 1e-3),
+        progress_bar=False,
+        seed=3,
         async_collection=is_async,
     )
     if is_async:

@@ -124,12 +124,12 @@ def number_of(given: TensorDict) -> int:
     return int(given["number"])
 
 
+def refuse(_: Any) -> None:
+    raise ArithmeticError("no")
+
+
 def test_what_was_not_accepted_is_given_again() -> None:
     delivery, source = Delivery(), Source()
-
-    def refuse(given: TensorDict) -> None:
-        raise ArithmeticError("no")
-
     for _ in range(2):
         with pytest.raises(ArithmeticError):
             take(delivery, source, refuse)

@@ -174,7 +174,8 @@ def test_a_receiver_leaves_an_engine_to_the_sender_that_knows_it(tmp_path: Path)
     sender = scheme.create_sender()
     sender.init_all_workers_group(None, vllm_engine=engine)
     scheme.create_receiver(engine)
-    assert (engine.weight_sync, sender.update_weights(weights(2)).failed) == (sender.bring, {})
+    assert engine.weight_sync == sender.bring
+    assert sender.update_weights(weights(2)).failed == {}
     sender.shutdown()
 
 
