@@ -602,6 +602,7 @@ def test_a_filter_may_ask_the_collector(collect: Collect) -> None:
         ({"queue": object()}, "lose the oldest data"),
         ({"on_weight_update": "drain"}, r"VLLMWeightSyncScheme\(mode=...\)"),
         ({"dataloader": None}, "there is no data"),
+        ({"env": two_turns, "dataloader": None}, "there is no data: pass dataloader="),
         ({"group_size": 0}, "group_size must be an integer from 1"),
         ({"dialog_turns_per_batch": 5}, "no multiple of group_size=2"),
         ({"dialog_turns_per_batch": 4, "groups_per_batch": 3}, r"groups_per_batch \* group_size = 6"),
