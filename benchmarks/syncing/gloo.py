@@ -11,6 +11,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +20,9 @@ import torch
 
 from benchmarks.report import Row, median_range
 from benchmarks.syncing.store import tensors_of
-from torchrl_moe.modules.backends.commands import Commands
+from torchrl_moe.modules.backends.replica import StageReport
 from torchrl_moe.weight_update.store import Manifest, WeightStoreWriter
-from torchrl_moe.weight_update.transports.base import StageOptions, StageReport
+from torchrl_moe.weight_update.transports.base import StageOptions
 from torchrl_moe.weight_update.transports.gloo import (
     GlooGroup,
     GlooReceiver,
@@ -50,25 +51,26 @@ def receive_on_request(connection: Connection) -> None:
     while (message := connection.recv()) is not None:
         command, arguments = message
         if command == "init_weights":
-            receiver = GlooReceiver(arguments["options"], 1)
+            _, options = arguments
+            receiver = GlooReceiver(options, 1)
             connection.send(None)
         elif command == "stage_weights":
             assert receiver is not None
-            manifest = Manifest.from_json(arguments["manifest"])
-            verify = arguments["verify"] == "digest"
-            receiver.fetch(manifest, verify=verify, threads=arguments["threads"])
+            _, verify, threads, text = arguments
+            manifest = Manifest.from_json(text)
+            receiver.fetch(manifest, verify=verify == "digest", threads=threads)
             connection.send(StageReport(seconds=0.0, nbytes=manifest.nbytes, digest=manifest.digest))
         else:
             connection.send(None)  # before the group is made, which waits for the other end
             if bare is None:
-                bare = GlooGroup(Meeting(board_of(arguments["where"]), PATIENCE), 1, 2, PATIENCE, NBYTES)
+                bare = GlooGroup(Meeting(board_of(*arguments), PATIENCE), 1, 2, PATIENCE, NBYTES)
             bare.broadcast(buffer, time.monotonic() + PATIENCE, ignore)
     for group in (receiver, bare):
         if group is not None:
             group.close()
 
 
-class Peer(Commands):
+class Peer:
     """The receiving process, as the transport knows a replica."""
 
     index = 0
@@ -88,10 +90,14 @@ class Peer(Commands):
         """Whether the process lives."""
         return self._process.is_alive()
 
-    def _command(self, name: str, timeout: float, /, **arguments: Any) -> Any:
-        """Run a command there."""
+    def call(self, verb: Callable[..., Any], timeout: float, *args: Any) -> Any:
+        """Run a verb of an engine there."""
         del timeout
-        self._connection.send((name, arguments))
+        return self.command(verb.__name__, *args)
+
+    def command(self, name: str, *args: Any) -> Any:
+        """Run a command there."""
+        self._connection.send((name, args))
         return self._connection.recv()
 
     def end(self) -> None:
@@ -132,13 +138,13 @@ def race(count: int) -> dict[str, list[float]]:
     try:
         manifest = WeightStoreWriter(folder).publish(tensors_of(NBYTES, count)[1].items(), 1)
         transport.open(peer, PATIENCE)
-        peer._command("bare", PATIENCE, where=where)
+        peer.command("bare", where)
         group = GlooGroup(place.meet(where, PATIENCE), 0, 2, PATIENCE, NBYTES)
         buffer = torch.ones(NBYTES, dtype=torch.uint8)
         group.broadcast(buffer, time.monotonic() + PATIENCE, ignore)
         with Stopwatch() as watch:
             for _ in range(WARM_UP + ROUNDS):
-                peer._command("bare", PATIENCE, where=where)
+                peer.command("bare", where)
                 group.broadcast(buffer, time.monotonic() + PATIENCE, ignore)
                 seconds["bare"].append(watch.seconds)
                 for verify in ("digest", "off"):

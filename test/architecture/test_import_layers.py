@@ -20,7 +20,8 @@ BELOW: dict[str, set[str]] = {
     "trainers": {"collectors", "objectives", "_compat_memory", "_compat_transformers"},
     "collectors": {"weight_update", "modules.backends.ray"},  # a collector in Ray joins the cluster as an engine does
     "weight_update": {"modules"},
-    "weight_update.transports": {"weight_update.store"},  # both ends: the sender's, and the workers'
+    # both ends: the sender's, which calls an engine by its verbs, and the workers'
+    "weight_update.transports": {"weight_update.store", "modules.backends.engine"},
     "weight_update.store": {"data"},
     "testing": {"modules"},
     "objectives": {"data", "ops"},  # never modules: tensordict keys are the interface
@@ -33,7 +34,9 @@ BELOW: dict[str, set[str]] = {
     "modules.backends.vllm": {"modules.backends.process", "modules.replay"},
     "modules.backends.transformers": {"modules.backends.process", "modules.replay", "_compat_transformers"},
     "modules.backends.process": {"modules.backends"},
-    "modules.backends": {"data", "ops", "weight_update.transports"},  # the replica protocol; workers receive weights
+    "modules.backends": {"ops", "modules.backends.engine", "weight_update.transports"},  # workers receive weights
+    "modules.backends.engine": {"modules.backends.replica"},  # an engine's verbs
+    "modules.backends.replica": {"data"},  # what travels between a service and an engine
     "modules.replay": {"data", "ops"},
     "data": {"render", "_checks", "_compat", "_lazy"},
     "ops": {"render", "_checks", "_compat", "_lazy"},
@@ -157,7 +160,7 @@ def test_the_rooms_form_a_dag() -> None:
         ("modules/backends/vllm/x.py", "from torchrl_moe.modules.serving.balancer import Lease"),
         ("modules/policies/x.py", "from torchrl_moe.modules.backends.vllm.local import LocalReplica"),
         ("weight_update/store/x.py", "from torchrl_moe.weight_update.transports.base import Receiver"),
-        ("weight_update/transports/x.py", "from torchrl_moe.modules.backends.replica import Replica"),
+        ("weight_update/transports/x.py", "from torchrl_moe.modules.backends.checkpoint import checkpoint_folder"),
         ("weight_update/transports/x.py", "def f():\n    import vllm"),
         ("modules/serving/x.py", "import vllm"),
         ("modules/serving/x.py", "def f():\n    from vllm import SamplingParams"),

@@ -22,6 +22,7 @@ from support.waiting import until
 from torchrl_moe.collectors import AsyncLLMCollector
 from torchrl_moe.collectors.workflow import Ask
 from torchrl_moe.modules import AsyncVLLM, vLLMWrapper
+from torchrl_moe.modules.backends.engine import Engine
 
 TOKENS = 280
 
@@ -61,7 +62,7 @@ def test_every_part_of_an_answer_is_exactly_its_versions(versions: Versions, eng
 
     def longest() -> int:
         """Tokens that the longest of the running answers has."""
-        running = [answer for replica in versions.replicas for answer in replica.snapshot(60)]
+        running = [answer for replica in versions.replicas for answer in replica.call(Engine.snapshot, 60)]
         return max((len(output.token_ids) for answer in running for output in answer.outputs), default=0)
 
     with ThreadPoolExecutor(1) as trainer:
@@ -109,12 +110,12 @@ def test_what_is_cut_before_its_first_token_begins_in_the_new_weights(
         replica, "submit", lambda requests: sent.extend(one.request_id for one in requests) or submit(requests)
     )
     collector = collector_of(engine, chat(2), 8, max_staleness=0)
-    replica.pause("keep", False, SECONDS)
+    replica.call(Engine.pause, SECONDS, "keep", False)
     with ThreadPoolExecutor(1) as trainer:
         batch = trainer.submit(lambda: next(iter(collector)))
         until(lambda: len(sent) == 2)
         new = versions.update(61, "abort")
-        replica.resume(SECONDS)
+        replica.call(Engine.resume, SECONDS)
         rows = list(batch.result(120).unbind(0))
     collector.shutdown()
     assert len(sent) == 2

@@ -41,6 +41,7 @@ from support.remote_hosts import (
     stall,
     start_actors,
 )
+from support.toy_engine import bring
 from support.waiting import in_thread, until
 from torchrl_moe.collectors import AsyncLLMCollector, LLMCollector, RayAsyncLLMCollector, RayLLMCollector
 from torchrl_moe.collectors.remote_host import RemoteHost
@@ -557,7 +558,7 @@ def test_two_share_an_engine_and_one_whose_actor_is_killed_says_so(actor: Any, t
     first, second = two_over("shared", actor, return_log_probs=False)
     seen = [[queries(batch)[0] for batch in islice(collector, 3)] for collector in (first, second)]
     assert seen == [["q0", "q2", "q4"], ["q1", "q3", "q5"]]
-    toys.replica_table[0].replica._command("bring", 20.0, version=57)  # as this driver's sender would
+    toys.replica_table[0].replica.call(bring, 20.0, version=57)  # as this driver's sender would
     for collector in (first, second):
         collector.increment_version()
         assert collector.policy_version == 57

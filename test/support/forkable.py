@@ -20,7 +20,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from torchrl_moe.modules.backends.process.engine_program import run_script
 from torchrl_moe.modules.backends.process.fork_server import ForkedProcess, ForkServer, Launch, fork_server
+from torchrl_moe.modules.backends.process.link import SocketStream
 from torchrl_moe.modules.backends.vllm.engine_args import (
     arguments_of,
     devices_per_replica,
@@ -91,8 +93,9 @@ def _target(descriptor: str) -> str:
         return ""
 
 
-def run(connection: Connection, driver_is_gone: Callable[[], bool]) -> None:
+def run(stream: SocketStream, driver_is_gone: Callable[[], bool]) -> None:
     print("running", flush=True)
+    connection = Connection(stream._end.detach())
     try:
         while not driver_is_gone():
             if connection.poll(LOOK_SECONDS):
@@ -173,5 +176,4 @@ class Forks:
 
 
 if __name__ == "__main__":
-    descriptor, driver = map(int, sys.argv[1:])
-    run(Connection(descriptor), lambda: os.getppid() != driver)
+    run_script(run)

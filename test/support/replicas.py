@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from torchrl_moe.modules.backends.replica import Completion, ProbeReport, ReplicaInfo, Request
+from torchrl_moe.modules.backends.replica import Completion, ReplicaInfo, Request
 from torchrl_moe.testing.fake_engine import FakeReplica
 
 Act = BaseException | Callable[[], Any]
@@ -73,17 +73,13 @@ class ScriptedReplica(FakeReplica):
         super().abort(request_ids)
 
     def _command(self, name: str, timeout: float, /, **arguments: Any) -> Any:
-        answer = self._step(name, (timeout, arguments))
+        answer = self._step(name, arguments["seconds"] if name == "probe" else (timeout, arguments))
         return super()._command(name, timeout, **arguments) if answer is None else answer
 
-    def probe(self, core_seconds: float) -> Future[ProbeReport]:
-        self.log.append(("probe", core_seconds))
-        act = self.script.get("probe")
-        if not isinstance(act, BaseException):
-            return super().probe(core_seconds)
-        report: Future[ProbeReport] = Future()
-        report.set_exception(act)
-        return report
+    def ask(self, verb: Any, *args: Any, **kwargs: Any) -> Future[Any]:
+        if self._stalled and self.is_alive():  # it comes, and is not answered
+            self.log.append((verb.__name__, args[0] if args else None))
+        return super().ask(verb, *args, **kwargs)
 
     def disconnect(self) -> None:
         self._step("disconnect")

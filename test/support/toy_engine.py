@@ -195,12 +195,12 @@ def without_vllm(set_attribute: Any = setattr) -> None:
 
 
 async def bring(process: engine_process.EngineProcess, version: int) -> None:
-    """A command: have weights of a version, as if a sender had brought them."""
+    """A verb: have weights of a version, as if a sender had brought them."""
     process.weights.version = process.weights.proved_version = version
 
 
 def use_toys() -> None:
     """Have this process's engine process be one over the toy engine."""
-    engine_process.EngineProcess.command_bring = bring  # type: ignore[attr-defined]
+    engine_process.EngineProcess.bring = bring  # type: ignore[attr-defined]
     without_vllm()
     engine_process._start_engine = start

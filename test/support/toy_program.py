@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchrl_moe.modules.backends.process.link import SocketStream
 
 
 class Absent(ModuleType):
@@ -33,9 +35,9 @@ def preload() -> str:
     return ""
 
 
-def run(connection: Connection, driver_is_gone: Callable[[], bool]) -> None:
+def run(stream: SocketStream, driver_is_gone: Callable[[], bool]) -> None:
     """Our real engine process over the toy engine, forked."""
-    _use_toys().run(connection, driver_is_gone)
+    _use_toys().run(stream, driver_is_gone)
 
 
 if __name__ == "__main__":

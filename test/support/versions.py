@@ -19,6 +19,7 @@ from support.waiting import until
 from torchrl_moe.data import KeptTokens
 from torchrl_moe.data.kept_tokens import dense_mask
 from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds, OnResume, Request
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.weight_update.store import Manifest, WeightStoreWriter
@@ -46,7 +47,7 @@ class Versions:
         self.transport = kinds[transport](folder)
         for replica in self.replicas:
             self.transport.open(replica, SECONDS)
-        self.held = self.replicas[0].weights_version(SECONDS)
+        self.held = self.replicas[0].call(Engine.weights_version, SECONDS)
         self.now = self.held
         self.weights: dict[int, dict[str, Tensor]] = {}
         self.keep(self.now)
@@ -82,8 +83,8 @@ class Versions:
     def swap(self, manifest: Manifest, pause: str = "keep", clear_cache: bool = False) -> None:
         """Swap in what was staged, on all replicas."""
         for replica in self.replicas:
-            how: dict[str, Any] = {"pause": pause, "clear_cache": clear_cache, "canary": None}
-            report = replica.swap_weights(manifest.version, timeout=SECONDS, **how)
+            what = (manifest.version, manifest.digest, pause, clear_cache, None)
+            report = replica.call(Engine.swap_weights, SECONDS, *what)
             assert report.error is None, report.error
 
     def update(self, seed: int, pause: str = "keep", clear_cache: bool = False) -> int:
@@ -204,7 +205,11 @@ class Versions:
 
 def let_run(replica: Any, futures: Sequence[Future[Completion]], seconds: float = 0.2) -> None:
     """Wait until requests run, and a little longer: long enough for tokens, too short for all of them."""
-    until(lambda: replica.stats(SECONDS).running or any(future.done() for future in futures), SECONDS, look_every=0.005)
+    until(
+        lambda: replica.call(Engine.stats, SECONDS).running or any(future.done() for future in futures),
+        SECONDS,
+        look_every=0.005,
+    )
     time.sleep(seconds)
 
 

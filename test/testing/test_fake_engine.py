@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import Future
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,8 @@ from tensordict import TensorDict, lazy_stack
 from support.waiting import until
 from torchrl_moe.data import RoutedExperts, RoutingLayout
 from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError
+from torchrl_moe.modules.backends.checkpoint import load_tokenizer
+from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import Completion, ProbeReport, Replica, Request
 from torchrl_moe.testing import ByteTokenizer, FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import LAYOUT, FakeReplica, shift_routes, shuffle_advantages, wrong_ids
@@ -228,9 +231,13 @@ def test_an_injected_death_fails_what_runs_and_all_that_comes() -> None:
     for future in (running, later):
         with pytest.raises(ReplicaDiedError, match=r"^replica 1 died: out of memory$"):
             future.result(60.0)
-    for use in (replica.tokenizer, replica.stats, replica.wait_ready):
+    for use in (
+        partial(replica.call, Engine.tokenizer, 1.0),
+        replica.ask(Engine.stats).result,
+        partial(replica.wait_ready, 1.0),
+    ):
         with pytest.raises(ReplicaDiedError, match="out of memory"):
-            use(1.0)
+            use()
     assert not replica.is_alive()
 
 
@@ -264,12 +271,12 @@ def test_a_stalled_replica_makes_no_token_and_answers_nothing_until_it_dies() ->
     (new,) = replica.submit([request(request_id="b")])
     replica.abort(["a"])
     with pytest.raises(EngineError, match=r"replica 0 did not answer 'stats' within 0\.05 s"):
-        replica.stats(0.05)
+        replica.call(Engine.stats, 0.05)
     assert (running.done(), new.done(), replica.is_alive()) == (False, False, True)
     timer = threading.Timer(0.05, replica.shutdown)
     timer.start()
     with pytest.raises(ReplicaDiedError):
-        replica.tokenizer(5.0)
+        replica.call(Engine.tokenizer, 5.0)
     for future in (running, new):
         with pytest.raises(ReplicaDiedError):
             future.result(60.0)
@@ -295,9 +302,9 @@ def test_a_start_may_take_its_time_or_fail_and_a_shutdown_ends_it() -> None:
 
 def test_it_is_as_well_as_it_is_told_to_be() -> None:
     replica = FakeReplica()
-    assert replica.probe(0.5).result(1.0) == ProbeReport(core_answered=True)
+    assert replica.ask(Engine.probe, 0.5).result(1.0) == ProbeReport(core_answered=True)
     replica.probe_report = ProbeReport(core_answered=False, stopped=True)
-    assert replica.probe(0.5).result(1.0) == ProbeReport(core_answered=False, stopped=True)
+    assert replica.ask(Engine.probe, 0.5).result(1.0) == ProbeReport(core_answered=False, stopped=True)
 
 
 # -- pause and commands -----------------------------------------------------------------------------------------------
@@ -306,11 +313,11 @@ def test_it_is_as_well_as_it_is_told_to_be() -> None:
 def test_keep_freezes_requests_until_resume() -> None:
     replica = FakeReplica(token_seconds=0.001)
     (running,) = replica.submit([request(request_id="a", max_tokens=300)])
-    replica.pause("keep", False, 1.0)
+    replica.call(Engine.pause, 1.0, "keep", False)
     (new,) = replica.submit([request(request_id="b")])
     time.sleep(0.4)
     assert (running.done(), new.done()) == (False, False)
-    replica.resume(1.0)
+    replica.call(Engine.resume, 1.0)
     assert running.result(60.0).outputs[0].token_ids.tolist() == answer(FakeReplica(), max_tokens=300)[0]
     assert len(new.result(60.0).outputs[0].token_ids) == 8
 
@@ -318,11 +325,11 @@ def test_keep_freezes_requests_until_resume() -> None:
 def test_wait_lets_requests_finish_first() -> None:
     replica = FakeReplica(token_seconds=0.01)
     (running,) = replica.submit([request()])
-    replica.pause("wait", False, 5.0)
+    replica.call(Engine.pause, 5.0, "wait", False)
     assert len(running.result(60.0).outputs[0].token_ids) == 8
     (new,) = replica.submit([request()])
     assert not new.done()
-    replica.resume(1.0)
+    replica.call(Engine.resume, 1.0)
     new.result(60.0)
 
 
@@ -330,11 +337,11 @@ def test_wait_gives_up_at_its_deadline_and_takes_nothing_new_until_a_resume() ->
     replica = FakeReplica(token_seconds=3600.0)
     replica.submit([request(request_id="slow")])
     with pytest.raises(EngineError, match=r"replica 0 was not idle within 0\.05 s"):
-        replica.pause("wait", False, 0.05)
+        replica.call(Engine.pause, 0.05, "wait", False)
     replica.token_seconds = 0.0
     (new,) = replica.submit([request(request_id="fast")])
     assert not new.done()
-    replica.resume(1.0)
+    replica.call(Engine.resume, 1.0)
     assert new.result(60.0).request_id == "fast"
     replica.shutdown()
 
@@ -342,7 +349,7 @@ def test_wait_gives_up_at_its_deadline_and_takes_nothing_new_until_a_resume() ->
 def test_abort_cuts_requests_and_pauses() -> None:
     replica = FakeReplica(token_seconds=3600.0)
     (running,) = replica.submit([request(request_id="a")])
-    replica.pause("abort", False, 1.0)
+    replica.call(Engine.pause, 1.0, "abort", False)
     assert running.result(60.0).aborted
     replica.token_seconds = 0.0
     (new,) = replica.submit([request(request_id="b")])
@@ -353,22 +360,22 @@ def test_abort_cuts_requests_and_pauses() -> None:
 
 def test_commands_by_name_are_those_of_the_methods() -> None:
     replica = FakeReplica()
-    assert replica.tokenizer(1.0).encode("a") == [97]
-    assert replica.reset_prefix_cache(1.0) is True
-    replica.pause("keep", True, 1.0)
+    assert load_tokenizer(replica.call(Engine.tokenizer, 1.0)).encode("a") == [97]
+    assert replica.call(Engine.reset_prefix_cache, 1.0) is True
+    replica.call(Engine.pause, 1.0, "keep", True)
     (future,) = replica.submit([request()])
-    assert replica.stats(1.0).running == 1
-    assert replica.reset_prefix_cache(1.0) is False
-    replica.resume(1.0)
+    assert replica.call(Engine.stats, 1.0).running == 1
+    assert replica.call(Engine.reset_prefix_cache, 1.0) is False
+    replica.call(Engine.resume, 1.0)
     future.result(60.0)
-    with pytest.raises(EngineError, match="the fake engine has no command 'metadata'"):
-        replica.metadata(1.0)
+    with pytest.raises(EngineError, match="the fake engine has no verb 'metadata'"):
+        replica.call(Engine.metadata, 1.0)
 
 
 def test_stats_count_what_was_done() -> None:
     replica = FakeReplica(refuse=lambda r: "no" if r.request_id == "refused" else None)
     replica.submit([request(max_tokens=5, n=2), request(request_id="refused")])
-    stats = replica.stats(1.0)
+    stats = replica.call(Engine.stats, 1.0)
     assert (stats.requests, stats.completions, stats.prompt_tokens, stats.generated_tokens) == (1, 2, 3, 10)
     assert (stats.running, stats.waiting, stats.cache_usage) == (0, 0, 0.0)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -45,15 +44,14 @@ def test_an_engine_that_another_driver_updates_is_not_touched(connect: Connect, 
     for fake in engine.fakes:
         assert set(fake.asked) <= {"metadata", "claim_weights", "give_up_weights"}
     other_driver(engine, 0, 1, 2)
-    assert all(fake.owner.claim("other", OTHER, False).epoch for fake in engine.fakes)  # nobody else has one
+    assert all(fake.owner.claim("other", OTHER, False).granted for fake in engine.fakes)  # nobody else has one
 
 
-@pytest.mark.parametrize("give_up", [lambda owner: owner.left("other"), lambda owner: owner.give_up(1)])
-def test_what_nobody_updates_any_more_may_be_had(connect: Connect, give_up: Callable[[Any], None]) -> None:
+def test_what_nobody_updates_any_more_may_be_had(connect: Connect) -> None:
     engine = FakeFleet(2)
     other_driver(engine, 0, 1)
     for fake in engine.fakes:
-        give_up(fake.owner)
+        fake.owner.give_up("other")
     assert connect(engine).update_weights(weights(4)).failed == {}
 
 
@@ -134,7 +132,7 @@ def test_a_receiver_of_a_directory_claims_too_and_again_once_who_took_its_replic
             with pytest.raises(WeightSyncError, match=OTHER):
                 receiver.poll_and_apply()
         for fake in engine.fakes:
-            fake.owner.left("other")
+            fake.owner.give_up("other")
         assert receiver.poll_and_apply()
         assert values(engine) == [version] * 2
         other_driver(engine, 0, 1, takeover=True)
@@ -147,7 +145,7 @@ def test_a_sender_that_moves_to_another_engine_gives_the_first_one_up(connect: C
     sender = connect(first)
     sender.update_weights(weights(1))
     sender.init_all_workers_group(None, vllm_engine=second)
-    assert all(fake.owner.claim("other", OTHER, False).epoch for fake in first.fakes)
+    assert all(fake.owner.claim("other", OTHER, False).granted for fake in first.fakes)
     assert owner_of(second.fakes[0]) == this_process()
 
 

@@ -31,6 +31,7 @@ from support.waiting import in_thread, until
 from support.weights import Connect, always, soft, value_in, weights
 from torchrl_moe.errors import EngineError, ManifestMismatch, NoReplicaError, ReplicaDiedError, WeightSyncError
 from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM, make_tiny_moe
@@ -176,7 +177,7 @@ def ended() -> FakeFleet:
         ({"num_replicas": 3}, FakeFleet(2), ValueError, "num_replicas=3, but the engine has 2"),
         ({"min_serving": 3}, FakeFleet(2), ValueError, "min_serving=3, but the engine has 2 replicas"),
         ({}, ended(), NoReplicaError, "no replica serves: FakeFleet"),
-        ({}, FakeAsyncVLLM(), EngineError, "has no command 'metadata'"),
+        ({}, FakeAsyncVLLM(), EngineError, "has no verb 'metadata'"),
     ],
 )
 def test_a_wrong_engine_is_refused(connect: Connect, choices: Any, engine: Any, kind: Any, words: str) -> None:
@@ -881,7 +882,7 @@ def test_draining_a_paused_engine_fails_at_once_and_names_both_ways_out(fleet: F
 
     words = r"paused, so its 1 requests in flight cannot finish: resume\(\) it, or use mode='hot_swap'"
     for pauses_later in (False, True):
-        engine.fakes[0].pause("keep", False, 60.0) if pauses_later else engine.pause()  # a request that takes long
+        engine.fakes[0].call(Engine.pause, 60.0, "keep", False) if pauses_later else engine.pause()  # it takes long
         asked = ask()
         update = in_thread(lambda: sender.update_weights(weights()))
         if pauses_later:

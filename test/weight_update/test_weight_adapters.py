@@ -13,6 +13,7 @@ from support.reference import TOLERANCE, Reference
 from support.waiting import until
 from torchrl_moe.errors import WeightSyncError
 from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
@@ -91,7 +92,7 @@ def test_a_request_under_way_keeps_its_adapter(engine: AsyncVLLM, shelf: EngineS
     answers: list[Completion] = []
     asking = threading.Thread(target=lambda: answers.append(ask(engine, SHORT, 480)))
     asking.start()
-    while not engine.replica_table[0].replica.stats(30.0).running:
+    while not engine.replica_table[0].replica.call(Engine.stats, 30.0).running:
         assert asking.is_alive()
     old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     train(model)
@@ -148,7 +149,7 @@ def test_a_request_that_began_with_an_adapter_is_exact_when_merged_weights_come(
     asking = threading.Thread(target=lambda: answers.append(ask(engine, SHORT, 480)))
     asking.start()
     replica = engine.replica_table[0].replica
-    until(lambda: any(len(one.outputs[0].token_ids) >= 20 for one in replica.snapshot(30.0)))
+    until(lambda: any(len(one.outputs[0].token_ids) >= 20 for one in replica.call(Engine.snapshot, 30.0)))
     assert merged.apply(after, staged).failed == {}
     asking.join(60.0)
     (completion,) = answers

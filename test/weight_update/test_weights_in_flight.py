@@ -17,6 +17,7 @@ from support.reference import TOLERANCE
 from support.versions import Versions, ask, let_run, random_ids
 from support.waiting import until
 from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import Completion, OnResume, Request, Scoring
 from torchrl_moe.modules.serving.requests import ONE_TOKEN
 
@@ -161,7 +162,7 @@ HOW: tuple[OnResume, ...] = ("forced", "live")
 
 def fewest(replica: Any, asked: Sequence[Request]) -> int:
     """Tokens that the shortest of the running answers has."""
-    running = {answer.request_id: answer for answer in replica.snapshot(60)}
+    running = {answer.request_id: answer for answer in replica.call(Engine.snapshot, 60)}
     return min((len(running[one.request_id].outputs[0].token_ids) for one in asked), default=0)
 
 
@@ -185,7 +186,11 @@ def test_a_request_that_is_preempted_is_read_again_by_the_experts_that_it_had(
     (replica,) = versions.replicas
     asked = [ask(f"p-{i}", random_ids(300 + i, 100), n=2, max_tokens=350) for i in range(3)]
     futures = replica.submit(asked)
-    until(lambda: sum(len(output.token_ids) >= 8 for one in replica.snapshot(60) for output in one.outputs) >= 4)
+    until(
+        lambda: (
+            sum(len(output.token_ids) >= 8 for one in replica.call(Engine.snapshot, 60) for output in one.outputs) >= 4
+        )
+    )
     first, manifest = versions.now, versions.prepare(71, scale=0.02)
     versions.swap(manifest, "keep", clear_cache=True)
     before = engine.stats()[0]["preemptions"]
@@ -213,7 +218,7 @@ def test_a_sequence_is_scored_by_one_version_whatever_comes(versions: Versions, 
         ]
     )
     until(lambda: futures[0].done())
-    so_far = replica.snapshot(60)
+    so_far = replica.call(Engine.snapshot, 60)
     assert 0 < len(so_far) < len(sequences)
     assert all(one.prompt_logprobs is None for one in so_far if one.aborted)
     versions.swap(manifest, pause, clear_cache)
@@ -265,9 +270,8 @@ def test_the_first_step_of_new_weights_is_the_canarys_however_full_the_engine_is
     with watch_steps(engine) as steps:
         futures = replica.submit([*running, *queued])
         until(lambda: fewest(replica, running) >= 5)
-        report = replica.swap_weights(
-            manifest.version, pause="keep", clear_cache=clear_cache, canary=proof, patience=60.0, timeout=60.0
-        )
+        what = (manifest.version, manifest.digest, "keep", clear_cache, proof, 60.0)
+        report = replica.call(Engine.swap_weights, 60.0, *what)
         assert (report.error, report.unproved) == (None, "")
         done = [future.result(120) for future in futures]
     (norm,) = {weights for weights, _ in steps} - {steps[0][0]}

@@ -383,5 +383,5 @@ def started(folder: str, config: PreTrainedConfig, kind: str, dtype: str, given:
     if kind == "vllm":
         defaults["enforce_eager"] = True  # on a GPU, too: it starts sooner
     note(f"starting {kind} ...")
-    with AsyncVLLM.from_pretrained(folder, engine=kind, **{**defaults, **arguments}) as engine:  # type: ignore[arg-type]
+    with AsyncVLLM.from_pretrained(folder, engine=kind, **{**defaults, **arguments}) as engine:
         yield engine

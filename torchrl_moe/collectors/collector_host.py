@@ -18,6 +18,7 @@ from torchrl_moe.collectors.arguments import EnvLike
 from torchrl_moe.collectors.async_collector import AsyncLLMCollector, evaluate
 from torchrl_moe.collectors.llm_collector import LLMCollector
 from torchrl_moe.errors import CollectionError, EngineError
+from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.serving.candidates import ReplicaState
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
 
@@ -103,7 +104,7 @@ class CollectorHost:
         for entry in table or ():
             if table is not None and entry.state is ReplicaState.SERVING:
                 with contextlib.suppress(EngineError, OSError):  # the stats will report the version, or the death
-                    version = entry.replica.weights_version(ASK_SECONDS)
+                    version = entry.replica.call(Engine.weights_version, ASK_SECONDS)
                     with table.lock:
                         # its stats may have come in between
                         if version > entry.version:

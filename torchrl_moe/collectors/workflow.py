@@ -29,6 +29,7 @@ from torchrl_moe.collectors.environments import (
     too_many_turns,
 )
 from torchrl_moe.errors import EngineError
+from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.modules.policies.rollout import SAMPLING
 from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest, vLLMWrapper
@@ -441,7 +442,7 @@ def snapshots(engine: GenerationService) -> dict[str, Completion]:
         if entry.state in (ReplicaState.STARTING, ReplicaState.DEAD):
             continue
         try:
-            found.update({one.request_id: one for one in entry.replica.snapshot(SNAPSHOT_SECONDS)})
+            found.update({one.request_id: one for one in entry.replica.call(Engine.snapshot, SNAPSHOT_SECONDS)})
         except EngineError as error:
             LOG.warning("running answers at replica %d are not in the checkpoint: %r", entry.index, error)
     return found

@@ -6,14 +6,15 @@ are injected explicitly. Nothing here learns or scores.
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -23,12 +24,13 @@ from torch import Tensor
 from torchrl_moe._checks import check_number
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.errors import EngineError, ReplicaDiedError
-from torchrl_moe.modules.backends.commands import Commands
+from torchrl_moe.modules.backends.checkpoint import tokenizer_files
 from torchrl_moe.modules.backends.replica import (
     Completion,
     CompletionMetrics,
     PauseMode,
     ProbeReport,
+    Replica,
     ReplicaInfo,
     ReplicaStats,
     Request,
@@ -37,6 +39,10 @@ from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState
 from torchrl_moe.modules.serving.service import EngineInterface
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 from torchrl_moe.testing.fake_model import FakeModel, Script, tokens_to_come
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Verb: TypeAlias = Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]
 
 __all__ = ["FakeAsyncVLLM", "FakeReplica", "shift_routes", "shuffle_advantages", "wrong_ids"]
 
@@ -97,7 +103,7 @@ class _Running:
     aborted: bool = False
 
 
-class FakeReplica(Commands):
+class FakeReplica(Replica):
     """One fake engine; see :class:`~torchrl_moe.modules.backends.replica.Replica`."""
 
     def __init__(
@@ -128,9 +134,9 @@ class FakeReplica(Commands):
         )
         self.probe_report = ProbeReport(core_answered=True)
         self.version = 0
-        self.log_path = None
-        self.was_ended = False
         self.submitted: list[Request] = []
+        self.overrides: dict[str, Callable[..., Any]] = {}
+        """Verb -> ``function(timeout, **arguments)`` that answers in its place."""
         self._running: dict[str, _Running] = {}
         self._changed = threading.Condition()
         self._paused = False
@@ -142,10 +148,6 @@ class FakeReplica(Commands):
         self._counts: Counter[str] = Counter()
 
     # -- life -------------------------------------------------------------------------------------------------------
-
-    def log_tail(self) -> str:
-        """There is no process, so there is no log."""
-        return ""
 
     def start(self) -> None:
         """There is no process to start."""
@@ -271,20 +273,30 @@ class FakeReplica(Commands):
                     self._running[request_id].aborted = True
             self._changed.notify_all()
 
-    # -- commands ---------------------------------------------------------------------------------------------------
+    # -- verbs ------------------------------------------------------------------------------------------------------
 
-    def probe(self, core_seconds: float) -> Future[ProbeReport]:
-        """Answer :attr:`probe_report` at once, or never if stalled."""
-        del core_seconds
-        report: Future[ProbeReport] = Future()
-        if self._dead is not None:
-            report.set_exception(ReplicaDiedError(self._dead))
-        elif not self._stalled:
-            report.set_result(self.probe_report)
-        return report
+    def ask(self, verb: Verb[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Answer at once, or never if stalled."""
+        answer: Future[T] = Future()
+        try:
+            if self._dead is not None or not self._stalled:
+                answer.set_result(self.call(verb, 0.0, *args, **kwargs))
+        except Exception as error:  # noqa: BLE001  the caller's, as from any engine
+            answer.set_exception(error)
+        return answer
+
+    def call(self, verb: Verb[P, T], timeout: float, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a verb by its name, with its arguments by name."""
+        given = inspect.signature(verb).bind(self, *args, **kwargs)
+        given.apply_defaults()
+        _, *arguments = given.arguments.items()
+        answer: T = self._command(verb.__name__, timeout, **dict(arguments))
+        return answer
 
     def _command(self, name: str, timeout: float, /, **arguments: Any) -> Any:
-        """Answer the commands that an engine without weights can answer."""
+        """Answer the verbs that an engine without weights can answer."""
+        if (instead := self.overrides.get(name)) is not None:
+            return instead(timeout, **arguments)
         # A stalled engine answers nothing until its caller gives up, or it is killed.
         with self._changed:
             silent = not self._changed.wait_for(lambda: not self._stalled or self._dead is not None, timeout)
@@ -303,11 +315,13 @@ class FakeReplica(Commands):
             "set_seed": lambda: setattr(self, "seed", arguments["seed"]),
             "reset_prefix_cache": lambda: not self._running,
             "stats": lambda: self.last_stats,
-            "tokenizer": ByteTokenizer,
+            "tokenizer": lambda: tokenizer_files(ByteTokenizer(), False),
             "weights_version": lambda: self.version,
+            "snapshot": self._snapshot,
+            "probe": lambda: self.probe_report,
         }
         if name not in answers:
-            raise EngineError(f"the fake engine has no command {name!r}")
+            raise EngineError(f"the fake engine has no verb {name!r}")
         return answers[name]()
 
     def _pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
@@ -353,10 +367,7 @@ class FakeReplica(Commands):
         with self._changed:
             return ReplicaStats(running=len(self._running), weights_version=self.version, **self._counts)
 
-    def snapshot(self, timeout: float) -> list[Completion]:
-        """Return the partial answers of all running requests."""
-        del timeout
-        self._check_alive()
+    def _snapshot(self) -> list[Completion]:
         with self._changed:
             return [self._so_far(entry) for entry in self._running.values()]
 

@@ -18,20 +18,21 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from torchrl_moe.errors import EngineError
-from torchrl_moe.modules.backends.replica import PauseMode, ReplicaInfo, SwapReport, WeightClaim, WeightOwner
+from torchrl_moe.errors import EngineError, WeightSyncError
+from torchrl_moe.modules.backends.engine import WeightOwner
+from torchrl_moe.modules.backends.replica import PauseMode, ReplicaInfo, StageReport, SwapReport, WeightClaim
 from torchrl_moe.modules.serving.candidates import ReplicaState
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.testing.fake_engine import FakeAsyncVLLM, FakeReplica
 from torchrl_moe.weight_update.store import Manifest, WeightStoreReader, check_tensors, copy_adapter
 from torchrl_moe.weight_update.store.reader import ADAPTER_FILES
-from torchrl_moe.weight_update.transports.base import Receiver, StageReport
+from torchrl_moe.weight_update.transports.base import Receiver
 from torchrl_moe.weight_update.transports.registry import open_receiver
 
 __all__ = ["FakeFleet", "FakeWeightReplica", "SoftError", "Stall"]
 
 Kinds = Mapping[str, tuple[torch.dtype, torch.Size]]
-FENCE = {"epoch", "digest"}  # arguments of every weight command, which tests do not look at
+FENCE = {"digest"}  # what tests do not look at
 EXPECTED: Kinds = {"a": (torch.float32, torch.Size([2, 2])), "b": (torch.int64, torch.Size([3]))}
 
 
@@ -68,7 +69,7 @@ class FakeWeightReplica(FakeReplica):
         self.reader: WeightStoreReader | None = None
         self._adapters: Path | None = None  # the store, if it holds adapters
         self._adapter: dict[str, Tensor] = {}  # an adapter
-        self._staged_digest = ""
+        self.staged = ""
         self.owner = WeightOwner()
         self.note: Callable[[str, int], None] | None = None
 
@@ -121,21 +122,21 @@ class FakeWeightReplica(FakeReplica):
         """Name -> (dtype, shape) of what is expected."""
         return self._expected or {}
 
-    def command_claim_weights(self, driver: str, name: str, takeover: bool) -> WeightClaim:
-        """Let a driver own the weights, by an engine's own rules."""
-        return self.owner.claim(driver, name, takeover)
+    def command_claim_weights(self, name: str, takeover: bool) -> WeightClaim:
+        """Let this driver own the weights, by an engine's own rules."""
+        return self.owner.claim("", name, takeover)
 
-    def command_owns_weights(self, epoch: int) -> bool:
-        """Whether a claim still holds."""
-        return self.owner.holds(epoch)
+    def command_owns_weights(self) -> bool:
+        """Whether this driver's claim still holds."""
+        return self.owner.holds("")
 
-    def command_give_up_weights(self, epoch: int) -> None:
-        """End a claim."""
-        self.owner.give_up(epoch)
+    def command_give_up_weights(self) -> None:
+        """End this driver's claim."""
+        self.owner.give_up("")
 
-    def command_init_weights(self, epoch: int, transport: str, options: Mapping[str, Any]) -> None:
+    def command_init_weights(self, transport: str, options: Mapping[str, Any]) -> None:
         """Open the store, or join the groups of the workers."""
-        self.owner.check(epoch)
+        self.owner.check("")
         # Of the real transports, those that need no GPU and no engine.
         if transport not in ("adapter", "memmap", "gloo"):
             raise EngineError(f"the fake engine has no transport {transport!r}")
@@ -147,11 +148,9 @@ class FakeWeightReplica(FakeReplica):
                 place = SimpleNamespace(data_parallel_index=0, world_size=self._workers, rank=rank)
                 self.receivers.append(open_receiver("gloo", options, SimpleNamespace(parallel_config=place)))
 
-    def command_stage_weights(
-        self, epoch: int, version: int, verify: str, threads: int, manifest: str | None
-    ) -> StageReport:
+    def command_stage_weights(self, version: int, verify: str, threads: int, manifest: str | None) -> StageReport:
         """Check a version as an engine does."""
-        self.owner.check(epoch)
+        self.owner.check("")
         if self._adapters is not None:
             return self._stage_adapter(self._adapters, version)
         found = self._store.manifest(version) if manifest is None else Manifest.from_json(manifest)
@@ -163,12 +162,11 @@ class FakeWeightReplica(FakeReplica):
                 list(pool.map(lambda one: one.fetch(found, verify=verify == "digest", threads=threads), self.receivers))
         elif verify == "digest":
             self._store.verify(found, threads)
-        self._staged_digest = found.digest
+        self.staged = found.digest
         return StageReport(seconds=0.25, nbytes=found.nbytes, digest=found.digest, fetched=0.25)
 
     def command_swap_weights(
         self,
-        epoch: int,
         version: int,
         digest: str,
         pause: PauseMode,
@@ -177,8 +175,12 @@ class FakeWeightReplica(FakeReplica):
         patience: float = math.inf,
     ) -> SwapReport:
         """Copy a version's tensors."""
-        if reason := self.owner.why_not_swap(epoch, version, digest, self._staged_digest):
-            return SwapReport(started=False, error=reason)
+        try:
+            self.owner.check("")
+        except WeightSyncError as error:
+            return SwapReport(started=False, error=str(error))
+        if digest != self.staged:
+            return SwapReport(started=False, error=f"version {version} is not what was staged last")
         del pause, clear_cache, canary, patience
         # As an engine that sleeps: weights may be written before the cache is back.
         self._wake_up(["weights"])
@@ -195,7 +197,7 @@ class FakeWeightReplica(FakeReplica):
     def _stage_adapter(self, store: Path, version: int) -> StageReport:
         with tempfile.TemporaryDirectory() as folder:
             found = copy_adapter(store, version, Path(folder))
-            self._staged_digest = found.digest
+            self.staged = found.digest
             self._adapter = safetensors.torch.load((Path(folder) / ADAPTER_FILES[1]).read_bytes())
         return StageReport(seconds=0.5, nbytes=found.nbytes, digest=found.digest, fetched=0.25, loaded=0.25)
 

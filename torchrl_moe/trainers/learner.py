@@ -23,7 +23,7 @@ from torchrl_moe.modules.policies.unstack import has_adapters
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 from torchrl_moe.modules.replay.discovery import EXPERT_COUNTS
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
-from torchrl_moe.modules.serving.launch import Engine
+from torchrl_moe.modules.serving.launch import EngineName
 from torchrl_moe.objectives.grpo import GRPOLoss
 from torchrl_moe.objectives.mismatch import CollapseThresholds, MismatchMetrics
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, OptimConfig
@@ -518,7 +518,7 @@ def build_reference(
         raise ConfigError("loss.reference=engine is for one rank: set loss.reference=model, which ranks share")
     if policy_model.source is None:
         raise ConfigError("loss.reference=engine needs a model that is in a folder or on the hub: set model.source")
-    kind: Engine = "vllm" if config.engine.kind == "vllm" else "transformers"
+    kind: EngineName = "vllm" if config.engine.kind == "vllm" else "transformers"
     engine = AsyncVLLM.from_pretrained(policy_model.source, engine=kind, **config.engine.arguments)
     scorer = vLLMWrapper(
         engine,

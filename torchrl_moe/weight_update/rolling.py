@@ -29,14 +29,15 @@ from torchrl_moe.errors import (
     WeightsOwnedError,
     WeightSyncError,
 )
-from torchrl_moe.modules.backends.replica import PauseMode, Replica, SwapReport, this_process
+from torchrl_moe.modules.backends.engine import Engine
+from torchrl_moe.modules.backends.replica import PauseMode, Replica, StageReport, SwapReport, this_process
 from torchrl_moe.modules.serving.candidates import GONE, Recovery, ReplicaState
 from torchrl_moe.modules.serving.replica_table import TableEntry
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.weight_update.options import SwapOptions
 from torchrl_moe.weight_update.publishing import Published
 from torchrl_moe.weight_update.report import ReplicaSync, SyncReport
-from torchrl_moe.weight_update.transports.base import StageOptions, StageReport, Transport
+from torchrl_moe.weight_update.transports.base import StageOptions, Transport
 
 __all__ = ["LATE", "SYNCABLE", "RollingSwap", "Staged", "waits_for_update"]
 
@@ -98,8 +99,8 @@ class RollingSwap:
 
     def _claim(self, replica: Replica, takeover: bool = False) -> None:
         with self._naming_timeouts():
-            claim = replica.claim_weights(this_process(), takeover, self._swapping.timeout_seconds)
-        if not claim.epoch:
+            claim = replica.call(Engine.claim_weights, self._swapping.timeout_seconds, this_process(), takeover)
+        if not claim.granted:
             raise WeightsOwnedError(
                 f"the weights of replica {replica.index} are updated by {claim.owner}: end its sender, or pass "
                 "takeover=True to init_all_workers_group()"
@@ -119,7 +120,7 @@ class RollingSwap:
         """Check that a claimed replica is still this driver's; a new one belongs to the owner of the others."""
         for replica in list(self._claimed):
             # one that answers speaks for all; one that does not may just be dying
-            holds = _tried(partial(replica.owns_weights, self._swapping.timeout_seconds))
+            holds = _tried(partial(replica.call, Engine.owns_weights, self._swapping.timeout_seconds))
             if holds is False:
                 raise WeightSyncError(
                     "another driver updates this engine now: call init_all_workers_group(takeover=True) to take it back"
@@ -134,7 +135,11 @@ class RollingSwap:
         self._opened.clear()
         if claimed:
             with ThreadPoolExecutor(len(claimed), thread_name_prefix="weight-open") as pool:
-                list(pool.map(lambda replica: _tried(partial(replica.give_up_weights, GIVE_UP_SECONDS)), claimed))
+                list(
+                    pool.map(
+                        lambda replica: _tried(partial(replica.call, Engine.give_up_weights, GIVE_UP_SECONDS)), claimed
+                    )
+                )
 
     def stage(self, published: Published, replicas: Sequence[int] | None) -> dict[int, Staged]:
         """Let replicas prepare a version concurrently, by default all that an update includes; return their reports."""
@@ -306,14 +311,15 @@ class RollingSwap:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 with self._naming_timeouts():
-                    report = replica.swap_weights(
+                    report = replica.call(
+                        Engine.swap_weights,
+                        self._swapping.timeout_seconds,
                         published.version,
+                        published.digest,
                         pause=PAUSES[self._swapping.mode],
                         clear_cache=self._swapping.kv == "recompute",
                         canary=published.canary,
-                        digest=published.digest,
                         patience=self._swapping.timeout_seconds,
-                        timeout=self._swapping.timeout_seconds,
                     )
             except ReplicaDiedError as error:
                 # its supervisor need not find out by itself

@@ -20,6 +20,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from torchrl_moe.errors import NoReplicaError, ReplicaDiedError, WeightSyncError
+from torchrl_moe.modules.backends.checkpoint import checkpoint_kinds
 from torchrl_moe.modules.serving.replica_table import TableEntry
 from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.weight_update.options import Scheme, SyncOptions
@@ -64,7 +65,7 @@ def tensors_of(engine: GenerationService, entries: Iterable[TableEntry], seconds
     for entry in entries:
         # all have the same model; one that dies is passed over
         with contextlib.suppress(ReplicaDiedError):
-            kinds: Kinds = entry.replica.metadata(seconds)
+            kinds: Kinds = checkpoint_kinds(entry.replica, seconds)
             return kinds
     raise NoReplicaError(f"no replica serves: {engine!r}")
 

@@ -19,7 +19,7 @@ from torchrl_moe.modules.backends.checkpoint import (
     load_tokenizer,
     tokenizer_files,
 )
-from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.process import link
 from torchrl_moe.testing import ByteTokenizer
 from torchrl_moe.testing.tiny_moe import make_tiny_moe, save_tiny_moe
 
@@ -175,8 +175,7 @@ def test_what_is_no_folder_is_not_looked_at(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_was_sent_does_what_it_did() -> None:
-    head, *buffers = wire.encode(tokenizer_files(ByteTokenizer(), trust_remote_code=False))
-    there = load_tokenizer(wire.decode(head, buffers))
+    there = load_tokenizer(link.decode(link.encode(tokenizer_files(ByteTokenizer(), trust_remote_code=False))))
     here = ByteTokenizer()
     text = "é <|im_end|>"
     assert there.encode(text) == here.encode(text) == [195, 169, 32, 258]

@@ -1,4 +1,4 @@
-"""The replica protocol, kept alike by each kind of replica: fake, child process, actor, over a toy and real engines.
+"""What a replica promises, kept alike by each kind: fake, child process, actor, over toy engines and real ones.
 
 The toy engine stands behind the real engine process, so whatever is not vLLM's own is the real thing.
 """
@@ -6,6 +6,7 @@ The toy engine stands behind the real engine process, so whatever is not vLLM's 
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,8 @@ from support.processes import ids_request, toy_replica
 from support.waiting import until
 from torchrl_moe.errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.modules.backends.engine import Engine
+from torchrl_moe.modules.backends.engine_kind import EngineKind, engine_kind
 from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 from torchrl_moe.modules.backends.replica import Completion, Replica, Request
 from torchrl_moe.modules.backends.transformers import transformers_arguments as transformers_kind
@@ -78,6 +81,27 @@ def make_transformers(folder: Path) -> Any:
     return replica
 
 
+PAGE = Path(__file__).parents[3] / "docs" / "engines.md"
+
+
+@pytest.fixture(scope="session")
+def echo_kind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineKind]:
+    """The engine that docs/engines.md shows, as a user's module."""
+    (code,) = re.findall(r"^```python\n([^`]*class Echo\(EngineProgram\).*?)^```", PAGE.read_text(), re.M | re.S)
+    assert code.count("\n") <= 150
+    folder = tmp_path_factory.mktemp("echo")
+    (folder / "echo_engine.py").write_text(code)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield engine_kind("echo_engine")
+
+
+def make_echo(kind: EngineKind) -> Any:
+    replica = LocalReplica(3, kind, kind.arguments_of({"step_seconds": 0.003}), kind.engine_environment())
+    replica.start()
+    return replica
+
+
 def kill_process(replica: Any) -> None:
     os.kill(replica._child.process.pid, signal.SIGKILL)
 
@@ -119,6 +143,7 @@ def lasting() -> Iterator[dict[str, Any]]:
         "fake",
         "local",
         "transformers",
+        "echo",
         pytest.param("ray", marks=pytest.mark.ray),
         pytest.param("vllm", marks=pytest.mark.engine("qwen3_moe")),
         pytest.param("ray vllm", marks=[pytest.mark.ray, pytest.mark.engine]),
@@ -129,6 +154,11 @@ def one(request: pytest.FixtureRequest, lasting: dict[str, Any]) -> tuple[Replic
     name = request.param
     if name == "transformers":
         return request.getfixturevalue("second_engine").replica_table[1].replica, REAL
+    if name == "echo":
+        if name not in lasting:
+            lasting[name] = make_echo(request.getfixturevalue("echo_kind"))
+            lasting[name].wait_ready(SECONDS)
+        return lasting[name], REAL
     if name == "vllm":
         return request.getfixturevalue("engine").replica_table[0].replica, REAL
     if name == "ray vllm":
@@ -146,6 +176,7 @@ def one(request: pytest.FixtureRequest, lasting: dict[str, Any]) -> tuple[Replic
         "fake",
         "local",
         "transformers",
+        "echo",
         pytest.param("ray", marks=pytest.mark.ray),
         pytest.param("ray engine", marks=pytest.mark.ray),
     ]
@@ -157,6 +188,9 @@ def mortal(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Kind]]:
     if request.param == "transformers":
         folder = request.getfixturevalue("shelf").folder("qwen3_moe")
         kind = replace(REAL, make=lambda: make_transformers(folder), kill=kill_process)
+    elif request.param == "echo":
+        engine = request.getfixturevalue("echo_kind")
+        kind = replace(REAL, make=lambda: make_echo(engine), kill=kill_process)
     else:
         kind = KINDS[request.param]
     replica = kind.make()
@@ -167,11 +201,11 @@ def mortal(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Kind]]:
 
 @contextmanager
 def paused(replica: Replica, mode: Any = "keep") -> Iterator[None]:
-    replica.pause(mode, False, SECONDS)
+    replica.call(Engine.pause, SECONDS, mode, False)
     try:
         yield
     finally:
-        replica.resume(SECONDS)
+        replica.call(Engine.resume, SECONDS)
 
 
 def requests(count: int, params: dict[str, Any], name: str = "r") -> list[Request]:
@@ -251,7 +285,7 @@ def test_a_request_continues_from_what_it_resumes(one: tuple[Replica, Kind]) -> 
     (whole,) = (future.result(SECONDS) for future in replica.submit(requests(1, kind.quick, "whole")))
     first = cut(replace(whole, prompt="AB"), 1, decode=lambda ids: "?")
     first.outputs[0].policy_versions = np.array([-5], np.int32)
-    before = replica.stats(SECONDS).generated_tokens
+    before = replica.call(Engine.stats, SECONDS).generated_tokens
     (resumed, fresh) = replica.submit(
         [ids_request("r0", (65, 66), sampling_params=kind.quick, resume=first), *requests(1, kind.quick, "fresh")]
     )
@@ -267,7 +301,7 @@ def test_a_request_continues_from_what_it_resumes(one: tuple[Replica, Kind]) -> 
     assert output.finish_reason in {"stop", "length"}
     assert completion.metrics.replica == replica.index
     others = len(fresh.result(SECONDS).outputs[0].token_ids)
-    assert replica.stats(SECONDS).generated_tokens - before == tokens - 1 + others
+    assert replica.call(Engine.stats, SECONDS).generated_tokens - before == tokens - 1 + others
 
 
 def test_a_request_follows_recorded_experts_or_the_reason_against_is_reported(one: tuple[Replica, Kind]) -> None:
@@ -344,10 +378,10 @@ def test_keep_freezes_what_runs_and_a_resume_finishes_it(one: tuple[Replica, Kin
 
 def test_abort_cuts_what_runs(one: tuple[Replica, Kind]) -> None:
     replica, kind = one
-    replica.pause("keep", False, SECONDS)  # or all could be over before
+    replica.call(Engine.pause, SECONDS, "keep", False)  # or all could be over before
     futures = replica.submit(requests(3, kind.slow))
-    replica.stats(SECONDS)  # the engine has heard of them
-    replica.resume(SECONDS)
+    replica.call(Engine.stats, SECONDS)  # the engine has heard of them
+    replica.call(Engine.resume, SECONDS)
     with paused(replica, "abort"):
         assert not wait_futures(futures, SECONDS).not_done
     assert all(future.result().aborted for future in futures)
@@ -368,7 +402,7 @@ def test_abort_cuts_what_the_engine_is_still_taking_in(one: tuple[Replica, Kind]
 def test_wait_lets_what_runs_finish_and_holds_what_comes(one: tuple[Replica, Kind]) -> None:
     replica, kind = one
     futures = replica.submit(requests(3, kind.slow))
-    until(lambda: replica.stats(SECONDS).running, SECONDS)
+    until(lambda: replica.call(Engine.stats, SECONDS).running, SECONDS)
     with paused(replica, "wait"):
         assert not any(future.result(1.0).aborted for future in futures)
         (held,) = replica.submit(requests(1, kind.quick, "held"))
@@ -379,8 +413,8 @@ def test_wait_lets_what_runs_finish_and_holds_what_comes(one: tuple[Replica, Kin
 def test_a_snapshot_shows_what_is_in_flight_and_disturbs_nothing(one: tuple[Replica, Kind]) -> None:
     replica, kind = one
     futures = replica.submit(requests(2, kind.slow, "seen"))
-    until(lambda: len(replica.snapshot(SECONDS)) == 2, SECONDS)
-    seen = sorted(replica.snapshot(SECONDS), key=lambda completion: completion.request_id)
+    until(lambda: len(replica.call(Engine.snapshot, SECONDS)) == 2, SECONDS)
+    seen = sorted(replica.call(Engine.snapshot, SECONDS), key=lambda completion: completion.request_id)
     assert [completion.request_id for completion in seen] == ["seen0", "seen1"]
     assert [(completion.aborted, completion.metrics.replica) for completion in seen] == [(True, replica.index)] * 2
     assert prompts(seen) == [[65, 66], [66, 66]]
@@ -390,7 +424,7 @@ def test_a_snapshot_shows_what_is_in_flight_and_disturbs_nothing(one: tuple[Repl
         assert after.aborted
         tokens = before.outputs[0].token_ids.tolist()
         assert after.outputs[0].token_ids.tolist()[: len(tokens)] == tokens
-    assert replica.snapshot(SECONDS) == []
+    assert replica.call(Engine.snapshot, SECONDS) == []
 
 
 # -- commands ---------------------------------------------------------------------------------------------------------
@@ -399,30 +433,33 @@ def test_a_snapshot_shows_what_is_in_flight_and_disturbs_nothing(one: tuple[Repl
 def test_a_seed_is_taken_while_requests_run(one: tuple[Replica, Kind]) -> None:
     replica, kind = one
     running = replica.submit(requests(4, kind.quick))
-    replica.set_seed(5, SECONDS)
+    replica.call(Engine.set_seed, SECONDS, 5)
     assert [len(future.result(SECONDS).outputs) for future in running] == [1] * 4
 
 
 def test_a_command_that_nobody_knows_is_refused_by_name_and_harms_nothing(one: tuple[Replica, Kind]) -> None:
     replica, kind = one
-    with pytest.raises((ValueError, EngineError), match="no command 'no_such_thing'") as caught:
-        replica._command("no_such_thing", SECONDS)
+
+    async def no_such_thing(engine: Engine) -> None: ...
+
+    with pytest.raises((ValueError, EngineError), match="has no verb 'no_such_thing'") as caught:
+        replica.call(no_such_thing, SECONDS)
     assert not isinstance(caught.value, ReplicaDiedError)
     assert replica.submit(requests(1, kind.quick))[0].result(SECONDS).request_id == "r0"
 
 
 def test_stats_count_what_was_done(one: tuple[Replica, Kind]) -> None:
     replica, kind = one
-    before = replica.stats(SECONDS)
+    before = replica.call(Engine.stats, SECONDS)
     (completion,) = (future.result(SECONDS) for future in replica.submit(requests(1, kind.quick)))
-    after = replica.stats(SECONDS)
+    after = replica.call(Engine.stats, SECONDS)
     tokens = sum(len(output.token_ids) for output in completion.outputs)
     assert tokens > 0
     assert after.requests - before.requests == 1
     assert after.completions - before.completions == 1
     assert after.prompt_tokens - before.prompt_tokens == 2
     assert after.generated_tokens - before.generated_tokens == tokens
-    again = replica.stats(SECONDS)
+    again = replica.call(Engine.stats, SECONDS)
     assert (again.requests, again.generated_tokens) == (after.requests, after.generated_tokens)
 
 
@@ -438,13 +475,13 @@ def check_dead(replica: Any, kind: Kind, futures: list[Future[Completion]]) -> N
     with pytest.raises(ReplicaDiedError):
         late.result(SECONDS)
     with pytest.raises(ReplicaDiedError):
-        replica.stats(SECONDS)
+        replica.call(Engine.stats, SECONDS)
     replica.abort(["late", "r0"])
 
 
 def test_a_death_fails_all_that_waits_and_all_that_comes(mortal: tuple[Any, Kind]) -> None:
     replica, kind = mortal
-    replica.pause("keep", False, SECONDS)
+    replica.call(Engine.pause, SECONDS, "keep", False)
     futures = replica.submit(requests(20, kind.slow))
     kind.kill(replica)
     check_dead(replica, kind, futures)
@@ -454,7 +491,7 @@ def test_a_death_fails_all_that_waits_and_all_that_comes(mortal: tuple[Any, Kind
 
 def test_a_shutdown_does_too_and_may_be_repeated(mortal: tuple[Any, Kind]) -> None:
     replica, kind = mortal
-    replica.pause("keep", False, SECONDS)
+    replica.call(Engine.pause, SECONDS, "keep", False)
     futures = replica.submit(requests(20, kind.slow))
     replica.shutdown()
     check_dead(replica, kind, futures)

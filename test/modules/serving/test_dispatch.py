@@ -30,6 +30,7 @@ from torchrl_moe.errors import (
     RequestRefusedError,
     StaleReplicaError,
 )
+from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import Completion, Request
 from torchrl_moe.modules.serving import dispatch as dispatch_module
 from torchrl_moe.modules.serving.candidates import FaultPolicy, Recovery, ReplicaState
@@ -89,7 +90,7 @@ def serve() -> Iterator[Callable[..., Scripted]]:
     try:
         for service in made:
             until(lambda service=service: not any(service.inflight) and service.places == (0, 0))
-            assert all(r.stats(1.0).running == 0 for r in replicas(service) if r.is_alive())
+            assert all(r.call(Engine.stats, 1.0).running == 0 for r in replicas(service) if r.is_alive())
     finally:
         for service in made:
             service.shutdown()
@@ -234,7 +235,7 @@ def test_a_message_that_was_half_sent_is_taken_back_and_the_others_finish(serve:
     assert [replica.asked("abort") for replica in replicas(lb)] == [[], ["b", "e"], []]
     assert lb.inflight == [0, 0, 0]
     for replica in replicas(lb):
-        until(lambda replica=replica: replica.stats(1.0).running == 0)
+        until(lambda replica=replica: replica.call(Engine.stats, 1.0).running == 0)
         replica.script, replica.token_seconds = {}, 0.0
     assert len(run(lb, "abcdef")) == 6
 
@@ -972,7 +973,7 @@ def test_there_are_never_more_requests_in_the_engines_than_places(serve: Any) ->
     lb, most = serve(2, places=5, token_seconds=0.001), [0]
 
     def count() -> None:
-        most[0] = max(most[0], sum(entry.replica.stats(1.0).running for entry in lb.replica_table))
+        most[0] = max(most[0], sum(entry.replica.call(Engine.stats, 1.0).running for entry in lb.replica_table))
 
     for replica in replicas(lb):
         replica.script["submit"] = count

@@ -89,16 +89,15 @@ def test_engines_that_were_paused_before_they_slept_are_paused_afterwards(serve:
 
 def test_a_sleep_that_failed_on_one_replica_is_taken_back_on_the_others(serve: Any) -> None:
     engine = serve(2)
-    sleep = engine.replicas[1].sleep
 
-    def fail(*arguments: Any) -> None:
+    def fail(timeout: float, **arguments: Any) -> None:
         raise EngineError("memory usage increased")
 
-    engine.replicas[1].sleep = fail
+    engine.replicas[1].overrides["sleep"] = fail
     with pytest.raises(EngineError, match="memory usage increased"):
         engine.sleep()
     assert len(ask(engine, ["a", "b"], timeout_seconds=60.0)) == 2
-    engine.replicas[1].sleep = sleep
+    engine.replicas[1].overrides.clear()
     engine.sleep(2)
     with pytest.raises(EngineError, match="has dropped the weights; update them first"):
         engine.wake_up()
@@ -149,12 +148,12 @@ def test_a_pause_that_failed_does_not_hold_what_is_restarted(fleet: Any) -> None
 def test_a_pause_that_failed_on_one_replica_is_taken_back_on_the_others(serve: Any) -> None:
     engine = serve(2)
 
-    def die(mode: str, clear_cache: bool, timeout: float) -> None:
+    def die(timeout: float, **arguments: Any) -> None:
         until(lambda: engine.replicas[1]._paused)
         engine.replicas[0].die()
         raise ReplicaDiedError("died under it")
 
-    engine.replicas[0].pause = die
+    engine.replicas[0].overrides["pause"] = die
     with pytest.raises(ReplicaDiedError, match="died under it"):
         engine.pause()
     assert ask(engine, timeout_seconds=5.0).metrics.replica == 1
@@ -193,7 +192,10 @@ def test_commands_run_on_all_replicas_at_the_same_time_and_answer_in_order(serve
     engine = serve(3)
     barrier = threading.Barrier(3, timeout=60.0)
     for replica in engine.replicas:
-        replica.collective_rpc = lambda *what, index=replica.index: (barrier.wait(), [index, *what])[1]
+        replica.overrides["collective_rpc"] = lambda timeout, method, args, kwargs, index=replica.index: (
+            barrier.wait(),
+            [index, method, args, kwargs, timeout],
+        )[1]
     assert engine.collective_rpc("do", 7.0) == [[i, "do", (), None, 7.0] for i in range(3)]
 
 
@@ -201,15 +203,15 @@ def test_collective_rpc_passes_plain_data_on(serve: Any) -> None:
     engine = serve(2)
     heard: list[Any] = []
     for replica in engine.replicas:
-        replica._command = lambda name, timeout, **arguments: heard.append((name, timeout, arguments)) or ["ok"]
+        replica.overrides["collective_rpc"] = lambda timeout, **arguments: heard.append((timeout, arguments)) or ["ok"]
     assert engine.collective_rpc("method", 3.0, [1, 2], {"k": 3}) == [["ok"], ["ok"]]
-    assert heard == [("collective_rpc", 3.0, {"method": "method", "args": (1, 2), "kwargs": {"k": 3}})] * 2
+    assert heard == [(3.0, {"method": "method", "args": [1, 2], "kwargs": {"k": 3}})] * 2
     engine.collective_rpc("method")
-    assert heard[2] == ("collective_rpc", 60.0, {"method": "method", "args": (), "kwargs": None})
+    assert heard[2] == (60.0, {"method": "method", "args": (), "kwargs": None})
 
 
 def test_a_command_that_fails_on_one_replica_is_an_error(serve: Any) -> None:
-    with pytest.raises(EngineError, match="the fake engine has no command 'collective_rpc'"):
+    with pytest.raises(EngineError, match="the fake engine has no verb 'collective_rpc'"):
         serve(2).collective_rpc("method")
 
 
@@ -230,7 +232,8 @@ def test_commands_go_round_replicas_that_only_start(serve: Any) -> None:
     engine.replica_table.replace(0, FakeReplica(0, start_seconds=3600.0))
     engine.pause()
     engine.resume()
-    engine.replicas[0].stats = engine.replica_table[0].replica.stats = lambda timeout: pytest.fail("asked")
+    for replica in (engine.replicas[0], engine.replica_table[0].replica):
+        replica.overrides["stats"] = lambda timeout: pytest.fail("asked")
     assert math.isnan(engine.get_cache_usage()[0])
     assert math.isnan(engine.get_cache_usage(0))
     assert [row["state"] for row in engine.stats()] == ["STARTING", "SERVING"]
@@ -247,7 +250,7 @@ def test_a_death_under_a_command_is_noted(serve: Any) -> None:
         engine.replicas[0].die()
         raise ReplicaDiedError("died under it")
 
-    engine.replicas[0].resume = die
+    engine.replicas[0].overrides["resume"] = die
     with pytest.raises(ReplicaDiedError, match="died under it"):
         engine.resume()
     assert [entry.state.name for entry in engine.replica_table] == ["DEAD", "SERVING"]

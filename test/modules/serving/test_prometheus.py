@@ -51,7 +51,7 @@ def test_replicas_are_distinguished_by_a_label(serve: Callable[..., Any], monkey
         1: ReplicaStats(waiting=2, cache_hits=9, tokens_per_second=12.5),
     }
     monkeypatch.setattr(FakeReplica, "last_stats", property(lambda replica: sent[replica.index]))
-    monkeypatch.setattr(FakeReplica, "stats", lambda *_: pytest.fail("a scrape asks no engine"))
+    monkeypatch.setattr(FakeReplica, "call", lambda *_: pytest.fail("a scrape asks no engine"))
     engine.replica_table.set_version(1, 4)
     engine.replica_table[1].restarts = 2
     families = read(engine.prometheus())

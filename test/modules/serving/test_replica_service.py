@@ -84,7 +84,7 @@ def test_replicas_are_asked_at_the_same_time_with_the_callers_deadline(serve: Ca
         return ReplicaStats(running=1)
 
     for replica in engine.replicas:
-        replica.stats = stats
+        replica.overrides["stats"] = stats
     assert [row["running"] for row in engine.stats(7.5)] == [1, 1, 1]
     assert deadlines == [7.5] * 3
 
@@ -97,10 +97,10 @@ def test_one_that_does_not_answer_shows_what_it_last_sent(
     def fail(timeout: float) -> ReplicaStats:
         raise EngineError("busy")
 
-    engine.replicas[1].stats = fail
+    engine.replicas[1].overrides["stats"] = fail
     engine.replica_table.mark_dead(2)
     engine.replica_table.set_state(2, ReplicaState.STARTING)
-    engine.replicas[2].stats = lambda timeout: pytest.fail("it is starting: asked too early")
+    engine.replicas[2].overrides["stats"] = lambda timeout: pytest.fail("it is starting: asked too early")
     monkeypatch.setattr(FakeReplica, "last_stats", ReplicaStats(requests=5))
     assert [row["requests"] for row in engine.stats()] == [5, 5, 5]
     monkeypatch.setattr(FakeReplica, "last_stats", None)
@@ -112,7 +112,7 @@ def test_a_service_prints_a_line_per_replica_and_asks_none(serve: Callable[..., 
     call = in_thread(lambda: ask(engine, request_ids="mine"))
     until_running(engine, [1, 0])
     for replica in engine.replicas:
-        replica.stats = lambda timeout: pytest.fail("asked")
+        replica.overrides["stats"] = lambda timeout: pytest.fail("asked")
     assert repr(engine).splitlines() == [
         "FakeAsyncVLLM('fake', 2 replicas)",
         "  #0 SERVING, v0, 1 in flight, 1 running, 0 queued, KV 0%, prefix hits 0%, 0 tok/s",
@@ -141,9 +141,10 @@ def test_a_large_service_does_not_print_every_replica(serve: Callable[..., Any])
     assert lines[-1] == "  and 4 more"
 
 
-def test_log_paths_are_the_replicas_own(serve: Callable[..., Any]) -> None:
+def test_log_paths_are_the_replicas_own(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = serve(2)
-    engine.replicas[1].log_path = Path("/logs/replica-1.log")
+    paths = {1: Path("/logs/replica-1.log")}
+    monkeypatch.setattr(FakeReplica, "log_path", property(lambda replica: paths.get(replica.index)))
     assert engine.log_paths() == [None, Path("/logs/replica-1.log")]
     engine.shutdown()
     assert engine.log_paths()[1] == Path("/logs/replica-1.log")  # to be read afterwards

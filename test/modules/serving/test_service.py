@@ -766,7 +766,7 @@ def test_a_balancer_goes_by_the_stats_that_replicas_sent_and_asks_none(
 ) -> None:
     engine = serve(3)
     engine.create_load_balancer("kv-cache")
-    monkeypatch.setattr(FakeReplica, "stats", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr(FakeReplica, "call", lambda *_: pytest.fail("asked"))
     usage = {0: 0.5, 1: 0.125, 2: 0.25}
     sent = {index: ReplicaStats(cache_usage=share) for index, share in usage.items()}
     monkeypatch.setattr(FakeReplica, "last_stats", property(lambda replica: sent[replica.index]))

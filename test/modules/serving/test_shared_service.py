@@ -21,9 +21,11 @@ import ray
 from support.actors import Holder, groups_in_use, pids, ray_service, toy_actors
 from support.processes import PYTHONPATH, group, is_gone
 from support.replicas import ScriptedReplica
+from support.toy_engine import bring
 from support.waiting import until
 from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError
 from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.ray import cluster
 from torchrl_moe.modules.backends.ray.cluster import NAMESPACE, running_services
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
@@ -301,12 +303,16 @@ def test_one_driver_at_a_time_has_the_weights_until_it_leaves(toy_service: Any) 
     maker = toy_service(1, name="owned").replica_table[0].replica
     guest_service = AsyncVLLM.connect("owned")
     guest = guest_service.replica_table[0].replica
-    assert guest.claim_weights("the guest", False, 20.0) == WeightClaim(epoch=1, owner="the guest")
-    assert maker.claim_weights("the maker", False, 20.0) == WeightClaim(epoch=0, owner="the guest")
+    assert guest.call(Engine.claim_weights, 20.0, "the guest", False) == WeightClaim(granted=True, owner="the guest")
+    assert maker.call(Engine.claim_weights, 20.0, "the maker", False) == WeightClaim(granted=False, owner="the guest")
     with pytest.raises(EngineError, match="takes its weights from the guest now"):
-        maker.init_weights("memmap", {"folder": "nowhere"}, 20.0)
+        maker.call(Engine.init_weights, 20.0, "memmap", {"folder": "nowhere"})
     guest_service.disconnect()
-    until(lambda: maker.claim_weights("the maker", False, 20.0) == WeightClaim(epoch=2, owner="the maker"))
+    until(
+        lambda: (
+            maker.call(Engine.claim_weights, 20.0, "the maker", False) == WeightClaim(granted=True, owner="the maker")
+        )
+    )
 
 
 @pytest.mark.ray
@@ -316,8 +322,8 @@ def test_who_comes_later_sees_which_replicas_serve_and_with_which_weights(
     maker = toy_service(3, name="partly", faults=FaultPolicy(restart=False))
     maker.replica_table[1].replica.shutdown()
     assert running_services(NAMESPACE) == {"partly": [0, 2]}
-    known = RayReplica.weights_version
-    monkeypatch.setattr(RayReplica, "weights_version", lambda replica, timeout: known(replica, timeout) + 7)
+    known = RayReplica.call
+    monkeypatch.setattr(RayReplica, "call", lambda *what: known(*what) + 7 * (what[1] is Engine.weights_version))
     with AsyncVLLM.connect("partly") as guest:
         assert [entry.state.name for entry in guest.replica_table] == ["SERVING", "DEAD", "SERVING"]
         assert [entry.version for entry in guest.replica_table] == [7, 0, 7]
@@ -336,18 +342,18 @@ def test_a_replica_that_ray_restarts_serves_nobody_until_it_has_the_others_versi
     maker = toy_service(2, name="aging")
     publisher = AsyncVLLM.connect("aging")
     for entry in publisher.replica_table:
-        entry.replica._command("bring", 20.0, version=57)
+        entry.replica.call(bring, 20.0, version=57)
     until(lambda: versions(maker) == versions(publisher) == [57, 57])  # the one that publishes is another driver
     os.kill(pids(maker.replica_table[1].replica)[0], signal.SIGKILL)
     until(lambda: maker.replica_table[1].recovery is Recovery.UPDATE)
-    assert maker.replica_table[1].replica.weights_version(20.0) == 0
+    assert maker.replica_table[1].replica.call(Engine.weights_version, 20.0) == 0
     assert states(publisher) == ["SERVING", "DEAD"]
     with AsyncVLLM.connect("aging") as late:
         assert states(maker) == states(late) == ["SERVING", "STARTING"]
         for driver in (maker, late):
             answers = driver.generate([[i] for i in range(1, 9)], use_tqdm=False)
             assert {answer.metrics.replica for answer in answers} == {0}
-        maker.replica_table[1].replica._command("bring", 20.0, version=57)
+        maker.replica_table[1].replica.call(bring, 20.0, version=57)
         for driver in (maker, late):
             until(lambda driver=driver: states(driver) == ["SERVING", "SERVING"])
             assert versions(driver) == [57, 57]

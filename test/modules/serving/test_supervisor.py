@@ -20,6 +20,7 @@ from support.replicas import ScriptedReplica
 from support.services import HOUR, QUICK, RestartingService, ask, listening
 from support.waiting import PATIENCE, in_thread, until
 from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError, WeightSyncError
+from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import ProbeReport
 from torchrl_moe.modules.serving import supervisor as supervisor_module
 from torchrl_moe.modules.serving.candidates import Recovery, ReplicaState
@@ -392,8 +393,8 @@ def test_one_that_another_driver_may_have_updated_asks_the_others_before_it_serv
     service = fleet(4)
     silent, unsure, knowing = (line[0] for line in service.made[1:])
     silent.die()
-    unsure.weights_version = lambda timeout: 0
-    knowing.weights_version = lambda timeout: 5
+    unsure.overrides["weights_version"] = lambda timeout: 0
+    knowing.overrides["weights_version"] = lambda timeout: 5
     service.kill(0)
     until(lambda: service.replica_table[0].recovery is Recovery.UPDATE)
     assert (service.states[0], service.replica_table.latest_version) == ("STARTING", 5)
@@ -506,10 +507,10 @@ def test_a_slow_replica_is_not_ended_nor_one_in_sync_or_paused(fleet: Any) -> No
     slow, syncing, paused = (line[0] for line in service.made)
 
     ticks = iter(range(1, 10**6))
-    slow.call = lambda command, timeout, **kwargs: ProbeReport(core_answered=False, cpu_seconds=float(next(ticks)))
+    slow.overrides["probe"] = lambda *_, **__: ProbeReport(core_answered=False, cpu_seconds=float(next(ticks)))
     service.replica_table.set_state(1, ReplicaState.SYNCING)
     syncing.stall()
-    paused.pause("keep", False, 1.0)
+    paused.call(Engine.pause, 1.0, "keep", False)
     time.sleep(0.5)
     assert service.restarts == [0, 0, 0]
     assert service.states == ["SERVING", "SYNCING", "SERVING"]
@@ -518,7 +519,7 @@ def test_a_slow_replica_is_not_ended_nor_one_in_sync_or_paused(fleet: Any) -> No
 def test_a_late_request_has_its_replica_looked_at_now(fleet: Any) -> None:
     service = fleet(1, lambda i, n: FakeReplica(i, token_seconds=HOUR), replace(QUICK, probe=HOUR, patience=HOUR))
     asked = threading.Event()
-    service.made[0][0].probe = lambda *seconds: asked.set() or ProbeReport(core_answered=True)
+    service.made[0][0].overrides["probe"] = lambda *_, **__: asked.set() or ProbeReport(core_answered=True)
     with pytest.raises(TimeoutError):
         ask(service, timeout_seconds=0.05)
     assert asked.wait(60.0)
@@ -547,10 +548,10 @@ def test_a_replica_that_cannot_be_asked_whether_it_lives_keeps_no_other_from_com
 def test_one_that_cannot_be_probed_keeps_no_other_from_being_probed(fleet: Any) -> None:
     service = fleet(2)
 
-    def broken(core_seconds: float) -> Any:
+    def broken(*what: Any) -> Any:
         raise OSError("too many open files")
 
-    service.made[0][0].probe = broken
+    service.made[0][0].ask = broken
     service.made[1][0].stall()
     until_serving(service, [1, 1])  # the one that cannot even be asked gave no sign of life either
 

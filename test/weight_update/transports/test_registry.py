@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from torchrl_moe.errors import EngineError, ManifestMismatch
+from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.testing.fake_weights import FakeWeightReplica
 from torchrl_moe.weight_update.store import Manifest, WeightStoreWriter
 from torchrl_moe.weight_update.transports.base import StageOptions, asked, rank_of, workers_of
@@ -90,15 +91,14 @@ def test_workers_are_counted_over_all_kinds_of_ranks() -> None:
 def test_a_replica_is_asked_in_a_thread_with_all_that_it_must_know() -> None:
     manifest, told = Manifest(version=3, slot=0, entries=()), []
 
-    def stage_weights(version: int, **how: Any) -> str:
-        told.append((version, how, threading.current_thread().name))
+    def call(*what: Any) -> str:
+        told.append((*what, threading.current_thread().name))
         return "prepared"
 
-    replica: Any = SimpleNamespace(stage_weights=stage_weights)
+    replica: Any = SimpleNamespace(call=call)
     with asked(replica, manifest, StageOptions(threads=2), 9.0) as answer:
         assert answer.result(20.0) == "prepared"
-    how = {"verify": "digest", "threads": 2, "manifest": manifest.to_json(), "timeout": 9.0}
-    assert told == [(3, how, "weight-stage_0")]
+    assert told == [(Engine.stage_weights, 9.0, 3, "digest", 2, manifest.to_json(), "weight-stage_0")]
 
 
 def test_a_replica_is_told_where_the_store_is_and_how_to_read_a_version(tmp_path: Path) -> None:

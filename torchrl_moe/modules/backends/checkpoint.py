@@ -11,15 +11,19 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from torchrl_moe.errors import EngineError
+from torchrl_moe.modules.backends.engine import Engine
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
+    from torchrl_moe.modules.backends.replica import Replica
+
 __all__ = [
     "check_reachable",
     "check_weights",
     "checkpoint_folder",
+    "checkpoint_kinds",
     "checkpoint_metadata",
     "is_written_as_path",
     "load_tokenizer",
@@ -135,6 +139,14 @@ def checkpoint_metadata(folder: str | Path) -> dict[str, tuple[torch.dtype, torc
                 )
             metadata[name] = (getattr(torch, DTYPES[entry["dtype"]]), torch.Size(entry["shape"]))
     return metadata
+
+
+def checkpoint_kinds(replica: Replica, seconds: float) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Return the same of the checkpoint that a replica was started from."""
+    import torch
+
+    found = replica.call(Engine.metadata, seconds)
+    return {name: (dtype, torch.Size(shape)) for name, (dtype, shape) in found.items()}
 
 
 def _files(folder: Path) -> list[Path]:

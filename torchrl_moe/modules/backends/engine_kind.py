@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib
 import os
 import site
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 import torchrl_moe
@@ -72,14 +74,70 @@ def _is_of_launcher(name: str) -> bool:
     return name in LAUNCHER or name.startswith("TORCHELASTIC_")
 
 
+class OwnKind:
+    """A user's engine: a module with ``preload``, ``run`` and a ``main`` part; it may have the other functions, too.
+
+    Its arguments are passed on as they are.
+    """
+
+    def __init__(self, module: ModuleType) -> None:
+        self.PROGRAM = self.__name__ = module.__name__
+        self.__dict__.update({name: getattr(module, name) for name in OPTIONAL if hasattr(module, name)})
+
+    def arguments_of(self, engine_args: object) -> dict[str, Any]:
+        """Return the engine arguments that a user passed as keywords."""
+        if not isinstance(engine_args, Mapping):
+            raise TypeError(f"engine={self.__name__!r} takes its arguments as a mapping, got {engine_args!r}")
+        return dict(engine_args)
+
+    def seeded(self, arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
+        """Return the arguments as they are: nothing is known of a seed."""
+        del number
+        return dict(arguments)
+
+    def devices_per_replica(self, arguments: Mapping[str, Any]) -> int:
+        """Return 1: each replica gets a device of its own, where there are any."""
+        del arguments
+        return 1
+
+    def engine_environment(
+        self, devices: str | None = None, num_replicas: int = 1, verbose: bool = False
+    ) -> dict[str, str]:
+        """Return this process's environment, with its import path, so that the module is found."""
+        del verbose
+        environment = process_environment(devices, num_replicas)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), *sys.path]))
+        return environment
+
+    def reason_not_to_fork(self, environment: Mapping[str, str]) -> str:
+        """Return ``""``: what ``preload`` returns decides."""
+        del environment
+        return ""
+
+
+OPTIONAL = tuple(name for name in vars(OwnKind) if not name.startswith("_"))
+
+
 def find_kind(module: str) -> EngineKind:
     """Return the kind that a module describes; other machines get the module's name only, and call this there."""
-    kind: EngineKind = importlib.import_module(module)
-    return kind
+    found: Any = importlib.import_module(module)
+    if hasattr(found, "PROGRAM"):
+        kind: EngineKind = found
+        return kind
+    for name in ("preload", "run"):
+        if not callable(getattr(found, name, None)):
+            raise ValueError(f"engine={module!r} has no function {name}(): docs/engines.md shows what an engine needs")
+    return OwnKind(found)
 
 
 def engine_kind(engine: str) -> EngineKind:
-    """Return the kind of engine for a name; only its module is imported."""
-    if engine not in tuple(KINDS):  # anything may come, a list too
-        raise ValueError(f"engine must be one of {', '.join(KINDS)}, got {engine!r}")
-    return find_kind(KINDS[engine])
+    """Return the kind of engine for a name, ``"vllm"``, ``"transformers"`` or a user's module; it alone is imported."""
+    if engine in tuple(KINDS):  # anything may come, a list too
+        return find_kind(KINDS[engine])
+    if not isinstance(engine, str) or not all(map(str.isidentifier, engine.split("."))):
+        raise ValueError(f"engine must be one of {', '.join(KINDS)}, or a module of yours, got {engine!r}")
+    try:
+        return find_kind(engine)
+    except ModuleNotFoundError as error:
+        known = ", ".join(KINDS)
+        raise ValueError(f"engine must be one of {known}, or a module of yours, got {engine!r}: {error}") from error

@@ -1,4 +1,4 @@
-"""A replica as the service sees it: a protocol, and the data classes that pass through it.
+"""A replica as the service sees it: its interface, and the data classes that pass through it.
 
 A replica is one engine with its own weights, wherever it runs. The service hands it :class:`Request` objects and
 gets one :class:`Completion` for each. Both hold numpy arrays and small scalars only, so they travel between processes
@@ -9,27 +9,28 @@ Letters: P prompt tokens, G generated tokens, L decoder layers, K experts per to
 
 from __future__ import annotations
 
-import math
+import abc
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchrl_moe.data import RoutingLayout
-from torchrl_moe.errors import EngineError, WeightSyncError
-from torchrl_moe.weight_update.transports.base import StageReport
+from torchrl_moe.errors import EngineError
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-    from transformers import PreTrainedTokenizerBase
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 __all__ = [
     "Completion",
@@ -44,9 +45,9 @@ __all__ = [
     "ReplicaStats",
     "Request",
     "Scoring",
+    "StageReport",
     "SwapReport",
     "WeightClaim",
-    "WeightOwner",
     "leaves_ids_out",
     "name_kept",
     "nothing_yet",
@@ -250,6 +251,17 @@ class ReplicaStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageReport:
+    """A version of weights that a replica checked and may load."""
+
+    seconds: float
+    nbytes: int
+    digest: str
+    fetched: float = 0.0
+    loaded: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SwapReport:
     """How far a replica got with a version: seconds pausing, loading, and paused in total; or why it failed.
 
@@ -279,13 +291,6 @@ class ProbeReport:
     cpu_seconds: float = 0.0
 
 
-# Who may change a replica's weights: one driver at a time, by an epoch that every claim raises.
-#
-# A driver that lost its claim learns it from the first command of the old epoch, which is refused before anything is
-# paused: so two drivers never load halves of two versions. A claim ends with its driver, or when the driver gives it
-# up.
-
-
 def this_process() -> str:
     """Return the name of this driver, for messages."""
     return f"process {os.getpid()} on {socket.gethostname()}"
@@ -293,79 +298,10 @@ def this_process() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightClaim:
-    """The reply to a claim.
+    """The reply to a claim of a replica's weights: whether it was granted, and the driver that owns them now."""
 
-    Attributes:
-        epoch: of this claim; 0 if it was refused.
-        owner: the name of the driver that owns the weights now.
-    """
-
-    epoch: int
+    granted: bool
     owner: str
-
-
-class WeightOwner:
-    """The driver that owns a replica's weights, and the epoch of its claim; kept in the engine process."""
-
-    def __init__(self) -> None:
-        self._epoch = 0
-        self._driver: str | None = None
-        self._name = ""
-
-    def claim(self, driver: str, name: str, takeover: bool) -> WeightClaim:
-        """Give a driver the weights, if none owns them, if it owns them already, or by ``takeover``.
-
-        Args:
-            driver: its id, by which it is known when it leaves.
-            name: its name, for messages.
-            takeover: whether to take them from a driver that lives.
-        """
-        if self._driver not in (None, driver) and not takeover:
-            return WeightClaim(epoch=0, owner=self._name)
-        self._epoch, self._driver, self._name = self._epoch + 1, driver, name
-        return WeightClaim(epoch=self._epoch, owner=name)
-
-    def check(self, epoch: int) -> None:
-        """Refuse a command of an older claim.
-
-        Raises:
-            WeightSyncError: another driver has claimed the weights since; the message names it.
-        """
-        if epoch != self._epoch:
-            whose = "a driver that is gone" if self._driver is None else self._name
-            raise WeightSyncError(
-                f"the replica takes its weights from {whose} now: call init_all_workers_group(takeover=True) to take "
-                "them back"
-            )
-
-    def why_not_swap(self, epoch: int, version: int, digest: str, staged: str) -> str:
-        """Return why a version may not be swapped in, or "": the claim is old, or another version was staged last.
-
-        Args:
-            epoch: of the claim that the command goes with.
-            version: its number, for the message.
-            digest: of what the driver wants; "" names nothing.
-            staged: the digest of what was staged last; "" if nothing is.
-        """
-        try:
-            self.check(epoch)
-        except WeightSyncError as error:
-            return str(error)
-        return "" if digest and digest == staged else f"version {version} is not what was staged last"
-
-    def holds(self, epoch: int) -> bool:
-        """Whether a claim is the last one, and of a driver that lives."""
-        return epoch == self._epoch and self._driver is not None
-
-    def give_up(self, epoch: int) -> None:
-        """End a claim, unless another came since."""
-        if epoch == self._epoch:
-            self._driver = None
-
-    def left(self, driver: str) -> None:
-        """End the claim of a driver that is gone."""
-        if self._driver == driver:
-            self._driver = None
 
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -531,156 +467,86 @@ def nothing_yet(request: Request) -> Completion:
     )
 
 
-@runtime_checkable
-class Replica(Protocol):
-    """One engine. Every call that waits takes a deadline in seconds and raises an ``EngineError`` past it.
+class Replica(abc.ABC):
+    """One engine as the service sees it, wherever it runs. Its lifecycle, in order::
 
-    Its lifecycle, in order::
-
-        replica.start()                       # returns at once
-        info = replica.wait_ready(timeout)    # raises ReplicaDiedError with the end of its log
-        futures = replica.submit(requests)    # one future each, never waits
-        replica.abort(request_ids)            # their futures resolve with finish_reason "abort"
-        replica.shutdown()                    # idempotent; open futures fail with ReplicaDiedError
+    replica.start()                       # returns at once
+    info = replica.wait_ready(timeout)    # raises ReplicaDiedError with the end of its log
+    futures = replica.submit(requests)    # one future each, never waits
+    replica.abort(request_ids)            # their futures resolve with finish_reason "abort"
+    replica.call(Engine.pause, 5.0, "keep", False)    # any verb of the engine, with a deadline
+    replica.shutdown()                    # idempotent; open futures fail with ReplicaDiedError
     """
 
     index: int
-    was_ended: bool
+    was_ended = False
     """Whether another driver has shut it down, for all: then none restarts it."""
 
     @property
     def log_path(self) -> Path | None:
         """The file of the engine's log, if it is on the driver's machine; else ``None``."""
+        return None
 
     def log_tail(self) -> str:
         """Return the last errors of that log, or its last lines; ``""`` if it is not on the driver's machine."""
+        return ""
 
     @property
+    @abc.abstractmethod
     def last_stats(self) -> ReplicaStats | None:
         """The stats that the replica last sent by itself, as it does whenever they change; ``None`` before."""
 
-    def start(self) -> None:
-        """Start the engine, without waiting for it."""
-
-    def wait_ready(self, timeout: float) -> ReplicaInfo:
-        """Wait until the engine serves."""
-
-    def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
-        """Send requests; a future fails with ``ValueError`` if the engine refuses its request."""
-
-    def snapshot(self, timeout: float) -> list[Completion]:
-        """Return what each request in flight has so far: tokens, log-probs, routes and versions. The requests continue.
-
-        An answer that is not finished counts as cut, so ``generate(resume=...)`` can continue from a copy after a
-        crash.
-        """
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """Cut requests short; unknown ids are ignored, since a request may just have finished."""
-
     @property
+    @abc.abstractmethod
     def death(self) -> str | None:
         """Why it died, once that is known; ``None`` before."""
 
-    def probe(self, core_seconds: float) -> Future[ProbeReport]:
-        """Ask the process that owns the engine for its health, without waiting for it.
+    @abc.abstractmethod
+    def start(self) -> None:
+        """Start the engine, without waiting for it."""
 
-        That process gives the engine core ``core_seconds`` to answer a ping. If it is stuck itself, it never answers.
+    @abc.abstractmethod
+    def wait_ready(self, timeout: float) -> ReplicaInfo:
+        """Wait until the engine serves; raises an ``EngineError`` past ``timeout`` seconds."""
+
+    @abc.abstractmethod
+    def submit(self, requests: Sequence[Request]) -> list[Future[Completion]]:
+        """Send requests; a future fails with ``ValueError`` if the engine refuses its request."""
+
+    @abc.abstractmethod
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Cut requests short; unknown ids are ignored, since a request may just have finished."""
+
+    @abc.abstractmethod
+    def ask(
+        self, verb: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[T]:
+        """Send a verb of :class:`~torchrl_moe.modules.backends.engine.Engine`, without waiting for its result.
+
+        The future fails with a ``ReplicaDiedError`` if the engine is gone, with the engine's error otherwise.
         """
 
-    # -- commands: each waits for the engine's reply --------------------------------------------------------------
-
-    def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
-        """Stop scheduling; ``mode`` says what happens to requests in flight."""
-
-    def resume(self, timeout: float) -> None:
-        """Undo :meth:`pause`."""
-
-    def sleep(self, level: int, mode: PauseMode, timeout: float) -> None:
-        """Free the memory of the cache, and of the weights: level 1 keeps them in host memory, 2 drops them.
-
-        New requests wait. ``mode`` says what happens to those in flight; a weight update wakes the weights.
-        """
-
-    def wake_up(self, tags: Sequence[str] | None, timeout: float) -> None:
-        """Undo :meth:`sleep`, or part of it: ``tags`` holds ``"weights"``, ``"kv_cache"`` or both; ``None``: both."""
-
-    def stats(self, timeout: float) -> ReplicaStats:
-        """Ask for the engine's current stats."""
-
-    def reset_prefix_cache(self, timeout: float) -> bool:
-        """Drop cached prefixes; false if requests are running."""
-
-    def set_seed(self, seed: int, timeout: float) -> None:
-        """Seed the sampler, for requests without their own seed."""
-
-    def collective_rpc(
-        self, method: str, args: Sequence[object], kwargs: Mapping[str, object] | None, timeout: float
-    ) -> list[Any]:
-        """Call a method of every worker; one result for each. Plain data only."""
-
-    def tokenizer(self, timeout: float) -> PreTrainedTokenizerBase:
-        """Return the model's tokenizer."""
-
-    def metadata(self, timeout: float) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Return what the checkpoint holds: name -> dtype and shape."""
-
-    def weights_version(self, timeout: float) -> int:
-        """Return the version of the engine's weights; 0 for the checkpoint's."""
-
-    def claim_weights(self, name: str, takeover: bool, timeout: float) -> WeightClaim:
-        """Make the engine's weights this driver's: commands about weights of any other are refused from now on.
-
-        Args:
-            name: of this driver, for messages.
-            takeover: whether to take them from another driver that is alive; otherwise the claim is refused, and names
-                the owner.
-            timeout: in seconds.
-        """
-
-    def owns_weights(self, timeout: float) -> bool:
-        """Whether the weights are still this driver's."""
-
-    def give_up_weights(self, timeout: float) -> None:
-        """Undo :meth:`claim_weights`, so that another driver may claim them."""
-
-    def init_weights(self, transport: str, options: Mapping[str, object], timeout: float) -> None:
-        """Open the engine's end of a weight transport."""
-
-    def stage_weights(
-        self, version: int, *, verify: str, threads: int, manifest: str | None, timeout: float
-    ) -> StageReport:
-        """Fetch a version and check it, while requests run; ``threads`` read and hash.
-
-        ``verify``: ``"digest"``, ``"canary"`` or ``"off"``. ``manifest``: the version's, for a transport that cannot
-        look it up.
-        """
-
-    def swap_weights(
+    def call(
         self,
-        version: int,
-        *,
-        pause: PauseMode,
-        clear_cache: bool,
-        canary: Mapping[str, object] | None,
-        digest: str | None = None,
-        patience: float = math.inf,
+        verb: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
         timeout: float,
-    ) -> SwapReport:
-        """Pause, load a version that was staged, check it, and continue.
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Run a verb of the engine, and wait for its result; raises an ``EngineError`` past ``timeout`` seconds."""
+        answer = self.ask(verb, *args, **kwargs)
+        try:
+            return answer.result(timeout)
+        except FutureTimeout:
+            answer.cancel()  # a late answer is dropped
+            name = verb.__name__
+            raise EngineError(f"replica {self.index} did not answer {name!r} within {timeout:g} s") from None
 
-        Args:
-            version: its number.
-            digest: what must have been staged last, by whichever sender; ``None``: what this driver staged.
-            pause: what happens to requests in flight.
-            clear_cache: whether frozen requests are recomputed under the new weights.
-            canary: the trainer's log-probs, for the weight check; ``None``: any finite log-prob passes.
-            patience: seconds after which the driver gives the replica up; the weight check stays well within them.
-            timeout: in seconds.
-        """
-
+    @abc.abstractmethod
     def is_alive(self) -> bool:
         """Whether the engine can still answer, as far as is known without asking it: this is read twice a second."""
 
+    @abc.abstractmethod
     def shutdown(self) -> None:
         """End the engine and everything it started."""

@@ -14,12 +14,13 @@ import time
 import warnings
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from tqdm.auto import tqdm
 
 from torchrl_moe._checks import check_bool
 from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError
+from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.engine_kind import engine_kind
 from torchrl_moe.modules.backends.replica import Replica
 from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState
@@ -27,8 +28,8 @@ from torchrl_moe.modules.serving.fleet import CALL_SECONDS
 from torchrl_moe.modules.serving.launch import (
     TIMEOUT_VARIABLE,
     Devices,
-    Engine,
     EngineArguments,
+    EngineName,
     ReplicaFactory,
     check_backend,
     check_log_folder,
@@ -55,7 +56,7 @@ _ENTERING = threading.RLock()
 """Held while a pickled engine connects to its service, on first use."""
 
 
-class _SharedReplica(Replica, Protocol):
+class _SharedReplica(Replica):  # only for types
     """A replica that several drivers use."""
 
     def join(self) -> None: ...
@@ -166,7 +167,7 @@ class SharedService(EngineInterface):
         for entry in self.replica_table:
             try:
                 self._wait(entry, deadline, seconds)
-                self.replica_table.set_version(entry.index, entry.replica.weights_version(CALL_SECONDS))
+                self.replica_table.set_version(entry.index, entry.replica.call(Engine.weights_version, CALL_SECONDS))
             except ReplicaDiedError as error:
                 self.replica_table.mark_dead(entry.index, str(error))
         if all(entry.state is ReplicaState.DEAD for entry in self.replica_table):
@@ -271,8 +272,8 @@ class AsyncVLLM(SharedService):
         num_replicas: how many engines, each with its own weights.
         actor_class: must be ``None``; ``backend`` says where replicas run.
         enable_prefix_caching: overrides the engine argument of that name; default: on.
-        engine: ``"vllm"``, or ``"transformers"``: slow, on one device, for use where vLLM is not available
-            (docs/engines.md).
+        engine: ``"vllm"``, or ``"transformers"``: slow, on one device, for use where vLLM is not available; or the name
+            of a module that is an engine of yours (docs/engines.md).
         backend: ``"local"``: child processes of this one, without Ray; each has its own set of GPUs. ``"ray"``: actors
             on any node of the Ray cluster that this process is connected to or finds; else one is started.
         sampling_params: the default of :meth:`generate`.
@@ -309,7 +310,7 @@ class AsyncVLLM(SharedService):
         actor_class: None = None,
         enable_prefix_caching: bool | None = None,
         *,
-        engine: Engine = "vllm",
+        engine: EngineName = "vllm",
         backend: Literal["local", "ray"] = "local",
         sampling_params: SamplingParams | None = None,
         verbose: bool = False,
@@ -411,7 +412,7 @@ class AsyncVLLM(SharedService):
         compile: bool = True,
         enable_fp32_output: bool = False,
         *,
-        engine: Engine = "vllm",
+        engine: EngineName = "vllm",
         backend: Literal["local", "ray"] = "local",
         sampling_params: SamplingParams | None = None,
         metrics: bool = True,

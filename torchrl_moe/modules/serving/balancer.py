@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Never, cast
 
 from torchrl_moe._checks import check_number, shown
 from torchrl_moe.errors import NoReplicaError, StaleReplicaError
+from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.serving.candidates import Candidates, ReplicaState
 from torchrl_moe.modules.serving.fleet import CALL_SECONDS
 from torchrl_moe.modules.serving.replica_table import ReplicaTable, TableEntry
@@ -144,7 +145,7 @@ class ActorHandle:
     def reset_prefix_cache(self) -> bool:
         """Drop cached prefixes; return False if it could not, because requests are running."""
         table = self.engine.replica_table
-        done = table[self.index].replica.reset_prefix_cache(CALL_SECONDS)
+        done = table[self.index].replica.call(Engine.reset_prefix_cache, CALL_SECONDS)
         table.forget_prefixes(self.index)
         return done
 

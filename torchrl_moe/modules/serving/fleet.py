@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TypeVar
 
 from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError
+from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import PauseMode, Replica, ReplicaInfo
 from torchrl_moe.modules.serving.candidates import GONE, FaultPolicy, Recovery, ReplicaState
 from torchrl_moe.modules.serving.event_loop import EventLoop
@@ -199,7 +200,7 @@ class Fleet:
         before = self._note_pause(True)
         self._freeze(self.is_frozen or mode == "keep")  # otherwise requests in flight finish, or are cut, first
         try:
-            self.on_all(lambda replica: replica.pause(mode, clear_cache, seconds))
+            self.on_all(lambda replica: replica.call(Engine.pause, seconds, mode, clear_cache))
             self._freeze(True)
         except BaseException:
             if not before:
@@ -213,7 +214,7 @@ class Fleet:
         self._check_awake("resume")
         self._note_pause(False)
         self._freeze(False)
-        self.on_all(lambda replica: replica.resume(seconds))
+        self.on_all(lambda replica: replica.call(Engine.resume, seconds))
 
     def _freeze(self, frozen: bool) -> None:
         """Note whether requests go on, and tell those that wait for that."""
@@ -226,13 +227,13 @@ class Fleet:
         _check_mode(mode)
         before = self._note_sleep(level)
         try:
-            self.on_all(lambda replica: replica.sleep(level, mode, seconds))
+            self.on_all(lambda replica: replica.call(Engine.sleep, seconds, level, mode))
             self._freeze(True)
         except BaseException:
             self._note_sleep(before)
             if before is None:
                 with contextlib.suppress(EngineError, RuntimeError):
-                    self.on_all(lambda replica: replica.wake_up(None, seconds))
+                    self.on_all(lambda replica: replica.call(Engine.wake_up, seconds, None))
             raise
         self._forget_prefixes()
 
@@ -240,7 +241,7 @@ class Fleet:
         """Undo :meth:`sleep` on all, or part of it."""
         before = self._note_sleep(None) if tags is None or "kv_cache" in tags else self._sleep_level
         try:
-            self.on_all(lambda replica: replica.wake_up(tags, seconds))
+            self.on_all(lambda replica: replica.call(Engine.wake_up, seconds, tags))
         except BaseException:
             self._note_sleep(before)
             raise
@@ -274,14 +275,16 @@ class Fleet:
         """
         with self._pausing:
             if self._paused:
-                replica.pause("keep", False, CALL_SECONDS)
+                replica.call(Engine.pause, CALL_SECONDS, "keep", False)
             if self._sleep_level is not None:
-                replica.sleep(1, "keep", CALL_SECONDS)  # level 2 would drop the weights that it just loaded
+                replica.call(
+                    Engine.sleep, CALL_SECONDS, 1, "keep"
+                )  # level 2 would drop the weights that it just loaded
             return serve()
 
     def reset_prefix_cache(self) -> bool:
         """Drop cached prefixes; return False if a replica could not, because requests are running."""
-        done = all(self.on_all(lambda replica: replica.reset_prefix_cache(CALL_SECONDS)))
+        done = all(self.on_all(lambda replica: replica.call(Engine.reset_prefix_cache, CALL_SECONDS)))
         self._forget_prefixes()
         return done
 

@@ -26,8 +26,8 @@ __all__ = [
     "Device",
     "DeviceSets",
     "Devices",
-    "Engine",
     "EngineArguments",
+    "EngineName",
     "ReplicaFactory",
     "check_backend",
     "check_log_folder",
@@ -163,7 +163,7 @@ def _name(device: Device, visible: list[str]) -> str:
     return visible[where.index]
 
 
-Engine: TypeAlias = Literal["vllm", "transformers"]
+EngineName: TypeAlias = Literal["vllm", "transformers"] | str
 ReplicaFactory: TypeAlias = Callable[[int], Replica]
 
 TIMEOUT_VARIABLE = "TORCHRL_VLLM_TIMEOUT_SECONDS"  # TorchRL's name
@@ -173,7 +173,7 @@ PARALLEL_SIZES = ("tensor_parallel_size", "data_parallel_size", "pipeline_parall
 
 
 class EngineArguments(dict[str, Any]):
-    """Engine arguments by keyword, which TorchRL's code reads as attributes.
+    """EngineName arguments by keyword, which TorchRL's code reads as attributes.
 
     >>> EngineArguments(model="org/model").model
     'org/model'

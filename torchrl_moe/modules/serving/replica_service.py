@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 from torchrl_moe._checks import check_bool, check_number, shown
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.errors import EngineError
+from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import PauseMode, Replica, ReplicaStats
 from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState, TableEntry
 from torchrl_moe.modules.serving.event_loop import EventLoop
@@ -252,7 +253,7 @@ class ReplicaService:
         """
         self._check_running("set_seed")
         check_number("seed", seed, 0, 2**32 - 1 - self.num_replicas, whole=True)  # NumPy has no larger ones
-        self._fleet.on_all(lambda replica: replica.set_seed(seed + replica.index, CALL_SECONDS))
+        self._fleet.on_all(lambda replica: replica.call(Engine.set_seed, CALL_SECONDS, seed + replica.index))
         return seed + self.num_replicas
 
     def collective_rpc(
@@ -265,7 +266,7 @@ class ReplicaService:
         """Call a method of every vLLM worker of every replica; one list of results per replica. Plain data only."""
         self._check_running("collective_rpc")
         seconds = CALL_SECONDS if timeout is None else timeout
-        return self._fleet.on_all(lambda replica: replica.collective_rpc(method, args, kwargs, seconds))
+        return self._fleet.on_all(lambda replica: replica.call(Engine.collective_rpc, seconds, method, args, kwargs))
 
     def register_weight_sync(
         self, bring: Callable[[int], None] | None, update: Callable[[Weights], Any] | None = None
@@ -407,7 +408,7 @@ class ReplicaService:
 
 
 def _cache_usage(entry: TableEntry) -> float:
-    return math.nan if entry.state in SILENT else float(entry.replica.stats(CALL_SECONDS).cache_usage)
+    return math.nan if entry.state in SILENT else float(entry.replica.call(Engine.stats, CALL_SECONDS).cache_usage)
 
 
 def _ask(entry: TableEntry, seconds: float) -> ReplicaStats | None:
@@ -417,7 +418,7 @@ def _ask(entry: TableEntry, seconds: float) -> ReplicaStats | None:
     if entry.state is ReplicaState.STARTING:
         return last
     try:
-        stats: ReplicaStats = entry.replica.stats(seconds)
+        stats: ReplicaStats = entry.replica.call(Engine.stats, seconds)
     except EngineError:  # busy, or dying: others find that out
         return last
     return stats

@@ -23,6 +23,8 @@ from tqdm.auto import tqdm
 
 from torchrl_moe._checks import check_bool, shown
 from torchrl_moe.errors import NoReplicaError
+from torchrl_moe.modules.backends.checkpoint import checkpoint_kinds, load_tokenizer
+from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import Completion, OnResume, Replica, Request
 from torchrl_moe.modules.serving.balancer import WEIGHTS, ActorHandle, LoadBalancer
 from torchrl_moe.modules.serving.candidates import FaultPolicy
@@ -406,7 +408,7 @@ class GenerationService(ReplicaService):
         """Return the model's tokenizer, loaded by the first replica and kept."""
         self._check_running("get_tokenizer")
         if self._tokenizer is None:
-            self._tokenizer = self._fleet.alive()[0].replica.tokenizer(CALL_SECONDS)
+            self._tokenizer = load_tokenizer(self._fleet.alive()[0].replica.call(Engine.tokenizer, CALL_SECONDS))
         return self._tokenizer
 
     def get_random_actor_index(self) -> int:
@@ -479,7 +481,7 @@ class EngineInterface(GenerationService):
     def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
         """Return checkpoint name -> (dtype, shape) of every tensor, experts one by one, as the checkpoint has them."""
         self._check_running("get_model_metadata")
-        return self._fleet.alive()[0].replica.metadata(CALL_SECONDS)
+        return checkpoint_kinds(self._fleet.alive()[0].replica, CALL_SECONDS)
 
     def get_master_address(self) -> str:
         """Return the address for your own process group. Our senders do not need it."""
@@ -544,7 +546,7 @@ class EngineInterface(GenerationService):
         """
         import cloudpickle
 
-        from torchrl_moe.modules.backends.process import wire
+        from torchrl_moe.modules.backends.process import link
 
         answers = self.collective_rpc("torchrl_moe_validate", args=(cloudpickle.dumps(function),))
-        return [[wire.decode(answer[0], answer[1:]) for answer in workers] for workers in answers]
+        return [[link.decode(answer) for answer in workers] for workers in answers]

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from torchrl_moe.errors import EngineError, ReplicaDiedError, TorchRLMoEError
+from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import ProbeReport, Replica
 from torchrl_moe.modules.serving.candidates import GONE, FaultPolicy, Recovery, ReplicaState
 from torchrl_moe.modules.serving.event_loop import EventLoop
@@ -140,7 +141,7 @@ class Probes:
         """Send a probe; the engine core gets half of the time, so that its owner's answer still arrives."""
         probe.due = self._clock() + self._policy.probe
         try:
-            probe.answer = probe.replica.probe(self._policy.probe / 2)
+            probe.answer = probe.replica.ask(Engine.probe, self._policy.probe / 2)
         except Exception as error:  # logged; it counts as silent, and the others are still probed
             LOG.exception("a replica could not be probed: %r", error)
             probe.answer = Future()
@@ -487,7 +488,7 @@ class Supervisor:
 def _version_of(replica: Replica) -> int:
     """Return the version of a replica's weights; 0 if it does not answer now."""
     with contextlib.suppress(EngineError, ValueError, RuntimeError, OSError):
-        return int(replica.weights_version(PEER_SECONDS))
+        return int(replica.call(Engine.weights_version, PEER_SECONDS))
     return 0
 
 

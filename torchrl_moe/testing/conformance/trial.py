@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.data.routed_experts import routes_from_vllm
+from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.modules.serving.service import GenerationService
@@ -97,7 +98,7 @@ class ServiceAdapter:
 
     def weights_version(self) -> int:
         """Return the oldest version that a replica has."""
-        return min(entry.replica.weights_version(SECONDS) for entry in self._engine.replica_table)
+        return min(entry.replica.call(Engine.weights_version, SECONDS) for entry in self._engine.replica_table)
 
     def _answer(self, completion: Completion, output: CompletionOutput) -> Answer:
         layout, tokens = self._engine.routing_layout, len(completion.prompt_token_ids) + len(output.token_ids)

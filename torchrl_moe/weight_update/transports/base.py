@@ -6,11 +6,14 @@ from there, and a collective transport sends the store's flat bytes as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
+
+from torchrl_moe.modules.backends.engine import Engine
+from torchrl_moe.modules.backends.replica import StageReport
 
 if TYPE_CHECKING:  # processes that only pass a report on import neither torch nor the store
     from torch import Tensor
@@ -18,7 +21,10 @@ if TYPE_CHECKING:  # processes that only pass a report on import neither torch n
 
     from torchrl_moe.weight_update.store import Manifest
 
-__all__ = ["Peer", "Receiver", "StageOptions", "StageReport", "Transport", "asked", "rank_of", "workers_of"]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+__all__ = ["Peer", "Receiver", "StageOptions", "Transport", "asked", "rank_of", "workers_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,17 +33,6 @@ class StageOptions:
 
     verify: Literal["digest", "canary", "off"] = "digest"
     threads: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageReport:
-    """A version that a replica checked and may load."""
-
-    seconds: float
-    nbytes: int
-    digest: str
-    fetched: float = 0.0
-    loaded: float = 0.0
 
 
 class Workers(Protocol):
@@ -65,13 +60,15 @@ class Peer(Protocol):
     def is_alive(self) -> bool:
         """Whether its process lives."""
 
-    def init_weights(self, transport: str, options: Mapping[str, Any], timeout: float) -> None:
-        """Open the engine's end of a transport."""
-
-    def stage_weights(
-        self, version: int, *, verify: str, threads: int, manifest: str | None, timeout: float
-    ) -> StageReport:
-        """Fetch a version and check it, while requests run."""
+    def call(
+        self,
+        verb: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+        timeout: float,
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Run a verb of its engine, and wait for the result."""
 
 
 @contextmanager
@@ -80,12 +77,9 @@ def asked(replica: Peer, manifest: Manifest, options: StageOptions, timeout: flo
     caller = ThreadPoolExecutor(1, thread_name_prefix="weight-stage")
     try:
         yield caller.submit(
-            replica.stage_weights,
-            manifest.version,
-            verify=options.verify,
-            threads=options.threads,
-            manifest=manifest.to_json(),
-            timeout=timeout,
+            lambda: replica.call(
+                Engine.stage_weights, timeout, manifest.version, options.verify, options.threads, manifest.to_json()
+            )
         )
     finally:
         caller.shutdown(wait=False)  # the thread ends with its job

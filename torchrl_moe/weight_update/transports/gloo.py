@@ -34,10 +34,12 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # its stubs leave them out
 
 from torchrl_moe.errors import ManifestMismatch, ReplicaDiedError, SyncTimeout, TorchRLMoEError, WeightSyncError
+from torchrl_moe.modules.backends.engine import Engine
+from torchrl_moe.modules.backends.replica import StageReport
 from torchrl_moe.weight_update.store import Manifest, TensorEntry, WeightStoreReader
 from torchrl_moe.weight_update.store.flat import Bytes, check_digest
 from torchrl_moe.weight_update.store.writing import at_end
-from torchrl_moe.weight_update.transports.base import Peer, StageOptions, StageReport, asked, workers_of
+from torchrl_moe.weight_update.transports.base import Peer, StageOptions, asked, workers_of
 
 __all__ = [
     "BUFFER_BYTES",
@@ -373,7 +375,7 @@ class GlooTransport:
             "buffer_bytes": self._buffer_bytes,
         }
         try:
-            replica.init_weights("gloo", options, timeout)
+            replica.call(Engine.init_weights, timeout, "gloo", options)
         except BaseException:
             self._place.end(where)
             raise

@@ -10,8 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from torchrl_moe.modules.backends.engine import Engine
+from torchrl_moe.modules.backends.replica import StageReport
 from torchrl_moe.weight_update.store import Manifest, WeightStoreReader
-from torchrl_moe.weight_update.transports.base import Peer, Receiver, StageOptions, StageReport, Transport, rank_of
+from torchrl_moe.weight_update.transports.base import Peer, Receiver, StageOptions, Transport, rank_of
 
 __all__ = ["MemmapReceiver", "MemmapTransport", "open_receiver", "open_transport"]
 
@@ -27,17 +29,11 @@ class MemmapTransport:
 
     def open(self, replica: Peer, timeout: float) -> None:
         """Tell a replica where the store is."""
-        replica.init_weights(self._holding, {"folder": str(self.folder)}, timeout)
+        replica.call(Engine.init_weights, timeout, self._holding, {"folder": str(self.folder)})
 
     def stage(self, replica: Peer, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
         """Let a replica read a version."""
-        return replica.stage_weights(
-            manifest.version,
-            verify=options.verify,
-            threads=options.threads,
-            manifest=None,
-            timeout=timeout,
-        )
+        return replica.call(Engine.stage_weights, timeout, manifest.version, options.verify, options.threads, None)
 
     def close(self) -> None:
         """Do nothing: nothing is held."""

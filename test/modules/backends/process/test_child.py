@@ -10,6 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from support.forkable import GONE, Forks
 from support.processes import group, toy_environment, toy_replica
 from support.waiting import until
 from torchrl_moe.errors import ReplicaDiedError
-from torchrl_moe.modules.backends.process import child, fork_server, wire
+from torchrl_moe.modules.backends.process import child, fork_server, link
 from torchrl_moe.modules.backends.process.child import Child
 from torchrl_moe.modules.backends.process.fork_server import CannotFork
 
@@ -85,7 +86,7 @@ def test_a_child_leads_a_group_in_our_session_and_its_output_goes_to_its_log(
         assert os.getpgid(process.process.pid) == process.process.pid
         assert os.getsid(process.process.pid) == os.getsid(0)  # and so the cores are shared fairly
         process.outbox.put(child.configuration({"model": "toy", "start": {"print": "hello log"}}))
-        assert wire.receive(process.connection)[0] == "ready"
+        assert link.read(process.stream)[0] == "ready"
         assert process.log.parent.parent == temporary
         assert process.log.parent.name.startswith("torchrl_moe-replica-3-")
         assert process.log_tail() == "hello log"
@@ -104,7 +105,7 @@ def test_a_log_in_a_folder_of_the_users_stays_and_a_later_child_continues_in_it(
         process = Child(3, toy_kind, toy_environment(), folder)
         try:
             process.outbox.put(child.configuration({"model": "toy", "start": {"print": words}}))
-            assert wire.receive(process.connection)[0] == "ready"
+            assert link.read(process.stream)[0] == "ready"
             assert process.log == folder / "replica-3.log"
             assert process.log_tail() == words  # of this child, not of the one before
         finally:
@@ -163,6 +164,11 @@ def test_vllms_sockets_lie_in_the_childs_folder_if_the_kernel_takes_their_names(
 # -- forked or not ----------------------------------------------------------------------------------------------------
 
 
+def talk(one: Child) -> Connection:
+    """Its socket, by which ``forkable`` talks."""
+    return Connection(os.dup(one.stream.fileno()))
+
+
 @pytest.fixture
 def forks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Forks]:
     """Servers that are ended after the test; no other is asked or closed."""
@@ -181,8 +187,8 @@ def test_a_child_is_not_forked_if_nobody_wants_it_and_its_log_says_why(temporary
     silent, told = starts
     try:
         for one in starts:
-            one.connection.send(("report",))
-            report = one.connection.recv()
+            talk(one).send(("report",))
+            report = talk(one).recv()
             assert (report["ppid"], report["pgid"]) == (os.getpid(), one.process.pid)
             assert report["environment"][child.FOLDER_VARIABLE] == str(one.folder)
         assert silent.log.read_text() == "running\n"
@@ -201,8 +207,8 @@ def test_a_child_whose_server_cannot_import_starts_by_itself_and_its_log_says_wh
 ) -> None:
     one = Child(0, forkable, forks.environment(VLLM_TEST_PRELOAD="raise"))
     try:
-        one.connection.send(("report",))
-        assert one.connection.recv()["ppid"] == os.getpid()
+        talk(one).send(("report",))
+        assert talk(one).recv()["ppid"] == os.getpid()
         text = one.log.read_text()
         assert text.startswith("torchrl_moe: this replica imports its engine itself: the fork server ended: ")
         assert text.endswith("ImportError: no such engine\nrunning\n")
@@ -228,11 +234,11 @@ def test_a_forked_child_is_there_once_its_server_has_imported_and_one_that_was_g
     go.touch()
     try:
         (server,) = fork_server._servers.values()
-        wanted.connection.send(("report",))
-        assert wanted.connection.recv()["ppid"] == server.pid
+        talk(wanted).send(("report",))
+        assert talk(wanted).recv()["ppid"] == server.pid
         assert [process.pid for process in psutil.Process(server.pid).children()] == [wanted.process.pid]
         check_that_forked_processes_disturb_nobody(wanted)
-        wanted.connection.close()
+        wanted.stream.close()
         until(lambda: not wanted.is_alive(), 60)
         assert wanted.ending() == f"ended with exit code {GONE}"
     finally:
@@ -249,8 +255,8 @@ def check_that_forked_processes_disturb_nobody(one: Child) -> None:
             os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     assert one.log.exists()
-    one.connection.send(("run", "1 + 1"))
-    assert one.connection.recv() == 2
+    talk(one).send(("run", "1 + 1"))
+    assert talk(one).recv() == 2
 
 
 def test_a_process_that_is_forked_while_a_child_starts_does_not_hide_the_childs_death(
@@ -265,7 +271,7 @@ def test_a_process_that_is_forked_while_a_child_starts_does_not_hide_the_childs_
         go.touch()
         one.process.kill()
         with pytest.raises((EOFError, ConnectionResetError)):
-            one.connection.recv()
+            talk(one).recv()
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

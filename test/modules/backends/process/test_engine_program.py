@@ -146,9 +146,7 @@ class Bench:
         )
 
     def _send(self, message: tuple[str, ReplicaStats]) -> None:
-        kind, stats = message
-        assert kind == "stats"
-        self.sent.append(stats)
+        self.sent.append(message)
 
     def tick(self, tokens: int = 0) -> None:
         self.now += 0.25

@@ -27,6 +27,7 @@ from support import toy_kind
 from support.processes import group, ids_request, process_of, toy_environment, toy_replica
 from support.waiting import HOUR, PATIENCE, until
 from torchrl_moe.errors import EngineError, ReplicaDiedError
+from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.process import child
 from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 from torchrl_moe.modules.backends.replica import ProbeReport, Request
@@ -54,7 +55,7 @@ def started(**how: Any) -> tuple[LocalReplica, int]:
 
 
 def rpc(replica: LocalReplica, method: str, *args: Any, timeout: float = 10.0) -> Any:
-    return replica.collective_rpc(method, args, None, timeout)
+    return replica.call(Engine.collective_rpc, timeout, method, args, None)
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
@@ -107,14 +108,14 @@ def test_a_future_that_its_owner_cancelled_disturbs_nobody(lasting: LocalReplica
 
 
 def test_vital_signs_are_a_command(lasting: LocalReplica) -> None:
-    assert lasting.probe(5).result(10) == ProbeReport(core_answered=True)
+    assert lasting.ask(Engine.probe, 5).result(10) == ProbeReport(core_answered=True)
 
 
 def test_stats_come_by_themselves(lasting: LocalReplica) -> None:
-    before = lasting.stats(5).requests
+    before = lasting.call(Engine.stats, 5).requests
     lasting.submit([ids_request("f")])[0].result(60.0)
     until(lambda: lasting.last_stats is not None and lasting.last_stats.requests == before + 1)
-    assert lasting.last_stats == lasting.stats(5)
+    assert lasting.last_stats == lasting.call(Engine.stats, 5)
 
 
 def test_the_log_is_where_it_says(lasting: LocalReplica) -> None:
@@ -152,7 +153,7 @@ def test_a_replica_that_was_not_started_says_so_and_can_be_shut_down() -> None:
     for use in (
         lambda: replica.submit([ids_request("x")]),
         lambda: replica.abort(["x"]),
-        lambda: replica.stats(1),
+        lambda: replica.call(Engine.stats, 1),
         lambda: replica.wait_ready(1),
     ):
         with pytest.raises(RuntimeError, match="replica 5 was not started: call start"):
@@ -175,7 +176,7 @@ def test_shutdown_fails_what_waits_leaves_nothing_and_may_be_repeated(monkeypatc
     replica.shutdown()
     assert not replica.is_alive()
     with pytest.raises(ReplicaDiedError, match="replica 0 was shut down"):
-        replica.stats(1)
+        replica.call(Engine.stats, 1)
     with pytest.raises(ReplicaDiedError, match="replica 0 was shut down"):
         replica.submit([ids_request("y")])[0].result(0)
     replica.abort(["x"])
@@ -281,8 +282,8 @@ def test_a_killed_child_fails_all_that_waits_and_its_group_goes_with_it() -> Non
     with pytest.raises(ReplicaDiedError, match="exit code -9"):
         late.result(0)
     with pytest.raises(ReplicaDiedError, match="exit code -9"):
-        replica.stats(60)
-    assert isinstance(replica.probe(1.0).exception(60.0), ReplicaDiedError)
+        replica.call(Engine.stats, 60)
+    assert isinstance(replica.ask(Engine.probe, 1.0).exception(60.0), ReplicaDiedError)
     replica.shutdown()
 
 
@@ -330,7 +331,7 @@ def test_a_stuck_child_holds_up_neither_callers_nor_the_end(monkeypatch: pytest.
     replica, pid = started(sleeper=True)
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(EngineError, match=r"did not answer 'stats' within 0\.3 s"):
-        replica.stats(0.3)
+        replica.call(Engine.stats, 0.3)
     # far more than the socket holds: the writer waits
     big = [
         Request(request_id=str(i), sampling_params=None, prompt_token_ids=np.zeros(1 << 20, np.int32)) for i in (1, 2)
@@ -338,7 +339,7 @@ def test_a_stuck_child_holds_up_neither_callers_nor_the_end(monkeypatch: pytest.
     futures = replica.submit(big)
     replica.abort(["1"])
     with pytest.raises(EngineError, match=r"did not answer 'stats' within 0\.3 s"):
-        replica.stats(0.3)
+        replica.call(Engine.stats, 0.3)
     assert replica.is_alive()
     began = time.monotonic()
     replica.shutdown()
@@ -493,7 +494,7 @@ def test_a_killed_engine_core_fails_what_waits_and_the_replica_is_dead(no_engine
         assert len(group(owner.pid)) >= 3
         # more than can be done before the core is killed, however slow this process is
         futures = replica.submit([ids_request(str(i), (1, 2, 3), sampling_params=LONG) for i in range(200)])
-        until(lambda: replica.stats(10).running)
+        until(lambda: replica.call(Engine.stats, 10).running)
         core = next(process for process in owner.children() if "EngineCore" in process.name() or process.children())
         core.kill()
         for future in futures:
@@ -503,7 +504,7 @@ def test_a_killed_engine_core_fails_what_waits_and_the_replica_is_dead(no_engine
                 future.result(60.0)
         assert not replica.is_alive()
         with pytest.raises(ReplicaDiedError):
-            replica.stats(10)
+            replica.call(Engine.stats, 10)
         until(lambda: not group(owner.pid))
     finally:
         replica.shutdown()

@@ -25,7 +25,8 @@ from support.hosts import ToyHost
 from support.processes import PYTHONPATH, group, ids_request, is_gone
 from support.waiting import HOUR, PATIENCE, until
 from torchrl_moe.errors import EngineError, ReplicaDiedError
-from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.engine import Engine
+from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.ray import cluster
 from torchrl_moe.modules.backends.ray import ray_replica as ray_replica
 from torchrl_moe.modules.backends.ray.cluster import (
@@ -49,9 +50,9 @@ class HostLink:
         self.driver = uuid.uuid4().hex[:8]
         self.reason = ""
         self.was_left = False
-        self.connection = dial(host.address())
-        self.outbox = wire.Outbox(self.connection)
-        self.outbox.put(wire.encode((self.driver, {})))
+        self.stream = dial(host.address())
+        self.outbox = link.Outbox(self.stream)
+        self.outbox.put(link.message("hello", {}, self.driver))
         self.host = host
 
     def end(self) -> None:
@@ -85,9 +86,7 @@ class Linked(RayReplica):
         self._host = host
 
     def _open(self) -> Any:
-        link = HostLink(self._host)
-        self._name_calls(link.driver)
-        return link
+        return HostLink(self._host)
 
 
 @pytest.fixture
@@ -119,7 +118,7 @@ def test_two_drivers_may_use_the_same_ids_and_calls_at_the_same_time(two: tuple[
         assert [completion.request_id for completion in completions] == [f"r{i}" for i in range(30)]
         assert [c.outputs[0].token_ids.tolist() for c in completions] == [[10 * k + 1, i + 1] for i in range(30)]
         assert {completion.metrics.replica for completion in completions} == {6}
-    answers = [replica.collective_rpc("echo", (k,), None, 10) for k, replica in enumerate(two)]
+    answers = [replica.call(Engine.collective_rpc, 10, "echo", (k,), None) for k, replica in enumerate(two)]
     assert answers == [[["echo", [0], None]], [["echo", [1], None]]]
 
 
@@ -145,7 +144,7 @@ def test_who_leaves_fails_what_he_waits_for_and_the_other_continues(two: tuple[R
     with pytest.raises(ReplicaDiedError, match="replica 6: this driver has left"):
         future.result(0)
     assert not leaves.is_alive()
-    until(lambda: stays.stats(10).requests == 1)  # aborted, and so over
+    until(lambda: stays.call(Engine.stats, 10).requests == 1)  # aborted, and so over
     assert stays.is_alive()
 
 
@@ -183,7 +182,7 @@ def test_one_that_was_not_started_says_so_and_can_be_ended() -> None:
     replica.disconnect()
     assert not replica.is_alive()
     with pytest.raises(RuntimeError, match="replica 5 was not started: call start"):
-        replica.stats(1)
+        replica.call(Engine.stats, 1)
 
 
 # -- what a link asks of Ray -------------------------------------------------------------------------------------------
@@ -279,7 +278,7 @@ def test_an_actor_that_ends_as_it_is_dialled_is_asked_again(fake: FakeCluster, m
     def dial(address: Any) -> Any:
         if (error := next(refused, None)) is not None:
             raise error
-        return SimpleNamespace(send_bytes=sent.append, fileno=near.fileno, close=near.close)
+        return SimpleNamespace(send=sent.append, moved_at=0.0, hang_up=near.close, close=near.close)
 
     monkeypatch.setattr(ray_replica, "dial", dial)
     with near, far:
@@ -521,6 +520,7 @@ import os, sys, time
 import ray
 from support.actors import pids, ray_service, toy_actors
 from support.processes import ids_request
+from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 how, address = sys.argv[1:]
 ray.init(address=address, log_to_driver=False, logging_level="error")
@@ -532,7 +532,7 @@ with toy_actors():
     replica.start()
     replica.wait_ready(600 if how == "waits" else 240)
 replica.submit([ids_request("x", sampling_params={"seconds": 3600})])
-print(*pids(replica), replica.stats(10).running, flush=True)
+print(*pids(replica), replica.call(Engine.stats, 10).running, flush=True)
 if how == "killed":
     time.sleep(600)
 """
@@ -571,5 +571,5 @@ def test_a_detached_replica_survives_its_driver_whose_requests_are_aborted(in_cl
         process.wait(60)
     replica = in_cluster(ray_service(name="detached", detached=True, sleeper=True))
     assert pids(replica) == tuple(map(int, line[:2]))
-    until(lambda: replica.stats(10).requests == 1)  # counted when it is over
+    until(lambda: replica.call(Engine.stats, 10).requests == 1)  # counted when it is over
     assert answer(replica) == [2, 3]

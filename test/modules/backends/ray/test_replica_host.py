@@ -22,27 +22,27 @@ import pytest
 from support.hosts import ToyHost
 from support.processes import group, ids_request
 from support.waiting import until
-from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.engine import Engine
+from torchrl_moe.modules.backends.process import link
+from torchrl_moe.modules.backends.process.link import COUNT, LENGTH
 from torchrl_moe.modules.backends.ray import replica_host as replica_host
 from torchrl_moe.modules.backends.ray.replica_host import (
     CHUNK_BYTES,
     NONCE_BYTES,
-    NUMBER_BYTES,
     TAG_BYTES,
-    LateConnection,
+    LateStream,
     Listener,
     ReplicaHost,
-    SealedConnection,
+    SealedStream,
     TamperedError,
     dial,
-    named_after,
-    wrap,
 )
 
 # -- a sealed connection -----------------------------------------------------------------------------------------------
 
 
 KEY = b"k" * 32
+HEADER_BYTES = COUNT.size + LENGTH.size  # of a message of one frame
 
 
 class Between:
@@ -52,12 +52,12 @@ class Between:
         self.actor_end, self._to_actor = socket.socketpair(socket.AF_UNIX)
         self.driver_end, self._to_driver = socket.socketpair(socket.AF_UNIX)
 
-    def connect(self) -> tuple[SealedConnection, SealedConnection]:
+    def connect(self) -> tuple[SealedStream, SealedStream]:
         """Return the actor's end and the driver's; the handshake is passed on as it is."""
-        hello = NONCE_BYTES + NUMBER_BYTES + TAG_BYTES
+        hello = NONCE_BYTES + HEADER_BYTES + TAG_BYTES
         with ThreadPoolExecutor(2) as pool:
-            actor = pool.submit(SealedConnection, self.actor_end, KEY, True)
-            driver = pool.submit(SealedConnection, self.driver_end, KEY, False)
+            actor = pool.submit(SealedStream, self.actor_end, KEY, True)
+            driver = pool.submit(SealedStream, self.driver_end, KEY, False)
             # each says its nonce at once, and the rest when it has the other's
             nonces = self._from_actor(NONCE_BYTES), self._from_driver(NONCE_BYTES)
             self._to_driver.sendall(nonces[0])
@@ -74,8 +74,8 @@ class Between:
         return self._to_driver.recv(count, socket.MSG_WAITALL)
 
     def said(self, length: int) -> bytes:
-        """Return the frame, of so many bytes of content, that the driver said."""
-        return self._from_driver(NUMBER_BYTES + length + TAG_BYTES)
+        """Return the message, of one frame of so many bytes, that the driver said."""
+        return self._from_driver(HEADER_BYTES + length + TAG_BYTES)
 
     def tell_actor(self, data: bytes) -> None:
         self._to_actor.sendall(data)
@@ -98,44 +98,44 @@ def between() -> Iterator[Between]:
 def test_frames_of_any_size_arrive_both_ways_in_order(between: Between) -> None:
     actor, driver = between.connect()
     for content in (b"", b"one", b"two"):
-        driver.send_bytes(content)
+        driver.send([content])
         between.tell_actor(between.said(len(content)))
-        assert bytes(actor.recv_bytes()) == content
+        assert list(map(bytes, actor.receive())) == [content]
     ours, theirs = socket.socketpair()
     with ThreadPoolExecutor(2) as pool:
-        ends = [pool.submit(SealedConnection, end, KEY, is_actor) for end, is_actor in ((ours, True), (theirs, False))]
+        ends = [pool.submit(SealedStream, end, KEY, is_actor) for end, is_actor in ((ours, True), (theirs, False))]
         one, other = (end.result(20) for end in ends)
         for size in (CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 5 * CHUNK_BYTES + 7):
             content = np.random.default_rng(size).bytes(size)
             for sender, reader in ((one, other), (other, one)):
-                sent = pool.submit(sender.send_bytes, memoryview(content))
-                assert bytes(reader.recv_bytes()) == content
+                sent = pool.submit(sender.send, [memoryview(content), b"more"])
+                assert list(map(bytes, reader.receive())) == [content, b"more"]
                 sent.result(20)
     one.close()
     with pytest.raises(EOFError):
-        other.recv_bytes()
+        other.receive()
     other.close()
 
 
-@pytest.mark.parametrize("place", [0, NUMBER_BYTES - 1, NUMBER_BYTES, NUMBER_BYTES + 4, -1])
+@pytest.mark.parametrize("place", [COUNT.size, HEADER_BYTES, HEADER_BYTES + 4, -1])
 def test_a_bit_that_was_changed_ends_the_connection_with_a_line_in_the_log(
     between: Between, place: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     actor, driver = between.connect()
-    driver.send_bytes(b"hello")
+    driver.send([b"hello"])
     frame = bytearray(between.said(5))
     frame[place] ^= 1
     between.tell_actor(bytes(frame) + bytes(100))
     with pytest.raises(TamperedError):
-        actor.recv_bytes()
-    assert "is given up: a frame " in caplog.text
+        actor.receive()
+    assert "is given up: a message " in caplog.text
 
 
-def two_said(between: Between) -> tuple[SealedConnection, SealedConnection, bytes, bytes]:
+def two_said(between: Between) -> tuple[SealedStream, SealedStream, bytes, bytes]:
     """Both ends of a connection, and two frames that the driver has said."""
     actor, driver = between.connect()
-    driver.send_bytes(b"first")
-    driver.send_bytes(b"other")
+    driver.send([b"first"])
+    driver.send([b"other"])
     return actor, driver, between.said(5), between.said(5)
 
 
@@ -144,13 +144,13 @@ def test_a_frame_passes_once_in_its_place_and_direction(between: Between, way: s
     actor, driver, first, other = two_said(between)
     if way == "twice":
         between.tell_actor(first + first)
-        assert bytes(actor.recv_bytes()) == b"first"
+        assert list(map(bytes, actor.receive())) == [b"first"]
     elif way == "before its turn":  # so none can be left out
         between.tell_actor(other)
     else:
         between.tell_driver(first)
     with pytest.raises(TamperedError):
-        (driver if way == "back to its sender" else actor).recv_bytes()
+        (driver if way == "back to its sender" else actor).receive()
 
 
 def test_a_frame_does_not_pass_in_another_connection_of_the_same_key(between: Between) -> None:
@@ -159,7 +159,7 @@ def test_a_frame_does_not_pass_in_another_connection_of_the_same_key(between: Be
     actor, _ = another.connect()
     another.tell_actor(first)
     with pytest.raises(TamperedError):
-        actor.recv_bytes()
+        actor.receive()
     another.close()
 
 
@@ -167,11 +167,11 @@ def test_a_length_beyond_the_bound_is_refused_before_anything_is_set_aside(
     between: Between, caplog: pytest.LogCaptureFixture
 ) -> None:
     actor, _ = between.connect()
-    between.tell_actor((1 << 62).to_bytes(NUMBER_BYTES, "big"))
+    between.tell_actor(COUNT.pack(1) + LENGTH.pack(1 << 62))
     with pytest.raises(
-        TamperedError, match="a frame of 4611686018427387904 bytes was announced; at most 4294967296 are"
+        TamperedError, match="a message of 4611686018427387904 bytes was announced; at most 4294967296 are"
     ):
-        actor.recv_bytes()
+        actor.receive()
     assert "was announced" in caplog.text
 
 
@@ -179,7 +179,7 @@ def test_who_has_another_key_is_found_out_by_both_sides() -> None:
     ours, theirs = socket.socketpair()
     with ThreadPoolExecutor(2) as pool:
         ends = [
-            pool.submit(SealedConnection, end, key, is_actor)
+            pool.submit(SealedStream, end, key, is_actor)
             for end, key, is_actor in ((ours, KEY, True), (theirs, b"wrong", False))
         ]
         for end in ends:
@@ -196,9 +196,9 @@ def test_who_has_another_key_is_found_out_by_both_sides() -> None:
 def listener() -> Iterator[Listener]:
     """Says back what it hears."""
 
-    def echo(connection: SealedConnection) -> None:
+    def echo(connection: SealedStream) -> None:
         while True:
-            connection.send_bytes(connection.recv_bytes())
+            connection.send(connection.receive())
 
     listener = Listener("127.0.0.1", echo)
     yield listener
@@ -209,8 +209,8 @@ def test_a_wrong_key_stays_outside_and_the_next_one_comes_in(listener: Listener)
     with pytest.raises(AuthenticationError):
         dial(dataclasses.replace(listener.address, key=b"wrong"))
     with dial(listener.address) as right:
-        right.send_bytes(b"hello")
-        assert right.recv_bytes() == b"hello"
+        right.send([b"hello"])
+        assert right.receive() == [b"hello"]
 
 
 def test_hundreds_who_say_nothing_hold_few_threads_and_keep_nobody_out(listener: Listener) -> None:
@@ -226,8 +226,8 @@ def test_hundreds_who_say_nothing_hold_few_threads_and_keep_nobody_out(listener:
         assert silent[0].recv(1 << 16) is not None  # the actor's greeting; then the end, not 20 s of waiting
         until(lambda: silent[0].recv(1 << 16) == b"")
         with dial(listener.address) as right:
-            right.send_bytes(b"hello")
-            assert right.recv_bytes() == b"hello"
+            right.send([b"hello"])
+            assert right.receive() == [b"hello"]
 
 
 def test_an_error_as_somebody_comes_in_leaves_the_door_open(
@@ -243,8 +243,8 @@ def test_an_error_as_somebody_comes_in_leaves_the_door_open(
     monkeypatch.setattr(socket.socket, "accept", fail_first)
     for _ in range(3):  # the first one comes in by the accept that waits already
         with dial(listener.address) as caller:
-            caller.send_bytes(b"hello")
-            assert caller.recv_bytes() == b"hello"
+            caller.send([b"hello"])
+            assert caller.receive() == [b"hello"]
     assert failures == []
     listener.close()
     until(lambda: not listener._thread.is_alive())
@@ -261,8 +261,8 @@ def test_who_does_not_show_the_key_is_waited_for_so_long_and_who_did_may_be_sile
         silent.settimeout(20)
         while silent.recv(1024):  # a nonce, then the end
             pass
-        inside.send_bytes(b"still here")
-        assert inside.recv_bytes() == b"still here"
+        inside.send([b"still here"])
+        assert inside.receive() == [b"still here"]
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         address = dataclasses.replace(listener.address, port=nobody.getsockname()[1])
         with pytest.raises(TimeoutError, match="the other side said nothing for 1 s"):
@@ -283,30 +283,30 @@ def test_a_closed_door_lets_nobody_in_and_leaves_alone_who_is_in(listener: Liste
         listener.close()
         with pytest.raises(OSError):
             dial(listener.address)
-        inside.send_bytes(b"still here")
-        assert inside.recv_bytes() == b"still here"
+        inside.send([b"still here"])
+        assert inside.receive() == [b"still here"]
 
 
 # -- a connection that is yet to come ---------------------------------------------------------------------------------
 
 
-def pair() -> tuple[SealedConnection, SealedConnection]:
+def pair() -> tuple[SealedStream, SealedStream]:
     """Two ends of one connection."""
     with ThreadPoolExecutor(2) as pool:
         ends = [
-            pool.submit(SealedConnection, end, b"key", is_actor)
+            pool.submit(SealedStream, end, b"key", is_actor)
             for end, is_actor in zip(socket.socketpair(), (True, False), strict=True)
         ]
         return ends[0].result(20), ends[1].result(20)
 
 
 def test_giving_up_ends_the_waiting_and_closes_a_late_connection() -> None:
-    late = LateConnection()
+    late = LateStream()
     caught: list[type[BaseException]] = []
 
     def read() -> None:
         try:
-            late.recv_bytes()
+            late.receive()
         except EOFError as error:
             caught.append(type(error))
 
@@ -316,11 +316,11 @@ def test_giving_up_ends_the_waiting_and_closes_a_late_connection() -> None:
     reader.join(60.0)
     assert caught == [EOFError]
     with pytest.raises(OSError, match="was never made"):
-        late.send_bytes(b"x")
+        late.send([b"x"])
     ours, other = pair()
     late.become(ours)
     with other, pytest.raises(EOFError):
-        other.recv_bytes()
+        other.receive()
 
 
 # -- one engine and its drivers ----------------------------------------------------------------------------------------
@@ -330,29 +330,23 @@ class Driver:
     """Says and hears messages, one by one."""
 
     def __init__(self, host: ReplicaHost, name: str, **secrets: str) -> None:
-        self.name = name
         self.stats: list[Any] = []
-        self.connection = dial(host.address())
-        self._write(wire.encode((name, secrets)))
+        self.stream = dial(host.address())
+        self.stream.send(link.message("hello", secrets, name))
 
-    def _write(self, frames: wire.Frames) -> None:
-        for frame in frames:
-            self.connection.send_bytes(frame)
-
-    def say(self, *message: Any, opens: tuple[str, ...] = ()) -> None:
-        self._write(wrap(message, [named_after(self.name, name) for name in opens]))
+    def say(self, kind: str, body: Any = None, driver: str = "another") -> None:
+        self.stream.send(link.message(kind, body, driver))
 
     def ask(self, request_id: str, ids: Any = (1,), **params: Any) -> None:
-        request = ids_request(named_after(self.name, request_id), ids, sampling_params=params)
-        self.say("generate", wire.pack_requests([request]), opens=(request_id,))
+        self.say("generate", [ids_request(request_id, ids, sampling_params=params)])
 
-    def hear(self) -> tuple[Any, ...]:
+    def hear(self) -> tuple[str, Any]:
         """The next message that is not of stats, which come by the clock."""
-        while (message := wire.receive(self.connection))[0] == "stats":
-            self.stats.append(message[1])
-        return message
+        while (message := link.read(self.stream))[0] == "stats":
+            self.stats.append(message[2])
+        return message[0], message[2]
 
-    def hear_all(self) -> list[tuple[Any, ...]]:
+    def hear_all(self) -> list[tuple[str, Any]]:
         """All messages to the end."""
         heard = []
         try:
@@ -370,17 +364,17 @@ def host() -> Iterator[ToyHost]:
     assert group(host._child.process.pid) == []
 
 
-def completed(message: tuple[Any, ...]) -> dict[str, list[int]]:
-    assert message[0] == "completions"
-    completions = wire.unpack_completions(message[1], 0)
+def completed(message: tuple[str, Any]) -> dict[str, list[int]]:
+    kind, completions = message
+    assert kind == "completions"
     return {completion.request_id: completion.outputs[0].token_ids.tolist() for completion in completions}
 
 
 def stats(driver: Driver, number: int) -> Any:
-    driver.say("call", (driver.name, number), "stats", wire.payload({}))
-    kind, answered, value = driver.hear()
-    assert (kind, answered) == ("result", (driver.name, number))
-    return wire.open_payload(value)
+    driver.say("call", (number, Engine.stats.__name__, (), {}))
+    kind, (answered, *value) = driver.hear()
+    assert (kind, answered) == ("result", number)
+    return link.untagged(*value)
 
 
 def test_a_killed_engine_is_told_to_those_who_are_there_and_those_who_come(host: ToyHost) -> None:
@@ -456,7 +450,7 @@ def test_a_driver_that_stops_reading_is_dropped_with_a_line_in_the_log_and_its_r
 ) -> None:
     reads, stuck = Driver(host, "reads"), Driver(host, "stuck")
     assert [driver.hear()[0] for driver in (reads, stuck)] == ["ready", "ready"]
-    outbox = host._drivers["stuck"].outbox
+    outbox = host._drivers["stuck"]
     outbox._limit, outbox._stuck_seconds = 1 << 20, 0
     stuck.ask("long", seconds=3600)
     for number in range(3):  # 16 MB each: more than the socket holds, so the second waits, and the third is too much
@@ -465,4 +459,19 @@ def test_a_driver_that_stops_reading_is_dropped_with_a_line_in_the_log_and_its_r
     assert "driver stuck does not keep up" in caplog.text
     until(lambda: stats(reads, 0).requests == 4)  # the long one was cut
     reads.ask("mine", (3,))
-    assert completed(reads.hear()) == {"reads/mine": [4]}
+    assert completed(reads.hear()) == {"mine": [4]}
+
+
+def test_a_driver_speaks_for_itself_only_and_ends_no_engine(host: ToyHost) -> None:
+    one, other = Driver(host, "one"), Driver(host, "other")
+    assert [driver.hear()[0] for driver in (one, other)] == ["ready", "ready"]
+    one.ask("same", (3,), seconds=3600)
+    other.say("abort", ["same"], driver="one")  # whatever name it gives
+    other.say("left", driver="one")
+    other.say("shutdown")
+    other.ask("same", (5,))
+    assert completed(other.hear()) == {"same": [6]}
+    other.say("call", (7, Engine.snapshot.__name__, (), {}))
+    assert other.hear() == ("result", [7, "", []])  # of the caller's requests only
+    one.say("abort", ["same"])
+    assert completed(one.hear()) == {"same": []}

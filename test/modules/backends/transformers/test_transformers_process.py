@@ -27,6 +27,7 @@ from support.versions import SECONDS, Versions, ask, let_run, random_ids
 from support.waiting import until
 from torchrl_moe.errors import EngineError, ManifestMismatch, RequestRefusedError, WeightSyncError
 from torchrl_moe.modules import AsyncVLLM, TransformersWrapper, vLLMWrapper
+from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.replica import Completion, Scoring
 from torchrl_moe.modules.backends.transformers.answer import Answer
 from torchrl_moe.modules.backends.transformers.loading import Loaded
@@ -494,19 +495,19 @@ class Inbox:
     """The driver's messages, put by hand."""
 
     def __init__(self) -> None:
-        self.messages: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
+        self.messages: asyncio.Queue[link.Message] = asyncio.Queue()
 
-    def put(self, *message: Any) -> None:
+    def put(self, message: link.Message) -> None:
         self.messages.put_nowait(message)
 
 
 def test_a_probe_says_whether_a_step_ends_in_time(plain: Loaded) -> None:
     async def main() -> None:
         process = EngineProcess(plain, Inbox(), lambda message: None)  # type: ignore[arg-type]
-        idle = await process.command_probe(60.0)
+        idle = await process.probe(60.0)
         async with process.requests.step_lock:
-            late = await process.command_probe(0.01)
-        again = await process.command_probe(60.0)
+            late = await process.probe(0.01)
+        again = await process.probe(60.0)
         assert [one.core_answered for one in (idle, late, again)] == [True, False, True]
         assert 0 < idle.cpu_seconds <= again.cpu_seconds
         process.close()
@@ -523,12 +524,12 @@ def test_a_model_that_fails_ends_the_process_with_its_words(plain: Loaded, monke
 
     async def main() -> None:
         process = EngineProcess(plain, Inbox(), sent.append)  # type: ignore[arg-type]
-        serving = asyncio.create_task(process.serve())
+        serving = asyncio.create_task(process._serve())
         process.start(ids_request("a", [70]))
         await asyncio.wait_for(serving, 60.0)
         process.close()
 
     asyncio.run(main())
     assert [message for message in sent if message[0] != "stats"] == [
-        ("died", "the model failed: RuntimeError: out of memory")
+        ("died", "", "its engine failed: RuntimeError: out of memory")
     ]

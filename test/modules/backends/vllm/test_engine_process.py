@@ -23,7 +23,8 @@ from support.processes import ids_request
 from support.waiting import PATIENCE, until
 from torchrl_moe.errors import EngineError, WeightSyncError
 from torchrl_moe.modules.backends.checkpoint import load_tokenizer
-from torchrl_moe.modules.backends.process import engine_program, wire
+from torchrl_moe.modules.backends.engine import Engine
+from torchrl_moe.modules.backends.process import engine_program, link
 from torchrl_moe.modules.backends.process.engine_program import Load
 from torchrl_moe.modules.backends.process.process_replica import LocalReplica
 from torchrl_moe.modules.backends.replica import (
@@ -193,7 +194,7 @@ class Sleeper:
     """A sleeper over a fake engine that knows whether it is paused."""
 
     def __init__(self) -> None:
-        self.engine = Engine()
+        self.engine = SleepyLLM()
         self.weights = EngineWeights(self.engine, dict)
         self.sleeping = EngineSleep(self.engine, self.weights)
 
@@ -206,7 +207,7 @@ class Sleeper:
         return seen
 
 
-class Engine(FakeLLM):
+class SleepyLLM(FakeLLM):
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         await super().pause_generation(mode=mode, clear_cache=clear_cache)
         self.is_paused = True
@@ -394,9 +395,9 @@ class Inbox:
     """The driver's messages, put by hand."""
 
     def __init__(self) -> None:
-        self.messages: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
+        self.messages: asyncio.Queue[link.Message] = asyncio.Queue()
 
-    def put(self, *message: Any) -> None:
+    def put(self, message: link.Message) -> None:
         self.messages.put_nowait(message)
 
 
@@ -413,16 +414,20 @@ class Bench:
         self.process = EngineProcess(self.engine, info, load, self.inbox, self._send)
 
     def _send(self, message: tuple[Any, ...]) -> None:
-        if message[0] == "stats":
-            self.stats.append(message[1])
+        kind, driver, body = message
+        assert driver == ""
+        if kind == "stats":
+            self.stats.append(body)
+        elif kind == "encoded":
+            self.sent.append(("result", link.decode(body[1:])))
         else:
-            self.sent.append(message)
+            self.sent.append((kind, body))
 
     def generate(self, *requests: Request) -> None:
-        self.inbox.put("generate", wire.pack_requests(requests))
+        self.inbox.put(("generate", "", requests))
 
-    def call(self, number: int, command: str, **kwargs: Any) -> None:
-        self.inbox.put("call", number, command, wire.payload(kwargs))
+    def call(self, number: int, verb: str, **kwargs: Any) -> None:
+        self.inbox.put(("call", "", (number, verb, (), kwargs)))
 
     async def until_sent(self, count: int) -> list[tuple[Any, ...]]:
         async with asyncio.timeout(60.0):
@@ -443,9 +448,9 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[[Script], Bench]:
     def run(script: Script) -> Bench:
         async def main() -> Bench:
             bench = Bench()
-            serving = asyncio.create_task(bench.process.serve())
+            serving = asyncio.create_task(bench.process._serve())
             await script(bench)
-            bench.inbox.put("shutdown")
+            bench.inbox.put(engine_program.SHUTDOWN)
             await asyncio.wait_for(serving, 60.0)
             return bench
 
@@ -479,15 +484,15 @@ def test_a_refusal_says_whose_fault_it_is(serve: Serve, params: dict[str, Any], 
         await bench.until_sent(2)
 
     sent = serve(script).sent
-    assert ("refused", "r", kind, words) in sent
-    assert [message[1].request_id for message in sent if message[0] == "completion"] == ["good"]
+    assert ("refused", ("r", kind, words)) in sent
+    assert [message[1].request_id for message in sent if message[0] == "completions"] == ["good"]
 
 
 def test_an_abort_spares_the_next_request_of_the_same_id(serve: Serve) -> None:
     async def script(bench: Bench) -> None:
         bench.generate(by_ids("again", seconds=9))
         await asyncio.sleep(0.05)
-        bench.inbox.put("abort", ["again"])
+        bench.inbox.put(("abort", "", ["again"]))
         await bench.until_sent(1)
         bench.generate(by_ids("again", seconds=5 * engine_requests.ABORT_SECONDS))
         await bench.until_sent(2)
@@ -512,7 +517,7 @@ def test_commands_reach_the_engine_and_their_values_come_back_in_payloads(serve:
 
     bench = serve(script)
     assert bench.engine.calls == [("pause", "keep", False), ("resume",)]
-    values = {number: wire.open_payload(value) for kind, number, value in bench.sent if kind == "result"}
+    values = {number: value for _, (number, _, value) in bench.sent}
     assert load_tokenizer(values.pop(5)).encode("Hi") == [72, 105]
     assert values == {1: None, 2: None, 3: True, 4: [["name", [1], {"a": 2}]], 6: 0}
 
@@ -528,8 +533,8 @@ def test_a_request_that_comes_while_the_engine_sleeps_is_answered_when_it_is_awa
         await bench.until_sent(4)
 
     bench = serve(script)
-    assert [message[0] for message in bench.sent] == ["result", "error", "result", "completion"]
-    assert bench.sent[1][2:] == ("engine", "EngineError: resume: the engine sleeps; wake_up() first")
+    assert [message[0] for message in bench.sent] == ["result", "error", "result", "completions"]
+    assert bench.sent[1][1][1:] == ("engine", "EngineError: resume: the engine sleeps; wake_up() first")
     assert bench.engine.calls == [
         ("pause", "wait", True),
         ("sleep", 1, "keep"),
@@ -540,12 +545,12 @@ def test_a_request_that_comes_while_the_engine_sleeps_is_answered_when_it_is_awa
 
 def test_an_engine_that_gets_adapters_alone_may_not_sleep(serve: Serve) -> None:
     async def script(bench: Bench) -> None:
-        bench.process._sends_adapters = True
+        bench.process.updates.sends_adapters = True
         bench.call(1, "sleep", level=1, mode="wait")
         await bench.until_sent(1)
 
     bench = serve(script)
-    assert bench.sent[0][2:] == (
+    assert bench.sent[0][1][1:] == (
         "value",
         "sleep: lora='adapter' loads into memory that would be gone: use lora='merged'",
     )
@@ -555,7 +560,9 @@ def test_an_engine_that_gets_adapters_alone_may_not_sleep(serve: Serve) -> None:
 @pytest.mark.parametrize(
     ("command", "kwargs", "kind", "words"),
     [
-        ("stat", {}, "value", "an engine process has no command 'stat'; known: claim_weights, col"),
+        ("stat", {}, "value", "an engine has no verb 'stat'"),
+        ("_stats", {}, "value", "an engine has no verb '_stats'"),
+        ("start", {}, "value", "an engine has no verb 'start'"),
         ("pause", {"mod": "keep"}, "value", "mod"),
         ("collective_rpc", {"method": "fail", "args": ("boom",), "kwargs": None}, "engine", "RuntimeError: boom"),
         ("collective_rpc", {"method": "not_plain", "args": (), "kwargs": None}, "value", "function has no plain form"),
@@ -571,10 +578,10 @@ def test_a_command_that_fails_answers_and_the_process_continues(
         bench.call(2, "stats")
         await bench.until_sent(2)
 
-    error, answer = serve(script).sent
-    assert error[:3] == ("error", 1, kind)
-    assert words in error[3]
-    assert answer[:2] == ("result", 2)
+    (outcome, error), (_, answer) = serve(script).sent
+    assert (outcome, *error[:2]) == ("error", 1, kind)
+    assert words in error[2]
+    assert answer[:2] == [2, "ReplicaStats"]
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------
@@ -714,9 +721,11 @@ def in_its_run(engine: Any, request: Request, act: Callable[[Future[Completion]]
     filler = by_ids("filler", *prompt(99, 12), n=16, **LONG)
     deadline = time.monotonic() + 2 * PATIENCE
     while time.monotonic() < deadline:
-        before = replica.stats(PATIENCE).steps
+        before = replica.call(Engine.stats, PATIENCE).steps
         filling, future = replica.submit([filler, request])
-        until(lambda done=future.done, least=before + STEPS: done() or replica.stats(PATIENCE).steps >= least)
+        until(
+            lambda done=future.done, least=before + STEPS: done() or replica.call(Engine.stats, PATIENCE).steps >= least
+        )
         found = act(future)
         replica.abort(["filler", request.request_id])
         wait([filling, future], PATIENCE)
@@ -727,11 +736,11 @@ def in_its_run(engine: Any, request: Request, act: Callable[[Future[Completion]]
 
 @contextlib.contextmanager
 def paused(replica: LocalReplica, mode: PauseMode, clear_cache: bool = False) -> Iterator[None]:
-    replica.pause(mode, clear_cache, 20)
+    replica.call(Engine.pause, 20, mode, clear_cache)
     try:
         yield
     finally:
-        replica.resume(20)
+        replica.call(Engine.resume, 20)
 
 
 def cut(future: Future[Completion]) -> Completion | None:
@@ -756,7 +765,7 @@ def test_an_aborted_request_returns_what_it_has_with_a_row_for_each_token_but_th
         assert 0 < len(output.token_ids) < 480
         assert output.logprobs.shape == output.token_ids.shape
     check_rows(completion)
-    assert replica.stats(10).running == 0  # although vLLM, which makes no step now, last reported more
+    assert replica.call(Engine.stats, 10).running == 0  # although vLLM, which makes no step now, last reported more
 
 
 @pytest.mark.engine("qwen3_moe")
@@ -787,15 +796,15 @@ def test_a_pause_freezes_requests_and_a_resume_lets_them_continue(engine: Any, c
 @pytest.mark.engine("qwen3_moe")
 def test_an_rpc_to_the_workers_takes_arguments_and_tells_of_a_name_they_do_not_have(engine: Any) -> None:
     replica = replica_of(engine)
-    assert replica.collective_rpc("torchrl_moe_router_layers", (), None, 20) == [[1, 2, 3]]
+    assert replica.call(Engine.collective_rpc, 20, "torchrl_moe_router_layers", (), None) == [[1, 2, 3]]
     with pytest.raises((EngineError, ValueError), match="no_such_method"):
-        replica.collective_rpc("no_such_method", (), None, 20)
+        replica.call(Engine.collective_rpc, 20, "no_such_method", (), None)
     assert replica.is_alive()
 
 
 @pytest.mark.engine("qwen3_moe")
 def test_the_tokenizer_of_a_real_engine_is_transformers_own(engine: Any) -> None:
-    tokenizer = engine.replica_table[0].replica.tokenizer(30)
+    tokenizer = engine.get_tokenizer()
     expected = ByteTokenizer()
     assert type(tokenizer).__module__.startswith("transformers.")
     assert len(tokenizer) == len(expected) == 259
@@ -811,7 +820,7 @@ def test_the_tokenizer_of_a_real_engine_is_transformers_own(engine: Any) -> None
 def test_the_metadata_of_a_real_engine_is_that_of_its_folder(engine: Any, shelf: Any) -> None:
     from torchrl_moe.modules.backends.checkpoint import checkpoint_metadata
 
-    assert engine.replica_table[0].replica.metadata(30) == checkpoint_metadata(shelf.folder("qwen3_moe"))
+    assert engine.get_model_metadata() == checkpoint_metadata(shelf.folder("qwen3_moe"))
 
 
 @pytest.mark.engine("qwen3_moe")
@@ -835,7 +844,7 @@ def test_a_snapshot_of_a_real_engine_can_be_resumed(engine: Any) -> None:
     (running,) = replica.submit([ids_request("shot", (65, 66, 67), sampling_params=params)])
 
     def snapshot() -> Any:
-        found = [one for one in replica.snapshot(20) if one.request_id == "shot"]
+        found = [one for one in replica.call(Engine.snapshot, 20) if one.request_id == "shot"]
         return found[0] if found and min(len(output.token_ids) for output in found[0].outputs) > 5 else None
 
     seen = until(snapshot, 60)

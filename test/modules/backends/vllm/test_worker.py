@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from support.processes import toy_environment
 from support.waiting import until
 from torchrl_moe.errors import DigestMismatch, ManifestMismatch, SyncTimeout, WeightSyncError
-from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.vllm.worker import WorkerExtension
 from torchrl_moe.weight_update.store import Manifest, WeightStoreWriter
 from torchrl_moe.weight_update.transports.registry import MemmapReceiver
@@ -368,7 +368,7 @@ def test_the_weight_engine_is_asked_by_name(tmp_path: Path) -> None:
 
 
 def told(frames: list[bytes]) -> Any:
-    return wire.decode(frames[0], frames[1:])
+    return link.decode(frames)
 
 
 def test_a_check_sees_the_parameters_as_they_were_and_the_model_as_it_is() -> None:

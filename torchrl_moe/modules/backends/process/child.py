@@ -21,12 +21,11 @@ import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Protocol
 
 from torchrl_moe.modules.backends.engine_kind import EngineKind
-from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.process.engine_program import DRIVER_VARIABLE, FOLDER_VARIABLE, kill_group
 from torchrl_moe.modules.backends.process.fork_server import CannotFork, Launch, fork_server
 
@@ -39,13 +38,13 @@ SHOWN_LOG_LINES = 6
 SHOWN_LOG_COLUMNS = 400
 
 
-def configuration(arguments: Mapping[str, object]) -> wire.Frames:
+def configuration(arguments: Mapping[str, object]) -> link.Frames:
     """Return the first message to a child: its engine's arguments, pickled.
 
     They may be objects of the engine's own classes. Nothing else is sent to it as a pickle, and this one goes no
     further than to a process of the same user on the same machine, which the sender started.
     """
-    return wire.encode(("configure", pickle.dumps(dict(arguments))))
+    return link.message("configure", pickle.dumps(dict(arguments)))
 
 
 class Process(Protocol):
@@ -97,8 +96,8 @@ class Child:
             self._log_start = log.tell()
             self._launch = self._begin(environment, theirs, log, fork)
             stack.pop_all()
-        self.connection = Connection(ours.detach())
-        self.outbox = wire.Outbox(self.connection, reader=f"the engine process of replica {index}")
+        self.stream = link.SocketStream(ours)
+        self.outbox = link.Outbox(self.stream, reader=f"the engine process of replica {index}")
         self._lock = threading.RLock()  # the finalizer of a replica may run in the very thread that ends the child
         self._ended = False
 
@@ -200,7 +199,7 @@ class Child:
 
     def _end_process(self) -> None:
         # it may end politely; then the whole group goes, since an engine starts processes of its own
-        self.outbox.put(wire.encode(("shutdown",)))
+        self.outbox.put(link.message("shutdown"))
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE_SECONDS)
         kill_group(self.process.pid)

@@ -4,10 +4,10 @@ Forked from a process that has imported the engine (``fork_server_process.py``),
 DRIVER_PID``; in either case as the leader of a process group. The group never outlives the driver: end of file on the
 socket, or the end of the driver's process, ends it.
 
-Messages in: ``("configure", pickle of arguments)``, ``("generate", packed)``, ``("abort", ids)``,
-``("call", number, method, payload of kwargs)``, ``("left", driver)``, ``("shutdown",)``.
-Messages out: ``("ready", info)``, ``("failed", text)``, ``("completions", packed)``, ``("refused", id, kind, text)``,
-``("result", number, payload)``, ``("error", number, kind, text)``, ``("stats", stats)``, ``("died", text)``.
+Messages in, by kind: ``configure`` (a pickle of the engine's arguments), ``generate`` (requests), ``abort`` (their
+ids), ``call`` (number, verb, arguments), ``left`` (a driver is gone), ``shutdown``.
+Messages out: ``ready`` (info), ``failed`` (text), ``completions``, ``refused`` (request id, kind of error, text),
+``result`` (number, value), ``error`` (number, kind of error, text), ``stats``, ``died`` (text).
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Hashable
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from multiprocessing.connection import Connection
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import psutil
 
-from torchrl_moe.modules.backends.process import wire
-from torchrl_moe.modules.backends.process.wire import Packed
+from torchrl_moe.modules.backends.engine import CALLER, Engine
+from torchrl_moe.modules.backends.process import link
+from torchrl_moe.modules.backends.process.link import SocketStream
 from torchrl_moe.modules.backends.replica import Completion, ReplicaInfo, ReplicaStats, Request
 
 __all__ = [
@@ -89,7 +90,7 @@ class StatsFeed:
         self,
         load: Load,
         read: Callable[[], ReplicaStats],
-        send: Callable[[tuple[str, ReplicaStats]], None],
+        send: Callable[[ReplicaStats], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._load = load
@@ -112,7 +113,7 @@ class StatsFeed:
         stats = self.stats()
         if stats != self._sent:
             self._sent = stats
-            self._send(("stats", stats))
+            self._send(stats)
 
     async def run(self) -> None:
         """Tick until cancelled."""
@@ -146,26 +147,26 @@ class Inbox:
     """
 
     def __init__(
-        self, connection: Connection, driver_is_gone: Callable[[], bool], loop: asyncio.AbstractEventLoop
+        self, stream: SocketStream, driver_is_gone: Callable[[], bool], loop: asyncio.AbstractEventLoop
     ) -> None:
-        self.messages: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
+        self.messages: asyncio.Queue[link.Message] = asyncio.Queue()
         self.serving = False
-        self._connection = connection
+        self._stream = stream
         self._driver_is_gone = driver_is_gone
         self._loop = loop
         self._ended = threading.Event()
         for task in (self._read, self._watch_driver):
             threading.Thread(target=task, name="inbox", daemon=True).start()
 
-    def put(self, *message: object) -> None:
+    def put(self, message: link.Message) -> None:
         """Add a message from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the reader
             self._loop.call_soon_threadsafe(self.messages.put_nowait, message)
 
     def _read(self) -> None:
         try:
-            while (message := wire.receive(self._connection))[0] != "shutdown":
-                self.put(*message)
+            while (message := link.read(self._stream))[0] != "shutdown":
+                self.put(message)
         except (EOFError, OSError):
             time.sleep(ORPHANED_SECONDS)  # a dying driver's socket closes before its process is gone
             return
@@ -183,7 +184,7 @@ class Inbox:
         if not self.serving:
             end_group()
         end_group_later()
-        self.put("shutdown")
+        self.put(SHUTDOWN)
 
 
 def end_group(code: int = 1) -> None:
@@ -270,62 +271,106 @@ def _members(leader: int) -> list[psutil.Process]:
 MESSAGE_BYTES = 64 << 20  # beyond which completions continue in another one
 SMALL_BYTES = 1 << 10  # of what is not an array
 
-Send: TypeAlias = Callable[[tuple[object, ...]], None]
+SHUTDOWN: link.Message = ("shutdown", "", None)
+SEPARATOR = "/"  # between a driver's name and its own request id
+
+Send: TypeAlias = Callable[[link.Message], None]
+"""Sends a message to a driver; one that names none goes to all."""
 
 
-class EngineProgram(abc.ABC):
-    """One engine, its requests in flight, and the commands that the driver may call by name: ``command_...``."""
+class EngineProgram(Engine):
+    """One engine and its requests in flight, of any number of drivers."""
 
     def __init__(self, info: ReplicaInfo, load: Load, inbox: Inbox, send: Send) -> None:
+        super().__init__()
         self.info = info
         self.load = load
         self._inbox = inbox
         self._send = send
         self._client_errors: tuple[type[BaseException], ...] = (ValueError, TypeError)  # the caller's fault
         self._death_reported = False
-        self._tasks: set[asyncio.Task[wire.Payload]] = set()
-        self._feed = StatsFeed(load, self._stats, send)
+        self._failure: BaseException | None = None  # of a coroutine that should run on
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._open: dict[str, set[str]] = {}  # driver -> its requests in flight, by the engine's ids
+        self._feed = StatsFeed(load, self._stats, lambda stats: send(("stats", "", stats)))
 
-    # -- what an engine does ----------------------------------------------------------------------------------------
+    # -- what an engine does, besides its verbs -----------------------------------------------------------------------
 
     @abc.abstractmethod
     def start(self, request: Request) -> None:
-        """Start a request, whose completion or refusal is sent."""
+        """Start a request; then call :meth:`deliver` or :meth:`refuse`, once."""
 
     @abc.abstractmethod
-    def abort(self, request_ids: list[str]) -> None:
+    def abort(self, request_ids: Sequence[str]) -> None:
         """Cut requests short."""
 
     @abc.abstractmethod
-    def left(self, driver: str) -> None:
-        """Note that a driver is gone."""
+    async def _snapshot(self) -> list[Completion]:
+        """Return what each request in flight has so far."""
 
     @abc.abstractmethod
     def _stats(self) -> ReplicaStats:
         """Return the current stats, except the rate."""
 
-    @abc.abstractmethod
     def _death(self) -> str:
         """Return why the engine is dead; "" while it lives."""
+        error = self._failure
+        return "" if error is None else f"its engine failed: {type(error).__name__}: {error}"
 
-    @abc.abstractmethod
     def close(self) -> None:
-        """End the engine."""
+        """End the engine, if it is more than this process."""
 
     def _background(self) -> list[Coroutine[object, None, None]]:
-        """Return the coroutines that run while the process serves."""
+        """Return the coroutines that run while the process serves; the engine is dead if one fails."""
         return []
 
-    # -- requests ---------------------------------------------------------------------------------------------------
+    def _note_failure(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            traceback.print_exception(error)
+            self._failure = error
+            self._report_death()
 
-    def generate(self, packed: Packed) -> None:
-        """Start requests."""
-        for request in wire.unpack_requests(packed):
-            self.start(request)
+    async def stats(self) -> ReplicaStats:
+        """Return the current stats."""
+        return self._feed.stats()
 
-    def _refuse(self, request_id: str, error: BaseException) -> None:
+    # -- requests: the engine knows each by an id that no other driver uses -------------------------------------------
+
+    def _generate(self, driver: str, requests: Sequence[Request]) -> None:
+        for request in requests:
+            name = f"{driver}{SEPARATOR}{request.request_id}"
+            self._open.setdefault(driver, set()).add(name)
+            self.start(dataclasses.replace(request, request_id=name))
+
+    def deliver(self, completion: Completion) -> None:
+        """Send a completion to the driver that asked for it."""
+        driver, own = self._whose(completion.request_id)
+        completion.request_id = own
+        self._send(("completions", driver, completion))
+
+    def refuse(self, request_id: str, error: BaseException) -> None:
+        """Report to its driver that a request failed."""
+        driver, own = self._whose(request_id)
         if not self._report_death():
-            self._send(("refused", request_id, *self._described(error)))
+            kind, text = self._described(error)
+            self._send(("refused", driver, (own, kind, text.replace(request_id, own))))
+
+    def _whose(self, request_id: str) -> tuple[str, str]:
+        """Note that a request is over; return its driver, and its id there."""
+        driver, _, own = request_id.partition(SEPARATOR)
+        self._open.get(driver, set()).discard(request_id)
+        return driver, own
+
+    def _left(self, driver: str) -> None:
+        """Note that a driver is gone: nobody would take its answers, and its claim to the weights ends."""
+        self.abort(sorted(self._open.pop(driver, ())))
+        self.owner.give_up(driver)
+
+    async def snapshot(self) -> list[Completion]:
+        """Return what each request of the caller in flight has so far."""
+        whose = CALLER.get() + SEPARATOR
+        found = [one for one in await self._snapshot() if one.request_id.startswith(whose)]
+        return [dataclasses.replace(one, request_id=one.request_id.removeprefix(whose)) for one in found]
 
     def _described(self, error: BaseException) -> tuple[str, str]:
         """Return ``"value"`` if the caller is at fault, else ``"engine"``, and the message of an error.
@@ -337,52 +382,52 @@ class EngineProgram(abc.ABC):
             return "value", str(cause)
         return "engine", f"{type(cause).__name__}: {cause}"
 
-    # -- commands ---------------------------------------------------------------------------------------------------
+    # -- verbs ------------------------------------------------------------------------------------------------------
 
-    def call(self, number: Hashable, method: str, kwargs: wire.Payload) -> None:
-        """Start a command; its value or its error is sent when it is done."""
-        task = asyncio.get_running_loop().create_task(self._answer(method, kwargs))
+    def _call(self, driver: str, number: int, verb: str, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        """Start a verb; its value or its error is sent when it is done."""
+        task = asyncio.get_running_loop().create_task(self._answer(driver, number, verb, args, kwargs))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(partial(self._send_result, number))
+        task.add_done_callback(partial(self._send_result, driver, number))
 
-    async def _answer(self, method: str, kwargs: wire.Payload) -> wire.Payload:
-        """Run a command. Arguments are decoded here, the value by the caller: failures of both stay with the caller."""
-        command = getattr(self, f"command_{method}", None)
-        if command is None:
-            known = sorted(name.removeprefix("command_") for name in dir(self) if name.startswith("command_"))
-            raise ValueError(f"an engine process has no command {method!r}; known: {', '.join(known)}")
-        return wire.payload(await command(**wire.open_payload(kwargs)))
+    async def _answer(
+        self, driver: str, number: int, verb: str, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> link.Frames:
+        """Run a verb; its value is encoded here, so that a failure of that is its error."""
+        CALLER.set(driver)
+        method = None if verb.startswith("_") else getattr(self, verb, None)
+        if not asyncio.iscoroutinefunction(method):
+            raise ValueError(f"an engine has no verb {verb!r}")
+        return link.message("result", (number, *link.tagged(await method(*args, **kwargs))), driver)
 
-    def _send_result(self, number: Hashable, task: asyncio.Task[wire.Payload]) -> None:
+    def _send_result(self, driver: str, number: int, task: asyncio.Task[link.Frames]) -> None:
         if task.cancelled():
             return
         error = task.exception()
         if error is None:
-            self._send(("result", number, task.result()))
+            self._send(("encoded", driver, task.result()))
         elif not self._report_death():
-            self._send(("error", number, *self._described(error)))
-
-    async def command_stats(self) -> ReplicaStats:
-        return self._feed.stats()
+            self._send(("error", driver, (number, *self._described(error))))
 
     # -- life -------------------------------------------------------------------------------------------------------
 
-    async def serve(self) -> None:
+    async def _serve(self) -> None:
         """Handle messages until the driver ends the process or goes away, or the engine dies."""
         loop = asyncio.get_running_loop()
-        work = [self._watch_engine(), self._feed.run(), *self._background()]
-        background = [loop.create_task(one) for one in work]
+        background = [loop.create_task(one) for one in (self._watch_engine(), self._feed.run(), *self._background())]
+        for task in background:
+            task.add_done_callback(self._note_failure)
         while True:
-            kind, *rest = await self._inbox.messages.get()
+            kind, driver, body = await self._inbox.messages.get()
             if kind == "generate":
-                self.generate(*rest)
+                self._generate(driver, body)
             elif kind == "abort":
-                self.abort(*rest)
+                self.abort([f"{driver}{SEPARATOR}{own}" for own in body])
             elif kind == "call":
-                self.call(*rest)
+                self._call(driver, *body)
             elif kind == "left":
-                self.left(*rest)
+                self._left(driver)
             else:
                 for task in background:
                     task.cancel()
@@ -397,8 +442,8 @@ class EngineProgram(abc.ABC):
         death = "" if self._death_reported else self._death()
         if death:
             self._death_reported = True
-            self._send(("died", death))
-            self._inbox.put("shutdown")
+            self._send(("died", "", death))
+            self._inbox.put(SHUTDOWN)
         return self._death_reported
 
 
@@ -406,65 +451,73 @@ OpenEngine: TypeAlias = Callable[[dict[str, object], Inbox, Send], Awaitable[Eng
 """Starts an engine with the given arguments."""
 
 
-def _size(message: tuple[Any, ...]) -> int:
+def _size(message: link.Message) -> int:
     """Return roughly how many bytes a message occupies until it is written."""
-    if message[0] == "completion":
-        return SMALL_BYTES + wire.completion_bytes(message[1])
-    return SMALL_BYTES + (sum(array.nbytes for array in message[2]) if message[0] == "result" else 0)
+    kind, _, body = message
+    if kind == "completions":
+        return SMALL_BYTES + link.completion_bytes(body)
+    return SMALL_BYTES + (sum(len(frame) for frame in body) if kind == "encoded" else 0)
 
 
-def _frame(messages: list[tuple[Any, ...]]) -> list[wire.Frames]:
-    """Put completions that are ready together into one message, or a few that are not too large."""
-    batches: list[list[Completion]] = []
-    size = MESSAGE_BYTES
+def _frame(messages: Sequence[link.Message]) -> list[link.Frames]:
+    """Put a driver's completions that are ready together into one message, or a few that are not too large."""
+    batches: list[tuple[str, list[Completion]]] = []
+    of_driver: dict[str, tuple[list[Completion], int]] = {}  # its last batch, and the bytes in it
     for message in messages:
-        if message[0] == "completion":
-            if size >= MESSAGE_BYTES:
-                batches.append([])
-                size = 0
-            batches[-1].append(message[1])
-            size += _size(message)
-    others = [wire.encode(message) for message in messages if message[0] != "completion"]
-    return [*(wire.encode(("completions", wire.pack_completions(batch))) for batch in batches), *others]
+        kind, driver, body = message
+        if kind != "completions":
+            continue
+        batch, size = of_driver.get(driver, ([], MESSAGE_BYTES))
+        if size >= MESSAGE_BYTES:
+            batch, size = [], 0
+            batches.append((driver, batch))
+        batch.append(body)
+        of_driver[driver] = batch, size + _size(message)
+    others = [
+        body if kind == "encoded" else link.message(kind, body, driver)
+        for kind, driver, body in messages
+        if kind != "completions"
+    ]
+    return [*(link.message("completions", batch, driver) for driver, batch in batches), *others]
 
 
 async def _opened(open_engine: OpenEngine, arguments: bytes, inbox: Inbox, send: Send) -> EngineProgram:
     return await open_engine(pickle.loads(arguments), inbox, send)
 
 
-async def _main(connection: Connection, driver_is_gone: Callable[[], bool], open_engine: OpenEngine) -> None:
-    outbox = wire.Outbox(connection, _frame, _size, reader="the driver")
-    inbox = Inbox(connection, driver_is_gone, asyncio.get_running_loop())
-    _, arguments = await inbox.messages.get()
+async def _main(stream: SocketStream, driver_is_gone: Callable[[], bool], open_engine: OpenEngine) -> None:
+    outbox = link.Outbox(stream, _frame, _size, reader="the driver")
+    inbox = Inbox(stream, driver_is_gone, asyncio.get_running_loop())
+    _, _, arguments = await inbox.messages.get()
     opened: EngineProgram | BaseException
     (opened,) = await asyncio.gather(_opened(open_engine, arguments, inbox, outbox.put), return_exceptions=True)
     if isinstance(opened, BaseException):
         traceback.print_exception(opened)
-        outbox.put(("failed", f"{type(opened).__name__}: {opened}"))
+        outbox.put(("failed", "", f"{type(opened).__name__}: {opened}"))
         outbox.close()
         return
     gc.collect()
     gc.freeze()  # vLLM brings 600 000 objects, and a full collection of them takes 0.3 s
     inbox.serving = True
     try:
-        outbox.put(("ready", opened.info))
-        await opened.serve()
+        outbox.put(("ready", "", opened.info))
+        await opened._serve()
     finally:
         end_group_later()
         outbox.close()
         opened.close()
 
 
-def run_engine(connection: Connection, driver_is_gone: Callable[[], bool], open_engine: OpenEngine) -> None:
+def run_engine(stream: SocketStream, driver_is_gone: Callable[[], bool], open_engine: OpenEngine) -> None:
     """Run the engine, then end the process, whatever still runs in it: engines leave threads, and the driver waits."""
     # Without a driver the group is orphaned; if a member is stopped, the kernel then sends SIGHUP to all of them, and
     # the process that cleans up would be gone. Ctrl-C and the like do not reach the group, so nothing is lost.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # a process that the engine forks would hold the socket open after this one has been killed
-    os.register_at_fork(after_in_child=connection.close)
+    os.register_at_fork(after_in_child=stream.close)
     code = 1
     try:
-        asyncio.run(_main(connection, driver_is_gone, open_engine))
+        asyncio.run(_main(stream, driver_is_gone, open_engine))
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -473,7 +526,7 @@ def run_engine(connection: Connection, driver_is_gone: Callable[[], bool], open_
         end_group(code)
 
 
-def run_script(run: Callable[[Connection, Callable[[], bool]], None]) -> None:
+def run_script(run: Callable[[SocketStream, Callable[[], bool]], None]) -> None:
     """Run as a script; its arguments are the socket's file descriptor and the driver's process id."""
     descriptor, driver = map(int, sys.argv[1:])
-    run(Connection(descriptor), lambda: os.getppid() != driver)
+    run(SocketStream(socket.socket(fileno=descriptor)), lambda: os.getppid() != driver)

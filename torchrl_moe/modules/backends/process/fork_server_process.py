@@ -3,7 +3,7 @@
 Started by :class:`~torchrl_moe.modules.backends.process.fork_server.ForkServer` as
 ``python -m torchrl_moe.modules.backends.process.fork_server_process MODULE CONTROL_FD DRIVER_PIDFD``. The module has
 ``preload() -> str``, which imports what is slow and returns why forking would be unsafe, or "", and
-``run(connection, driver_is_gone)``, which is what a forked process does. This process stays single-threaded, answers no
+``run(stream, driver_is_gone)``, which is what a forked process does. This process stays single-threaded, answers no
 engine's messages and touches no device. It ends with its driver, or when the driver closes the control socket, in
 either case after its import and after the processes that it forked. A driver that closes it says so before.
 
@@ -36,6 +36,7 @@ from typing import NoReturn, TypeAlias
 
 from torchrl_moe._lazy import without_collections
 from torchrl_moe.modules.backends.process.engine_program import FOLDER_VARIABLE, kill_group
+from torchrl_moe.modules.backends.process.link import SocketStream
 
 __all__ = ["DISMISSED", "main", "readable"]
 
@@ -44,7 +45,7 @@ FILES = 5  # that come with a request
 ORPHAN_SECONDS = 15.0  # that engine processes get to end by themselves once their driver is gone
 THREAD_SECONDS = 2.0  # that a thread which has been joined takes to leave /proc
 
-Run: TypeAlias = "Callable[[Connection, Callable[[], bool]], None]"
+Run: TypeAlias = "Callable[[SocketStream, Callable[[], bool]], None]"
 Request: TypeAlias = "tuple[dict[bytes, bytes], frozenset[int], dict[int, tuple[int, int]]]"
 
 
@@ -162,7 +163,7 @@ class _Server:
             # this socket
             if _tell(status, "forked", os.getpid()):  # else it was cancelled meanwhile
                 status.close()
-                self._run(Connection(engine), lambda: bool(readable(self._driver)))
+                self._run(SocketStream(socket.socket(fileno=engine)), lambda: bool(readable(self._driver)))
         except BaseException:
             traceback.print_exc()
             raise

@@ -14,38 +14,33 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from torchrl_moe.errors import EngineError, ReplicaDiedError
-from torchrl_moe.modules.backends.checkpoint import load_tokenizer
-from torchrl_moe.modules.backends.commands import Commands
 from torchrl_moe.modules.backends.engine_kind import EngineKind
-from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.process.child import Child, configuration
-from torchrl_moe.modules.backends.replica import Completion, ProbeReport, ReplicaInfo, ReplicaStats, Request
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from torchrl_moe.modules.backends.replica import Completion, Replica, ReplicaInfo, ReplicaStats, Request
 
 __all__ = ["EngineReplica", "Link", "LocalReplica"]
 
 READY = -1  # the number of the one result that answers no call
+P = ParamSpec("P")
 
 
 class Link(Protocol):
     """The driver's end of an engine process; :class:`Child` is one."""
 
     @property
-    def connection(self) -> wire.Stream:
+    def stream(self) -> link.Stream:
         """The messages of the process."""
 
     @property
-    def outbox(self) -> wire.Outbox:
+    def outbox(self) -> link.Outbox:
         """The messages to it."""
 
     def end(self) -> None:
@@ -63,19 +58,18 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 
-class EngineReplica(Commands, Generic[LinkT]):
+class EngineReplica(Replica, Generic[LinkT]):
     """See :class:`~torchrl_moe.modules.backends.replica.Replica` for the lifecycle of a replica."""
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.was_ended = False
         self._lock = threading.Lock()
-        self._numbers: Iterator[Hashable] = itertools.count()
+        self._numbers = itertools.count()
         self._ready: Future[ReplicaInfo] = Future()
         self._requests: dict[str, Future[Completion]] = {}
-        self._calls: dict[Hashable, Future[Any]] = {READY: self._ready}
+        self._calls: dict[int, Future[Any]] = {READY: self._ready}
         self._death: str | None = None
-        self.last_stats: ReplicaStats | None = None
+        self._stats: ReplicaStats | None = None
         self._child: LinkT | None = None
 
     # -- life -------------------------------------------------------------------------------------------------------
@@ -115,9 +109,9 @@ class EngineReplica(Commands, Generic[LinkT]):
         return self._child
 
     @property
-    def log_path(self) -> Path | None:
-        """The file that the process prints to; ``None`` before :meth:`start`, and where no such file is kept."""
-        return None
+    def last_stats(self) -> ReplicaStats | None:
+        """The stats that the engine last sent by itself; ``None`` before."""
+        return self._stats
 
     def log_tail(self) -> str:
         """Return the last errors of that log, or its last lines; ``""`` where no such file is kept."""
@@ -166,7 +160,7 @@ class EngineReplica(Commands, Generic[LinkT]):
     def _send(self, child: LinkT, requests: Sequence[Request]) -> None:
         """Send requests in one message; if that cannot be encoded, each by itself, so that only those at fault fail."""
         try:
-            child.outbox.put(self._encode("generate", wire.pack_requests(requests)))
+            child.outbox.put(link.message("generate", list(requests)))
         except BaseException as error:  # whatever a user's object raises as its fields are read
             # one of many is at fault: each is sent by itself
             if isinstance(error, Exception) and len(requests) > 1:
@@ -182,77 +176,58 @@ class EngineReplica(Commands, Generic[LinkT]):
     def abort(self, request_ids: Sequence[str]) -> None:
         """Abort requests; their futures resolve with what was generated so far."""
         if self._death is None:
-            self._started().outbox.put(self._encode("abort", list(request_ids)))
+            self._started().outbox.put(link.message("abort", list(request_ids)))
 
-    # -- commands ---------------------------------------------------------------------------------------------------
+    # -- verbs ------------------------------------------------------------------------------------------------------
 
-    def probe(self, core_seconds: float) -> Future[ProbeReport]:
-        """Probe the health of the process; see the protocol."""
-        report: Future[ProbeReport] = Future()
-        try:
-            _, answer = self._ask("probe", {"seconds": core_seconds})
-        except ReplicaDiedError as death:
-            report.set_exception(death)
-        else:
-            answer.add_done_callback(partial(_pass_on, report))
-        return report
-
-    def snapshot(self, timeout: float) -> list[Completion]:
-        """Return what each request in flight has so far; see the protocol."""
-        return wire.unpack_completions(self._command("snapshot", timeout), self.index)
-
-    def tokenizer(self, timeout: float) -> PreTrainedTokenizerBase:
-        """Return the model's tokenizer, which is sent as its saved files."""
-        return load_tokenizer(super().tokenizer(timeout))
-
-    def _ask(self, name: str, arguments: Mapping[str, object]) -> tuple[Hashable, Future[wire.Payload]]:
-        """Send a command to the process; return its number, and the future of its value, a payload."""
+    def ask(
+        self, verb: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[T]:
+        """Send a verb to the process; see the base class."""
         child = self._started()
         number = next(self._numbers)
-        frames = self._encode("call", number, name, wire.payload(arguments))
-        future: Future[wire.Payload] = Future()
+        frames = link.message("call", (number, verb.__name__, args, kwargs))
+        future: Future[T] = Future()
+        # one that its caller no longer waits for is forgotten, answered or not
+        future.add_done_callback(lambda _: self._calls.pop(number, None))
         with self._lock:
-            if self._death is not None:
-                raise ReplicaDiedError(self._death)
-            self._calls[number] = future
-        child.outbox.put(frames)
-        return number, future
-
-    def _command(self, name: str, timeout: float, /, **arguments: object) -> Any:
-        """Run a command of the process and wait for its value."""
-        number, future = self._ask(name, arguments)
-        try:
-            return wire.open_payload(future.result(timeout))
-        except FutureTimeout:
-            raise EngineError(f"replica {self.index} did not answer {name!r} within {timeout:g} s") from None
-        finally:
-            with self._lock:
-                self._calls.pop(number, None)
+            death = self._death
+            if death is None:
+                self._calls[number] = future
+        if death is None:
+            child.outbox.put(frames)
+        else:
+            future.set_exception(ReplicaDiedError(death))
+        return future
 
     # -- plumbing ---------------------------------------------------------------------------------------------------
 
-    def _encode(self, *message: object) -> wire.Frames:
-        return wire.encode(message)
-
-    def _handle(self, kind: str, *rest: Any) -> None:
+    def _handle(self, kind: str, body: Any) -> None:
         """Act on one message of the process, in the receiver thread."""
         if kind == "completions":
-            for completion in wire.unpack_completions(rest[0], self.index):
+            for completion in self._stamped(body):
                 self._resolve(self._requests, completion.request_id, completion)
         elif kind == "refused":
-            self._resolve(self._requests, rest[0], _error(*rest[1:]))
+            self._resolve(self._requests, body[0], _error(*body[1:]))
         elif kind == "result":
-            self._resolve(self._calls, *rest)
+            number, tag, value = body
+            value = _value(tag, value)
+            self._resolve(self._calls, number, self._stamped(value) if tag == link.COMPLETIONS else value)
         elif kind == "error":
-            self._resolve(self._calls, rest[0], _error(*rest[1:]))
+            self._resolve(self._calls, body[0], _error(*body[1:]))
         elif kind == "stats":
-            (self.last_stats,) = rest
+            self._stats = body
         elif kind == "ready":
-            self._resolve(self._calls, READY, rest[0])
+            self._resolve(self._calls, READY, body)
         elif kind == "failed":
-            self._fail_all(f"replica {self.index} did not start: {_with_cause(rest[0], self._tail())}")
+            self._fail_all(f"replica {self.index} did not start: {_with_cause(body, self._tail())}")
         else:
-            self._fail_all(f"replica {self.index} died: {_with_cause(rest[0], self._tail())}")
+            self._fail_all(f"replica {self.index} died: {_with_cause(body, self._tail())}")
+
+    def _stamped(self, completions: list[Completion]) -> list[Completion]:
+        for completion in completions:
+            completion.metrics.replica = self.index
+        return completions
 
     def _resolve(self, table: dict[K, Future[T]], key: K, value: T | Exception) -> None:
         with self._lock:
@@ -325,20 +300,20 @@ class LocalReplica(EngineReplica[Child]):
         return f"{self._started().ending()}. Its last log lines:\n{self._tail()}"
 
 
-def _pass_on(report: Future[ProbeReport], answer: Future[wire.Payload]) -> None:
-    error = answer.exception()
-    if error is None:
-        report.set_result(wire.open_payload(answer.result()))
-    else:
-        report.set_exception(error)
-
-
 def _with_cause(message: str, tail: str) -> str:
     """Return an error's message and the end of the log; if it only points to that, after the first error there."""
     found = re.search(r"\b((?:\w+\.)*\w*(?:Error|Exception): (?!.*root cause).+)", tail)
     if "root cause" in message and found is not None:
         message = f"{found[1]} ({message.split('. ')[0].rstrip('.')})"
     return f"{message}\n{tail}"
+
+
+def _value(tag: str, value: object) -> Any:
+    """Return a verb's value, or the error that keeps it from being read, which is its caller's."""
+    try:
+        return link.untagged(tag, value)
+    except (ValueError, TypeError, LookupError) as error:
+        return EngineError(f"the value is not of this version: {error}")
 
 
 def _error(kind: str, text: str) -> Exception:
@@ -350,16 +325,16 @@ def _receive(reference: weakref.ref[EngineReplica[Any]], child: Link) -> None:
     try:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                message = wire.receive(child.connection)
+                kind, _, body = link.read(child.stream)
                 replica = reference()
                 if replica is None:
                     break
-                replica._handle(*message)
-                del message, replica
+                replica._handle(kind, body)
+                del body, replica
     finally:
         # end the group first: a caller that learns of its death must find its memory free
         child.end()
         if (replica := reference()) is not None:
             replica._lost()
         child.outbox.close()
-        child.connection.close()
+        child.stream.close()

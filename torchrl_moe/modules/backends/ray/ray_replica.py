@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import threading
 import time
 import uuid
 import weakref
-from dataclasses import replace
 from multiprocessing import AuthenticationError
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from torchrl_moe.errors import EngineError
-from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.process.process_replica import EngineReplica
 from torchrl_moe.modules.backends.ray import actor
 from torchrl_moe.modules.backends.ray.actor import Description
@@ -30,15 +28,7 @@ from torchrl_moe.modules.backends.ray.cluster import (
     secrets_of_environment,
     shortage,
 )
-from torchrl_moe.modules.backends.ray.replica_host import (
-    LateConnection,
-    SealedConnection,
-    dial,
-    driver_of,
-    named_after,
-    wrap,
-)
-from torchrl_moe.modules.backends.replica import Completion
+from torchrl_moe.modules.backends.ray.replica_host import LateStream, SealedStream, dial
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -64,8 +54,8 @@ _open_links: weakref.WeakSet[ActorLink] = weakref.WeakSet()
 
 @atexit.register  # registered after Ray's own handler, so run before it: Ray still answers
 def _end_all() -> None:
-    for link in list(_open_links):
-        link.end_and_forget()
+    for one in list(_open_links):
+        one.end_and_forget()
 
 
 class _GivenUpError(Exception):
@@ -78,8 +68,8 @@ class ActorLink:
     def __init__(self, index: int, service: RayService, number: int, places: bool = True) -> None:
         self.driver = uuid.uuid4().hex[:8]
         self.reason = ""
-        self.connection = LateConnection()
-        self.outbox = wire.Outbox(self.connection, reader=f"the actor of replica {index}")
+        self.stream = LateStream()
+        self.outbox = link.Outbox(self.stream, reader=f"the actor of replica {index}")
         self._index = index
         self._service = service
         self._number = number
@@ -98,20 +88,19 @@ class ActorLink:
 
     def _open(self) -> None:
         try:
-            connection = self._dial()
-            for frame in wire.encode((self.driver, secrets_of_environment())):
-                connection.send_bytes(frame)
-            self.connection.become(connection)
+            stream = self._dial()
+            stream.send(link.message("hello", secrets_of_environment(), self.driver))
+            self.stream.become(stream)
         except _GivenUpError:
             pass
         except (RayError, EngineError, AuthenticationError, EOFError, OSError, ValueError) as error:
             self.reason = f"could not be reached: {_cause(error)}"
         finally:
-            self.connection.give_up()
+            self.stream.give_up()
             if not self._described:
                 self._withdraw()
 
-    def _dial(self) -> SealedConnection:
+    def _dial(self) -> SealedStream:
         """Connect to the actor. A dying one may have closed its port since it gave its address, and is asked again."""
         for _ in range(REDIALS):
             try:
@@ -235,9 +224,9 @@ class ActorLink:
     def _hang_up(self) -> None:
         self._given_up.set()
         self._thread.join(ASK_SECONDS)  # an actor that is stuck may keep it waiting; it ends with the actor
-        self.connection.give_up()
+        self.stream.give_up()
         self.outbox.close(1.0)
-        wire.hang_up(self.connection)  # the outbox may be stuck
+        self.stream.hang_up()  # the outbox may be stuck
         _open_links.discard(self)
 
     def _hold_successor(self) -> None:
@@ -322,13 +311,7 @@ class RayReplica(EngineReplica[ActorLink]):
         self.start()
 
     def _open(self) -> ActorLink:
-        link = ActorLink(self.index, self._service, self._number, self._places)
-        self.driver = link.driver
-        self._name_calls(link.driver)
-        return link
-
-    def _name_calls(self, driver: str) -> None:
-        self._numbers = zip(itertools.repeat(driver), itertools.count(), strict=False)
+        return ActorLink(self.index, self._service, self._number, self._places)
 
     def shutdown(self) -> None:
         """End the engine and its actor, for all drivers, and free what the cluster had reserved. Idempotent."""
@@ -345,44 +328,17 @@ class RayReplica(EngineReplica[ActorLink]):
         self._fail_all(f"replica {self.index}: this driver has left")
         self._end()
 
-    def snapshot(self, timeout: float) -> list[Completion]:
-        """Return what each request of this driver has so far; see the protocol."""
-        own = [(*driver_of(one.request_id), one) for one in super().snapshot(timeout)]
-        return [replace(one, request_id=name) for driver, name, one in own if driver == self._started().driver]
-
     # -- plumbing ---------------------------------------------------------------------------------------------------
 
-    def _encode(self, *message: Any) -> wire.Frames:
-        """Wrap a message: request ids get this driver's name, and the actor learns them without unpacking it."""
-        # ids are unique per driver only, and the engine has those of all drivers
-        driver = self._started().driver
-        opened: list[str] = []
-        kind, *rest = message
-        if kind == "generate":
-            rest = [wire.rename(rest[0], lambda request_id: named_after(driver, request_id))]
-            opened = wire.packed_ids(rest[0])
-        elif kind == "abort":
-            rest = [[named_after(driver, request_id) for request_id in rest[0]]]
-        return wrap((kind, *rest), opened)
-
-    def _handle(self, kind: str, *rest: Any) -> None:
+    def _handle(self, kind: str, body: Any) -> None:
         if kind in ("tail", "died") and self._started().was_left:
             return  # a consequence of that; the connection ends, too, and then the link says why
         if kind == "tail":
-            self._started().reason = rest[0]
+            self._started().reason = body
         elif kind == "ended":
             self.was_ended = True
-        elif kind == "completions":
-            super()._handle(kind, wire.rename(rest[0], self._own_id))
-        elif kind == "refused":
-            super()._handle(kind, self._own_id(rest[0]), *rest[1:])
         else:
-            super()._handle(kind, *rest)
-
-    def _own_id(self, request_id: str) -> str:
-        """Return an id as its sender knows it; those of other drivers, in a message for both, stay as they are."""
-        driver, own = driver_of(request_id)
-        return own if driver == self._started().driver else request_id
+            super()._handle(kind, body)
 
     def _ending(self) -> str:
         return f"was lost: {self._tail()}"

@@ -1,13 +1,12 @@
 """What an actor does: it runs one engine process, and passes messages between that and any number of drivers.
 
-Requests and calls carry the name of the driver that they came from, so a message from the engine finds its way back.
-Their content is not decoded here: the actor imports neither an engine nor torch, and needs little memory. A driver
-whose socket ends has its requests aborted, and so has one that does not read what it is sent: its outbox hangs up. The
-engine runs for as long as the actor does.
+A message's head names the driver that it comes from or goes to; its body is not decoded here: the actor imports neither
+an engine nor torch, and needs little memory. A driver whose socket ends is gone for the engine, which aborts its
+requests; so is one that does not read what it is sent: its outbox hangs up. The engine runs for as long as the actor.
 
-A driver sends its name and its secrets, then what :func:`wrap` makes of its messages. It receives the messages of the
-engine process, see ``process/engine_program.py``; before the last one ``("tail", text)``, the end of the log; and
-``("ended",)`` if another driver shut the replica down.
+A driver first sends ``hello`` with its secrets, then the messages of ``process/engine_program.py``. Besides the
+engine's, it receives ``tail``, the end of the log, before the last one; and ``ended`` if another driver shut the
+replica down.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import logging
 import secrets
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,34 +26,31 @@ from functools import partial
 from multiprocessing import AuthenticationError
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
 from torchrl_moe.modules.backends.engine_kind import EngineKind
-from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.process.child import Child, configuration
-from torchrl_moe.modules.backends.process.wire import MOST_FRAME_BYTES, packed_ids
+from torchrl_moe.modules.backends.process.link import MOST_BYTES, SocketStream
 
 __all__ = [
     "Address",
-    "LateConnection",
+    "LateStream",
     "Listener",
     "ReplicaHost",
-    "SealedConnection",
+    "SealedStream",
     "TamperedError",
     "dial",
-    "driver_of",
-    "named_after",
-    "wrap",
 ]
 
 
-# A connection that authenticates every frame: its sender, its content and its place in the order.
+# A connection that authenticates every message: its sender, its content and its place in the order.
 #
-# Both sides draw a nonce. From both nonces and the key they share, each derives a key per direction, so no frame of
-# another connection, or of the other direction, passes here. A frame is its length, its bytes, and the HMAC-SHA256 of
-# its number, its length and its bytes. Frames are authenticated, not encrypted.
+# Both sides draw a nonce. From both nonces and the key they share, each derives a key per direction, so no message of
+# another connection, or of the other direction, passes here. A message ends with the HMAC-SHA256 of its number and of
+# all its bytes, their lengths included. Messages are authenticated, not encrypted.
 
 
 LOG = logging.getLogger(__name__)
@@ -65,85 +62,80 @@ ACTOR, DRIVER = b"actor", b"driver"
 
 
 class TamperedError(OSError):
-    """A frame failed authentication, or is too large; the connection is closed."""
+    """A message failed authentication, or is too large; the connection is closed."""
 
 
-class SealedConnection:
-    """One end of such a connection; one thread may write while another reads."""
+class SealedStream(SocketStream):
+    """One end of such a connection."""
 
     def __init__(self, end: socket.socket, key: bytes, is_actor: bool) -> None:
-        self._end = end
+        super().__init__(end)
         mine, theirs = (ACTOR, DRIVER) if is_actor else (DRIVER, ACTOR)
         nonce = secrets.token_bytes(NONCE_BYTES)
         end.sendall(nonce)
-        other = self._read(NONCE_BYTES).tobytes()
+        other = super()._take(NONCE_BYTES).tobytes()
         nonces = nonce + other if is_actor else other + nonce
         session = hmac.digest(key, b"torchrl_moe" + nonces, "sha256")
         self._sealing = hmac.new(hmac.digest(session, mine, "sha256"), digestmod="sha256")
         self._proving = hmac.new(hmac.digest(session, theirs, "sha256"), digestmod="sha256")
+        self._mac: hmac.HMAC | None = None  # of the message that is being read
         self._sent = self._received = 0
-        self.send_bytes(mine)
+        self._most = len(theirs)
+        self.send([mine])
         try:
-            self.recv_bytes(len(theirs))
+            self.receive()
         except TamperedError as error:
             raise AuthenticationError("the other side has another key") from error
+        self._most = MOST_BYTES
         end.settimeout(None)
 
-    def send_bytes(self, buf: bytes | memoryview) -> None:
-        """Write one frame."""
-        length = len(buf).to_bytes(NUMBER_BYTES, "big")
-        mac = _begun(self._sealing, self._sent, length)
-        self._sent += 1
-        if len(buf) <= CHUNK_BYTES:
-            mac.update(buf)
-            self._end.sendall(b"".join((length, buf, mac.digest())))
-            return
-        self._end.sendall(length)
-        whole = memoryview(buf)
-        for start in range(0, len(buf), CHUNK_BYTES):
-            chunk = whole[start : start + CHUNK_BYTES]
-            self._end.sendall(chunk)
-            mac.update(chunk)
-        self._end.sendall(mac.digest())
-
-    def recv_bytes(self, maxlength: int | None = None) -> memoryview:
-        """Read one frame."""
-        most = MOST_FRAME_BYTES if maxlength is None else maxlength
-        header = self._read(NUMBER_BYTES).tobytes()
-        length = int.from_bytes(header, "big")
-        if length > most:
-            raise self._given_up(f"a frame of {length} bytes was announced; at most {most} are allowed")
-        mac = _begun(self._proving, self._received, header)
-        body = self._read(length, mac)
-        if not hmac.compare_digest(mac.digest(), self._read(TAG_BYTES)):
-            raise self._given_up("a frame failed authentication")
+    def receive(self) -> list[memoryview]:
+        """Read a message."""
+        self._mac = _begun(self._proving, self._received)
+        frames = super().receive()
+        mac, self._mac = self._mac, None
+        if not hmac.compare_digest(mac.digest(), self._take(TAG_BYTES)):
+            raise self._given_up("a message failed authentication")
         self._received += 1
-        return body
+        return frames
+
+    def _check(self, announced: int, most: int, what: str) -> None:
+        if announced > min(most, self._most):
+            raise self._given_up(f"a message of {announced} {what} was announced; at most {most} are allowed")
+
+    def _write(self, views: list[memoryview]) -> None:
+        mac = _begun(self._sealing, self._sent)
+        self._sent += 1
+        small: list[memoryview] = []
+        for view in views:
+            if len(view) <= CHUNK_BYTES:
+                mac.update(view)
+                small.append(view)
+                continue
+            # sent piece by piece, each before it is hashed: the other side can start on it
+            super()._write(small)
+            small = []
+            for start in range(0, len(view), CHUNK_BYTES):
+                chunk = view[start : start + CHUNK_BYTES]
+                super()._write([chunk])
+                mac.update(chunk)
+        super()._write([*small, memoryview(mac.digest())])
+
+    def _take(self, size: int) -> memoryview:
+        """Read ``size`` bytes, and hash them on the way."""
+        mac = self._mac
+        if mac is None:
+            return super()._take(size)
+        view = np.empty(size, np.uint8).data
+        for start in range(0, size, CHUNK_BYTES):
+            chunk = super()._take(min(CHUNK_BYTES, size - start))
+            view[start : start + len(chunk)] = chunk
+            mac.update(chunk)
+        return view
 
     def _given_up(self, reason: str) -> TamperedError:
         LOG.warning("the connection with %s is given up: %s", self._end.getpeername(), reason)
         return TamperedError(reason)
-
-    def _read(self, size: int, mac: hmac.HMAC | None = None) -> memoryview:
-        """Read ``size`` bytes, and update a MAC with them on the way."""
-        view = np.empty(size, np.uint8).data
-        done = 0
-        while done < size:
-            count = self._end.recv_into(view[done : done + CHUNK_BYTES])
-            if not count:
-                raise EOFError
-            if mac is not None:
-                mac.update(view[done : done + count])
-            done += count
-        return view
-
-    def fileno(self) -> int:
-        """Return the descriptor of the socket."""
-        return self._end.fileno()
-
-    def close(self) -> None:
-        """Close it."""
-        self._end.close()
 
     def __enter__(self) -> Self:
         return self
@@ -154,10 +146,10 @@ class SealedConnection:
         self.close()
 
 
-def _begun(keyed: hmac.HMAC, number: int, length: bytes) -> hmac.HMAC:
-    """Return the MAC of a frame, begun with its number and its length."""
+def _begun(keyed: hmac.HMAC, number: int) -> hmac.HMAC:
+    """Return the MAC of a message, begun with its number."""
     mac = keyed.copy()
-    mac.update(number.to_bytes(NUMBER_BYTES, "big") + length)
+    mac.update(number.to_bytes(NUMBER_BYTES, "big"))
     return mac
 
 
@@ -190,7 +182,7 @@ class Address:
 class Listener:
     """Accepts drivers, each in its own thread."""
 
-    def __init__(self, host: str, welcome: Callable[[SealedConnection], None]) -> None:
+    def __init__(self, host: str, welcome: Callable[[SealedStream], None]) -> None:
         self._welcome = welcome
         self._closed = threading.Event()
         self._pending: deque[socket.socket] = deque()
@@ -230,20 +222,20 @@ class Listener:
         self._socket.close()
 
 
-def dial(address: Address) -> SealedConnection:
+def dial(address: Address) -> SealedStream:
     """Return a connection to an actor's listener."""
     caller = socket.create_connection((address.host, address.port), DIAL_SECONDS)
     return _prove(caller, address.key, is_actor=False)
 
 
-def _prove(end: socket.socket, key: bytes, is_actor: bool) -> SealedConnection:
+def _prove(end: socket.socket, key: bytes, is_actor: bool) -> SealedStream:
     """Return the connection of a socket, once each side has shown that it has the key."""
     with contextlib.ExitStack() as on_failure:
         on_failure.enter_context(end)
         _tune(end)
         end.settimeout(DIAL_SECONDS)
         try:
-            connection = SealedConnection(end, key, is_actor)
+            connection = SealedStream(end, key, is_actor)
         except TimeoutError as error:
             raise TimeoutError(f"the other side said nothing for {DIAL_SECONDS} s") from error
         on_failure.pop_all()
@@ -258,15 +250,16 @@ def _tune(end: socket.socket) -> None:
             end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-class LateConnection:
+class LateStream:
     """A connection that may be used before it exists: readers and writers wait until it does, or never will."""
 
     def __init__(self) -> None:
         self._known = threading.Event()
         self._lock = threading.Lock()
-        self._real: SealedConnection | None = None
+        self._real: SealedStream | None = None
+        self._moved_at = time.monotonic()
 
-    def become(self, real: SealedConnection) -> None:
+    def become(self, real: SealedStream) -> None:
         """Take the connection, or close it if this one was given up."""
         with self._lock:
             if self._known.is_set():
@@ -279,28 +272,36 @@ class LateConnection:
         with self._lock:
             self._known.set()
 
-    def _wait(self) -> SealedConnection:
+    def _wait(self) -> SealedStream:
         self._known.wait()
         if self._real is None:
             raise EOFError("the connection was never made")
         return self._real
 
-    def send_bytes(self, buf: bytes | memoryview) -> None:
-        """Write one frame."""
+    def send(self, frames: Sequence[link.Buffer]) -> None:
+        """Write a message."""
         try:
-            self._wait().send_bytes(buf)
+            self._wait().send(frames)
         except EOFError as error:
             raise OSError(str(error)) from error
 
-    def recv_bytes(self, maxlength: int | None = None) -> memoryview:
-        """Read one frame."""
-        return self._wait().recv_bytes(maxlength)
+    def receive(self) -> list[memoryview]:
+        """Read a message."""
+        return self._wait().receive()
 
-    def fileno(self) -> int:
-        """Return the descriptor of the socket."""
-        if self._real is None:
-            raise OSError("the connection was never made")
-        return self._real.fileno()
+    @property
+    def moved_at(self) -> float:
+        """When the other side last took something."""
+        return self._moved_at if self._real is None else max(self._moved_at, self._real.moved_at)
+
+    @moved_at.setter
+    def moved_at(self, value: float) -> None:
+        self._moved_at = value
+
+    def hang_up(self) -> None:
+        """End the traffic both ways, or give it up."""
+        if self._real is not None:
+            self._real.hang_up()
 
     def close(self) -> None:
         """Close it, or give it up. No thread may still be reading it."""
@@ -309,39 +310,8 @@ class LateConnection:
             self._real.close()
 
 
-SEPARATOR = "/"
 ENDS = ("failed", "died")
-
-
-def named_after(driver: str, request_id: str) -> str:
-    """Return a request id that no other driver uses.
-
-    >>> named_after("d1", "a/b"), driver_of("d1/a/b")
-    ('d1/a/b', ('d1', 'a/b'))
-    """
-    return f"{driver}{SEPARATOR}{request_id}"
-
-
-def driver_of(request_id: str) -> tuple[str, str]:
-    """Undo :func:`named_after`."""
-    driver, _, own = request_id.partition(SEPARATOR)
-    return driver, own
-
-
-def wrap(message: tuple[object, ...], opened: Sequence[str] = ()) -> wire.Frames:
-    """Return the frames in which a driver sends a message for the engine process, unread by the actor."""
-    return wire.encode((list(opened), wire.payload(message)))
-
-
-class _Driver:
-    """One driver that is connected; ``open`` holds the ids of its requests in flight."""
-
-    def __init__(self, name: str, connection: SealedConnection) -> None:
-        self.outbox = wire.Outbox(connection, reader=f"driver {name}")
-        self.open: set[str] = set()
-
-    def send(self, *message: object) -> None:
-        self.outbox.put(wire.encode(message))
+OF_DRIVERS = ("generate", "abort", "call")  # what a driver may send to the engine
 
 
 class ReplicaHost:
@@ -358,8 +328,8 @@ class ReplicaHost:
         awaits_secrets: bool = False,
     ) -> None:
         self._lock = threading.Lock()
-        self._drivers: dict[str, _Driver] = {}
-        self._announced: list[tuple[object, ...]] = []  # what drivers that connect later must get, too
+        self._drivers: dict[str, link.Outbox] = {}
+        self._announced: list[tuple[str, link.Frames]] = []  # what drivers that connect later must get, too
         self._configure = configuration(arguments)
         self._make_child = partial(Child, index, kind, log_folder=log_folder, fork=False)
         self._environment = dict(environment)
@@ -400,7 +370,7 @@ class ReplicaHost:
     def shut_down(self) -> None:
         """:meth:`end` on purpose: connected drivers are notified, so that none restarts the replica."""
         with self._lock:
-            self._announce("ended")
+            self._announce("ended", link.message("ended"))
         self.end()
 
     def _engine_died(self) -> None:
@@ -408,93 +378,75 @@ class ReplicaHost:
 
     # -- drivers ----------------------------------------------------------------------------------------------------
 
-    def _serve(self, connection: SealedConnection) -> None:
+    def _serve(self, stream: SealedStream) -> None:
         """Pass on a driver's messages until it is gone."""
-        name, secrets = wire.receive(connection)
+        _, name, secrets = link.read(stream)
         child = self._start(secrets)
-        driver = _Driver(name, connection)
+        outbox = link.Outbox(stream, reader=f"driver {name}")
         with self._lock:
             # a driver that comes late gets what was announced to all: ready, or how it ended
-            self._drivers[name] = driver
-            for message in self._announced:
-                driver.send(*message)
+            self._drivers[name] = outbox
+            for _, frames in self._announced:
+                outbox.put(frames)
             if self._is_over():
-                driver.outbox.finish()
+                outbox.finish()
         try:
-            with contextlib.suppress(EOFError, OSError):
+            with contextlib.suppress(EOFError, OSError, ValueError):
                 while True:
-                    ids, frames = wire.receive(connection)
-                    with self._lock:
-                        driver.open.update(ids)
-                    child.outbox.put([memoryview(frame) for frame in frames])
+                    head, *body = stream.receive()
+                    kind, _ = link.head_of([head])
+                    if kind in OF_DRIVERS:  # and whatever name it gives, the message is its own
+                        child.outbox.put([*link.message(kind, driver=name)[:1], *body])
         finally:
-            self._part_with(child, name)
-
-    def _part_with(self, child: Child, name: str) -> None:
-        with self._lock:
-            driver = self._drivers.pop(name)
-        # nobody would take these answers any more
-        if driver.open:
-            child.outbox.put(wire.encode(("abort", sorted(driver.open))))
-        child.outbox.put(wire.encode(("left", name)))  # it may have owned the engine's weights
-        driver.outbox.close()
+            with self._lock:
+                del self._drivers[name]
+            child.outbox.put(link.message("left", driver=name))
+            outbox.close()
 
     # -- the engine -------------------------------------------------------------------------------------------------
 
     def _read_engine(self, child: Child) -> None:
         try:
-            with contextlib.suppress(EOFError, OSError):
+            with contextlib.suppress(EOFError, OSError, ValueError):
                 while True:
-                    self._pass_on(*wire.receive(child.connection))
+                    self._pass_on(child.stream.receive())
         finally:
             child.end()
+            child.stream.close()
             self._report_end(child)
 
-    def _pass_on(self, kind: str, *rest: Any) -> None:
-        """Pass a message of the engine process to the drivers that it concerns."""
+    def _pass_on(self, frames: list[memoryview]) -> None:
+        """Pass a message of the engine process to the driver that it names, or to all."""
+        kind, name = link.head_of(frames)
         with self._lock:
             if kind in ENDS:
-                self._announce("tail", self.log_tail())
+                self._announce("tail", link.message("tail", self.log_tail()))
             if kind in ("ready", *ENDS):
-                self._announce(kind, *rest)
+                self._announce(kind, list(frames))
                 return
-            for name in self._recipients(kind, rest[0]) & self._drivers.keys():
-                self._drivers[name].send(kind, *rest)
+            for driver in self._drivers.values() if not name else filter(None, [self._drivers.get(name)]):
+                driver.put(list(frames))
 
-    def _recipients(self, kind: str, what: Any) -> set[str]:
-        if kind == "completions":
-            return self._over(packed_ids(what))
-        if kind == "refused":
-            return self._over([what])
-        if kind in ("result", "error"):
-            return {what[0]}  # the number of a call is a pair, of which this is the driver
-        return set(self._drivers)
-
-    def _over(self, ids: list[str]) -> set[str]:
-        """Note that requests are over, and return whose they were."""
-        names = {driver_of(request_id)[0] for request_id in ids}
-        for name in names & self._drivers.keys():
-            self._drivers[name].open.difference_update(ids)
-        return names
-
-    def _announce(self, *message: object) -> None:
+    def _announce(self, kind: str, frames: link.Frames) -> None:
         """Send a message to all drivers, later ones included."""
-        self._announced.append(message)
+        self._announced.append((kind, frames))
         for driver in self._drivers.values():
-            driver.send(*message)
+            driver.put(frames)
 
     def _is_over(self) -> bool:
-        return any(message[0] in ENDS for message in self._announced)
+        return any(kind in ENDS for kind, _ in self._announced)
 
     def _report_end(self, child: Child) -> None:
         """Report the end to the drivers, unless the engine process did; then hang up."""
         with self._lock:
             if not self._is_over():
-                self._announce("tail", self.log_tail())
-                self._announce("died", f"its engine process ended with exit code {child.process.poll()}")
+                self._announce("tail", link.message("tail", self.log_tail()))
+                ending = f"its engine process ended with exit code {child.process.poll()}"
+                self._announce("died", link.message("died", ending))
             drivers = list(self._drivers.values())
-            died = self._announced[0][0] == "ready" and ("ended",) not in self._announced
+            kinds = [kind for kind, _ in self._announced]
+            died = kinds[0] == "ready" and "ended" not in kinds
         for driver in drivers:
-            driver.outbox.close()
+            driver.close()
         if died:
             self._engine_died()

@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
@@ -21,10 +20,9 @@ from torch import Tensor
 
 from torchrl_moe.errors import WeightSyncError
 from torchrl_moe.modules.backends.checkpoint import checkpoint_folder, checkpoint_metadata, tokenizer_files
-from torchrl_moe.modules.backends.commands import WeightCommands, compare_log_probs
-from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.engine import compare_log_probs
 from torchrl_moe.modules.backends.process.engine_program import EngineProgram, Inbox, Load, Send, run_engine, run_script
-from torchrl_moe.modules.backends.process.wire import Packed
+from torchrl_moe.modules.backends.process.link import SocketStream
 from torchrl_moe.modules.backends.replica import (
     Completion,
     PauseMode,
@@ -32,13 +30,14 @@ from torchrl_moe.modules.backends.replica import (
     ReplicaStats,
     Request,
     Scoring,
+    StageReport,
     SwapReport,
 )
 from torchrl_moe.modules.backends.transformers.answer import Answer
 from torchrl_moe.modules.backends.transformers.decoder import BatchDecoder, RequestReader, Running, WaitingLine
 from torchrl_moe.modules.backends.transformers.transformers_arguments import build_engine_args
 from torchrl_moe.weight_update.store import Manifest, WeightStoreReader, check_tensors
-from torchrl_moe.weight_update.transports.base import Receiver, StageReport
+from torchrl_moe.weight_update.transports.base import Receiver
 from torchrl_moe.weight_update.transports.registry import open_receiver
 
 if TYPE_CHECKING:
@@ -49,16 +48,12 @@ if TYPE_CHECKING:
 __all__ = ["EngineRequests", "EngineWeights", "exchange"]
 
 
-class EngineProcess(EngineProgram, WeightCommands):
+class EngineProcess(EngineProgram):
     """One engine process over plain transformers."""
 
     def __init__(self, loaded: Loaded, inbox: Inbox, send: Send) -> None:
-
-        self.requests = EngineRequests(
-            loaded.decoder, loaded.reader, lambda completion: send(("completion", completion)), self._refuse
-        )
-        EngineProgram.__init__(self, loaded.info, self.requests.load, inbox, send)
-        WeightCommands.__init__(self)
+        self.requests = EngineRequests(loaded.decoder, loaded.reader, self.deliver, self.refuse)
+        super().__init__(loaded.info, self.requests.load, inbox, send)
         self.weights = EngineWeights(loaded.decoder.model, loaded.info.model, self.requests, loaded.report)
         self._loaded = loaded
         self._self = psutil.Process()
@@ -69,69 +64,56 @@ class EngineProcess(EngineProgram, WeightCommands):
         """Start a request."""
         self.requests.start(request)
 
-    def abort(self, request_ids: list[str]) -> None:
+    def abort(self, request_ids: Sequence[str]) -> None:
         """Cut requests short."""
         self.requests.abort(request_ids)
 
-    def left(self, driver: str) -> None:
-        """End the claim of a driver that is gone."""
-        self.owner.left(driver)
+    async def _snapshot(self) -> list[Completion]:
+        return await self.requests.snapshot()
 
     def _background(self) -> list[Coroutine[object, None, None]]:
-        return [self._work()]
-
-    async def _work(self) -> None:
-        """Run the requests; if that fails, report that to the driver at once."""
-        await asyncio.gather(self.requests.run(), return_exceptions=True)
-        self._report_death()
-
-    def _death(self) -> str:
-        failure = self.requests.failure
-        return "" if failure is None else f"the model failed: {type(failure).__name__}: {failure}"
+        return [self.requests.run()]
 
     def close(self) -> None:
         """End the engine."""
         self.requests.close()
         self.weights.close()
 
-    # -- commands ---------------------------------------------------------------------------------------------------
+    # -- verbs, which ``Engine`` describes -----------------------------------------------------------------------------
 
-    async def command_pause(self, mode: PauseMode, clear_cache: bool) -> None:
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         await self.requests.pause(mode, clear_cache)
 
-    async def command_resume(self) -> None:
+    async def resume(self) -> None:
         self.requests.resume()
 
-    async def command_sleep(self, level: int, mode: PauseMode) -> None:
+    async def sleep(self, level: int, mode: PauseMode) -> None:
         del level, mode
         raise ValueError("sleep: engine='transformers' keeps its model in memory; shut it down, or use vLLM")
 
-    async def command_wake_up(self, tags: list[str] | None) -> None:
+    async def wake_up(self, tags: Sequence[str] | None) -> None:
         del tags  # it never sleeps
 
-    async def command_collective_rpc(
-        self, method: str, args: tuple[object, ...], kwargs: dict[str, object] | None
+    async def collective_rpc(
+        self, method: str, args: Sequence[object], kwargs: Mapping[str, object] | None
     ) -> NoReturn:
         del args, kwargs
         raise ValueError(f"{method}: engine='transformers' has no workers to call; collective_rpc is vLLM's")
 
-    async def command_reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(self) -> bool:
         return not self.requests  # nothing is cached beyond a request
 
-    async def command_set_seed(self, seed: int) -> None:
+    async def set_seed(self, seed: int) -> None:
         async with self.requests.step_lock:
             self.requests.decoder.sampler.seed(seed)
 
-    async def command_tokenizer(self) -> dict[str, object]:
+    async def tokenizer(self) -> dict[str, object]:
         return tokenizer_files(self._loaded.reader.tokenizer.tokenizer, self._loaded.arguments.trust_remote_code)
 
-    async def command_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    async def metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
         return checkpoint_metadata(checkpoint_folder(self.info.model))
 
-    async def command_snapshot(self) -> Packed:
-        return wire.pack_completions(await self.requests.snapshot())
-
-    async def command_probe(self, seconds: float) -> ProbeReport:
+    async def probe(self, seconds: float) -> ProbeReport:
         """Report whether a step ended in time, and this process's CPU time: its model thread is the engine core."""
         waiting = asyncio.ensure_future(self.requests.step_lock.acquire())
         await asyncio.wait({waiting}, timeout=seconds)
@@ -158,7 +140,7 @@ class EngineProcess(EngineProgram, WeightCommands):
 
     # -- weights ----------------------------------------------------------------------------------------------------
 
-    async def command_weights_version(self) -> int:
+    async def weights_version(self) -> int:
         return self.requests.version
 
     async def _open_transport(self, transport: str, options: Mapping[str, object]) -> None:
@@ -198,7 +180,6 @@ class EngineRequests:
         self.step_lock = asyncio.Lock()
         self.version = 0
         self.load = Load()
-        self.failure: BaseException | None = None
         self.counts = dict.fromkeys(("requests", "completions", "prompt_tokens", "generated_tokens"), 0)
         self.seconds = 0.0
         self._reader, self._send, self._refuse = reader, send, refuse
@@ -229,7 +210,7 @@ class EngineRequests:
         self._line.add(running)
         self._changed.set()
 
-    def abort(self, request_ids: list[str]) -> None:
+    def abort(self, request_ids: Sequence[str]) -> None:
         """Cut requests short."""
         self._aborted.update(name for name in request_ids if name in self._open)
         self._changed.set()
@@ -237,16 +218,12 @@ class EngineRequests:
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Work until cancelled. An error in the model's thread ends the engine, and is kept in :attr:`failure`."""
-        try:
-            while True:
-                await self._changed.wait()
-                self._changed.clear()
-                async with self.step_lock:
-                    await self._work()
-        except Exception as error:
-            self.failure = error
-            raise
+        """Work until cancelled. An error in the model's thread ends the engine."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            async with self.step_lock:
+                await self._work()
 
     async def _work(self) -> None:
         # aborts first: what they free may join
@@ -538,9 +515,9 @@ async def _open(arguments: dict[str, object], inbox: Inbox, send: Send) -> Engin
     return EngineProcess(load(build_engine_args(arguments)), inbox, send)
 
 
-def run(connection: Connection, driver_is_gone: Callable[[], bool]) -> None:
+def run(stream: SocketStream, driver_is_gone: Callable[[], bool]) -> None:
     """Run the engine, then end the process."""
-    run_engine(connection, driver_is_gone, _open)
+    run_engine(stream, driver_is_gone, _open)
 
 
 def preload() -> str:

@@ -9,8 +9,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 
@@ -19,16 +18,24 @@ from torchrl_moe._lazy import without_collections
 from torchrl_moe.data import RoutingLayout
 from torchrl_moe.errors import EngineError, WeightSyncError
 from torchrl_moe.modules.backends.checkpoint import checkpoint_folder, checkpoint_metadata, tokenizer_files
-from torchrl_moe.modules.backends.process import wire
 from torchrl_moe.modules.backends.process.engine_program import EngineProgram, Inbox, Load, Send, run_engine, run_script
-from torchrl_moe.modules.backends.process.wire import Packed
-from torchrl_moe.modules.backends.replica import PauseMode, ProbeReport, ReplicaInfo, ReplicaStats, Request, SwapReport
+from torchrl_moe.modules.backends.process.link import SocketStream
+from torchrl_moe.modules.backends.replica import (
+    Completion,
+    PauseMode,
+    ProbeReport,
+    ReplicaInfo,
+    ReplicaStats,
+    Request,
+    StageReport,
+    SwapReport,
+)
 from torchrl_moe.modules.backends.request_routes import RequestRoutes
 from torchrl_moe.modules.backends.vllm import cpu_kernels
 from torchrl_moe.modules.backends.vllm.engine_args import build_engine_args, check_vllm
 from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
 from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder, lift_top_k_rule, why_unscored
-from torchrl_moe.modules.backends.vllm.weights import AdapterVersions, EngineWeightCommands, EngineWeights
+from torchrl_moe.modules.backends.vllm.weights import AdapterVersions, EngineWeights, Updates
 
 if TYPE_CHECKING:
     import torch
@@ -143,7 +150,7 @@ class EngineSleep:
 SHUTDOWN_SECONDS = 1.0  # that vLLM's own processes get to end
 
 
-class EngineProcess(EngineProgram, EngineWeightCommands):
+class EngineProcess(EngineProgram):
     """One engine process over vLLM."""
 
     def __init__(
@@ -155,15 +162,15 @@ class EngineProcess(EngineProgram, EngineWeightCommands):
         send: Send,
         sampling: SamplingParamsBuilder | None = None,
     ) -> None:
-        EngineProgram.__init__(self, info, load, inbox, send)
+        super().__init__(info, load, inbox, send)
         self.engine = engine
-        self.probe = EngineProbe(engine)
-        weights = EngineWeights(engine, lambda: checkpoint_metadata(checkpoint_folder(info.model)))
-        requests = EngineRequests(
+        self._probe = EngineProbe(engine)
+        self.weights = EngineWeights(engine, lambda: checkpoint_metadata(checkpoint_folder(info.model)))
+        self.requests = self.weights.in_flight = EngineRequests(
             engine,
-            weights,
-            lambda completion: send(("completion", completion)),
-            self._refuse,
+            self.weights,
+            self.deliver,
+            self.refuse,
             sampling,
             routes=RequestRoutes(
                 info.layout,
@@ -172,10 +179,9 @@ class EngineProcess(EngineProgram, EngineWeightCommands):
                 engine.model_config.get_vocab_size(),
             ),
         )
-        weights.in_flight = requests
-        self.sleeping = EngineSleep(engine, weights)
-        adapters = AdapterVersions(engine, requests, self.sleeping.check_awake)
-        EngineWeightCommands.__init__(self, weights, requests, adapters, self.sleeping.swap)
+        self.sleeping = EngineSleep(engine, self.weights)
+        adapters = AdapterVersions(engine, self.requests, self.sleeping.check_awake)
+        self.updates = Updates(self.weights, self.requests, adapters, self.sleeping.swap)
         self._client_errors = _compat.vllm_client_errors()
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -184,59 +190,72 @@ class EngineProcess(EngineProgram, EngineWeightCommands):
         """Start a request."""
         self.requests.start(request)
 
-    def abort(self, request_ids: list[str]) -> None:
+    def abort(self, request_ids: Sequence[str]) -> None:
         """Cut requests short."""
         self.requests.abort(request_ids)
 
-    def left(self, driver: str) -> None:
-        """End the claim of a driver that is gone."""
-        self.owner.left(driver)
+    async def _snapshot(self) -> list[Completion]:
+        return await self.requests.snapshot()
 
-    # -- commands ---------------------------------------------------------------------------------------------------
+    # -- verbs, which ``Engine`` describes --------------------------------------------------------------------------
 
-    async def command_pause(self, mode: PauseMode, clear_cache: bool) -> None:
+    async def probe(self, seconds: float) -> ProbeReport:
+        return await self._probe.read(seconds)
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         before = self.requests.in_flight()
         await self.sleeping.pause(mode, clear_cache)
         if mode == "abort":  # vLLM holds what it had not yet taken in
             self.requests.cut(before)
 
-    async def command_resume(self) -> None:
+    async def resume(self) -> None:
         await self.sleeping.resume()
 
-    async def command_sleep(self, level: int, mode: PauseMode) -> None:
-        if self._sends_adapters:
+    async def sleep(self, level: int, mode: PauseMode) -> None:
+        if self.updates.sends_adapters:
             raise ValueError("sleep: lora='adapter' loads into memory that would be gone: use lora='merged'")
         before = self.requests.in_flight()
         await self.sleeping.sleep(level, mode)
         if mode == "abort":
             self.requests.cut(before)
 
-    async def command_wake_up(self, tags: list[str] | None) -> None:
+    async def wake_up(self, tags: Sequence[str] | None) -> None:
         await self.sleeping.wake_up(tags)
 
-    async def command_reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(self) -> bool:
         return bool(await self.engine.reset_prefix_cache())
 
-    async def command_set_seed(self, seed: int) -> None:
+    async def set_seed(self, seed: int) -> None:
         await self.engine.collective_rpc("torchrl_moe_set_seed", None, (seed,), None)
 
-    async def command_collective_rpc(
-        self, method: str, args: tuple[object, ...], kwargs: dict[str, object] | None
-    ) -> object:
-        return await self.engine.collective_rpc(method, None, args, kwargs)
+    async def collective_rpc(
+        self, method: str, args: Sequence[object], kwargs: Mapping[str, object] | None
+    ) -> list[Any]:
+        values: list[Any] = await self.engine.collective_rpc(method, None, tuple(args), kwargs)
+        return values
 
-    async def command_tokenizer(self) -> dict[str, object]:
+    async def tokenizer(self) -> dict[str, object]:
         tokenizer = _compat.plain_tokenizer(self.engine.get_tokenizer())
         return tokenizer_files(tokenizer, self.engine.model_config.trust_remote_code)
 
-    async def command_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    async def metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
         return checkpoint_metadata(checkpoint_folder(self.info.model))
 
-    async def command_snapshot(self) -> Packed:
-        return wire.pack_completions(await self.requests.snapshot())
+    async def weights_version(self) -> int:
+        return self.weights.version
 
-    async def command_probe(self, seconds: float) -> ProbeReport:
-        return await self.probe.read(seconds)
+    async def _open_transport(self, transport: str, options: Mapping[str, object]) -> None:
+        await self.updates.open(transport, options)
+
+    async def _stage(self, version: int, verify: str, threads: int, manifest: str | None) -> StageReport:
+        return await self.updates.stage(version, verify, threads, manifest)
+
+    async def _swap(
+        self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, object] | None, patience: float
+    ) -> SwapReport:
+        return await self.updates.swap(version, pause, clear_cache, canary, patience)
+
+    # -- life -------------------------------------------------------------------------------------------------------
 
     def _stats(self) -> ReplicaStats:
         # vLLM reports at each step, and an idle engine takes none
@@ -254,8 +273,6 @@ class EngineProcess(EngineProgram, EngineWeightCommands):
             weights_version=self.weights.proved_version,
             **self.requests.counts,
         )
-
-    # -- life -------------------------------------------------------------------------------------------------------
 
     def _death(self) -> str:
         return f"vLLM's engine core died: {self.engine.dead_error}" if self.engine.errored else ""
@@ -417,9 +434,9 @@ async def _open(arguments: dict[str, object], inbox: Inbox, send: Send) -> Engin
     return EngineProcess(engine, info, load, inbox, send, sampling)
 
 
-def run(connection: Connection, driver_is_gone: Callable[[], bool]) -> None:
+def run(stream: SocketStream, driver_is_gone: Callable[[], bool]) -> None:
     """Run the engine, then end the process."""
-    run_engine(connection, driver_is_gone, _open)
+    run_engine(stream, driver_is_gone, _open)
 
 
 def preload() -> str:

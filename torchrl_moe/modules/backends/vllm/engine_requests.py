@@ -544,7 +544,7 @@ class EngineRequests:
 
     # -- cutting requests short -------------------------------------------------------------------------------------
 
-    def abort(self, request_ids: list[str]) -> None:
+    def abort(self, request_ids: Sequence[str]) -> None:
         """Cut requests short; repeated until they are gone, since vLLM may still be taking a request in."""
         self.cut([self._open[name] for name in request_ids if name in self._open])
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torchrl_moe.errors import WeightSyncError
-from torchrl_moe.modules.backends.commands import compare_log_probs
+from torchrl_moe.modules.backends.engine import compare_log_probs
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams

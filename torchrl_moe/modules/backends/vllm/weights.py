@@ -1,4 +1,4 @@
-"""The engine process's side of a weight update: versions of weights and of adapters, commands of the driver."""
+"""The engine process's side of a weight update: versions of weights and of adapters, which of them a trainer sends."""
 
 from __future__ import annotations
 
@@ -16,21 +16,19 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, TypedDict
 
 from torchrl_moe import _compat
 from torchrl_moe.errors import ManifestMismatch, WeightSyncError
-from torchrl_moe.modules.backends.commands import WeightCommands
 from torchrl_moe.modules.backends.process.engine_program import FOLDER_VARIABLE
-from torchrl_moe.modules.backends.replica import Completion, PauseMode, SwapReport
+from torchrl_moe.modules.backends.replica import Completion, PauseMode, StageReport, SwapReport
 from torchrl_moe.modules.backends.vllm.adapters import build_lora_request, load_adapter, unused_modules
 from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
 from torchrl_moe.modules.backends.vllm.weight_check import WeightCheck
 from torchrl_moe.weight_update.store import Manifest, WeightStoreReader, check_tensors, copy_adapter
-from torchrl_moe.weight_update.transports.base import StageReport
 
 if TYPE_CHECKING:
     import torch
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["AdapterVersions", "EngineWeightCommands", "EngineWeights"]
+__all__ = ["AdapterVersions", "EngineWeights", "Updates"]
 
 
 # The engine process's side of an adapter update: load a version beside the others, then give it to new requests.
@@ -494,11 +492,8 @@ def _message(error: BaseException | None) -> str | None:
     return None if error is None else f"{type(error).__name__}: {error}"
 
 
-# The weight commands of an engine process over vLLM, for a trainer that sends whole weights, or only an adapter.
-
-
-class EngineWeightCommands(WeightCommands):
-    """The part of ``EngineProcess`` that updates weights."""
+class Updates:
+    """The updates of one engine by a trainer that sends whole weights, or only an adapter."""
 
     def __init__(
         self,
@@ -507,30 +502,29 @@ class EngineWeightCommands(WeightCommands):
         adapters: AdapterVersions,
         swap: Callable[..., Awaitable[SwapReport]] | None = None,
     ) -> None:
-        super().__init__()
         self.weights, self.requests, self.adapters = weights, requests, adapters
         self._swap_weights = swap or weights.swap
-        self._sends_adapters = False  # whether the trainer does, instead of weights
+        self.sends_adapters = False
 
-    async def command_weights_version(self) -> int:
-        return self.weights.version
-
-    async def _open_transport(self, transport: str, options: Mapping[str, object]) -> None:
+    async def open(self, transport: str, options: Mapping[str, object]) -> None:
+        """Open the engine's end of a transport."""
         if transport == "adapter":
             self.adapters.init(options, self.weights.replaced)
         else:
             await self.weights.init(transport, options)
-        self._sends_adapters = transport == "adapter"
+        self.sends_adapters = transport == "adapter"
 
-    async def _stage(self, version: int, verify: str, threads: int, manifest: str | None) -> StageReport:
-        if self._sends_adapters:
+    async def stage(self, version: int, verify: str, threads: int, manifest: str | None) -> StageReport:
+        """Fetch a version and check it."""
+        if self.sends_adapters:
             return await self.adapters.stage(version)
         return await self.weights.stage(version, verify, threads, manifest)
 
-    async def _swap(
+    async def swap(
         self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, object] | None, patience: float
     ) -> SwapReport:
-        if self._sends_adapters:
+        """Serve the version that was staged."""
+        if self.sends_adapters:
             return self.adapters.swap(version)
         # whole weights have the adapter merged in, or none
         adapter, self.requests.adapter = self.requests.adapter, None

@@ -20,7 +20,7 @@ from vllm.utils.torch_utils import set_random_seed
 
 from torchrl_moe import _compat
 from torchrl_moe.errors import WeightSyncError
-from torchrl_moe.modules.backends.process import wire
+from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.process.engine_program import end_with_leader
 from torchrl_moe.modules.backends.vllm import cpu_kernels
 from torchrl_moe.modules.backends.vllm.adapters import build_lora_request
@@ -351,4 +351,4 @@ class WorkerExtension:
     def torchrl_moe_validate(self, function: bytes) -> list[bytes]:
         """Return, in frames, what a pickled function of the saved parameters and the model returns."""
         saved = getattr(self, "torchrl_moe_saved", {})
-        return [bytes(frame) for frame in wire.encode(pickle.loads(function)(saved, self.model_runner.get_model()))]
+        return [bytes(frame) for frame in link.encode(pickle.loads(function)(saved, self.model_runner.get_model()))]
