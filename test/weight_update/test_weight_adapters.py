@@ -124,7 +124,8 @@ def test_an_adapter_that_the_engine_would_not_apply_whole_is_refused(engine: Asy
             sender.update_weights()
         print(caught.value)
         sender.shutdown()
-    assert (engine.replica_table[0].version, ask(engine).outputs[0].finish_reason) == (before, "length")
+    assert engine.replica_table[0].version == before
+    assert ask(engine).outputs[0].finish_reason == "length"
 
 
 @pytest.mark.engine("qwen3_moe", **ADAPTED)
@@ -155,7 +156,8 @@ def test_a_request_that_began_with_an_adapter_is_exact_when_merged_weights_come(
     (completion,) = answers
     (output,) = completion.outputs
     versions = torch.from_numpy(output.policy_versions.astype("int64"))
-    assert (versions.unique_consecutive().tolist(), output.finish_reason) == ([before, after], "length")
+    assert versions.unique_consecutive().tolist() == [before, after]
+    assert output.finish_reason == "length"
     got, ids = torch.from_numpy(output.logprobs.copy()), [*SHORT, *output.token_ids.tolist()]
     rows = torch.cat([versions[:1].expand(len(SHORT) - 1), versions])  # row t comes with token t + 1
     for version, state in ((after, model.state_dict()), (before, old)):

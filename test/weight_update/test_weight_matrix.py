@@ -204,5 +204,6 @@ def test_every_token_is_of_the_version_that_it_says(
         for future in futures:
             completion = future.result(SECONDS)
             for output in completion.outputs:
-                assert (output.finish_reason, len(output.token_ids)) == ("length", 300)
+                assert output.finish_reason == "length"
+                assert len(output.token_ids) == 300
                 versions.check(completion, output, only=exact if output.policy_versions[0] == before else None)

@@ -21,7 +21,8 @@ IDS = [72, 105, 44, 32, 119, 111]
 @pytest.mark.engine("qwen3_moe")
 def test_torchrls_updater_brings_weights_through_our_sender(engine: AsyncVLLM, shelf: EngineShelf) -> None:
     updater = vLLMUpdaterV2(engine)
-    assert (updater.get_tp_size(), updater.model_metadata) == (1, engine.get_model_metadata())
+    assert updater.get_tp_size() == 1
+    assert updater.model_metadata == engine.get_model_metadata()
     with pytest.raises(RuntimeError, match="init_weight_update_group: no sender has this engine"):
         updater.init()
     model = AutoModelForCausalLM.from_pretrained(shelf.folder("qwen3_moe"))
