@@ -1,4 +1,4 @@
-"""Asynchronous collectors and a Ctrl-C, for the tests of this folder."""
+"""Engines, asynchronous collectors and a Ctrl-C, for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -11,6 +11,17 @@ import pytest
 from support.collecting import Questions, chat, policy_of
 from support.interrupts import Interrupt, interrupts
 from torchrl_moe.collectors import AsyncLLMCollector
+from torchrl_moe.testing import FakeAsyncVLLM
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A fake one of two replicas, or of the module's ``REPLICAS``; or the real one that the test's marker describes."""
+    if request.node.get_closest_marker("engine"):
+        yield request.getfixturevalue("engine")
+    else:
+        with FakeAsyncVLLM(num_replicas=getattr(request.module, "REPLICAS", 2)) as fake:
+            yield fake
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +15,6 @@ from torchrl_moe.modules.backends.replica import Completion
 from torchrl_moe.testing import FakeAsyncVLLM
 
 IDS = [65, 66, 67]
-
-
-@pytest.fixture
-def engine() -> Iterator[FakeAsyncVLLM]:
-    with FakeAsyncVLLM(num_replicas=2) as engine:
-        yield engine
 
 
 def arguments(ids: list[int]) -> dict[str, Any]:
@@ -87,21 +80,19 @@ def test_what_is_asked_again_continues(engine: FakeAsyncVLLM) -> None:
     assert again.state_dict({}) == {9: {0: {0: (first, how())}}}
 
 
-def test_an_answer_to_another_prompt_or_of_another_kind_or_from_the_future_is_not_used(engine: FakeAsyncVLLM) -> None:
+@pytest.mark.parametrize(
+    ("ids", "version", "asked_how", "is_used"),
+    [([65, 66], 3, {}, False), (IDS, 2, {}, False), (IDS, 3, {"max_tokens": 5}, False), (IDS, 3, {}, True)],
+)
+def test_an_answer_to_another_prompt_or_of_another_kind_or_from_the_future_is_not_used(
+    engine: FakeAsyncVLLM, ids: list[int], version: int, asked_how: dict[str, int], is_used: bool
+) -> None:
     had = answer(engine, Answers().ask(0, 0, arguments(IDS), 0))
     had.outputs[0] = replace(had.outputs[0], policy_versions=had.outputs[0].policy_versions + 3)
-    cases = [
-        ([65, 66], 3, how(), False),
-        (IDS, 2, how(), False),
-        (IDS, 3, how(max_tokens=5), False),
-        (IDS, 3, how(), True),
-    ]
-    for ids, version, asked_how, is_used in cases:
-        answers = Answers()
-        answers.load_state_dict({0: {0: {0: (had, asked_how)}}})
-        asked = answers.ask(0, 0, arguments(ids), version)
-        assert ("resume" in asked) == is_used
-        assert ("prompt_token_ids" in asked) != is_used
+    answers = Answers()
+    answers.load_state_dict({0: {0: {0: (had, how(**asked_how))}}})
+    asked = answers.ask(0, 0, arguments(ids), version)
+    assert ("resume" in asked, "prompt_token_ids" in asked) == (is_used, not is_used)
 
 
 def test_snapshots_are_of_all_replicas_that_answer(engine: FakeAsyncVLLM, caplog: pytest.LogCaptureFixture) -> None:

@@ -25,33 +25,19 @@ def dataset_env() -> DatasetChatEnv:
     return env.append_transform(StepCounter(max_steps=1))
 
 
-def test_an_environment_brings_its_data_and_its_repeats() -> None:
-    source = source_of(dataset_env(), None, None)
-    assert source.env.batch_size == (4,)
-    assert source.make is None
+def test_an_environment_brings_its_data_and_its_repeats_and_what_is_given_wins() -> None:
+    source, given = source_of(dataset_env(), None, None), Questions(3)
+    assert (source.env.batch_size, source.make, source.group_size) == ((4,), None, 4)
     assert isinstance(source.dataloader, Questions)
-    assert source.group_size == 4
+    fewer = source_of(dataset_env(), given, 2)
+    assert (fewer.env.batch_size, fewer.group_size) == ((2,), 2)
+    assert fewer.dataloader is given
 
 
-def test_a_group_size_wins_over_repeats() -> None:
-    source = source_of(dataset_env(), None, 2)
-    assert source.env.batch_size == (2,)
-    assert source.group_size == 2
-
-
-def test_given_data_win_over_the_environments() -> None:
-    given = Questions(3)
-    assert source_of(dataset_env(), given, None).dataloader is given
-
-
-def test_a_callable_makes_more_that_fit_alike() -> None:
+def test_a_callable_makes_more_that_fit_alike_and_those_of_one_sample_stay_so() -> None:
     make = source_of(dataset_env, None, None).make
-    assert make is not None
-    assert make().batch_size == (4,)
+    assert make is not None and make().batch_size == (4,)
     assert make() is not make()
-
-
-def test_environments_of_one_sample_stay_so() -> None:
     assert source_of(lambda: chat(1), Questions(), 8).env.batch_size == (1,)
 
 
@@ -60,30 +46,17 @@ def test_groups_in_a_batch(groups: int | None, turns: int | None, expected: int)
     assert groups_in_batch(groups, turns, 4) == expected
 
 
-def test_in_history_mode_later_turns_send_the_ids_of_earlier_ones() -> None:
-    with FakeAsyncVLLM() as engine:
-        plain, tokens = policy_of(engine), policy_of(engine, input_mode="tokens")
-        assert checked(plain, None).prefer_tokens
-        assert not plain.prefer_tokens
-        assert checked(None, lambda: tokens) is tokens
+def test_in_history_mode_later_turns_send_the_ids_of_earlier_ones(engine: FakeAsyncVLLM) -> None:
+    plain, tokens = policy_of(engine), policy_of(engine, input_mode="tokens")
+    assert checked(plain, None).prefer_tokens and not plain.prefer_tokens
+    assert checked(None, lambda: tokens) is tokens
+    assert engine_of(vLLMWrapper(engine)) is engine
+    assert engine_of(lambda td: td) is None
 
 
 def test_torchrls_other_values_are_taken(collect: Callable[..., AsyncLLMCollector]) -> None:
-    with FakeAsyncVLLM() as engine:
-        given = {"yield_completed_trajectories": True, "async_envs": False, "flatten_data": True}
-        settings = collect(
-            policy=policy_of(engine), **given, reset_at_each_iter=True, yield_only_last_steps=True
-        ).settings
-    assert settings.only_last_turns
-
-
-def test_an_engine_is_that_of_a_policy_of_ours() -> None:
-    assert engine_of(lambda td: td) is None
-    with FakeAsyncVLLM() as engine:
-        assert engine_of(vLLMWrapper(engine)) is engine
-
-
-# -- settings ---------------------------------------------------------------------------------------------------------
+    given = {"yield_completed_trajectories": True, "async_envs": False, "flatten_data": True}
+    assert collect(**given, reset_at_each_iter=True, yield_only_last_steps=True).settings.only_last_turns
 
 
 def test_the_defaults_of_settings_are_the_collectors() -> None:

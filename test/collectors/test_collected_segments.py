@@ -34,6 +34,12 @@ def versions(engine: AsyncVLLM, shelf: EngineShelf, tmp_path: Path) -> Iterator[
     made.close()
 
 
+def collector_of(engine: AsyncVLLM, env: Any, tokens: int, *, ignore_eos: bool = True, **kwargs: Any) -> Any:
+    params = {"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": ignore_eos}
+    policy = vLLMWrapper(engine, generate_kwargs=params)
+    return AsyncLLMCollector(env, policy=policy, **{"dataloader": Questions(), "group_size": 2, **kwargs})
+
+
 def check(versions: Versions, row: TensorDictBase) -> None:
     """A row of the collector's is what each token's version makes of all that stands before it."""
     prompt = len(row["tokens", "prompt"])
@@ -51,15 +57,7 @@ def check(versions: Versions, row: TensorDictBase) -> None:
 @pytest.mark.engine("qwen3_moe")
 def test_every_part_of_an_answer_is_exactly_its_versions(versions: Versions, engine: AsyncVLLM) -> None:
     """Weights change three times under running answers, which are aborted and continue; 0 route mismatches."""
-    kwargs = {"max_new_tokens": TOKENS, "ignore_eos": True, "temperature": 1.0}
-    collector = AsyncLLMCollector(
-        chat(2),
-        policy=vLLMWrapper(engine, generate_kwargs=kwargs),
-        dataloader=Questions(),
-        group_size=2,
-        groups_per_batch=2,
-        max_staleness=1,
-    )
+    collector = collector_of(engine, chat(2), TOKENS, groups_per_batch=2, max_staleness=1)
     first = versions.now
 
     def longest() -> int:
@@ -77,8 +75,7 @@ def test_every_part_of_an_answer_is_exactly_its_versions(versions: Versions, eng
     assert len(rows) == 8
     assert all(versions.changed(first + i, first + i + 1) > 100 * TOLERANCE for i in range(3))
     for row in rows:
-        assert len(row["tokens", "response"]) == TOKENS
-        assert str(row["finish_reason"]) == "length"
+        assert (len(row["tokens", "response"]), str(row["finish_reason"])) == (TOKENS, "length")
         assert int(row["policy_version"]) == int(row["policy_versions", "full"][-TOKENS:].min())
         check(versions, row)
     assert max(int(row["num_segments"]) for row in rows) >= 3
@@ -87,14 +84,7 @@ def test_every_part_of_an_answer_is_exactly_its_versions(versions: Versions, eng
 @pytest.mark.engine("qwen3_moe")
 def test_turns_keep_what_earlier_turns_know_of_their_tokens(versions: Versions, engine: AsyncVLLM) -> None:
     """Two turns with a weight change between: the first turn's log-probs, versions and routes stand in the second."""
-    kwargs = {"max_new_tokens": 24, "ignore_eos": True, "temperature": 1.0}
-    collector = AsyncLLMCollector(
-        lambda: chat(1, turns=2),
-        policy=vLLMWrapper(engine, generate_kwargs=kwargs),
-        dataloader=Questions(),
-        group_size=2,
-        max_staleness=0,
-    )
+    collector = collector_of(engine, lambda: chat(1, turns=2), 24, max_staleness=0)
     (batch,) = islice(collector, 1)
     collector.shutdown()
     for one, other in (batch[:2].unbind(0), batch[2:].unbind(0)):
@@ -119,13 +109,7 @@ def test_what_is_cut_before_its_first_token_begins_in_the_new_weights(
     monkeypatch.setattr(
         replica, "submit", lambda requests: sent.extend(one.request_id for one in requests) or submit(requests)
     )
-    collector = AsyncLLMCollector(
-        chat(2),
-        policy=vLLMWrapper(engine, generate_kwargs={"max_new_tokens": 8, "ignore_eos": True, "temperature": 1.0}),
-        dataloader=Questions(),
-        group_size=2,
-        max_staleness=0,
-    )
+    collector = collector_of(engine, chat(2), 8, max_staleness=0)
     replica.call(Engine.pause, SECONDS, "keep", False)
     with ThreadPoolExecutor(1) as trainer:
         batch = trainer.submit(lambda: next(iter(collector)))
@@ -136,8 +120,7 @@ def test_what_is_cut_before_its_first_token_begins_in_the_new_weights(
     collector.shutdown()
     assert len(sent) == 2
     for row in rows:
-        assert row["policy_versions", "full"][-8:].tolist() == [new] * 8
-        assert int(row["num_segments"]) == 1
+        assert (row["policy_versions", "full"][-8:].tolist(), int(row["num_segments"])) == ([new] * 8, 1)
         assert str(row["finish_reason"]) == "length"
         check(versions, row)
 
@@ -175,13 +158,8 @@ def ends(row: TensorDictBase) -> str:
 def test_an_answer_ends_where_it_must_wherever_it_was_cut(versions: Versions, engine: AsyncVLLM) -> None:
     """Weights change again and again, until a cut lay within a stop string, and another before the end of a turn."""
     questions = [{"query": [f"{i} {'even' if i % 2 == 0 else 'odd'}" for i in range(64)]}]
-    collector = AsyncLLMCollector(
-        stopping,
-        policy=vLLMWrapper(engine, generate_kwargs={"max_new_tokens": 64, "temperature": 1.0}),
-        dataloader=questions,
-        group_size=8,
-        groups_per_batch=4,
-        max_staleness=2,
+    collector = collector_of(
+        engine, stopping, 64, ignore_eos=False, dataloader=questions, group_size=8, groups_per_batch=4, max_staleness=2
     )
     over = threading.Event()
 
@@ -210,13 +188,7 @@ def test_an_answer_ends_where_it_must_wherever_it_was_cut(versions: Versions, en
 
 @pytest.mark.engine("qwen3_moe")
 def test_a_collector_that_is_shut_down_leaves_the_engine_idle_and_serving(engine: AsyncVLLM) -> None:
-    collector = AsyncLLMCollector(
-        chat(4),
-        policy=vLLMWrapper(engine, generate_kwargs={"max_new_tokens": TOKENS, "ignore_eos": True}),
-        dataloader=Questions(),
-        group_size=4,
-        groups_per_batch=2,
-    )
+    collector = collector_of(engine, chat(4), TOKENS, group_size=4, groups_per_batch=2)
 
     def counts(*names: str) -> list[Any]:
         (stats,) = engine.stats()
@@ -236,11 +208,11 @@ def test_a_collector_that_is_shut_down_leaves_the_engine_idle_and_serving(engine
 @pytest.mark.engine("qwen3_moe")
 def test_groups_of_one_prompt_that_share_its_cache_have_the_right_rows(versions: Versions, engine: AsyncVLLM) -> None:
     """Three groups of one prompt, two requests at a time: the later ones find its blocks in the prefix cache."""
-    collector = AsyncLLMCollector(
+    collector = collector_of(
+        engine,
         chat(2),
-        policy=vLLMWrapper(engine, generate_kwargs={"max_new_tokens": 12, "ignore_eos": True, "temperature": 1.0}),
+        12,
         dataloader=[{"query": ["Which numbers are prime, and why? " * 9]}],
-        group_size=2,
         groups_per_batch=3,
         max_staleness=0,
         max_in_flight=2,

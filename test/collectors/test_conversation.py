@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -22,22 +23,21 @@ from torchrl_moe.modules.backends.replica import Completion, KeptIds
 from torchrl_moe.modules.policies.vllm_wrapper import SampleRequest
 from torchrl_moe.testing import FakeAsyncVLLM
 
-
-@pytest.fixture
-def engine() -> Iterator[FakeAsyncVLLM]:
-    with FakeAsyncVLLM() as engine:
-        yield engine
+REPLICAS = 1
 
 
 def talk(
-    policy: vLLMWrapper, script: Callable[[Conversation], Awaitable[Any]], **kwargs: Any
+    policy: vLLMWrapper,
+    script: Callable[[Conversation], Awaitable[Any]],
+    data: TensorDictBase | None = None,
+    **kwargs: Any,
 ) -> tuple[Conversation, Any]:
     """The conversation that a script had about ``query="q"``, and what the script returned."""
 
     async def generate(request: SampleRequest, _: int) -> Completion:
         return await policy.model.agenerate(**request.arguments)
 
-    conversation = Conversation(policy, generate, TensorDict(query="q"), kwargs)
+    conversation = Conversation(policy, generate, TensorDict(query="q") if data is None else data, kwargs)
     return conversation, asyncio.run(script(conversation))
 
 
@@ -51,6 +51,17 @@ def as_chat(text: str) -> str:
 
 def followed(answer: TensorDictBase, text: str = "and then?") -> History:
     return answer["history"].full.append(History(role="user", content=text), inplace=False, dim=-1)
+
+
+def twice(engine: FakeAsyncVLLM, prompt: Any, follow: Callable[[TensorDictBase], Any] = followed, **kwargs: Any) -> Any:
+    """A script of two turns, with new weights between them."""
+
+    async def script(conversation: Conversation) -> list[TensorDictBase]:
+        first = await conversation.ask(prompt, **kwargs)
+        engine.replicas[0].version = 1
+        return [first, await conversation.ask(follow(first))]
+
+    return script
 
 
 @pytest.mark.parametrize(
@@ -90,22 +101,11 @@ def test_a_question_has_its_own_tools_and_arguments_of_the_template(engine: Fake
         assert set(row.keys()) == {"query", *answer.keys(), "next", "done", "terminated", "truncated"}
 
 
-def test_tools_are_for_chats(engine: FakeAsyncVLLM) -> None:
-    with pytest.raises(TypeError, match="tools: for chats, and the policy has input_mode='text'"):
-        talk(policy_of(engine, input_mode="text"), lambda one: one.ask("one", tools=[{"name": "f"}]))
-
-
 def test_an_answer_that_continues_a_message_can_be_followed_up(engine: FakeAsyncVLLM) -> None:
     chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "It "}]
-
-    async def script(conversation: Conversation) -> list[TensorDictBase]:
-        first = await conversation.ask(chat)
-        return [first, await conversation.ask(followed(first))]
-
-    _, (first, second) = talk(history_policy(engine), script)
+    _, (first, second) = talk(history_policy(engine), twice(engine, chat))
     assert TOKENIZER.decode(first["tokens", "prompt"]) == as_chat("one") + "It "
-    said = first["history"].response.content[0]
-    assert first["history"].full.content == ["one", f"It {said}"]
+    assert first["history"].full.content == ["one", f"It {first['history'].response.content[0]}"]
     assert torch.equal(second["tokens", "prompt"][: len(first["tokens", "full"])], first["tokens", "full"])
 
 
@@ -120,21 +120,19 @@ def test_text_and_ids_are_sent_as_they_are(engine: FakeAsyncVLLM) -> None:
 @pytest.mark.parametrize(
     ("mode", "prompt", "words"),
     [
-        (
-            "history",
-            [111, 110],
-            r"mode='history' takes a History \[turns\], messages, or text, got \[111",
-        ),
+        ("history", [111, 110], r"mode='history' takes a History \[turns\], messages, or text, got \[111"),
         ("history", History.from_chats([[{"role": "user", "content": "one"}]]), "a History"),
         ("history", [], r"got \[\]"),
         ("text", [111, 110], "input_mode='text' takes text, got"),
         ("tokens", "one", "input_mode='tokens' takes token ids, got 'one'"),
         ("tokens", [{"role": "user", "content": "one"}], "takes token ids"),
+        ("text", "with tools", "tools: for chats, and the policy has input_mode='text'"),
     ],
 )
 def test_a_prompt_of_another_kind_is_refused(engine: FakeAsyncVLLM, mode: Any, prompt: Any, words: str) -> None:
+    tools = {"tools": [{"name": "f"}]} if prompt == "with tools" else {}
     with pytest.raises(TypeError, match=words):
-        talk(policy_of(engine, input_mode=mode), lambda one: one.ask(prompt))
+        talk(policy_of(engine, input_mode=mode), lambda one: one.ask(prompt, **tools))
 
 
 def test_arguments_of_generation_are_the_collectors_then_the_questions(engine: FakeAsyncVLLM) -> None:
@@ -147,13 +145,7 @@ def test_arguments_of_generation_are_the_collectors_then_the_questions(engine: F
 
 def test_a_turn_sends_the_ids_of_the_earlier_and_keeps_what_is_known_of_them(engine: FakeAsyncVLLM) -> None:
     """The weights change between the turns, so each of these values would be another one if it were made again."""
-
-    async def script(conversation: Conversation) -> list[TensorDictBase]:
-        first = await conversation.ask("one")
-        engine.replicas[0].version = 1
-        return [first, await conversation.ask(followed(first))]
-
-    _, (first, second) = talk(history_policy(engine), script)
+    _, (first, second) = talk(history_policy(engine), twice(engine, "one"))
     had = len(first["tokens", "full"])
     assert torch.equal(second["tokens", "prompt"][:had], first["tokens", "full"])
     response = slice(had - 6, had)
@@ -162,12 +154,10 @@ def test_a_turn_sends_the_ids_of_the_earlier_and_keeps_what_is_known_of_them(eng
     assert torch.equal(second["log_probs", "full"][response], first["log_probs", "response"])
     assert torch.equal(second["routed_experts", "full"][: had - 1], first["routed_experts", "full"][:-1])
     assert (second["routed_experts", "full"][had - 1, 1:] != -1).all()
-    assert len(first["tokens", "full"]) == had
 
 
 def test_a_turn_keeps_the_words_that_the_earlier_was_sampled_from(engine: FakeAsyncVLLM) -> None:
     """Its log-probs are kept, and are over these words."""
-
     policy = history_policy(engine)
 
     async def generate(request: SampleRequest, _: int) -> Completion:
@@ -178,12 +168,8 @@ def test_a_turn_keeps_the_words_that_the_earlier_was_sampled_from(engine: FakeAs
             output.kept = KeptIds(words.astype(np.int32), np.full(len(output.token_ids), 2, np.int32))
         return completion
 
-    async def two_turns(conversation: Conversation) -> list[TensorDictBase]:
-        first = await conversation.ask("one", top_k=2)
-        return [first, await conversation.ask(followed(first))]
-
     conversation = Conversation(policy, generate, TensorDict(query="q"), {})
-    first, second = asyncio.run(two_turns(conversation))
+    first, second = asyncio.run(twice(engine, "one", top_k=2)(conversation))
     had = len(first["tokens", "full"])
     kept = second["sampling", "kept"].validate(vocabulary=512, tokens=second["tokens", "full"])
     assert first["sampling", "kept"].sizes.tolist() == [0] * (had - 6) + [2] * 6
@@ -202,11 +188,7 @@ def test_a_turn_at_another_temperature_is_refused(engine: FakeAsyncVLLM) -> None
 
 
 def test_ids_that_continue_keep_what_is_known(engine: FakeAsyncVLLM) -> None:
-    async def script(conversation: Conversation) -> list[TensorDictBase]:
-        first = await conversation.ask([65, 66])
-        engine.replicas[0].version = 1
-        return [first, await conversation.ask([*first["tokens", "full"].tolist(), 67])]
-
+    script = twice(engine, [65, 66], lambda first: [*first["tokens", "full"].tolist(), 67])
     _, (first, second) = talk(policy_of(engine, input_mode="tokens"), script)
     assert second["policy_versions", "full"].tolist() == [-1] * 2 + [0] * 6 + [-1] + [1] * 6
     assert torch.equal(second["log_probs", "full"][2:8], first["log_probs", "response"])
@@ -235,28 +217,20 @@ def test_rows_are_laid_out_as_those_of_an_environment(engine: FakeAsyncVLLM) -> 
     policy = history_policy(engine)
 
     async def script(conversation: Conversation) -> None:
-        answer = await conversation.ask("q")
-        await conversation.ask(followed(answer))
-
-    ours = talk(policy, script)[0].rows([1.0, 1.0])
+        await conversation.ask(followed(await conversation.ask("q")))
 
     async def generate(request: SampleRequest, _: int) -> Completion:
         return await engine.agenerate(**request.arguments)
 
-    async def played() -> list[TensorDictBase]:
-        pool = EnvironmentPool(chat(1, 2, reward=lambda _: 1.0), None)
-        try:
-            return await pool.play(policy, generate, TensorDict(query="q"), None)
-        finally:
-            pool.close()
-
-    theirs = [turn[0] for turn in asyncio.run(played())]
+    ours = talk(policy, script)[0].rows([1.0, 1.0])
+    with closing(EnvironmentPool(chat(1, 2, reward=lambda _: 1.0), None)) as pool:
+        theirs = [turn[0] for turn in asyncio.run(pool.play(policy, generate, TensorDict(query="q"), None))]
     for our, their in zip(ours, theirs, strict=True):
         their = their.exclude("step_count", ("next", "step_count"))  # a transform's
         assert {str(key) for key in our.keys(True, True)} == {str(key) for key in their.keys(True, True)}
         assert set(our.keys()) == set(their.keys())
         for key in their.keys(True, True):
-            if isinstance(their[key], torch.Tensor) and key != ("next", "truncated") and key != ("next", "terminated"):
+            if isinstance(their[key], torch.Tensor) and key not in (("next", "truncated"), ("next", "terminated")):
                 assert our[key].dtype == their[key].dtype, key
                 assert torch.equal(our[key], their[key]) or our[key].isnan().any(), key
         assert our["query"] == their["query"]
@@ -282,28 +256,9 @@ def test_a_reward_is_the_last_turns_or_one_for_each(engine: FakeAsyncVLLM, rewar
     assert {row["next", "reward"].dtype for row in rows} == {torch.float32}
 
 
-@pytest.mark.parametrize(
-    ("reward", "error", "words"),
-    [
-        (None, TypeError, "must return its reward, a number or one number per turn, got None"),
-        ("1.0", TypeError, "got '1.0'"),
-        ([1.0, None], TypeError, "got"),
-        ([1.0, 2.0], ValueError, "returned 2 rewards for 1 turns"),
-        ([], ValueError, "returned 0 rewards for 1 turns"),
-    ],
-)
-def test_what_is_no_reward_is_refused(engine: FakeAsyncVLLM, reward: Any, error: Any, words: str) -> None:
-    conversation, _ = talk(history_policy(engine), lambda one: one.ask("one"))
-    with pytest.raises(error, match=words):
-        conversation.rows(reward)
-
-
 def test_a_conversation_of_nothing_has_no_rows(engine: FakeAsyncVLLM) -> None:
-    async def script(_: Conversation) -> None:
-        pass
-
     with pytest.raises(ValueError, match="asked for no answer"):
-        talk(history_policy(engine), script)[0].rows(1.0)
+        talk(history_policy(engine), lambda _: asyncio.sleep(0))[0].rows(1.0)
 
 
 def test_turns_stand_in_the_order_in_which_they_were_asked_for_and_those_that_failed_do_not(
@@ -340,17 +295,12 @@ def test_turns_stand_in_the_order_in_which_they_were_asked_for_and_those_that_fa
 def test_what_is_written_into_the_data_stands_in_every_row(engine: FakeAsyncVLLM) -> None:
     data = TensorDict(query="q")
 
-    async def script() -> Conversation:
-        async def generate(request: SampleRequest, _: int) -> Completion:
-            return await engine.agenerate(**request.arguments)
-
-        conversation = Conversation(history_policy(engine), generate, data, {})
+    async def script(conversation: Conversation) -> None:
         await conversation.ask("one")
         await conversation.ask("two")
         data["calls"] = torch.tensor(3)
-        return conversation
 
-    assert [int(row["calls"]) for row in asyncio.run(script()).rows(1.0)] == [3, 3]
+    assert [int(row["calls"]) for row in talk(history_policy(engine), script, data)[0].rows(1.0)] == [3, 3]
 
 
 def test_after_its_end_nothing_is_asked_and_what_is_under_way_is_aborted(engine: FakeAsyncVLLM) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -23,11 +23,7 @@ from torchrl_moe.collectors.environments import EnvironmentTimeoutError
 from torchrl_moe.errors import RequestRefusedError
 from torchrl_moe.testing import FakeAsyncVLLM
 
-
-@pytest.fixture
-def engine() -> Iterator[FakeAsyncVLLM]:
-    with FakeAsyncVLLM() as engine:
-        yield engine
+REPLICAS = 1
 
 
 def test_each_prompt_is_answered_once_in_the_order_of_the_data(engine: FakeAsyncVLLM) -> None:
@@ -38,15 +34,10 @@ def test_each_prompt_is_answered_once_in_the_order_of_the_data(engine: FakeAsync
     assert {request.priority for request in engine.replicas[0].submitted} == {-1 << 30}
 
 
-def test_the_last_turn_is_returned(engine: FakeAsyncVLLM) -> None:
-    rows = evaluate(policy_of(engine), lambda: chat(1, turns=3), 2, Questions())
-    assert rows["next", "step_count"].flatten().tolist() == [3, 3]
-
-
-def test_rewards_of_all_turns_are_summed(engine: FakeAsyncVLLM) -> None:
+def test_the_last_turn_is_returned_and_rewards_of_all_turns_are_summed(engine: FakeAsyncVLLM) -> None:
     rows = evaluate(policy_of(engine), lambda: chat(1, turns=3, reward=lambda query: 0.5), 2, Questions())
-    assert rows["next", "episode_reward"].flatten().tolist() == [1.5, 1.5]
-    assert rows["next", "reward"].flatten().tolist() == [0.5, 0.5]
+    found = [rows["next", key].flatten().tolist() for key in ("step_count", "episode_reward", "reward")]
+    assert found == [[3, 3], [1.5, 1.5], [0.5, 0.5]]
 
 
 def test_a_prompt_that_the_engine_refuses_is_left_out_by_name(caplog: pytest.LogCaptureFixture) -> None:
@@ -82,20 +73,17 @@ def test_an_environment_can_be_used_again_and_those_that_were_made_are_closed(en
     closed: list[EnvBase] = []
     made: list[EnvBase] = []
 
-    def noted() -> EnvBase:
+    def make() -> EnvBase:
         one = chat(1)
         one.close = lambda **_: closed.append(one)
+        made.append(one)
         return one
 
-    def make() -> EnvBase:
-        made.append(noted())
-        return made[-1]
-
-    policy, env = policy_of(engine), noted()
+    policy, env = policy_of(engine), make()
     assert queries(evaluate(policy, env, 2, Questions())) == queries(evaluate(policy, env, 2, Questions()))
     evaluate(policy, make, 2, Questions())
-    assert made
-    assert {id(one) for one in closed} == {id(one) for one in made}
+    assert len(made) > 1
+    assert {id(one) for one in closed} == {id(one) for one in made[1:]}
 
 
 def test_generation_can_be_changed(engine: FakeAsyncVLLM) -> None:
@@ -104,22 +92,19 @@ def test_generation_can_be_changed(engine: FakeAsyncVLLM) -> None:
     assert (request.param("temperature"), request.param("max_tokens")) == (0.0, 2)
 
 
-def test_a_collection_continues_beside_it(engine: FakeAsyncVLLM) -> None:
+def test_a_collection_continues_beside_it(collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM) -> None:
     engine.replicas[0].token_seconds = 1e-3
-    collector = AsyncLLMCollector(chat(2), policy=policy_of(engine), dataloader=Questions(), group_size=2, order="fifo")
+    collector = collect(order="fifo")
     batches = iter(collector)
     seen = queries(next(batches))[::2]
     assert queries(collector.evaluate(chat(1), 2, dataloader=Questions())) == ["q0", "q1"]
     seen += [query for batch in islice(batches, 4) for query in queries(batch)[::2]]
-    collector.shutdown()
     assert seen == ["q0", "q1", "q2", "q3", "q4"]
 
 
 def test_it_works_inside_a_running_event_loop(engine: FakeAsyncVLLM) -> None:
-    policy = policy_of(engine)
-
     async def cell() -> list[str]:
-        return queries(evaluate(policy, chat(1), 2, Questions()))
+        return queries(evaluate(policy_of(engine), chat(1), 2, Questions()))
 
     assert asyncio.run(cell()) == ["q0", "q1"]
 

@@ -12,79 +12,61 @@ from torchrl_moe.collectors import group as collection_stats
 from torchrl_moe.collectors.group import CollectionStats, Group
 from torchrl_moe.collectors.prompt_stream import Prompt
 
-# -- group ------------------------------------------------------------------------------------------------------------
-
 
 def turn(*versions: list[int]) -> TensorDictBase:
     """One turn of as many samples; -1 is of the prompt."""
-    rows = []
-    for one in versions:
-        made = [version for version in one if version >= 0]
-        row = TensorDict(
-            policy_versions=TensorDict(full=torch.tensor(one)),
-            tokens=TensorDict(response=torch.zeros(len(made))),
-            policy_version=torch.tensor(min(made, default=-1)),
-        )
-        rows.append(row)
-    return lazy_stack(rows)
+    made = [[version for version in one if version >= 0] for one in versions]
+    return lazy_stack(
+        [
+            TensorDict(
+                policy_versions=TensorDict(full=torch.tensor(full)),
+                tokens=TensorDict(response=torch.zeros(len(one))),
+                policy_version=torch.tensor(min(one, default=-1)),
+            )
+            for full, one in zip(versions, made, strict=True)
+        ]
+    )
 
 
-def group() -> Group:
-    return Group(7, Prompt(0, TensorDict()), begun_version=9)
+def completed(*samples: list[TensorDictBase], only_last: bool = False, **kwargs: bool) -> tuple[Group, TensorDictBase]:
+    """A group, begun at version 9, of the turns of its samples; and its rows."""
+    one = Group(7, Prompt(0, TensorDict()), begun_version=9)
+    one.complete(list(samples), only_last=only_last, **kwargs)
+    assert one.rows is not None
+    return one, one.rows
 
 
 def test_samples_stay_together_and_turns_in_their_order() -> None:
-    one = group()
-    one.complete([[turn([3, 3]), turn([4])], [turn([5, 6])]], only_last=False)
-    assert one.rows is not None
-    assert [row["policy_versions", "full"].tolist() for row in one.rows.unbind(0)] == [[3, 3], [4], [5, 6]]
-    assert one.rows["group_id"].tolist() == [7, 7, 7]
-    assert (one.oldest, one.tokens) == (3, 5)
+    one, rows = completed([turn([3, 3]), turn([4])], [turn([5, 6])])
+    assert [row["policy_versions", "full"].tolist() for row in rows.unbind(0)] == [[3, 3], [4], [5, 6]]
+    assert (rows["group_id"].tolist(), one.oldest, one.tokens) == ([7, 7, 7], 3, 5)
 
 
-def test_samples_of_one_environment_are_taken_apart() -> None:
-    one = group()
-    one.complete([[turn([3], [4]), turn([5], [6])]], only_last=False)
-    assert one.rows is not None
-    assert one.rows["policy_version"].tolist() == [3, 5, 4, 6]
-
-
-def test_versions_stand_where_torchrls_scripts_look_if_asked_for() -> None:
-    one = group()
-    one.complete([[turn([3], [4]), turn([5], [6])]], only_last=True, version_in_next=True)
-    assert one.rows is not None
-    assert one.rows["next", "policy_version"].tolist() == one.rows["policy_version"].tolist() == [5, 6]
+def test_samples_of_one_environment_are_taken_apart_and_versions_stand_where_torchrls_scripts_look() -> None:
+    turns = [turn([3], [4]), turn([5], [6])]
+    assert completed(turns)[1]["policy_version"].tolist() == [3, 5, 4, 6]
+    _, rows = completed(turns, only_last=True, version_in_next=True)  # if asked for
+    assert rows["next", "policy_version"].tolist() == rows["policy_version"].tolist() == [5, 6]
 
 
 def test_the_age_counts_turns_that_are_not_kept() -> None:
-    one = group()
-    one.complete([[turn([3, 3]), turn([5])]], only_last=True)
-    assert one.rows is not None
-    assert one.rows["policy_version"].tolist() == [5]
-    assert (one.oldest, one.tokens) == (3, 3)
+    one, rows = completed([turn([3, 3]), turn([5])], only_last=True)
+    assert (rows["policy_version"].tolist(), one.oldest, one.tokens) == ([5], 3, 3)
 
 
 def test_a_group_without_a_token_is_as_old_as_its_beginning() -> None:
-    one = group()
-    one.complete([[turn([-1])]], only_last=False)
-    assert one.oldest == 9
+    assert completed([turn([-1])])[0].oldest == 9
 
 
 def test_a_restored_group_is_as_old_as_it_was_and_apart_from_the_trainers_rows() -> None:
-    one = group()
-    one.complete([[turn([3, 3])]], only_last=False)
+    one, rows = completed([turn([3, 3])])
     state = one.state_dict(version=5)
-    assert one.rows is not None
-    one.rows[0].set("advantage", torch.ones(1))
+    rows[0].set("advantage", torch.ones(1))
     again = Group.restored(8, state, version=20)
     assert again.rows is not None
     assert "advantage" not in again.rows[0].keys()  # noqa: SIM118
     assert (again.number, again.oldest, again.tokens) == (8, 18, 2)
-    assert again.rows["group_id"].tolist() == [7]
-    assert again.ready_at > 0
-
-
-# -- collection stats -------------------------------------------------------------------------------------------------
+    assert again.rows["group_id"].tolist() == [7] and again.ready_at > 0
 
 
 def counted(oldest: int, tokens: int, *segments: int, ready_at: float = 0.0) -> Group:
@@ -99,13 +81,16 @@ def test_the_metrics_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
         stats.completed(one)
     monkeypatch.setattr(collection_stats.time, "monotonic", lambda: 10.0)
     stats.gave_out(groups, version=6)
+    expected = {
+        "inference/staleness_mean": 2.0,  # 1 and 3
+        "inference/staleness_max": 3.0,
+        "inference/queue_age": 2.0,  # 3 and 1
+        "collector/partial_ratio": 0.25,
+        "collector/max_segments": 4.0,
+        "collector/length_trained_over_sampled": 0.5,  # 20 a group over 40
+    }
     found = stats.scalars()
-    assert found["inference/staleness_mean"] == 2.0  # 1 and 3
-    assert found["inference/staleness_max"] == 3.0
-    assert found["inference/queue_age"] == 2.0  # 3 and 1
-    assert found["collector/partial_ratio"] == 0.25
-    assert found["collector/max_segments"] == 4.0
-    assert found["collector/length_trained_over_sampled"] == 0.5  # 20 a group over 40
+    assert {name: found[name] for name in expected} == expected
 
 
 def test_a_replica_that_is_ahead_makes_no_negative_age() -> None:
@@ -119,8 +104,7 @@ def test_drops_are_counted_by_reason() -> None:
     for reason in ("stale", "failed", "stale"):
         stats.dropped(reason)
     found = stats.scalars()
-    assert found["collector/groups_dropped/stale"] == 2.0
-    assert found["collector/groups_dropped/failed"] == 1.0
+    assert (found["collector/groups_dropped/stale"], found["collector/groups_dropped/failed"]) == (2.0, 1.0)
     assert found["collector/refills"] == 3.0
 
 
@@ -128,17 +112,11 @@ def test_an_engine_is_idle_while_nothing_is_in_flight(monkeypatch: pytest.Monkey
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     stats = CollectionStats()
-    now[0] += 2  # idle
-    stats.in_flight += 1
-    stats.in_flight += 1
-    now[0] += 5
-    stats.in_flight -= 1
-    now[0] += 1
-    stats.in_flight -= 1
-    now[0] += 2  # idle
+    for seconds, change in ((2, 2), (5, -1), (1, -1), (2, 0)):  # idle at first and at last
+        now[0] += seconds
+        stats.in_flight += change
     found = stats.scalars()
-    assert found["inference/idle"] == pytest.approx(0.4)
-    assert found["inference/in_flight"] == 0.0
+    assert (found["inference/idle"], found["inference/in_flight"]) == (pytest.approx(0.4), 0.0)
 
 
 def test_nothing_is_made_up_before_the_first_batch() -> None:

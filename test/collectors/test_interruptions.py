@@ -32,20 +32,19 @@ def engine() -> Iterator[FakeAsyncVLLM]:
 
 @pytest.fixture
 def collect(engine: FakeAsyncVLLM) -> Iterator[Collect]:
-    """Makes collectors of two groups of 2 a batch, in order, and shuts them down."""
-    made: list[weakref.ref[AsyncLLMCollector]] = []
+    """Makes collectors of two groups of 2 a batch, in order, and shuts down those that are still there."""
+    made: weakref.WeakSet[AsyncLLMCollector] = weakref.WeakSet()
 
     def make(env: Any = None, **kwargs: Any) -> AsyncLLMCollector:
         common = {"policy": policy_of(engine), "dataloader": Questions(), "group_size": 2, "groups_per_batch": 2}
         kwargs = {**common, "order": "fifo", **kwargs}
         collector = AsyncLLMCollector(chat(kwargs["group_size"]) if env is None else env, **kwargs)
-        made.append(weakref.ref(collector))
+        made.add(collector)
         return collector
 
     yield make
-    for reference in made:
-        if (collector := reference()) is not None:
-            collector.shutdown()
+    for collector in list(made):
+        collector.shutdown()
 
 
 def prompts(batch: Any) -> list[str]:
@@ -59,33 +58,31 @@ def waiting(state: dict[str, Any]) -> list[str]:
 
 
 # -- interrupted ------------------------------------------------------------------------------------------------------
+def interrupted(collector: AsyncLLMCollector, engine: FakeAsyncVLLM, interrupt: Callable[..., None]) -> None:
+    """Have a Ctrl-C come while the first batch is waited for."""
+    engine.pause()
+    interrupt(lambda: len(submitted(engine)) == 4)
+    with pytest.raises(KeyboardInterrupt):
+        collector.next()
+    engine.resume()
 
 
 def test_a_batch_that_a_ctrl_c_kept_from_the_trainer_is_in_the_state(
     collect: Collect, engine: FakeAsyncVLLM, interrupt: Callable[..., None]
 ) -> None:
-    engine.pause()
-    collector = collect(max_staleness=0)
-    interrupt(lambda: len(submitted(engine)) == 4)
-    with pytest.raises(KeyboardInterrupt):
-        next(iter(collector))
-    engine.resume()
+    collector, after = collect(max_staleness=0), collect()
+    interrupted(collector, engine, interrupt)
     until(lambda: "inference/staleness_max" in collector.stats())  # the batch is made
     state = collector.state_dict()
     assert (state["frames"], waiting(state)) == (0, ["q0", "q1"])
-    after = collect()
     after.load_state_dict(state)
     assert prompts(next(iter(after))) == prompts(next(iter(collector))) == ["q0", "q1"]
     assert waiting(collector.state_dict()) == []
 
 
 def test_next_continues_after_a_ctrl_c(collect: Collect, engine: FakeAsyncVLLM, interrupt: Callable[..., None]) -> None:
-    engine.pause()
     collector = collect(max_staleness=0)
-    interrupt(lambda: len(submitted(engine)) == 4)
-    with pytest.raises(KeyboardInterrupt):
-        collector.next()
-    engine.resume()
+    interrupted(collector, engine, interrupt)
     assert [prompts(collector.next()) for _ in range(2)] == [["q0", "q1"], ["q2", "q3"]]
 
 
@@ -112,11 +109,9 @@ def test_what_is_on_its_way_to_the_buffer_is_in_the_state(collect: Collect) -> N
 
     buffer = Watched(storage=LazyStackStorage(64))
     collector = collect(replay_buffer=buffer, max_staleness=0, total_dialog_turns=12)
-    assert list(islice(collector, 9)) == [None] * 3
-    assert [count for _, count in states] == [0, 4, 8]
+    assert (list(islice(collector, 9)), [count for _, count in states]) == ([None] * 3, [0, 4, 8])
     for state, count in states:
-        assert state["frames"] == count
-        assert 2 * (state["prompts"]["position"] - len(waiting(state))) == count
+        assert (state["frames"], 2 * (state["prompts"]["position"] - len(waiting(state)))) == (count, count)
 
 
 def test_two_threads_share_the_batches(collect: Collect) -> None:
@@ -144,8 +139,6 @@ def test_two_collectors_share_an_engine(collect: Collect) -> None:
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------
-
-
 def test_a_shutdown_by_another_thread_ends_the_iteration(collect: Collect, engine: FakeAsyncVLLM) -> None:
     engine.pause()
     collector = collect()
@@ -223,8 +216,7 @@ def test_a_forked_process_is_refused_and_its_parent_continues(collect: Collect) 
             next(batches)
         collector.shutdown()
 
-    assert exit_code_of(child) == 0
-    assert prompts(next(batches)) == ["q2", "q3"]
+    assert (exit_code_of(child), prompts(next(batches))) == (0, ["q2", "q3"])
 
 
 def test_a_group_that_is_dropped_while_it_is_judged_leaves_the_environment_to_the_others(
@@ -249,16 +241,12 @@ def test_a_group_that_is_dropped_while_it_is_judged_leaves_the_environment_to_th
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_group_may_be_large(collect: Collect) -> None:
     batch = next(iter(collect(group_size=200, groups_per_batch=1, max_staleness=0)))
     assert queries(batch) == ["q0"] * 200
 
 
 # -- continuing -------------------------------------------------------------------------------------------------------
-
-
 def test_a_restored_line_is_in_the_order_of_the_data(collect: Collect, engine: FakeAsyncVLLM) -> None:
     """A complete group does not overtake one that was under way: an epoch of fifo ends with its last prompt."""
 
@@ -281,26 +269,25 @@ def test_a_restored_line_is_in_the_order_of_the_data(collect: Collect, engine: F
     assert [prompts(batch) for batch in islice(after, 3)] == [["q2", "q3"], ["q0", "q1"], ["q2", "q3"]]
 
 
-def test_weights_that_a_restored_trainer_pushes_make_nothing_older(collect: Collect, engine: FakeAsyncVLLM) -> None:
-    collector = collect(max_staleness=1)
+def restored(collect: Collect, before: int, ready: int, **settings: Any) -> AsyncLLMCollector:
+    """One that continues from a collector of some staleness with one batch taken and so many groups ready."""
+    collector = collect(max_staleness=before)
     next(iter(collector))
-    until(lambda: len(collector.state_dict()["ready"]) == 2)
-    state = collector.state_dict()
-    after = collect(max_staleness=1, on_stale="drop")
-    after.load_state_dict(state)
+    until(lambda: len(collector.state_dict()["ready"]) == ready)
+    after = collect(**settings)
+    after.load_state_dict(collector.state_dict())
+    return after
+
+
+def test_weights_that_a_restored_trainer_pushes_make_nothing_older(collect: Collect, engine: FakeAsyncVLLM) -> None:
+    after = restored(collect, 1, 2, max_staleness=1, on_stale="drop")
     new_weights(engine, 7)
     after.increment_version()
-    assert prompts(next(iter(after))) == ["q2", "q3"]
-    assert after.stats()["inference/staleness_max"] == 0
+    assert (prompts(next(iter(after))), after.stats()["inference/staleness_max"]) == (["q2", "q3"], 0)
 
 
 def test_fewer_may_be_in_line_after_a_restore(collect: Collect) -> None:
-    collector = collect(max_staleness=3)
-    next(iter(collector))
-    until(lambda: len(collector.state_dict()["ready"]) == 6)
-    after = collect(max_staleness=0)
-    after.load_state_dict(collector.state_dict())
+    after = restored(collect, 3, 6, max_staleness=0)
     batches = iter(after)
-    assert prompts(next(batches)) == ["q2", "q3"]
-    assert waiting(after.state_dict()) == ["q4", "q5", "q6", "q7"]
+    assert (prompts(next(batches)), waiting(after.state_dict())) == (["q2", "q3"], ["q4", "q5", "q6", "q7"])
     assert [prompts(next(batches)) for _ in range(3)] == [["q4", "q5"], ["q6", "q7"], ["q8", "q9"]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import islice, product
 from typing import Any
@@ -24,12 +24,6 @@ from support.waiting import in_thread, until
 from torchrl_moe.collectors import AsyncLLMCollector, LLMCollector
 from torchrl_moe.modules import vLLMWrapper
 from torchrl_moe.testing import FakeAsyncVLLM
-
-
-@pytest.fixture
-def engine() -> Iterator[FakeAsyncVLLM]:
-    with FakeAsyncVLLM(num_replicas=2) as engine:
-        yield engine
 
 
 class Turns(Transform):
@@ -61,12 +55,21 @@ def env_of(
     return env if turns is not None else env.append_transform(Turns())
 
 
+def collector_of(engine: FakeAsyncVLLM, env: Any = None, turns: int = 4, **kwargs: Any) -> LLMCollector:
+    """One of batches of so many turns."""
+    policy = kwargs.pop("policy", None) or policy_of(engine)
+    return LLMCollector(env_of() if env is None else env, policy=policy, dialog_turns_per_batch=turns, **kwargs)
+
+
+def asked_of(batch: TensorDictBase) -> list[str]:
+    return queries(batch.reshape(-1))
+
+
 def rows(batch: TensorDictBase) -> list[dict[Any, Any]]:
     return [plain(row) for row in batch.reshape(-1).unbind(0)]
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------
-
 MODES: dict[str, dict[str, Any]] = {
     "samples": {"yield_completed_trajectories": True},
     "last turns": {"yield_only_last_steps": True},
@@ -85,8 +88,7 @@ def test_batches_are_torchrls_and_its_lost_prompts(engine: FakeAsyncVLLM, mode: 
     batches = ours.iterator()
     assert set(queries(next(batches).reshape(-1))) == {"q0"}
     for number, (expected, got) in enumerate(zip(islice(theirs, 2), batches, strict=False), 1):
-        assert set(queries(got.reshape(-1))) == {f"q{number}"}
-        assert got.batch_size == expected.batch_size
+        assert (set(asked_of(got)), got.batch_size) == ({f"q{number}"}, expected.batch_size)
         assert rows(got) == rows(expected)
 
 
@@ -115,7 +117,7 @@ def test_they_are_those_of_the_asynchronous_one_without_staleness() -> None:
 
 
 def test_later_turns_send_the_ids_of_the_earlier(engine: FakeAsyncVLLM) -> None:
-    collector = LLMCollector(env_of(turns=3), policy=policy_of(engine), dialog_turns_per_batch=12)
+    collector = collector_of(engine, env_of(turns=3), 12)
     batch = next(iter(collector))
     assert batch.batch_size == (4, 3)
     for sample in batch.unbind(0):
@@ -132,37 +134,23 @@ def test_later_turns_send_the_ids_of_the_earlier(engine: FakeAsyncVLLM) -> None:
 
 
 @pytest.mark.parametrize("kind", [LLMCollector, AsyncLLMCollector])
-def test_kept_tokens_of_all_turns_come_through_a_buffer(engine: FakeAsyncVLLM, kind: Any) -> None:
-    policy = policy_of(engine)
-    policy = policy.get_new_version(generate_kwargs={"max_new_tokens": 6, "top_k": 3, "temperature": 0.5})
+def test_routes_and_kept_tokens_of_all_turns_come_through_a_buffer(engine: FakeAsyncVLLM, kind: Any) -> None:
+    kwargs = {"max_new_tokens": 6, "top_k": 3, "temperature": 0.5}
     buffer = ReplayBuffer(storage=LazyStackStorage(64), batch_size=8)
-    collector = kind(
-        env_of(turns=2), policy=policy, dialog_turns_per_batch=8, replay_buffer=buffer, total_dialog_turns=16
-    )
-    assert set(collector.iterator()) == {None}
+    arguments = {"dialog_turns_per_batch": 8, "replay_buffer": buffer, "total_dialog_turns": 16}
+    collector = kind(env_of(turns=2), policy=policy_of(engine).get_new_version(generate_kwargs=kwargs), **arguments)
+    assert list(collector.iterator()) == [None] * (2 if kind is LLMCollector else 1)
     collector.shutdown()
+    assert len(buffer) == 16
     turns = set()
     for row in buffer.sample().unbind(0):
-        answered = row["policy_versions", "full"] >= 0
-        kept = row["sampling", "kept"].validate(vocabulary=259, num_tokens=len(answered), tokens=row["tokens", "full"])
-        assert kept.sizes.tolist() == (3 * answered).tolist()
-        assert float(row["sampling", "temperature"]) == 0.5
+        length, answered = len(row["tokens", "full"]), row["policy_versions", "full"] >= 0
+        assert len(row["routed_experts", "full"]) == len(row["log_probs", "full"]) == length
+        assert torch.equal(row["log_probs", "full"].isfinite(), answered)
+        kept = row["sampling", "kept"].validate(vocabulary=259, num_tokens=length, tokens=row["tokens", "full"])
+        assert (kept.sizes.tolist(), float(row["sampling", "temperature"])) == ((3 * answered).tolist(), 0.5)
         turns.add(int(answered.sum()))
     assert turns == {6, 12}
-
-
-def test_routes_come_through_a_buffer_and_its_samples(engine: FakeAsyncVLLM) -> None:
-    buffer = ReplayBuffer(storage=LazyStackStorage(64), batch_size=8)
-    collector = LLMCollector(
-        env_of(turns=2), policy=policy_of(engine), dialog_turns_per_batch=8, replay_buffer=buffer, total_dialog_turns=16
-    )
-    assert list(collector.iterator()) == [None, None]
-    assert len(buffer) == 16
-    for row in buffer.sample().unbind(0):
-        length = len(row["tokens", "full"])
-        assert len(row["routed_experts", "full"]) == len(row["log_probs", "full"]) == length
-        answered = row["log_probs", "full"].isfinite()
-        assert torch.equal(answered, row["policy_versions", "full"] >= 0)
 
 
 @pytest.mark.parametrize(
@@ -171,13 +159,11 @@ def test_routes_come_through_a_buffer_and_its_samples(engine: FakeAsyncVLLM) -> 
 def test_data_may_have_columns_of_any_kind(engine: FakeAsyncVLLM, columns: dict[str, Any]) -> None:
     data = [{"query": ["q0", "q1"], **columns}]
     theirs = TorchRLCollector(env_of(data, 2), policy=policy_of(engine), dialog_turns_per_batch=2)
-    ours = LLMCollector(env_of(data, 2), policy=policy_of(engine), dialog_turns_per_batch=2)
+    ours = collector_of(engine, env_of(data, 2), 2)
     assert rows(next(iter(ours))) == rows(next(iter(theirs)))
 
 
 # -- the data ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("mode", "repeats", "turns"),
     [
@@ -193,7 +179,7 @@ def test_a_restored_collector_yields_each_sample_once(
 
     def collector() -> LLMCollector:
         env = env_of(Questions(batch_size=5), repeats=repeats, turns=turns)
-        return LLMCollector(env, policy=policy_of(engine), dialog_turns_per_batch=4, **MODES[mode])
+        return collector_of(engine, env, **MODES[mode])
 
     def whole(batch: TensorDictBase) -> list[str]:
         flat = batch.reshape(-1)
@@ -211,38 +197,31 @@ def test_a_restored_collector_yields_each_sample_once(
         assert Counter(seen) + is_open == Counter({f"q{i}": repeats or 1 for i in range(state["position"])})
 
 
-def test_resetting_at_each_iteration_loses_no_prompt(engine: FakeAsyncVLLM) -> None:
-    collector = LLMCollector(env_of(), policy=policy_of(engine), dialog_turns_per_batch=4, reset_at_each_iter=True)
-    asked = [query for batch in islice(collector, 3) for query in queries(batch.reshape(-1))]
-    assert asked == [f"q{i}" for i in range(12)]
-
-
-def test_samples_that_are_given_up_do_not_come_again(engine: FakeAsyncVLLM) -> None:
-    """Two turns are wanted, and each batch has room for one."""
-    env = env_of(turns=2)
-    collector = LLMCollector(env, policy=policy_of(engine), dialog_turns_per_batch=4, reset_at_each_iter=True)
-    asked = [query for batch in islice(collector, 3) for query in queries(batch.reshape(-1))]
-    assert asked == [f"q{i}" for i in range(12)]
+@pytest.mark.parametrize("turns", [1, 2])
+def test_resetting_at_each_iteration_loses_no_prompt(engine: FakeAsyncVLLM, turns: int) -> None:
+    """Where two turns are wanted and a batch has room for one, samples that are given up do not come again."""
+    collector = collector_of(engine, env_of(turns=turns), reset_at_each_iter=True)
+    assert [query for batch in islice(collector, 3) for query in asked_of(batch)] == [f"q{i}" for i in range(12)]
 
 
 def test_data_that_can_be_read_once_continues_where_it_was(engine: FakeAsyncVLLM) -> None:
     def collector() -> LLMCollector:
-        return LLMCollector(env_of(iter(Questions(64, 3)), 2), policy=policy_of(engine), dialog_turns_per_batch=2)
+        return collector_of(engine, env_of(iter(Questions(64, 3)), 2), 2)
 
     first, second = collector(), collector()
-    seen = [query for batch in islice(first, 2) for query in queries(batch.reshape(-1))]
+    seen = [query for batch in islice(first, 2) for query in asked_of(batch)]
     second.load_state_dict(first.state_dict())
-    seen += [query for batch in islice(second, 2) for query in queries(batch.reshape(-1))]
+    seen += [query for batch in islice(second, 2) for query in asked_of(batch)]
     assert seen == [f"q{i}" for i in range(8)]
     with pytest.raises(ValueError, match="load the state before the first batch"):
         second.load_state_dict(first.state_dict())
 
 
 def test_the_state_can_be_saved_after_the_end(engine: FakeAsyncVLLM) -> None:
-    collector = LLMCollector(env_of(), policy=policy_of(engine), dialog_turns_per_batch=4)
+    collector = collector_of(engine)
     next(iter(collector))
     collector.shutdown()
-    again = LLMCollector(env_of(), policy=policy_of(engine), dialog_turns_per_batch=4)
+    again = collector_of(engine)
     again.load_state_dict(collector.state_dict())
     assert queries(next(iter(again)).reshape(-1)) == ["q4", "q5", "q6", "q7"]
 
@@ -250,8 +229,8 @@ def test_the_state_can_be_saved_after_the_end(engine: FakeAsyncVLLM) -> None:
 def test_data_that_can_be_read_once_loses_no_row(engine: FakeAsyncVLLM) -> None:
     """The environment has read a batch to know what is in it."""
     data = iter([{"query": ["q0", "q1", "q2"]}, {"query": ["q3", "q4", "q5"]}])
-    collector = LLMCollector(env_of(data, 2), policy=policy_of(engine), dialog_turns_per_batch=2)
-    assert [queries(batch.reshape(-1)) for batch in islice(collector, 2)] == [["q0", "q1"], ["q2", "q3"]]
+    collector = collector_of(engine, env_of(data, 2), 2)
+    assert [asked_of(batch) for batch in islice(collector, 2)] == [["q0", "q1"], ["q2", "q3"]]
     data = iter([{"query": ["q0", "q1", "q2"]}])
     other = AsyncLLMCollector(env_of(data, 3), policy=policy_of(engine), groups_per_batch=2, max_staleness=0)
     assert queries(next(iter(other))) == ["q0", "q1"]
@@ -264,19 +243,19 @@ def test_data_from_nowhere_leaves_no_position(engine: FakeAsyncVLLM) -> None:
             return TensorDict(batch_size=[2]).set("query", ["q0", "q1"])
 
     env = ChatEnv(batch_size=(2,), tokenizer=TOKENIZER).append_transform(Ask()).append_transform(StepCounter(1))
-    collector = LLMCollector(env, policy=policy_of(engine), dialog_turns_per_batch=2)
+    collector = collector_of(engine, env, 2)
     next(iter(collector))
     with pytest.warns(UserWarning, match="no position in the data"):
         state = collector.state_dict()
     assert state["prompts"] is None
     with pytest.raises(ValueError, match="data came from elsewhere"):
-        LLMCollector(env_of(), policy=policy_of(engine), dialog_turns_per_batch=4).load_state_dict(state)
+        collector_of(engine).load_state_dict(state)
 
 
 def test_a_seed_reaches_data_and_engine(engine: FakeAsyncVLLM) -> None:
     def answers(seed: int) -> tuple[list[str], list[Any]]:
         data = DataLoader([{"query": f"q{i}"} for i in range(64)], batch_size=4, shuffle=True)  # type: ignore[arg-type]
-        collector = LLMCollector(env_of(data), policy=policy_of(engine), dialog_turns_per_batch=4)
+        collector = collector_of(engine, env_of(data))
         collector.set_seed(seed)
         batch = next(iter(collector)).reshape(-1)
         return queries(batch), [replica.seed for replica in engine.replicas]  # type: ignore[attr-defined]
@@ -287,11 +266,9 @@ def test_a_seed_reaches_data_and_engine(engine: FakeAsyncVLLM) -> None:
 
 
 # -- free running -----------------------------------------------------------------------------------------------------
-
-
 def running(engine: FakeAsyncVLLM, **kwargs: Any) -> LLMCollector:
     buffer = ReplayBuffer(storage=LazyStackStorage(4096), batch_size=4)
-    return LLMCollector(env_of(**kwargs), policy=policy_of(engine), dialog_turns_per_batch=4, replay_buffer=buffer)
+    return collector_of(engine, env_of(**kwargs), replay_buffer=buffer)
 
 
 def test_an_error_in_its_thread_reaches_who_waits_for_the_buffer(engine: FakeAsyncVLLM) -> None:
@@ -337,7 +314,7 @@ def test_a_pause_ends_at_a_batchs_border(engine: FakeAsyncVLLM) -> None:
 
 
 def test_a_state_that_a_hook_saves_has_the_batch_which_the_trainer_has_not_yet(engine: FakeAsyncVLLM) -> None:
-    collector = LLMCollector(env_of(), policy=policy_of(engine), dialog_turns_per_batch=4)
+    collector = collector_of(engine)
     states: list[Any] = []
     collector.set_post_collect_hook(lambda batch: states.append(collector.state_dict()))
     next(iter(collector))
@@ -346,7 +323,7 @@ def test_a_state_that_a_hook_saves_has_the_batch_which_the_trainer_has_not_yet(e
 
 
 def test_iterating_during_a_pause_or_after_the_end_is_refused(engine: FakeAsyncVLLM) -> None:
-    collector = LLMCollector(env_of(), policy=policy_of(engine), dialog_turns_per_batch=4)
+    collector = collector_of(engine)
     with collector.pause():
         for ask in (collector.iterator().__next__, iter(collector).__next__, collector.next):
             with pytest.raises(RuntimeError, match="the collector is paused"):
@@ -359,7 +336,7 @@ def test_iterating_during_a_pause_or_after_the_end_is_refused(engine: FakeAsyncV
 
 
 def test_a_pause_of_another_thread_is_waited_for(engine: FakeAsyncVLLM) -> None:
-    collector = LLMCollector(env_of(), policy=policy_of(engine), dialog_turns_per_batch=4)
+    collector = collector_of(engine)
     pause = collector.pause()
     in_thread(pause.__enter__).result(60)
     batch = in_thread(collector.next)
@@ -370,7 +347,7 @@ def test_a_pause_of_another_thread_is_waited_for(engine: FakeAsyncVLLM) -> None:
 
 
 def test_a_ctrl_c_while_a_pause_waits_leaves_no_pause(engine: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    collector = LLMCollector(env_of(), policy=policy_of(engine), dialog_turns_per_batch=4)
+    collector = collector_of(engine)
 
     def interrupted(*arguments: Any) -> None:
         raise KeyboardInterrupt
@@ -390,13 +367,13 @@ def test_a_shutdown_by_another_thread_ends_the_iteration_after_its_batch(engine:
         go_on.wait(60)
         return 1.0
 
-    collector = LLMCollector(env_of(reward=reward), policy=policy_of(engine), dialog_turns_per_batch=4)
+    collector = collector_of(engine, env_of(reward=reward))
     batches = in_thread(lambda: list(iter(collector.iterator())))
     reached.wait(60)
     shutdown = in_thread(collector.shutdown)
     go_on.set()
     shutdown.result(60)
-    assert [queries(batch.reshape(-1)) for batch in batches.result(60)] == [["q0", "q1", "q2", "q3"]]
+    assert [asked_of(batch) for batch in batches.result(60)] == [["q0", "q1", "q2", "q3"]]
 
 
 @pytest.mark.parametrize("mode", ["samples", "turns"])
@@ -408,10 +385,10 @@ def test_after_a_ctrl_c_prompts_come_again(engine: FakeAsyncVLLM, mode: str) -> 
         return 1.0
 
     caught: list[str] = []
-    collector = LLMCollector(env_of(reward=reward), policy=policy_of(engine), dialog_turns_per_batch=8, **MODES[mode])
+    collector = collector_of(engine, env_of(reward=reward), 8, **MODES[mode])
     with pytest.raises(KeyboardInterrupt):
         collector.next()
-    assert Counter(queries(collector.next().reshape(-1))) == Counter(f"q{i}" for i in range(8))
+    assert Counter(asked_of(collector.next())) == Counter(f"q{i}" for i in range(8))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ArithmeticError])
@@ -420,17 +397,17 @@ def test_a_batch_that_its_postproc_fails_at_is_in_the_state(
     engine: FakeAsyncVLLM, mode: str, error: type[BaseException]
 ) -> None:
     def fail_once(batch: TensorDictBase) -> TensorDictBase:
-        asked.append(queries(batch.reshape(-1)))
+        asked.append(asked_of(batch))
         if len(asked) == 2:
             raise error
         return batch
 
     def collector(**kwargs: Any) -> LLMCollector:
-        return LLMCollector(env_of(), policy=policy_of(engine), dialog_turns_per_batch=4, **MODES[mode], **kwargs)
+        return collector_of(engine, **MODES[mode], **kwargs)
 
     asked: list[list[str]] = []
     first = collector(postproc=fail_once)
-    assert queries(first.next().reshape(-1)) == ["q0", "q1", "q2", "q3"]
+    assert asked_of(first.next()) == ["q0", "q1", "q2", "q3"]
     with pytest.raises(error):
         first.next()
     state = first.state_dict()
@@ -438,14 +415,14 @@ def test_a_batch_that_its_postproc_fails_at_is_in_the_state(
     assert [data["query"] for _, data in state["prompts"]["copies"]][:4] == ["q4", "q5", "q6", "q7"]
     again = collector()
     again.load_state_dict(state)
-    assert queries(again.next().reshape(-1)) == ["q4", "q5", "q6", "q7"]
+    assert asked_of(again.next()) == ["q4", "q5", "q6", "q7"]
 
 
 def test_a_state_is_of_before_a_batch_or_after_it(engine: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in the moment in which the buffer has a batch and its prompts are forgotten."""
     reached, go_on = threading.Event(), threading.Event()
     buffer = ReplayBuffer(storage=LazyStackStorage(64))
-    collector = LLMCollector(env_of(), policy=policy_of(engine), dialog_turns_per_batch=4, replay_buffer=buffer)
+    collector = collector_of(engine, replay_buffer=buffer)
     delivered = collector._delivered
 
     def slowly() -> None:
@@ -485,19 +462,20 @@ def test_after_a_ctrl_c_in_the_buffer_the_same_batch_comes_again(engine: FakeAsy
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
-
-
-def test_what_makes_no_sense_is_refused(engine: FakeAsyncVLLM) -> None:
-    for arguments, message in (
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
         ({"queue": object()}, "lose the oldest data"),
         ({"track_policy_version": PolicyVersion()}, "leave the transform out"),
         ({"policy_factory": lambda: None}, "either policy= or policy_factory="),
-    ):
-        with pytest.raises(ValueError, match=message):
-            LLMCollector(env_of(), policy=policy_of(engine), dialog_turns_per_batch=4, **arguments)
-    seeded = vLLMWrapper(engine, generate_kwargs={"max_new_tokens": 6, "seed": 1})
-    with pytest.raises(ValueError, match="seed=1, so all answers to a prompt are the same: leave it out"):
-        LLMCollector(env_of(), policy=seeded, dialog_turns_per_batch=4)
+        ({"seed": 1}, "seed=1, so all answers to a prompt are the same: leave it out"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(engine: FakeAsyncVLLM, arguments: dict[str, Any], message: str) -> None:
+    if "seed" in arguments:
+        arguments = {"policy": vLLMWrapper(engine, generate_kwargs={"max_new_tokens": 6, **arguments})}
+    with pytest.raises(ValueError, match=message):
+        collector_of(engine, **arguments)
 
 
 def test_a_pool_of_environments_has_no_place_for_versions_as_in_torchrl(engine: FakeAsyncVLLM) -> None:

@@ -15,8 +15,6 @@ from torchrl.envs.llm.transforms import DataLoadingPrimer
 from support.collecting import Questions
 from torchrl_moe.collectors.prompt_stream import PromptFeed, PromptStream
 
-# -- prompt stream ----------------------------------------------------------------------------------------------------
-
 
 def read(stream: PromptStream, count: int) -> list[str]:
     return [prompt.data["query"] for prompt in islice(stream, count)]
@@ -58,11 +56,10 @@ def test_columns_stay_together() -> None:
 @pytest.mark.parametrize("before", [0, 1, 7, 10, 14])
 def test_a_restored_stream_continues(seed: int | None, before: int) -> None:
     torch.manual_seed(0)
-    first = PromptStream(shuffled(seed))
+    first, second = PromptStream(shuffled(seed)), PromptStream(shuffled(seed))
     read(first, before)
     state = first.state_dict()
     expected = read(first, 6) if seed is not None or before % 10 else []
-    second = PromptStream(shuffled(seed))
     torch.manual_seed(1)
     second.load_state_dict(state)
     after = torch.get_rng_state()
@@ -70,25 +67,20 @@ def test_a_restored_stream_continues(seed: int | None, before: int) -> None:
     assert torch.equal(after, torch.get_rng_state())  # the global generator is not ours
     got = read(second, 6)
     left = len(expected) if seed is not None else (10 - before % 10 if before % 10 else 0)  # of this epoch
-    assert got[:left] == expected[:left]
-    assert len(got) == 6
+    assert (got[:left], len(got)) == (expected[:left], 6)
 
 
-def test_what_was_under_way_comes_again_first() -> None:
-    first = PromptStream([{"query": ["a", "b", "c", "d"]}])
+@pytest.mark.parametrize(
+    ("rows", "under_way", "expected"),
+    [("abcd", [2, 0], [(0, "a"), (2, "c"), (3, "d")]), ("ab", [0], [(0, "a"), (3, "b")])],
+)
+def test_what_was_under_way_comes_again_first_also_of_an_earlier_epoch(
+    rows: str, under_way: list[int], expected: list[tuple[int, str]]
+) -> None:
+    first, second = PromptStream([{"query": list(rows)}]), PromptStream([{"query": list(rows)}])
     prompts = list(islice(first, 3))
-    second = PromptStream([{"query": ["a", "b", "c", "d"]}])
-    second.load_state_dict(first.state_dict([prompts[2], prompts[0]]))
-    again = list(islice(second, 3))
-    assert [(prompt.position, prompt.data["query"]) for prompt in again] == [(0, "a"), (2, "c"), (3, "d")]
-
-
-def test_rows_of_an_earlier_epoch_come_again_too() -> None:
-    first = PromptStream([{"query": ["a", "b"]}])
-    prompts = list(islice(first, 3))
-    second = PromptStream([{"query": ["a", "b"]}])
-    second.load_state_dict(first.state_dict(prompts[:1]))
-    assert [(p.position, p.data["query"]) for p in islice(second, 2)] == [(0, "a"), (3, "b")]
+    second.load_state_dict(first.state_dict([prompts[i] for i in under_way]))
+    assert [(prompt.position, prompt.data["query"]) for prompt in islice(second, len(expected))] == expected
 
 
 def test_rows_can_be_given_back() -> None:
@@ -99,22 +91,17 @@ def test_rows_can_be_given_back() -> None:
     assert read(stream, 3) == ["a", "b", "c"]
 
 
-def test_no_data_is_refused() -> None:
-    with pytest.raises(ValueError, match="yields nothing"):
-        next(PromptStream([]))
-
-
-def test_what_is_no_row_is_refused() -> None:
-    with pytest.raises(TypeError, match="must yield mappings or TensorDicts, got str: give it a collate_fn"):
-        next(PromptStream(["a"]))
-
-
-def test_columns_of_different_lengths_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"different lengths: \[1, 2\]"):
-        next(PromptStream([{"query": ["a", "b"], "target": ["x"]}]))
-
-
-# -- prompt feed ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("data", "kind", "words"),
+    [
+        ([], ValueError, "yields nothing"),
+        (["a"], TypeError, "must yield mappings or TensorDicts, got str: give it a collate_fn"),
+        ([{"query": ["a", "b"], "target": ["x"]}], ValueError, r"different lengths: \[1, 2\]"),
+    ],
+)
+def test_what_is_no_data_is_refused(data: Any, kind: Any, words: str) -> None:
+    with pytest.raises(kind, match=words):
+        next(PromptStream(data))
 
 
 def primer_of(data: Any = None, **kwargs: Any) -> DataLoadingPrimer:
@@ -138,9 +125,7 @@ def copies(feed: PromptFeed, *args: Any) -> list[int]:
 
 def test_each_sample_that_is_reset_gets_the_next_row_so_many_times() -> None:
     feed = feed_of(repeats=2)
-    assert draw(feed, 0, 1, 2) == ["q0", "q0", "q1"]
-    assert draw(feed, 3) == ["q1"]
-    assert feed()["query"] == "q2"  # an environment that is no batch
+    assert (draw(feed, 0, 1, 2), draw(feed, 3), feed()["query"]) == (["q0", "q0", "q1"], ["q1"], "q2")
     assert feed(torch.tensor(True))["query"] == "q2"
 
 
@@ -150,13 +135,11 @@ def test_what_is_not_yielded_is_in_its_state_and_comes_first() -> None:
     assert copies(feed) == [0, 0, 1, 1]  # three are under way, one is to be drawn
     done = feed.finished(1)
     draw(feed, 1)
-    assert copies(feed) == [0, 1, 1]
-    assert copies(feed, [done]) == [0, 0, 1, 1]
+    assert (copies(feed), copies(feed, [done])) == ([0, 1, 1], [0, 0, 1, 1])
     other = feed_of(repeats=2)
     draw(other, 0)
     other.load_state_dict(feed.state_dict([done]))
-    assert draw(other, 0, 1, 2, 3) == ["q0", "q0", "q1", "q1"]
-    assert draw(other, 0) == ["q2"]
+    assert (draw(other, 0, 1, 2, 3), draw(other, 0)) == (["q0", "q0", "q1", "q1"], ["q2"])
 
 
 def test_samples_that_were_yielded_are_forgotten_but_for_the_one_under_way() -> None:
@@ -173,8 +156,7 @@ def test_data_begins_at_its_start_unless_it_can_be_read_once_only() -> None:
     feed = feed_of()
     draw(feed, 0, 1)
     feed.restart()
-    assert draw(feed, 0) == ["q0"]
-    assert feed.stream.position == 1
+    assert (draw(feed, 0), feed.stream.position) == (["q0"], 1)
 
     once = PromptFeed(primer_of(iter(Questions(64, 3))))
     draw(once, 0, 1)

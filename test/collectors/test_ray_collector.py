@@ -52,6 +52,7 @@ from torchrl_moe.testing import FakeAsyncVLLM
 pytestmark = pytest.mark.ray
 
 Make = Callable[..., RayAsyncLLMCollector]
+InTurns = Callable[..., RayLLMCollector]
 
 
 @pytest.fixture(scope="module")
@@ -103,20 +104,20 @@ def failing_from(first: int) -> Callable[[str], float]:
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------
+def local_of(engine: FakeAsyncVLLM, **kwargs: Any) -> AsyncLLMCollector:
+    arguments = {"policy": policy_of(engine), "dataloader": Questions(40), "group_size": 2, "order": "fifo"}
+    return AsyncLLMCollector(chat(2), **arguments, **kwargs)
 
 
 def test_batches_are_those_of_the_local_collector(collect: Make) -> None:
     with FakeAsyncVLLM(num_replicas=2) as engine:
-        local = AsyncLLMCollector(
-            chat(2), policy=policy_of(engine), dataloader=Questions(40), group_size=2, groups_per_batch=2, order="fifo"
-        )
+        local = local_of(engine, groups_per_batch=2)
         expected = list(islice(local, 3))
         local.shutdown()
     found = list(islice(collect(groups_per_batch=2), 3))
     for one, other in zip(found, expected, strict=True):
         assert one.batch_size == other.batch_size == (4,)
-        for one_row, other_row in zip(one.unbind(0), other.unbind(0), strict=True):
-            assert plain(one_row) == plain(other_row)
+        assert list(map(plain, one.unbind(0))) == list(map(plain, other.unbind(0)))
     tokens = found[0][0]["tokens", "response"]
     before = tokens.clone()
     tokens += 1  # the driver's own memory
@@ -127,16 +128,14 @@ def test_it_ends_after_so_many_rows_and_says_how_far_it_is(collect: Make) -> Non
     collector = collect(total_dialog_turns=5)
     assert (collector.dialog_turns_per_batch, collector.total_dialog_turns, len(collector)) == (2, 5, 3)
     assert collector.init_random_frames == 0  # TorchRL's trainer asks
-    assert [batch.numel() for batch in collector] == [2, 2, 2]
+    with pytest.raises(RuntimeError, match="pass replay_buffer="):
+        collector.start()
+    assert queries(collector.next()) == ["q0", "q0"]
+    assert [batch.numel() for batch in collector] == [2, 2]
     assert collector.next() is None
     stats = collector.stats()
     assert (stats["frames"], stats["batches"], stats["completed"]) == (6, 3, True)
     assert repr(collector).startswith("RayAsyncLLMCollector(AsyncLLMCollector(1 groups of 2 a batch")
-
-
-def test_next_returns_a_batch(collect: Make) -> None:
-    collector = collect()
-    assert [queries(collector.next()) for _ in range(2)] == [["q0", "q0"], ["q1", "q1"]]
 
 
 def test_what_the_local_collector_refuses_is_refused_and_the_actor_ended(
@@ -163,8 +162,7 @@ class Loss(torch.nn.Module):
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_torchrls_trainer_takes_it(collect: Make, is_async: bool) -> None:
-    collector = collect(groups_per_batch=2, replay_buffer=buffer() if is_async else None)
-    loss = Loss()
+    collector, loss = collect(groups_per_batch=2, replay_buffer=buffer() if is_async else None), Loss()
     trainer = Trainer(
         collector=collector,
         total_frames=1 << 40,
@@ -185,8 +183,6 @@ def test_torchrls_trainer_takes_it(collect: Make, is_async: bool) -> None:
 
 
 # -- buffers ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_buffer_of_this_process_is_extended_here(collect: Make) -> None:
     collector = collect(replay_buffer=buffer(), groups_per_batch=2)
     assert list(islice(collector, 2)) == [None, None]
@@ -216,11 +212,6 @@ def test_a_thread_is_no_further_ahead_of_the_weight_updates_than_a_local_one(col
     assert run(actor, lambda local: local._schedule.begun) == 3
 
 
-def test_starting_without_a_buffer_is_refused(collect: Make) -> None:
-    with pytest.raises(RuntimeError, match="pass replay_buffer="):
-        collect().start()
-
-
 @pytest.mark.parametrize("wrap", [lambda client: client, BufferOfRay], ids=["client", "buffer"])
 def test_a_buffer_elsewhere_is_extended_by_the_actor(collect: Make, actor: Any, wrap: Callable[[Any], Any]) -> None:
     collector = collect(replay_buffer=wrap(BufferClient()))
@@ -234,16 +225,13 @@ def test_a_buffer_elsewhere_is_extended_by_the_actor(collect: Make, actor: Any, 
 def test_a_buffer_in_ray_is_filled_by_the_actor(collect: Make) -> None:
     shared = RayReplayBuffer(storage=partial(LazyStackStorage, 64), remote_config={"num_cpus": 0})
     collector = collect(replay_buffer=shared, groups_per_batch=2, total_dialog_turns=24, max_staleness=8)
-    assert list(islice(collector, 2)) == [None, None]
-    assert queries(shared[:])[::2] == ["q0", "q1", "q2", "q3"]
+    assert (list(islice(collector, 2)), queries(shared[:])[::2]) == ([None, None], ["q0", "q1", "q2", "q3"])
     collector.start()
     until(lambda: collector.getattr_rb("write_count") == 24)
     shared.shutdown()
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
-
-
 def test_an_error_in_the_actor_has_its_type_and_notes_and_the_state_can_still_be_saved(collect: Make) -> None:
     collector = collect(chat(2, reward=failing_from(1)))
     assert queries(collector.next()) == ["q0", "q0"]
@@ -293,15 +281,12 @@ def test_ctrl_c_leaves_it_usable_and_no_batch_is_lost(collect: Make, interrupt: 
 
 
 # -- control ----------------------------------------------------------------------------------------------------------
-
-
 def test_calls_do_not_wait_for_a_batch(collect: Make, actor: Any) -> None:
     collector = collect()
     with collector.pause(resume=False):
         batch = in_thread(collector.next)
         until(lambda: run(actor, lambda local: len(local._rollouts._asked)) == 1)
-        assert collector.state_dict()["frames"] == 0
-        assert collector.stats()["batches"] == 0
+        assert (collector.state_dict()["frames"], collector.stats()["batches"]) == (0, 0)
         collector.increment_version()
     assert not batch.done()
     collector.shutdown()
@@ -358,8 +343,7 @@ def test_weight_updates_are_counted(collect: Make, actor: Any) -> None:
     collector.update_policy_weights_("weights", worker_ids=[0])
     assert collector.weight_updater.pushed == (("weights",), {"worker_ids": [0]})
     assert collector.weight_updater.collector is collector
-    assert collector.policy_version == 6
-    assert collector.next().get("policy_version").tolist() == [6, 6]
+    assert (collector.policy_version, collector.next().get("policy_version").tolist()) == (6, [6, 6])
 
 
 def test_batches_pass_a_postproc_and_a_hook_in_the_actor(collect: Make) -> None:
@@ -376,8 +360,7 @@ def test_batches_pass_a_postproc_and_a_hook_in_the_actor(collect: Make) -> None:
 
 def test_attributes_of_the_actors_policy_and_environment_can_be_read(collect: Make) -> None:
     collector = collect()
-    assert collector.getattr_policy("input_mode") == "history"
-    assert collector.getattr_env("batch_size") == (2,)
+    assert (collector.getattr_policy("input_mode"), collector.getattr_env("batch_size")) == ("history", (2,))
     with pytest.raises(TypeError, match="cannot be pickled"):
         collector.getattr_policy("model")
     with pytest.raises(AttributeError, match="nothing_like_that"):
@@ -399,13 +382,16 @@ def test_its_reports_are_those_of_the_collector_in_the_actor(collect: Make, caps
 
 def test_one_that_is_over_or_says_nothing_is_shown(collect: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     collector = collect()
-    monkeypatch.setattr(collector._host, "is_done", lambda reference, seconds: False)
-    assert "its actor gave no answer within 5 s" in repr(collector)
-    assert TableReader(collector._repr_html_()).other[-1] == "its actor gave no answer within 5 s"
-    monkeypatch.undo()
+
+    def check(words: str) -> None:
+        assert words in repr(collector)
+        assert TableReader(collector._repr_html_()).other[-1] == words
+
+    with monkeypatch.context() as patch:
+        patch.setattr(collector._host, "is_done", lambda reference, seconds: False)
+        check("its actor gave no answer within 5 s")
     collector.shutdown()
-    assert repr(collector).endswith("(the collector was shut down)")
-    assert TableReader(collector._repr_html_()).other[-1] == "the collector was shut down"
+    check("the collector was shut down")
 
 
 def test_held_out_prompts_are_answered_in_the_actor(collect: Make) -> None:
@@ -425,8 +411,6 @@ def test_a_seed_shuffles_the_data_in_the_actor(collect: Make) -> None:
 
 
 # -- state ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_restored_collector_uses_each_prompt_once_and_local_ones_take_its_state_too(collect: Make) -> None:
     first = collect(groups_per_batch=4)
     seen = [query for batch in islice(first, 3) for query in queries(batch)[::2]]
@@ -434,9 +418,7 @@ def test_a_restored_collector_uses_each_prompt_once_and_local_ones_take_its_stat
     assert next(iter(first)) is not None  # lost by the crash
     first.shutdown()
     with FakeAsyncVLLM() as engine:
-        local = AsyncLLMCollector(
-            chat(2), policy=policy_of(engine), dataloader=Questions(40), group_size=2, groups_per_batch=4, order="fifo"
-        )
+        local = local_of(engine, groups_per_batch=4)
         local.load_state_dict(state)
         taken = queries(next(iter(local)))[::2]
         local.shutdown()
@@ -445,13 +427,10 @@ def test_a_restored_collector_uses_each_prompt_once_and_local_ones_take_its_stat
     second.load_state_dict(state)  # as a local collector's is
     batches = [queries(batch)[::2] for batch in islice(second, 7)]
     assert batches[0] == taken
-    seen += [query for batch in batches for query in batch]
-    assert sorted(seen) == sorted(f"q{i}" for i in range(40))
+    assert sorted(sum(batches, seen)) == sorted(f"q{i}" for i in range(40))
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------
-
-
 def test_a_collector_that_was_shut_down_says_so(collect: Make, ended: list[Any], actor: Any) -> None:
     collector = collect(replay_buffer=buffer())
     collector.next()
@@ -459,8 +438,7 @@ def test_a_collector_that_was_shut_down_says_so(collect: Make, ended: list[Any],
     collector.shutdown()
     assert ended == [actor]
     assert run(actor, lambda local: local._is_over)
-    assert list(iter(collector)) == []
-    assert repr(collector) == "RayAsyncLLMCollector(the collector was shut down)"
+    assert (list(iter(collector)), repr(collector)) == ([], "RayAsyncLLMCollector(the collector was shut down)")
     collector.increment_version()  # a sender may continue
     assert collector.getattr_rb("write_count") == 2
     with pytest.raises(CollectionError, match="the collector was shut down"):
@@ -468,27 +446,19 @@ def test_a_collector_that_was_shut_down_says_so(collect: Make, ended: list[Any],
 
 
 # -- the other local collector ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
-def collect_in_turns(collect: Make) -> Callable[..., RayLLMCollector]:
+def collect_in_turns(collect: Make) -> InTurns:
     """Makes collectors of two prompts a batch, each twice."""
 
-    def make(policy_factory: Any = None, **kwargs: Any) -> RayLLMCollector:
-        factory = policy_factory or fake_policy()
-        given = {"group_size": None, "dataloader": None, **kwargs}
-        return collect(dataset, in_turns, policy_factory=factory, dialog_turns_per_batch=4, **given)
-
     def in_turns(env: Any, *, group_size: None, dataloader: None, **kwargs: Any) -> RayLLMCollector:
-        return RayLLMCollector(env, **kwargs)
+        return RayLLMCollector(env, dialog_turns_per_batch=4, **kwargs)
 
-    return make
+    given = {"policy_factory": fake_policy(), "group_size": None, "dataloader": None}
+    return lambda **kwargs: collect(dataset, in_turns, **{**given, **kwargs})
 
 
 @pytest.mark.parametrize("sync_iter", [True, False])
-def test_the_other_collector_gives_the_batches_of_its_local_one(
-    collect_in_turns: Callable[..., RayLLMCollector], sync_iter: bool
-) -> None:
+def test_the_other_collector_gives_the_batches_of_its_local_one(collect_in_turns: InTurns, sync_iter: bool) -> None:
     local = LLMCollector(dataset, policy_factory=fake_policy(), dialog_turns_per_batch=4)
     expected = list(islice(local, 3))
     local.shutdown()
@@ -499,7 +469,7 @@ def test_the_other_collector_gives_the_batches_of_its_local_one(
 
 
 def test_the_other_collector_fills_a_buffer_of_this_process_with_flat_rows_while_its_state_is_saved(
-    collect_in_turns: Callable[..., RayLLMCollector],
+    collect_in_turns: InTurns,
 ) -> None:
     collector = collect_in_turns(replay_buffer=buffer(), total_dialog_turns=40)
     assert collector.total_dialog_turns == 40
@@ -508,10 +478,8 @@ def test_the_other_collector_fills_a_buffer_of_this_process_with_flat_rows_while
     while collector.is_running():
         state = collector.state_dict()
         frames.append((state["frames"], state["ahead"]))
-    assert collector.getattr_rb("write_count") == 40
-    assert collector.replay_buffer[:].batch_size == (40,)
-    assert collector.stats()["frames"] == 40
-    assert [ahead for _, ahead in frames if ahead] == []
+    assert (collector.getattr_rb("write_count"), collector.replay_buffer[:].batch_size) == (40, (40,))
+    assert (collector.stats()["frames"], [ahead for _, ahead in frames if ahead]) == (40, [])
     assert frames == sorted(frames)
 
 
@@ -519,9 +487,7 @@ def asked(batch: Any) -> list[str]:
     return queries(batch.reshape(-1))[::2]
 
 
-def test_a_batch_that_was_asked_for_ahead_is_part_of_the_state(
-    collect_in_turns: Callable[..., RayLLMCollector],
-) -> None:
+def test_a_batch_that_was_asked_for_ahead_is_part_of_the_state(collect_in_turns: InTurns) -> None:
     collector = collect_in_turns(sync_iter=False)
     assert asked(collector.next()) == ["q0", "q1"]
     state = collector.state_dict()
@@ -536,7 +502,7 @@ def test_a_batch_that_was_asked_for_ahead_is_part_of_the_state(
 
 
 def test_a_state_is_not_loaded_while_a_batch_is_made(
-    collect_in_turns: Callable[..., RayLLMCollector], monkeypatch: pytest.MonkeyPatch
+    collect_in_turns: InTurns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: dict[str, Any] = {}
     whole = []
@@ -549,22 +515,18 @@ def test_a_state_is_not_loaded_while_a_batch_is_made(
 
     plain_begin = RemoteHost.begin
     monkeypatch.setattr(RemoteHost, "begin", begin)
-    collector = collect_in_turns(fake_policy(token_seconds=0.05), sync_iter=False)
+    collector = collect_in_turns(policy_factory=fake_policy(token_seconds=0.05), sync_iter=False)
     start = collector.state_dict()
     assert asked(collector.next()) == ["q0", "q1"]  # and the next batch is requested
     collector.load_state_dict(start)
-    assert asked(collector.next()) == ["q0", "q1"]
-    assert whole == [True]
+    assert (asked(collector.next()), whole) == (["q0", "q1"], [True])
 
 
-def test_nothing_is_asked_for_ahead_during_a_pause_nor_at_the_end(
-    collect_in_turns: Callable[..., RayLLMCollector],
-) -> None:
+def test_nothing_is_asked_for_ahead_during_a_pause_nor_at_the_end(collect_in_turns: InTurns) -> None:
     collector = collect_in_turns(sync_iter=False, total_dialog_turns=16)
     assert asked(collector.next()) == ["q0", "q1"]
     with collector.pause():
-        assert asked(collector.next()) == ["q2", "q3"]  # was here
-        assert collector.stats()["frames"] == 8
+        assert (asked(collector.next()), collector.stats()["frames"]) == (["q2", "q3"], 8)
         with pytest.raises(RuntimeError, match="the collector is paused"):
             collector.next()
     assert [asked(batch) for batch in collector] == [["q4", "q5"], ["q6", "q7"]]
@@ -572,8 +534,6 @@ def test_nothing_is_asked_for_ahead_during_a_pause_nor_at_the_end(
 
 
 # -- several over one engine ------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def toys(ray_cluster: Any) -> Iterator[AsyncVLLM]:
     """A service over the toy engine, under the name "shared"."""
@@ -585,19 +545,12 @@ def toys(ray_cluster: Any) -> Iterator[AsyncVLLM]:
 
 def two_over(name: str, actor: Any, **settings: Any) -> list[RayAsyncLLMCollector]:
     """Two collectors of the even and the odd questions; the first in the shared actor, the second in one of its own."""
-    made = []
+    made, policy = [], joined_policy(name, **settings)
     for part in range(2):
+        data = [{"query": [f"q{i}"]} for i in range(part, 20, 2)]
+        given = {"dataloader": data, "group_size": 2, "max_staleness": 0, "num_cpus": 0}
         with placing(actor) if part == 0 else nullcontext():
-            made.append(
-                RayAsyncLLMCollector(
-                    chat(2),
-                    policy_factory=joined_policy(name, **settings),
-                    dataloader=[{"query": [f"q{i}"]} for i in range(part, 20, 2)],
-                    group_size=2,
-                    max_staleness=0,
-                    num_cpus=0,
-                )
-            )
+            made.append(RayAsyncLLMCollector(chat(2), policy_factory=policy, **given))
     return made
 
 

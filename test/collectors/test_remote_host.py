@@ -18,8 +18,6 @@ from torchrl_moe.collectors.remote_host import RemoteHost, actor_options
 from torchrl_moe.errors import CollectionError
 from torchrl_moe.testing import FakeAsyncVLLM
 
-# -- remote host ------------------------------------------------------------------------------------------------------
-
 
 def test_resources_are_taken_from_either_place() -> None:
     assert actor_options(None) == {"max_concurrency": 8}
@@ -27,9 +25,6 @@ def test_resources_are_taken_from_either_place() -> None:
     given = {"num_cpus": 2, "memory": 1 << 30, "max_concurrency": 4}
     assert actor_options(given, num_cpus=2, num_gpus=0.5) == {**given, "num_gpus": 0.5}
     assert given == {"num_cpus": 2, "memory": 1 << 30, "max_concurrency": 4}
-
-
-def test_resources_that_differ_are_refused() -> None:
     with pytest.raises(ValueError, match=r"num_cpus=3 and remote_config={'num_cpus': 2} differ: pass one"):
         actor_options({"num_cpus": 2}, num_cpus=3)
 
@@ -39,11 +34,7 @@ def test_what_cannot_be_sent_is_named_before_an_actor_is_placed(ray_cluster: Any
     lock = threading.Lock()
     with FakeAsyncVLLM() as engine:
         for name, given, words in (
-            (
-                "policy",
-                {"policy": policy_of(engine)},
-                r"children of this.*backend='ray'.*policy_factory=.*connect",
-            ),
+            ("policy", {"policy": policy_of(engine)}, r"children of this.*backend='ray'.*policy_factory=.*connect"),
             ("postproc", {"postproc": lambda batch: (lock, batch)[1]}, "cannot pickle '_thread.lock'.*can be pickled"),
             ("env", {"env": (lock, chat(2))}, "pass a callable that makes it"),
         ):
@@ -82,9 +73,6 @@ def test_ray_is_joined_as_asked_for(ray_cluster: Any, monkeypatch: pytest.Monkey
     assert asked == [{"address": "somewhere"}]
 
 
-# -- ray async llm collector ------------------------------------------------------------------------------------------
-
-
 OF_RAY = ["ray_init_config", "remote_config", "num_cpus", "num_gpus", "sync_iter"]
 
 
@@ -93,9 +81,6 @@ def test_its_arguments_are_those_of_the_local_one_and_rays() -> None:
     assert list(remote) == [*local, *OF_RAY]
     for name, parameter in local.items():
         assert remote[name] == parameter
-
-
-# -- ray llm collector ------------------------------------------------------------------------------------------------
 
 
 def test_its_arguments_are_those_of_torchrls() -> None:

@@ -6,7 +6,7 @@ import csv
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,21 +31,16 @@ from torchrl_moe.collectors.reports import CollectionProgress, CollectionRecord,
 from torchrl_moe.render.tokens import rows_of
 from torchrl_moe.testing import FakeAsyncVLLM
 
+Collect = Callable[..., AsyncLLMCollector]
+
+
 # -- reports ----------------------------------------------------------------------------------------------------------
-
-
 def parity(query: str) -> float:
     return float(int(query[1:]) % 2)
 
 
 @pytest.fixture
-def engine() -> Iterator[FakeAsyncVLLM]:
-    with FakeAsyncVLLM(num_replicas=2) as engine:
-        yield engine
-
-
-@pytest.fixture
-def collect(collect: Callable[..., AsyncLLMCollector]) -> Callable[..., AsyncLLMCollector]:
+def collect(collect: Collect) -> Collect:
     """Makes collectors in the data's order, whose reward is odd or even."""
 
     def make(env: Any = None, **kwargs: Any) -> AsyncLLMCollector:
@@ -59,16 +54,12 @@ def bar_lines(text: str) -> list[str]:
 
 
 # -- samples ----------------------------------------------------------------------------------------------------------
-
-
 def table_lines(text: str) -> list[list[str]]:
     """The cells of rows that rich has printed in one line each."""
     return [line.split() for line in text.splitlines()[1:] if line.strip() and "─" not in line]
 
 
-def test_the_newest_samples_of_the_last_batch_are_shown(
-    collect: Callable[..., AsyncLLMCollector], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_newest_samples_of_the_last_batch_are_shown(collect: Collect, capsys: pytest.CaptureFixture[str]) -> None:
     collector = collect(groups_per_batch=3)
     (_, batch) = islice(collector, 2)
     capsys.readouterr()
@@ -82,9 +73,7 @@ def test_the_newest_samples_of_the_last_batch_are_shown(
     assert queries(batch)[-3:] == ["q4", "q5", "q5"]
 
 
-def test_samples_are_shown_token_by_token(
-    collect: Callable[..., AsyncLLMCollector], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_samples_are_shown_token_by_token(collect: Collect, capsys: pytest.CaptureFixture[str]) -> None:
     collector = collect(groups_per_batch=3)
     capsys.readouterr()
     collector.show_samples(color="versions")
@@ -102,60 +91,52 @@ def test_samples_are_shown_token_by_token(
         collector.show_samples(color="red")  # type: ignore[arg-type]
 
 
-def test_before_the_first_batch_there_is_nothing_to_show(
-    collect: Callable[..., AsyncLLMCollector], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_before_the_first_batch_there_is_nothing_to_show(collect: Collect, capsys: pytest.CaptureFixture[str]) -> None:
     collector = collect()
     capsys.readouterr()
     collector.show_samples()
     assert capsys.readouterr().out.startswith("no batch yet")
     assert len(collector.to_pandas()) == 0
-
-
-@pytest.mark.parametrize(("arguments", "words"), [((0,), "n must be"), ((1, 0), "characters must be")])
-def test_no_sample_and_no_character_are_refused(
-    collect: Callable[..., AsyncLLMCollector], arguments: tuple[int, ...], words: str
-) -> None:
-    collector = collect()
     next(iter(collector))
-    with pytest.raises(ValueError, match=words):
-        collector.show_samples(*arguments)
+    for arguments, words in (((0,), "n must be"), ((1, 0), "characters must be")):
+        with pytest.raises(ValueError, match=words):
+            collector.show_samples(*arguments)
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
-
-
-def test_each_batch_is_a_row(collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM) -> None:
+def test_each_batch_is_a_row(collect: Collect, engine: FakeAsyncVLLM) -> None:
     collector = collect(groups_per_batch=3, max_staleness=1, total_dialog_turns=18)
     ages = []
     for version, batch in enumerate(collector):
         ages.append(version - int(batch["policy_version"].min()))
         new_weights(engine, version + 1)
     table = collector.to_pandas()
-    assert table["batch"].tolist() == [0, 1, 2]
-    assert table["rows"].tolist() == [6, 6, 6]
-    assert table["groups"].tolist() == [3, 3, 3]
-    assert table["tokens"].tolist() == [36, 36, 36]
-    assert table["frames"].tolist() == [6, 12, 18]
-    assert table["policy_version"].tolist() == [0, 1, 2]
-    assert table["inference/staleness_max"].tolist() == ages
-    assert table["reward_mean"].tolist() == pytest.approx([1 / 3, 2 / 3, 1 / 3])  # 0 1 2, 3 4 5, 6 7 8
-    assert table["reward_std"].tolist() == pytest.approx([math.sqrt(2) / 3] * 3)
+    expected = {
+        "batch": [0, 1, 2],
+        "rows": [6, 6, 6],
+        "groups": [3, 3, 3],
+        "tokens": [36, 36, 36],
+        "frames": [6, 12, 18],
+        "policy_version": [0, 1, 2],
+        "inference/staleness_max": ages,
+        "reward_mean": pytest.approx([1 / 3, 2 / 3, 1 / 3]),  # 0 1 2, 3 4 5, 6 7 8
+        "reward_std": pytest.approx([math.sqrt(2) / 3] * 3),
+    }
+    assert {name: table[name].tolist() for name in expected} == expected
     assert table["waited"].sum() == pytest.approx(collector.stats()["collector/wait_for_batch"])
     assert str(table["time"].dtype.tz) == "UTC" and table["time"].is_monotonic_increasing  # type: ignore[union-attr]
     assert not table.isna().to_numpy().any()
 
 
 def test_it_is_shown_whatever_has_become_of_it(
-    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch
+    collect: Collect, engine: FakeAsyncVLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collector = collect()
     next(iter(collector))
     for end in (engine.shutdown, collector.shutdown):
         end()
         assert repr(collector).startswith("AsyncLLMCollector(1 groups of 2 a batch")
-        rows = TableReader(collector._repr_html_()).rows["tbody"]
-        assert ["metric", "frames", "2"] in rows
+        assert ["metric", "frames", "2"] in TableReader(collector._repr_html_()).rows["tbody"]
 
     def stats() -> Any:
         raise RuntimeError("<script>")
@@ -166,7 +147,7 @@ def test_it_is_shown_whatever_has_become_of_it(
     assert TableReader(unmade._repr_html_()).other == ["AsyncLLMCollector(not made)"]
 
 
-def test_in_a_notebook_settings_and_figures_are_a_table(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_in_a_notebook_settings_and_figures_are_a_table(collect: Collect) -> None:
     class Nasty:
         def __call__(self, rows: TensorDictBase) -> bool:
             return True
@@ -180,14 +161,12 @@ def test_in_a_notebook_settings_and_figures_are_a_table(collect: Callable[..., A
     assert "<script" not in html
     read = TableReader(html)
     cells = {(kind, name): value for kind, name, value in read.rows["tbody"]}
-    assert cells["setting", "groups_per_batch"] == "3"
-    assert len(cells["setting", "group_filter"]) == 80
-    assert cells["metric", "frames"] == "6"
-    assert cells["metric", "inference/staleness_mean"] == "0"
+    assert (cells["setting", "groups_per_batch"], len(cells["setting", "group_filter"])) == ("3", 80)
+    assert (cells["metric", "frames"], cells["metric", "inference/staleness_mean"]) == ("6", "0")
     assert read.other == ["AsyncLLMCollector"]
 
 
-def test_stats_go_into_torchrls_csv_files(collect: Callable[..., AsyncLLMCollector], tmp_path: Path) -> None:
+def test_stats_go_into_torchrls_csv_files(collect: Collect, tmp_path: Path) -> None:
     collector = collect(groups_per_batch=2)
     logger = CSVLogger("run", log_dir=str(tmp_path))
     for step, _ in enumerate(islice(collector, 3)):
@@ -202,7 +181,7 @@ def test_stats_go_into_torchrls_csv_files(collect: Callable[..., AsyncLLMCollect
         assert list(csv.reader(file)) == [["0", "4.0"], ["1", "8.0"], ["2", "12.0"]]
 
 
-def test_stats_go_into_torchrls_tensorboard_files(collect: Callable[..., AsyncLLMCollector], tmp_path: Path) -> None:
+def test_stats_go_into_torchrls_tensorboard_files(collect: Collect, tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     collector = collect(total_dialog_turns=100)
     next(iter(collector))
@@ -217,8 +196,6 @@ def test_stats_go_into_torchrls_tensorboard_files(collect: Callable[..., AsyncLL
 
 
 # -- the record -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def clock() -> Clock:
     clock = Clock()
@@ -232,8 +209,7 @@ def test_seconds_that_the_trainer_waits_are_counted(clock: Clock) -> None:
         with record.wait():
             clock.now += seconds
         clock.now += training
-    assert record.waited == 3
-    assert record.scalars() == {"training/idle": 0.3, "collector/wait_for_batch": 3}
+    assert (record.waited, record.scalars()) == (3, {"training/idle": 0.3, "collector/wait_for_batch": 3})
 
 
 def test_a_wait_that_is_interrupted_counts_for_the_batch_that_comes_later(clock: Clock) -> None:
@@ -249,8 +225,7 @@ def test_a_wait_that_is_interrupted_counts_for_the_batch_that_comes_later(clock:
         clock.now += 5
     record.add(TensorDict(), {"rows": 1})
     assert [row["waited"] for row in record.rows()] == [3, 5]
-    assert [row["batch"] for row in record.rows()] == [0, 1]
-    assert record.last == record.rows()[1]
+    assert ([row["batch"] for row in record.rows()], record.last) == ([0, 1], record.rows()[1])
 
 
 def test_the_newest_rows_and_the_last_batch_are_kept() -> None:
@@ -268,41 +243,20 @@ def test_the_newest_rows_and_the_last_batch_are_kept() -> None:
 
 
 # -- the bar ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_bar_counts_answers_until_the_end(
-    collect: Callable[..., AsyncLLMCollector], capsys: pytest.CaptureFixture[str]
-) -> None:
-    collector = collect(groups_per_batch=3, total_dialog_turns=12, verbose=True)
-    capsys.readouterr()
-    assert sum(1 for _ in collector) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    last = bar_lines(shown.err)[-1]
-    assert "12/12" in last
-    assert "reward=0.667" in last and "age=0" in last and "groups in line=" in last
-    collector.shutdown()
-    assert capsys.readouterr().err == ""
-
-
-def test_the_bar_ends_with_an_error(
-    collect: Callable[..., AsyncLLMCollector], capsys: pytest.CaptureFixture[str]
-) -> None:
-    def failing(query: str) -> float:
-        if query == "q3":
-            raise ZeroDivisionError
-        return 1.0
-
-    collector = collect(chat(2, reward=failing), verbose=True)
-    capsys.readouterr()
-    with pytest.raises(ZeroDivisionError):
-        for _ in collector:
-            pass
-    assert collector._progress._bar is None
-    assert "collect: " in capsys.readouterr().err
-
-
-def test_a_shutdown_ends_the_bar(collect: Callable[..., AsyncLLMCollector], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bar_counts_answers_until_the_end(collect: Collect, capsys: pytest.CaptureFixture[str]) -> None:
+    for is_verbose in (True, False):
+        collector = collect(groups_per_batch=3, total_dialog_turns=12, verbose=is_verbose)
+        capsys.readouterr()
+        assert sum(1 for _ in collector) == 2
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        if is_verbose:
+            last = bar_lines(shown.err)[-1]
+            assert all(words in last for words in ("12/12", "reward=0.667", "age=0", "groups in line="))
+        else:
+            assert shown.err == ""
+        collector.shutdown()
+        assert capsys.readouterr() == ("", "")
     collector = collect(verbose=True)
     next(iter(collector))
     assert collector._progress._bar is not None
@@ -311,19 +265,17 @@ def test_a_shutdown_ends_the_bar(collect: Callable[..., AsyncLLMCollector], caps
     assert capsys.readouterr().err.endswith("\n")
 
 
-def test_nothing_is_printed_without_verbose(
-    collect: Callable[..., AsyncLLMCollector], capsys: pytest.CaptureFixture[str]
-) -> None:
-    collector = collect(total_dialog_turns=4)
+def test_the_bar_ends_with_an_error(collect: Collect, capsys: pytest.CaptureFixture[str]) -> None:
+    collector = collect(chat(2, reward=lambda query: 1 / (query != "q3")), verbose=True)
     capsys.readouterr()
-    assert sum(1 for _ in collector) == 2
-    collector.shutdown()
-    assert capsys.readouterr() == ("", "")
+    with pytest.raises(ZeroDivisionError):
+        for _ in collector:
+            pass
+    assert collector._progress._bar is None
+    assert "collect: " in capsys.readouterr().err
 
 
-def test_a_ctrl_c_while_the_bar_is_drawn_loses_no_batch(
-    collect: Callable[..., AsyncLLMCollector], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ctrl_c_while_the_bar_is_drawn_loses_no_batch(collect: Collect, monkeypatch: pytest.MonkeyPatch) -> None:
     collector = collect(groups_per_batch=2, verbose=True)
     assert queries(next(iter(collector)))[::2] == ["q0", "q1"]
     show = collector._progress.show
@@ -337,13 +289,10 @@ def test_a_ctrl_c_while_the_bar_is_drawn_loses_no_batch(
         next(iter(collector))
     assert collector._progress._bar is not None  # it continues
     assert queries(next(iter(collector)))[::2] == ["q2", "q3"]
-    assert collector.to_pandas()["frames"].tolist() == [4, 8]
-    assert collector.stats()["frames"] == 8
+    assert (collector.to_pandas()["frames"].tolist(), collector.stats()["frames"]) == ([4, 8], 8)
 
 
 # -- other collectors -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("error::FutureWarning")  # TorchRL's names an argument that neither collector takes
 def test_the_synchronous_collector_reports_too(engine: FakeAsyncVLLM, capsys: pytest.CaptureFixture[str]) -> None:
     env = DatasetChatEnv.from_dataloader(Questions(64), repeats=2, batch_size=(4,), tokenizer=TOKENIZER)
@@ -358,8 +307,7 @@ def test_the_synchronous_collector_reports_too(engine: FakeAsyncVLLM, capsys: py
     assert "8/8" in bar_lines(capsys.readouterr().err)[-1]
     table = collector.to_pandas()
     assert table["rows"].tolist() == [batch.numel() for batch in batches] == [4, 4]
-    assert table["tokens"].tolist() == [24, 24]
-    assert table["groups"].tolist() == [0, 0]
+    assert (table["tokens"].tolist(), table["groups"].tolist()) == ([24, 24], [0, 0])
     assert table["reward_mean"].isna().all()
     assert (collector.stats()["batches"], collector.stats()["completed"]) == (2, True)
     collector.show_samples(2)
@@ -372,15 +320,11 @@ def test_the_synchronous_collector_reports_too(engine: FakeAsyncVLLM, capsys: py
 # -- collection progress ----------------------------------------------------------------------------------------------
 
 
-def last_line(text: str) -> str:
-    return text.replace("\r", "\n").rstrip("\n").split("\n")[-1]
-
-
 def test_it_continues_from_answers_that_were_there_before(capsys: pytest.CaptureFixture[str]) -> None:
     with CollectionProgress(-1, shown=True) as progress:
         progress.begin(6)
         progress.show(10, {})
-    assert "10answer" in last_line(capsys.readouterr().err)
+    assert "10answer" in bar_lines(capsys.readouterr().err)[-1]
 
 
 def test_it_ends_with_an_error_for_good(capsys: pytest.CaptureFixture[str]) -> None:
@@ -402,13 +346,12 @@ def test_what_may_continue_leaves_it(kind: type[BaseException], capsys: pytest.C
         raise kind
     progress.show(4, {})
     progress.close()
-    assert "4/8" in last_line(capsys.readouterr().err)
+    assert "4/8" in bar_lines(capsys.readouterr().err)[-1]
 
 
 # -- sample reader ----------------------------------------------------------------------------------------------------
-
-
 READER = SampleReader(SimpleNamespace(tokenizer=TOKENIZER))
+SAID = {"version": "3 to 5", "segments": "2", "finish_reason": "stop"}
 
 
 def ids(text: str) -> torch.Tensor:
@@ -432,16 +375,7 @@ def row(answer: str = "42", reward: Any = 1.0, group: int = 7, **changed: Any) -
 
 def test_the_cells_of_a_row() -> None:
     cells = dict(zip(SampleReader.COLUMNS, READER.cells(row(reward=[[0.25]]), 80), strict=True))
-    assert cells == {
-        "group": "7",
-        "prompt": "1+1=",
-        "answer": "42",
-        "reward": "0.25",
-        "tokens": "2",
-        "version": "3 to 5",
-        "segments": "2",
-        "finish_reason": "stop",
-    }
+    assert cells == {"group": "7", "prompt": "1+1=", "answer": "42", "reward": "0.25", "tokens": "2", **SAID}
 
 
 def test_what_a_row_lacks_is_left_open() -> None:
@@ -481,8 +415,7 @@ def test_rows_that_nobody_expects_are_counted_too() -> None:
     assert READER.metrics(lazy_stack([row()])[:0])["rows"] == 0
     strange = row(group_id=torch.tensor([1, 2]), next=TensorDict({"reward": NonTensorData("good")}))
     found = READER.metrics(lazy_stack([strange, row(group_id=NonTensorData("a"))]))
-    assert (found["groups"], found["reward_mean"]) == (2, 1.0)
-    assert READER.cells(strange, 80)[0] == "[1, 2]"
+    assert (found["groups"], found["reward_mean"], READER.cells(strange, 80)[0]) == (2, 1.0, "[1, 2]")
     assert READER.cells(strange, 80)[3] == "–"
 
 
@@ -503,26 +436,23 @@ def test_padding_is_no_token_and_no_text() -> None:
 
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
 @pytest.mark.parametrize("pad_output", [False, True])
-def test_every_mode_shows_the_same_answer(mode: Literal["history", "text", "tokens"], pad_output: bool) -> None:
+def test_every_mode_shows_the_same_answer(
+    engine: FakeAsyncVLLM, mode: Literal["history", "text", "tokens"], pad_output: bool
+) -> None:
     texts = ["1+1=", "a longer question"]
-    with FakeAsyncVLLM() as engine:
-        policy = policy_of(engine, input_mode=mode, pad_output=pad_output)
-        if mode == "history":
-            chats = [History(role=["user"], content=[text], batch_size=[1]) for text in texts]
-            given = TensorDict({"history": ChatHistory(prompt=lazy_stack(chats), batch_size=[2])}, [2])
-        elif mode == "text":
-            given = TensorDict({"text": Text(prompt=texts, batch_size=[2])}, [2])
-        else:
-            prompts = [Tokens(prompt=ids(text)) for text in texts]
-            given = lazy_stack([TensorDict({"tokens": prompt}) for prompt in prompts])
-        done = policy(given)
-        reader = SampleReader(policy)
-        assert reader.metrics(done)["tokens"] == 12
-        for one, text in zip(rows_of(done), texts, strict=True):
-            cells = dict(zip(SampleReader.COLUMNS, reader.cells(one, 200), strict=True))
-            shown = f"<|im_start|>user\\n{text}<|im_end|>\\n<|im_start|>assistant\\n" if mode == "history" else text
-            assert cells["prompt"] == shown
-            answer = one["tokens", "response"].tolist()
-            assert cells["answer"] == TOKENIZER.decode(answer)
-            assert (cells["tokens"], cells["version"], cells["finish_reason"]) == ("6", "0", "length")
-            assert cells["segments"] == "1"
+    policy = policy_of(engine, input_mode=mode, pad_output=pad_output)
+    if mode == "history":
+        chats = [History(role=["user"], content=[text], batch_size=[1]) for text in texts]
+        given = TensorDict({"history": ChatHistory(prompt=lazy_stack(chats), batch_size=[2])}, [2])
+    elif mode == "text":
+        given = TensorDict({"text": Text(prompt=texts, batch_size=[2])}, [2])
+    else:
+        given = lazy_stack([TensorDict({"tokens": Tokens(prompt=ids(text))}) for text in texts])
+    done, reader = policy(given), SampleReader(policy)
+    assert reader.metrics(done)["tokens"] == 12
+    for one, text in zip(rows_of(done), texts, strict=True):
+        cells = dict(zip(SampleReader.COLUMNS, reader.cells(one, 200), strict=True))
+        shown = f"<|im_start|>user\\n{text}<|im_end|>\\n<|im_start|>assistant\\n" if mode == "history" else text
+        answer = TOKENIZER.decode(one["tokens", "response"].tolist())
+        assert (cells["prompt"], cells["answer"]) == (shown, answer)
+        assert list(cells.values())[4:] == ["6", "0", "1", "length"]

@@ -23,13 +23,7 @@ from torchrl_moe.collectors.schedule import Schedule
 from torchrl_moe.errors import EngineError
 from torchrl_moe.testing import FakeAsyncVLLM
 
-# -- rollouts ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def engine() -> Iterator[FakeAsyncVLLM]:
-    with FakeAsyncVLLM() as engine:
-        yield engine
+REPLICAS = 1
 
 
 def with_rollouts(engine: FakeAsyncVLLM, use: Callable[[Rollouts], Awaitable[Any]], **kwargs: Any) -> Any:
@@ -106,9 +100,6 @@ def test_what_everything_waits_for_is_said(engine: FakeAsyncVLLM) -> None:
     assert "SERVING" in words
 
 
-# -- delivery ---------------------------------------------------------------------------------------------------------
-
-
 def batch(number: int) -> TensorDict:
     return TensorDict({"number": torch.tensor([number])}, batch_size=[1])
 
@@ -133,12 +124,12 @@ def number_of(given: TensorDict) -> int:
     return int(given["number"])
 
 
+def refuse(_: Any) -> None:
+    raise ArithmeticError("no")
+
+
 def test_what_was_not_accepted_is_given_again() -> None:
     delivery, source = Delivery(), Source()
-
-    def refuse(given: TensorDict) -> None:
-        raise ArithmeticError("no")
-
     for _ in range(2):
         with pytest.raises(ArithmeticError):
             take(delivery, source, refuse)
@@ -211,5 +202,4 @@ def test_two_threads_get_different_batches() -> None:
     for number in range(2):
         until(lambda count=number: len(futures) > count)
         futures[number].set_result(batch(number))
-    assert sorted(one.result(60) for one in taking) == [0, 1]
-    assert len(futures) == 2
+    assert (sorted(one.result(60) for one in taking), len(futures)) == ([0, 1], 2)

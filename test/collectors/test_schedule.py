@@ -19,60 +19,29 @@ def fill(schedule: Schedule) -> list[int]:
 
 
 def test_so_many_groups_begin_as_will_be_used_in_time() -> None:
-    schedule = Schedule(groups_per_batch=4, max_staleness=2)
-    assert fill(schedule) == list(range(12))
+    assert fill(Schedule(groups_per_batch=4, max_staleness=2)) == list(range(12))
+    assert len(fill(Schedule(4, 0, "ready", over_sample=1.5))) == 6
+    schedule = Schedule(2, 0)
+    schedule.restart(7)  # numbers continue
+    assert fill(schedule) == [7, 8]
 
 
-def test_fifo_waits_for_the_head() -> None:
-    schedule = Schedule(2, 1, "fifo")
+@pytest.mark.parametrize(
+    ("schedule", "happens", "batches"),
+    [
+        (Schedule(2, 1, "fifo"), "123t0tt", [[], [0, 1], [2, 3]]),  # it waits for the head
+        # W = 2 of 4 places: first only 0 and 1 are within reach, then 2 is still out of it
+        (Schedule(2, 1, "window", window=0.5), "23t1t0t", [[], [], [0, 1]]),
+        # W = 2: 2 would overtake the head as the second one
+        (Schedule(1, 3, "window", window=0.5), "123tt0tt", [[1], [], [0], [2]]),
+        (Schedule(3, 0, "window", window=0.01), "210t", [[0, 1, 2]]),  # W = 1: taking the head moves the window
+        (Schedule(2, 1, "ready"), "31t", [[1, 3]]),
+    ],
+)
+def test_what_may_overtake_what(schedule: Schedule, happens: str, batches: list[list[int]]) -> None:
+    """A digit: that group is ready; ``t``: a batch is taken."""
     fill(schedule)
-    for group in (1, 2, 3):
-        schedule.ready(group)
-    assert schedule.take() == []
-    schedule.ready(0)
-    assert schedule.take() == [0, 1]
-    assert schedule.take() == [2, 3]
-
-
-def test_a_window_lets_groups_overtake_but_not_from_beyond_it() -> None:
-    schedule = Schedule(2, 1, "window", window=0.5)  # W = 2 of 4 places
-    fill(schedule)
-    schedule.ready(2)
-    schedule.ready(3)
-    assert schedule.window == 2
-    assert schedule.take() == []  # 0 is the head: only 0 and 1 are within reach
-    schedule.ready(1)
-    assert schedule.take() == []  # 2 is still out of reach
-    schedule.ready(0)
-    assert schedule.take() == [0, 1]
-
-
-def test_a_window_stays_where_its_head_is() -> None:
-    schedule = Schedule(1, 3, "window", window=0.5)  # W = 2
-    fill(schedule)
-    for group in (1, 2, 3):
-        schedule.ready(group)
-    assert schedule.take() == [1]
-    assert schedule.take() == []  # 2 would overtake the head as the second one
-    schedule.ready(0)
-    assert schedule.take() == [0]
-    assert schedule.take() == [2]
-
-
-def test_taking_the_head_moves_the_window_within_a_batch() -> None:
-    schedule = Schedule(3, 0, "window", window=0.01)  # W = 1
-    fill(schedule)
-    for group in (2, 1, 0):
-        schedule.ready(group)
-    assert schedule.take() == [0, 1, 2]
-
-
-def test_ready_takes_what_comes() -> None:
-    schedule = Schedule(2, 1, "ready")
-    fill(schedule)
-    schedule.ready(3)
-    schedule.ready(1)
-    assert schedule.take() == [1, 3]
+    assert [schedule.take() for one in happens if one == "t" or schedule.ready(int(one))] == batches
 
 
 def test_a_batch_makes_room_when_it_has_been_trained() -> None:
@@ -103,10 +72,6 @@ def test_what_is_dropped_makes_room_at_the_end_of_the_line() -> None:
     schedule.ready(1)
     schedule.ready(2)
     assert schedule.take() == [1, 2]
-
-
-def test_over_sampling_begins_more() -> None:
-    assert len(fill(Schedule(4, 0, "ready", over_sample=1.5))) == 6
 
 
 @pytest.mark.parametrize("updates", [1, 2, 3, 4])
@@ -143,12 +108,6 @@ def test_a_burst_of_updates_is_forgotten_and_those_before_the_first_batch_do_not
         in_line.append(schedule.in_line)
     assert min(in_line) == 1  # S // 3 = 0 batches ahead
     assert in_line[-1] == 3
-
-
-def test_numbers_continue_after_a_restart() -> None:
-    schedule = Schedule(2, 0)
-    schedule.restart(7)
-    assert fill(schedule) == [7, 8]
 
 
 def test_the_newest_group_may_lag_by_what_its_place_in_line_leaves() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from itertools import islice
 from typing import Any
 
@@ -30,16 +31,34 @@ from torchrl_moe.objectives import GRPOAdvantage
 from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.trainers.rewards import PromptEpisode, Rewards
 
-
-@pytest.fixture
-def engine() -> Iterator[FakeAsyncVLLM]:
-    with FakeAsyncVLLM(num_replicas=2) as engine:
-        yield engine
+Collect = Callable[..., AsyncLLMCollector]
 
 
 async def one_turn(data: TensorDictBase, ask: Ask) -> float:
     await ask(data["query"])
     return float(data["query"][1:])
+
+
+def then(end: Callable[[str], Any]) -> Any:
+    """An episode of one answer, which ends with what a function, maybe an async one, makes of its query."""
+
+    async def episode(data: TensorDictBase, ask: Ask) -> Any:
+        await ask(data["query"])
+        value = end(data["query"])
+        return await value if inspect.isawaitable(value) else value
+
+    return episode
+
+
+async def for_ever(_: str) -> float:
+    await asyncio.Event().wait()
+    return 1.0
+
+
+def hold(engine: FakeAsyncVLLM) -> None:
+    """Let answers take a minute a token."""
+    for replica in engine.replicas:
+        replica.token_seconds = 60.0
 
 
 async def two_turns(data: TensorDictBase, ask: Ask) -> float:
@@ -88,8 +107,6 @@ def running(engine: FakeAsyncVLLM) -> int:
 
 
 # -- what one is ------------------------------------------------------------------------------------------------------
-
-
 class Agent:
     """Called like an async function."""
 
@@ -104,8 +121,7 @@ class Agent:
 def test_async_functions_and_what_is_called_like_one(engine: FakeAsyncVLLM, episode: Any) -> None:
     assert is_episode_function(episode)
     (turn,) = play(engine, episode)
-    assert turn.batch_size == (1,)
-    assert turn["next", "reward"].tolist() == [[[7.0]]]
+    assert (turn.batch_size, turn["next", "reward"].tolist()) == ((1,), [[[7.0]]])
 
 
 @pytest.mark.parametrize("other", [Agent, chat, lambda: chat(1), chat(1), 3])
@@ -114,13 +130,9 @@ def test_anything_else_is_not(other: Any) -> None:
 
 
 # -- what user code does ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
 @pytest.mark.parametrize("where", ["reward", "reward's coroutine", "task", "thread"])
-def test_code_that_ends_the_program_costs_its_group(
-    collect: Callable[..., AsyncLLMCollector], where: str, error: type[BaseException]
-) -> None:
+def test_code_that_ends_the_program_costs_its_group(collect: Collect, where: str, error: type[BaseException]) -> None:
     """Plain rewards, async ones, and tasks and threads that an episode starts."""
 
     def ends() -> None:
@@ -129,29 +141,21 @@ def test_code_that_ends_the_program_costs_its_group(
     async def ends_too() -> None:
         ends()
 
-    rewards = {
-        "reward": Rewards(lambda query: ends() if query == "q1" else 1.0),
-        "reward's coroutine": Rewards(lambda query: ends_too() if query == "q1" else 1.0),
-    }
+    async def starts() -> None:
+        await asyncio.gather(ends_too(), asyncio.sleep(0) if where == "task" else asyncio.to_thread(ends))
 
-    async def episode(data: TensorDictBase, ask: Ask) -> float:
-        await ask(data["query"])
-        if data["query"] == "q1":
-            await asyncio.gather(ends_too(), asyncio.sleep(0) if where == "task" else asyncio.to_thread(ends))
-        return 1.0
-
-    played = PromptEpisode("query", rewards[where]) if where in rewards else episode
+    end = {"reward": ends, "reward's coroutine": ends_too}.get(where, starts)
+    if where.startswith("reward"):
+        played: Any = PromptEpisode("query", Rewards(lambda query: end() if query == "q1" else 1.0))
+    else:
+        played = then(lambda query: end() if query == "q1" else 1.0)
     collector = collect(played, groups_per_batch=2, max_failures=1)
-    assert soon(lambda: [query for batch in islice(collector, 2) for query in queries(batch)[::2]]) == [
-        "q0",
-        "q2",
-        "q3",
-        "q4",
-    ]
+    seen = soon(lambda: [query for batch in islice(collector, 2) for query in queries(batch)[::2]])
+    assert seen == ["q0", "q2", "q3", "q4"]
     assert collector.stats()["collector/groups_dropped/failed"] == 1
 
 
-def test_code_that_ends_the_program_ends_a_run_with_its_name(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_code_that_ends_the_program_ends_a_run_with_its_name(collect: Collect) -> None:
     def generated(completion: str) -> float:
         return exec("import sys; sys.exit(3)") or 0.0
 
@@ -164,7 +168,7 @@ def test_code_that_ends_the_program_ends_a_run_with_its_name(collect: Callable[.
 
 @pytest.mark.parametrize("where", ["reward", "thread of an episode"])
 def test_calls_that_hang_cost_threads_and_not_the_others(
-    collect: Callable[..., AsyncLLMCollector], where: str, monkeypatch: pytest.MonkeyPatch
+    collect: Collect, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More of them than there are threads at a time; then as many as are borne."""
     monkeypatch.setattr(workflow, "MOST_THREADS", 4)
@@ -176,13 +180,9 @@ def test_calls_that_hang_cost_threads_and_not_the_others(
             released.wait(60)
         return 1.0
 
-    async def episode(data: TensorDictBase, ask: Ask) -> float:
-        await ask(data["query"])
-        return await asyncio.to_thread(slow, data["query"])
-
-    played = PromptEpisode("query", Rewards(slow)) if where == "reward" else episode
-    collector = collect(played, groups_per_batch=2, max_failures=100, reward_timeout=0.3, max_staleness=0)
-    batches = iter(collector)
+    in_episode = then(lambda query: asyncio.to_thread(slow, query))
+    played = PromptEpisode("query", Rewards(slow)) if where == "reward" else in_episode
+    batches = iter(collect(played, groups_per_batch=2, max_failures=100, reward_timeout=0.3, max_staleness=0))
     try:
         seen = soon(lambda: [query for _ in range(8) for query in queries(next(batches))])  # past q0, q6 and q12
         assert all(int(query[1:]) % 6 for query in seen)
@@ -193,13 +193,12 @@ def test_calls_that_hang_cost_threads_and_not_the_others(
         released.set()
 
 
-def test_a_reward_that_is_late_is_named(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_a_reward_that_is_late_is_named(collect: Collect) -> None:
     async def quick(completion: str) -> float:
         return 1.0
 
     async def late(completion: str) -> float:
-        await asyncio.Event().wait()
-        return 1.0
+        return await for_ever(completion)
 
     collector = collect(PromptEpisode("query", Rewards([quick, late])), reward_timeout=0.05)
     with pytest.raises(EnvironmentTimeoutError, match=r"within 0.05 s: it waits for the reward function 'late'"):
@@ -207,9 +206,7 @@ def test_a_reward_that_is_late_is_named(collect: Callable[..., AsyncLLMCollector
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e39, -(10**400), [1.0, float("nan")]])
-def test_a_reward_that_float32_does_not_hold_costs_its_group(
-    collect: Callable[..., AsyncLLMCollector], reward: Any
-) -> None:
+def test_a_reward_that_float32_does_not_hold_costs_its_group(collect: Collect, reward: Any) -> None:
     async def episode(data: TensorDictBase, ask: Ask) -> Any:
         await two_turns(data, ask)
         return reward if data["query"] == "q0" else [0.0, 3e38]
@@ -221,7 +218,7 @@ def test_a_reward_that_float32_does_not_hold_costs_its_group(
         next(iter(collect(episode)))
 
 
-def test_an_episode_that_does_not_end_is_ended(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_an_episode_that_does_not_end_is_ended(collect: Collect) -> None:
     async def endless(data: TensorDictBase, ask: Ask) -> float:
         while True:
             await ask(data["query"])
@@ -231,9 +228,7 @@ def test_an_episode_that_does_not_end_is_ended(collect: Callable[..., AsyncLLMCo
 
 
 # -- in a collector ---------------------------------------------------------------------------------------------------
-
-
-def test_a_batch_is_of_whole_groups_with_their_rewards(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_a_batch_is_of_whole_groups_with_their_rewards(collect: Collect) -> None:
     for batch in islice(collect(one_turn, groups_per_batch=3, max_staleness=1), 3):
         assert batch.batch_size == (6,)
         groups = batch.get("group_id").tolist()
@@ -241,11 +236,10 @@ def test_a_batch_is_of_whole_groups_with_their_rewards(collect: Callable[..., As
         assert batch["next", "reward"].flatten().tolist() == [float(query[1:]) for query in queries(batch)]
         for row in batch.unbind(0):
             assert len(row["routed_experts", "full"]) == len(row["tokens", "full"])
-            assert int(row["num_segments"]) == 1
-            assert str(row["finish_reason"]) == "length"
+            assert (int(row["num_segments"]), str(row["finish_reason"])) == (1, "length")
 
 
-def test_the_answers_are_those_of_an_environment(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_the_answers_are_those_of_an_environment(collect: Collect) -> None:
     """Bit for bit: the same ids go to the engine."""
     for ours, theirs in ((one_turn, lambda: chat(1)), (one_turn, chat(2))):
         pair = [next(iter(collect(env, groups_per_batch=2, max_staleness=0))) for env in (ours, theirs)]
@@ -256,10 +250,9 @@ def test_the_answers_are_those_of_an_environment(collect: Callable[..., AsyncLLM
                 assert not isinstance(one[key], torch.Tensor) or torch.equal(one[key], other[key])
 
 
-def test_turns_follow_one_another_and_send_the_ids_of_the_earlier(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_turns_follow_one_another_and_send_the_ids_of_the_earlier(collect: Collect) -> None:
     batch = next(iter(collect(two_turns, groups_per_batch=2)))
-    assert batch.batch_size == (8,)
-    assert batch["next", "reward"].flatten().tolist() == [0, 1] * 4
+    assert (batch.batch_size, batch["next", "reward"].flatten().tolist()) == ((8,), [0, 1] * 4)
     assert batch["next", "done"].flatten().tolist() == [False, True] * 4
     for first, second in zip(batch[::2].unbind(0), batch[1::2].unbind(0), strict=True):
         had = first["tokens", "full"]
@@ -269,7 +262,7 @@ def test_turns_follow_one_another_and_send_the_ids_of_the_earlier(collect: Calla
         assert first["group_id"] == second["group_id"]
 
 
-def test_turns_keep_the_words_of_the_earlier(collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM) -> None:
+def test_turns_keep_the_words_of_the_earlier(collect: Collect, engine: FakeAsyncVLLM) -> None:
     policy = policy_of(engine).get_new_version(generate_kwargs={"max_new_tokens": 6, "top_k": 3})
     for row in next(iter(collect(two_turns, policy=policy))).unbind(0):
         answered = row["policy_versions", "full"] >= 0
@@ -277,28 +270,22 @@ def test_turns_keep_the_words_of_the_earlier(collect: Callable[..., AsyncLLMColl
         assert kept.sizes.tolist() == (3 * answered).tolist()
 
 
-def test_samples_wait_for_their_tools_side_by_side(collect: Callable[..., AsyncLLMCollector]) -> None:
+def test_samples_wait_for_their_tools_side_by_side(collect: Collect) -> None:
     """Each sample's tool waits until all four samples are at theirs: one after the other they would wait for ever."""
     waiting: list[asyncio.Event] = []
 
-    async def meet(data: TensorDictBase, ask: Ask) -> float:
-        await ask(data["query"])
-        mine = asyncio.Event()
-        waiting.append(mine)
+    async def meet(_: str) -> float:
+        waiting.append(mine := asyncio.Event())
         if len(waiting) == 4:
             for other in waiting:
                 other.set()
-        await mine.wait()
-        return 1.0
+        return float(await mine.wait())
 
-    batch = next(iter(collect(meet, groups_per_batch=2, max_staleness=0, heartbeat_timeout=60.0)))
-    assert batch.batch_size == (4,)
-    assert len(waiting) == 4
+    batch = next(iter(collect(then(meet), groups_per_batch=2, max_staleness=0, heartbeat_timeout=60.0)))
+    assert (batch.batch_size, len(waiting)) == ((4,), 4)
 
 
-def test_a_turn_in_newer_weights_keeps_the_versions_of_the_earlier(
-    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
-) -> None:
+def test_a_turn_in_newer_weights_keeps_the_versions_of_the_earlier(collect: Collect, engine: FakeAsyncVLLM) -> None:
     asked, updated = threading.Event(), threading.Event()
 
     async def episode(data: TensorDictBase, ask: Ask) -> float:
@@ -308,11 +295,9 @@ def test_a_turn_in_newer_weights_keeps_the_versions_of_the_earlier(
         await ask(answer["history"].full.append(History(role="tool", content="42"), inplace=False, dim=-1))
         return 1.0
 
-    collector = collect(episode, group_size=1, max_staleness=1)
-    update = threading.Thread(target=lambda: (asked.wait(60), new_weights(engine, 1), updated.set()))
-    update.start()
-    first, second = next(iter(collector)).unbind(0)
-    update.join()
+    update = in_thread(lambda: (asked.wait(60), new_weights(engine, 1), updated.set()))
+    first, second = next(iter(collect(episode, group_size=1, max_staleness=1))).unbind(0)
+    update.result()
     had = len(first["tokens", "full"])
     assert first["policy_versions", "full"][-6:].tolist() == [0] * 6
     assert second["policy_versions", "full"][had - 6 : had].tolist() == [0] * 6
@@ -321,39 +306,33 @@ def test_a_turn_in_newer_weights_keeps_the_versions_of_the_earlier(
     assert torch.equal(second["log_probs", "full"][had - 6 : had], first["log_probs", "response"])
 
 
-@pytest.mark.parametrize("value", [[[1.0], [2.0]], {"reward": 1.0}, "1.0", [None], [1.0, "a"], torch.ones(1, 1)])
-def test_what_is_no_reward(engine: FakeAsyncVLLM, value: Any) -> None:
-    async def episode(data: TensorDictBase, ask: Ask) -> Any:
-        await ask(data["query"])
-        return value
-
-    with pytest.raises(TypeError, match="an episode must return its reward, a number or one number per turn, got"):
-        play(engine, episode)
-
-
-@pytest.mark.parametrize("value", [float("nan"), [float("inf")], np.float32("nan"), 10**400, torch.tensor([torch.nan])])
-def test_a_reward_is_finite(engine: FakeAsyncVLLM, value: Any) -> None:
-    async def episode(data: TensorDictBase, ask: Ask) -> Any:
-        await ask(data["query"])
-        return value
-
-    with pytest.raises(ValueError, match="a reward must be finite"):
-        play(engine, episode)
+@pytest.mark.parametrize(
+    ("value", "kind", "words"),
+    [
+        *(
+            (value, TypeError, "an episode must return its reward, a number or one number per turn, got")
+            for value in ([[1.0], [2.0]], {"reward": 1.0}, "1.0", [None], [1.0, "a"], torch.ones(1, 1))
+        ),
+        *(
+            (value, ValueError, "a reward must be finite")
+            for value in (float("nan"), [float("inf")], np.float32("nan"), 10**400, torch.tensor([torch.nan]))
+        ),
+        ([1.0, 2.0], ValueError, "returned 2 rewards for 1 turns"),
+        ([], ValueError, "returned 0 rewards for 1 turns"),
+    ],
+)
+def test_what_is_no_reward_is_refused(engine: FakeAsyncVLLM, value: Any, kind: Any, words: str) -> None:
+    with pytest.raises(kind, match=words):
+        play(engine, then(lambda _: value))
 
 
 @pytest.mark.parametrize("value", [True, np.bool_(True), [np.float32(1.0)], [torch.tensor(1)], torch.ones(1), (1,)])
 def test_a_reward_is_any_number(engine: FakeAsyncVLLM, value: Any) -> None:
-    async def episode(data: TensorDictBase, ask: Ask) -> Any:
-        await ask(data["query"])
-        return value
-
-    (row,) = play(engine, episode)
+    (row,) = play(engine, then(lambda _: value))
     assert row["next", "reward"].tolist() == [[[1.0]]]
 
 
-def test_a_sample_without_a_reward_is_left_out(
-    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
-) -> None:
+def test_a_sample_without_a_reward_is_left_out(collect: Collect, engine: FakeAsyncVLLM) -> None:
     plays: Counter[str] = Counter()
 
     async def episode(data: TensorDictBase, ask: Ask) -> float | None:
@@ -363,22 +342,14 @@ def test_a_sample_without_a_reward_is_left_out(
         return None if number == 2 else float(number)
 
     batch = next(iter(collect(episode, group_size=3)))
-    assert batch["next", "reward"].flatten().tolist() == [1.0, 3.0]
-    assert set(batch["group_id"].tolist()) == {0}
-
-    async def odd(data: TensorDictBase, ask: Ask) -> float | None:
-        reward = await one_turn(data, ask)
-        return reward if reward % 2 else None
-
-    rows = evaluate(policy_of(engine), odd, 4, Questions(9))
-    assert queries(rows) == ["q1", "q3"]
+    assert (batch["next", "reward"].flatten().tolist(), set(batch["group_id"].tolist())) == ([1.0, 3.0], {0})
+    odd = then(lambda query: 1.0 if int(query[1:]) % 2 else None)
+    assert queries(evaluate(policy_of(engine), odd, 4, Questions(9))) == ["q1", "q3"]
     with pytest.raises(ValueError, match="none of 1 answers has a reward"):
         evaluate(policy_of(engine), odd, 1, Questions(9))
 
 
-def test_rows_of_several_turns_go_through_a_buffer_and_get_advantages(
-    collect: Callable[..., AsyncLLMCollector],
-) -> None:
+def test_rows_of_several_turns_go_through_a_buffer_and_get_advantages(collect: Collect) -> None:
     """One sample of each group is rewarded with 1, the other with 0: mean 0.5, standard deviation sqrt(0.5)."""
     plays: Counter[str] = Counter()
 
@@ -398,9 +369,7 @@ def test_rows_of_several_turns_go_through_a_buffer_and_get_advantages(
         assert float(first["advantage"]) == float(last["advantage"]) == pytest.approx(expected)
 
 
-def test_a_filter_a_seed_and_a_checkpoint_are_those_of_any_collector(
-    collect: Callable[..., AsyncLLMCollector],
-) -> None:
+def test_a_filter_a_seed_and_a_checkpoint_are_those_of_any_collector(collect: Collect) -> None:
     def is_odd(rows: TensorDictBase) -> bool:
         assert threading.current_thread().name.startswith("torchrl_moe-workflow")
         return int(rows[0]["query"][1:]) % 2 == 1
@@ -417,55 +386,38 @@ def test_a_filter_a_seed_and_a_checkpoint_are_those_of_any_collector(
 
 
 @pytest.mark.parametrize("method", ["state_dict", "pause"])
-def test_an_episode_that_would_wait_for_its_own_loop_is_told_so(
-    collect: Callable[..., AsyncLLMCollector], method: str
-) -> None:
-    async def saving(data: TensorDictBase, ask: Ask) -> float:
-        await ask(data["query"])
+def test_an_episode_that_would_wait_for_its_own_loop_is_told_so(collect: Collect, method: str) -> None:
+    async def saving(_: str) -> float:
         with pytest.raises(RuntimeError, match=r"await asyncio\.to_thread"):
-            enter(collector, method)
-        await asyncio.to_thread(enter, collector, method)
+            enter()
+        await asyncio.to_thread(enter)
         return 1.0
 
-    def enter(one: AsyncLLMCollector, method: str) -> None:
+    def enter() -> None:
         if method == "pause":
-            with one.pause():
+            with collector.pause():
                 return
-        assert one.state_dict()["frames"] == 0
+        assert collector.state_dict()["frames"] == 0
 
-    collector = collect(saving, max_staleness=0)
+    collector = collect(then(saving), max_staleness=0)
     assert next(iter(collector))["next", "reward"].flatten().tolist() == [1, 1]
 
 
-def test_data_must_be_given(engine: FakeAsyncVLLM) -> None:
-    with pytest.raises(ValueError, match="there is no data: pass dataloader="):
-        AsyncLLMCollector(one_turn, policy=policy_of(engine))
-
-
 # -- failures ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()])
-def test_what_would_end_the_loop_or_the_task_is_an_error_like_any(
-    collect: Callable[..., AsyncLLMCollector], error: BaseException
-) -> None:
-    async def episode(data: TensorDictBase, ask: Ask) -> float:
-        await ask(data["query"])
-        if data["query"] == "q0":
+def test_what_would_end_the_loop_or_the_task_is_an_error_like_any(collect: Collect, error: BaseException) -> None:
+    def end(query: str) -> float:
+        if query == "q0":
             raise error
         return 1.0
 
-    collector = collect(episode, max_failures=1, order="fifo")
-    assert queries(next(iter(collector))) == ["q1", "q1"]
+    assert queries(next(iter(collect(then(end), max_failures=1, order="fifo")))) == ["q1", "q1"]
     with pytest.raises(RuntimeError, match=f"an episode raised {type(error).__name__}"):
-        next(iter(collect(episode)))
+        next(iter(collect(then(end))))
 
 
-def test_a_failure_ends_the_answers_of_the_rest_of_its_group(
-    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
-) -> None:
-    for replica in engine.replicas:
-        replica.token_seconds = 60.0
+def test_a_failure_ends_the_answers_of_the_rest_of_its_group(collect: Collect, engine: FakeAsyncVLLM) -> None:
+    hold(engine)
     samples: list[int] = []
 
     async def episode(data: TensorDictBase, ask: Ask) -> float:
@@ -482,11 +434,8 @@ def test_a_failure_ends_the_answers_of_the_rest_of_its_group(
     until(lambda: not running(engine))
 
 
-def test_a_shutdown_cancels_it_and_aborts_its_answers(
-    collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM
-) -> None:
-    for replica in engine.replicas:
-        replica.token_seconds = 60.0
+def test_a_shutdown_cancels_it_and_aborts_its_answers(collect: Collect, engine: FakeAsyncVLLM) -> None:
+    hold(engine)
     cancelled: list[str] = []
 
     async def episode(data: TensorDictBase, ask: Ask) -> float:
@@ -508,44 +457,36 @@ def test_a_shutdown_cancels_it_and_aborts_its_answers(
     until(lambda: not running(engine))
 
 
-def test_stale_groups_are_cancelled(collect: Callable[..., AsyncLLMCollector], engine: FakeAsyncVLLM) -> None:
+def test_stale_groups_are_cancelled(collect: Collect, engine: FakeAsyncVLLM) -> None:
     held = threading.Barrier(3)  # both samples of the group, and who updates the weights
     cancelled: list[str] = []
 
-    async def episode(data: TensorDictBase, ask: Ask) -> float:
-        await ask(data["query"])
-        if data["query"] == "q1":
-            arrived = asyncio.create_task(asyncio.to_thread(held.wait, 60))
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                cancelled.append("q1")
-                await arrived
-                raise
-        return 1.0
+    async def end(query: str) -> float:
+        if query != "q1":
+            return 1.0
+        arrived = asyncio.create_task(asyncio.to_thread(held.wait, 60))
+        try:
+            return await for_ever(query)
+        except asyncio.CancelledError:
+            cancelled.append("q1")
+            await arrived
+            raise
 
-    collector = collect(episode, max_staleness=0, on_stale="drop", groups_per_batch=2)
-    update = threading.Thread(target=lambda: (held.wait(60), new_weights(engine, 1)))
-    update.start()
-    batch = next(iter(collector))
-    update.join()
+    update = in_thread(lambda: (held.wait(60), new_weights(engine, 1)))
+    batch = next(iter(collect(then(end), max_staleness=0, on_stale="drop", groups_per_batch=2)))
+    update.result()
     assert "q1" not in queries(batch)
     assert cancelled == ["q1", "q1"]
 
 
 # -- its time ---------------------------------------------------------------------------------------------------------
-
-
-def test_what_hangs_costs_its_group(collect: Callable[..., AsyncLLMCollector]) -> None:
-    async def episode(data: TensorDictBase, ask: Ask) -> float:
-        await ask(data["query"])
-        if data["query"] == "q1":
-            await asyncio.Event().wait()
-        return 1.0
-
+def test_what_hangs_costs_its_group(collect: Collect) -> None:
+    episode = then(lambda query: for_ever(query) if query == "q1" else 1.0)
     collector = collect(episode, groups_per_batch=2, order="fifo", max_failures=1, reward_timeout=2.0)
     assert queries(next(iter(collector)))[::2] == ["q0", "q2"]
     assert collector.stats()["collector/groups_dropped/reward_timeout"] == 1
+    with pytest.raises(CollectionStalledError, match="3 groups are running"):
+        next(iter(collect(then(for_ever), heartbeat_timeout=2.0)))
 
 
 def test_the_time_in_which_answers_are_generated_does_not_count(engine: FakeAsyncVLLM) -> None:
@@ -572,20 +513,13 @@ def test_time_without_an_answer_under_way_does(engine: FakeAsyncVLLM, questions:
 
 
 def test_a_timeout_of_its_own_tool_is_its_own(engine: FakeAsyncVLLM) -> None:
-    async def episode(data: TensorDictBase, ask: Ask) -> float:
-        await ask("one")
-        async with asyncio.timeout(0.01):
-            await asyncio.Event().wait()
-        return 1.0
-
     with pytest.raises(TimeoutError) as caught:
-        play(engine, episode, timeout=60.0)
+        play(engine, then(lambda query: asyncio.wait_for(for_ever(query), 0.01)), timeout=60.0)
     assert not isinstance(caught.value, EnvironmentTimeoutError)
 
 
 def test_an_answer_that_nobody_waits_for_is_refused_and_aborted(engine: FakeAsyncVLLM) -> None:
-    for replica in engine.replicas:
-        replica.token_seconds = 60.0
+    hold(engine)
     lost: list[Any] = []
 
     async def episode(data: TensorDictBase, ask: Ask) -> float:
@@ -598,13 +532,3 @@ def test_an_answer_that_nobody_waits_for_is_refused_and_aborted(engine: FakeAsyn
         play(engine, episode)
     until(lambda: not running(engine))
     assert lost[0].cancelled()
-
-
-def test_a_collection_that_waits_for_a_tool_says_so(collect: Callable[..., AsyncLLMCollector]) -> None:
-    async def episode(data: TensorDictBase, ask: Ask) -> float:
-        await ask(data["query"])
-        await asyncio.Event().wait()
-        return 1.0
-
-    with pytest.raises(CollectionStalledError, match="3 groups are running"):
-        next(iter(collect(episode, heartbeat_timeout=2.0)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
 from torchrl_moe.weight_update.options import SourceOptions, StoreOptions
 from torchrl_moe.weight_update.publishing import AdapterPublisher, Published
+from torchrl_moe.weight_update.sender import VLLMWeightSender
 from torchrl_moe.weight_update.source import adapter_files
 from torchrl_moe.weight_update.store import WeightStoreReader
+
+Fleet = Callable[..., tuple[FakeFleet, VLLMWeightSender]]
 
 peft = pytest.importorskip("peft")
 KINDS = model_metadata(make_tiny_moe("qwen3_moe"))
@@ -46,9 +50,8 @@ def train(model: Any) -> None:
             parameter.add_(1.0)
 
 
-def test_all_replicas_get_the_adapter_as_it_is_now_and_the_report_says_so(connect: Connect, model: Any) -> None:
-    engine = FakeFleet(2, expected=KINDS)
-    sender = connect(engine, lora="adapter")
+def test_all_replicas_get_the_adapter_as_it_is_now_and_the_report_says_so(fleet: Fleet, model: Any) -> None:
+    engine, sender = fleet(2, expected=KINDS, lora="adapter")
     sender.register_model(model)
     for version in (1, 2, 3):
         train(model)
@@ -61,9 +64,8 @@ def test_all_replicas_get_the_adapter_as_it_is_now_and_the_report_says_so(connec
     assert WeightStoreReader(sender.options.store.folder).versions() == [2, 3]  # keep_versions
 
 
-def test_steps_by_themselves_and_another_model_work_too(connect: Connect, model: Any) -> None:
-    engine = FakeFleet(1, expected=KINDS)
-    sender = connect(engine, lora="adapter")
+def test_steps_by_themselves_and_another_model_work_too(fleet: Fleet, model: Any) -> None:
+    engine, sender = fleet(1, expected=KINDS, lora="adapter")
     version = sender.publish(model, wait=False)
     train(model)  # it was written at once
     assert sender.wait_published() == version == 1
@@ -73,9 +75,8 @@ def test_steps_by_themselves_and_another_model_work_too(connect: Connect, model:
     assert same(engine.fakes[0].weights, adapter(model))
 
 
-def test_a_restarted_replica_gets_the_newest_adapter(connect: Connect, model: Any) -> None:
-    engine = FakeFleet(2, expected=KINDS)
-    sender = connect(engine, lora="adapter")
+def test_a_restarted_replica_gets_the_newest_adapter(fleet: Fleet, model: Any) -> None:
+    engine, sender = fleet(2, expected=KINDS, lora="adapter")
     sender.register_model(model)
     sender.update_weights()
     new = engine.restart(1)
@@ -84,9 +85,8 @@ def test_a_restarted_replica_gets_the_newest_adapter(connect: Connect, model: An
     assert (engine.states, engine.versions) == (["SERVING"] * 2, [1, 1])
 
 
-def test_a_replica_that_refuses_keeps_its_adapter_and_serves(connect: Connect, model: Any) -> None:
-    engine = FakeFleet(2, expected=KINDS)
-    sender = connect(engine, lora="adapter")
+def test_a_replica_that_refuses_keeps_its_adapter_and_serves(fleet: Fleet, model: Any) -> None:
+    engine, sender = fleet(2, expected=KINDS, lora="adapter")
     sender.register_model(model)
     sender.update_weights()
     engine.fakes[1].fail["stage_weights"] = always(ManifestMismatch("LoRA rank 2 is greater than max_lora_rank 1."))
@@ -128,9 +128,10 @@ def test_an_adapter_of_another_model_is_refused_whenever_that_is_known(connect: 
     early.shutdown()
 
 
-def test_a_base_that_is_stored_in_another_way_is_no_matter(connect: Connect, model: Any) -> None:
-    engine = FakeFleet(1, expected={"model.layers.1.self_attn.q_proj.qweight": (torch.int32, torch.Size([8, 64]))})
-    sender = connect(engine, lora="adapter")
+def test_a_base_that_is_stored_in_another_way_is_no_matter(fleet: Fleet, model: Any) -> None:
+    engine, sender = fleet(
+        1, expected={"model.layers.1.self_attn.q_proj.qweight": (torch.int32, torch.Size([8, 64]))}, lora="adapter"
+    )
     sender.register_model(model)
     sender.init_all_workers_group(model_metadata(model), vllm_engine=engine)  # as TorchRL's trainers do
     assert sender.update_weights().failed == {}

@@ -1,14 +1,14 @@
-"""Groups of choices: what follows from them, and what is refused."""
+"""Groups of choices: what follows from them; and the canary, whose song is the model's own log-probs."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from torchrl_moe.weight_update.options import CollectiveOptions, SourceOptions, StoreOptions, SwapOptions
+from torchrl_moe.testing import make_tiny_moe
+from torchrl_moe.weight_update.options import CollectiveOptions, SwapOptions, canary_of
 
 
 @pytest.mark.parametrize(
@@ -39,61 +39,47 @@ def test_how_many_must_hold_a_version_and_how_many_must_serve_meanwhile(
     assert (options.must_hold(replicas), options.must_serve(replicas)) == (hold, serve)
 
 
-@pytest.mark.parametrize(
-    ("kind", "choices", "words"),
-    [
-        (SwapOptions, {"rolling": 0}, "rolling must be at least 1, got 0"),
-        (
-            SwapOptions,
-            {"rolling": 1.5},
-            r"rolling must be a share above 0 and at most 1\.0, or a whole number",
-        ),
-        (SwapOptions, {"min_serving": 0.0}, "min_serving must be a share above 0"),
-        (SwapOptions, {"min_serving": float("nan")}, "min_serving must be a share above 0"),
-        (StoreOptions, {"layout": "files"}, "layout must be one of 'slots', 'versions', got 'files'"),
-        (StoreOptions, {"keep_versions": 1}, "keep_versions must be an integer of at least 2"),
-        (StoreOptions, {"fsync": True}, "fsync=True needs layout='versions'"),
-        (SourceOptions, {"dtype": "float32"}, "dtype must be one of 'engine', 'trainer', got 'float32'"),
-        (SourceOptions, {"dtype": torch.int8}, "dtype must be a floating one, got torch.int8"),
-        (SourceOptions, {"lora": "both"}, "lora must be one of 'merged', 'adapter', got 'both'"),
-    ],
-)
-def test_a_bad_choice_is_refused(kind: Any, choices: dict[str, Any], words: str) -> None:
-    folders = {"folder": Path("x"), "seen_as": Path("x")} if kind is StoreOptions else {}
-    with pytest.raises(ValueError, match=words):
-        kind(**folders, **choices)
-
-
-@pytest.mark.parametrize("choices", [{"rolling": True}, {"min_serving": "all"}])
-def test_what_is_no_number_is_refused(choices: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match="must be a number of replicas or a share of them"):
-        SwapOptions(**choices)
-
-
-@pytest.mark.parametrize(
-    ("transport", "choices", "words"),
-    [
-        ("gloo", {"master_port": 1 << 16}, "master_port must be an integer from 0 to 65535, or None, got 65536"),
-        ("memmap", {"master_port": -1}, "master_port must be an integer from 0 to 65535, or None, got -1"),
-        ("gloo", {"device": "cuda:0"}, "transport='gloo' sends from the CPU"),
-        ("gloo", {"device": 0}, "device=0: transport='gloo' sends from the CPU"),
-        ("gloo", {"gpus_per_replica": 0}, "gpus_per_replica must be an integer of at least 1, or None, got 0"),
-        ("gloo", {"buffer_bytes": 0}, "buffer_bytes must be an integer of at least 1, or None, got 0"),
-        ("gloo", {"master_address": "10.0.0.1"}, "master_address='10.0.0.1': transport='gloo' reaches .* one host"),
-        ("gloo", {"master_address": "trainer.example"}, "use transport='memmap', layout='versions' and folder="),
-        ("memmap", {"buffer_bytes": 1}, "buffer_bytes belongs to transport='gloo'"),
-    ],
-)
-def test_a_collectives_argument_must_have_a_meaning(transport: str, choices: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        CollectiveOptions(**choices).check(transport)
-
-
-def test_those_that_have_one_pass() -> None:
+def test_a_collectives_arguments_that_have_a_meaning_pass() -> None:
     for address in ("127.0.0.1", "::1", "localhost"):
         CollectiveOptions(master_address=address, master_port=29500, gpus_per_replica=2, device="cpu").check("gloo")
-    CollectiveOptions(master_address="10.0.0.1").check("memmap")
-    CollectiveOptions(device=1).check("memmap")
-    assert CollectiveOptions(device=1).torch_device == torch.device("cuda:1")  # TorchRL's way to name it
     CollectiveOptions(buffer_bytes=1 << 20).check("gloo")
-    CollectiveOptions().check("memmap")
+    for options in (CollectiveOptions(master_address="10.0.0.1"), CollectiveOptions(device=1), CollectiveOptions()):
+        options.check("memmap")
+
+
+def test_log_probs_are_those_of_the_prompts_own_tokens() -> None:
+    model = make_tiny_moe("mixtral")
+    canary = canary_of(model)
+    ids = canary["token_ids"]
+    assert (len(ids), len(set(ids))) == (16, 16)
+    assert all(type(value) is float for value in canary["log_probs"])
+    with torch.no_grad():
+        table = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    wanted = [table[position, ids[position + 1]].item() for position in range(15)]
+    assert canary["log_probs"] == pytest.approx(wanted, abs=1e-6)
+
+
+def test_the_model_is_evaluated_and_left_as_it_was() -> None:
+    model = make_tiny_moe("mixtral").train()
+    model.model.layers[0].eval()
+    dropout = torch.nn.Dropout(0.5)
+    model.lm_head = torch.nn.Sequential(dropout, model.lm_head)
+    assert canary_of(model)["log_probs"] == canary_of(model)["log_probs"]
+    assert model.training
+    assert dropout.training
+    assert not model.model.layers[0].training
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "tolerance"),
+    [
+        (torch.float32, None, 1e-3),
+        (torch.float32, torch.float32, 1e-3),
+        (torch.float32, torch.bfloat16, 1.0),
+        (torch.bfloat16, torch.float32, 1.0),
+    ],
+)
+def test_the_coarser_dtype_sets_the_tolerance(
+    trainer: torch.dtype, engine: torch.dtype | None, tolerance: float
+) -> None:
+    assert canary_of(make_tiny_moe(dtype=trainer), engine)["tolerance"] == tolerance

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,22 @@ import pytest
 from support.weights import Connect, value_in, weights
 from torchrl_moe.errors import WeightsOwnedError, WeightSyncError
 from torchrl_moe.modules.backends.replica import this_process
-from torchrl_moe.testing.fake_weights import FakeFleet
+from torchrl_moe.testing.fake_weights import FakeFleet, FakeWeightReplica
 from torchrl_moe.weight_update import VLLMDoubleBufferSyncScheme
+from torchrl_moe.weight_update.sender import VLLMWeightSender
+
+Fleet = Callable[..., tuple[FakeFleet, VLLMWeightSender]]
 
 OTHER = "process 7 on elsewhere"
+
+
+def values(engine: FakeFleet) -> list[float | None]:
+    return [value_in(engine, index) for index in range(len(engine.fakes))]
+
+
+def owner_of(replica: FakeWeightReplica) -> str:
+    """Whose its weights are, as another driver hears that asks for them."""
+    return replica.owner.claim("other", OTHER, False).owner
 
 
 def other_driver(engine: FakeFleet, *replicas: int, takeover: bool = False) -> None:
@@ -42,9 +55,8 @@ def test_what_nobody_updates_any_more_may_be_had(connect: Connect) -> None:
     assert connect(engine).update_weights(weights(4)).failed == {}
 
 
-def test_a_takeover_ends_the_other_ones_updates_and_it_may_have_them_back(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    sender = connect(engine)
+def test_a_takeover_ends_the_other_ones_updates_and_it_may_have_them_back(fleet: Fleet) -> None:
+    engine, sender = fleet(2)
     sender.update_weights(weights(1))
     other_driver(engine, 0, 1, takeover=True)
     asked = [fake.asked["swap_weights"] for fake in engine.fakes]
@@ -52,19 +64,17 @@ def test_a_takeover_ends_the_other_ones_updates_and_it_may_have_them_back(connec
         sender.update_weights(weights(2))
     assert caught.value.report is not None
     assert caught.value.report.failed.keys() == {0, 1}
-    assert [fake.asked["swap_weights"] for fake in engine.fakes] == asked  # nothing was paused
-    assert engine.states == ["SERVING"] * 2  # or quarantined
-    assert [value_in(engine, index) for index in range(2)] == [1.0, 1.0]
+    assert ([fake.asked["swap_weights"] for fake in engine.fakes], engine.states) == (asked, ["SERVING"] * 2)
+    assert values(engine) == [1.0, 1.0]
     with pytest.raises(WeightsOwnedError, match=OTHER):
         sender.init_all_workers_group(None, vllm_engine=engine)
     sender.init_all_workers_group(None, vllm_engine=engine, takeover=True)
     assert sender.update_weights(weights(3)).failed == {}
-    assert [value_in(engine, index) for index in range(2)] == [3.0, 3.0]
+    assert values(engine) == [3.0, 3.0]
 
 
-def test_a_takeover_between_staging_and_the_swap_pauses_nothing(connect: Connect) -> None:
-    engine = FakeFleet(1)
-    sender = connect(engine)
+def test_a_takeover_between_staging_and_the_swap_pauses_nothing(fleet: Fleet) -> None:
+    engine, sender = fleet(1)
     version = sender.publish(weights(1))
     staged = sender.prefetch(version)
     other_driver(engine, 0, takeover=True)
@@ -88,24 +98,21 @@ def test_senders_of_one_driver_need_no_takeover_and_the_older_one_gives_up_nothi
     newer = connect(engine)
     older.shutdown()
     assert newer.update_weights(weights(2)).failed == {}
-    assert engine.fakes[0].owner.claim("other", OTHER, False).owner == this_process()
+    assert owner_of(engine.fakes[0]) == this_process()
     newer.init_all_workers_group(None, vllm_engine=engine)  # again, by the same sender
-    assert engine.fakes[0].owner.claim("other", OTHER, False).owner == this_process()
+    assert owner_of(engine.fakes[0]) == this_process()
 
 
-def test_a_replica_that_was_restarted_is_claimed_when_it_is_brought(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    sender = connect(engine)
+def test_a_replica_that_was_restarted_is_claimed_when_it_is_brought(fleet: Fleet) -> None:
+    engine, sender = fleet(2)
     sender.update_weights(weights(1))
     new = engine.restart(1)
     sender.bring(1)
-    assert new.owner.claim("other", OTHER, False).owner == this_process()
-    assert value_in(engine, 1) == 1.0
+    assert (new.owner.claim("other", OTHER, False).owner, value_in(engine, 1)) == (this_process(), 1.0)
 
 
-def test_a_replica_that_another_driver_has_is_named_by_the_update(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    sender = connect(engine, min_serving=1)
+def test_a_replica_that_another_driver_has_is_named_by_the_update(fleet: Fleet) -> None:
+    engine, sender = fleet(2, min_serving=1)
     engine.restart(1)
     other_driver(engine, 1)
     report = sender.update_weights(weights(1))
@@ -114,18 +121,22 @@ def test_a_replica_that_another_driver_has_is_named_by_the_update(connect: Conne
         sender.bring(1)
 
 
-def test_a_receiver_of_a_directory_claims_too(tmp_path: Path) -> None:
-    scheme = VLLMDoubleBufferSyncScheme(tmp_path)
+def test_a_receiver_of_a_directory_claims_too_and_again_once_who_took_its_replicas_has_left(tmp_path: Path) -> None:
+    scheme, engine = VLLMDoubleBufferSyncScheme(tmp_path), FakeFleet(2)
     sender = scheme.create_sender()
-    sender.publish(weights(5))
-    engine = FakeFleet(1)
-    other_driver(engine, 0)
+    sender.publish(weights(1))
+    other_driver(engine, 0, 1)
     receiver = scheme.create_receiver(engine)
-    with pytest.raises(WeightSyncError, match=OTHER):
-        receiver.poll_and_apply()
-    engine.fakes[0].owner.give_up("other")
-    assert receiver.poll_and_apply()
-    assert value_in(engine, 0) == 5.0
+    for version in (1, 2):
+        for _ in range(2):
+            with pytest.raises(WeightSyncError, match=OTHER):
+                receiver.poll_and_apply()
+        for fake in engine.fakes:
+            fake.owner.give_up("other")
+        assert receiver.poll_and_apply()
+        assert values(engine) == [version] * 2
+        other_driver(engine, 0, 1, takeover=True)
+        sender.publish(weights(2))
     sender.shutdown()
 
 
@@ -135,7 +146,7 @@ def test_a_sender_that_moves_to_another_engine_gives_the_first_one_up(connect: C
     sender.update_weights(weights(1))
     sender.init_all_workers_group(None, vllm_engine=second)
     assert all(fake.owner.claim("other", OTHER, False).granted for fake in first.fakes)
-    assert second.fakes[0].owner.claim("other", OTHER, False).owner == this_process()
+    assert owner_of(second.fakes[0]) == this_process()
 
 
 def test_a_sender_does_not_get_an_engine_back_because_the_newer_one_left(connect: Connect) -> None:
@@ -151,9 +162,8 @@ def test_a_sender_does_not_get_an_engine_back_because_the_newer_one_left(connect
     assert older.update_weights(weights(3)).version == 3
 
 
-def test_a_version_of_the_same_number_from_elsewhere_does_not_count_as_held(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    sender = connect(engine)
+def test_a_version_of_the_same_number_from_elsewhere_does_not_count_as_held(fleet: Fleet) -> None:
+    engine, sender = fleet(2)
     sender.publish(weights(1))
     for index in range(2):
         engine.replica_table.set_version(index, 1)
@@ -176,26 +186,8 @@ def test_a_sender_that_is_replaced_in_its_update_swaps_nothing_that_the_newer_on
     assert [outcome.error for outcome in outcomes] == ["version 1 is not what was staged last"] * 2
 
 
-def test_a_receiver_has_its_replicas_again_once_who_took_them_has_left(tmp_path: Path) -> None:
-    scheme, engine = VLLMDoubleBufferSyncScheme(tmp_path), FakeFleet(2)
-    sender, receiver = scheme.create_sender(), scheme.create_receiver(engine)
-    sender.publish(weights(1))
-    assert receiver.poll_and_apply()
-    other_driver(engine, 0, 1, takeover=True)
-    sender.publish(weights(2))
-    for _ in range(2):
-        with pytest.raises(WeightSyncError, match=OTHER):
-            receiver.poll_and_apply()
-    for fake in engine.fakes:
-        fake.owner.give_up("other")
-    assert receiver.poll_and_apply()
-    assert [value_in(engine, index) for index in range(2)] == [2.0, 2.0]
-    sender.shutdown()
-
-
-def test_a_driver_that_lost_the_weights_brings_nothing_to_restarted_replicas(connect: Connect) -> None:
-    engine = FakeFleet(3)
-    sender = connect(engine)
+def test_a_driver_that_lost_the_weights_brings_nothing_to_restarted_replicas(fleet: Fleet) -> None:
+    engine, sender = fleet(3)
     sender.update_weights(weights(1))
     other_driver(engine, 0, 1, 2, takeover=True)
     new = engine.restart(1)
@@ -206,9 +198,8 @@ def test_a_driver_that_lost_the_weights_brings_nothing_to_restarted_replicas(con
     assert new.owner.claim("me", "me", False).owner == OTHER
 
 
-def test_a_replica_is_brought_if_no_other_can_say_whose_the_weights_are(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    sender = connect(engine)
+def test_a_replica_is_brought_if_no_other_can_say_whose_the_weights_are(fleet: Fleet) -> None:
+    engine, sender = fleet(2)
     sender.update_weights(weights(1))
     engine.fakes[0].die()
     engine.restart(1)

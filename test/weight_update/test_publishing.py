@@ -5,6 +5,7 @@ This file is also the program of each rank of a sharded trainer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from support.manifests import note_made
 from support.ranks import run_as_ranks
-from support.weights import Connect, weights
+from support.weights import weights
 from torchrl_moe.errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors, model_metadata
 from torchrl_moe.testing import make_tiny_moe
@@ -23,11 +24,23 @@ from torchrl_moe.testing.fake_weights import EXPECTED, FakeFleet
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
 from torchrl_moe.weight_update.options import SourceOptions, StoreOptions, canary_of
 from torchrl_moe.weight_update.publishing import Published, Publisher
+from torchrl_moe.weight_update.sender import VLLMWeightSender
 from torchrl_moe.weight_update.store import WeightStoreReader
+
+Fleet = Callable[..., tuple[FakeFleet, VLLMWeightSender]]
 
 
 def publisher(folder: Path, with_canary: bool = False, **store: Any) -> Publisher:
     return Publisher(StoreOptions(folder=folder, seen_as=folder, **store), SourceOptions(), 5.0, with_canary)
+
+
+@torch.no_grad()
+def train(model: Any, step: float = 1.0) -> None:
+    model.lm_head.weight.add_(step)
+
+
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def stored(folder: Path, version: int) -> dict[str, Tensor]:
@@ -43,24 +56,20 @@ def test_a_models_weights_are_written_as_they_are_now(tmp_path: Path, store: dic
     model, writer = make_tiny_moe("deepseek_v3"), publisher(tmp_path, **store)
     writer.register(model)
     for version in (1, 2):
-        with torch.no_grad():
-            model.lm_head.weight.add_(1)
+        train(model)
         done = writer.publish(None, lambda number=version: number)
         assert done.manifest is not None
         assert done.version == done.manifest.version == version
-        wanted, found = checkpoint_tensors(model), stored(tmp_path, version)
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert same(stored(tmp_path, version), checkpoint_tensors(model))
     written = sum(entry.nbytes for entry in done.manifest.entries if entry.base is None)
     assert written == (model.lm_head.weight.nbytes if store else done.manifest.nbytes)
 
 
 @pytest.mark.parametrize("layout", ["slots", "versions"])
 def test_an_update_of_many_replicas_reads_its_manifest_once(
-    connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    engine = FakeFleet(16)
-    sender = connect(engine, layout=layout, folder=tmp_path)
+    _, sender = fleet(16, layout=layout, folder=tmp_path)
     made = note_made(monkeypatch)
     for version in (1, 2):
         assert sender.update_weights(weights(version)).failed == {}
@@ -73,19 +82,16 @@ def test_an_older_version_is_published_again_with_its_canary(tmp_path: Path, sto
     writer.register(model)
     contents, done = {}, {}
     for version in (1, 2):
-        with torch.no_grad():
-            model.lm_head.weight.add_(version)
+        train(model, version)
         done[version] = writer.publish(None, lambda number=version: number)
         contents[version] = {name: tensor.clone() for name, tensor in checkpoint_tensors(model).items()}
     again = writer.republish(1, lambda: 3)
     assert again.manifest is not None
     assert (again.version, again.canary) == (3, done[1].canary)
     assert again.report().digest == done[1].report().digest != done[2].report().digest
-    found = stored(tmp_path, 3)
-    assert all(torch.equal(found[name], tensor) for name, tensor in contents[1].items())
+    assert same(stored(tmp_path, 3), contents[1])
     writer.publish(None, lambda: 4)
-    found = stored(tmp_path, 3)
-    assert all(torch.equal(found[name], tensor) for name, tensor in contents[1].items())
+    assert same(stored(tmp_path, 3), contents[1])
     with pytest.raises(ManifestMismatch, match="version 2 is not there"):
         writer.republish(2, lambda: 5)
 
@@ -124,15 +130,6 @@ def test_a_model_may_come_before_or_after_the_engine(tmp_path: Path) -> None:
         assert writer.model.kinds.keys() == expected.keys()
 
 
-def test_a_publisher_that_is_closed_lets_the_next_one_in(tmp_path: Path) -> None:
-    writer = publisher(tmp_path)
-    writer.publish(weights(), lambda: 1)
-    with pytest.raises(WeightSyncError, match="one trainer per folder"):
-        publisher(tmp_path).publish(weights(), lambda: 2)
-    writer.close()
-    publisher(tmp_path).publish(weights(), lambda: 2)
-
-
 def test_of_replicated_trainers_only_the_first_writes_or_one_with_an_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,9 +140,6 @@ def test_of_replicated_trainers_only_the_first_writes_or_one_with_an_engine(
     assert not (tmp_path / "store").exists()
     writer.expect(EXPECTED, None)
     assert writer.publish(weights(), lambda: 3).manifest is not None
-
-
-# -- two ranks --------------------------------------------------------------------------------------------------------
 
 
 def sharded(family: str, **changes: Any) -> Any:
@@ -187,25 +181,18 @@ def run_rank(folder: Path) -> None:
     assert sorted(gathered) == sorted(parameter.numel() for parameter in whole.parameters())  # one at a time
     assert (done.manifest is not None) == (rank == 0)
     if rank == 0:
-        found = stored(folder, 7)
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert same(stored(folder, 7), wanted)
         writer.expect({"another": (torch.float32, torch.Size([1]))}, None)
-    try:
+    words = "" if rank == 0 else "rank 0 could not begin to publish; see the error of that rank"
+    with pytest.raises(WeightSyncError, match=words) as caught:
         writer.publish(None, lambda: 8)
-        raise AssertionError("it was published")
-    except WeightSyncError as error:
-        assert isinstance(error, ManifestMismatch) == (rank == 0), error
-        assert rank == 0 or "rank 0 could not begin to publish; see the error of that rank" in str(error)
+    assert isinstance(caught.value, ManifestMismatch) == (rank == 0)
     writer.expected = None
     assert writer.publish(model.state_dict(), lambda: 9).version == 9  # stacked, sharded, and by name
     if rank == 0:
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in stored(folder, 9).items())
-    try:
+    with pytest.raises(ValueError, match="sharded weights are gathered by all ranks"):
         writer.publish_behind(None, 10)
-        raise AssertionError("it was published")
-    except ValueError as error:
-        assert "sharded weights are gathered by all ranks" in str(error)
     writer.close()
     publish_narrow(folder / "narrow", model, nbytes)
     publish_tied(folder / "tied", gathered)
@@ -261,15 +248,11 @@ def fail_in_turn(folder: Path, model: Any) -> None:
 
     for failing, update in ((0, sender.update_weights), (0, sender.publish), (1, sender.publish)):
         sender._publisher.newest = broken if rank == failing else newest  # type: ignore[method-assign]
-        try:
+        words = "no engine" if update == sender.update_weights else "no such disk"
+        if rank != failing:
+            words = f"rank {failing} could not begin to publish; see the error of that rank"
+        with pytest.raises((RuntimeError, OSError) if rank == failing else WeightSyncError, match=words):
             update()
-            raise AssertionError("it was published")
-        except WeightSyncError as error:
-            assert rank != failing
-            assert f"rank {failing} could not begin to publish; see the error of that rank" in str(error)
-        except (RuntimeError, OSError) as error:
-            assert rank == failing
-            assert ("no engine" if update == sender.update_weights else "no such disk") in str(error)
     sender._publisher.newest = newest  # type: ignore[method-assign]
     assert sender.publish() == 1
     sender.shutdown()

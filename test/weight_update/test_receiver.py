@@ -1,8 +1,9 @@
-"""TorchRL's receiver of a scheme that pushes: it compares, it says when newer weights came, it applies nothing."""
+"""TorchRL's receiver and transport of a scheme that pushes, and numbers of an engine that it must fit."""
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from torchrl.weight_update.llm import VLLMWeightReceiver as TorchRLReceiver
 from torchrl.weight_update.llm import VLLMWeightSender as TorchRLSender
 
-from support.weights import Connect, weights
+from support.weights import Connect, value_in, weights
 from torchrl_moe.errors import ManifestMismatch
 from torchrl_moe.testing.fake_weights import EXPECTED, FakeFleet
 from torchrl_moe.weight_update import VLLMWeightReceiver, VLLMWeightSender, VLLMWeightSyncScheme
+from torchrl_moe.weight_update.sender import check_numbers
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(VLLMWeightReceiver, TorchRLReceiver), (VLLMWeightSender, TorchRLSender)])
@@ -62,3 +64,42 @@ def test_only_an_engine_of_ours_has_one() -> None:
     words = "must be an AsyncVLLM, got SimpleNamespace: pass what torchrl_moe.modules.AsyncVLLM.from_pretrained"
     with pytest.raises(ValueError, match=words):
         VLLMWeightSyncScheme().create_receiver(SimpleNamespace(actors=[]))
+
+
+def test_what_it_sends_arrives_in_the_engine_and_can_be_read() -> None:
+    engine, scheme = FakeFleet(2), VLLMWeightSyncScheme(gpus_per_replica=1)
+    transport = scheme.create_transport()
+    assert (transport.check_connection(), transport.receive_weights()) == (False, None)
+    transport.vllm_engine = engine
+    transport.init_all_workers_group(EXPECTED, gpus_per_replica=1)
+    assert transport.check_connection()
+    for value in (1, 2):
+        transport.send_weights("policy", weights(value))
+        assert value_in(engine, 1) == value
+        found = transport.receive_weights(timeout=None)
+        assert found is not None
+        assert torch.equal(found["b"], torch.full((3,), value))
+    folder = scheme.folder
+    transport.shutdown()
+    transport.shutdown()
+    assert not folder.exists()
+
+
+def test_without_an_engine_it_says_what_is_missing() -> None:
+    transport = VLLMWeightSyncScheme().create_transport()
+    with pytest.raises(RuntimeError, match="no engine: call init_all_workers_group"):
+        transport.send_weights("policy", weights())
+    with pytest.raises(ValueError, match="vllm_engine must be an AsyncVLLM, got NoneType"):
+        transport.init_all_workers_group(EXPECTED)
+    with pytest.raises(ValueError, match="gpus_per_replica=2: give it to the scheme"):
+        transport.init_all_workers_group(EXPECTED, 2)
+    transport.shutdown()
+
+
+def test_gpus_per_replica_is_tensor_times_pipeline_times_data_parallel() -> None:
+    """As TorchRL's documentation has it: 2 * 1 * 1 for ``tp_size=2``."""
+    engine = FakeFleet(2)
+    engine.infos[:] = [replace(info, tensor_parallel_size=2, pipeline_parallel_size=3) for info in engine.infos]
+    check_numbers(engine, VLLMWeightSyncScheme(gpus_per_replica=6).options)
+    with pytest.raises(ValueError, match="gpus_per_replica=2, but each replica of the engine has 6 workers"):
+        check_numbers(engine, VLLMWeightSyncScheme(gpus_per_replica=2).options)

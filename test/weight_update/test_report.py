@@ -22,14 +22,12 @@ def report(*replicas: ReplicaSync) -> SyncReport:
 
 
 def test_failed_names_the_replicas_without_the_version_and_why() -> None:
-    assert report(GOOD, BAD).failed == {1: "the replica is DEAD"}
-    assert report(GOOD).failed == {}
+    assert (report(GOOD, BAD).failed, report(GOOD).failed) == ({1: "the replica is DEAD"}, {})
 
 
 def test_seconds_are_those_until_the_last_replica_was_through() -> None:
     assert report(GOOD).seconds == pytest.approx(0.5 + 1.0 + 0.5)
-    assert report(GOOD, BAD).seconds == pytest.approx(0.25 + 0.25 + 3.0)
-    assert report().seconds == 0.25
+    assert (report(GOOD, BAD).seconds, report().seconds) == (pytest.approx(0.25 + 0.25 + 3.0), 0.25)
 
 
 def test_its_line_shows_version_replicas_size_time_and_pause() -> None:
@@ -66,8 +64,7 @@ def test_printed_it_has_a_line_for_each_replica() -> None:
 
 def test_a_table_has_a_row_for_each_replica() -> None:
     table = report(GOOD, BAD).to_pandas()
-    assert list(table["replica"]) == [0, 1]
-    assert list(table["version"]) == [3, 3]
+    assert (list(table["replica"]), list(table["version"])) == ([0, 1], [3, 3])
     assert list(table["paused"]) == [0.5, 0.0]
 
 
@@ -76,8 +73,7 @@ def test_the_figure_has_a_bar_for_each_phase() -> None:
 
 
 def test_a_replica_is_told_when_it_was_asked() -> None:
-    assert GOOD.asked(0.75).asked_at == 0.75
-    assert GOOD.asked(0.75).paused == GOOD.paused
+    assert (GOOD.asked(0.75).asked_at, GOOD.asked(0.75).paused) == (0.75, GOOD.paused)
 
 
 def test_in_a_notebook_it_is_a_table_of_some_replicas_failures_first() -> None:

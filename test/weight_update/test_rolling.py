@@ -3,66 +3,51 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.services import listening
-from support.waiting import until
+from support.waiting import in_thread, until
 from support.weights import Connect, always, soft, value_in, weights
 from torchrl_moe.errors import EngineError, ReplicaDiedError, WeightSyncError
-from torchrl_moe.modules.serving.balancer import Lease
 from torchrl_moe.modules.serving.candidates import Recovery, ReplicaState
 from torchrl_moe.testing.fake_weights import FakeFleet, SoftError, Stall
 from torchrl_moe.weight_update.sender import VLLMWeightSender
 
+Fleet = Callable[..., tuple[FakeFleet, VLLMWeightSender]]
+
+
 # -- failures of the swap ---------------------------------------------------------------------------------------------
-
-
-def test_a_swap_that_fails_once_is_tried_again(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    sender = connect(engine)
+def test_a_swap_that_fails_once_is_tried_again(fleet: Fleet) -> None:
+    engine, sender = fleet(2)
     engine.fakes[0].fail["swap_weights"] = soft(0)
     report = sender.update_weights(weights(3))
-    assert report.failed == {}
-    assert [entry.attempts for entry in report.replicas] == [2, 1]
+    assert (report.failed, [entry.attempts for entry in report.replicas]) == ({}, [2, 1])
     assert (engine.states, engine.versions) == (["SERVING"] * 2, [1, 1])
 
 
-def test_a_swap_that_fails_twice_is_for_good(connect: Connect) -> None:
-    engine = FakeFleet(3, token_seconds=3600.0)
-    sender = connect(engine)
+def test_a_swap_that_fails_twice_is_for_good(fleet: Fleet) -> None:
+    engine, sender = fleet(3, token_seconds=3600.0)
     sender.update_weights(weights(1))
-    broken = engine.fakes[1]
+    broken, entry = engine.fakes[1], engine.replica_table[1]
     broken.fail["swap_weights"] = soft(1, 2)
     seen: list[str] = []
-    with listening(engine.replica_table, lambda: seen.append(engine.replica_table[1].state.name)):
-        failures: list[BaseException] = []
-
-        def ask() -> None:
-            try:
-                engine.generate([1], actor_index=1, use_tqdm=False)
-            except ReplicaDiedError as error:
-                failures.append(error)
-
-        frozen = threading.Thread(target=ask)
-        frozen.start()
-        until(lambda: engine.replica_table[1].inflight == 1)
+    with listening(engine.replica_table, lambda: seen.append(entry.state.name)):
+        frozen = in_thread(lambda: engine.generate([1], actor_index=1, use_tqdm=False))
+        until(lambda: entry.inflight == 1)
         report = sender.update_weights(weights(2))
-        frozen.join(60.0)
-    assert not frozen.is_alive()
-    assert len(failures) == 1  # frozen in it, and not left to wait
-    assert report.failed == {1: "it went wrong"}
-    assert report.replicas[1].attempts == 2
-    assert engine.versions == [2, 1, 2]
+        with pytest.raises(ReplicaDiedError):  # and it is not left to wait
+            frozen.result(60.0)
+    assert (report.failed, report.replicas[1].attempts, engine.versions) == ({1: "it went wrong"}, 2, [2, 1, 2])
     assert "QUARANTINED" in seen
     assert "SERVING" not in seen[seen.index("QUARANTINED") :]
-    assert engine.replica_table[1].state not in (ReplicaState.SERVING, ReplicaState.SYNCING)
+    assert entry.state not in (ReplicaState.SERVING, ReplicaState.SYNCING)
     asked = broken.asked["swap_weights"]
-    report = sender.update_weights(weights(3))  # and never again
-    assert report.failed[1].startswith("the replica is ")
-    assert broken.asked["swap_weights"] == asked
+    assert sender.update_weights(weights(3)).failed[1].startswith("the replica is ")
+    assert broken.asked["swap_weights"] == asked  # never again
 
 
 def test_a_replica_that_does_not_answer_is_not_asked_again(connect: Connect) -> None:
@@ -70,8 +55,7 @@ def test_a_replica_that_does_not_answer_is_not_asked_again(connect: Connect) -> 
     engine.fakes[1].fail["swap_weights"] = always(EngineError("replica 1 did not answer 'swap_weights' within 5 s"))
     report = connect(engine).update_weights(weights())
     assert report.failed == {1: "replica 1 did not answer 'swap_weights' within 5 s"}
-    assert report.replicas[1].attempts == 1
-    assert engine.states == ["SERVING", "QUARANTINED"]
+    assert (report.replicas[1].attempts, engine.states) == (1, ["SERVING", "QUARANTINED"])
     assert not engine.fakes[1].is_alive()
 
 
@@ -93,11 +77,8 @@ def test_a_replica_that_dies_is_dead_whichever_thread_detects_it(connect: Connec
 
 
 # -- another replica in the place of one that died --------------------------------------------------------------------
-
-
-def test_who_came_after_the_staging_is_not_swapped(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    sender = connect(engine)
+def test_who_came_after_the_staging_is_not_swapped(fleet: Fleet) -> None:
+    engine, sender = fleet(2)
     version = sender.publish(weights())
     staged = sender.prefetch(version)
     new = engine.restart(0)
@@ -119,10 +100,9 @@ def test_who_came_after_the_staging_is_not_swapped(connect: Connect) -> None:
     ],
 )
 def test_what_becomes_of_one_that_died_does_not_touch_the_one_in_its_place(
-    connect: Connect, ending: Exception | None, words: str
+    fleet: Fleet, ending: Exception | None, words: str
 ) -> None:
-    engine = FakeFleet(2)
-    sender = connect(engine)
+    engine, sender = fleet(2)
 
     def restart(_: int) -> Exception | None:
         engine.restart(0)
@@ -135,38 +115,29 @@ def test_what_becomes_of_one_that_died_does_not_touch_the_one_in_its_place(
     assert engine.fakes[0].is_alive()
 
 
-def drain(engine: FakeFleet, sender: VLLMWeightSender) -> tuple[Lease, threading.Thread]:
-    """Begin an update that waits for a request on replica 0."""
+@pytest.mark.parametrize(
+    ("happens", "state", "words"),
+    [
+        (lambda engine: engine.restart(0), "STARTING", None),
+        (lambda engine: engine.replica_table.mark_dead(0), "DEAD", None),
+        (lambda engine: engine.replica_table.set_state(0, ReplicaState.SYNCING), "SYNCING", "the replica is SYNCING"),
+    ],
+    ids=["restarted", "dies", "another sender has it"],
+)
+def test_one_with_which_something_happens_while_it_drains_is_left_to_it(
+    fleet: Fleet, happens: Callable[[FakeFleet], object], state: str, words: str | None
+) -> None:
+    engine, sender = fleet(2, mode="drain")
     lease = engine.load_balancer.acquire_at(0, None)
-    updating = threading.Thread(target=sender.update_weights, args=(weights(),))
-    updating.start()
+    updating = in_thread(lambda: sender.update_weights(weights()))
     until(lambda: engine.replica_table[0].state is ReplicaState.DRAINING)
-    return lease, updating
-
-
-def test_one_that_is_restarted_while_it_drains_is_left_to_who_restarts_it(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    lease, updating = drain(engine, connect(engine, mode="drain"))
-    engine.restart(0)
-    updating.join(60.0)
-    assert not updating.is_alive()
-    assert (engine.states, engine.versions) == (["STARTING", "SERVING"], [0, 1])
+    happens(engine)
+    if words:
+        lease.release()
+    assert updating.result(60.0).failed.keys() == {0}
+    assert words in (None, updating.result().failed[0])
+    assert (engine.states, engine.versions) == ([state, "SERVING"], [0, 1])
     lease.release()
-
-
-def test_a_replica_that_another_sender_has_is_not_taken_from_it(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    sender = connect(engine, mode="drain")
-    lease = engine.load_balancer.acquire_at(0, None)
-    reports: list[Any] = []
-    updating = threading.Thread(target=lambda: reports.append(sender.update_weights(weights())))
-    updating.start()
-    until(lambda: engine.replica_table[0].state is ReplicaState.DRAINING)
-    engine.replica_table.set_state(0, ReplicaState.SYNCING)
-    lease.release()
-    updating.join(60.0)
-    assert reports[0].failed == {0: "the replica is SYNCING"}
-    assert engine.states == ["SYNCING", "SERVING"]
 
 
 def test_one_that_waits_for_an_update_gets_it(connect: Connect) -> None:
@@ -184,17 +155,14 @@ def test_one_that_waits_for_an_update_gets_it(connect: Connect) -> None:
     assert engine.replica_table[0].recovery is Recovery.SUPERVISOR
 
 
-def test_one_that_was_not_asked_to_prepare_is_named(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    sender = connect(engine)
+def test_one_that_was_not_asked_to_prepare_is_named(fleet: Fleet) -> None:
+    _, sender = fleet(2)
     version = sender.publish(weights())
     report = sender.apply(version, sender.prefetch(version, [0]), replicas=[0, 1])
     assert report.failed == {1: "it was not asked to prepare the version: prefetch() it there too"}
 
 
 # -- how many must hold it --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("replicas", "broken", "min_serving", "enough"),
     [
@@ -208,10 +176,9 @@ def test_one_that_was_not_asked_to_prepare_is_named(connect: Connect) -> None:
     ],
 )
 def test_min_serving_decides_between_a_report_and_an_error(
-    connect: Connect, replicas: int, broken: int, min_serving: int | None, enough: bool
+    fleet: Fleet, replicas: int, broken: int, min_serving: int | None, enough: bool
 ) -> None:
-    engine = FakeFleet(replicas)
-    sender = connect(engine, min_serving=min_serving)
+    engine, sender = fleet(replicas, min_serving=min_serving)
     for replica in engine.fakes[:broken]:
         replica.fail["swap_weights"] = soft(0, 1)
     if enough:
@@ -220,66 +187,38 @@ def test_min_serving_decides_between_a_report_and_an_error(
         with pytest.raises(WeightSyncError, match=r"fewer than \d replicas hold version 1") as caught:
             sender.update_weights(weights())
         report = caught.value.report
-    assert sorted(report.failed) == list(range(broken))
-    assert report.version == 1
+    assert (sorted(report.failed), report.version) == (list(range(broken)), 1)
     assert [entry.error is None for entry in report.replicas] == [False] * broken + [True] * (replicas - broken)
 
 
 # -- draining ---------------------------------------------------------------------------------------------------------
-
-
-def test_drain_waits_for_requests_in_flight_and_sends_new_ones_elsewhere(connect: Connect) -> None:
-    engine = FakeFleet(2, token_seconds=0.02)
-    sender = connect(engine, mode="drain")
-    asking = threading.Thread(target=lambda: engine.generate([1], {"max_tokens": 10}, actor_index=0, use_tqdm=False))
-    asking.start()
+def test_drain_waits_for_requests_in_flight_and_sends_new_ones_elsewhere(fleet: Fleet) -> None:
+    engine, sender = fleet(2, token_seconds=0.02, mode="drain")
+    asking = in_thread(lambda: engine.generate([1], {"max_tokens": 10}, actor_index=0, use_tqdm=False))
     until(lambda: engine.replica_table[0].inflight == 1)
     seen: list[int] = []
-
-    def swapping(asked: int) -> None:
-        seen.append(engine.replica_table[0].inflight)
-
-    engine.fakes[0].fail["swap_weights"] = swapping
-    updating = threading.Thread(target=sender.update_weights, args=(weights(),))
-    updating.start()
+    engine.fakes[0].fail["swap_weights"] = lambda asked: seen.append(engine.replica_table[0].inflight)
+    updating = in_thread(lambda: sender.update_weights(weights()))
     until(lambda: engine.replica_table[0].state is ReplicaState.DRAINING)
     (other,) = engine.generate([[2]], {"max_tokens": 1}, use_tqdm=False)
     assert other.metrics.replica == 1
-    updating.join(60.0)
-    asking.join(60.0)
-    assert seen == [0]
-    assert (engine.states, engine.versions) == (["SERVING"] * 2, [1, 1])
+    updating.result(60.0)
+    asking.result(60.0)
+    assert (seen, engine.states, engine.versions) == ([0], ["SERVING"] * 2, [1, 1])
 
 
-def test_a_drain_that_takes_too_long_leaves_the_old_version_serving(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    sender = connect(engine, mode="drain", timeout_seconds=0.1)
+def test_a_drain_that_takes_too_long_leaves_the_old_version_serving(fleet: Fleet) -> None:
+    engine, sender = fleet(2, mode="drain", timeout_seconds=0.1)
     lease = engine.load_balancer.acquire_at(0, None)
     report = sender.update_weights(weights())
     assert report.failed == {0: "requests did not finish in time to drain"}
     assert (engine.states, engine.versions) == (["SERVING"] * 2, [0, 1])
     assert engine.fakes[0].asked["swap_weights"] == 0
     lease.release()
-    assert sender.apply(1, replicas=[0]).failed == {}
-    assert engine.versions == [1, 1]
-
-
-def test_a_replica_that_dies_while_it_drains_is_not_waited_for(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    lease, updating = drain(engine, connect(engine, mode="drain"))
-    engine.replica_table.mark_dead(0)
-    updating.join(60.0)
-    assert not updating.is_alive()
-    assert (engine.states, engine.versions) == (["DEAD", "SERVING"], [0, 1])
-    lease.release()
+    assert (sender.apply(1, replicas=[0]).failed, engine.versions) == ({}, [1, 1])
 
 
 # -- a few at a time --------------------------------------------------------------------------------------------------
-
-
-def most_away(engine: FakeFleet) -> int:
-    """How many replicas were SYNCING at the same time."""
-    return max(states.count("SYNCING") for command, _, states in engine.log if command == "swap_weights")
 
 
 @pytest.mark.parametrize(
@@ -287,42 +226,32 @@ def most_away(engine: FakeFleet) -> int:
     [
         ({}, 1),
         ({"rolling": 2}, 2),
+        ({"rolling": 0.5}, 2),
         ({"rolling": 4}, 4),
         ({"rolling": 4, "min_serving": 3}, 1),
         ({"rolling": 3, "min_serving": 2}, 2),
     ],
 )
-def test_no_more_are_away_than_rolling_and_min_serving_allow(
-    connect: Connect, choices: dict[str, Any], most: int
-) -> None:
-    engine = FakeFleet(4)
-    sender = connect(engine, **choices)
+def test_no_more_are_away_than_rolling_and_min_serving_allow(fleet: Fleet, choices: dict[str, Any], most: int) -> None:
+    engine, sender = fleet(4, **choices)
     together = threading.Barrier(most)
-
-    def meet(_: int) -> None:
-        together.wait(60.0)
-
     for replica in engine.fakes:
-        replica.fail["swap_weights"] = meet
+        replica.fail["swap_weights"] = lambda asked: [None, together.wait(60.0)][0]
     for number in (1, 2):
         report = sender.update_weights(weights(number))
-        assert report.failed == {}
-        assert [entry.replica for entry in report.replicas] == [0, 1, 2, 3]
-    assert most_away(engine) == most
+        assert (report.failed, [entry.replica for entry in report.replicas]) == ({}, [0, 1, 2, 3])
+    assert max(states.count("SYNCING") for command, _, states in engine.log if command == "swap_weights") == most
     assert engine.states == ["SERVING"] * 4
 
 
-def test_replicas_that_are_lost_do_not_keep_the_others_from_their_turn(connect: Connect) -> None:
-    engine = FakeFleet(3)
-    sender = connect(engine, min_serving=2, rolling=2)
+def test_replicas_that_are_lost_do_not_keep_the_others_from_their_turn(fleet: Fleet) -> None:
+    engine, sender = fleet(3, min_serving=2, rolling=2)
     engine.replica_table.mark_dead(2)
-    assert sender.update_weights(weights()).failed == {2: "the replica is DEAD"}
-    assert engine.versions == [1, 1, 0]
+    assert (sender.update_weights(weights()).failed, engine.versions) == ({2: "the replica is DEAD"}, [1, 1, 0])
 
 
-def test_a_stalled_replica_is_named_and_the_others_continue(connect: Connect) -> None:
-    engine = FakeFleet(3)
-    sender = connect(engine, timeout_seconds=0.2)
+def test_a_stalled_replica_is_named_and_the_others_continue(fleet: Fleet) -> None:
+    engine, sender = fleet(3, timeout_seconds=0.2)
     engine.fakes[0].fail["stage_weights"] = always(Stall())
     engine.fakes[1].fail["swap_weights"] = always(Stall())
     with pytest.raises(WeightSyncError, match="fewer than 2 replicas hold version 1") as caught:
@@ -331,51 +260,41 @@ def test_a_stalled_replica_is_named_and_the_others_continue(connect: Connect) ->
         0: "SyncTimeout: replica 0 did not answer 'stage_weights' within 0.2 s",
         1: "SyncTimeout: replica 1 did not answer 'swap_weights' within 0.2 s",
     }
-    assert engine.states == ["SERVING", "QUARANTINED", "SERVING"]  # the first was not touched
-    assert engine.versions == [0, 0, 1]
+    assert (engine.states, engine.versions) == (["SERVING", "QUARANTINED", "SERVING"], [0, 0, 1])
 
 
-def test_an_error_that_nobody_expected_leaves_no_replica_syncing(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    sender = connect(engine)
+def test_an_error_that_nobody_expected_leaves_no_replica_syncing(fleet: Fleet) -> None:
+    engine, sender = fleet(2)
     engine.fakes[0].fail["swap_weights"] = always(KeyError("a bug"))
     with pytest.raises(KeyError, match="a bug"):
         sender.update_weights(weights())
-    assert engine.states[0] == "QUARANTINED"
-    assert engine.states[1] == "SERVING"
+    assert (engine.states[0], engine.states[1]) == ("QUARANTINED", "SERVING")
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_swap_whose_old_weights_survive_changes_nothing(connect: Connect, late: bool) -> None:
-    engine = FakeFleet(2, late=[1] if late else [])
-    sender = connect(engine, min_serving=0)
+def test_a_swap_whose_old_weights_survive_changes_nothing(fleet: Fleet, late: bool) -> None:
+    engine, sender = fleet(2, late=[1] if late else [], min_serving=0)
     engine.fakes[1].fail["swap_weights"] = always(SoftError("the canary sings another song", restored=True))
     version = sender.publish(weights())
     report = sender.apply(version, replicas=[1])
-    assert report.failed == {1: "the canary sings another song"}
-    assert report.replicas[0].attempts == 1
-    assert engine.states == ["SERVING", "STARTING" if late else "SERVING"]
-    assert engine.versions == [0, 0]
+    assert (report.failed, report.replicas[0].attempts) == ({1: "the canary sings another song"}, 1)
+    assert (engine.states, engine.versions) == (["SERVING", "STARTING" if late else "SERVING"], [0, 0])
 
 
-def test_the_mode_says_how_requests_are_paused_and_how_to_stage_is_passed_on(connect: Connect) -> None:
-    engine = FakeFleet(1)
-    connect(engine, mode="abort_resume", prefetch=3, verify="off").update_weights(weights())
-    (fake,) = engine.fakes
-    assert fake.told("swap_weights")["pause"] == "abort"
+def test_the_mode_says_how_requests_are_paused_and_how_to_stage_is_passed_on(fleet: Fleet) -> None:
+    engine, sender = fleet(1, mode="abort_resume", prefetch=3, verify="off")
+    sender.update_weights(weights())
+    assert engine.fakes[0].told("swap_weights")["pause"] == "abort"
     staging = {"version": 1, "verify": "off", "threads": 3, "manifest": None}
-    assert fake.told("stage_weights") == staging
+    assert engine.fakes[0].told("stage_weights") == staging
 
 
 # -- versions that replicas turn down ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layout", ["slots", "versions"])
 def test_a_version_that_every_replica_turns_down_is_not_what_restarted_ones_get(
-    connect: Connect, tmp_path: Path, layout: str
+    fleet: Fleet, tmp_path: Path, layout: str
 ) -> None:
-    engine = FakeFleet(2)
-    sender = connect(engine, layout=layout, folder=tmp_path / "store")
+    engine, sender = fleet(2, layout=layout, folder=tmp_path / "store")
     sender.update_weights(weights(1))
     for number in (2, 3, 4):  # more than the store keeps
         for fake in engine.fakes:
@@ -384,17 +303,14 @@ def test_a_version_that_every_replica_turns_down_is_not_what_restarted_ones_get(
             sender.update_weights(weights(number))
         engine.restart(1)
         sender.bring(1)
-        assert value_in(engine, 1) == 1.0
-        assert (engine.states, engine.versions) == (["SERVING"] * 2, [1, 1])
+        assert (value_in(engine, 1), engine.states, engine.versions) == (1.0, ["SERVING"] * 2, [1, 1])
     engine.fakes[0].fail.clear()
     report = sender.update_weights(weights(5))
-    assert report.failed == {}
-    assert [value_in(engine, index) for index in range(2)] == [5.0, 5.0]
+    assert (report.failed, [value_in(engine, index) for index in range(2)]) == ({}, [5.0, 5.0])
 
 
-def test_without_a_version_that_was_taken_a_restarted_replica_keeps_its_checkpoint(connect: Connect) -> None:
-    engine = FakeFleet(1)
-    sender = connect(engine)
+def test_without_a_version_that_was_taken_a_restarted_replica_keeps_its_checkpoint(fleet: Fleet) -> None:
+    engine, sender = fleet(1)
     engine.fakes[0].fail["swap_weights"] = always(SoftError("its canary failed", restored=True))
     with pytest.raises(WeightSyncError):
         sender.update_weights(weights(2))
@@ -403,9 +319,8 @@ def test_without_a_version_that_was_taken_a_restarted_replica_keeps_its_checkpoi
     assert (engine.states, engine.versions, value_in(engine, 0)) == (["SERVING"], [0], None)
 
 
-def test_a_version_that_one_replica_took_is_what_the_others_get(connect: Connect) -> None:
-    engine = FakeFleet(2)
-    sender = connect(engine, min_serving=1)
+def test_a_version_that_one_replica_took_is_what_the_others_get(fleet: Fleet) -> None:
+    engine, sender = fleet(2, min_serving=1)
     engine.fakes[1].fail["swap_weights"] = always(SoftError("it went wrong", restored=True))
     assert sender.update_weights(weights(2)).failed.keys() == {1}
     engine.restart(1)
@@ -414,11 +329,8 @@ def test_a_version_that_one_replica_took_is_what_the_others_get(connect: Connect
 
 
 # -- many replicas ----------------------------------------------------------------------------------------------------
-
-
-def test_an_update_of_many_continues_without_a_few(connect: Connect) -> None:
-    engine = FakeFleet(64)
-    sender = connect(engine)
+def test_an_update_of_many_continues_without_a_few(fleet: Fleet) -> None:
+    engine, sender = fleet(64)
     for index in (3, 17):
         engine.fakes[index].die()
     assert sender.update_weights(weights(2)).failed.keys() == {3, 17}
@@ -429,26 +341,8 @@ def test_an_update_of_many_continues_without_a_few(connect: Connect) -> None:
 
 
 def test_replicas_open_their_transport_at_the_same_time(connect: Connect) -> None:
-    engine = FakeFleet(16)
-    together = threading.Barrier(16)
-
-    def wait(asked: int) -> None:
-        together.wait(60.0)
-
+    engine, together = FakeFleet(16), threading.Barrier(16)
     for fake in engine.fakes:
-        fake.fail["init_weights"] = wait
+        fake.fail["init_weights"] = lambda asked: [None, together.wait(60.0)][0]
     connect(engine, timeout_seconds=60.0)
     assert [fake.asked["init_weights"] for fake in engine.fakes] == [1] * 16
-
-
-def test_a_share_of_the_replicas_is_swapped_at_the_same_time(connect: Connect) -> None:
-    engine = FakeFleet(8)
-    sender = connect(engine, rolling=0.5)
-    together = threading.Barrier(4)
-
-    def wait(asked: int) -> None:
-        together.wait(60.0)  # four are there, or nobody continues
-
-    for fake in engine.fakes:
-        fake.fail["swap_weights"] = wait
-    assert sender.update_weights(weights(1)).failed == {}

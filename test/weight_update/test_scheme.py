@@ -6,6 +6,7 @@ import gc
 import inspect
 import os
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -20,19 +21,19 @@ from torchrl.weight_update.llm import VLLMWeightSyncScheme as TorchRLScheme
 from support.weights import value_in, weights
 from torchrl_moe.testing.fake_weights import EXPECTED, FakeFleet
 from torchrl_moe.weight_update import VLLMWeightReceiver, VLLMWeightSender, VLLMWeightSyncScheme
+from torchrl_moe.weight_update.options import StoreOptions
 from torchrl_moe.weight_update.scheme import _remove_orphans
 from torchrl_moe.weight_update.sender import SenderTransport
 from torchrl_moe.weight_update.store.writing import WriterLock
+
+GLOO, VERSIONS = {"transport": "gloo"}, {"layout": "versions", "folder": "x"}
 
 
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
         ({"transport": "mpi"}, "transport must be one of 'memmap', 'gloo', got 'mpi'"),
-        (
-            {"transport": "nccl"},
-            "transport='nccl': this release has no NCCL of its own any more: .* transport='memmap'",
-        ),
+        ({"transport": "nccl"}, "transport='nccl': this release has no NCCL of its own .* transport='memmap'"),
         ({"master_address": "nccl"}, "master_address='nccl' is TorchRL's first argument, and this release has no NCCL"),
         ({"num_buffers": 2}, "num_buffers=2 belonged to transport='nccl', and this release has no NCCL"),
         ({"fan_out": 2}, "fan_out=2 is gone: with transport='gloo' the trainer sends to each replica by itself"),
@@ -41,66 +42,70 @@ from torchrl_moe.weight_update.store.writing import WriterLock
         ({"stage": "shadow"}, "stage='shadow' is gone: only an engine on a CPU, without compilation, could"),
         ({"verify": True}, "verify must be one of 'digest', 'canary', 'off', got True"),
         ({"prefetch": 0}, "prefetch must be at least 1 thread, got 0"),
+        ({"layout": "files"}, "layout must be one of 'slots', 'versions', got 'files'"),
         ({"layout": "versions"}, "layout='versions' needs transport='memmap' and folder="),
-        ({"layout": "versions", "folder": "x", "transport": "gloo"}, "layout='versions' needs transport='memmap'"),
+        ({**VERSIONS, **GLOO}, "layout='versions' needs transport='memmap'"),
         ({"delta": True}, "delta=True needs layout='versions'"),
+        ({"fsync": True}, "fsync=True needs layout='versions'"),
         ({"strategy": "pickle"}, "strategy must be one of 'tensordict', 'state_dict', got 'pickle'"),
-        (
-            {"master_address": "gloo"},
-            "'gloo' is TorchRL's first argument, and not the transport: write transport='gloo'",
-        ),
+        ({"master_address": "gloo"}, "'gloo' is TorchRL's first argument, and not the transport: write transport='gl"),
         ({"kv": "keep"}, "kv must be one of 'salt', 'recompute', got 'keep'"),
         ({"min_serving": -1}, "min_serving must be at least 0, got -1"),
+        ({"min_serving": 0.0}, "min_serving must be a share above 0"),
+        ({"min_serving": float("nan")}, "min_serving must be a share above 0"),
+        ({"min_serving": "all"}, "min_serving must be a number of replicas or a share of them"),
+        ({"rolling": 0}, "rolling must be at least 1, got 0"),
+        ({"rolling": 1.5}, r"rolling must be a share above 0 and at most 1\.0, or a whole number"),
+        ({"rolling": True}, "rolling must be a number of replicas or a share of them"),
         ({"timeout_seconds": 0}, "timeout_seconds must be a number above 0, got 0"),
+        ({"dtype": "float32"}, "dtype must be one of 'engine', 'trainer', got 'float32'"),
+        ({"dtype": torch.int8}, "dtype must be a floating one, got torch.int8"),
+        ({"lora": "both"}, "lora must be one of 'merged', 'adapter', got 'both'"),
+        ({"master_port": 1 << 16, **GLOO}, "master_port must be an integer from 0 to 65535, or None, got 65536"),
+        ({"master_port": -1}, "master_port must be an integer from 0 to 65535, or None, got -1"),
+        ({"device": "cuda:0", **GLOO}, "device='cuda:0': transport='gloo' sends from the CPU"),
+        ({"device": 0, **GLOO}, "device=0: transport='gloo' sends from the CPU"),
+        ({"gpus_per_replica": 0}, "gpus_per_replica must be an integer of at least 1, or None, got 0"),
+        ({"buffer_bytes": 0, **GLOO}, "buffer_bytes must be an integer of at least 1, or None, got 0"),
+        ({"buffer_bytes": 1}, "buffer_bytes belongs to transport='gloo'"),
+        ({"master_address": "10.0.0.1", **GLOO}, "master_address='10.0.0.1': transport='gloo' reaches .* one host"),
+        ({"master_address": "trainer.example", **GLOO}, "use transport='memmap', layout='versions' and folder="),
+        ({"min_servin": 1}, "unexpected keyword argument 'min_servin'"),
+        *(
+            ({"lora": "adapter", name: value, **others}, f"{name}={value!r} has no meaning with lora='adapter'")
+            for name, value, others in [
+                ("transport", "gloo", {}),
+                ("mode", "drain", {}),
+                ("kv", "recompute", {}),
+                ("verify", "canary", {}),
+                ("dtype", torch.bfloat16, {}),
+                ("delta", True, VERSIONS),
+                ("fsync", True, VERSIONS),
+            ]
+        ),
     ],
 )
 def test_a_bad_choice_is_refused_with_the_good_ones(kwargs: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+    is_type = re.search("must be a number of replicas|unexpected keyword", words)
+    with pytest.raises(TypeError if is_type else ValueError, match=words):
         VLLMWeightSyncScheme(**kwargs)
-
-
-@pytest.mark.parametrize(
-    "choice",
-    [
-        {"transport": "gloo"},
-        {"mode": "drain"},
-        {"kv": "recompute"},
-        {"verify": "canary"},
-        {"dtype": torch.bfloat16},
-        {"delta": True, "layout": "versions", "folder": "x"},
-        {"fsync": True, "layout": "versions", "folder": "x"},
-    ],
-)
-def test_where_an_adapter_is_sent_nothing_is_swapped(choice: dict[str, Any]) -> None:
-    name, value = next(iter(choice.items()))
-    with pytest.raises(ValueError, match=f"{name}={value!r} has no meaning with lora='adapter'"):
-        VLLMWeightSyncScheme(lora="adapter", **choice)
-
-
-# -- TorchRL's scheme -------------------------------------------------------------------------------------------------
-
-
-def first_parameters(kind: type, count: int) -> list[str]:
-    return list(inspect.signature(kind).parameters)[:count]
 
 
 def test_it_is_torchrls_scheme_with_its_arguments_in_their_places() -> None:
     theirs = list(inspect.signature(TorchRLScheme).parameters)
-    assert first_parameters(VLLMWeightSyncScheme, len(theirs)) == theirs
+    assert list(inspect.signature(VLLMWeightSyncScheme).parameters)[: len(theirs)] == theirs
     scheme = VLLMWeightSyncScheme("10.0.0.1", 29500, 2, 3, "state_dict", 1)
     assert isinstance(scheme, WeightSyncScheme)
-    assert scheme.strategy.extract_as == "state_dict"
+    assert (scheme.strategy.extract_as, scheme.options.num_replicas) == ("state_dict", 3)
     options = scheme.options.collective
     assert (options.master_address, options.master_port, options.gpus_per_replica) == ("10.0.0.1", 29500, 2)
-    assert (scheme.options.num_replicas, options.device) == (3, 1)
+    assert (options.device, options.torch_device) == (1, torch.device("cuda:1"))  # TorchRL's way to name it
 
 
 def test_what_torchrls_script_gives_is_taken_by_the_transport_without_a_group() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # TorchRL's own calls its state_dict strategy experimental
-        scheme = VLLMWeightSyncScheme(
-            master_address="127.0.0.1", master_port=29500, gpus_per_replica=1, num_replicas=2, strategy="state_dict"
-        )
+        scheme = VLLMWeightSyncScheme("127.0.0.1", 29500, 1, num_replicas=2, strategy="state_dict")
     sender, engine = scheme.create_sender(), FakeFleet(2)
     sender.init_all_workers_group(model_metadata=EXPECTED, vllm_engine=engine)
     sender.update_weights(weights(3))
@@ -121,28 +126,11 @@ def test_a_collectors_half_is_refused_with_what_to_do(side: str) -> None:
 def test_a_pickled_scheme_has_a_store_of_its_own_or_the_given_one(tmp_path: Path) -> None:
     own, given = VLLMWeightSyncScheme(mode="drain"), VLLMWeightSyncScheme(folder=tmp_path)
     copy, same = pickle.loads(pickle.dumps(own)), pickle.loads(pickle.dumps(given))
-    assert copy.folder != own.folder
-    assert copy.options.store.folder == copy.options.store.seen_as == copy.folder
-    assert copy.options.swapping == own.options.swapping
-    assert (same.folder, same.options) == (tmp_path, given.options)
-    folder = copy.folder
+    assert copy.options.store.folder == copy.options.store.seen_as == copy.folder != own.folder
+    assert (copy.options.swapping, same.folder, same.options) == (own.options.swapping, tmp_path, given.options)
     copy.shutdown()
-    assert own.folder.is_dir()
-    assert not folder.exists()
     same.shutdown()
-    assert tmp_path.is_dir()
-
-
-def test_an_argument_that_nobody_knows_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'min_servin'"):
-        VLLMWeightSyncScheme(min_servin=1)  # type: ignore[call-arg]
-
-
-# -- its choices ------------------------------------------------------------------------------------------------------
-
-
-def test_num_replicas_has_a_meaning() -> None:
-    assert VLLMWeightSyncScheme(num_replicas=2).options.num_replicas == 2
+    assert [folder.is_dir() for folder in (own.folder, copy.folder, tmp_path)] == [True, False, True]
 
 
 def test_it_makes_a_sender_and_shows_its_choices() -> None:
@@ -168,18 +156,8 @@ def test_its_own_folder_goes_at_shutdown_and_a_given_one_stays(tmp_path: Path) -
     assert (tmp_path / "store").is_dir()
 
 
-def test_two_schemes_do_not_share_a_folder() -> None:
-    one, other = VLLMWeightSyncScheme(), VLLMWeightSyncScheme()
-    assert one.folder != other.folder
-    one.shutdown()
-    assert other.folder.is_dir()
-    other.shutdown()
-
-
 def test_a_scheme_that_is_forgotten_leaves_no_memory_behind() -> None:
-    scheme = VLLMWeightSyncScheme()
-    folder = scheme.folder
-    del scheme
+    folder = VLLMWeightSyncScheme().folder
     gc.collect()
     assert not folder.exists()
 
@@ -189,31 +167,28 @@ def test_a_process_that_ends_without_shutdown_leaves_no_memory_behind() -> None:
         "from torchrl_moe.weight_update import VLLMWeightSyncScheme as S; s = S(); print(s.folder, s.folder.is_dir())"
     )
     folder, existed = subprocess.check_output([sys.executable, "-c", script], text=True).split()
-    assert existed == "True"
-    assert not Path(folder).exists()
+    assert (existed, Path(folder).exists()) == ("True", False)
 
 
 def test_what_a_killed_trainer_left_in_memory_is_removed_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ["killed", "writing", "new", "empty"]
-    stores = {name: tmp_path / f"torchrl_moe-weights-{name}" for name in names}
-    for store in stores.values():
+    killed, writing, new, empty = (tmp_path / f"torchrl_moe-weights-{i}" for i in range(4))
+    other = tmp_path / "other"
+    for store in (killed, writing, new, empty, other):
         store.mkdir()
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "writer").touch()
-    writing = WriterLock(stores["writing"])
-    for name in ("killed", "new"):
-        (stores[name] / "writer").touch()
-    (stores["killed"] / "slot-0.weights").touch()
-    for store in (stores["killed"], stores["writing"], tmp_path / "other"):
+    lock = WriterLock(writing)
+    for store in (killed, new, other):
+        (store / "writer").touch()
+    (killed / "slot-0.weights").touch()
+    for store in (killed, writing, other):
         os.utime(store / "writer", (0, 0))
     _remove_orphans(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"other", *(stores[name].name for name in names[1:])}
-    writing.close()
+    assert set(tmp_path.iterdir()) == {writing, new, empty, other}
+    lock.close()
     monkeypatch.setattr(os, "getuid", lambda: -1)
     _remove_orphans(tmp_path)
-    assert stores["writing"].exists()  # another user's
+    assert writing.exists()  # another user's
 
 
 def test_a_refused_scheme_leaves_no_folder_behind() -> None:
@@ -225,22 +200,7 @@ def test_a_refused_scheme_leaves_no_folder_behind() -> None:
 
 
 def test_choices_are_kept_in_groups(tmp_path: Path) -> None:
-    scheme = VLLMWeightSyncScheme(
-        folder=tmp_path,
-        layout="versions",
-        delta=True,
-        fsync=True,
-        keep_versions=4,
-        rolling=2,
-        prefetch=3,
-    )
-    assert (
-        scheme.options.store.seen_as,
-        scheme.options.store.delta,
-        scheme.options.store.fsync,
-        scheme.options.store.keep_versions,
-    ) == (
-        *(tmp_path, True, True),
-        4,
-    )
-    assert (scheme.options.staging.threads, scheme.options.swapping.rolling) == (3, 2)
+    store = {"layout": "versions", "delta": True, "fsync": True, "keep_versions": 4}
+    options = VLLMWeightSyncScheme(folder=tmp_path, **store, rolling=2, prefetch=3).options  # type: ignore[arg-type]
+    assert options.store == StoreOptions(folder=tmp_path, seen_as=tmp_path, **store)  # type: ignore[arg-type]
+    assert (options.staging.threads, options.swapping.rolling) == (3, 2)

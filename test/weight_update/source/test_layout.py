@@ -1,20 +1,32 @@
-"""Whatever holds the weights, checkpoint names and the engine's dtypes come of it."""
+"""Whatever holds the weights, checkpoint names and the engine's dtypes come of it; one rank speaks for all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from torchrl_moe.errors import ManifestMismatch
+from torchrl_moe.modules.backends.checkpoint import checkpoint_metadata
 from torchrl_moe.modules.policies.unstack import ModelWeights, checkpoint_tensors, model_metadata
 from torchrl_moe.testing import make_tiny_moe
-from torchrl_moe.weight_update.source import cast_kinds, source_of
+from torchrl_moe.weight_update import get_model_metadata
+from torchrl_moe.weight_update.source import (
+    agreed,
+    cast_kinds,
+    dtypes_of_first,
+    from_first,
+    is_first,
+    source_of,
+    trained_model,
+)
 
 F32, F16, BF16, I64 = torch.float32, torch.float16, torch.bfloat16, torch.int64
 FP8 = torch.float8_e4m3fn
@@ -30,21 +42,12 @@ def same(source: Any, wanted: dict[str, Tensor]) -> bool:
     )
 
 
-def wanted_of(model: nn.Module) -> dict[str, Tensor]:
-    return checkpoint_tensors(model)
-
-
 def test_the_registered_model_is_sent_unless_something_else_is_given() -> None:
     one, other = make_tiny_moe(), make_tiny_moe(seed=1)
     registered = ModelWeights(one)
-    assert same(source_of(None, registered, None), wanted_of(one))
-    assert same(source_of(other, registered, None), wanted_of(other))
+    assert same(source_of(None, registered, None), checkpoint_tensors(one))
+    assert same(source_of(other, registered, None), checkpoint_tensors(other))
     assert not source_of(None, registered, None).is_sharded
-
-
-def test_nothing_to_send_says_what_to_call() -> None:
-    with pytest.raises(RuntimeError, match=r"no model; call register_model\(model\) first, or pass weights"):
-        source_of(None, None, None)
 
 
 def test_tensors_with_checkpoint_names_are_sent_as_they_are() -> None:
@@ -56,14 +59,10 @@ def test_tensors_with_checkpoint_names_are_sent_as_they_are() -> None:
 
 def test_tensors_with_the_models_own_names_are_un_stacked() -> None:
     model, other = make_tiny_moe("deepseek_v3"), make_tiny_moe("deepseek_v3", seed=1)
-    state = other.state_dict()
-    expected = model_metadata(model)
+    state, expected, wanted = other.state_dict(), model_metadata(model), checkpoint_tensors(other)
     assert set(state) != set(expected)
     for given in (state, TensorDict.from_module(other), TensorDict(dict(state)).unflatten_keys(".")):
         found = dict(source_of(given, ModelWeights(model), expected).tensors())
-        wanted = wanted_of(other)
-        buffers = set(wanted) - set(found)
-        assert not buffers
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
@@ -163,9 +162,56 @@ def test_none_is_sent_wider_than_the_engine_has_it(
 ) -> None:
     shape = torch.Size([2])
     assert cast_kinds({"a": (own, shape)}, dtype, {"a": (checkpoint, shape)}, engine) == {"a": (sent, shape)}
+    for unknown in (None, {}):  # without an engine they are sent as they are
+        assert cast_kinds({"a": (own, shape)}, "engine", unknown, engine) == {"a": (own, shape)}
 
 
-def test_without_an_engine_tensors_are_sent_as_they_are() -> None:
-    kinds = {"a": (F32, torch.Size([2]))}
-    assert cast_kinds(kinds, "engine", None, BF16) == kinds
-    assert cast_kinds(kinds, "engine", {}, BF16) == kinds
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe", "deepseek_v3"])
+def test_a_models_metadata_is_that_of_its_checkpoint(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = make_tiny_moe(family, dtype=dtype)
+    model.save_pretrained(tmp_path)
+    metadata = get_model_metadata(model)
+    assert metadata == checkpoint_metadata(tmp_path)
+    assert len(metadata) > len(model.state_dict())  # experts one by one
+
+
+class Wrapper(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def test_a_wrapper_is_looked_through_and_a_model_is_not() -> None:
+    model = make_tiny_moe()
+    assert trained_model(Wrapper(model)) is model
+    assert trained_model(model) is model  # though it has a ``model`` too
+    assert get_model_metadata(Wrapper(model)) == get_model_metadata(model)
+    assert trained_model(nn.DataParallel(Wrapper(model))) is model
+    with pytest.raises(TypeError, match=r"one of transformers.*, got a Sequential around one: pass what is inside$"):
+        get_model_metadata(nn.Sequential(model))
+    plain = nn.Linear(1, 1)
+    assert trained_model(Wrapper(plain)).model is plain  # no transformers model inside
+
+
+def test_a_process_by_itself_is_the_first() -> None:
+    assert is_first() and from_first(7) == agreed(lambda: 7) == 7
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_group_of_one_has_its_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_first() and from_first(1 << 40) == agreed(lambda: 1 << 40) == 1 << 40
+    dtypes = [torch.bfloat16, None, torch.float32, torch.float8_e4m3fn]
+    assert dtypes_of_first(dtypes) == dtypes
+    assert dtypes_of_first([torch.int32]) == [None]  # no floating one: as it is
+    with pytest.raises(ZeroDivisionError):  # its own error, unchanged
+        agreed(lambda: 1 // 0)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    assert not is_first()

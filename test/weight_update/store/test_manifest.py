@@ -31,8 +31,7 @@ def test_sizes_and_ends_follow_from_shapes() -> None:
     assert [entry.nbytes for entry in ENTRIES] == [24, 2, 0]
     assert [entry.end for entry in ENTRIES] == [24, 66, 128]
     manifest = Manifest(3, 1, ENTRIES)
-    assert (manifest.nbytes, manifest.extent) == (26, 128)
-    assert Manifest(3, None, elsewhere(2)).extent == 0
+    assert (manifest.nbytes, manifest.extent, Manifest(3, None, elsewhere(2)).extent) == (26, 128, 0)
     assert Manifest(3, None, elsewhere(None, 2, 2)).last == {None: ENTRIES[0], 2: elsewhere(None, 2, 2)[2]}
     over = (TensorEntry("d", "int8", (900,), 0, "0" * 16), *ENTRIES)  # one that others lie in
     assert Manifest(3, 1, over).last == {None: over[0]}
@@ -102,9 +101,6 @@ def test_a_text_is_parsed_once_in_a_process_for_all_callers(monkeypatch: pytest.
     assert [manifest.version for manifest in found] == [100, 101, 102] * 40
     assert len({id(manifest) for manifest in found}) == 3
     assert {version: len(threads) for version, threads in made.items()} == {100: 1, 101: 1, 102: 1}
-
-
-# -- what is refused --------------------------------------------------------------------------------------------------
 
 
 def sealed(text: str) -> str:
@@ -194,8 +190,6 @@ def test_a_text_that_is_no_manifest_is_refused(text: str, words: str) -> None:
     with pytest.raises(ManifestMismatch, match=re.escape(words)):
         Manifest.from_json(text)
 
-
-# -- what is expected -------------------------------------------------------------------------------------------------
 
 EXPECTED = {"a": (torch.float32, torch.Size([2, 3])), "n": (torch.int64, torch.Size([4]))}
 

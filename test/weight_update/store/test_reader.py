@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from support.processes import exit_code_of
-from torchrl_moe.errors import DigestMismatch, ManifestMismatch, SyncTimeout
+from torchrl_moe.errors import DigestMismatch, ManifestMismatch, SyncTimeout, WeightSyncError
 from torchrl_moe.weight_update.store import VersionsWriter, WeightStoreReader, WeightStoreWriter
 
 Writer = WeightStoreWriter | VersionsWriter
@@ -89,8 +89,7 @@ def test_any_number_of_threads_finds_a_flipped_byte(writer: Writer, layout: str,
         reader.verify(manifest, threads)
     with reader.reading(manifest, verify=True) as read:
         assert read["t2"].eq(1).all()
-        assert list(read) == [f"t{i}" for i in range(5)]
-        assert len(read) == 5
+        assert (list(read), len(read)) == ([f"t{i}" for i in range(5)], 5)
         with pytest.raises(DigestMismatch, match="bytes of t3"):
             read["t3"]
 
@@ -169,3 +168,28 @@ def test_a_version_that_is_protected_stays_until_another_is(layout: str, tmp_pat
         for each in held:
             with reader.reading(reader.manifest(each), verify=True) as read:
                 assert read["t3"].eq(each).all()
+
+
+def test_only_the_owner_may_enter_and_read(layout: str, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir(mode=0o755)
+    LAYOUTS[layout](tmp_path / "store").publish(tensors().items(), 1)
+    found = [tmp_path / "store", *(tmp_path / "store").rglob("*")]
+    assert {path.is_dir(): path.stat().st_mode & 0o777 for path in found} == {True: 0o700, False: 0o600}
+
+
+def test_a_second_writer_is_refused_until_the_first_is_closed(writer: Writer, layout: str, tmp_path: Path) -> None:
+    with pytest.raises(WeightSyncError, match=rf"is written by process {os.getpid()} on .*: one trainer per folder"):
+        LAYOUTS[layout](tmp_path)
+    writer.close()
+    writer.close()
+    LAYOUTS[layout](tmp_path).publish(tensors().items(), 1)
+
+
+def test_what_is_gone_or_would_come_before_itself_is_not_published_again(writer: Writer, tmp_path: Path) -> None:
+    for version in (1, 2, 3):
+        writer.publish(tensors().items(), version)
+    with pytest.raises(ManifestMismatch, match=r"version 1 is not there, only \[2, 3\]"):
+        writer.republish(1, 4)
+    with pytest.raises(ValueError, match="version 3 can be published again only under a higher number, got 3"):
+        writer.republish(3, 3)
+    assert WeightStoreReader(tmp_path).versions() == [2, 3]

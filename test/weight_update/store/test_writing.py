@@ -1,4 +1,4 @@
-"""Folders, locks and files of a writer."""
+"""Folders, locks, files and memory of a writer, and bytes of tensors, piece by piece."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ import errno
 import fcntl
 import os
 import stat
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 import torch
+import xxhash
+from torch import Tensor
 
 from torchrl_moe.errors import ManifestMismatch, WeightSyncError
+from torchrl_moe.weight_update.store.flat import PIECE_BYTES, MappedFile, lay_out, pieces_of, send
+from torchrl_moe.weight_update.store.manifest import TensorEntry
 from torchrl_moe.weight_update.store.writing import (
     WriterLock,
-    in_order,
-    kinds_of,
+    available_memory,
     naming_full_disks,
     own_folder,
     replace_text,
@@ -25,8 +32,7 @@ from torchrl_moe.weight_update.store.writing import (
 def test_a_folder_is_made_with_its_parents_or_closed_to_others(tmp_path: Path) -> None:
     for folder in (tmp_path / "a" / "b", tmp_path / "c"):
         (tmp_path / "c").mkdir(mode=0o777, exist_ok=True)
-        assert own_folder(folder) == folder
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert (own_folder(folder), stat.S_IMODE(folder.stat().st_mode)) == (folder, 0o700)
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o700])
@@ -47,27 +53,16 @@ def test_another_users_folder_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         own_folder(tmp_path)
 
 
-def test_a_lock_is_held_by_one_and_released_by_closing(tmp_path: Path) -> None:
-    first = WriterLock(tmp_path)
-    with pytest.raises(WeightSyncError, match=rf"is written by process {os.getpid()} on "):
-        WriterLock(tmp_path)
-    first.close()
-    WriterLock(tmp_path).close()
-
-
-@pytest.mark.parametrize(("code", "goes_on"), [(errno.ENOLCK, True), (errno.EOPNOTSUPP, True), (errno.EIO, False)])
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
 def test_a_file_system_without_locks_keeps_nobody_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, goes_on: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     def fail(*_: int) -> None:
         raise OSError(code, "no locks")
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    if goes_on:
+    with pytest.raises(OSError, match="no locks") if code == errno.EIO else nullcontext():
         WriterLock(tmp_path).close()
-    else:
-        with pytest.raises(OSError, match="no locks"):
-            WriterLock(tmp_path)
 
 
 @pytest.mark.parametrize(("code", "is_full"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EIO, False)])
@@ -85,14 +80,110 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o600
 
 
-def test_kinds_are_read_off_tensors_once_each() -> None:
-    named, kinds = kinds_of([("a", torch.ones(2)), ("b", torch.ones(1, dtype=torch.int8))], 1)
-    assert kinds == {"a": (torch.float32, torch.Size([2])), "b": (torch.int8, torch.Size([1]))}
-    assert list(named) == ["a", "b"]
-    with pytest.raises(ManifestMismatch, match="version 4 names a tensor twice"):
-        kinds_of([("a", torch.ones(1)), ("a", torch.ones(1))], 4)
+GB = 1 << 30
 
 
-def test_tensors_may_come_in_any_order() -> None:
-    kinds = {"a": (torch.float32, torch.Size([2])), "b": (torch.float32, torch.Size([1]))}
-    assert [name for name, _ in in_order([("b", torch.ones(1)), ("a", torch.ones(2))], kinds)] == ["b", "a"]
+def unified(limit: Any, used: Any, inactive: int = 0, active: int = 0) -> dict[str, Any]:
+    stat = f"anon 5\ninactive_file {inactive * GB}\nactive_file {active * GB}"
+    return {"memory.max": limit, "memory.current": used, "memory.stat": stat}
+
+
+def legacy(limit: int, used: int, inactive: int = 0) -> dict[str, Any]:
+    stat = f"inactive_file 1\ntotal_inactive_file {inactive * GB}"
+    return {"memory.limit_in_bytes": limit, "memory.usage_in_bytes": used, "memory.stat": stat}
+
+
+@pytest.mark.parametrize(
+    ("membership", "groups", "left"),
+    [
+        (None, {}, 16),
+        (b"0::/user\n3:cpu:/x\n", {}, 16),  # without control groups it is the host's
+        (b"0::/job\n", {"job": unified(8 * GB, 7 * GB, 1, 2)}, 4),  # files can be dropped
+        (b"0::/job/step\n", {"job/step": unified("max", 6 * GB), "job": unified(8 * GB, 7 * GB)}, 1),
+        (b"0::/docker/abc\n", {"": unified(4 * GB, 5 * GB)}, 0),  # a container may see its group as the root
+        (
+            b"4:memory:/job\n1:cpu:/job\n0::/\n",  # the older kind has a tree for memory
+            {"memory": legacy(1 << 63, 7 * GB), "memory/job": legacy(8 * GB, 7 * GB, 3)},
+            4,
+        ),
+        (b"4:hugetlb,memory:/job\n", {"memory/job": legacy(8 * GB, 7 * GB)}, 1),  # which it may share
+        (b"\n0::/job\n", {"job": unified(8 * GB, "")}, 16),  # figures that are none limit nothing
+        (b"\n0::/job\n", {"job": unified(8 * GB, "many")}, 16),
+        (b"0::/\xff\xfe\n", {}, 16),  # a name in no encoding
+    ],
+)
+def test_what_the_host_has_and_groups_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, membership: bytes | None, groups: dict[str, Any], left: int
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=16 * GB))
+    if membership is not None:
+        (tmp_path / "membership").write_bytes(membership)
+    for name, files in groups.items():
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        for file, text in files.items():
+            (tmp_path / name / file).write_text(f"{text}\n")
+    assert available_memory(tmp_path / "membership", tmp_path) == left * GB
+
+
+def test_of_this_process_there_is_some() -> None:
+    assert available_memory() > 0
+
+
+BIG = PIECE_BYTES // 4 + 3  # elements of float32
+
+
+def plain(tensor: Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        *(torch.arange(count, dtype=torch.float32) % 1000 for count in (1, 1000, BIG, 2 * BIG)),
+        torch.randn(7, 5).mT,
+        torch.tensor(2.5),
+        torch.empty(0, 3),
+        torch.arange(9.0)[::2],
+        torch.ones(1).expand(9),
+    ],
+    ids=["one", "many", "big", "bigger", "transposed", "scalar", "empty", "every second", "one many times"],
+)
+def test_pieces_are_the_bytes_in_order_and_small_and_have_a_digest(tensor: Tensor, dtype: torch.dtype) -> None:
+    pieces: list[bytes] = []
+    digest = send(tensor, dtype, lambda piece: pieces.append(piece.tobytes()))
+    assert (b"".join(pieces), digest) == (plain(tensor.to(dtype)), xxhash.xxh3_64_hexdigest(b"".join(pieces)))
+    assert all(len(piece) <= PIECE_BYTES for piece in pieces)
+
+
+def test_a_tensor_of_its_own_dtype_is_not_copied() -> None:
+    tensor = torch.arange(BIG, dtype=torch.float32)
+    first, second = pieces_of(tensor, torch.float32)
+    assert (first.ctypes.data, second.ctypes.data) == (tensor.data_ptr(), tensor.data_ptr() + PIECE_BYTES)
+
+
+def test_tensors_lie_one_after_another_at_multiples_of_64() -> None:
+    kinds = [(torch.float32, torch.Size([3])), (torch.int8, torch.Size([65])), (torch.bool, torch.Size([0]))]
+    assert (lay_out(kinds), lay_out([])) == (([0, 64, 192], 192), ([], 0))
+
+
+def test_a_mapped_file_knows_when_it_was_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(bytes(range(128)))
+    mapped = MappedFile(path)
+    assert mapped.tensor(TensorEntry("a", "uint8", (2, 3), 64, "0" * 16)).tolist() == [[64, 65, 66], [67, 68, 69]]
+    assert mapped.is_current()
+    path.write_bytes(bytes(range(100)))
+    assert not mapped.is_current()
+    path.unlink()
+    assert not mapped.is_current()
+
+
+def test_an_empty_file_can_be_mapped_and_a_missing_one_cannot(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    empty = MappedFile(tmp_path / "empty")
+    assert empty.tensor(TensorEntry("a", "float32", (0, 2), 0, "0" * 16)).shape == (0, 2)
+    with pytest.raises(ManifestMismatch, match="has 0 bytes of tensors, a ends at 4"):
+        empty.check(TensorEntry("a", "float32", (), 0, "0" * 16))
+    with pytest.raises(ManifestMismatch, match="missing of the weight store cannot be opened: No such file"):
+        MappedFile(tmp_path / "missing")

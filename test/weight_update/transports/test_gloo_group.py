@@ -1,4 +1,4 @@
-"""Two ranks of a gloo group in one process."""
+"""Ranks of a gloo group in one process: where they meet, what they send, and what has arrived."""
 
 from __future__ import annotations
 
@@ -6,40 +6,43 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from support.waiting import until
-from torchrl_moe.errors import ReplicaDiedError, SyncTimeout
-from torchrl_moe.weight_update.transports.gloo import GlooGroup, Meeting, MeetingPlace
+from support.waiting import in_thread, until
+from torchrl_moe.errors import DigestMismatch, ReplicaDiedError, SyncTimeout, WeightSyncError
+from torchrl_moe.weight_update.store import WeightStoreReader, WeightStoreWriter
+from torchrl_moe.weight_update.transports.gloo import Digests, GlooGroup, Meeting, MeetingPlace, as_tensor, tensor_in
 
 TIMEOUT = 20.0
 
 
 @pytest.fixture
-def pair(place: MeetingPlace) -> Iterator[Callable[..., tuple[GlooGroup, GlooGroup]]]:
+def pair(place: MeetingPlace) -> Iterator[Callable[[], tuple[GlooGroup, GlooGroup]]]:
     made: list[GlooGroup] = []
 
-    def make(timeout: float = TIMEOUT, buffer_bytes: int = 1000) -> tuple[GlooGroup, GlooGroup]:
+    def make() -> tuple[GlooGroup, GlooGroup]:
         where = place.begin()
-
-        def join() -> None:
-            made.append(GlooGroup(Meeting(where, timeout), 1, 2, timeout, buffer_bytes))
-
-        thread = threading.Thread(target=join)
-        thread.start()
-        trainer = GlooGroup(place.meet(where, timeout), 0, 2, timeout, buffer_bytes)
-        thread.join(timeout)
-        made.append(trainer)
-        return trainer, made[-2]
+        joining = in_thread(lambda: GlooGroup(Meeting(where, TIMEOUT), 1, 2, TIMEOUT, 1000))
+        trainer = GlooGroup(place.meet(where, TIMEOUT), 0, 2, TIMEOUT, 1000)
+        made.extend((trainer, joining.result(TIMEOUT)))
+        return made[-2], made[-1]
 
     yield make
     for group in made:
         group.close()
 
 
-Pair = Callable[..., tuple[GlooGroup, GlooGroup]]
+Pair = Callable[[], tuple[GlooGroup, GlooGroup]]
+
+
+def nine(value: int = 0) -> torch.Tensor:
+    return torch.full((9,), value, dtype=torch.uint8)
 
 
 def later(seconds: float = TIMEOUT) -> float:
@@ -51,17 +54,12 @@ def test_bytes_arrive_in_buckets_whatever_their_number(pair: Pair, size: int) ->
     trainer, worker = pair()
     sent, got = torch.arange(size).to(torch.uint8), torch.zeros(size, dtype=torch.uint8)
     seen: list[int] = []
-    thread = threading.Thread(target=worker.broadcast, args=(got, later(), seen.append))
-    thread.start()
+    receiving = in_thread(lambda: worker.broadcast(got, later(), seen.append))
     trainer.broadcast(sent, later(), lambda _: None)
-    thread.join(TIMEOUT)
+    receiving.result(TIMEOUT)
     assert torch.equal(sent, got)
     assert seen == [min(stop, size) for stop in range(1000, size + 1000, 1000)]
-
-
-def test_the_default_group_is_left_alone(pair: Pair) -> None:
-    pair()
-    assert not torch.distributed.is_initialized()
+    assert not torch.distributed.is_initialized()  # the default group is left alone
 
 
 def test_a_worker_is_ready_once_for_each_transfer(pair: Pair) -> None:
@@ -70,30 +68,16 @@ def test_a_worker_is_ready_once_for_each_transfer(pair: Pair) -> None:
         assert not trainer.all_ready()
         worker.announce()
         until(trainer.all_ready, TIMEOUT)
-        thread = threading.Thread(
-            target=worker.broadcast, args=(torch.zeros(9, dtype=torch.uint8), later(), lambda _: None)
-        )
-        thread.start()
-        trainer.broadcast(torch.ones(9, dtype=torch.uint8), later(), lambda _: None)
-        thread.join(TIMEOUT)
-
-
-def test_a_rank_that_does_not_come_is_a_timeout(place: MeetingPlace) -> None:
-    with pytest.raises(SyncTimeout, match=r"the 2 ranks of a gloo group did not meet within 0\.3 s"):
-        GlooGroup(place.meet(place.begin(), 0.3), 0, 2, 0.3)
+        receiving = in_thread(lambda: worker.broadcast(nine(), later(), lambda _: None))
+        trainer.broadcast(nine(1), later(), lambda _: None)
+        receiving.result(TIMEOUT)
 
 
 def test_several_ranks_that_do_not_come_cost_one_deadline_and_not_one_each(place: MeetingPlace) -> None:
-    waits = 0
-
-    def count() -> None:
-        nonlocal waits
-        waits += 1
-
-    where = place.begin()
+    waits: list[int] = []
     with pytest.raises(SyncTimeout, match="the 3 ranks"):
-        GlooGroup(place.meet(where, 0.0, count), 0, 3, 9.0)
-    assert waits == 1  # at the first rank that was missing, the time was up
+        GlooGroup(place.meet(place.begin(), 0.0, lambda: waits.append(1)), 0, 3, 9.0)
+    assert waits == [1]  # at the first rank that was missing, the time was up
 
 
 def test_an_error_of_who_waits_ends_the_meeting_at_once(place: MeetingPlace) -> None:
@@ -131,11 +115,11 @@ def threads() -> int:
 def test_a_rank_that_does_not_send_is_a_timeout_and_one_that_left_an_error(pair: Pair) -> None:
     trainer, worker = pair()
     with pytest.raises(SyncTimeout, match="0 of 9 bytes were sent when the time was up"):
-        worker.broadcast(torch.zeros(9, dtype=torch.uint8), later(0.2), lambda _: None)
+        worker.broadcast(nine(), later(0.2), lambda _: None)
     trainer, worker = pair()
     trainer.close()
     with pytest.raises(RuntimeError):
-        worker.broadcast(torch.zeros(9, dtype=torch.uint8), later(), lambda _: None)
+        worker.broadcast(nine(), later(), lambda _: None)
 
 
 def test_a_closed_group_says_so(pair: Pair) -> None:
@@ -143,21 +127,20 @@ def test_a_closed_group_says_so(pair: Pair) -> None:
     trainer.close()
     trainer.close()
     with pytest.raises(RuntimeError, match="the group was closed"):
-        trainer.broadcast(torch.zeros(9, dtype=torch.uint8), later(), lambda _: None)
+        trainer.broadcast(nine(), later(), lambda _: None)
 
 
 def test_an_error_of_who_watches_ends_the_transfer(pair: Pair) -> None:
     trainer, worker = pair()
     got = torch.zeros(2000, dtype=torch.uint8)
-    thread = threading.Thread(target=worker.broadcast, args=(got[:1000], later(), lambda _: None))
-    thread.start()
+    receiving = in_thread(lambda: worker.broadcast(got[:1000], later(), lambda _: None))
 
     def refuse(count: int) -> None:
         raise ValueError(f"after {count}")
 
     with pytest.raises(ValueError, match="after 1000"):
         trainer.broadcast(torch.ones(2000, dtype=torch.uint8), later(), refuse)
-    thread.join(TIMEOUT)
+    receiving.result(TIMEOUT)
     assert got.sum() == 1000
 
 
@@ -167,3 +150,125 @@ def test_an_interface_can_be_named(pair: Pair, place: MeetingPlace, monkeypatch:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     with pytest.raises(RuntimeError, match="no-such-interface"):
         GlooGroup(place.meet(place.begin(), 1.0), 0, 1, 1.0)
+
+
+def test_what_one_rank_left_another_finds_and_waits_for(place: MeetingPlace) -> None:
+    where = place.begin()
+    one, other = Meeting(where, TIMEOUT), Meeting(where, TIMEOUT)
+    found = in_thread(lambda: one.get("address"))
+    other.set("address", b"10.0.0.1")
+    assert found.result(TIMEOUT) == b"10.0.0.1"
+    assert (one.check(["address"]), one.check(["address", "more"])) == (True, False)
+
+
+def test_who_does_not_come_is_named_when_the_time_is_up_whatever_gloo_would_wait(place: MeetingPlace) -> None:
+    with pytest.raises(TimeoutError, match="rank/1, rank/2 did not come"):
+        Meeting(place.begin(), 0.0).wait(["rank/1", "rank/2"], timedelta(hours=1))
+
+
+def test_closing_wakes_who_waits_and_ends_the_meeting_once(place: MeetingPlace) -> None:
+    ended: list[int] = []
+    begun = threading.Event()
+    waited = Meeting(place.begin(), TIMEOUT, begun.set, lambda: ended.append(1))
+    waiting = in_thread(lambda: waited.wait(["rank/1"]))
+    assert begun.wait(TIMEOUT)
+    waited.close()
+    waited.close()
+    with pytest.raises(RuntimeError, match="the meeting was closed"):
+        waiting.result(TIMEOUT)
+    assert ended == [1]
+
+
+def test_on_one_host_each_meeting_is_a_closed_folder(place: MeetingPlace) -> None:
+    first, second = place.begin(), place.begin()
+    assert (set(first), first != second) == ({"folder"}, True)
+    path = Path(first["folder"])
+    assert [it.stat().st_mode & 0o777 for it in (path.parent, path)] == [0o700, 0o700]
+    Meeting(first, TIMEOUT).set("key", b"value")
+    assert place.meet(first, TIMEOUT).get("key") == b"value"
+    assert not place.meet(second, TIMEOUT).check(["key"])
+    place.end(first)
+    place.end(first)
+    assert not path.exists()
+    place.close()
+    place.close()
+    assert not path.parent.exists()
+
+
+def test_a_value_is_there_whole_or_not_at_all_whatever_its_key(place: MeetingPlace) -> None:
+    where = place.begin()
+    one, other = Meeting(where, TIMEOUT), Meeting(where, TIMEOUT)
+    one.set("gloo/0/../1", b"first")
+    one.set("gloo/0/../1", b"second")
+    assert other.get("gloo/0/../1") == b"second"
+    assert (other.check(["gloo/0/../1"]), other.check(["gloo", "gloo/0/../1"])) == (True, False)
+    assert len(list(Path(where["folder"]).iterdir())) == 1
+
+
+@pytest.mark.parametrize("how", ["the meeting", "its place"])
+def test_who_is_late_for_a_meeting_that_is_over_hears_of_it_at_once(place: MeetingPlace, how: str) -> None:
+    where = place.begin()
+    board = Meeting(where, TIMEOUT)
+    place.close() if how == "its place" else place.end(where)
+    uses = [lambda: board.set("key", b"value"), lambda: board.get("key")]
+    uses += [lambda: board.check(["key"]), lambda: board.wait(["key"])]
+    for use in uses:
+        with pytest.raises(RuntimeError, match="the trainer has given the group up"):
+            use()
+
+
+def test_a_folder_that_is_not_here_is_another_hosts(tmp_path: Path) -> None:
+    with pytest.raises(
+        WeightSyncError, match="is another host, and transport='gloo' reaches one host: use transport='memmap'"
+    ):
+        Meeting({"folder": str(tmp_path / "none")}, TIMEOUT)
+
+
+def test_who_waits_long_asks_seldom(place: MeetingPlace) -> None:
+    asked: list[int] = []
+    with pytest.raises(TimeoutError):
+        Meeting(place.begin(), 1.0, lambda: asked.append(1)).wait(["rank/1"])
+    assert 3 < len(asked) < 30
+
+
+TENSORS = {"a": torch.arange(100.0).view(10, 10), "b": torch.tensor(2.5, dtype=torch.bfloat16), "c": torch.empty(0, 3)}
+
+
+def test_bytes_are_a_tensor_without_a_copy() -> None:
+    flat = np.arange(5, dtype=np.uint8)
+    seen = as_tensor(flat)
+    flat[0] = 9
+    assert (seen.tolist(), as_tensor(flat[:0]).shape) == ([9, 1, 2, 3, 4], (0,))
+
+
+def test_tensors_lie_where_the_manifest_says_and_have_their_shape(tmp_path: Path) -> None:
+    writer = WeightStoreWriter(tmp_path)
+    manifest = writer.publish(TENSORS.items(), 1)
+    with WeightStoreReader(tmp_path).flat(manifest) as flat:
+        for entry in manifest.entries:
+            found = tensor_in(as_tensor(flat), entry)
+            assert (found.dtype, found.shape) == (TENSORS[entry.name].dtype, TENSORS[entry.name].shape)
+            assert torch.equal(found, TENSORS[entry.name])
+    writer.close()
+
+
+@pytest.mark.parametrize("with_pool", [True, False])
+def test_only_what_has_arrived_is_compared_and_nothing_without_a_pool(tmp_path: Path, with_pool: bool) -> None:
+    writer = WeightStoreWriter(tmp_path)
+    manifest = writer.publish(TENSORS.items(), 1)
+    with WeightStoreReader(tmp_path).flat(manifest) as flat:
+        arrived = torch.from_numpy(flat.copy())
+    writer.close()
+    last = manifest.entries[1]
+    assert (last.name, last.nbytes, last.end >= manifest.entries[0].end) == ("b", 2, True)
+    arrived[last.offset] ^= 1
+    with ThreadPoolExecutor(1) as pool:
+        digests = Digests(manifest, arrived, pool if with_pool else None)
+        digests.arrived(last.offset)
+        digests.result()  # the byte that is wrong is not there yet
+        digests.arrived(last.end)
+        if not with_pool:
+            digests.result()
+            return
+        with pytest.raises(DigestMismatch, match=f"version 1: bytes of {last.name} are not those published"):
+            digests.result()
