@@ -1062,7 +1062,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_n_calls_that_time_out_together_cost_n_wake_ups(serve: Any, turns: list[str]) -> None:
-    lb, count = serve(1, token_seconds=HOUR), 300  # a thread each in the fake replica
+    lb, count = serve(1, token_seconds=HOUR), 300
 
     async def main() -> list[Any]:
         calls = [run_async(lb, f"{i}", timeout=1.0) for i in range(count)]
@@ -1070,7 +1070,7 @@ def test_n_calls_that_time_out_together_cost_n_wake_ups(serve: Any, turns: list[
 
     results = asyncio.run(main())
     assert {type(result) for result in results} == {GenerationTimeout}
-    assert len(turns) <= 3 * count
+    assert len(turns) <= 4 * count  # a beginning, an abort and an answer each
 
 
 def test_a_change_of_the_table_wakes_no_request_that_an_engine_has(serve: Any, turns: list[str]) -> None:
