@@ -33,6 +33,7 @@ INSTALL, VARIES = "install", "form-varies"
 PROGRESS = "application/vnd.jupyter.widget-view+json"
 PLACE = re.compile(r"(?<![\w.:/])/(?:builds?|home|mnt|opt|root|srv|tmp|usr|var|work|Users)/[\w.-]+")
 NUMBER = re.compile(r"0x[0-9a-f]+|(?<=\dx)\d+|(?<![A-Za-z_\d])[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?|\bnan\b", re.IGNORECASE)
+RESTART = re.compile(r"replica \d+ (ended with exit code|died|serves again)")  # logged in whichever cell then runs
 LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
 HOW = "make notebooks ARGS=--write runs them and stores what they show"
 
@@ -123,7 +124,11 @@ def cleaned(notebook: NotebookNode) -> NotebookNode:
     for cell in notebook.cells:
         cell.metadata = {"tags": tags} if (tags := cell.metadata.get("tags")) else {}
         if cell.cell_type == "code":
-            cell.outputs = [output for output in cell.outputs if PROGRESS not in output.get("data", {})]
+            cell.outputs = [
+                output
+                for output in cell.outputs
+                if PROGRESS not in output.get("data", {}) and not RESTART.match(output.get("text", ""))
+            ]
     return notebook
 
 

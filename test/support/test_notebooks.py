@@ -110,9 +110,10 @@ def test_a_fault_of_the_whole_is_named() -> None:
     assert "the first cell must begin" in broken(lambda n: n.cells[0].update(source="# A title"))[0]
 
 
-def test_progress_bars_are_not_stored() -> None:
+def test_neither_progress_bars_nor_the_log_of_a_restart_are_stored() -> None:
     bar = new_output("display_data", data={notebooks.PROGRESS: {"model_id": "a"}, "text/plain": "0%"})
-    assert cleaned(made(new_code_cell("f()", outputs=[bar, stream("2")]))).cells[2].outputs == [stream("2")]
+    log = stream("replica 1 ended with exit code -9. Its last log lines:\n\nreplica 1 serves again, after restart 1\n")
+    assert cleaned(made(new_code_cell("f()", outputs=[bar, log, stream("2")]))).cells[2].outputs == [stream("2")]
 
 
 # -- compared with a run ----------------------------------------------------------------------------------------------
