@@ -488,6 +488,39 @@ def test_a_refusal_says_whose_fault_it_is(serve: Serve, params: dict[str, Any], 
     assert [message[1].request_id for message in sent if message[0] == "completions"] == ["good"]
 
 
+def test_what_an_engine_raises_as_it_takes_a_request_in_refuses_that_one(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = EngineProcess.start
+
+    def raises(process: EngineProcess, request: Request) -> None:
+        if request.request_id.endswith("bad"):
+            raise ValueError(f"request {request.request_id!r} is not read from /bad/places")
+        start(process, request)
+
+    monkeypatch.setattr(EngineProcess, "start", raises)
+
+    async def script(bench: Bench) -> None:
+        bench.generate(by_ids("bad"), by_ids("good"))
+        await bench.until_sent(2)
+
+    first, second = serve(script).sent
+    assert first == ("refused", ("bad", "value", "request 'bad' is not read from /bad/places"))
+    assert (second[0], second[1].request_id) == ("completions", "good")
+
+
+def test_a_coroutine_that_fails_ends_the_engine_with_its_error(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails() -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(EngineProcess, "_background", lambda process: [fails()])
+
+    async def script(bench: Bench) -> None:
+        await bench.until_sent(1)
+
+    assert serve(script).sent == [("died", "its engine failed: OSError: the disk is gone")]
+
+
 def test_an_abort_spares_the_next_request_of_the_same_id(serve: Serve) -> None:
     async def script(bench: Bench) -> None:
         bench.generate(by_ids("again", seconds=9))

@@ -298,7 +298,7 @@ class EngineProgram(Engine):
 
     @abc.abstractmethod
     def start(self, request: Request) -> None:
-        """Start a request; then call :meth:`deliver` or :meth:`refuse`, once."""
+        """Start a request; then call :meth:`deliver` or :meth:`refuse`, once. What is raised here refuses it, too."""
 
     @abc.abstractmethod
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -340,7 +340,10 @@ class EngineProgram(Engine):
         for request in requests:
             name = f"{driver}{SEPARATOR}{request.request_id}"
             self._open.setdefault(driver, set()).add(name)
-            self.start(dataclasses.replace(request, request_id=name))
+            try:
+                self.start(dataclasses.replace(request, request_id=name))
+            except Exception as error:  # noqa: BLE001  of one request: the others run on
+                self.refuse(name, error)
 
     def deliver(self, completion: Completion) -> None:
         """Send a completion to the driver that asked for it."""
@@ -353,7 +356,7 @@ class EngineProgram(Engine):
         driver, own = self._whose(request_id)
         if not self._report_death():
             kind, text = self._described(error)
-            self._send(("refused", driver, (own, kind, text.replace(request_id, own))))
+            self._send(("refused", driver, (own, kind, text.replace(repr(request_id), repr(own)))))
 
     def _whose(self, request_id: str) -> tuple[str, str]:
         """Note that a request is over; return its driver, and its id there."""

@@ -275,7 +275,7 @@ class EngineProcess(EngineProgram):
         )
 
     def _death(self) -> str:
-        return f"vLLM's engine core died: {self.engine.dead_error}" if self.engine.errored else ""
+        return f"vLLM's engine core died: {self.engine.dead_error}" if self.engine.errored else super()._death()
 
     def close(self) -> None:
         """End vLLM's processes."""
