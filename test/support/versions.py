@@ -74,7 +74,6 @@ class Versions:
 
     def stage(self, manifest: Manifest) -> None:
         """Bring a version to all replicas."""
-        self.staged = manifest.digest
         for replica in self.replicas:
             assert self.transport.stage(replica, manifest, StageOptions(), SECONDS).digest == manifest.digest
 
@@ -84,7 +83,7 @@ class Versions:
     def swap(self, manifest: Manifest, pause: str = "keep", clear_cache: bool = False) -> None:
         """Swap in what was staged, on all replicas."""
         for replica in self.replicas:
-            what = (manifest.version, self.staged, pause, clear_cache, None)
+            what = (manifest.version, manifest.digest, pause, clear_cache, None)
             report = replica.call(Engine.swap_weights, SECONDS, *what)
             assert report.error is None, report.error
 

@@ -48,6 +48,7 @@ def test_what_swaps_cut_continues_by_itself_and_every_token_is_exact(versions: V
     futures[-2].result(60.0)
     for manifest in prepared:
         let_run(replica, futures[-1:])
+        versions.stage(manifest)  # again: both were, one after the other
         versions.swap(manifest, "abort")
     done: list[Completion] = [future.result(60) for future in futures]
     seen = []
