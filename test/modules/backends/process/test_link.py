@@ -381,6 +381,8 @@ def test_what_is_announced_too_large_is_not_read(ends: Ends, monkeypatch: pytest
     monkeypatch.setattr(link, "MOST_BYTES", 1000)
     with pytest.raises(ValueError, match="an array of 1001 bytes cannot be sent: 1000 at most"):
         link.encode(np.zeros(1001, np.uint8))
+    with pytest.raises(ValueError, match=r"a message of \d+ bytes cannot be sent: 1000 at most"):
+        link.encode([np.zeros(600, np.uint8)] * 2)
     for frames, what in (([bytes(500), bytes(501)], "1001 bytes"), ([b""] * 4, "4 frames")):
         monkeypatch.setattr(link, "MOST_FRAMES", 3)
         ours, theirs = map(SocketStream, socket.socketpair())

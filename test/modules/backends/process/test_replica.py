@@ -508,3 +508,12 @@ def test_a_killed_engine_core_fails_what_waits_and_the_replica_is_dead(no_engine
         until(lambda: not group(owner.pid))
     finally:
         replica.shutdown()
+
+
+@pytest.mark.parametrize(("tag", "value"), [("completions", [{"request_id": "r"}]), ("ReplicaStats", {"running": "x"})])
+def test_a_value_of_another_release_fails_its_call_alone(lasting: LocalReplica, tag: str, value: Any) -> None:
+    future: Future[Any] = Future()
+    lasting._calls[-7] = future
+    lasting._handle("result", [-7, tag, value])
+    assert "is not of this version" in str(future.exception(0))
+    assert lasting.submit([ids_request("after")])[0].result(60.0).request_id == "after"

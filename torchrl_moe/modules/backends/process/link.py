@@ -115,6 +115,8 @@ def encode(value: object) -> Frames:
         body = msgspec.msgpack.Encoder(enc_hook=hook).encode(tagged(value))
     except (OverflowError, RecursionError, TypeError, UnicodeError) as error:
         raise ValueError(f"it cannot be sent: {error}") from error
+    if (size := len(body) + sum(map(len, buffers))) > MOST_BYTES:  # the other side would hang up
+        raise ValueError(f"a message of {size} bytes cannot be sent: {MOST_BYTES} at most")
     return [body, *buffers]
 
 
@@ -133,7 +135,7 @@ def decode(frames: Sequence[Buffer]) -> Any:
 
     try:
         return untagged(*msgspec.msgpack.Decoder(ext_hook=hook).decode(frames[0]))
-    except (msgspec.MsgspecError, LookupError, TypeError) as error:
+    except (msgspec.MsgspecError, LookupError, TypeError, OverflowError) as error:
         raise ValueError(str(error)) from error
 
 

@@ -20,6 +20,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
+import msgspec
+
 from torchrl_moe.errors import EngineError, ReplicaDiedError
 from torchrl_moe.modules.backends.engine_kind import EngineKind
 from torchrl_moe.modules.backends.process import link
@@ -212,7 +214,11 @@ class EngineReplica(Replica, Generic[LinkT]):
         elif kind == "result":
             number, tag, value = body
             value = _value(tag, value)
-            self._resolve(self._calls, number, self._stamped(value) if tag == link.COMPLETIONS else value)
+            self._resolve(
+                self._calls,
+                number,
+                self._stamped(value) if isinstance(value, list) and tag == link.COMPLETIONS else value,
+            )
         elif kind == "error":
             self._resolve(self._calls, body[0], _error(*body[1:]))
         elif kind == "stats":
@@ -312,7 +318,7 @@ def _value(tag: str, value: object) -> Any:
     """Return a verb's value, or the error that keeps it from being read, which is its caller's."""
     try:
         return link.untagged(tag, value)
-    except (ValueError, TypeError, LookupError) as error:
+    except (msgspec.MsgspecError, ValueError, TypeError, LookupError) as error:
         return EngineError(f"the value is not of this version: {error}")
 
 
