@@ -29,7 +29,7 @@ from torchrl_moe.testing import FakeAsyncVLLM
 
 REPLICAS, PROMPTS, TOKENS, ROUNDS = 1024, 20_000, 32, 9
 SECONDS, LAG_MS = 1.5, 20.0
-PARKED, PARKED_MB = 100_000, 600.0
+WAITING, WAITING_MB = 100_000, 600.0
 FLEETS, REQUESTS, BATCH, GROWTH = (16, 256), 200_000, 10_000, 1.2
 PARAMS = {"max_tokens": 1}
 
@@ -180,7 +180,7 @@ def resident() -> float:
 
 async def grown(begin: Callable[[list[int]], Any], all_wait: Callable[[], bool], go_on: Callable[[], None]) -> float:
     """Start many tasks, each with its own prompt; return the memory that they take while all wait, in MB."""
-    prompts = prompts_of(PARKED)
+    prompts = prompts_of(WAITING)
     gc.collect()
     before = resident()
     tasks = [asyncio.create_task(begin(prompt)) for prompt in prompts]
@@ -192,7 +192,7 @@ async def grown(begin: Callable[[list[int]], Any], all_wait: Callable[[], bool],
     return after - before
 
 
-def parked(why: str) -> float:
+def waiting_calls(why: str) -> float:
     """Return the memory of calls that wait because the service is full, or because no replica serves, in MB."""
     with FakeAsyncVLLM(16, layout=None, max_concurrent_requests=1 if why == "full" else None) as engine:
         table = engine.replica_table
@@ -204,7 +204,7 @@ def parked(why: str) -> float:
                     table.set_state(entry.index, ReplicaState.SERVING)
 
         def all_wait() -> bool:
-            return bool(engine.metrics.summary()["requests"] == PARKED)
+            return bool(engine.metrics.summary()["requests"] == WAITING)
 
         if why == "full":
             engine.pause()
@@ -228,7 +228,7 @@ def raw(_: str) -> float:
         def go_on() -> None:
             loop.call_soon_threadsafe(lambda: [future.set_result(None) for future in waiting])
 
-        return await grown(wait, lambda: len(waiting) == PARKED, go_on)
+        return await grown(wait, lambda: len(waiting) == WAITING, go_on)
 
     return asyncio.run(main())
 
@@ -239,13 +239,13 @@ def memory() -> list[Row]:
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         least = pool.apply(raw, ("",))
         for why, words in (("full", "the service is full"), ("none", "no replica serves")):
-            mb = pool.apply(parked, (why,))
+            mb = pool.apply(waiting_calls, (why,))
             rows.append(
                 Row(
-                    claim=f"{PARKED} calls of agenerate that wait because {words}, MB",
+                    claim=f"{WAITING} calls of agenerate that wait because {words}, MB",
                     value=f"{mb:.0f} ({mb / least:.1f} times as many bare asyncio tasks)",
-                    target=f"<= {PARKED_MB:.0f}",
-                    met=mb <= PARKED_MB,
+                    target=f"<= {WAITING_MB:.0f}",
+                    met=mb <= WAITING_MB,
                 )
             )
     return rows

@@ -17,6 +17,7 @@ from support.sources import PACKAGE, ROOT
 
 RETIRED: dict[str, str] = {
     "anew": "again",
+    "barred": "blocked: its breaker is open",
     "bell": "wake event",
     "blows had fallen": "say what happens first",
     "came about": "was made, happened",
@@ -42,11 +43,11 @@ RETIRED: dict[str, str] = {
     "of then": "of that time, previous",
     "own words": "message",
     "parcel": "payload",
+    "parked": "unplaced, waiting",
     "roster": "table, list",
     "said why": "has reported",
     "such as have": "those that have, or name them",
     "take on": "adopt, supervise",
-    "the barred": "those with an open breaker",
     "told of": "notified of, given",
     "what cannot be meant": "invalid values",
     "whoever": "name who: a thread, a process, a caller",

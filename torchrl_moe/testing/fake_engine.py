@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
@@ -94,12 +94,11 @@ def _on_routes(change: Callable[[Tensor], Tensor]) -> Callable[[TensorDictBase],
 LAYOUT = RoutingLayout(num_layers=4, moe_layers=(1, 2, 3), top_k=2, num_experts=8)
 
 
-LOOPS: dict[int, EventLoop] = {}
-
-
-def _loop() -> EventLoop:
-    """Return the event loop in which the requests of all fake replicas of this process run."""
-    return LOOPS.setdefault(os.getpid(), EventLoop("torchrl_moe-fakes"))
+@cache
+def _loop_of(process: int) -> EventLoop:
+    """Return the event loop of all fake replicas of this process; one that it forks needs its own."""
+    del process
+    return EventLoop("torchrl_moe-fakes")
 
 
 def _set_all(events: Sequence[asyncio.Event]) -> None:
@@ -259,14 +258,14 @@ class FakeReplica(Replica):
             entry.tokens = entry.limit
             future.set_result(self._complete(entry))
         else:
-            _loop().spawn(self._generate(entry, seconds))
+            _loop_of(os.getpid()).spawn(self._generate(entry, seconds))
         return future
 
     def _notify(self, entries: Iterable[_Running]) -> None:
         """Have requests look at their replica again, and those who wait for its state; the caller holds the lock."""
         self._changed.notify_all()
         if nudges := [entry.nudge for entry in entries]:
-            _loop().call(_set_all, nudges)
+            _loop_of(os.getpid()).call(_set_all, nudges)
 
     def _holds(self, entry: _Running) -> bool:
         waits = self._paused or bool(self._asleep)

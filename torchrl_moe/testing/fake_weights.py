@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from torchrl_moe.errors import EngineError, WeightSyncError
+from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.engine import WeightOwner
 from torchrl_moe.modules.backends.replica import PauseMode, ReplicaInfo, StageReport, SwapReport, WeightClaim
 from torchrl_moe.modules.serving.candidates import ReplicaState
@@ -175,12 +175,8 @@ class FakeWeightReplica(FakeReplica):
         patience: float = math.inf,
     ) -> SwapReport:
         """Copy a version's tensors."""
-        try:
-            self.owner.check("")
-        except WeightSyncError as error:
-            return SwapReport(started=False, error=str(error))
-        if digest != self.staged:
-            return SwapReport(started=False, error=f"version {version} is not what was staged last")
+        if reason := self.owner.why_not_swap("", version, digest, self.staged):
+            return SwapReport(started=False, error=reason)
         del pause, clear_cache, canary, patience
         # As an engine that sleeps: weights may be written before the cache is back.
         self._wake_up(["weights"])

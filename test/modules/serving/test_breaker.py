@@ -34,14 +34,14 @@ def test_failures_within_the_window_open_it() -> None:
 
 def test_an_open_one_takes_nothing_until_it_has_cooled_down() -> None:
     made, clock = breaker(0.0, 0.0, 0.0)
-    assert made.barred
+    assert made.blocks
     clock.now = 4.9
     made.cool()
-    assert made.barred
+    assert made.blocks
     clock.now = 5.0
     made.cool()
     assert made.state is BreakerState.HALF_OPEN
-    assert not made.barred
+    assert not made.blocks
 
 
 def test_failures_of_an_open_one_do_not_lengthen_its_rest() -> None:
@@ -53,10 +53,10 @@ def test_failures_of_an_open_one_do_not_lengthen_its_rest() -> None:
 
 def test_a_half_open_one_takes_a_few_at_a_time() -> None:
     made, _ = half_open()
-    assert (made.take(), made.barred) == (True, False)
-    assert (made.take(), made.barred) == (True, True)
+    assert (made.take(), made.blocks) == (True, False)
+    assert (made.take(), made.blocks) == (True, True)
     made.tried(None)
-    assert not made.barred
+    assert not made.blocks
 
 
 def test_a_good_trial_closes_it_and_forgets_the_failures() -> None:
@@ -82,7 +82,7 @@ def test_a_failure_opens_a_half_open_one_again_for_as_long() -> None:
     clock.now = 10.0
     made.cool()
     assert made.state is BreakerState.HALF_OPEN
-    assert (made.take(), made.take(), made.barred) == (True, True, True)  # the earlier trial is over
+    assert (made.take(), made.take(), made.blocks) == (True, True, True)  # the earlier trial is over
 
 
 def test_a_good_end_of_a_trial_of_before_does_not_close_an_open_one() -> None:

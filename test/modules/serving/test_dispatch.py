@@ -54,9 +54,9 @@ class Scripted(GenerationService):
         self._running = True
 
     @property
-    def parked(self) -> int:
+    def unplaced(self) -> int:
         """Requests that wait for a replica."""
-        return len(self._dispatcher._parked)
+        return len(self._dispatcher._unplaced)
 
     @property
     def in_use(self) -> list[str]:
@@ -131,7 +131,7 @@ def asked(service: Scripted, *names: str) -> Callable[[], bool]:
 
 
 def waits(service: Scripted) -> Callable[[], Any]:
-    return lambda: service.parked
+    return lambda: service.unplaced
 
 
 def run(
@@ -343,7 +343,7 @@ def test_many_waiting_threads_all_wake_up(serve: Any) -> None:
     lb = serve(2)
     lb.set_states(ReplicaState.SYNCING)
     calls = [start(lb, [f"{i}"]) for i in range(8)]
-    until(lambda: lb.parked == 8)
+    until(lambda: lb.unplaced == 8)
     lb.set_states(ReplicaState.SERVING, 0)
     assert [call.result(60.0)[0].metrics.replica for call in calls] == [0] * 8
 
@@ -546,7 +546,7 @@ def test_a_task_cancelled_while_it_waits_for_a_replica_sends_nothing_later(serve
 
     async def main() -> None:
         task = asyncio.create_task(run_async(lb))
-        await asyncio.to_thread(until, lambda: lb.parked == 1)
+        await asyncio.to_thread(until, lambda: lb.unplaced == 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -780,7 +780,7 @@ def test_a_suspect_has_its_replica_to_itself(serve: Any) -> None:
     lb = serve(2, token_seconds=slow_if("old", "late"))
     old, suspect = old_and_suspect(lb)
     new = start(lb, ["new"])  # waits, too
-    until(lambda: lb.parked == 1)
+    until(lambda: lb.unplaced == 1)
     assert [request.request_id for request in replicas(lb)[1].submitted] == ["old"]
     lb.abort(["old"])
     assert old.result(PATIENCE)[0].aborted
@@ -902,7 +902,7 @@ def test_neither_a_refusal_nor_an_engines_error_is_tried_again_and_only_the_latt
         replicas(lb)[1].submit = lambda requests: [failed]
         with pytest.raises(EngineError, match="a bug"):
             run(lb, [f"{number}"], actor_index=1)
-    assert [entry.breaker.barred for entry in lb.replica_table] == [False, True, False]
+    assert [entry.breaker.blocks for entry in lb.replica_table] == [False, True, False]
     assert lb.replica_table[1].last_error == "a bug"
     assert {c.metrics.replica for c in run(lb, "abcd")} == {0, 2}
 
@@ -926,7 +926,7 @@ def check_empty(completion: Completion) -> None:
 def test_a_request_that_waits_for_a_replica_can_be_cut(serve: Any) -> None:
     lb = serve()
     lb.set_states(ReplicaState.SYNCING, 0)
-    (completion,) = cut_while(lb, lambda: lb.parked == 1)
+    (completion,) = cut_while(lb, lambda: lb.unplaced == 1)
     check_empty(completion)
 
 
@@ -1013,7 +1013,7 @@ def test_a_request_that_no_replica_takes_leaves_its_place_to_others(serve: Any) 
     lb = serve(2, places=1)
     lb.set_states(ReplicaState.SYNCING, 1)
     waiting = start(lb, "a", actor_index=1)
-    until(lambda: lb.parked == 1)
+    until(lambda: lb.unplaced == 1)
     assert len(run(lb, "bc")) == 2
     lb.set_states(ReplicaState.SERVING, 1)
     assert waiting.result(60.0)[0].metrics.replica == 1
@@ -1091,10 +1091,10 @@ def test_of_requests_that_no_replica_takes_one_of_each_kind_is_tried_at_a_change
     lb.set_states(ReplicaState.SYNCING, 0)  # so that both versions may come
     lb.set_states(ReplicaState.SYNCING, 1)
     calls = [start(lb, [f"{kind}{i}" for i in range(50)], min_version=kind) for kind in (1, 2)]
-    until(lambda: lb.parked == 100)
+    until(lambda: lb.unplaced == 100)
     tried.clear()
     lb.set_states(ReplicaState.SERVING, 0)
-    until(lambda: len(tried) >= 2 and lb.parked == 100)
+    until(lambda: len(tried) >= 2 and lb.unplaced == 100)
     assert sorted(name[0] for name in tried) == ["1", "2"]
     lb.set_states(ReplicaState.SYNCING, 0)
     lb.replica_table.set_version(0, 2)
@@ -1128,11 +1128,11 @@ def test_groups_that_settle_one_by_one_have_only_their_own_requests_tried(serve:
     lb.replica_table.set_version(0, 1)  # from here on the others wait to see what becomes of the first of their group
     asked = tries(lb, monkeypatch)
     second = start(lb, [f"b{i}" for i in range(count)], group_ids=groups)
-    until(lambda: lb.parked == count)
+    until(lambda: lb.unplaced == count)
     asked.clear()
     for number in range(count):
         lb.abort([f"a{number}"])  # that counts as an answer
-        until(lambda number=number: lb.parked == count - 1 - number)
+        until(lambda number=number: lb.unplaced == count - 1 - number)
     with pytest.raises(StaleReplicaError, match="no serving replica holds version 0, which group 'g0' began on"):
         second.result(PATIENCE)
     assert asked == [f"b{i}" for i in range(count)]
@@ -1145,7 +1145,7 @@ def test_a_replica_that_comes_back_has_only_requests_tried_that_it_may_take(serv
     lb.set_states(ReplicaState.SYNCING)
     asked = tries(lb, monkeypatch)
     calls = [start(lb, [f"{index}"], actor_index=index) for index in range(count)]
-    until(lambda: lb.parked == count)
+    until(lambda: lb.unplaced == count)
     asked.clear()
     for index in range(count):
         lb.replica_table.set_state(index, ReplicaState.SERVING)
@@ -1159,7 +1159,7 @@ def test_versions_that_nobody_waits_for_have_nothing_tried(serve: Any, monkeypat
     lb.replica_table.note_version(9)
     asked = tries(lb, monkeypatch)
     call = start(lb, "a", min_version=5)
-    until(lambda: lb.parked == 1)
+    until(lambda: lb.unplaced == 1)
     asked.clear()
     for index in (3, 2):  # it counts on another one
         lb.replica_table.set_version(index, 4)
@@ -1176,7 +1176,7 @@ def test_of_several_that_may_come_the_loss_of_each_is_noticed_and_the_last_ends_
     lb = serve(4)
     lb.set_states(ReplicaState.SYNCING)
     call = start(lb, "a", min_version=5)
-    until(lambda: lb.parked == 1)
+    until(lambda: lb.unplaced == 1)
     for index in (2, 0, 3):
         lb.replica_table.set_state(index, ReplicaState.SERVING)
         let_pass(lb)
@@ -1192,7 +1192,7 @@ def test_a_newer_version_ends_the_wait_of_a_group_for_an_older_one(serve: Any) -
     lb.set_states(ReplicaState.SYNCING)
     lb.replica_table.set_version(0, 1)
     call = start(lb, "b", group_ids=["g"])
-    until(lambda: lb.parked == 1)
+    until(lambda: lb.unplaced == 1)
     lb.replica_table.note_version(2)  # an update of another driver's: replica 1 may come with that
     let_pass(lb)
     assert not call.done()
@@ -1234,7 +1234,7 @@ def test_requests_of_several_kinds_keep_their_order_when_a_replica_comes_back(se
     calls = []
     for number in range(6):
         calls.append(start(lb, [str(number)], group_ids=f"g{number}"))
-        until(lambda number=number: lb.parked == number + 1)
+        until(lambda number=number: lb.unplaced == number + 1)
     lb.set_states(ReplicaState.SERVING, 0)
     for future in calls:
         future.result(60.0)
@@ -1245,7 +1245,7 @@ def test_an_urgent_request_does_not_wait_for_the_turn_of_another_of_its_needs(se
     lb = serve(2, places=1, token_seconds=slow_if("holder"))
     lb.set_states(ReplicaState.SYNCING, 0)
     calls = [start(lb, ["low"], priority=5, actor_index=0)]
-    until(lambda: lb.parked == 1)
+    until(lambda: lb.unplaced == 1)
     calls.append(start(lb, ["holder"], actor_index=1))
     until(lambda: lb.replica_table[1].inflight == 1)
     lb.set_states(ReplicaState.SERVING, 0)

@@ -135,7 +135,7 @@ def test_neither_an_older_engine_nor_a_dead_one_is_stalled(error: Exception | No
         replica.script["probe"] = error
     for _ in range(3):
         assert a_round(health, clock, replica) == []
-    assert not table[0].breaker.barred
+    assert not table[0].breaker.blocks
 
 
 @pytest.mark.parametrize("state", [ReplicaState.SYNCING, ReplicaState.DEAD])

@@ -592,7 +592,7 @@ def test_calls_wait_while_all_replicas_are_in_sync(serve: Any) -> None:
         engine.replica_table.set_state(index, ReplicaState.SYNCING)
     call = in_thread(lambda: ask(engine, ["a", "b"]))
     task = in_thread(lambda: asyncio.run(engine.agenerate("c")))
-    until(lambda: len(engine._dispatcher._parked) == 3)
+    until(lambda: len(engine._dispatcher._unplaced) == 3)
     assert (call.done(), task.done()) == (False, False)
     with pytest.raises(NoReplicaError, match="no replica is serving"):
         ask(engine, timeout_seconds=0.1)
@@ -885,7 +885,7 @@ def test_shutdown_under_waiting_calls_ends_them() -> None:
     engine.replica_table.set_state(0, ReplicaState.SYNCING)
     call = in_thread(lambda: ask(engine))
     task = in_thread(lambda: asyncio.run(engine.agenerate("c")))
-    until(lambda: len(engine._dispatcher._parked) == 2)
+    until(lambda: len(engine._dispatcher._unplaced) == 2)
     engine.shutdown()
     for future in (call, task):
         with pytest.raises(EngineError, match=r"^the service was shut down$"):

@@ -15,7 +15,7 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torchrl_moe.errors import WeightSyncError
 from torchrl_moe.modules.backends.replica import (
@@ -31,7 +31,7 @@ from torchrl_moe.modules.backends.replica import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CALLER", "Engine", "WeightOwner", "compare_log_probs"]
+__all__ = ["CALLER", "Engine", "WeightOwner", "WeightUpdates", "compare_log_probs"]
 
 CALLER: ContextVar[str] = ContextVar("CALLER", default="")
 """The driver whose command runs; empty in a process that has one driver."""
@@ -74,10 +74,40 @@ class WeightOwner:
                 "them back"
             )
 
+    def why_not_swap(self, driver: str, version: int, digest: str, staged: str) -> str:
+        """Return why a driver may not swap a version in, or "": it is not the owner, or another one was staged last.
+
+        Args:
+            driver: its id.
+            version: its number, for the message.
+            digest: of what the driver wants; "" names nothing.
+            staged: the digest of what was staged last; "" if nothing is.
+        """
+        try:
+            self.check(driver)
+        except WeightSyncError as error:
+            return str(error)
+        return "" if digest and digest == staged else f"version {version} is not what was staged last"
+
     def give_up(self, driver: str) -> None:
         """End a driver's claim, unless another came since."""
         if driver == self._driver:
             self._driver = None
+
+
+class WeightUpdates(Protocol):
+    """How an engine's weights are updated. The engine has checked whose they are, and what was staged."""
+
+    async def open(self, transport: str, options: Mapping[str, object]) -> None:
+        """Open the engine's end of a transport."""
+
+    async def stage(self, version: int, verify: str, threads: int, manifest: str | None) -> StageReport:
+        """Fetch a version and check it."""
+
+    async def swap(
+        self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, object] | None, patience: float
+    ) -> SwapReport:
+        """Serve the version that was staged."""
 
 
 class Engine(abc.ABC):
@@ -89,6 +119,7 @@ class Engine(abc.ABC):
 
     def __init__(self) -> None:
         self.owner = WeightOwner()
+        self.updates: WeightUpdates | None = None  # without them, updates are refused
         self._staged = ""  # the digest of what was staged last, if it is there still
         self._stagings = 0
         self._swapping = asyncio.Lock()  # staging overwrites what a swap reads
@@ -187,7 +218,7 @@ class Engine(abc.ABC):
     async def init_weights(self, transport: str, options: Mapping[str, object]) -> None:
         """Open the engine's end of a weight transport."""
         self.owner.check(CALLER.get())
-        await self._open_transport(transport, options)
+        await self._updates().open(transport, options)
 
     async def stage_weights(self, version: int, verify: str, threads: int, manifest: str | None) -> StageReport:
         """Fetch a version and check it, while requests run; ``threads`` read and hash.
@@ -200,7 +231,7 @@ class Engine(abc.ABC):
             # nothing may be swapped in until this version is there, and is the last one
             self._staged = ""
             self._stagings = mine = self._stagings + 1
-        report = await self._stage(version, verify, threads, manifest)
+        report = await self._updates().stage(version, verify, threads, manifest)
         # it ran beside a later one, which has overwritten what it fetched
         if mine != self._stagings:
             raise WeightSyncError("another version was staged meanwhile")
@@ -227,28 +258,15 @@ class Engine(abc.ABC):
             patience: seconds after which the driver gives the replica up; the weight check stays well within them.
         """
         async with self._swapping:
-            # both checks come before the pause: a refused swap costs no request anything
-            try:
-                self.owner.check(CALLER.get())
-            except WeightSyncError as error:
-                return SwapReport(started=False, error=str(error))
-            if not digest or digest != self._staged:
-                return SwapReport(started=False, error=f"version {version} is not what was staged last")
-            return await self._swap(version, pause, clear_cache, canary, patience)
+            # before the pause: a refused swap costs no request anything
+            if reason := self.owner.why_not_swap(CALLER.get(), version, digest, self._staged):
+                return SwapReport(started=False, error=reason)
+            return await self._updates().swap(version, pause, clear_cache, canary, patience)
 
-    async def _open_transport(self, transport: str, options: Mapping[str, object]) -> None:
-        """Open the engine's end of a transport."""
-        raise self._lacks("weights to update", transport, options)
-
-    async def _stage(self, version: int, verify: str, threads: int, manifest: str | None) -> StageReport:
-        """Fetch a version and check it."""
-        raise self._lacks("weights to update", version, verify, threads, manifest)
-
-    async def _swap(
-        self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, object] | None, patience: float
-    ) -> SwapReport:
-        """Serve the version that was staged."""
-        raise self._lacks("weights to update", version, pause, clear_cache, canary, patience)
+    def _updates(self) -> WeightUpdates:
+        if self.updates is None:
+            raise self._lacks("weights to update")
+        return self.updates
 
 
 # What shows that an engine computes with the trainer's weights: both give a prompt's tokens the same log-probs.

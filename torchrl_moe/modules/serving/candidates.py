@@ -182,7 +182,7 @@ class Breaker:
         self._trials = 0
 
     @property
-    def barred(self) -> bool:
+    def blocks(self) -> bool:
         """Whether it blocks requests at the moment."""
         if self.state is BreakerState.HALF_OPEN:
             return self._trials >= self._policy.breaker_trials
@@ -343,7 +343,7 @@ class TableEntry:
     @property
     def may_take(self) -> bool:
         """Whether it takes new requests."""
-        return self.state is ReplicaState.SERVING and not (self.breaker.barred or self.leaving or self.reserved)
+        return self.state is ReplicaState.SERVING and not (self.breaker.blocks or self.leaving or self.reserved)
 
     @property
     def load(self) -> int:

@@ -1,7 +1,7 @@
 """Requests on their way through the service: admitted, placed, sent, and placed again if a replica dies.
 
 Everything happens in one thread, the service's event loop; ``in_flight`` draws the places of a request. Nothing runs
-for a request while it waits. A change of the replica table wakes only parked requests that the changed replicas may
+for a request while it waits. A change of the replica table wakes only unplaced requests that the changed replicas may
 take, or that can no longer be taken; of requests with the same needs only the first is tried until one is taken. The
 outcome of a group wakes only its own requests, and an answer only its request. So n requests cost n wake-ups.
 
@@ -26,7 +26,15 @@ from torchrl_moe._checks import check_number
 from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError, RequestRefusedError, StaleReplicaError
 from torchrl_moe.modules.backends.replica import Completion, Replica, Request
 from torchrl_moe.modules.serving.event_loop import EventLoop, wake
-from torchrl_moe.modules.serving.in_flight import ALONE_SECONDS, Call, InFlight, Parked, Suspects, prospect, take_lease
+from torchrl_moe.modules.serving.in_flight import (
+    ALONE_SECONDS,
+    Call,
+    InFlight,
+    Suspects,
+    Unplaced,
+    prospect,
+    take_lease,
+)
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
 
 __all__ = ["PRIORITY_SECONDS", "Admission", "Dispatcher", "Submissions", "abort_on"]
@@ -206,7 +214,7 @@ class Dispatcher:
         self._loop = loop or EventLoop("torchrl_moe-service")
         # what only the loop's thread touches
         self._open: dict[str, InFlight] = {}
-        self._parked = Parked(table)  # requests that no replica took
+        self._unplaced = Unplaced(table)  # requests that no replica took
         self._suspects = Suspects(table)  # requests under which a replica died
         self._submissions = Submissions(self._loop)
         self._admitting = False
@@ -368,9 +376,9 @@ class Dispatcher:
                 raise
 
     def _take_lease(self, request: InFlight) -> bool:
-        """Choose a replica; return false if none takes it now, and one may later. Then it is parked."""
+        """Choose a replica; return false if none takes it now, and one may later. Then it is unplaced."""
         with self._table.lock:  # so that no change is missed
-            if not request.is_first and self._parked.join(request):  # the first of them is tried for all
+            if not request.is_first and self._unplaced.join(request):  # the first of them is tried for all
                 return False
             try:
                 request.lease, request.refusal = take_lease(request), None
@@ -379,15 +387,15 @@ class Dispatcher:
             request.is_first = False
             # one may come that takes it: wait for that, without a place in the engines
             if request.lease is None and (waits_for := prospect(request)) is not None:
-                self._parked.put_first(request, waits_for)
+                self._unplaced.put_first(request, waits_for)
                 return False
         # what was decided for this one holds for all that wait for the same
-        alike = self._parked.alike(request)
+        alike = self._unplaced.alike(request)
         if request.lease is not None:
             self._try(alike, are_first=False)
             return True
         for one in alike:  # they would wait in vain, too
-            self._parked.remove(one)
+            self._unplaced.remove(one)
             one.refusal = request.refusal
             self._give_up(one, error=one.not_placed())
         raise request.not_placed()
@@ -469,7 +477,7 @@ class Dispatcher:
         self._try_alone(self._suspects.ended(request))
         if request.is_first:
             request.is_first = False
-            self._try(self._parked.next_alike(request))
+            self._try(self._unplaced.next_alike(request))
         call = request.call
         if call.over:
             return
@@ -523,24 +531,24 @@ class Dispatcher:
 
     def on_table_change(self) -> None:
         """Try requests that no replica took, soon. Called under the table's lock, from any thread."""
-        if (self._parked or self._suspects) and not self._retrying:
+        if (self._unplaced or self._suspects) and not self._retrying:
             self._retrying = True
             self._loop.call(self._retry)
 
     def on_group_settled(self, group: str) -> None:
         """Try those of a group, soon. Called as :meth:`on_table_change` is."""
-        self._parked.settle(group)
+        self._unplaced.settle(group)
         self.on_table_change()
 
     def _retry(self) -> None:
         self._retrying = False
-        self._try(self._parked.affected())
+        self._try(self._unplaced.affected())
         self._try_alone()
 
     def _try(self, requests: Sequence[InFlight], are_first: bool = True) -> None:
-        """Move parked requests back to admission, in their old turns."""
+        """Move unplaced requests back to admission, in their old turns."""
         for request in requests:
-            self._parked.remove(request)
+            self._unplaced.remove(request)
             request.is_first = are_first
             self._admission.put(request)
         if requests:
@@ -579,7 +587,7 @@ class Dispatcher:
     def _withdraw(self, request: InFlight) -> bool:
         """Remove a request that was not sent to a replica yet, wherever it waits; return False if it was sent."""
         return any(
-            place.remove(request) for place in (self._admission, self._parked, self._suspects, self._submissions)
+            place.remove(request) for place in (self._admission, self._unplaced, self._suspects, self._submissions)
         )
 
     def _close(self, why: str) -> None:

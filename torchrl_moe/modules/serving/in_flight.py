@@ -6,7 +6,7 @@
               waits for a      |            ^         holds a lease
               place            | none       |              |
                 ^              v            |              | the replica died
-                |            parked         |              v
+                |            unplaced       |              v
                 +--- waits for a change     +------- tries again, perhaps
                      of the replica table            alone: see ``suspects``
 
@@ -37,8 +37,8 @@ __all__ = [
     "Call",
     "InFlight",
     "Needs",
-    "Parked",
     "Suspects",
+    "Unplaced",
     "may_wait_for",
     "needs",
     "prospect",
@@ -59,7 +59,7 @@ class InFlight:
     placement: Placement
     turn: tuple[float, int] | None = None  # in the queue for a place; the lowest is next
     has_place: bool = False
-    is_first: bool = False  # of the parked requests with the same needs: it is tried for all
+    is_first: bool = False  # of the unplaced requests with the same needs: it is tried for all
     lease: Lease | None = None  # on the replica that runs it
     refusal: EngineError | None = None  # why no replica took it, the last time
     death: ReplicaDiedError | None = None  # of the replica that had it last
@@ -258,7 +258,7 @@ def may_wait_for(request: InFlight, entry: TableEntry) -> bool:
     """Whether a replica takes a request, now or later, once it is idle. The caller holds the table's lock."""
     if request.placement.actor_index not in (None, entry.index) or entry.leaving or not _suits(request, entry):
         return False
-    serves = entry.state is ReplicaState.SERVING and not entry.breaker.barred
+    serves = entry.state is ReplicaState.SERVING and not entry.breaker.blocks
     return serves or _comes(entry, request.call.timeout is not None)
 
 
@@ -278,14 +278,14 @@ def _comes(entry: TableEntry, has_deadline: bool) -> bool:
     if entry.leaving:
         return False
     if entry.state is ReplicaState.SERVING:
-        return entry.breaker.barred or entry.reserved
+        return entry.breaker.blocks or entry.reserved
     if entry.state in GONE:
         return entry.recovery is Recovery.SUPERVISOR
     # the awaited update may come from the very thread that waits for this request
     return entry.recovery is not Recovery.UPDATE or has_deadline
 
 
-# Parked requests, which no replica took, and which of them a change affects.
+# Unplaced requests, which no replica took, and which of them a change affects.
 #
 # Requests with the same needs are of one kind: the first of them is tried for all. What each kind waits for is
 # recorded, so that a change of one replica does not retry a thousand kinds.
@@ -301,7 +301,7 @@ class _Kind:
         return next(iter(self.requests))
 
 
-class Parked:
+class Unplaced:
     """Requests that wait for a replica. Used only in the thread of the service's loop."""
 
     def __init__(self, table: ReplicaTable) -> None:
@@ -318,7 +318,7 @@ class Parked:
         return bool(self._kinds)
 
     def join(self, request: InFlight) -> bool:
-        """Park a request behind others with its needs; return whether there are any."""
+        """Keep a request behind others with its needs; return whether there are any."""
         kind = self._kinds.get(needs(request)) if self._kinds else None
         if kind is None:
             return False
@@ -327,7 +327,7 @@ class Parked:
         return True
 
     def put_first(self, request: InFlight, waits_for: int) -> None:
-        """Park a request that was tried, ahead of others with its needs. The caller holds the table's lock."""
+        """Keep a request that was tried, ahead of others with its needs. The caller holds the table's lock."""
         if not self._kinds:
             self._seen = self._table.changes
         key = needs(request)
@@ -349,7 +349,7 @@ class Parked:
         return [] if kind is None else [kind.first]
 
     def remove(self, request: InFlight) -> bool:
-        """Remove a request; return whether it was parked."""
+        """Remove a request; return whether it was unplaced."""
         key = needs(request)
         kind = self._kinds.get(key)
         if kind is None or request not in kind.requests:
@@ -455,7 +455,7 @@ class Suspects:
         request = self._waiting[0]
         with self._table.lock:
             place = self._reserved_for(request)
-            if place is not None and (place.state is not ReplicaState.SERVING or place.breaker.barred):
+            if place is not None and (place.state is not ReplicaState.SERVING or place.breaker.blocks):
                 request.refusal = NoReplicaError(f"no replica is serving: {self._table!r}")
                 return None  # the table tells when it is there
             request.refusal = None

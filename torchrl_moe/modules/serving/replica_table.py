@@ -318,7 +318,7 @@ class ReplicaTable:
         entry.chosen = next(self._choices)
         self._count(entry, before)
         trial = entry.breaker.take()
-        if trial and entry.breaker.barred:
+        if trial and entry.breaker.blocks:
             self._forget_views()
         return trial
 

@@ -10,15 +10,18 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from support.processes import group
 from support.waiting import until
 from torchrl_moe.modules.backends.process import engine_program as engine_program
+from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.process.engine_program import Load, StatsFeed
-from torchrl_moe.modules.backends.replica import ReplicaStats
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, ReplicaStats
 
 # -- groups -----------------------------------------------------------------------------------------------------------
 
@@ -180,3 +183,39 @@ def test_two_readings_at_one_time_are_no_error() -> None:
     bench = Bench()
     bench.feed.tick()
     assert bench.sent == [ReplicaStats()]
+
+
+# -- what is sent -----------------------------------------------------------------------------------------------------
+
+
+def answer_of(request_id: str, text: Any = "") -> Completion:
+    ids = np.arange(2)
+    output = CompletionOutput(
+        index=0, token_ids=ids, text=text, finish_reason="stop", policy_versions=ids.astype(np.int32)
+    )
+    return Completion(request_id=request_id, prompt=None, prompt_token_ids=ids, num_cached_tokens=0, outputs=[output])
+
+
+def test_an_answer_that_cannot_be_encoded_fails_alone_and_each_driver_gets_its_own() -> None:
+    answers = [
+        ("one", answer_of("a")),
+        ("one", answer_of("b", object())),
+        ("other", answer_of("c")),
+        ("one", answer_of("d")),
+    ]
+    sent = [("completions", driver, answer) for driver, answer in answers]
+    read = []
+    for frames in engine_program._frame([*sent, ("stats", "", ReplicaStats(running=3))]):
+        kind, driver = link.head_of(frames)
+        body = link.decode([bytearray(frame) for frame in frames[1:]])
+        read.append((kind, driver, [one.request_id for one in body] if kind == "completions" else body))
+    *completions, refused, stats = sorted(read, key=lambda message: message[0])
+    assert (refused[0], stats) == ("refused", ("stats", "", ReplicaStats(running=3)))
+    assert sorted(completions) == [
+        ("completions", "one", ["a"]),
+        ("completions", "one", ["d"]),
+        ("completions", "other", ["c"]),
+    ]
+    _, driver, (request_id, kind, text) = refused
+    assert (driver, request_id, kind) == ("one", "b", "engine")
+    assert text.startswith("its answer cannot be sent: builtins.object has no plain form")

@@ -475,3 +475,15 @@ def test_a_driver_speaks_for_itself_only_and_ends_no_engine(host: ToyHost) -> No
     assert other.hear() == ("result", [7, "", []])  # of the caller's requests only
     one.say("abort", ["same"])
     assert completed(one.hear()) == {"same": []}
+
+
+def test_a_driver_that_sends_what_cannot_be_read_loses_the_engine_alone(host: ToyHost) -> None:
+    one, other = Driver(host, "one"), Driver(host, "other")
+    assert [driver.hear()[0] for driver in (one, other)] == ["ready", "ready"]
+    head, *_ = link.message("generate")
+    one.stream.send([head, b"\xc1"])
+    kind, text = one.hear()
+    assert (kind, text[:44]) == ("died", "its engine cannot read what this driver send")
+    other.ask("same", (5,))
+    assert completed(other.hear()) == {"same": [6]}
+    assert not host.died.is_set()

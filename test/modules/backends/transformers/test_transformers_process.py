@@ -255,7 +255,7 @@ class Updates:
 
     async def bring(self, version: int, tensors: Mapping[str, Tensor], pause: Any = "keep", **how: Any) -> Any:
         if self.weights._receiver is None:
-            await self.weights.init("memmap", {"folder": str(self.folder)})
+            await self.weights.open("memmap", {"folder": str(self.folder)})
         await self.stage(version, tensors)
         clear, canary = how.get("clear_cache", False), how.get("canary")
         return await self.weights.swap(version, pause, clear, canary, 60.0)
@@ -315,7 +315,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_paused(engine: Loaded, 
         updates = Updates(bench, engine, folder)
         with pytest.raises(WeightSyncError, match=r"call init_all_workers_group\(\) first"):
             await updates.stage(1, others())
-        await updates.weights.init("memmap", {"folder": str(folder)})
+        await updates.weights.open("memmap", {"folder": str(folder)})
         with pytest.raises(ManifestMismatch):
             await updates.stage(2, {name: tensor for name, tensor in others().items() if "norm" not in name})
         report = await updates.stage(3, others())
@@ -331,7 +331,7 @@ def test_other_transports_are_refused_by_name(engine: Loaded, transport: str, hi
     async def script(bench: Bench) -> None:
         weights = EngineWeights(engine.decoder.model, engine.info.model, bench.requests, engine.report)
         with pytest.raises(ValueError, match=f"takes no weights by '{transport}': .*{hint}"):
-            await weights.init(transport, {"folder": "here"})
+            await weights.open(transport, {"folder": "here"})
 
     serve(engine, script)
 

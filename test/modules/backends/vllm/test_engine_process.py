@@ -509,6 +509,24 @@ def test_what_an_engine_raises_as_it_takes_a_request_in_refuses_that_one(
     assert (second[0], second[1].request_id) == ("completions", "good")
 
 
+def test_a_claim_that_waited_is_not_kept_by_a_driver_that_has_left(serve: Serve) -> None:
+    async def script(bench: Bench) -> None:
+        sent: list[Any] = []
+        bench.process._send = sent.append
+        async with bench.process._swapping:  # a swap of the owner is under way
+            bench.inbox.put(("call", "guest", (1, "claim_weights", ("the guest", True), {})))
+            bench.inbox.put(("left", "guest", None))
+            await asyncio.sleep(0.01)
+            assert sent == []
+        async with asyncio.timeout(60.0):
+            while not sent:
+                await asyncio.sleep(0.001)
+        assert not bench.process.owner.holds("guest")
+        assert bench.process.owner.claim("maker", "the maker", False).granted
+
+    serve(script)
+
+
 def test_a_coroutine_that_fails_ends_the_engine_with_its_error(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fails() -> None:
         raise OSError("the disk is gone")

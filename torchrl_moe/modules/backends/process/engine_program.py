@@ -165,13 +165,30 @@ class Inbox:
 
     def _read(self) -> None:
         try:
-            while (message := link.read(self._stream))[0] != "shutdown":
+            while (message := self._next())[0] != "shutdown":
                 self.put(message)
         except (EOFError, OSError):
             time.sleep(ORPHANED_SECONDS)  # a dying driver's socket closes before its process is gone
             return
+        except ValueError as error:
+            print(f"torchrl_moe: this engine ends: what its driver sent is no message: {error}", flush=True)
+            return
         finally:
             self._end()
+
+    def _next(self) -> link.Message:
+        """Return the next message; of one that cannot be read, what is wrong with it, and whose it is.
+
+        In Ray one driver may be of another release: that is its own end, not the engine's.
+        """
+        frames = self._stream.receive()
+        kind, driver = link.head_of(frames)
+        try:
+            return kind, driver, link.decode(frames[1:])
+        except ValueError as error:
+            if not driver:
+                raise
+            return "unreadable", driver, str(error)
 
     def _watch_driver(self) -> None:
         while not self._driver_is_gone():
@@ -292,6 +309,7 @@ class EngineProgram(Engine):
         self._failure: BaseException | None = None  # of a coroutine that should run on
         self._tasks: set[asyncio.Task[object]] = set()
         self._open: dict[str, set[str]] = {}  # driver -> its requests in flight, by the engine's ids
+        self._gone: set[str] = set()  # drivers that have left
         self._feed = StatsFeed(load, self._stats, lambda stats: send(("stats", "", stats)))
 
     # -- what an engine does, besides its verbs -----------------------------------------------------------------------
@@ -366,6 +384,7 @@ class EngineProgram(Engine):
 
     def _left(self, driver: str) -> None:
         """Note that a driver is gone: nobody would take its answers, and its claim to the weights ends."""
+        self._gone.add(driver)
         self.abort(sorted(self._open.pop(driver, ())))
         self.owner.give_up(driver)
 
@@ -402,7 +421,10 @@ class EngineProgram(Engine):
         method = None if verb.startswith("_") else getattr(self, verb, None)
         if not asyncio.iscoroutinefunction(method):
             raise ValueError(f"an engine has no verb {verb!r}")
-        return link.message("result", (number, *link.tagged(await method(*args, **kwargs))), driver)
+        value = await method(*args, **kwargs)
+        if driver in self._gone:  # a claim that had to wait is nobody's
+            self.owner.give_up(driver)
+        return link.message("result", (number, *link.tagged(value)), driver)
 
     def _send_result(self, driver: str, number: int, task: asyncio.Task[link.Frames]) -> None:
         if task.cancelled():
@@ -431,6 +453,8 @@ class EngineProgram(Engine):
                 self._call(driver, *body)
             elif kind == "left":
                 self._left(driver)
+            elif kind == "unreadable":
+                self._send(("died", driver, f"its engine cannot read what this driver sends: {body}"))
             else:
                 for task in background:
                     task.cancel()
@@ -481,7 +505,17 @@ def _frame(messages: Sequence[link.Message]) -> list[link.Frames]:
         for kind, driver, body in messages
         if kind != "completions"
     ]
-    return [*(link.message("completions", batch, driver) for driver, batch in batches), *others]
+    return [*(frames for driver, batch in batches for frames in _encoded(driver, batch)), *others]
+
+
+def _encoded(driver: str, batch: list[Completion]) -> list[link.Frames]:
+    """Return the message of a batch; if that cannot be encoded, one for each answer: only those at fault fail."""
+    try:
+        return [link.message("completions", batch, driver)]
+    except ValueError as error:
+        if len(batch) > 1:
+            return [frames for one in batch for frames in _encoded(driver, [one])]
+        return [link.message("refused", (batch[0].request_id, "engine", f"its answer cannot be sent: {error}"), driver)]
 
 
 async def _opened(open_engine: OpenEngine, arguments: bytes, inbox: Inbox, send: Send) -> EngineProgram:

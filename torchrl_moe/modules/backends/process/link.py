@@ -100,16 +100,10 @@ def encode(value: object) -> Frames:
     def hook(item: Any) -> Any:
         if isinstance(item, np.ndarray):
             return _array(item, buffers)
-        if isinstance(item, np.generic):
-            return item.item()
-        if isinstance(item, PurePath):
-            return str(item)
-        if isinstance(item, Mapping):
-            return dict(item)
         # torch is recognised by name, since an actor does without importing it
         if type(item).__module__ == "torch" and type(item).__name__ == "dtype":
             return msgspec.msgpack.Ext(DTYPE, str(item).removeprefix("torch.").encode())
-        raise ValueError(_no_plain_form(item))
+        return plain(item)  # what msgspec does not know
 
     try:
         body = msgspec.msgpack.Encoder(enc_hook=hook).encode(tagged(value))
@@ -162,14 +156,6 @@ def _torch_dtype(name: str) -> object:
     return dtype
 
 
-def _no_plain_form(value: object) -> str:
-    kind = type(value)
-    return (
-        f"{kind.__module__}.{kind.__qualname__} has no plain form: {repr(value)[:80]}. What can be sent to an engine "
-        "process and back: numbers, text, bytes, lists, tuples, mappings and numpy arrays"
-    )
-
-
 def plain(value: object) -> Any:
     """Return what users pass as plain data: objects with fields become mappings of their public ones.
 
@@ -193,7 +179,11 @@ def plain(value: object) -> Any:
     elif isinstance(value, PurePath):
         return str(value)
     else:
-        raise ValueError(_no_plain_form(value))
+        kind = type(value)
+        raise ValueError(
+            f"{kind.__module__}.{kind.__qualname__} has no plain form: {repr(value)[:80]}. What can be sent to an "
+            "engine process and back: numbers, text, bytes, lists, tuples, mappings and numpy arrays"
+        )
     return {name: plain(getattr(value, name)) for name in names if not name.startswith("_")}
 
 

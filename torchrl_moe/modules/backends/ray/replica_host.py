@@ -300,6 +300,7 @@ class LateStream:
 
     def hang_up(self) -> None:
         """End the traffic both ways, or give it up."""
+        self.give_up()
         if self._real is not None:
             self._real.hang_up()
 
@@ -419,9 +420,9 @@ class ReplicaHost:
         """Pass a message of the engine process to the driver that it names, or to all."""
         kind, name = link.head_of(frames)
         with self._lock:
-            if kind in ENDS:
+            if kind in ENDS and not name:
                 self._announce("tail", link.message("tail", self.log_tail()))
-            if kind in ("ready", *ENDS):
+            if kind in ("ready", *ENDS) and not name:
                 self._announce(kind, list(frames))
                 return
             for driver in self._drivers.values() if not name else filter(None, [self._drivers.get(name)]):

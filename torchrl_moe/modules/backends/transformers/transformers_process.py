@@ -54,7 +54,9 @@ class EngineProcess(EngineProgram):
     def __init__(self, loaded: Loaded, inbox: Inbox, send: Send) -> None:
         self.requests = EngineRequests(loaded.decoder, loaded.reader, self.deliver, self.refuse)
         super().__init__(loaded.info, self.requests.load, inbox, send)
-        self.weights = EngineWeights(loaded.decoder.model, loaded.info.model, self.requests, loaded.report)
+        self.weights = self.updates = EngineWeights(
+            loaded.decoder.model, loaded.info.model, self.requests, loaded.report
+        )
         self._loaded = loaded
         self._self = psutil.Process()
 
@@ -142,17 +144,6 @@ class EngineProcess(EngineProgram):
 
     async def weights_version(self) -> int:
         return self.requests.version
-
-    async def _open_transport(self, transport: str, options: Mapping[str, object]) -> None:
-        await self.weights.init(transport, options)
-
-    async def _stage(self, version: int, verify: str, threads: int, manifest: str | None) -> StageReport:
-        return await self.weights.stage(version, verify, threads, manifest)
-
-    async def _swap(
-        self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, Any] | None, patience: float
-    ) -> SwapReport:
-        return await self.weights.swap(version, pause, clear_cache, canary, patience)
 
 
 # The requests that an engine process over plain transformers runs, in one loop: admit what may join, then step.
@@ -388,7 +379,7 @@ class EngineWeights:
         self._expected: dict[str, tuple[torch.dtype, torch.Size]] = {}
         self._staged: Manifest | None = None
 
-    async def init(self, transport: str, options: Mapping[str, object]) -> None:
+    async def open(self, transport: str, options: Mapping[str, object]) -> None:
         """Open a transport, and close the one before."""
         if transport not in TRANSPORTS:
             hint = "lora='merged'" if transport == "adapter" else "transport='memmap' or 'gloo'"

@@ -27,7 +27,6 @@ from torchrl_moe.modules.backends.replica import (
     ReplicaInfo,
     ReplicaStats,
     Request,
-    StageReport,
     SwapReport,
 )
 from torchrl_moe.modules.backends.request_routes import RequestRoutes
@@ -181,7 +180,7 @@ class EngineProcess(EngineProgram):
         )
         self.sleeping = EngineSleep(engine, self.weights)
         adapters = AdapterVersions(engine, self.requests, self.sleeping.check_awake)
-        self.updates = Updates(self.weights, self.requests, adapters, self.sleeping.swap)
+        self.sync = self.updates = Updates(self.weights, self.requests, adapters, self.sleeping.swap)
         self._client_errors = _compat.vllm_client_errors()
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -212,7 +211,7 @@ class EngineProcess(EngineProgram):
         await self.sleeping.resume()
 
     async def sleep(self, level: int, mode: PauseMode) -> None:
-        if self.updates.sends_adapters:
+        if self.sync.sends_adapters:
             raise ValueError("sleep: lora='adapter' loads into memory that would be gone: use lora='merged'")
         before = self.requests.in_flight()
         await self.sleeping.sleep(level, mode)
@@ -243,17 +242,6 @@ class EngineProcess(EngineProgram):
 
     async def weights_version(self) -> int:
         return self.weights.version
-
-    async def _open_transport(self, transport: str, options: Mapping[str, object]) -> None:
-        await self.updates.open(transport, options)
-
-    async def _stage(self, version: int, verify: str, threads: int, manifest: str | None) -> StageReport:
-        return await self.updates.stage(version, verify, threads, manifest)
-
-    async def _swap(
-        self, version: int, pause: PauseMode, clear_cache: bool, canary: Mapping[str, object] | None, patience: float
-    ) -> SwapReport:
-        return await self.updates.swap(version, pause, clear_cache, canary, patience)
 
     # -- life -------------------------------------------------------------------------------------------------------
 
