@@ -1049,12 +1049,13 @@ def test_ctrl_c_again_and_again_leaves_all_counts_right(serve: Any, interrupt: A
 
 @pytest.fixture
 def turns(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of what loops of dispatchers were told to call from outside."""
+    """The names of what loops of dispatchers, not that of the fakes, were given to call from outside."""
     called: list[str] = []
     call = EventLoop.call
 
     def count(loop: EventLoop, function: Any, *arguments: Any) -> bool:
-        called.append(getattr(function, "__name__", "other"))
+        if loop._name != "torchrl_moe-fakes":
+            called.append(getattr(function, "__name__", "other"))
         return call(loop, function, *arguments)
 
     monkeypatch.setattr(EventLoop, "call", count)
@@ -1070,7 +1071,7 @@ def test_n_calls_that_time_out_together_cost_n_wake_ups(serve: Any, turns: list[
 
     results = asyncio.run(main())
     assert {type(result) for result in results} == {GenerationTimeout}
-    assert len(turns) <= 4 * count  # a beginning, an abort and an answer each
+    assert len(turns) <= 2 * count  # a beginning and an answer each
 
 
 def test_a_change_of_the_table_wakes_no_request_that_an_engine_has(serve: Any, turns: list[str]) -> None:
