@@ -21,7 +21,12 @@ from benchmarks.gpu.sizes import LARGE, TINY, make_model
 from benchmarks.report import Row, finish
 
 ROOT = Path(__file__).parents[2]
-TESTS = ("test/ops", "test/modules/replay/test_router_replay.py")
+TESTS = (
+    "test/ops",
+    "test/modules/replay",
+    "test/modules/serving/test_devices.py",
+    "test/trainers/test_run_on_a_gpu.py",
+)
 """Paths with tests that need a GPU, but no vLLM."""
 MODULES = {"liger": "liger_kernel", "cut-cross-entropy": "cut_cross_entropy"}
 

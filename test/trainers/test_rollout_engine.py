@@ -102,6 +102,40 @@ def test_replicas_without_a_gpu(policy_model: PolicyModel, monkeypatch: pytest.M
         check_room(policy_model, 5, {}, "transformers")
 
 
+@pytest.mark.parametrize(
+    ("count", "arguments", "replicas", "expected"),
+    [
+        (1, {}, 1, [[0]]),  # the usual machine: trainer and engine share its GPU
+        (2, {}, 1, None),  # the service gives it the other one
+        (4, {}, 4, [[1], [2], [3], [0]]),
+        (4, {"tensor_parallel_size": 2}, 2, [[1, 2], [3, 0]]),
+        (1, {"devices": ["cuda:0"]}, 1, ["cuda:0"]),
+    ],
+)
+def test_replicas_share_the_trainer_s_gpu_where_no_other_is_left(
+    policy_model: PolicyModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    no_start: list[Any],
+    count: int,
+    arguments: dict[str, Any],
+    replicas: int,
+    expected: Any,
+) -> None:
+    for name, value in {
+        "is_available": True,
+        "device_count": count,
+        "is_initialized": True,
+        "current_device": 0,
+        "memory_reserved": 0,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    engine = EngineConfig(kind="vllm", num_replicas=replicas, arguments=arguments)
+    RolloutEngine(policy_model, GRPOConfig(engine=engine), tmp_path).shutdown()
+    ((_, options),) = no_start
+    assert options.get("devices") == expected
+
+
 @pytest.fixture
 def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Four of which are ranks of the trainer."""

@@ -26,7 +26,7 @@ from torchrl_moe.modules.policies.prompts import Chat, options_of, reads_chats, 
 from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper
 from torchrl_moe.modules.policies.wrapper_arguments import sampling_params_of
 from torchrl_moe.modules.serving.async_vllm import AsyncVLLM
-from torchrl_moe.modules.serving.launch import ranks_here
+from torchrl_moe.modules.serving.launch import devices_of_trainer, ranks_here
 from torchrl_moe.trainers.checkpoints import steps_saved
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 from torchrl_moe.trainers.function_names import import_function, is_function_name
@@ -113,6 +113,10 @@ class RolloutEngine:
         arguments["seed"] = seed_after(int(arguments["seed"] or 0), done)
         if engine.backend == "local":
             check_room(self.policy_model, engine.num_replicas, arguments, engine.kind)
+            per_replica = engine_kind(engine.kind).devices_per_replica(arguments)
+            if "devices" not in arguments and (shared := shared_devices(engine.num_replicas, per_replica)):
+                arguments["devices"] = shared
+                LOG.info("replicas compute on the trainer's GPU too: %s; engine.sleep=true takes turns", shared)
         if engine.sleep and not torch.cuda.is_available():
             raise ConfigError("engine.sleep=True needs a GPU, whose memory the trainer uses meanwhile")
         if engine.sleep:
@@ -193,6 +197,18 @@ def seed_after(seed: int, steps: int) -> int:
     (7, False)
     """
     return int(np.random.SeedSequence([abs(seed), steps]).generate_state(1)[0] >> 1) if steps else seed
+
+
+def shared_devices(num_replicas: int, per_replica: int) -> list[list[int]] | None:
+    """Return the GPUs of each replica where the one process that trains leaves too few of its own; else ``None``.
+
+    A machine with one GPU is the usual case. Those that nothing computes on come first.
+    """
+    count, of_trainer = torch.cuda.device_count(), devices_of_trainer()
+    if not count or ranks_here() or count - len(of_trainer) >= num_replicas * per_replica:
+        return None
+    order = [*(index for index in range(count) if index not in of_trainer), *of_trainer]
+    return [order[first : first + per_replica] for first in range(0, num_replicas * per_replica, per_replica)]
 
 
 def check_room(policy_model: PolicyModel, num_replicas: int, arguments: Mapping[str, Any], kind: str = "vllm") -> None:
