@@ -29,7 +29,6 @@ from torchrl_moe.weight_update.transports.gloo import (
     GlooTransport,
     Meeting,
     MeetingPlace,
-    board_of,
 )
 
 NBYTES, COUNTS = 400_000_000, (231, 20_000)
@@ -63,7 +62,8 @@ def receive_on_request(connection: Connection) -> None:
         else:
             connection.send(None)  # before the group is made, which waits for the other end
             if bare is None:
-                bare = GlooGroup(Meeting(board_of(*arguments), PATIENCE), 1, 2, PATIENCE, NBYTES)
+                (where,) = arguments
+                bare = GlooGroup(Meeting(where, PATIENCE), 1, 2, PATIENCE, NBYTES)
             bare.broadcast(buffer, time.monotonic() + PATIENCE, ignore)
     for group in (receiver, bare):
         if group is not None:
