@@ -366,9 +366,11 @@ class DataConfig(Settings, group="data"):
     """The prompts, and how answers are rewarded.
 
     Attributes:
-        source: a file or folder of JSON lines, a hub name, ``package.module:function``, or one of TorchRL's tasks:
-            ``gsm8k``, ``math``, ``countdown``, ``ifeval``; unused if a dataset or an environment is given.
-        arguments: of the function, of ``datasets.load_dataset``, or of the task.
+        source: a file or folder of JSON lines, a hub name, ``package.module:function``, ``reasoning_gym:TASK``, or one
+            of TorchRL's tasks: ``gsm8k``, ``math``, ``countdown``, ``ifeval``; unused if a dataset or an environment is
+            given.
+        arguments: of the function, of ``datasets.load_dataset``, or of the task; those of all tasks of reasoning-gym
+            are ``size``, ``held_out``, ``seed``, ``instruction`` and ``chat``.
         prompt: the column of prompts: texts, or lists of messages; an async function as environment needs none. The
             columns ``tools`` and ``chat_template_kwargs``, where there are any, go to the chat template.
         held_out: number of prompts held out for evaluation, if the source has no held-out split.

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchrl_moe._checks import check_number, shown
 from torchrl_moe.modules.policies.prompts import options_of, plain_message
 from torchrl_moe.trainers.function_names import import_function, is_function_name
+from torchrl_moe.trainers.reasoning_gym import is_reasoning_task, reasoning_rows
 
 __all__ = ["HELD_OUT_SPLITS", "PromptSet", "Row", "Rows", "is_path", "load_prompts", "read_source"]
 
@@ -27,7 +28,10 @@ HELD_OUT_SPLITS = ("held_out", "validation", "test")
 """Names of splits that are held out, in order of preference."""
 PATH_MARKS = (".", "/", "~")
 FILE_MARKS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst")
-KINDS = "rows, a dataset, a .jsonl file or a folder of them, 'package.module:function', or a name on the hub"
+KINDS = (
+    "rows, a dataset, a .jsonl file or a folder of them, 'package.module:function', 'reasoning_gym:TASK', or a name on "
+    "the hub"
+)
 
 
 def read_source(source: object, arguments: Mapping[str, object] | None = None) -> tuple[Rows, Rows | None]:
@@ -36,7 +40,10 @@ def read_source(source: object, arguments: Mapping[str, object] | None = None) -
     >>> read_source("json:loads", {"s": '[{"prompt": "1+1="}]'})
     ([{'prompt': '1+1='}], None)
     """
-    # a text is a path, a function, or else a name on the hub
+    # a text is a path, a task of reasoning-gym, a function, or else a name on the hub
+    if is_reasoning_task(source):
+        options: dict[str, Any] = dict(arguments or {})
+        return _parts(reasoning_rows(str(source), **options), str(source))
     if isinstance(source, str) and not is_path(source):
         if is_function_name(source):
             return _parts(import_function(source)(**(arguments or {})), source)

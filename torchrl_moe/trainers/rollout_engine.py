@@ -32,6 +32,7 @@ from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 from torchrl_moe.trainers.function_names import import_function, is_function_name
 from torchrl_moe.trainers.policy_model import PolicyModel, new_start
 from torchrl_moe.trainers.prompt_sources import PromptSet, is_path, load_prompts
+from torchrl_moe.trainers.reasoning_gym import is_reasoning_task, reasoning_score
 from torchrl_moe.trainers.rewards import PromptEpisode, RewardFunction, Rewards
 from torchrl_moe.weight_update.report import SyncReport
 from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
@@ -286,7 +287,7 @@ class RolloutSource:
             cls._rewards(config, given)
         named = {"data.source" if given.dataset is None else "dataset": source, "held_out": given.held_out}
         for name, value in named.items():
-            if isinstance(value, str) and is_function_name(value) and not is_path(value):
+            if isinstance(value, str) and is_function_name(value) and not (is_path(value) or is_reasoning_task(value)):
                 try:
                     import_function(value)
                 except ValueError as error:
@@ -294,7 +295,10 @@ class RolloutSource:
 
     @staticmethod
     def _rewards(config: GRPOConfig, given: Given) -> Rewards:
+        source = config.data.source if given.dataset is None else given.dataset
         functions = config.data.rewards if given.rewards is None else given.rewards
+        if is_reasoning_task(source) and not functions:
+            functions = [reasoning_score]
         if isinstance(functions, list | tuple) and not functions:
             raise ConfigError("data.rewards=[]: name a function, package.module:function, or give the trainer rewards")
         try:

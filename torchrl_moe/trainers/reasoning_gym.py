@@ -1,0 +1,131 @@
+"""Tasks of ``reasoning-gym`` as data and reward: ``data.source=reasoning_gym:chain_sum``.
+
+The package generates questions and verifies answers; a run names a task and its options. Loaded only when it is used.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from torchrl_moe._checks import check_bool, check_number
+
+__all__ = ["is_reasoning_task", "reasoning_rows", "reasoning_score"]
+
+PREFIX = "reasoning_gym:"
+
+
+def is_reasoning_task(source: object) -> bool:
+    """Whether a source of data names a task of reasoning-gym; the task need not exist.
+
+    >>> is_reasoning_task("reasoning_gym:chain_sum"), is_reasoning_task("my_task:rows")
+    (True, False)
+    """
+    return isinstance(source, str) and source.startswith(PREFIX)
+
+
+def reasoning_rows(
+    source: str,
+    *,
+    size: int = 1000,
+    held_out: int = 100,
+    seed: int = 0,
+    instruction: str = "",
+    chat: bool = True,
+    **options: Any,
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of a task, ``"train"`` and ``"held_out"``: no held-out question is among those to train on.
+
+    Args:
+        source: ``"reasoning_gym:NAME"``.
+        size: rows to train on, at most: questions that are held out are left out.
+        held_out: questions that are held out; of a task with few different ones, each is there once.
+        seed: of the questions; those held out are drawn with the next one.
+        instruction: is written below each question, such as ``"Answer with the number only."``
+        chat: whether prompts are messages, for models with a chat template, or texts.
+        options: of the task, such as ``max_terms=2`` of ``chain_sum``.
+
+    Raises:
+        ImportError: reasoning-gym is not installed.
+        ValueError: there is no such task, or it has no such option or value.
+    """
+    check_number("size", size, 1, whole=True)
+    check_number("held_out", held_out, 0, whole=True)
+    check_bool("chat", chat)
+    name, gym = source.removeprefix(PREFIX), _package()
+    _check(gym, name, options)
+
+    def rows(count: int, seed: int) -> list[dict[str, Any]]:
+        try:
+            entries = list(gym.create_dataset(name, size=count, seed=seed, **options))
+        except (AssertionError, TypeError, ValueError) as error:  # its own checks of values
+            raise ValueError(f"{source}: {error}") from error
+        return [_row(entry, name, instruction, chat) for entry in entries]
+
+    kept = {str(row["prompt"]): row for row in (rows(held_out, seed + 1) if held_out else [])}
+    train = [row for row in rows(size, seed) if str(row["prompt"]) not in kept]
+    if not train:
+        raise ValueError(f"{source}: all questions are held out: lower held_out, which is {held_out}")
+    return {"train": train, **({"held_out": list(kept.values())} if kept else {})}
+
+
+def reasoning_score(completion: Any, answer: Any, task: str, metadata: str) -> float:
+    """Return a task's own score of a completion, mostly 0 to 1: of what stands in ``<answer>`` tags, else of all of it.
+
+    The other arguments are columns of :func:`reasoning_rows`.
+    """
+    gym = _package()
+    text = completion if isinstance(completion, str) else str(completion[-1]["content"])
+    inside = gym.utils.extract_answer(text)
+    entry = {"question": "", "answer": answer, "metadata": ast.literal_eval(metadata)}
+    score = gym.get_score_answer_fn(task)(text.strip() if inside is None else inside, entry)
+    return float(score)
+
+
+def _row(entry: Mapping[str, Any], task: str, instruction: str, chat: bool) -> dict[str, Any]:
+    text = f"{entry['question']}\n{instruction}" if instruction else entry["question"]
+    prompt = [{"role": "user", "content": text}] if chat else text
+    # as text, because collectors keep mappings as nested data; of Python, because scorers tell tuples from lists
+    metadata = repr({name: _literal(value) for name, value in entry["metadata"].items()})
+    return {"prompt": prompt, "answer": entry["answer"], "task": task, "metadata": metadata}
+
+
+def _literal(value: object) -> object:
+    try:
+        ast.literal_eval(repr(value))
+    except (ValueError, SyntaxError):  # an object of the task's own
+        return json.loads(json.dumps(value, default=str))
+    return value
+
+
+def _package() -> ModuleType:
+    try:
+        import reasoning_gym
+    except ModuleNotFoundError as error:
+        if error.name != "reasoning_gym":
+            raise
+        raise ImportError(
+            "data.source=reasoning_gym:... needs the package reasoning-gym: pip install reasoning-gym"
+        ) from error
+    return reasoning_gym
+
+
+def _check(gym: ModuleType, name: str, options: Mapping[str, object]) -> None:
+    tasks = gym.factory.DATASETS
+    if name not in tasks:
+        raise ValueError(f"{PREFIX}{name}: there is no such task{_near(name, list(tasks))}")
+    settings = [field.name for field in dataclasses.fields(tasks[name][1])]
+    for option in options:
+        if option not in settings:
+            known = ", ".join(setting for setting in settings if setting not in ("seed", "size"))
+            raise ValueError(f"{PREFIX}{name} has no option {option!r}; it has {known}")
+
+
+def _near(name: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, names)
+    return f"; near it are {', '.join(close)}" if close else f"; there are {len(names)}, such as {', '.join(names[:4])}"

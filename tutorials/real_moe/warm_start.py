@@ -1,0 +1,98 @@
+"""Supervised steps before GRPO: a model that never answers a task right has nothing to be rewarded for.
+
+    python tutorials/real_moe/warm_start.py real_moe real_moe_warm --options max_terms=2 --steps 60
+
+It learns the form of answers from a task's own questions and answers, and stops there. Say so where you report what
+GRPO reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from torchrl_moe.trainers.prompt_sources import read_source
+
+INSTRUCTION = "Answer with the number only."
+
+
+def examples(rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[tuple[list[int], int]]:
+    """Return the ids of each question with its answer, and where the answer begins."""
+    found = []
+    for row in rows:
+        prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
+        answer = tokenizer(str(row["answer"]), add_special_tokens=False)["input_ids"]
+        found.append(([*prompt, *answer, tokenizer.eos_token_id], len(prompt)))
+    return found
+
+
+def padded(batch: Sequence[tuple[list[int], int]], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids, attention mask and labels (-100 where nothing is learned), ``[B, T]`` each, padded on the right."""
+    longest = max(len(ids) for ids, _ in batch)
+    ids = torch.zeros(len(batch), longest, dtype=torch.long)
+    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    for row, (tokens, start) in enumerate(batch):
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+        mask[row, : len(tokens)] = 1
+        labels[row, start : len(tokens)] = torch.tensor(tokens[start:])
+    return ids.to(device), mask.to(device), labels.to(device)
+
+
+def train(model: nn.Module, data: Sequence[tuple[list[int], int]], steps: int, batch_size: int, lr: float) -> float:
+    """Take supervised steps; return the last loss."""
+    device = next(model.parameters()).device
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    random, loss = torch.Generator().manual_seed(0), torch.zeros(())
+    for _ in (progress := tqdm(range(steps), desc="supervised", unit="step")):
+        chosen = torch.randint(len(data), (batch_size,), generator=random).tolist()
+        ids, mask, labels = padded([data[place] for place in chosen], device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            logits = model(ids, attention_mask=mask).logits
+        loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        progress.set_postfix(loss=f"{loss.item():.3f}")
+    return loss.item()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train and save."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model", help="the folder of the model")
+    parser.add_argument("out", help="the folder to write")
+    parser.add_argument("--source", default="reasoning_gym:chain_sum", help="data, as data.source of a run")
+    parser.add_argument(
+        "--options", nargs="*", default=[], metavar="NAME=NUMBER", help="of the task, such as max_terms=2"
+    )
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--lr", type=float, default=1e-5)
+    asked = parser.parse_args(arguments)
+
+    options: dict[str, Any] = {name: int(value) for name, _, value in (each.partition("=") for each in asked.options)}
+    # another seed than a run's: GRPO sees other questions
+    if asked.source.startswith("reasoning_gym:"):
+        options = {"instruction": INSTRUCTION, "seed": 1000, "held_out": 0, **options}
+    rows, _ = read_source(asked.source, options or None)
+    tokenizer = AutoTokenizer.from_pretrained(asked.model)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.float32).to(device).train()
+    loss = train(model, examples(rows, tokenizer), asked.steps, asked.batch_size, asked.lr)
+    print(f"loss of the last step: {loss:.3f}")
+    model.save_pretrained(asked.out)
+    tokenizer.save_pretrained(asked.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
