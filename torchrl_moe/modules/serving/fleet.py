@@ -106,10 +106,13 @@ async def _wake_keepers(reference: weakref.ref[Fleet], changed: asyncio.Event) -
         if fleet is None or fleet.is_over:
             return
         is_tick = time.monotonic() >= next_tick
+        seen = fleet.wake_keepers(None if is_tick else seen)
         if is_tick:
             next_tick = time.monotonic() + TICK_SECONDS
-            fleet.table.cool()
-        seen = fleet.wake_keepers(None if is_tick else seen)
+            try:
+                fleet.table.cool()
+            except Exception as error:  # a listener's; the next tick tries again
+                LOG.exception("the breakers of the replicas could not be half-opened: %r", error)
         del fleet
 
 
@@ -545,8 +548,6 @@ class Fleet:
 
     def add(self, count: int, seconds: float) -> list[int]:
         """Start more replicas, and wait until they serve, with the current weights, and paused if the others are."""
-        if count < 1:
-            raise ValueError(f"add_replicas: the number of replicas must be at least 1, got {count}")
         if self._make_replica is None:
             raise RuntimeError("add_replicas: this service cannot make replicas: it was given its replicas")
         deadline = time.monotonic() + seconds
@@ -642,14 +643,16 @@ class Fleet:
         """Stop scheduling on all; one that is restarted meanwhile comes back paused."""
         _check_mode(mode)
         self._check_awake("pause")
-        before = self._note_pause(True)
+        with self._pausing:  # before the replicas are told
+            before, self._paused = self._paused, True
         self._freeze(self.is_frozen or mode == "keep")  # otherwise requests in flight finish, or are cut, first
         try:
             self.on_all(lambda replica: replica.call(Engine.pause, seconds, mode, clear_cache))
             self._freeze(True)
         except BaseException:
-            if not before:
-                self._take_back_pause(seconds)
+            if not before:  # those that it still waits for also take nothing new
+                with contextlib.suppress(EngineError, RuntimeError):  # none is alive, or the service was shut down
+                    self.resume(seconds)
             raise
         if clear_cache:
             self._forget_prefixes()
@@ -657,7 +660,8 @@ class Fleet:
     def resume(self, seconds: float) -> None:
         """Resume scheduling on all."""
         self._check_awake("resume")
-        self._note_pause(False)
+        with self._pausing:
+            self._paused = False
         self._freeze(False)
         self.on_all(lambda replica: replica.call(Engine.resume, seconds))
 
@@ -701,17 +705,6 @@ class Fleet:
     def _check_awake(self, what: str) -> None:
         if self._sleep_level is not None:
             raise RuntimeError(f"{what}: the engines sleep; wake_up() first")
-
-    def _take_back_pause(self, seconds: float) -> None:
-        """Resume the replicas that a pause has reached; one that it still waits for also takes nothing new."""
-        with contextlib.suppress(EngineError, RuntimeError):  # none is alive, or the service was shut down
-            self.resume(seconds)
-
-    def _note_pause(self, paused: bool) -> bool:
-        """Store the requested pause before the replicas are told; return the previous one."""
-        with self._pausing:
-            before, self._paused = self._paused, paused
-            return before
 
     def _serve_as_the_others(self, entry: TableEntry, replica: Replica) -> bool:
         """Pause a replica if all are, or have it sleep; then let it serve, if it is STARTING. Return whether it serves.
