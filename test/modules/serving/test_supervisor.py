@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import math
 import subprocess
 import sys
 import threading
@@ -232,6 +233,23 @@ def test_it_serves_once_it_was_brought_to_the_newest_weights(fleet: Any) -> None
     assert asked == [(0, "STARTING")] * 3
     assert service.replica_table[0].version == 7
     assert service.replica_table[0].last_error == "its weights could not be loaded: the store is busy"
+
+
+def test_a_sync_that_asks_the_interpreter_to_exit_is_tried_again(fleet: Any) -> None:
+    service = fleet(1)
+    service.replica_table.set_version(0, 7)
+    tries = []
+
+    def bring(index: int) -> None:
+        tries.append(index)
+        if len(tries) == 1:
+            sys.exit("no store")
+        serve_version(service, 7)(index)
+
+    service.register_weight_sync(bring)
+    service.kill(0)
+    until_serving(service, [1])
+    assert service.replica_table[0].last_error == "its weights could not be loaded: it raised SystemExit('no store')"
 
 
 def test_one_that_dies_while_it_is_brought_is_restarted(fleet: Any) -> None:
@@ -615,6 +633,27 @@ def test_shutdown_during_a_delay_starts_nothing(fleet: Any) -> None:
     until(lambda: service.states == ["DEAD"])
     service.shutdown()
     assert len(service.made[0]) == 1
+
+
+def test_a_delay_without_end_starts_nothing_until_the_shutdown(fleet: Any) -> None:
+    service = fleet(1, faults=replace(QUICK, first_delay=math.inf, longest_delay=math.inf))
+    service.kill(0)
+    until(lambda: service.states == ["DEAD"])
+    time.sleep(0.2)
+    assert service.replica_table[0].recovery is Recovery.SUPERVISOR
+    service.shutdown()
+    until(no_thread_restarts)
+    assert len(service.made[0]) == 1
+
+
+def test_a_sync_that_ends_the_service_does_not_wait_for_itself(fleet: Any) -> None:
+    service = fleet(1)
+    service.replica_table.set_version(0, 7)
+    service.register_weight_sync(lambda index: service.shutdown())
+    service.kill(0)
+    until(lambda: not service.is_running)
+    until(no_thread_restarts)
+    assert service.states == ["DEAD"]
 
 
 def test_shutdowns_and_deaths_at_any_moment_leave_nothing(fleet: Any) -> None:
