@@ -646,7 +646,7 @@ def test_a_delay_without_end_starts_nothing_until_the_shutdown(fleet: Any) -> No
     assert len(service.made[0]) == 1
 
 
-def test_a_sync_that_ends_the_service_does_not_wait_for_itself(fleet: Any) -> None:
+def test_a_sync_may_end_the_service(fleet: Any) -> None:
     service = fleet(1)
     service.replica_table.set_version(0, 7)
     service.register_weight_sync(lambda index: service.shutdown())
