@@ -39,7 +39,7 @@ from torchrl_moe.modules.backends.replica import (
 )
 from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState
 from torchrl_moe.modules.serving.event_loop import EventLoop
-from torchrl_moe.modules.serving.service import EngineInterface
+from torchrl_moe.modules.serving.service import GenerationService
 from torchrl_moe.testing.byte_tokenizer import ByteTokenizer
 from torchrl_moe.testing.fake_model import FakeModel, Script, tokens_to_come
 
@@ -430,7 +430,7 @@ class FakeReplica(Replica):
         )
 
 
-class FakeAsyncVLLM(EngineInterface):
+class FakeAsyncVLLM(GenerationService):
     """An engine of fake replicas, accepted wherever an engine is; it serves on construction.
 
     Args:

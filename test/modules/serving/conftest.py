@@ -9,7 +9,7 @@ import pytest
 
 from support.services import RestartingService
 from support.waiting import until
-from torchrl_moe.modules.serving import supervisor
+from torchrl_moe.modules.serving import fleet as fleet_module
 from torchrl_moe.testing import FakeAsyncVLLM
 
 
@@ -34,7 +34,7 @@ def serve() -> Iterator[Callable[..., FakeAsyncVLLM]]:
 @pytest.fixture
 def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RestartingService]]:
     """Makes services whose replicas are restarted; at the end no lease is held, no place taken, and all is ended."""
-    monkeypatch.setattr(supervisor, "TICK_SECONDS", 0.02)  # an idle replica's death is seen at the next look
+    monkeypatch.setattr(fleet_module, "TICK_SECONDS", 0.02)  # an idle replica's death is seen at the next look
     made: list[RestartingService] = []
 
     def make(*args: Any, **kwargs: Any) -> RestartingService:

@@ -6,7 +6,6 @@ import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,34 +16,7 @@ from support.processes import PYTHONPATH
 from torchrl_moe.errors import EngineError
 from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.serving import balancer as actors
-from torchrl_moe.modules.serving.service import EngineInterface
 from torchrl_moe.testing import FakeAsyncVLLM
-from torchrl_moe.testing.fake_engine import FakeReplica
-
-USES: dict[str, Callable[[EngineInterface], Any]] = {
-    "collective_rpc": lambda e: e.collective_rpc("method"),
-    "get_tp_size": lambda e: e.get_tp_size(),
-    "get_model_metadata": lambda e: e.get_model_metadata(),
-    "init_weight_update_group": lambda e: e.init_weight_update_group(),
-    "save_model_params": lambda e: e.save_model_params(),
-    "validate_model_params": lambda e: e.validate_model_params(lambda saved, model: True),
-}
-ALWAYS = {"actors", "get_master_address", "get_master_port"}
-
-
-def test_every_public_name_is_tried_below() -> None:
-    assert {name for name in vars(EngineInterface) if not name.startswith("_")} == USES.keys() | ALWAYS
-
-
-@pytest.mark.parametrize("name", USES)
-def test_use_before_start_and_after_shutdown_is_refused(name: str) -> None:
-    with pytest.raises(RuntimeError, match="the service is not running"):
-        USES[name](EngineInterface([FakeReplica()]))
-    engine = FakeAsyncVLLM()
-    engine.shutdown()
-    with pytest.raises(RuntimeError, match="the service is not running"):
-        USES[name](engine)
-
 
 COUNTS = """
 import sys

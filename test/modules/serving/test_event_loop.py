@@ -10,7 +10,7 @@ import weakref
 import pytest
 
 from support.waiting import HOUR, PATIENCE, until
-from torchrl_moe.modules.serving.event_loop import EventLoop, wake
+from torchrl_moe.modules.serving.event_loop import EventLoop, NoThreadError, in_thread, wake
 
 
 def threads(name: str) -> list[threading.Thread]:
@@ -131,11 +131,69 @@ def test_a_task_runs_until_the_loop_stops() -> None:
         finally:
             seen.append("ended")
 
-    loop.spawn(work())
+    running = loop.spawn(work())
     until(lambda: seen == ["begun"])
     gc.collect()
     loop.stop()
     until(lambda: seen == ["begun", "ended"])
-    loop.spawn(work())  # of a loop that was stopped: nothing happens
+    until(running.cancelled)
+    late = loop.spawn(work())  # of a loop that was stopped: nothing happens
     until(lambda: threads("of-this-test") == [])
+    assert late.cancelled()
     assert len(seen) == 2
+
+
+# -- blocking calls ---------------------------------------------------------------------------------------------------
+
+
+def test_blocking_calls_run_side_by_side_in_threads_of_their_own_and_do_not_hold_up_the_loop() -> None:
+    loop, barrier = EventLoop("of-this-test"), threading.Barrier(65, timeout=PATIENCE)
+
+    def meet(number: int) -> tuple[int, bool]:
+        barrier.wait()
+        return number, threading.current_thread().daemon
+
+    futures = [loop.spawn(in_thread("blocking", meet, number)) for number in range(64)]
+    assert loop.run(lambda: "free", patience=PATIENCE) == "free"
+    barrier.wait()
+    assert [future.result(PATIENCE) for future in futures] == [(number, True) for number in range(64)]
+    loop.stop()
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (KeyError("k"), KeyError),
+        (StopIteration(), RuntimeError),
+        (SystemExit(1), RuntimeError),
+        (KeyboardInterrupt(), RuntimeError),
+    ],
+    ids=repr,
+)
+def test_what_a_blocking_call_raises_is_its_callers_and_does_not_end_the_loop(
+    error: BaseException, raised: type[Exception]
+) -> None:
+    loop = EventLoop("of-this-test")
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(raised):
+        loop.spawn(in_thread("blocking", fail)).result(PATIENCE)
+    assert loop.run(lambda: "runs", patience=PATIENCE) == "runs"
+    loop.stop()
+
+
+def test_a_blocking_call_that_gets_no_thread_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, seen, start = EventLoop("of-this-test"), [], threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "blocking":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(NoThreadError, match="can't start new thread"):
+        loop.spawn(in_thread("blocking", seen.append, 1)).result(PATIENCE)
+    loop.stop()
+    assert seen == []

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from support.clock import Clock
 from support.replicas import ScriptedReplica
+from support.services import QUICK
+from support.waiting import until
 from torchrl_moe.errors import EngineError
 from torchrl_moe.modules.backends.replica import ProbeReport
 from torchrl_moe.modules.serving.candidates import BreakerState, FaultPolicy, ReplicaState
+from torchrl_moe.modules.serving.fleet import Probe, ProbeHistory
 from torchrl_moe.modules.serving.replica_table import ReplicaTable
-from torchrl_moe.modules.serving.supervisor import ProbeHistory, Probes, Stalled
 
 WELL = ProbeReport(core_answered=True)
 
@@ -73,125 +77,116 @@ def asked(replica: ScriptedReplica) -> int:
     return len(probes)
 
 
-def watched(count: int = 2) -> tuple[Probes, ReplicaTable, Clock]:
-    table, clock = ReplicaTable([ScriptedReplica(i) for i in range(count)], ReplicaState.SERVING), Clock()
-    health = Probes(table, POLICY, clock)
-    assert list(health.look()) == []
-    return health, table, clock
+class Watch:
+    """The probes of a table's replicas, at a clock of the test's."""
 
+    def __init__(self, count: int = 1, policy: FaultPolicy = POLICY) -> None:
+        self.clock = Clock()
+        self.replicas = [ScriptedReplica(i) for i in range(count)]
+        self.table = ReplicaTable(self.replicas, ReplicaState.SERVING)
+        self.probes = [Probe(entry, policy, self.clock) for entry in self.table]
+        assert not any(self.look())
 
-def a_round(health: Probes, clock: Clock, replica: ScriptedReplica) -> list[Stalled]:
-    """Let one probe come and go."""
-    clock.now += POLICY.probe
-    before = asked(replica)
-    assert list(health.look()) == []
-    assert asked(replica) == before + 1
-    found = list(health.look())
-    if any(probe.answer is not None for probe in health._probes.values()):  # no answer until the next is due
-        clock.now += POLICY.probe
-        found = list(health.look())
-    return found
+    def look(self) -> list[str]:
+        return [probe.look(self.table) for probe in self.probes]
+
+    def a_round(self, answers: bool = True) -> list[str]:
+        """Let one probe of the first come and go."""
+        self.clock.now += POLICY.probe
+        before = asked(self.replicas[0])
+        assert not any(self.look())
+        assert asked(self.replicas[0]) == before + 1
+        if not answers:  # until the next is due
+            assert not any(self.look())
+            self.clock.now += POLICY.probe
+        return self.look()
 
 
 def test_each_is_asked_when_it_is_due_and_not_again_before_it_answered() -> None:
-    health, table, clock = watched()
-    replicas = [entry.replica for entry in table]
-    clock.now = 0.04
-    list(health.look())
-    assert [asked(replica) for replica in replicas] == [0, 0]
-    clock.now = 0.05
-    list(health.look())
-    list(health.look())
-    assert [asked(replica) for replica in replicas] == [1, 1]
-    assert [entry.breaker.state for entry in table] == [BreakerState.CLOSED] * 2
+    watch = Watch(2)
+    watch.clock.now = 0.04
+    watch.look()
+    assert [asked(replica) for replica in watch.replicas] == [0, 0]
+    watch.clock.now = 0.05
+    watch.look()
+    watch.look()
+    assert [asked(replica) for replica in watch.replicas] == [1, 1]
+    assert [entry.breaker.state for entry in watch.table] == [BreakerState.CLOSED] * 2
 
 
-def test_one_that_answers_nothing_gets_no_requests_and_is_named_once_patience_ends() -> None:
-    health, table, clock = watched()
-    first = table[0].replica
-    first.stall()
-    assert a_round(health, clock, first) == []
-    assert [entry.index for entry in table.serving()] == [1]
-    (stalled,) = a_round(health, clock, first)
-    assert stalled == Stalled(0, first, "gave no sign of life in 0.1 s")
-    first.die()
+def test_one_that_answers_nothing_gets_no_requests_and_is_stalled_once_patience_ends() -> None:
+    watch = Watch(2)
+    watch.replicas[0].stall()
+    assert watch.a_round(answers=False) == ["", ""]
+    assert [entry.index for entry in watch.table.serving()] == [1]
+    assert watch.a_round(answers=False) == ["gave no sign of life in 0.1 s", ""]
+    watch.replicas[0].die()
 
 
-def test_one_whose_core_is_stopped_is_named_too() -> None:
-    health, table, clock = watched(1)
-    replica = table[0].replica
-    replica.probe_report = silent(stopped=True)
-    assert a_round(health, clock, replica) == []
-    assert [stalled.index for stalled in a_round(health, clock, replica)] == [0]
+def test_one_whose_core_is_stopped_is_stalled_too() -> None:
+    watch = Watch()
+    watch.replicas[0].probe_report = silent(stopped=True)
+    assert watch.a_round() == [""]
+    assert watch.a_round() == ["gave no sign of life in 0.1 s"]
 
 
 @pytest.mark.parametrize("error", [ValueError("no command 'probe'"), None], ids=["older", "dead"])
 def test_neither_an_older_engine_nor_a_dead_one_is_stalled(error: Exception | None) -> None:
-    health, table, clock = watched(1)
-    replica = table[0].replica
+    watch = Watch()
     if error is None:
-        replica.die()
+        watch.replicas[0].die()
     else:
-        replica.script["probe"] = error
+        watch.replicas[0].script["probe"] = error
     for _ in range(3):
-        assert a_round(health, clock, replica) == []
-    assert not table[0].breaker.blocks
-
-
-@pytest.mark.parametrize("state", [ReplicaState.SYNCING, ReplicaState.DEAD])
-def test_one_that_is_busy_with_something_else_is_left_alone(state: ReplicaState) -> None:
-    health, table, clock = watched(1)
-    table[0].replica.stall()
-    table.set_state(0, state)
-    clock.now = 1.0
-    list(health.look())
-    assert asked(table[0].replica) == 0
-    table[0].replica.die()
-
-
-def test_a_sync_in_between_begins_the_count_again() -> None:
-    health, table, clock = watched(1)
-    replica = table[0].replica
-    replica.stall()
-    assert a_round(health, clock, replica) == []
-    table.set_state(0, ReplicaState.SYNCING)
-    list(health.look())
-    table.set_state(0, ReplicaState.SERVING)
-    list(health.look())
-    assert a_round(health, clock, replica) == []
-    replica.die()
+        assert watch.a_round() == [""]
+    assert not watch.table[0].breaker.blocks
 
 
 def test_a_doubt_has_one_asked_at_once() -> None:
-    health, table, _ = watched()
-    table.doubt(1)
-    list(health.look())
-    assert [asked(entry.replica) for entry in table] == [0, 1]
-    assert table.doubts == set()
+    watch = Watch(2)
+    watch.table.doubt(1)
+    watch.look()
+    assert [asked(replica) for replica in watch.replicas] == [0, 1]
+    assert watch.table.doubts == set()
 
 
 def test_doubts_do_not_shorten_the_patience_with_one_that_computes() -> None:
-    health, table, clock = watched(1)
-    replica = table[0].replica
-    replica.probe_report = silent(cpu_seconds=1e6)
-    a_round(health, clock, replica)
-    table.doubt(0)
-    list(health.look())
-    assert asked(replica) == 1
-    a_round(health, clock, replica)
-    assert asked(replica) == 2
+    watch = Watch()
+    watch.replicas[0].probe_report = silent(cpu_seconds=1e6)
+    watch.a_round()
+    watch.table.doubt(0)
+    watch.look()
+    assert asked(watch.replicas[0]) == 1
+    watch.a_round()
+    assert asked(watch.replicas[0]) == 2
 
 
 def test_without_probes_nobody_is_asked_not_even_in_doubt() -> None:
-    table = ReplicaTable([ScriptedReplica(0)], ReplicaState.SERVING)
-    health = Probes(table, replace(POLICY, probe=math.inf), Clock())
-    table.doubt(0)
-    assert list(health.look()) == []
-    assert asked(table[0].replica) == 0
+    watch = Watch(policy=replace(POLICY, probe=math.inf))
+    watch.table.doubt(0)
+    assert watch.look() == [""]
+    assert asked(watch.replicas[0]) == 0
 
 
 def test_an_engine_error_is_no_answer() -> None:
-    health, table, clock = watched(1)
-    table[0].replica.script["probe"] = EngineError("not in time")
-    a_round(health, clock, table[0].replica)
-    assert table[0].last_error == "gave no sign of life to a health probe"
+    watch = Watch()
+    watch.replicas[0].script["probe"] = EngineError("not in time")
+    watch.a_round()
+    assert watch.table[0].last_error == "gave no sign of life to a health probe"
+
+
+# -- while an update runs ---------------------------------------------------------------------------------------------
+
+
+def test_one_whose_weights_are_replaced_is_left_alone_and_then_the_count_begins_again(fleet: Any) -> None:
+    service = fleet(1, lambda i, n: ScriptedReplica(i), replace(QUICK, probe=0.2, patience=0.4))
+    replica, table = service.made[0][0], service.replica_table
+    replica.stall()
+    until(lambda: table[0].last_error == "gave no sign of life to a health probe")
+    table.set_state(0, ReplicaState.SYNCING)
+    before = len(replica.asked("probe"))
+    time.sleep(0.5)
+    assert len(replica.asked("probe")) == before
+    table.set_state(0, ReplicaState.SERVING)
+    until(lambda: service.restarts == [1])
+    assert len(replica.asked("probe")) == before + 2

@@ -30,10 +30,8 @@ from torchrl_moe.modules.backends.ray import cluster
 from torchrl_moe.modules.backends.ray.cluster import NAMESPACE, running_services
 from torchrl_moe.modules.backends.ray.ray_replica import RayReplica
 from torchrl_moe.modules.backends.replica import WeightClaim
-from torchrl_moe.modules.serving import async_vllm as shared_service
-from torchrl_moe.modules.serving.async_vllm import SharedService
+from torchrl_moe.modules.serving import async_vllm
 from torchrl_moe.modules.serving.candidates import FaultPolicy, Recovery
-from torchrl_moe.testing.fake_engine import FakeReplica
 
 OTHER_DRIVER = """
 import sys
@@ -75,26 +73,30 @@ def generate(engine: AsyncVLLM, *args: Any, **kwargs: Any) -> list[int]:
 # -- replicas that are children of this process --------------------------------------------------------------------
 
 
-def of_this_process() -> SharedService:
-    """A service that was not started, of fake replicas."""
-    return SharedService({"model": "m"}, 2, FakeReplica)
-
-
-OWN = {"add_replicas", "connect", "disconnect", "get_master_address", "shutdown_service"}
+OWN = {
+    "add_replicas",
+    "connect",
+    "disconnect",
+    "from_pretrained",
+    "get_master_address",
+    "launch",
+    "shutdown_service",
+    "start",
+}
 
 
 def test_every_public_name_is_tried_below() -> None:
-    assert {name for name in vars(SharedService) if not name.startswith("_")} == OWN
+    assert {name for name in vars(AsyncVLLM) if not name.startswith("_")} == OWN
 
 
 def test_children_of_this_process_are_left_by_nobody_and_go_nowhere_else() -> None:
-    service = of_this_process()
+    service = AsyncVLLM({"model": "m"}, 2)
     assert service.name is None
     assert service.engine_args.model == "m"
     assert service.get_master_address() == "127.0.0.1"
     with pytest.raises(RuntimeError, match="disconnect: this service ends with its driver"):
         service.disconnect()
-    with pytest.raises(TypeError, match="SharedService cannot be pickled: its replicas are children of this process"):
+    with pytest.raises(TypeError, match="AsyncVLLM cannot be pickled: its replicas are children of this process"):
         pickle.dumps(service)
     with pytest.raises(RuntimeError, match="the service is not running"):
         service.add_replicas()
@@ -120,7 +122,7 @@ def connect(monkeypatch: pytest.MonkeyPatch, dies_at: dict[int, str], versions: 
         return replica
 
     monkeypatch.setattr(cluster, "find_service", lambda name, namespace: ray_service(name=name, detached=True))
-    monkeypatch.setattr(shared_service, "ray_factory", lambda service: guest)
+    monkeypatch.setattr(async_vllm, "ray_factory", lambda service: guest)
     return AsyncVLLM.connect("policy")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import math
 import subprocess
 import sys
 import threading
@@ -22,7 +23,7 @@ from support.waiting import PATIENCE, in_thread, until
 from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError, WeightSyncError
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import ProbeReport
-from torchrl_moe.modules.serving import supervisor as supervisor_module
+from torchrl_moe.modules.serving import fleet as fleet_module
 from torchrl_moe.modules.serving.candidates import Recovery, ReplicaState
 from torchrl_moe.testing import FakeAsyncVLLM
 from torchrl_moe.testing.fake_engine import FakeReplica
@@ -73,7 +74,7 @@ def test_the_end_of_an_idle_replica_is_in_its_own_message(fleet: Any, serve: Any
 
 
 def test_a_death_under_a_request_is_noted_at_once(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_module, "TICK_SECONDS", HOUR)
+    monkeypatch.setattr(fleet_module, "TICK_SECONDS", HOUR)
     service = fleet(1, lambda i, n: FakeReplica(i, die_under=lambda r: n == 0))
     assert ask(service).prompt == "hi"
     assert service.restarts == [1]
@@ -88,17 +89,6 @@ def test_a_quarantined_replica_is_ended_and_restarted(fleet: Any) -> None:
     service.replica_table.set_state(0, ReplicaState.QUARANTINED)
     until_serving(service, [1, 0])
     assert not service.made[0][0].is_alive()
-
-
-def test_a_decision_that_comes_late_does_not_end_what_serves_again(fleet: Any) -> None:
-    service = fleet()
-    entry, brought = service.replica_table[0], []
-    service.replica_table.set_version(0, 1)
-    service.register_weight_sync(brought.append)
-    service._fleet._supervisor._renew(entry)
-    service._fleet._supervisor._catch_up(entry)
-    assert (service.states, service.restarts, brought) == (["SERVING", "SERVING"], [0, 0], [])
-    assert entry.replica.is_alive()
 
 
 def test_the_old_one_has_ended_before_the_new_one_is_made(fleet: Any) -> None:
@@ -199,20 +189,18 @@ def test_what_another_driver_has_shut_down_stays_so(fleet: Any) -> None:
     assert service.replica_table[0].last_error == "replica 0 was shut down by another driver"
 
 
-def test_a_factory_that_fails_for_a_reason_of_its_own_is_the_end_and_says_so(fleet: Any) -> None:
+def test_a_factory_that_fails_for_a_reason_of_its_own_is_the_end_and_says_so(
+    fleet: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     def make(index: int, number: int) -> FakeReplica:
         if number:
             raise KeyError("settings")
         return FakeReplica(index)
 
     service = fleet(1, make)
-    heard = []
-    before, threading.excepthook = threading.excepthook, lambda args: heard.append(args.exc_type)
-    try:
-        service.kill(0)
-        until(lambda: heard == [KeyError])
-    finally:
-        threading.excepthook = before
+    service.kill(0)
+    until(lambda: "the supervisor failed at replica 0, and goes on" in caplog.messages)
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [KeyError]
     assert (service.states, service.replica_table[0].recovery) == (["DEAD"], Recovery.NOBODY)
     assert service.replica_table[0].last_error == "restarting failed with KeyError('settings')"
 
@@ -245,6 +233,23 @@ def test_it_serves_once_it_was_brought_to_the_newest_weights(fleet: Any) -> None
     assert asked == [(0, "STARTING")] * 3
     assert service.replica_table[0].version == 7
     assert service.replica_table[0].last_error == "its weights could not be loaded: the store is busy"
+
+
+def test_a_sync_that_asks_the_interpreter_to_exit_is_tried_again(fleet: Any) -> None:
+    service = fleet(1)
+    service.replica_table.set_version(0, 7)
+    tries = []
+
+    def bring(index: int) -> None:
+        tries.append(index)
+        if len(tries) == 1:
+            sys.exit("no store")
+        serve_version(service, 7)(index)
+
+    service.register_weight_sync(bring)
+    service.kill(0)
+    until_serving(service, [1])
+    assert service.replica_table[0].last_error == "its weights could not be loaded: it raised SystemExit('no store')"
 
 
 def test_one_that_dies_while_it_is_brought_is_restarted(fleet: Any) -> None:
@@ -340,7 +345,7 @@ def test_one_that_waited_is_brought_once_a_sync_has_updated_the_others(fleet: An
 
 
 def test_one_whose_update_fails_for_a_reason_that_nobody_expected_is_restarted(
-    fleet: Any, monkeypatch: pytest.MonkeyPatch
+    fleet: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     service = fleet()
     service.replica_table.set_version(1, 3)
@@ -352,12 +357,10 @@ def test_one_whose_update_fails_for_a_reason_that_nobody_expected_is_restarted(
             raise KeyError("a bug")
         serve_version(service, 4)(index)
 
-    heard: list[Any] = []
-    monkeypatch.setattr(threading, "excepthook", lambda told: heard.append(told.exc_type))
     service.register_weight_sync(bring)
     service.replica_table.set_version(1, 4)
     until_serving(service, [2, 0])
-    until(lambda: heard == [KeyError])
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [KeyError]
 
 
 def test_a_store_that_cannot_be_read_is_tried_again(fleet: Any) -> None:
@@ -539,7 +542,7 @@ def test_a_replica_that_cannot_be_asked_whether_it_lives_keeps_no_other_from_com
         service.kill(1)
         until_serving(service, [0, 1, 0])
         expected = "EngineError: replica 0 could not be asked whether it is alive: OSError('too many open files')"
-        until(lambda: service._fleet._supervisor.error == expected)
+        until(lambda: service._fleet.supervisor_error == expected)
     finally:
         del service.made[0][0].is_alive
     until(lambda: [row["supervisor_error"] for row in service.stats()] == [None] * 3)
@@ -568,16 +571,17 @@ def test_it_outlives_an_error_says_so_and_continues(fleet: Any, monkeypatch: pyt
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         service.kill(0)
-        until(lambda: service._fleet._supervisor.error is not None)  # at its first restart
-        assert {row["supervisor_error"] for row in service.stats()} == {"RuntimeError: can't start new thread"}
+        error = until(lambda: service.stats()[0]["supervisor_error"])  # at its first restart
+        assert error == "NoThreadError: can't start new thread"
     until_serving(service, [1, 0])
-    until(lambda: service._fleet._supervisor.error is None)
-    assert {row["supervisor_error"] for row in service.stats()} == {None}
-    assert [record.message for record in caplog.records].count(
-        "the supervisor could not check the replicas; it tries again"
-    ) >= 1
+    until(lambda: {row["supervisor_error"] for row in service.stats()} == {None})
+    assert "the supervisor failed at replica 0, and goes on" in [record.message for record in caplog.records]
     service.replica_table[1].replica.stall()  # probes continue, too
     until_serving(service, [1, 1])
+
+
+def no_thread_restarts() -> bool:
+    return not [thread for thread in threading.enumerate() if thread.name.startswith("torchrl_moe-restart")]
 
 
 def test_shutdown_during_a_restart_leaves_nothing(fleet: Any) -> None:
@@ -590,7 +594,7 @@ def test_shutdown_during_a_restart_leaves_nothing(fleet: Any) -> None:
     assert time.monotonic() - started < PATIENCE
     with pytest.raises(EngineError):  # whichever comes first: no replica comes back, or the service was shut down
         call.result(60.0)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("torchrl_moe-restart")]
+    until(no_thread_restarts)
 
 
 def test_a_replica_that_its_driver_leaves_while_it_starts_is_not_ended(fleet: Any) -> None:
@@ -600,9 +604,8 @@ def test_a_replica_that_its_driver_leaves_while_it_starts_is_not_ended(fleet: An
     replica = service.made[0][1]
     ended = []
     replica.shutdown = lambda: ended.append(1)
-    service._fleet._supervisor.stop()  # as AsyncVLLM.disconnect() does, and then
-    replica.die("this driver has left")
-    service._fleet._supervisor.join()
+    service._fleet.end(lambda replica: replica.die("this driver has left"))  # as AsyncVLLM.disconnect() does
+    until(no_thread_restarts)
     assert ended == []
 
 
@@ -617,10 +620,8 @@ def test_a_replica_that_is_ready_after_the_end_is_awaited_by_nobody(fleet: Any) 
     service.kill(0)
     until(lambda: service.restarts == [1])
     call = in_thread(lambda: ask(service))
-    service._fleet._supervisor.stop()
-    ready.set()
-    service._fleet._supervisor.join()
-    service.replica_table.mark_dead(0)
+    service._fleet.end(lambda replica: ready.set())
+    until(no_thread_restarts)
     assert service.replica_table[0].recovery is Recovery.NOBODY
     with pytest.raises(NoReplicaError):
         call.result(60.0)
@@ -634,19 +635,25 @@ def test_shutdown_during_a_delay_starts_nothing(fleet: Any) -> None:
     assert len(service.made[0]) == 1
 
 
-def test_a_shutdown_while_the_thread_of_a_restart_begins(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Slow(threading.Thread):
-        def start(self) -> None:
-            time.sleep(0.2)
-            super().start()
-
-    service = fleet(1)
-    monkeypatch.setattr(threading, "Thread", Slow)
+def test_a_delay_without_end_starts_nothing_until_the_shutdown(fleet: Any) -> None:
+    service = fleet(1, faults=replace(QUICK, first_delay=math.inf, longest_delay=math.inf))
     service.kill(0)
     until(lambda: service.states == ["DEAD"])
-    service._fleet._supervisor.stop()
-    service._fleet._supervisor.join()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("torchrl_moe-restart")]
+    time.sleep(0.2)
+    assert service.replica_table[0].recovery is Recovery.SUPERVISOR
+    service.shutdown()
+    until(no_thread_restarts)
+    assert len(service.made[0]) == 1
+
+
+def test_a_sync_may_end_the_service(fleet: Any) -> None:
+    service = fleet(1)
+    service.replica_table.set_version(0, 7)
+    service.register_weight_sync(lambda index: service.shutdown())
+    service.kill(0)
+    until(lambda: not service.is_running)
+    until(no_thread_restarts)
+    assert service.states == ["DEAD"]
 
 
 def test_shutdowns_and_deaths_at_any_moment_leave_nothing(fleet: Any) -> None:
@@ -667,11 +674,11 @@ def test_a_service_that_is_forgotten_is_collected() -> None:
 
 AT_EXIT = """
 import time, weakref
-from torchrl_moe.modules.serving import supervisor
+from torchrl_moe.modules.serving import fleet
 from torchrl_moe.modules.serving.candidates import FaultPolicy
 from torchrl_moe.testing import FakeAsyncVLLM
 
-supervisor.TICK_SECONDS = 0.02
+fleet.TICK_SECONDS = 0.02
 
 class Child: pass
 

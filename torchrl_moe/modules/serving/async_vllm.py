@@ -41,15 +41,12 @@ from torchrl_moe.modules.serving.launch import (
 )
 from torchrl_moe.modules.serving.replica_table import TableEntry
 from torchrl_moe.modules.serving.requests import SamplingParams, check_service, check_timeout
-from torchrl_moe.modules.serving.service import EngineInterface
+from torchrl_moe.modules.serving.service import GenerationService
 
 if TYPE_CHECKING:
     import vllm
 
-__all__ = ["AsyncVLLM", "SharedService", "make_async_vllm_engine"]
-
-
-# A service that other drivers can connect to, if it is in a Ray cluster: by its name, or by a pickled engine.
+__all__ = ["AsyncVLLM", "make_async_vllm_engine"]
 
 
 _ENTERING = threading.RLock()
@@ -64,35 +61,230 @@ class _SharedReplica(Replica):  # only for types
     def disconnect(self) -> None: ...
 
 
-class SharedService(EngineInterface):
-    """A service of engines of one kind, local or in a Ray cluster.
+class AsyncVLLM(GenerationService):
+    """vLLM replicas behind one ``generate``.
 
     Args:
-        engine_args: of the engines, by keyword.
-        num_replicas: how many at the start.
-        make_replica: makes a replica, or connects to a running one.
-        service: its :class:`RayService`; ``None``: its replicas are children of this process.
-        **how: see :class:`GenerationService`.
+        engine_args: ``vllm.AsyncEngineArgs`` or a mapping of its fields; it names the model.
+        num_replicas: how many engines, each with its own weights.
+        actor_class: must be ``None``; ``backend`` says where replicas run.
+        enable_prefix_caching: overrides the engine argument of that name; default: on.
+        engine: ``"vllm"``, or ``"transformers"``: slow, on one device, for use where vLLM is not available; or the name
+            of a module that is an engine of yours (docs/engines.md).
+        backend: ``"local"``: child processes of this one, without Ray; each has its own set of GPUs. ``"ray"``: actors
+            on any node of the Ray cluster that this process is connected to or finds; else one is started.
+        sampling_params: the default of :meth:`generate`.
+        verbose: whether vLLM logs its start-up and throughput, into the replica's log.
+        max_concurrent_requests: how many requests the engines run at a time; the others wait in the service, by
+            priority and order of arrival. ``"auto"``: 1024 for each replica. ``None``: no limit.
+        faults: when replicas are restarted, and how often; see :class:`FaultPolicy`.
+        metrics: whether :attr:`metrics` counts requests.
+        log_folder: where logs are kept, as ``replica-<index>.log``; use one folder per service. By default each log is
+            deleted with its replica.
+        name: in Ray: makes the service outlive this process, for :meth:`connect`. Without a name it ends with this
+            process.
+        namespace: in Ray: of the name; default ``"torchrl_moe"``.
+        resources: in Ray: what a replica needs on one node; default: per device one CPU, and one GPU if the cluster has
+            any.
+        devices: of local replicas: one entry for each, its GPU or a list of them, by this process's own numbers
+            (``[[1], [2]]``, ``["cuda:1", "cuda:2"]``) or their names; by default the GPUs that neither this process
+            nor another rank of its launcher computes on. To share the trainer's GPU, name it.
 
     Attributes:
         engine_args: of the engines, by keyword.
-        name: the name for :meth:`connect`; ``None`` if the service ends with the process that made it.
+        name: the name for :meth:`connect`; ``None`` if the service ends with this process.
+
+    Example::
+
+        with AsyncVLLM.from_pretrained("path/to/model", num_replicas=2) as engine:
+            completion = engine.generate("Hello", {"max_tokens": 16, "logprobs": 0})
+            completion.outputs[0].routed_experts.shape  # [P + G - 1, L, K]
     """
 
     _is_guest = False  # whether another driver made the service
 
     def __init__(
         self,
+        engine_args: Mapping[str, object] | vllm.AsyncEngineArgs,
+        num_replicas: int = 1,
+        actor_class: None = None,
+        enable_prefix_caching: bool | None = None,
+        *,
+        engine: EngineName = "vllm",
+        backend: Literal["local", "ray"] = "local",
+        sampling_params: SamplingParams | None = None,
+        verbose: bool = False,
+        max_concurrent_requests: int | Literal["auto"] | None = "auto",
+        faults: FaultPolicy | None = None,
+        metrics: bool = True,
+        log_folder: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+        namespace: str | None = None,
+        resources: Mapping[str, float] | None = None,
+        devices: Devices | None = None,
+    ) -> None:
+        check_service(sampling_params, metrics, max_concurrent_requests, faults)
+        check_bool("verbose", verbose)
+        check_log_folder(log_folder)
+        kind = engine_kind(engine)
+        of_ray: dict[str, Any] = {"name": name, "namespace": namespace, "resources": resources}
+        check_backend(backend, num_replicas, devices, actor_class, **of_ray)
+        arguments = kind.arguments_of(engine_args)
+        if enable_prefix_caching is not None:
+            check_bool("enable_prefix_caching", enable_prefix_caching)
+            arguments = kind.arguments_of({**arguments, "enable_prefix_caching": enable_prefix_caching})
+
+        def listed() -> list[int]:
+            return [entry.index for entry in self.replica_table]
+
+        service = None
+        if backend == "ray":
+            service = ray_service(kind, arguments, num_replicas, verbose=verbose, log_folder=log_folder, **of_ray)
+            make_replica = ray_factory(service)
+        else:
+            make_replica = local_factory(kind, arguments, num_replicas, verbose, log_folder, listed, devices)
+        self._set_up(
+            arguments,
+            num_replicas,
+            make_replica,
+            service,
+            sampling_params=sampling_params,
+            metrics=metrics,
+            max_concurrent_requests=max_concurrent_requests,
+            faults=faults,
+        )
+
+    def _set_up(
+        self,
         engine_args: Mapping[str, object],
         num_replicas: int,
         make_replica: ReplicaFactory,
-        service: Any = None,
+        service: Any,  # in Ray
         **how: Any,
     ) -> None:
+        """Become an engine over replicas that were not started, or that run already."""
         self.engine_args = EngineArguments(engine_args)
         self.name: str | None = service.name if service is not None and service.detached else None
         self._service = service
         super().__init__([make_replica(index) for index in range(num_replicas)], make_replica=make_replica, **how)
+
+    @classmethod
+    def launch(
+        cls, engine_args: Mapping[str, object] | vllm.AsyncEngineArgs, num_replicas: int = 1, **kwargs: Any
+    ) -> Self:
+        """Make a service and start it; arguments as in the constructor."""
+        return cls(engine_args, num_replicas, **kwargs).start()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_name: str | os.PathLike[str],
+        num_devices: int | None = None,
+        num_replicas: int = 1,
+        verbose: bool = False,
+        compile: bool = True,
+        enable_fp32_output: bool = False,
+        *,
+        engine: EngineName = "vllm",
+        backend: Literal["local", "ray"] = "local",
+        sampling_params: SamplingParams | None = None,
+        metrics: bool = True,
+        log_folder: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+        namespace: str | None = None,
+        resources: Mapping[str, float] | None = None,
+        max_concurrent_requests: int | Literal["auto"] | None = "auto",
+        faults: FaultPolicy | None = None,
+        devices: Devices | None = None,
+        **vllm_engine_args: Any,
+    ) -> Self:
+        """Start replicas of a model; the first six parameters are TorchRL's, in its order.
+
+        Args:
+            model_name: a folder, or a hub name.
+            num_devices: devices per replica, another name of ``tensor_parallel_size``; default: 1.
+            num_replicas: how many engines.
+            verbose: see the constructor.
+            compile: whether vLLM may compile the model; False sets mode 0 in ``compilation_config``, unless it has a
+                mode. ``enforce_eager=True`` turns CUDA graphs off, too.
+            enable_fp32_output: whether the last layer computes in float32, whatever the dtype of the others. Then
+                logits are not rounded: in bfloat16 they have 3 significant digits.
+            engine: see the constructor.
+            backend: see the constructor.
+            sampling_params: see the constructor.
+            metrics: see the constructor.
+            log_folder: see the constructor.
+            name: see the constructor.
+            namespace: see the constructor.
+            resources: see the constructor.
+            max_concurrent_requests: see the constructor.
+            faults: see the constructor.
+            devices: see the constructor.
+            **vllm_engine_args: fields of ``vllm.AsyncEngineArgs``; a parallel size may be ``None`` for 1. For another
+                engine, that engine's own arguments.
+
+        Raises:
+            ValueError: ``num_devices`` and ``tensor_parallel_size`` differ, one is not positive, or a folder holds no
+                model.
+            ReplicaDiedError: an engine did not start; the message ends with the end of its log.
+        """
+        return cls.launch(
+            pretrained_arguments(os.fspath(model_name), num_devices, compile, enable_fp32_output, vllm_engine_args),
+            num_replicas,
+            engine=engine,
+            backend=backend,
+            sampling_params=sampling_params,
+            verbose=verbose,
+            metrics=metrics,
+            log_folder=log_folder,
+            name=name,
+            namespace=namespace,
+            resources=resources,
+            max_concurrent_requests=max_concurrent_requests,
+            faults=faults,
+            devices=devices,
+        )
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    def start(self, timeout_seconds: float | None = None) -> Self:
+        """Start all replicas and wait until they serve. A failure, or Ctrl-C, leaves no process behind.
+
+        Args:
+            timeout_seconds: for all of them; default: the environment's ``TORCHRL_VLLM_TIMEOUT_SECONDS``, or 600.
+
+        Raises:
+            ReplicaDiedError: an engine did not start; the message ends with the end of its log.
+            EngineError: it did not start in time, or the service's name is taken.
+        """
+        if self._running:
+            warnings.warn("the service is already running; start() does nothing", stacklevel=2)
+            return self
+        if any(entry.state is not ReplicaState.STARTING for entry in self.replica_table):
+            raise RuntimeError("start: the service was shut down. Make a new one.")
+        seconds = check_timeout(timeout_seconds) or default_timeout()
+        if self.name is not None:
+            from torchrl_moe.modules.backends.ray.cluster import check_free
+
+            check_free(self.name, self._service.namespace)
+        try:
+            self._start_all(seconds)
+        except BaseException:
+            self.shutdown()
+            raise
+        self._running = True
+        self._fleet.supervise()
+        return self
+
+    def _start_all(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for entry in self.replica_table:
+            entry.replica.start()
+        # disable=None: a bar on a terminal and in a notebook, silence in a log file
+        total = self.num_replicas
+        for entry in tqdm(self.replica_table, desc="start", unit="replica", total=total, leave=False, disable=None):
+            self._wait(entry, deadline, seconds)
+            self._fleet.serve(entry)
 
     def _wait(self, entry: TableEntry, deadline: float, seconds: float) -> None:
         """Wait for a replica."""
@@ -105,6 +297,8 @@ class SharedService(EngineInterface):
                 f"{error}\nAll replicas together had {seconds:g} s: raise timeout_seconds, or the environment's "
                 f"{TIMEOUT_VARIABLE}."
             ) from error
+
+    # -- a service that other drivers can connect to, in a Ray cluster: by its name, or by a pickled engine -----------
 
     @classmethod
     def connect(
@@ -145,8 +339,7 @@ class SharedService(EngineInterface):
     ) -> None:
         """Become an engine over the replicas of a running service; nothing is launched."""
         self._is_guest = True
-        SharedService.__init__(
-            self,
+        self._set_up(
             service.arguments,
             service.num_replicas,
             ray_factory(service),
@@ -258,219 +451,10 @@ class SharedService(EngineInterface):
         (self.disconnect if self._is_guest else self.shutdown)()
 
 
-def _handle(kind: type[SharedService], *later: object) -> SharedService:
+def _handle(kind: type[AsyncVLLM], *later: object) -> AsyncVLLM:
     engine = kind.__new__(kind)
     vars(engine).update(_later=later, _is_guest=True)
     return engine
-
-
-class AsyncVLLM(SharedService):
-    """vLLM replicas behind one ``generate``.
-
-    Args:
-        engine_args: ``vllm.AsyncEngineArgs`` or a mapping of its fields; it names the model.
-        num_replicas: how many engines, each with its own weights.
-        actor_class: must be ``None``; ``backend`` says where replicas run.
-        enable_prefix_caching: overrides the engine argument of that name; default: on.
-        engine: ``"vllm"``, or ``"transformers"``: slow, on one device, for use where vLLM is not available; or the name
-            of a module that is an engine of yours (docs/engines.md).
-        backend: ``"local"``: child processes of this one, without Ray; each has its own set of GPUs. ``"ray"``: actors
-            on any node of the Ray cluster that this process is connected to or finds; else one is started.
-        sampling_params: the default of :meth:`generate`.
-        verbose: whether vLLM logs its start-up and throughput, into the replica's log.
-        max_concurrent_requests: how many requests the engines run at a time; the others wait in the service, by
-            priority and order of arrival. ``"auto"``: 1024 for each replica. ``None``: no limit.
-        faults: when replicas are restarted, and how often; see :class:`FaultPolicy`.
-        metrics: whether :attr:`metrics` counts requests.
-        log_folder: where logs are kept, as ``replica-<index>.log``; use one folder per service. By default each log is
-            deleted with its replica.
-        name: in Ray: makes the service outlive this process, for :meth:`connect`. Without a name it ends with this
-            process.
-        namespace: in Ray: of the name; default ``"torchrl_moe"``.
-        resources: in Ray: what a replica needs on one node; default: per device one CPU, and one GPU if the cluster has
-            any.
-        devices: of local replicas: one entry for each, its GPU or a list of them, by this process's own numbers
-            (``[[1], [2]]``, ``["cuda:1", "cuda:2"]``) or their names; by default the GPUs that neither this process
-            nor another rank of its launcher computes on. To share the trainer's GPU, name it.
-
-    Attributes:
-        name: the name for :meth:`connect`; ``None`` if the service ends with this process.
-
-    Example::
-
-        with AsyncVLLM.from_pretrained("path/to/model", num_replicas=2) as engine:
-            completion = engine.generate("Hello", {"max_tokens": 16, "logprobs": 0})
-            completion.outputs[0].routed_experts.shape  # [P + G - 1, L, K]
-    """
-
-    def __init__(
-        self,
-        engine_args: Mapping[str, object] | vllm.AsyncEngineArgs,
-        num_replicas: int = 1,
-        actor_class: None = None,
-        enable_prefix_caching: bool | None = None,
-        *,
-        engine: EngineName = "vllm",
-        backend: Literal["local", "ray"] = "local",
-        sampling_params: SamplingParams | None = None,
-        verbose: bool = False,
-        max_concurrent_requests: int | Literal["auto"] | None = "auto",
-        faults: FaultPolicy | None = None,
-        metrics: bool = True,
-        log_folder: str | os.PathLike[str] | None = None,
-        name: str | None = None,
-        namespace: str | None = None,
-        resources: Mapping[str, float] | None = None,
-        devices: Devices | None = None,
-    ) -> None:
-        check_service(sampling_params, metrics, max_concurrent_requests, faults)
-        check_bool("verbose", verbose)
-        check_log_folder(log_folder)
-        kind = engine_kind(engine)
-        of_ray: dict[str, Any] = {"name": name, "namespace": namespace, "resources": resources}
-        check_backend(backend, num_replicas, devices, actor_class, **of_ray)
-        arguments = kind.arguments_of(engine_args)
-        if enable_prefix_caching is not None:
-            check_bool("enable_prefix_caching", enable_prefix_caching)
-            arguments = kind.arguments_of({**arguments, "enable_prefix_caching": enable_prefix_caching})
-
-        def listed() -> list[int]:
-            return [entry.index for entry in self.replica_table]
-
-        service = None
-        if backend == "ray":
-            service = ray_service(kind, arguments, num_replicas, verbose=verbose, log_folder=log_folder, **of_ray)
-            make_replica = ray_factory(service)
-        else:
-            make_replica = local_factory(kind, arguments, num_replicas, verbose, log_folder, listed, devices)
-        super().__init__(
-            arguments,
-            num_replicas,
-            make_replica,
-            service,
-            sampling_params=sampling_params,
-            metrics=metrics,
-            max_concurrent_requests=max_concurrent_requests,
-            faults=faults,
-        )
-
-    # -- life -------------------------------------------------------------------------------------------------------
-
-    def start(self, timeout_seconds: float | None = None) -> Self:
-        """Start all replicas and wait until they serve. A failure, or Ctrl-C, leaves no process behind.
-
-        Args:
-            timeout_seconds: for all of them; default: the environment's ``TORCHRL_VLLM_TIMEOUT_SECONDS``, or 600.
-
-        Raises:
-            ReplicaDiedError: an engine did not start; the message ends with the end of its log.
-            EngineError: it did not start in time, or the service's name is taken.
-        """
-        if self._running:
-            warnings.warn("the service is already running; start() does nothing", stacklevel=2)
-            return self
-        if any(entry.state is not ReplicaState.STARTING for entry in self.replica_table):
-            raise RuntimeError("start: the service was shut down. Make a new one.")
-        seconds = check_timeout(timeout_seconds) or default_timeout()
-        if self.name is not None:
-            from torchrl_moe.modules.backends.ray.cluster import check_free
-
-            check_free(self.name, self._service.namespace)
-        try:
-            self._start_all(seconds)
-        except BaseException:
-            self.shutdown()
-            raise
-        self._running = True
-        self._fleet.supervise()
-        return self
-
-    def _start_all(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        for entry in self.replica_table:
-            entry.replica.start()
-        # disable=None: a bar on a terminal and in a notebook, silence in a log file
-        total = self.num_replicas
-        for entry in tqdm(self.replica_table, desc="start", unit="replica", total=total, leave=False, disable=None):
-            self._wait(entry, deadline, seconds)
-            self._fleet.serve(entry)
-
-    @classmethod
-    def launch(
-        cls, engine_args: Mapping[str, object] | vllm.AsyncEngineArgs, num_replicas: int = 1, **kwargs: Any
-    ) -> Self:
-        """Make a service and start it; arguments as in the constructor."""
-        return cls(engine_args, num_replicas, **kwargs).start()
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        model_name: str | os.PathLike[str],
-        num_devices: int | None = None,
-        num_replicas: int = 1,
-        verbose: bool = False,
-        compile: bool = True,
-        enable_fp32_output: bool = False,
-        *,
-        engine: EngineName = "vllm",
-        backend: Literal["local", "ray"] = "local",
-        sampling_params: SamplingParams | None = None,
-        metrics: bool = True,
-        log_folder: str | os.PathLike[str] | None = None,
-        name: str | None = None,
-        namespace: str | None = None,
-        resources: Mapping[str, float] | None = None,
-        max_concurrent_requests: int | Literal["auto"] | None = "auto",
-        faults: FaultPolicy | None = None,
-        devices: Devices | None = None,
-        **vllm_engine_args: Any,
-    ) -> Self:
-        """Start replicas of a model; the first six parameters are TorchRL's, in its order.
-
-        Args:
-            model_name: a folder, or a hub name.
-            num_devices: devices per replica, another name of ``tensor_parallel_size``; default: 1.
-            num_replicas: how many engines.
-            verbose: see the constructor.
-            compile: whether vLLM may compile the model; False sets mode 0 in ``compilation_config``, unless it has a
-                mode. ``enforce_eager=True`` turns CUDA graphs off, too.
-            enable_fp32_output: whether the last layer computes in float32, whatever the dtype of the others. Then
-                logits are not rounded: in bfloat16 they have 3 significant digits.
-            engine: see the constructor.
-            backend: see the constructor.
-            sampling_params: see the constructor.
-            metrics: see the constructor.
-            log_folder: see the constructor.
-            name: see the constructor.
-            namespace: see the constructor.
-            resources: see the constructor.
-            max_concurrent_requests: see the constructor.
-            faults: see the constructor.
-            devices: see the constructor.
-            **vllm_engine_args: fields of ``vllm.AsyncEngineArgs``; a parallel size may be ``None`` for 1. For another
-                engine, that engine's own arguments.
-
-        Raises:
-            ValueError: ``num_devices`` and ``tensor_parallel_size`` differ, one is not positive, or a folder holds no
-                model.
-            ReplicaDiedError: an engine did not start; the message ends with the end of its log.
-        """
-        return cls.launch(
-            pretrained_arguments(os.fspath(model_name), num_devices, compile, enable_fp32_output, vllm_engine_args),
-            num_replicas,
-            engine=engine,
-            backend=backend,
-            sampling_params=sampling_params,
-            verbose=verbose,
-            metrics=metrics,
-            log_folder=log_folder,
-            name=name,
-            namespace=namespace,
-            resources=resources,
-            max_concurrent_requests=max_concurrent_requests,
-            faults=faults,
-            devices=devices,
-        )
 
 
 def make_async_vllm_engine(

@@ -110,7 +110,7 @@ class ActorHandle:
     It is not a Ray actor: its methods are called as they are, without ``.remote``.
     """
 
-    engine: Any  # an EngineInterface, which is built on this file
+    engine: Any  # a GenerationService, which is built on this file
     index: int
 
     def generate(

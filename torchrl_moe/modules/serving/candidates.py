@@ -331,6 +331,7 @@ class TableEntry:
     stats: ReplicaStats | None = None  # the last that the replica sent by itself and the replica table read
     breaker: Breaker = field(default_factory=lambda: Breaker(FaultPolicy()))
     recovery: Recovery = Recovery.NOBODY
+    lacks: int | None = None  # the newest version when it began to wait for an update; None: it does not
     restarts: int = 0
     leaving: bool = False  # it is being removed: it takes nothing new, and is not restarted
     joining: bool = False  # it was added, and has not served yet

@@ -10,9 +10,11 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
-from typing import TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple
 
-__all__ = ["EventLoop", "wake"]
+from torchrl_moe.errors import EngineError
+
+__all__ = ["EventLoop", "NoThreadError", "in_thread", "wake"]
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -82,10 +84,13 @@ class EventLoop:
                 raise RuntimeError(f"the thread {self._name!r} has ended, and nothing will answer this call")
         return future.result()
 
-    def spawn(self, coroutine: Coroutine[object, object, None]) -> None:
-        """Run a coroutine in the loop, from any thread; it is cancelled when the loop stops."""
-        if not self.call(self._state.spawn, coroutine):
+    def spawn(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
+        """Run a coroutine in the loop, from any thread; it is cancelled, and its future, when the loop stops."""
+        future: Future[T] = Future()
+        if not self.call(self._state.spawn, coroutine, future):
             coroutine.close()
+            future.cancel()
+        return future
 
     def stop(self) -> None:
         """Stop it, after the calls scheduled before. Idempotent."""
@@ -108,12 +113,21 @@ class _State:
         self.runs = False  # or will, as soon as its thread does
         self.stops = False  # was asked to
         self.has_thread = False
-        self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself does not keep them alive
+        self._tasks: set[asyncio.Task[Any]] = set()  # asyncio itself does not keep them alive
 
-    def spawn(self, coroutine: Coroutine[object, object, None]) -> None:
+    def spawn(self, coroutine: Coroutine[object, object, T], future: Future[T]) -> None:
+        def end(task: asyncio.Task[T]) -> None:
+            self._tasks.discard(task)
+            if task.cancelled() or future.cancelled():
+                future.cancel()
+            elif (error := task.exception()) is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(task.result())
+
         task = self.loop.create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(end)
 
     def run(self) -> None:
         with self.lock:
@@ -146,6 +160,32 @@ class _State:
             elif not self.is_over:
                 self.is_over = True
                 self.loop.close()
+
+
+class NoThreadError(EngineError):
+    """The system starts no more threads at the moment; nothing of what was asked for was done."""
+
+
+async def in_thread(name: str, function: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
+    """Return the result of a blocking call, made in a daemon thread of its own.
+
+    A pool would make the start of one engine wait for that of others, and the end of the process for both.
+    """
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # a cancelled wait does not cancel the call
+
+    def call() -> None:
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:  # noqa: BLE001  the caller raises it; some would end the loop
+            is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            future.set_exception(error if is_plain else RuntimeError(f"it raised {error!r}"))
+
+    try:
+        threading.Thread(target=call, name=name, daemon=True).start()
+    except RuntimeError as error:
+        raise NoThreadError(str(error)) from error
+    return await asyncio.wrap_future(future)
 
 
 def wake(loop: asyncio.AbstractEventLoop, waiting: asyncio.Future[None]) -> None:

@@ -1,35 +1,232 @@
-"""The replicas of a service: start and end, and commands to all of them at the same time.
+"""The replicas of a service: started, watched, restarted, updated, and commanded all at the same time.
 
-They are used only through the :class:`~torchrl_moe.modules.backends.replica.Replica` protocol.
+They are used only through the :class:`~torchrl_moe.modules.backends.replica.Replica` protocol. :func:`keep` is the life
+of one replica, from top to bottom.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
+import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed, wait
 from typing import TypeVar
 
-from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError
+from torchrl_moe.errors import EngineError, NoReplicaError, ReplicaDiedError, TorchRLMoEError
 from torchrl_moe.modules.backends.engine import Engine
-from torchrl_moe.modules.backends.replica import PauseMode, Replica, ReplicaInfo
+from torchrl_moe.modules.backends.replica import PauseMode, ProbeReport, Replica, ReplicaInfo
 from torchrl_moe.modules.serving.candidates import GONE, FaultPolicy, Recovery, ReplicaState
-from torchrl_moe.modules.serving.event_loop import EventLoop
+from torchrl_moe.modules.serving.event_loop import EventLoop, NoThreadError, in_thread
 from torchrl_moe.modules.serving.replica_table import ReplicaTable, TableEntry
-from torchrl_moe.modules.serving.supervisor import WORDS_SECONDS, Bring, Supervisor
 
-__all__ = ["CALL_SECONDS", "SILENT", "Fleet"]
+__all__ = ["CALL_SECONDS", "SILENT", "Fleet", "Probe", "ProbeHistory", "keep"]
 
+LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 CALL_SECONDS = 60.0
+TICK_SECONDS = 0.5
+GATHER_SECONDS = 0.02  # so that many changes are handled in one pass
+WORDS_SECONDS = 1.0  # for a replica that died to report why
+JOIN_SECONDS = 5.0
+PEER_SECONDS = 5.0
 SILENT = frozenset({ReplicaState.DEAD, ReplicaState.STARTING})
 """States in which a replica answers no command."""
+PROBED = frozenset({ReplicaState.SERVING, ReplicaState.DRAINING})  # others are busy with something else
+BUSY_SHARE = 0.05  # of one core; above it a process counts as computing
+
+
+# The life of one replica.
+
+
+async def keep(reference: weakref.ref[Fleet], entry: TableEntry, woken: asyncio.Event) -> None:
+    """Keep one replica in service until it is removed or the service ends. Runs in the service's loop.
+
+    ::
+
+                 holds the newest weights            update
+        STARTING ------------------------> SERVING <--------> SYNCING      (or by way of DRAINING)
+         ^  | ^ waits (Recovery.UPDATE)       |                  |
+         |  | +- for the user's update        | died, stalled    | died, or the update failed half-way
+         |  v                                 v                  v
+         |  +-----------------------------> DEAD         QUARANTINED: its weights are unknown
+         |                                    |                  |
+         +---- restart, after a delay --------+------------------+     (Recovery.SUPERVISOR, at most max_restarts)
+
+    Senders make the transitions of an update; all others are made here. The fleet is held weakly between two looks,
+    so that an unused service can be garbage collected.
+    """
+    probe: Probe | None = None
+    while True:
+        await woken.wait()  # for the next tick, or a change of its state
+        woken.clear()
+        fleet = reference()
+        if fleet is None or fleet.is_over or entry.removed:
+            return
+        try:
+            # watch
+            stalled = ""
+            if entry.state not in GONE:
+                fleet.note_version(entry)
+                if entry.state not in PROBED:
+                    probe = None
+                elif probe is None or probe.replica is not entry.replica:
+                    probe = Probe(entry, fleet.policy)
+                if probe is not None and (stalled := probe.look(fleet.table)):
+                    fleet.note_stall(entry, probe.replica, stalled)
+                else:
+                    await fleet.note_death(entry)
+            # restart, or update
+            if entry.state in GONE and (stalled or fleet.may_restart(entry)):
+                await fleet.restart(entry)
+            elif fleet.was_updated(entry):
+                await fleet.catch_up(entry)
+        except Exception as error:  # noqa: BLE001  it is logged and kept, and the next look tries again
+            fleet.note_error(entry, error)
+        else:
+            fleet.errors.pop(entry.index, None)
+        del fleet
+
+
+async def _wake_keepers(reference: weakref.ref[Fleet], changed: asyncio.Event) -> None:
+    """Wake a replica's keeper when its state has changed, and each at every tick."""
+    next_tick, seen = 0.0, 0
+    while True:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(changed.wait(), TICK_SECONDS)
+        await asyncio.sleep(GATHER_SECONDS)
+        changed.clear()
+        fleet = reference()
+        if fleet is None or fleet.is_over:
+            return
+        is_tick = time.monotonic() >= next_tick
+        seen = fleet.wake_keepers(None if is_tick else seen)
+        if is_tick:
+            next_tick = time.monotonic() + TICK_SECONDS
+            try:
+                fleet.table.cool()
+            except Exception as error:  # a listener's; the next tick tries again
+                LOG.exception("the breakers of the replicas could not be half-opened: %r", error)
+        del fleet
+
+
+# Health probes: whether a replica answers, and if not, whether it is stalled or only slow.
+
+
+class ProbeHistory:
+    """The history of one replica's probes. Probes are counted, not seconds, since a suspended driver sends none.
+
+    >>> history = ProbeHistory(FaultPolicy(probe=10, patience=30))
+    >>> [history.note(None) for _ in range(3)]
+    ['', '', 'gave no sign of life in 30 s']
+    """
+
+    def __init__(self, policy: FaultPolicy) -> None:
+        self._policy = policy
+        self._silent = 0
+        self._slow = 0
+        self._cpu_seconds = 0.0
+
+    @property
+    def silent(self) -> bool:
+        """Whether the last probe got no sign of life."""
+        return self._silent > 0
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether the engine core did not answer the last probe."""
+        return self._silent + self._slow > 0
+
+    def note(self, probe_report: ProbeReport | None) -> str:
+        """Record the answer to a probe, ``None`` for none; return why the replica counts as stalled, or ``""``."""
+        if probe_report is not None and probe_report.core_answered:
+            self._silent = self._slow = 0
+            self._cpu_seconds = probe_report.cpu_seconds
+            return ""
+        if probe_report is not None and not probe_report.stopped and self._computed(probe_report):
+            self._silent = 0
+            self._slow += 1
+        else:
+            self._silent += 1
+        policy = self._policy
+        if self._silent * policy.probe >= policy.patience:
+            return f"gave no sign of life in {self._silent * policy.probe:g} s"
+        if self._slow * policy.probe >= policy.slow_patience:
+            return f"computed for {self._slow * policy.probe:g} s without an answer"
+        return ""
+
+    def _computed(self, probe_report: ProbeReport) -> bool:
+        before, self._cpu_seconds = self._cpu_seconds, probe_report.cpu_seconds
+        return probe_report.cpu_seconds - before >= BUSY_SHARE * self._policy.probe
+
+
+class Probe:
+    """The probes of one replica, while it serves. For one thread; nothing waits."""
+
+    def __init__(self, entry: TableEntry, policy: FaultPolicy, clock: Callable[[], float] = time.monotonic) -> None:
+        self.replica = entry.replica
+        self._index = entry.index
+        self._policy = policy
+        self._clock = clock
+        self._history = ProbeHistory(policy)
+        self._due = clock() + policy.probe
+        self._answer: Future[ProbeReport] | None = None  # None: no probe is under way
+
+    def look(self, table: ReplicaTable) -> str:
+        """Collect an answer, or send the probe that is due; return why the replica is stalled, or ``""``."""
+        is_doubted = table.take_doubt(self._index)
+        if self._policy.probe == math.inf:
+            return ""
+        is_due = self._clock() >= self._due
+        if self._answer is None:
+            # a doubted replica is not probed more often, since its probes count as seconds
+            if is_due or (is_doubted and not self._history.doubtful):
+                self._due = self._clock() + self._policy.probe
+                self._answer = self._ask()
+        elif is_due or self._answer.done():
+            answer, self._answer = self._answer, None
+            reason = self._history.note(_read(answer))
+            if self._history.silent:
+                table.fail(self._index, "gave no sign of life to a health probe", trip=True)
+            return reason
+        return ""
+
+    def _ask(self) -> Future[ProbeReport]:
+        """Send a probe; the engine core gets half of the time, so that its owner's answer still arrives."""
+        try:
+            return self.replica.ask(Engine.probe, self._policy.probe / 2)
+        except Exception as error:  # logged; it counts as silent
+            LOG.exception("a replica could not be probed: %r", error)
+            failed: Future[ProbeReport] = Future()
+            failed.set_exception(EngineError(str(error)))
+            return failed
+
+
+def _read(answer: Future[ProbeReport]) -> ProbeReport | None:
+    """Return a replica's report, ``None`` if there is none.
+
+    A dead one, or one without this command, passes: its death is reported elsewhere.
+    """
+    if not answer.done():
+        return None
+    error = answer.exception()
+    if error is None:
+        return answer.result()
+    is_silent = isinstance(error, EngineError) and not isinstance(error, ReplicaDiedError)
+    return None if is_silent else ProbeReport(core_answered=True)
+
+
+# All replicas.
 
 
 class Fleet:
-    """N replicas, and operations on all of them; thread-safe."""
+    """N replicas, and operations on all of them; thread-safe. Watched from :meth:`supervise` to :meth:`end`."""
 
     def __init__(
         self,
@@ -42,16 +239,25 @@ class Fleet:
             raise ValueError("a service needs at least one replica, got none")
         self.table = ReplicaTable(replicas, faults=faults)
         self.infos: list[ReplicaInfo] = []
-        self.bring: Bring | None = None
+        self.bring: Callable[[int], None] | None = None
+        self.policy = faults
+        self.errors: dict[int, str] = {}
+        """Replica -> why the last look at it failed."""
+        self._loop = loop
         self._make_replica = make_replica
-        self._paused = False  # by the user
-        self.is_frozen = False
-        self._sleep_level: int | None = None  # the same
-        self._pausing = threading.Lock()
+        self._restarts = faults.restart and make_replica is not None
+        self._restarted_at: defaultdict[int, deque[float]] = defaultdict(deque)  # times of restarts
+        self._watches = False
+        self._keepers: dict[int, tuple[asyncio.Event, Future[None]]] = {}
+        self._changed = asyncio.Event()
+        self._over = threading.Event()  # set under the table's lock: from then on no recovery is promised
+        self._ending = asyncio.Event()  # the same for the loop
+        self._starting = threading.Lock()  # under which replicas are, and the end begins
         self._adding = threading.Lock()
-        self._supervisor = Supervisor(
-            self.table, faults, loop, make_replica, lambda: self.bring, self._pause_as_the_others
-        )
+        self._pausing = threading.Lock()
+        self._paused = False  # by the user
+        self._sleep_level: int | None = None  # the same
+        self.is_frozen = False
 
     # -- life -------------------------------------------------------------------------------------------------------
 
@@ -62,35 +268,67 @@ class Fleet:
     def serve(self, entry: TableEntry) -> None:
         """Let a ready replica serve: at once, or, if another has newer weights, once it has the newest."""
         if entry.version < self.table.latest_version:
-            self._supervisor.await_update(entry)
+            self._await_update(entry)
         else:
             self.table.set_state(entry.index, ReplicaState.SERVING)
 
     def supervise(self) -> None:
         """Notice deaths and stalls from now on, and bring replicas back."""
-        self._supervisor.start()
+        self._watches = True
+        self.table.add_listener(self._on_change, doubts=True)
+        # made after the replicas, so at interpreter exit it runs before theirs: what then dies is not restarted
+        weakref.finalize(self, self._over.set)
+        for entry in self.table:
+            self._adopt(entry)
+        self._loop.spawn(_wake_keepers(weakref.ref(self), self._changed))
+
+    def _adopt(self, entry: TableEntry) -> None:
+        """From now on watch a replica, and restart it when it dies, if restarts are enabled."""
+        if not self._watches:
+            return
+        if self._restarts and entry.recovery is not Recovery.UPDATE:
+            self._set_recovery(entry, Recovery.SUPERVISOR)
+        woken = asyncio.Event()
+        self._keepers[entry.index] = woken, self._loop.spawn(keep(weakref.ref(self), entry, woken))
+
+    def _on_change(self) -> None:
+        """Called from any thread."""
+        self._loop.call(self._changed.set)
+
+    def wake_keepers(self, since: int | None) -> int:
+        """Wake the keepers of replicas that have changed since a change of the table, or all; return the latest one."""
+        with self.table.lock:
+            changed = set(self._keepers)
+            if since is not None:
+                changed &= self.table.doubts.union(entry.index for entry in self.table.changed_since(since))
+            latest = self.table.changes
+        for index in changed:
+            self._keepers[index][0].set()
+        return latest
 
     @property
-    def supervisor_error(self) -> str | None:
-        """Why the supervisor's last check failed; ``None`` if it succeeded."""
-        return self._supervisor.error
+    def is_over(self) -> bool:
+        """Whether the end has begun."""
+        return self._over.is_set()
 
     def end(self, end_one: Callable[[Replica], object] = lambda replica: replica.shutdown()) -> None:
         """End every replica, at the same time. Idempotent."""
-        self._supervisor.stop()
+        with self._starting, self.table.lock:
+            self._over.set()
+            for entry in self.table:
+                self.table.set_recovery(entry.index, Recovery.NOBODY)
+        self.table.remove_listener(self._on_change)
+        is_running = self._loop.call(self._end_keepers)
         for entry in self.table:
             self.table.mark_dead(entry.index)
         with ThreadPoolExecutor(max_workers=max(len(self.table), 1)) as pool:
             list(pool.map(lambda entry: end_one(entry.replica), self.table))
-        self._supervisor.join()
+        if is_running and not self._loop.is_here:
+            wait([keeper for _, keeper in self._keepers.values()], JOIN_SECONDS)
 
-    @contextlib.contextmanager
-    def _noting_deaths(self) -> Iterator[None]:
-        try:
-            yield
-        except ReplicaDiedError:
-            self.note_deaths()
-            raise
+    def _end_keepers(self) -> None:
+        self._ending.set()
+        self.wake_keepers(None)
 
     def note_deaths(self) -> None:
         """Mark replicas that have died and are not marked yet."""
@@ -99,42 +337,244 @@ class Fleet:
             if entry.state not in SILENT and not replica.is_alive():
                 self.table.mark_dead(entry.index, _reason_of_death(replica), replica)
 
+    # -- a replica's keeper: watch ----------------------------------------------------------------------------------
+
+    @property
+    def supervisor_error(self) -> str | None:
+        """Why the last look at a replica failed; ``None`` if all succeeded."""
+        return next(iter(list(self.errors.values())), None)
+
+    def note_error(self, entry: TableEntry, error: Exception) -> None:
+        """Log and keep what a look at a replica failed with."""
+        if entry.index not in self.errors:
+            LOG.error("the supervisor failed at replica %d, and goes on", entry.index, exc_info=error)
+        self.errors[entry.index] = f"{type(error).__name__}: {error}"
+
+    def note_version(self, entry: TableEntry) -> None:
+        """Note the version that a replica reports: if this driver loads none, another one may have."""
+        replica = entry.replica
+        if (stats := replica.last_stats) is None:
+            return
+        self.table.note_version(stats.weights_version)
+        with self.table.lock:
+            unheard = entry.replica is replica and entry.version < stats.weights_version
+            if unheard and entry.state is ReplicaState.SERVING and self.bring is None:
+                self.table.set_version(entry.index, stats.weights_version)
+
+    def note_stall(self, entry: TableEntry, replica: Replica, stalled: str) -> None:
+        """Mark a replica that must be ended, with the end of its log."""
+        words = replica.log_tail()
+        reason = f"replica {entry.index} {stalled} and was ended" + (words and f". Its log says:\n{words}")
+        self.table.mark_dead(entry.index, reason, replica)
+
+    async def note_death(self, entry: TableEntry) -> None:
+        """Mark a replica that has died, once it has reported why, or had the time to.
+
+        Raises:
+            EngineError: it cannot be asked.
+        """
+        replica = entry.replica
+        if entry.state is ReplicaState.STARTING and entry.recovery is not Recovery.UPDATE:
+            return  # what starts it notices
+        try:
+            if not replica.is_alive():
+                death = replica.death or await self._in_thread(entry, _reason_of_death, replica)
+                self.table.mark_dead(entry.index, death, replica)
+        except Exception as error:
+            raise EngineError(f"replica {entry.index} could not be asked whether it is alive: {error!r}") from error
+
+    # -- a replica's keeper: restart --------------------------------------------------------------------------------
+
+    async def _in_thread(self, entry: TableEntry, function: Callable[..., T], *arguments: object) -> T:
+        return await in_thread(f"torchrl_moe-restart-{entry.index}", function, *arguments)
+
+    def may_restart(self, entry: TableEntry) -> bool:
+        """Whether it is this driver that restarts a replica."""
+        if entry.recovery is not Recovery.SUPERVISOR or entry.leaving:
+            return False
+        if not self._restarts:  # nobody does, or the driver that made the replica
+            self.table.set_recovery(entry.index, Recovery.NOBODY)
+        elif entry.replica.was_ended:
+            self._give_up(entry, f"replica {entry.index} was shut down by another driver")
+        return entry.recovery is Recovery.SUPERVISOR
+
+    async def restart(self, entry: TableEntry) -> None:
+        """End what is left of a replica, and start new ones in its place until one serves."""
+        try:
+            # its memory is free before another one asks for it
+            await self._in_thread(entry, entry.replica.shutdown)
+            while self.may_restart(entry) and await self._wait_for_turn(entry):
+                if await self._start_another(entry):
+                    return
+        except NoThreadError:
+            raise
+        except Exception as error:
+            self._give_up(entry, f"restarting failed with {error!r}")
+            raise
+
+    async def _wait_for_turn(self, entry: TableEntry) -> bool:
+        """Wait as the policy says; return False if it must not be restarted again."""
+        begun, policy = self._restarted_at[entry.index], self.policy
+        while begun and time.monotonic() - begun[0] > policy.restart_window:
+            begun.popleft()
+        if len(begun) < policy.max_restarts:
+            return not await self._ends_within(policy.delay(len(begun)))
+        self._give_up(
+            entry,
+            f"restarted {len(begun)} times within {policy.restart_window:g} s, and given up. The last error: "
+            f"{entry.last_error}",
+        )
+        return False
+
+    async def _ends_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ending.wait(), seconds)
+        return self.is_over
+
+    def _give_up(self, entry: TableEntry, reason: str) -> None:
+        self.table.mark_dead(entry.index)
+        entry.last_error = reason
+        LOG.error("replica %d is not restarted any more: %s", entry.index, reason.partition("\n")[0])
+        self.table.set_recovery(entry.index, Recovery.NOBODY)
+
+    async def _start_another(self, entry: TableEntry) -> bool:
+        """Start a new replica, and wait until it serves, or waits for the next update; return False if it failed."""
+        assert self._make_replica is not None
+        replica = await self._in_thread(entry, self._make_replica, entry.index)
+        try:
+            if not await self._in_thread(entry, self._start_in_place, entry, replica):
+                await self._in_thread(entry, replica.shutdown)  # it was not started, and nothing else would end it
+                return True
+            await self._in_thread(entry, replica.wait_ready, self.policy.start)
+            await self._join(entry, replica)
+        except (EngineError, OSError) as error:
+            self.table.mark_dead(entry.index, str(error), replica)
+            if entry.leaving or not self.is_over:
+                await self._in_thread(entry, replica.shutdown)
+            # else the service ends it, or leaves it to its other drivers
+            return False
+        return True
+
+    def _start_in_place(self, entry: TableEntry, replica: Replica) -> bool:
+        """Start a new replica in place of an old one, unless the old one is being removed, or the service has ended."""
+        with self._starting:
+            if self.is_over or not self.table.replace(entry.index, replica):
+                return False
+            self._restarted_at[entry.index].append(time.monotonic())
+            replica.start()
+            return True
+
+    # -- a replica's keeper: update ---------------------------------------------------------------------------------
+
+    async def _join(self, entry: TableEntry, replica: Replica, deadline: float = math.inf) -> None:
+        """Let a started replica serve, with the current weights, and paused if the service is."""
+        for failures in itertools.count():
+            bring = self.bring
+            if bring is not None and entry.state is ReplicaState.STARTING:
+                try:
+                    await self._in_thread(entry, bring, entry.index)
+                except (TorchRLMoEError, ValueError, RuntimeError, OSError) as error:
+                    entry.last_error = f"its weights could not be loaded: {error}"
+            if entry.state in GONE:  # the process may still be alive: do not wait for it
+                break
+            if entry.state is not ReplicaState.STARTING:
+                await self._in_thread(entry, self._serve_as_the_others, entry, replica)
+                return
+            nothing_to_bring = bring is None or not self.table.latest_version
+            if nothing_to_bring and await self._in_thread(entry, self._serve_or_wait, entry, replica):
+                return
+            if await self._ends_within(self.policy.delay(failures)) or not replica.is_alive():
+                break
+            if time.monotonic() > deadline:
+                raise EngineError(f"replica {entry.index} was not brought into service in time: {entry.last_error}")
+        raise ReplicaDiedError(entry.last_error or f"replica {entry.index} died before it could serve")
+
+    def _serve_or_wait(self, entry: TableEntry, replica: Replica) -> bool:
+        """Let a replica serve with its weights, or wait for an update if others have newer ones."""
+        newest = self._newest_version(entry)
+        holds = _version_of(replica) if newest else 0
+        if holds < newest:
+            self._await_update(entry)
+            return True
+        if holds:
+            self.table.set_version(entry.index, holds)
+        return self._serve_as_the_others(entry, replica)
+
+    def _newest_version(self, entry: TableEntry) -> int:
+        """Return the newest version of the others; they are asked, since another driver may have loaded it."""
+        for peer in self.table:
+            if self.table.latest_version:
+                break
+            if peer is entry or peer.state is ReplicaState.STARTING or peer.state in GONE:
+                continue
+            self.table.note_version(_version_of(peer.replica))
+        return self.table.latest_version
+
+    def _await_update(self, entry: TableEntry) -> None:
+        """Let a STARTING replica serve once it holds the newest weights, which any driver may load."""
+        entry.lacks = self.table.latest_version
+        self._set_recovery(entry, Recovery.UPDATE)
+
+    def was_updated(self, entry: TableEntry) -> bool:
+        """Whether the update that a replica waited for has happened, with or without this replica."""
+        if entry.lacks is None or entry.state is not ReplicaState.STARTING:
+            return entry.lacks is not None
+        stats = entry.replica.last_stats
+        holds = 0 if stats is None else stats.weights_version
+        newest = self.table.latest_version
+        return entry.recovery is Recovery.UPDATE and (entry.lacks < newest or 0 < newest <= holds)
+
+    async def catch_up(self, entry: TableEntry) -> None:
+        """Bring a replica back after the update that it waited for, unless the update did so already."""
+        entry.lacks = None
+        if entry.state in GONE:
+            return
+        replica = entry.replica
+        self._set_recovery(entry, Recovery.SUPERVISOR)
+        try:
+            await self._join(entry, replica)
+        except Exception as error:  # after any error: otherwise it would stay STARTING for ever
+            self.table.mark_dead(entry.index, str(error) or repr(error), replica)
+            if not isinstance(error, EngineError):
+                raise
+
+    def _set_recovery(self, entry: TableEntry, recovery: Recovery) -> None:
+        """Set what will bring a replica back (nothing after the end), and notify the calls that wait."""
+        with self.table.lock:
+            if not self.is_over:
+                self.table.set_recovery(entry.index, recovery)
+
     # -- more and fewer replicas ------------------------------------------------------------------------------------
 
     def add(self, count: int, seconds: float) -> list[int]:
         """Start more replicas, and wait until they serve, with the current weights, and paused if the others are."""
-        if count < 1:
-            raise ValueError(f"add_replicas: the number of replicas must be at least 1, got {count}")
         if self._make_replica is None:
             raise RuntimeError("add_replicas: this service cannot make replicas: it was given its replicas")
         deadline = time.monotonic() + seconds
         entries: list[TableEntry] = []
         try:
             for _ in range(count):
-                entries.append(self._add_one(self._make_replica))
-            with ThreadPoolExecutor(max_workers=count) as pool:
-                waits = [pool.submit(self._supervisor.admit, entry, deadline) for entry in entries]
-                try:
-                    for wait in as_completed(waits):
-                        wait.result()
-                except BaseException:
-                    self._take_away(entries)  # which ends the other waits
-                    raise
-        except BaseException:
-            self._take_away(entries)
+                with self._adding:  # one at a time: each gets its own index and devices
+                    entries += self.table.add([self._make_replica(self.table.next_index)])
+                with self._starting:
+                    if self.is_over:
+                        raise EngineError("the service was shut down")
+                    entries[-1].replica.start()
+            for admitted in as_completed([self._loop.spawn(self._admit(entry, deadline)) for entry in entries]):
+                admitted.result()
+        except BaseException as error:
+            self._take_away(entries)  # which ends the other waits
+            if isinstance(error, CancelledError):
+                raise EngineError("the service was shut down") from None
             raise
         return [entry.index for entry in entries]
 
-    def _add_one(self, make: Callable[[int], Replica]) -> TableEntry:
-        """Add a replica to the table and start it. One at a time: each gets its own index and devices."""
-        with self._adding:
-            (entry,) = self.table.add([make(self.table.next_index)])
-        try:
-            self._supervisor.begin(entry)
-        except BaseException:
-            self._take_away([entry])
-            raise
-        return entry
+    async def _admit(self, entry: TableEntry, deadline: float) -> None:
+        """Wait until an added replica serves like the others, or waits for the next update."""
+        replica = entry.replica
+        await self._in_thread(entry, replica.wait_ready, max(deadline - time.monotonic(), 0.0))
+        await self._join(entry, replica, deadline)
+        self._adopt(entry)
 
     def remove(self, index: int, drain: bool, seconds: float) -> None:
         """End a replica for good and remove it."""
@@ -167,7 +607,10 @@ class Fleet:
     def _take_away(self, entries: Sequence[TableEntry]) -> None:
         """End replicas for good. They stay listed until their processes have ended; then their devices are free."""
         for entry in entries:
-            self._supervisor.release(entry)
+            with self._starting:
+                self.table.set_leaving(entry.index, True)
+            self.table.set_recovery(entry.index, Recovery.NOBODY)
+            self.table.mark_dead(entry.index, "it was removed")
         with ThreadPoolExecutor(max_workers=max(len(entries), 1)) as pool:
             list(pool.map(lambda entry: entry.replica.shutdown(), entries))
         for entry in entries:
@@ -190,21 +633,26 @@ class Fleet:
         alive = self.alive()
         with ThreadPoolExecutor(max_workers=len(alive)) as pool:
             futures = [pool.submit(command, entry.replica) for entry in alive]
-        with self._noting_deaths():
+        try:
             return [future.result() for future in futures]
+        except ReplicaDiedError:
+            self.note_deaths()
+            raise
 
     def pause(self, mode: PauseMode, clear_cache: bool, seconds: float) -> None:
         """Stop scheduling on all; one that is restarted meanwhile comes back paused."""
         _check_mode(mode)
         self._check_awake("pause")
-        before = self._note_pause(True)
+        with self._pausing:  # before the replicas are told
+            before, self._paused = self._paused, True
         self._freeze(self.is_frozen or mode == "keep")  # otherwise requests in flight finish, or are cut, first
         try:
             self.on_all(lambda replica: replica.call(Engine.pause, seconds, mode, clear_cache))
             self._freeze(True)
         except BaseException:
-            if not before:
-                self._take_back_pause(seconds)
+            if not before:  # those that it still waits for also take nothing new
+                with contextlib.suppress(EngineError, RuntimeError):  # none is alive, or the service was shut down
+                    self.resume(seconds)
             raise
         if clear_cache:
             self._forget_prefixes()
@@ -212,7 +660,8 @@ class Fleet:
     def resume(self, seconds: float) -> None:
         """Resume scheduling on all."""
         self._check_awake("resume")
-        self._note_pause(False)
+        with self._pausing:
+            self._paused = False
         self._freeze(False)
         self.on_all(lambda replica: replica.call(Engine.resume, seconds))
 
@@ -257,30 +706,21 @@ class Fleet:
         if self._sleep_level is not None:
             raise RuntimeError(f"{what}: the engines sleep; wake_up() first")
 
-    def _take_back_pause(self, seconds: float) -> None:
-        """Resume the replicas that a pause has reached; one that it still waits for also takes nothing new."""
-        with contextlib.suppress(EngineError, RuntimeError):  # none is alive, or the service was shut down
-            self.resume(seconds)
+    def _serve_as_the_others(self, entry: TableEntry, replica: Replica) -> bool:
+        """Pause a replica if all are, or have it sleep; then let it serve, if it is STARTING. Return whether it serves.
 
-    def _note_pause(self, paused: bool) -> bool:
-        """Store the requested pause before the replicas are told; return the previous one."""
-        with self._pausing:
-            before, self._paused = self._paused, paused
-            return before
-
-    def _pause_as_the_others(self, replica: Replica, serve: Callable[[], bool]) -> bool:
-        """Pause a replica if all are, then have it serve. Under the lock: a resume comes before this, or reaches it.
-
-        The same holds for sleep.
+        Under the lock: a resume comes before this, or reaches it.
         """
         with self._pausing:
             if self._paused:
                 replica.call(Engine.pause, CALL_SECONDS, "keep", False)
-            if self._sleep_level is not None:
-                replica.call(
-                    Engine.sleep, CALL_SECONDS, 1, "keep"
-                )  # level 2 would drop the weights that it just loaded
-            return serve()
+            if self._sleep_level is not None:  # level 2 would drop the weights that it just loaded
+                replica.call(Engine.sleep, CALL_SECONDS, 1, "keep")
+            with self.table.lock:
+                is_starting = entry.state is ReplicaState.STARTING
+                if is_starting:
+                    self.table.set_state(entry.index, ReplicaState.SERVING)
+                return is_starting
 
     def reset_prefix_cache(self) -> bool:
         """Drop cached prefixes; return False if a replica could not, because requests are running."""
@@ -305,3 +745,10 @@ def _reason_of_death(replica: Replica) -> str | None:
         time.sleep(0.01)
     words: str | None = replica.death
     return words
+
+
+def _version_of(replica: Replica) -> int:
+    """Return the version of a replica's weights; 0 if it does not answer now."""
+    with contextlib.suppress(EngineError, ValueError, RuntimeError, OSError):
+        return int(replica.call(Engine.weights_version, PEER_SECONDS))
+    return 0

@@ -216,7 +216,7 @@ class ReplicaTable:
             entry = self[index]
             if entry.leaving:
                 return False
-            entry.replica, entry.version = replica, 0
+            entry.replica, entry.version, entry.lacks = replica, 0, None
             entry.restarts += 1
             self.set_state(index, ReplicaState.STARTING)
             return True
@@ -244,6 +244,13 @@ class ReplicaTable:
             for listener, wants_doubts in self._listeners.items():
                 if wants_doubts:
                     listener()
+
+    def take_doubt(self, index: int) -> bool:
+        """Whether a replica was late since the last call."""
+        with self.lock:
+            is_doubted = index in self.doubts
+            self.doubts.discard(index)
+            return is_doubted
 
     def cool(self) -> None:
         """Half-open the breakers whose cooldown has passed."""
