@@ -82,7 +82,8 @@ def test_smaller_experts_differ_are_balanced_and_nearer_than_random_ones(make: A
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"width": 49}, r"width must be in 1\.\.48"),
+        ({"width": 56}, r"width must be in 1\.\.48"),
+        ({"width": 33}, "width must be a multiple of 8"),
         ({"width": 0}, r"width must be in 1\.\.48"),
         ({"num_experts": 2, "top_k": 3}, r"top_k must be in 1\.\.2"),
     ],
@@ -90,6 +91,30 @@ def test_smaller_experts_differ_are_balanced_and_nearer_than_random_ones(make: A
 def test_sizes_that_do_not_fit_are_refused(make: Any, dense: Any, rows: Any, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make.upcycle(dense, rows, **options)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act must be silu, got gelu"),
+        ({"attention_bias": True}, r"a Mixtral has no biases, and there is model.layers.0.self_attn.q_proj.bias"),
+        ({"head_dim": 16}, r"head_dim must be hidden_size over num_attention_heads, got 16"),
+    ],
+)
+def test_a_model_of_another_form_is_refused(make: Any, dense: Any, rows: Any, config: Any, message: str) -> None:
+    other = LlamaForCausalLM(LlamaConfig(**{**dense.config.to_dict(), **config}))
+    with pytest.raises(ValueError, match=message):
+        make.upcycle(other, rows)
+    with pytest.raises(ValueError, match=r"got torch\.bfloat16"):
+        make.upcycle(LlamaForCausalLM(dense.config).bfloat16(), rows)
+    with pytest.raises(ValueError, match="rows must have some 16 000 tokens"):
+        make.upcycle(dense, rows[:1, :1])
+
+
+def test_a_text_is_in_one_module_only(make: Any) -> None:
+    texts = [text.split("\n\n") for text in make.library_texts()[:40]]
+    long = [part for parts in texts for part in {part for part in parts if len(part) > 400}]
+    assert len(set(long)) > 0.95 * len(long) > 20  # a few paragraphs stand in several texts
 
 
 def test_a_missing_package_is_named(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

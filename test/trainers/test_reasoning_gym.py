@@ -22,7 +22,7 @@ from torchrl_moe.trainers.rollout_engine import Given, RolloutSource
 @dataclass
 class SumsConfig:
     size: int = 500
-    seed: int | None = None
+    seed: int = 0
     most: int = 9
 
 
@@ -35,12 +35,14 @@ class Sums:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for place in range(self.config.size):
-            draw = random.Random(f"{self.config.seed} {place}")
+            draw = random.Random(self.config.seed + place)  # as in the package
             terms = (draw.randint(0, self.config.most), draw.randint(0, self.config.most))
             yield {"question": f"{terms[0]} + {terms[1]} =", "answer": str(sum(terms)), "metadata": {"terms": terms}}
 
     def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
         assert isinstance(entry["metadata"]["terms"], tuple)  # some scorers tell tuples from lists
+        if answer == "?":
+            raise OverflowError("no number")  # as some of the package's do
         return 1.0 if answer == entry["answer"] else 0.0
 
 
@@ -79,13 +81,21 @@ def test_rows_are_chats_with_an_instruction_and_a_seed_is_a_seed() -> None:
 
 
 @pytest.mark.usefixtures("gym")
+def test_seeds_side_by_side_share_few_questions() -> None:
+    """Of the package's own, neighbours share all but one."""
+    parts = [reasoning_rows("reasoning_gym:sums", size=50, held_out=50, seed=seed, most=10**9) for seed in (0, 1)]
+    questions = [str(row["prompt"]) for part in parts for rows in part.values() for row in rows]
+    assert len(set(questions)) == len(questions) == 200
+
+
+@pytest.mark.usefixtures("gym")
 def test_no_held_out_question_is_trained_on() -> None:
     """Of 100 questions nearly all are drawn in both parts."""
     parts = reasoning_rows("reasoning_gym:sums", size=400, held_out=60)
     train, held_out = ([row["prompt"][0]["content"] for row in parts[name]] for name in ("train", "held_out"))
     assert not set(train) & set(held_out)
     assert len(set(held_out)) == len(held_out) > 30
-    assert 100 < len(train) < 400
+    assert len(set(train)) == len(train) and 100 >= len(train) + len(held_out) > 90
     with pytest.raises(ValueError, match="all questions are held out: lower held_out, which is 5000"):
         reasoning_rows("reasoning_gym:sums", size=10, held_out=5000)
 
@@ -97,7 +107,15 @@ def test_the_score_is_the_task_s_of_what_stands_in_tags_or_of_all() -> None:
     for completion in (right, f" {right}\n", f"I think <answer> {right} </answer>, or 5"):
         assert score(row, completion) == 1.0
         assert score(row, [{"role": "assistant", "content": completion}]) == 1.0
-    assert score(row, f"The answer is {right}.") == score(row, "") == 0.0
+    assert score(row, f"The answer is {right}.") == score(row, "") == score(row, []) == 0.0
+
+
+@pytest.mark.usefixtures("gym")
+def test_an_answer_on_which_the_task_s_scorer_raises_is_worth_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    (row,) = reasoning_rows("reasoning_gym:sums", size=1, held_out=0)["train"]
+    assert [score(row, "?"), score(row, "<answer>?</answer>")] == [0.0, 0.0]
+    (record,) = caplog.records
+    assert "the scorer of sums cannot read '?' (OverflowError: no number): the reward is 0" in record.message
 
 
 @pytest.mark.usefixtures("gym")
@@ -111,6 +129,9 @@ def test_the_score_is_the_task_s_of_what_stands_in_tags_or_of_all() -> None:
         ("reasoning_gym:sums", {"size": 0}, "size must be"),
         ("reasoning_gym:sums", {"held_out": 1.5}, "held_out must be"),
         ("reasoning_gym:sums", {"chat": "no"}, "chat must be"),
+        ("reasoning_gym:sums", {"seed": None}, "seed must be"),
+        ("reasoning_gym:sums", {"seed": 1.5}, "seed must be"),
+        ("reasoning_gym:sums", {"instruction": 5}, "instruction must be text, got 5"),
     ],
 )
 def test_bad_options_are_refused(source: str, options: dict[str, Any], message: str) -> None:

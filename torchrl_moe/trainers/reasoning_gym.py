@@ -9,15 +9,21 @@ import ast
 import dataclasses
 import difflib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from torchrl_moe._checks import check_bool, check_number
+import numpy as np
+
+from torchrl_moe._checks import check_bool, check_number, shown
 
 __all__ = ["is_reasoning_task", "reasoning_rows", "reasoning_score"]
 
+LOG = logging.getLogger(__name__)
 PREFIX = "reasoning_gym:"
+NOT_READ = (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError)
+"""What some scorers of the package raise on an answer that has not the form they read."""
 
 
 def is_reasoning_task(source: object) -> bool:
@@ -43,9 +49,9 @@ def reasoning_rows(
 
     Args:
         source: ``"reasoning_gym:NAME"``.
-        size: rows to train on, at most: questions that are held out are left out.
-        held_out: questions that are held out; of a task with few different ones, each is there once.
-        seed: of the questions; those held out are drawn with the next one.
+        size: questions to train on, at most: each is there once, and none of those held out.
+        held_out: questions that are held out, at most.
+        seed: of the questions; another seed gives others.
         instruction: is written below each question, such as ``"Answer with the number only."``
         chat: whether prompts are messages, for models with a chat template, or texts.
         options: of the task, such as ``max_terms=2`` of ``chain_sum``.
@@ -56,19 +62,24 @@ def reasoning_rows(
     """
     check_number("size", size, 1, whole=True)
     check_number("held_out", held_out, 0, whole=True)
+    check_number("seed", seed, 0, whole=True)
     check_bool("chat", chat)
+    if not isinstance(instruction, str):
+        raise ValueError(f"instruction must be text, got {shown(instruction)}")
     name, gym = source.removeprefix(PREFIX), _package()
     _check(gym, name, options)
 
-    def rows(count: int, seed: int) -> list[dict[str, Any]]:
+    def rows(count: int, part: int) -> dict[str, dict[str, Any]]:
+        # entry i of seed s is that of s + i: seeds side by side would share nearly all questions
+        own = int(np.random.SeedSequence([seed, part]).generate_state(1)[0] >> 1)
         try:
-            entries = list(gym.create_dataset(name, size=count, seed=seed, **options))
-        except (AssertionError, TypeError, ValueError) as error:  # its own checks of values
+            entries = list(gym.create_dataset(name, size=count, seed=own, **options)) if count else []
+        except (AssertionError, AttributeError, TypeError, ValueError) as error:  # its own checks of values
             raise ValueError(f"{source}: {error}") from error
-        return [_row(entry, name, instruction, chat) for entry in entries]
+        return {entry["question"]: _row(entry, name, instruction, chat) for entry in entries}
 
-    kept = {str(row["prompt"]): row for row in (rows(held_out, seed + 1) if held_out else [])}
-    train = [row for row in rows(size, seed) if str(row["prompt"]) not in kept]
+    kept = rows(held_out, 1)
+    train = [row for question, row in rows(size, 0).items() if question not in kept]
     if not train:
         raise ValueError(f"{source}: all questions are held out: lower held_out, which is {held_out}")
     return {"train": train, **({"held_out": list(kept.values())} if kept else {})}
@@ -77,14 +88,30 @@ def reasoning_rows(
 def reasoning_score(completion: Any, answer: Any, task: str, metadata: str) -> float:
     """Return a task's own score of a completion, mostly 0 to 1: of what stands in ``<answer>`` tags, else of all of it.
 
-    The other arguments are columns of :func:`reasoning_rows`.
+    The other arguments are columns of :func:`reasoning_rows`. An answer on which the task's scorer raises is worth 0,
+    and the first one of each task is logged.
     """
     gym = _package()
-    text = completion if isinstance(completion, str) else str(completion[-1]["content"])
+    text = completion if isinstance(completion, str) else "".join(str(message["content"]) for message in completion)
     inside = gym.utils.extract_answer(text)
     entry = {"question": "", "answer": answer, "metadata": ast.literal_eval(metadata)}
-    score = gym.get_score_answer_fn(task)(text.strip() if inside is None else inside, entry)
-    return float(score)
+    given = text.strip() if inside is None else inside
+    try:
+        return float(gym.get_score_answer_fn(task)(given, entry))
+    except NOT_READ as error:
+        _note_unread(task, shown(given), f"{type(error).__name__}: {error}")
+        return 0.0
+
+
+_UNREAD: set[str] = set()
+
+
+def _note_unread(task: str, given: str, error: str) -> None:
+    if task not in _UNREAD:
+        _UNREAD.add(task)
+        LOG.warning(
+            "the scorer of %s cannot read %s (%s): the reward is 0, here and for all such answers", task, given, error
+        )
 
 
 def _row(entry: Mapping[str, Any], task: str, instruction: str, chat: bool) -> dict[str, Any]:

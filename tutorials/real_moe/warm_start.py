@@ -9,6 +9,7 @@ GRPO reached.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,6 +30,10 @@ def examples(rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[tu
     """Return the ids of each question with its answer, and where the answer begins."""
     found = []
     for row in rows:
+        if not row["answer"]:
+            raise SystemExit(
+                f"a question of {row.get('task', 'the data')} has no answer to learn from: {row['prompt']}"
+            )
         prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
         answer = tokenizer(str(row["answer"]), add_special_tokens=False)["input_ids"]
         found.append(([*prompt, *answer, tokenizer.eos_token_id], len(prompt)))
@@ -72,17 +77,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", help="the folder to write")
     parser.add_argument("--source", default="reasoning_gym:chain_sum", help="data, as data.source of a run")
     parser.add_argument(
-        "--options", nargs="*", default=[], metavar="NAME=NUMBER", help="of the task, such as max_terms=2"
+        "--options", nargs="*", default=[], metavar="NAME=VALUE", help="of the task, such as max_terms=2"
     )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=1e-5)
     asked = parser.parse_args(arguments)
+    if asked.steps < 1 or asked.batch_size < 1 or asked.lr <= 0:
+        parser.error("--steps, --batch-size and --lr must be positive")
 
-    options: dict[str, Any] = {name: int(value) for name, _, value in (each.partition("=") for each in asked.options)}
-    # another seed than a run's: GRPO sees other questions
+    options: dict[str, Any] = {}
+    for each in asked.options:
+        name, _, value = each.partition("=")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    # the rows that a run with the same options trains on: what it holds out is held out here, too
     if asked.source.startswith("reasoning_gym:"):
-        options = {"instruction": INSTRUCTION, "seed": 1000, "held_out": 0, **options}
+        options = {"instruction": INSTRUCTION, **options}
     rows, _ = read_source(asked.source, options or None)
     tokenizer = AutoTokenizer.from_pretrained(asked.model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
