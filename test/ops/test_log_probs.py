@@ -258,6 +258,22 @@ def test_a_compiled_graph_holds_it_whole(kind: str | None) -> None:
     torch.testing.assert_close(ours, theirs)
 
 
+def test_tiles_whose_sides_are_rounded_leave_nothing_out() -> None:
+    """[257, 385] in tiles of at most [128, 128], those at the edges of one row and of one column."""
+    random = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, SIZE, generator=random).double().requires_grad_() for n in (257, 385))
+    tokens = torch.randint(385, (257,), generator=random)
+    log_probs, entropy = selected_log_probs(hidden, weight, tokens, tile_bytes=3 * 8 * 128 * 129)
+    log_p = (hidden @ weight.T).log_softmax(-1)
+    wanted = log_p[torch.arange(257), tokens], -(log_p.exp() * log_p).sum(-1)
+    torch.testing.assert_close((log_probs, entropy), wanted)
+    ours, theirs = (
+        torch.autograd.grad(a.sum() + 0.1 * (b * b).sum(), [hidden, weight], retain_graph=True)
+        for a, b in ((log_probs, entropy), wanted)
+    )
+    torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [None, "mixed"])

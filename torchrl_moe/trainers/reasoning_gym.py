@@ -18,12 +18,17 @@ import numpy as np
 
 from torchrl_moe._checks import check_bool, check_number, shown
 
-__all__ = ["is_reasoning_task", "reasoning_rows", "reasoning_score"]
+__all__ = ["check_reasoning_task", "is_reasoning_task", "reasoning_rows", "reasoning_score"]
 
 LOG = logging.getLogger(__name__)
 PREFIX = "reasoning_gym:"
 NOT_READ = (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError)
 """What some scorers of the package raise on an answer that has not the form they read."""
+RUNS_ANSWERS = {
+    *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24"),
+    *("simple_integration", "spiral_matrix", "string_insertion"),
+}
+"""Tasks whose scorers give an answer to Python's ``eval``, in 0.1.25: what a model writes then runs in this process."""
 
 
 def is_reasoning_task(source: object) -> bool:
@@ -43,6 +48,7 @@ def reasoning_rows(
     seed: int = 0,
     instruction: str = "",
     chat: bool = True,
+    run_answers: bool = False,
     **options: Any,
 ) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of a task, ``"train"`` and ``"held_out"``: no held-out question is among those to train on.
@@ -54,11 +60,13 @@ def reasoning_rows(
         seed: of the questions; another seed gives others.
         instruction: is written below each question, such as ``"Answer with the number only."``
         chat: whether prompts are messages, for models with a chat template, or texts.
+        run_answers: allow tasks whose scorers run an answer as Python: it can do all that this process can, or never
+            end.
         options: of the task, such as ``max_terms=2`` of ``chain_sum``.
 
     Raises:
         ImportError: reasoning-gym is not installed.
-        ValueError: there is no such task, or it has no such option or value.
+        ValueError: there is no such task, it runs answers, or it has no such option or value.
     """
     check_number("size", size, 1, whole=True)
     check_number("held_out", held_out, 0, whole=True)
@@ -66,8 +74,9 @@ def reasoning_rows(
     check_bool("chat", chat)
     if not isinstance(instruction, str):
         raise ValueError(f"instruction must be text, got {shown(instruction)}")
+    check_bool("run_answers", run_answers)
+    check_reasoning_task(source, options, run_answers)
     name, gym = source.removeprefix(PREFIX), _package()
-    _check(gym, name, options)
 
     def rows(count: int, part: int) -> dict[str, dict[str, Any]]:
         # entry i of seed s is that of s + i: seeds side by side would share nearly all questions
@@ -95,9 +104,9 @@ def reasoning_score(completion: Any, answer: Any, task: str, metadata: str) -> f
     text = completion if isinstance(completion, str) else "".join(str(message["content"]) for message in completion)
     inside = gym.utils.extract_answer(text)
     entry = {"question": "", "answer": answer, "metadata": ast.literal_eval(metadata)}
-    given = text.strip() if inside is None else inside
+    given, scorer = text.strip() if inside is None else inside, gym.get_score_answer_fn(task)
     try:
-        return float(gym.get_score_answer_fn(task)(given, entry))
+        return float(scorer(given, entry))
     except NOT_READ as error:
         _note_unread(task, shown(given), f"{type(error).__name__}: {error}")
         return 0.0
@@ -142,15 +151,21 @@ def _package() -> ModuleType:
     return reasoning_gym
 
 
-def _check(gym: ModuleType, name: str, options: Mapping[str, object]) -> None:
-    tasks = gym.factory.DATASETS
+def check_reasoning_task(source: str, options: Mapping[str, object], run_answers: bool = False) -> None:
+    """Refuse a task or an option that is not there, and a task that runs answers; as :func:`reasoning_rows`."""
+    name, tasks = source.removeprefix(PREFIX), _package().factory.DATASETS
     if name not in tasks:
-        raise ValueError(f"{PREFIX}{name}: there is no such task{_near(name, list(tasks))}")
+        raise ValueError(f"{source}: there is no such task{_near(name, list(tasks))}")
+    if name in RUNS_ANSWERS and not run_answers:
+        raise ValueError(
+            f"{source}: the scorer of this task runs what a model writes as Python, in this process. If you accept "
+            "that, set data.arguments.run_answers=true"
+        )
     settings = [field.name for field in dataclasses.fields(tasks[name][1])]
     for option in options:
         if option not in settings:
             known = ", ".join(setting for setting in settings if setting not in ("seed", "size"))
-            raise ValueError(f"{PREFIX}{name} has no option {option!r}; it has {known}")
+            raise ValueError(f"{source} has no option {option!r}; it has {known}")
 
 
 def _near(name: str, names: Sequence[str]) -> str:

@@ -32,7 +32,7 @@ from torchrl_moe.trainers.config import ConfigError, GRPOConfig
 from torchrl_moe.trainers.function_names import import_function, is_function_name
 from torchrl_moe.trainers.policy_model import PolicyModel, new_start
 from torchrl_moe.trainers.prompt_sources import PromptSet, is_path, load_prompts
-from torchrl_moe.trainers.reasoning_gym import is_reasoning_task, reasoning_score
+from torchrl_moe.trainers.reasoning_gym import check_reasoning_task, is_reasoning_task, reasoning_score
 from torchrl_moe.trainers.rewards import PromptEpisode, RewardFunction, Rewards
 from torchrl_moe.weight_update.report import SyncReport
 from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
@@ -285,6 +285,13 @@ class RolloutSource:
         if given.env is None and not (isinstance(source, str) and source in TASKS):
             _check_given(source)
             cls._rewards(config, given)
+        if given.env is None and is_reasoning_task(source):
+            ours = {"size", "held_out", "seed", "instruction", "chat", "run_answers"}
+            options = {name: value for name, value in config.data.arguments.items() if name not in ours}
+            try:
+                check_reasoning_task(str(source), options, config.data.arguments.get("run_answers") is True)
+            except (ImportError, ValueError) as error:
+                raise ConfigError.of("data", error) from error
         named = {"data.source" if given.dataset is None else "dataset": source, "held_out": given.held_out}
         for name, value in named.items():
             if isinstance(value, str) and is_function_name(value) and not (is_path(value) or is_reasoning_task(value)):

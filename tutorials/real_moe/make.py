@@ -79,6 +79,7 @@ def library_texts() -> list[str]:
         except ImportError:  # of another platform
             continue
         members = [module, *(value for key, value in sorted(vars(module).items()) if not key.startswith("_"))]
+        members[1:] = [value for value in members[1:] if not inspect.ismodule(value)]  # of what others imported
         # a module also has what it imports: each text is there once, so that held-out text is held out
         docs = dict.fromkeys(doc for doc in map(inspect.getdoc, members) if doc and len(doc) > 80 and doc not in seen)
         seen.update(docs)

@@ -30,7 +30,7 @@ def examples(rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[tu
     """Return the ids of each question with its answer, and where the answer begins."""
     found = []
     for row in rows:
-        if not row["answer"]:
+        if row["answer"] is None or row["answer"] == "":
             raise SystemExit(
                 f"a question of {row.get('task', 'the data')} has no answer to learn from: {row['prompt']}"
             )
