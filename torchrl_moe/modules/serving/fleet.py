@@ -67,7 +67,10 @@ async def keep(reference: weakref.ref[Fleet], entry: TableEntry, woken: asyncio.
         await woken.wait()  # for the next tick, or a change of its state
         woken.clear()
         fleet = reference()
-        if fleet is None or fleet.is_over or entry.removed:
+        if fleet is None or fleet.is_over:
+            return
+        if entry.removed:
+            fleet.forget(entry)
             return
         try:
             # watch
@@ -321,10 +324,11 @@ class Fleet:
         is_running = self._loop.call(self._end_keepers)
         for entry in self.table:
             self.table.mark_dead(entry.index)
-        with ThreadPoolExecutor(max_workers=max(len(self.table), 1)) as pool:
-            list(pool.map(lambda entry: end_one(entry.replica), self.table))
-        if is_running and not self._loop.is_here:
-            wait([keeper for _, keeper in self._keepers.values()], JOIN_SECONDS)
+        try:
+            _each(end_one, list(self.table))
+        finally:
+            if is_running and not self._loop.is_here:
+                wait([keeper for _, keeper in list(self._keepers.values())], JOIN_SECONDS)
 
     def _end_keepers(self) -> None:
         self._ending.set()
@@ -349,6 +353,11 @@ class Fleet:
         if entry.index not in self.errors:
             LOG.error("the supervisor failed at replica %d, and goes on", entry.index, exc_info=error)
         self.errors[entry.index] = f"{type(error).__name__}: {error}"
+
+    def forget(self, entry: TableEntry) -> None:
+        """Forget a replica that was removed."""
+        self.errors.pop(entry.index, None)
+        self._keepers.pop(entry.index, None)
 
     def note_version(self, entry: TableEntry) -> None:
         """Note the version that a replica reports: if this driver loads none, another one may have."""
@@ -439,8 +448,7 @@ class Fleet:
 
     async def _start_another(self, entry: TableEntry) -> bool:
         """Start a new replica, and wait until it serves, or waits for the next update; return False if it failed."""
-        assert self._make_replica is not None
-        replica = await self._in_thread(entry, self._make_replica, entry.index)
+        replica = await self._in_thread(entry, self._make_for, entry)
         try:
             if not await self._in_thread(entry, self._start_in_place, entry, replica):
                 await self._in_thread(entry, replica.shutdown)  # it was not started, and nothing else would end it
@@ -454,6 +462,14 @@ class Fleet:
             # else the service ends it, or leaves it to its other drivers
             return False
         return True
+
+    def _make_for(self, entry: TableEntry) -> Replica:
+        """Make a replica, and end it at once if nobody waits for it any more."""
+        assert self._make_replica is not None
+        replica = self._make_replica(entry.index)
+        if self.is_over:
+            replica.shutdown()
+        return replica
 
     def _start_in_place(self, entry: TableEntry, replica: Replica) -> bool:
         """Start a new replica in place of an old one, unless the old one is being removed, or the service has ended."""
@@ -611,8 +627,7 @@ class Fleet:
                 self.table.set_leaving(entry.index, True)
             self.table.set_recovery(entry.index, Recovery.NOBODY)
             self.table.mark_dead(entry.index, "it was removed")
-        with ThreadPoolExecutor(max_workers=max(len(entries), 1)) as pool:
-            list(pool.map(lambda entry: entry.replica.shutdown(), entries))
+        _each(lambda replica: replica.shutdown(), entries)
         for entry in entries:
             self.table.remove(entry.index)
 
@@ -631,10 +646,8 @@ class Fleet:
     def on_all(self, command: Callable[[Replica], T]) -> list[T]:
         """Run a command on every living replica at the same time and return the values in replica order."""
         alive = self.alive()
-        with ThreadPoolExecutor(max_workers=len(alive)) as pool:
-            futures = [pool.submit(command, entry.replica) for entry in alive]
         try:
-            return [future.result() for future in futures]
+            return _each(command, alive)
         except ReplicaDiedError:
             self.note_deaths()
             raise
@@ -731,6 +744,13 @@ class Fleet:
     def _forget_prefixes(self) -> None:
         for entry in self.table:
             self.table.forget_prefixes(entry.index)
+
+
+def _each(function: Callable[[Replica], T], entries: Sequence[TableEntry]) -> list[T]:
+    """Call a function with all replicas at the same time; an error is raised once all have been called."""
+    with ThreadPoolExecutor(max_workers=max(len(entries), 1)) as pool:
+        futures = [pool.submit(function, entry.replica) for entry in entries]
+    return [future.result() for future in futures]
 
 
 def _check_mode(mode: str) -> None:
