@@ -190,3 +190,21 @@ def test_one_whose_weights_are_replaced_is_left_alone_and_then_the_count_begins_
     table.set_state(0, ReplicaState.SERVING)
     until(lambda: service.restarts == [1])
     assert len(replica.asked("probe")) == before + 2
+
+
+def test_a_look_has_nothing_to_do_until_a_probe_is_due_or_answered() -> None:
+    watch = Watch()
+    probe, replica = watch.probes[0], watch.replicas[0]
+    assert probe.is_idle
+    watch.clock.now += POLICY.probe
+    assert not probe.is_idle
+    watch.look()  # asked, and answered
+    assert not probe.is_idle
+    watch.look()
+    assert probe.is_idle
+    replica.stall()
+    watch.clock.now += POLICY.probe
+    watch.look()  # asked
+    assert probe.is_idle
+    watch.clock.now += POLICY.probe
+    assert not probe.is_idle

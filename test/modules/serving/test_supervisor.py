@@ -705,3 +705,49 @@ def test_the_fake_engine_restarts_if_it_has_a_policy() -> None:
         until(lambda: engine.replica_table[1].restarts == 1 and engine.replica_table[1].state is ReplicaState.SERVING)
         assert engine.replicas[1].is_alive()
         assert engine.generate("hi", use_tqdm=False, actor_index=1).outputs[0].text == before
+
+
+def test_an_error_at_a_replica_that_is_removed_is_forgotten(fleet: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse() -> bool:
+        raise ValueError("cannot be asked")
+
+    service = fleet()
+    service.replica_table[0].replica.is_alive = refuse
+    until(lambda: "the supervisor failed at replica 0, and goes on" in caplog.messages)
+    service.remove_replica(0, drain=False)
+    del service.made[0][0].is_alive
+    until(lambda: service.stats()[0]["supervisor_error"] is None, 10.0)
+
+
+def test_a_replica_that_is_made_after_the_end_is_ended(fleet: Any) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def make(index: int, number: int) -> FakeReplica:
+        if number:
+            begun.set()
+            assert go_on.wait(PATIENCE)
+        return FakeReplica(index)
+
+    service = fleet(1, make)
+    service.kill(0)
+    assert begun.wait(PATIENCE)
+    service.shutdown()  # which does not wait for long
+    go_on.set()
+    until(lambda: len(service.made[0]) == 2)
+    until(lambda: not service.made[0][1].is_alive(), 10.0)
+
+
+def test_a_replica_that_cannot_be_ended_does_not_keep_the_service_from_its_end(fleet: Any) -> None:
+    service = fleet()
+    end = service.replica_table[0].replica.shutdown
+
+    def refuse() -> None:
+        service.replica_table[0].replica.shutdown = end
+        raise OSError("it does not end")
+
+    service.replica_table[0].replica.shutdown = refuse
+    loops = [thread for thread in threading.enumerate() if thread.name == "torchrl_moe-service"]
+    with pytest.raises(OSError, match="it does not end"):
+        service.shutdown()
+    assert not service.made[1][0].is_alive()
+    until(lambda: not any(thread.is_alive() for thread in loops), 10.0)

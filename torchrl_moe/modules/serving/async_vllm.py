@@ -407,8 +407,10 @@ class AsyncVLLM(GenerationService):
             raise RuntimeError("disconnect: this service ends with its driver: use shutdown(), or launch it by name")
         self._running = False
         self._dispatcher.close("this driver disconnected from the service")
-        self._fleet.end(lambda replica: cast(_SharedReplica, replica).disconnect())
-        self._dispatcher.stop()
+        try:
+            self._fleet.end(lambda replica: cast(_SharedReplica, replica).disconnect())
+        finally:
+            self._dispatcher.stop()
 
     def get_master_address(self) -> str:
         """Return the address for your own process group: this node's address in Ray."""

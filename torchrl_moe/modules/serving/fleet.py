@@ -62,22 +62,21 @@ async def keep(reference: weakref.ref[Fleet], entry: TableEntry, woken: asyncio.
     Senders make the transitions of an update; all others are made here. The fleet is held weakly between two looks,
     so that an unused service can be garbage collected.
     """
-    probe: Probe | None = None
     while True:
-        await woken.wait()  # for the next tick, or a change of its state
+        await woken.wait()  # for a tick at which there is something to do, or a change of its state
         woken.clear()
         fleet = reference()
-        if fleet is None or fleet.is_over or entry.removed:
+        if fleet is None or fleet.is_over:
+            return
+        if entry.removed:
+            fleet.forget(entry)
             return
         try:
             # watch
             stalled = ""
             if entry.state not in GONE:
                 fleet.note_version(entry)
-                if entry.state not in PROBED:
-                    probe = None
-                elif probe is None or probe.replica is not entry.replica:
-                    probe = Probe(entry, fleet.policy)
+                probe = fleet.probe_of(entry)
                 if probe is not None and (stalled := probe.look(fleet.table)):
                     fleet.note_stall(entry, probe.replica, stalled)
                 else:
@@ -95,7 +94,7 @@ async def keep(reference: weakref.ref[Fleet], entry: TableEntry, woken: asyncio.
 
 
 async def _wake_keepers(reference: weakref.ref[Fleet], changed: asyncio.Event) -> None:
-    """Wake a replica's keeper when its state has changed, and each at every tick."""
+    """Wake a replica's keeper when its state has changed, and at a tick if it has something to do."""
     next_tick, seen = 0.0, 0
     while True:
         with contextlib.suppress(TimeoutError):
@@ -106,7 +105,7 @@ async def _wake_keepers(reference: weakref.ref[Fleet], changed: asyncio.Event) -
         if fleet is None or fleet.is_over:
             return
         is_tick = time.monotonic() >= next_tick
-        seen = fleet.wake_keepers(None if is_tick else seen)
+        seen = fleet.wake_keepers(seen, is_tick)
         if is_tick:
             next_tick = time.monotonic() + TICK_SECONDS
             try:
@@ -177,6 +176,11 @@ class Probe:
         self._history = ProbeHistory(policy)
         self._due = clock() + policy.probe
         self._answer: Future[ProbeReport] | None = None  # None: no probe is under way
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a look would do nothing, unless the replica is doubted."""
+        return self._clock() < self._due and (self._answer is None or not self._answer.done())
 
     def look(self, table: ReplicaTable) -> str:
         """Collect an answer, or send the probe that is due; return why the replica is stalled, or ``""``."""
@@ -249,6 +253,7 @@ class Fleet:
         self._restarted_at: defaultdict[int, deque[float]] = defaultdict(deque)  # times of restarts
         self._watches = False
         self._keepers: dict[int, tuple[asyncio.Event, Future[None]]] = {}
+        self._probes: dict[int, Probe] = {}
         self._changed = asyncio.Event()
         self._over = threading.Event()  # set under the table's lock: from then on no recovery is promised
         self._ending = asyncio.Event()  # the same for the loop
@@ -295,16 +300,32 @@ class Fleet:
         """Called from any thread."""
         self._loop.call(self._changed.set)
 
-    def wake_keepers(self, since: int | None) -> int:
-        """Wake the keepers of replicas that have changed since a change of the table, or all; return the latest one."""
+    def wake_keepers(self, since: int, is_tick: bool) -> int:
+        """Wake the keepers of replicas that have changed since a change of the table; return the latest change.
+
+        At a tick also those with something to do: not all, since there may be a thousand.
+        """
         with self.table.lock:
-            changed = set(self._keepers)
-            if since is not None:
-                changed &= self.table.doubts.union(entry.index for entry in self.table.changed_since(since))
+            changed = self.table.doubts.union(entry.index for entry in self.table.changed_since(since))
             latest = self.table.changes
-        for index in changed:
+        if is_tick:
+            changed.update(entry.index for entry in self.table if not self._is_quiet(entry))
+        for index in changed & self._keepers.keys():
             self._keepers[index][0].set()
         return latest
+
+    def _is_quiet(self, entry: TableEntry) -> bool:
+        """Whether a look at a replica would find nothing new."""
+        replica, probe = entry.replica, self._probes.get(entry.index)
+        if probe is None or probe.replica is not replica or not probe.is_idle:
+            return False
+        if entry.state not in PROBED or entry.lacks is not None or entry.index in self.errors:
+            return False
+        try:
+            stats = replica.last_stats
+            return replica.is_alive() and (stats is None or stats.weights_version <= entry.version)
+        except Exception:  # noqa: BLE001  the look will find the same, and say so
+            return False
 
     @property
     def is_over(self) -> bool:
@@ -321,14 +342,16 @@ class Fleet:
         is_running = self._loop.call(self._end_keepers)
         for entry in self.table:
             self.table.mark_dead(entry.index)
-        with ThreadPoolExecutor(max_workers=max(len(self.table), 1)) as pool:
-            list(pool.map(lambda entry: end_one(entry.replica), self.table))
-        if is_running and not self._loop.is_here:
-            wait([keeper for _, keeper in self._keepers.values()], JOIN_SECONDS)
+        try:
+            _each(end_one, list(self.table))
+        finally:
+            if is_running and not self._loop.is_here:
+                wait([keeper for _, keeper in list(self._keepers.values())], JOIN_SECONDS)
 
     def _end_keepers(self) -> None:
         self._ending.set()
-        self.wake_keepers(None)
+        for woken, _ in self._keepers.values():
+            woken.set()
 
     def note_deaths(self) -> None:
         """Mark replicas that have died and are not marked yet."""
@@ -350,6 +373,12 @@ class Fleet:
             LOG.error("the supervisor failed at replica %d, and goes on", entry.index, exc_info=error)
         self.errors[entry.index] = f"{type(error).__name__}: {error}"
 
+    def forget(self, entry: TableEntry) -> None:
+        """Forget a replica that was removed."""
+        self.errors.pop(entry.index, None)
+        self._keepers.pop(entry.index, None)
+        self._probes.pop(entry.index, None)
+
     def note_version(self, entry: TableEntry) -> None:
         """Note the version that a replica reports: if this driver loads none, another one may have."""
         replica = entry.replica
@@ -360,6 +389,16 @@ class Fleet:
             unheard = entry.replica is replica and entry.version < stats.weights_version
             if unheard and entry.state is ReplicaState.SERVING and self.bring is None:
                 self.table.set_version(entry.index, stats.weights_version)
+
+    def probe_of(self, entry: TableEntry) -> Probe | None:
+        """Return the probes of a replica; ``None`` if it is not probed in its state."""
+        probe = self._probes.get(entry.index)
+        if entry.state not in PROBED:
+            self._probes.pop(entry.index, None)
+            return None
+        if probe is None or probe.replica is not entry.replica:
+            self._probes[entry.index] = probe = Probe(entry, self.policy)
+        return probe
 
     def note_stall(self, entry: TableEntry, replica: Replica, stalled: str) -> None:
         """Mark a replica that must be ended, with the end of its log."""
@@ -439,8 +478,7 @@ class Fleet:
 
     async def _start_another(self, entry: TableEntry) -> bool:
         """Start a new replica, and wait until it serves, or waits for the next update; return False if it failed."""
-        assert self._make_replica is not None
-        replica = await self._in_thread(entry, self._make_replica, entry.index)
+        replica = await self._in_thread(entry, self._make_for, entry)
         try:
             if not await self._in_thread(entry, self._start_in_place, entry, replica):
                 await self._in_thread(entry, replica.shutdown)  # it was not started, and nothing else would end it
@@ -454,6 +492,14 @@ class Fleet:
             # else the service ends it, or leaves it to its other drivers
             return False
         return True
+
+    def _make_for(self, entry: TableEntry) -> Replica:
+        """Make a replica, and end it at once if nobody waits for it any more."""
+        assert self._make_replica is not None
+        replica = self._make_replica(entry.index)
+        if self.is_over:
+            replica.shutdown()
+        return replica
 
     def _start_in_place(self, entry: TableEntry, replica: Replica) -> bool:
         """Start a new replica in place of an old one, unless the old one is being removed, or the service has ended."""
@@ -611,8 +657,7 @@ class Fleet:
                 self.table.set_leaving(entry.index, True)
             self.table.set_recovery(entry.index, Recovery.NOBODY)
             self.table.mark_dead(entry.index, "it was removed")
-        with ThreadPoolExecutor(max_workers=max(len(entries), 1)) as pool:
-            list(pool.map(lambda entry: entry.replica.shutdown(), entries))
+        _each(lambda replica: replica.shutdown(), entries)
         for entry in entries:
             self.table.remove(entry.index)
 
@@ -631,10 +676,8 @@ class Fleet:
     def on_all(self, command: Callable[[Replica], T]) -> list[T]:
         """Run a command on every living replica at the same time and return the values in replica order."""
         alive = self.alive()
-        with ThreadPoolExecutor(max_workers=len(alive)) as pool:
-            futures = [pool.submit(command, entry.replica) for entry in alive]
         try:
-            return [future.result() for future in futures]
+            return _each(command, alive)
         except ReplicaDiedError:
             self.note_deaths()
             raise
@@ -731,6 +774,13 @@ class Fleet:
     def _forget_prefixes(self) -> None:
         for entry in self.table:
             self.table.forget_prefixes(entry.index)
+
+
+def _each(function: Callable[[Replica], T], entries: Sequence[TableEntry]) -> list[T]:
+    """Call a function with all replicas at the same time; an error is raised once all have been called."""
+    with ThreadPoolExecutor(max_workers=max(len(entries), 1)) as pool:
+        futures = [pool.submit(function, entry.replica) for entry in entries]
+    return [future.result() for future in futures]
 
 
 def _check_mode(mode: str) -> None:

@@ -217,8 +217,10 @@ class GenerationService:
         """End every replica, at the same time. Idempotent; calls that wait end with an ``EngineError``."""
         self._dispatcher.close("the service was shut down")
         self._running = False
-        self._fleet.end()
-        self._dispatcher.stop()
+        try:
+            self._fleet.end()
+        finally:
+            self._dispatcher.stop()
 
     def __enter__(self) -> Self:
         return self
