@@ -324,7 +324,8 @@ class Fleet:
         try:
             stats = replica.last_stats
             return replica.is_alive() and (stats is None or stats.weights_version <= entry.version)
-        except Exception:  # noqa: BLE001  the look will find the same, and say so
+        except Exception as error:  # noqa: BLE001  the look will find the same, and say so
+            LOG.debug("replica %d cannot be asked: %r", entry.index, error)
             return False
 
     @property
