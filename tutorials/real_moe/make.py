@@ -11,7 +11,7 @@ by gradient. (The idea is that of sparse upcycling, arXiv 2212.05055, with exper
 MoEfication, arXiv 2110.01786.)
 
 What it is: a model with real weights, vocabulary and chat template, whose routers are decisive and balanced. What it is
-not: a model whose experts were trained to specialise. It takes two to three minutes on two cores.
+not: a model whose experts were trained to specialise. It takes some minutes on two cores.
 """
 
 from __future__ import annotations
@@ -283,8 +283,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="the folder to write")
     parser.add_argument("--experts", type=int, default=8, help="experts of a layer (default: 8)")
     parser.add_argument("--top-k", type=int, default=2, help="experts of a token (default: 2)")
-    parser.add_argument("--width", type=int, default=1024, help="neurons of an expert, of 1536 (default: 1024)")
-    parser.add_argument("--tokens", type=int, default=16_384, help="tokens of text to fit on (default: 16384)")
+    parser.add_argument("--width", type=int, default=1280, help="neurons of an expert, of 1536 (default: 1280)")
+    parser.add_argument("--tokens", type=int, default=32_768, help="tokens of text to fit on (default: 32768)")
     asked = parser.parse_args(arguments)
     if asked.tokens < 4096:
         parser.error(f"--tokens must be at least 4096, got {asked.tokens}")
