@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import sys
 from pathlib import Path
@@ -107,8 +108,15 @@ def test_a_model_of_another_form_is_refused(make: Any, dense: Any, rows: Any, co
     other = LlamaForCausalLM(LlamaConfig(**{**dense.config.to_dict(), **config}))
     with pytest.raises(ValueError, match=message):
         make.upcycle(other, rows)
+
+
+def test_a_model_that_would_not_be_fitted_right_is_refused(make: Any, dense: Any, rows: Any) -> None:
+    config = copy.deepcopy(dense.config)
     with pytest.raises(ValueError, match=r"got torch\.bfloat16"):
-        make.upcycle(LlamaForCausalLM(dense.config).bfloat16(), rows)
+        make.upcycle(LlamaForCausalLM(config).bfloat16(), rows)
+    eager = LlamaForCausalLM._from_config(config, attn_implementation="eager")
+    with pytest.raises(ValueError, match="attn_implementation must be sdpa, got eager"):
+        make.upcycle(eager, rows)
     with pytest.raises(ValueError, match="rows must have some 16 000 tokens"):
         make.upcycle(dense, rows[:1, :1])
 

@@ -148,6 +148,14 @@ def test_a_task_that_runs_answers_is_refused_unless_that_is_accepted() -> None:
     with pytest.raises(ValueError, match=r"runs what a model writes as Python.* set data\.arguments\.run_answers=true"):
         reasoning_rows("reasoning_gym:countdown", size=3)
     assert reasoning_rows("reasoning_gym:countdown", size=3, run_answers=True)["train"]
+    for answer, refused in ((True, False), (1, True)):  # only true accepts it
+        arguments = {"size": 3, "run_answers": answer}
+        config = GRPOConfig(data=DataConfig(source="reasoning_gym:countdown", arguments=arguments))
+        if refused:
+            with pytest.raises(ConfigError, match="runs what a model writes as Python"):
+                RolloutSource.check_names(config, Given())
+        else:
+            RolloutSource.check_names(config, Given())
 
 
 @pytest.mark.usefixtures("gym")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import inspect
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -75,7 +76,7 @@ def reasoning_rows(
     if not isinstance(instruction, str):
         raise ValueError(f"instruction must be text, got {shown(instruction)}")
     check_bool("run_answers", run_answers)
-    check_reasoning_task(source, options, run_answers)
+    check_reasoning_task(source, {**options, "run_answers": run_answers})
     name, gym = source.removeprefix(PREFIX), _package()
 
     def rows(count: int, part: int) -> dict[str, dict[str, Any]]:
@@ -151,18 +152,21 @@ def _package() -> ModuleType:
     return reasoning_gym
 
 
-def check_reasoning_task(source: str, options: Mapping[str, object], run_answers: bool = False) -> None:
-    """Refuse a task or an option that is not there, and a task that runs answers; as :func:`reasoning_rows`."""
+def check_reasoning_task(source: str, arguments: Mapping[str, object]) -> None:
+    """Refuse a task or an option that is not there, and a task that runs answers; as :func:`reasoning_rows`.
+
+    ``arguments`` are that function's. It makes no rows, so it is quick.
+    """
     name, tasks = source.removeprefix(PREFIX), _package().factory.DATASETS
     if name not in tasks:
         raise ValueError(f"{source}: there is no such task{_near(name, list(tasks))}")
-    if name in RUNS_ANSWERS and not run_answers:
+    if name in RUNS_ANSWERS and arguments.get("run_answers") is not True:
         raise ValueError(
             f"{source}: the scorer of this task runs what a model writes as Python, in this process. If you accept "
             "that, set data.arguments.run_answers=true"
         )
     settings = [field.name for field in dataclasses.fields(tasks[name][1])]
-    for option in options:
+    for option in arguments.keys() - inspect.signature(reasoning_rows).parameters.keys():
         if option not in settings:
             known = ", ".join(setting for setting in settings if setting not in ("seed", "size"))
             raise ValueError(f"{source} has no option {option!r}; it has {known}")

@@ -286,10 +286,8 @@ class RolloutSource:
             _check_given(source)
             cls._rewards(config, given)
         if given.env is None and is_reasoning_task(source):
-            ours = {"size", "held_out", "seed", "instruction", "chat", "run_answers"}
-            options = {name: value for name, value in config.data.arguments.items() if name not in ours}
             try:
-                check_reasoning_task(str(source), options, config.data.arguments.get("run_answers") is True)
+                check_reasoning_task(str(source), config.data.arguments)
             except (ImportError, ValueError) as error:
                 raise ConfigError.of("data", error) from error
         named = {"data.source" if given.dataset is None else "dataset": source, "held_out": given.held_out}

@@ -169,6 +169,8 @@ def check_form(dense: nn.Module) -> None:
             head_dim,
         ),
         ("the dtype must be float32", dtype == torch.float32, dtype),
+        # without a mask, other kinds attend to what comes later
+        ("attn_implementation must be sdpa", config._attn_implementation == "sdpa", config._attn_implementation),
     ):
         if not is_so:
             raise ValueError(f"{type(dense).__name__}: {name}, got {got}")
