@@ -21,7 +21,7 @@ import torch
 from benchmarks.report import Row, median_range
 from benchmarks.syncing.store import tensors_of
 from torchrl_moe.modules.backends.replica import StageReport
-from torchrl_moe.weight_update.store import Manifest, WeightStoreWriter
+from torchrl_moe.store import Manifest, WeightStoreWriter
 from torchrl_moe.weight_update.transports.base import StageOptions
 from torchrl_moe.weight_update.transports.gloo import (
     GlooGroup,

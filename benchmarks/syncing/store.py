@@ -30,7 +30,7 @@ from torch import Tensor
 from benchmarks.report import Row, median_range
 from torchrl_moe.errors import ManifestMismatch
 from torchrl_moe.modules.backends.vllm.weights import EngineWeights
-from torchrl_moe.weight_update.store import Manifest, VersionsWriter, WeightStoreReader, WeightStoreWriter
+from torchrl_moe.store import Manifest, WeightStoreWriter, WeightStoreReader, WeightStoreWriter
 
 SIZES = {"400 MB": 400_000_000, "2 GB": 2_000_000_000}
 TENSORS = 738  # of an MoE of 48 experts in 4 layers, one tensor per expert
@@ -299,7 +299,7 @@ def versions_by(delta: bool) -> Row:
     """Return one of these times."""
     contest = Contest(SIZES["400 MB"], TENSORS)
     folder = tempfile.mkdtemp(prefix="torchrl_moe-bench-", dir="/dev/shm")
-    writer, copies = VersionsWriter(folder, delta=delta), []
+    writer, copies = WeightStoreWriter(folder, delta=delta), []
     for version in range(1, 1 + WARM_UP + ROUNDS):
         contest.change()
         published = timed(lambda number=version: writer.publish(contest.tensors.items(), number))

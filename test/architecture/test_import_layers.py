@@ -21,8 +21,8 @@ BELOW: dict[str, set[str]] = {
     "collectors": {"weight_update", "modules.backends.ray"},  # a collector in Ray joins the cluster as an engine does
     "weight_update": {"modules"},
     # both ends: the sender's, which calls an engine by its verbs, and the workers'
-    "weight_update.transports": {"weight_update.store", "modules.backends.engine"},
-    "weight_update.store": {"data"},
+    "weight_update.transports": {"store", "modules.backends.engine"},
+    "store": {"data"},
     "testing": {"modules"},
     "objectives": {"data", "ops"},  # never modules: tensordict keys are the interface
     # the public face, and any file straight in it
@@ -159,7 +159,7 @@ def test_the_rooms_form_a_dag() -> None:
         ("modules/serving/x.py", "from torchrl_moe.modules.backends.vllm.local import LocalReplica"),
         ("modules/backends/vllm/x.py", "from torchrl_moe.modules.serving.balancer import Lease"),
         ("modules/policies/x.py", "from torchrl_moe.modules.backends.vllm.local import LocalReplica"),
-        ("weight_update/store/x.py", "from torchrl_moe.weight_update.transports.base import Receiver"),
+        ("store/x.py", "from torchrl_moe.weight_update.transports.base import Receiver"),
         ("weight_update/transports/x.py", "from torchrl_moe.modules.backends.checkpoint import checkpoint_folder"),
         ("weight_update/transports/x.py", "def f():\n    import vllm"),
         ("modules/serving/x.py", "import vllm"),

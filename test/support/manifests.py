@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torchrl_moe.weight_update.store import Manifest
+from torchrl_moe.store import Manifest
 
 
 def note_made(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[threading.Thread]]:

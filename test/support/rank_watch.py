@@ -14,9 +14,9 @@ from torch import Tensor
 from support.processes import process_of
 from support.sharded import whole
 from torchrl_moe.modules.policies.unstack import ModelWeights
+from torchrl_moe.store import WeightStoreReader
 from torchrl_moe.trainers import MoEGRPOTrainer
 from torchrl_moe.trainers.ranks import pack
-from torchrl_moe.weight_update.store import WeightStoreReader
 
 SYNCS = "syncs.jsonl"
 

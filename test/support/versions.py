@@ -22,7 +22,7 @@ from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, KeptIds, OnResume, Request
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
-from torchrl_moe.weight_update.store import Manifest, WeightStoreWriter
+from torchrl_moe.store import Manifest, WeightStoreWriter
 from torchrl_moe.weight_update.transports.base import StageOptions, Transport
 from torchrl_moe.weight_update.transports.gloo import GlooTransport
 from torchrl_moe.weight_update.transports.registry import MemmapTransport

@@ -12,8 +12,8 @@ import torch
 from torchrl_moe.errors import DigestMismatch, EngineError, ManifestMismatch, ReplicaDiedError
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import Replica, SwapReport
+from torchrl_moe.store import WeightStoreWriter
 from torchrl_moe.testing.fake_weights import FakeFleet, FakeWeightReplica, SoftError, Stall
-from torchrl_moe.weight_update.store import WeightStoreWriter
 from torchrl_moe.weight_update.transports.base import StageOptions
 from torchrl_moe.weight_update.transports.gloo import GlooTransport
 
@@ -41,7 +41,9 @@ def test_it_is_a_replica_that_loads_copies(replica: FakeWeightReplica) -> None:
 
 
 def test_it_checks_names_and_bytes_and_wants_its_transport_opened(replica: FakeWeightReplica, tmp_path: Path) -> None:
-    (tmp_path / "slot-1.weights").write_bytes(b"x" + (tmp_path / "slot-1.weights").read_bytes()[1:])
+    file = tmp_path / "v1.safetensors"
+    content, start = file.read_bytes(), len(file.read_bytes()) - 40
+    file.write_bytes(content[:start] + b"x" + content[start + 1 :])
     with pytest.raises(DigestMismatch, match="bytes of a"):
         replica.call(Engine.stage_weights, 1.0, 1, *STAGE)
     replica.call(Engine.stage_weights, 1.0, 1, "off", 1, None)

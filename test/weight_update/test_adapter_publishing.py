@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from support.weights import Connect, always, weights
 from torchrl_moe.errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.modules.policies.unstack import model_metadata
+from torchrl_moe.store import WeightStoreReader
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.testing.fake_weights import FakeFleet
 from torchrl_moe.weight_update import VLLMWeightSyncScheme
@@ -21,7 +22,6 @@ from torchrl_moe.weight_update.options import SourceOptions, StoreOptions
 from torchrl_moe.weight_update.publishing import AdapterPublisher, Published
 from torchrl_moe.weight_update.sender import VLLMWeightSender
 from torchrl_moe.weight_update.source import adapter_files
-from torchrl_moe.weight_update.store import WeightStoreReader
 
 Fleet = Callable[..., tuple[FakeFleet, VLLMWeightSender]]
 
@@ -140,7 +140,7 @@ def test_a_base_that_is_stored_in_another_way_is_no_matter(fleet: Fleet, model: 
 def test_of_several_trainers_only_the_first_writes(tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchrl_moe.weight_update.publishing.is_first", lambda: False)
     store = StoreOptions(folder=tmp_path / "store", seen_as=tmp_path / "store")
-    writer, other = (AdapterPublisher(store, SourceOptions(lora="adapter"), 5.0, False) for _ in range(2))
+    writer, other = (AdapterPublisher(store, SourceOptions(lora="adapter"), False) for _ in range(2))
     writer.register(model)
     assert writer.publish(None, lambda: 3) == Published(version=3, manifest=None)
     assert not (tmp_path / "store").exists()
@@ -159,13 +159,13 @@ def test_of_several_trainers_only_the_first_writes(tmp_path: Path, model: Any, m
 @pytest.mark.parametrize("other_sender", [False, True])
 def test_an_older_adapter_is_published_again_under_a_new_number(tmp_path: Path, model: Any, other_sender: bool) -> None:
     store = StoreOptions(folder=tmp_path / "store", seen_as=tmp_path / "store")
-    publisher = AdapterPublisher(store, SourceOptions(lora="adapter"), 5.0, False)
+    publisher = AdapterPublisher(store, SourceOptions(lora="adapter"), False)
     first = publisher.publish(model, lambda: 1)
     train(model)
     publisher.publish(model, lambda: 2)
     if other_sender:
         publisher.close()
-        publisher = AdapterPublisher(store, SourceOptions(lora="adapter"), 5.0, False)
+        publisher = AdapterPublisher(store, SourceOptions(lora="adapter"), False)
     again = publisher.republish(1, lambda: 3)
     assert again.manifest is not None
     assert first.manifest is not None

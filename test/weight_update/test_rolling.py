@@ -290,11 +290,11 @@ def test_the_mode_says_how_requests_are_paused_and_how_to_stage_is_passed_on(fle
 
 
 # -- versions that replicas turn down ---------------------------------------------------------------------------------
-@pytest.mark.parametrize("layout", ["slots", "versions"])
+@pytest.mark.parametrize("delta", [False, True])
 def test_a_version_that_every_replica_turns_down_is_not_what_restarted_ones_get(
-    fleet: Fleet, tmp_path: Path, layout: str
+    fleet: Fleet, tmp_path: Path, delta: bool
 ) -> None:
-    engine, sender = fleet(2, layout=layout, folder=tmp_path / "store")
+    engine, sender = fleet(2, delta=delta, folder=tmp_path / "store")
     sender.update_weights(weights(1))
     for number in (2, 3, 4):  # more than the store keeps
         for fake in engine.fakes:

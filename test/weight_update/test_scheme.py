@@ -19,14 +19,14 @@ from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update.llm import VLLMWeightSyncScheme as TorchRLScheme
 
 from support.weights import value_in, weights
+from torchrl_moe.store.folder import WriterLock, is_in_memory
 from torchrl_moe.testing.fake_weights import EXPECTED, FakeFleet
 from torchrl_moe.weight_update import VLLMWeightReceiver, VLLMWeightSender, VLLMWeightSyncScheme
 from torchrl_moe.weight_update.options import StoreOptions
 from torchrl_moe.weight_update.scheme import _remove_orphans
 from torchrl_moe.weight_update.sender import SenderTransport
-from torchrl_moe.weight_update.store.writing import WriterLock
 
-GLOO, VERSIONS = {"transport": "gloo"}, {"layout": "versions", "folder": "x"}
+GLOO = {"transport": "gloo"}
 
 
 @pytest.mark.parametrize(
@@ -42,11 +42,10 @@ GLOO, VERSIONS = {"transport": "gloo"}, {"layout": "versions", "folder": "x"}
         ({"stage": "shadow"}, "stage='shadow' is gone: only an engine on a CPU, without compilation, could"),
         ({"verify": True}, "verify must be one of 'digest', 'canary', 'off', got True"),
         ({"prefetch": 0}, "prefetch must be at least 1 thread, got 0"),
-        ({"layout": "files"}, "layout must be one of 'slots', 'versions', got 'files'"),
-        ({"layout": "versions"}, "layout='versions' needs transport='memmap' and folder="),
-        ({**VERSIONS, **GLOO}, "layout='versions' needs transport='memmap'"),
-        ({"delta": True}, "delta=True needs layout='versions'"),
-        ({"fsync": True}, "fsync=True needs layout='versions'"),
+        ({"layout": "files"}, "layout must be one of None, 'slots', 'versions', got 'files'"),
+        ({"delta": 2}, "delta must be one of 'auto', True, False, got 2"),
+        ({"delta": True, **GLOO}, "delta=True needs transport='memmap': 'gloo' sends whole versions"),
+        ({"fsync": 1}, "fsync must be True or False, got 1"),
         ({"strategy": "pickle"}, "strategy must be one of 'tensordict', 'state_dict', got 'pickle'"),
         ({"master_address": "gloo"}, "'gloo' is TorchRL's first argument, and not the transport: write transport='gl"),
         ({"kv": "keep"}, "kv must be one of 'salt', 'recompute', got 'keep'"),
@@ -69,7 +68,7 @@ GLOO, VERSIONS = {"transport": "gloo"}, {"layout": "versions", "folder": "x"}
         ({"buffer_bytes": 0, **GLOO}, "buffer_bytes must be an integer of at least 1, or None, got 0"),
         ({"buffer_bytes": 1}, "buffer_bytes belongs to transport='gloo'"),
         ({"master_address": "10.0.0.1", **GLOO}, "master_address='10.0.0.1': transport='gloo' reaches .* one host"),
-        ({"master_address": "trainer.example", **GLOO}, "use transport='memmap', layout='versions' and folder="),
+        ({"master_address": "trainer.example", **GLOO}, "use transport='memmap' and folder="),
         ({"min_servin": 1}, "unexpected keyword argument 'min_servin'"),
         *(
             ({"lora": "adapter", name: value, **others}, f"{name}={value!r} has no meaning with lora='adapter'")
@@ -79,8 +78,8 @@ GLOO, VERSIONS = {"transport": "gloo"}, {"layout": "versions", "folder": "x"}
                 ("kv", "recompute", {}),
                 ("verify", "canary", {}),
                 ("dtype", torch.bfloat16, {}),
-                ("delta", True, VERSIONS),
-                ("fsync", True, VERSIONS),
+                ("delta", True, {"folder": "x"}),
+                ("fsync", True, {"folder": "x"}),
             ]
         ),
     ],
@@ -139,7 +138,7 @@ def test_it_makes_a_sender_and_shows_its_choices() -> None:
     assert type(scheme.create_receiver(FakeFleet(1))) is VLLMWeightReceiver
     assert type(scheme.create_transport()) is SenderTransport
     assert repr(scheme) == (
-        "VLLMWeightSyncScheme(transport='memmap', mode='drain', kv='recompute', verify='digest', layout='slots')"
+        "VLLMWeightSyncScheme(transport='memmap', mode='drain', kv='recompute', verify='digest', delta=False)"
     )
     scheme.shutdown()
 
@@ -180,7 +179,7 @@ def test_what_a_killed_trainer_left_in_memory_is_removed_and_nothing_else(
     lock = WriterLock(writing)
     for store in (killed, new, other):
         (store / "writer").touch()
-    (killed / "slot-0.weights").touch()
+    (killed / "v1.safetensors").touch()
     for store in (killed, writing, other):
         os.utime(store / "writer", (0, 0))
     _remove_orphans(tmp_path)
@@ -200,7 +199,20 @@ def test_a_refused_scheme_leaves_no_folder_behind() -> None:
 
 
 def test_choices_are_kept_in_groups(tmp_path: Path) -> None:
-    store = {"layout": "versions", "delta": True, "fsync": True, "keep_versions": 4}
+    store = {"delta": True, "fsync": True, "keep_versions": 4}
     options = VLLMWeightSyncScheme(folder=tmp_path, **store, rolling=2, prefetch=3).options  # type: ignore[arg-type]
     assert options.store == StoreOptions(folder=tmp_path, seen_as=tmp_path, **store)  # type: ignore[arg-type]
     assert (options.staging.threads, options.swapping.rolling) == (3, 2)
+
+
+def test_element_wise_patches_are_for_folders_that_are_not_in_memory(tmp_path: Path) -> None:
+    own, disk = VLLMWeightSyncScheme(), VLLMWeightSyncScheme(folder=tmp_path / "new" / "store")
+    gloo = VLLMWeightSyncScheme(folder=tmp_path, transport="gloo")
+    assert [scheme.options.store.delta for scheme in (own, disk, gloo)] == [False, not is_in_memory(tmp_path), False]
+    own.shutdown()
+    assert VLLMWeightSyncScheme(folder="/dev/shm/a/b", delta=True).options.store.delta
+
+
+@pytest.mark.parametrize("layout", ["slots", "versions"])
+def test_the_layout_of_earlier_releases_is_taken_and_means_nothing(tmp_path: Path, layout: Any) -> None:
+    assert VLLMWeightSyncScheme(folder=tmp_path, layout=layout).options == VLLMWeightSyncScheme(folder=tmp_path).options

@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from support.engines import EngineShelf
@@ -34,18 +35,18 @@ from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState
+from torchrl_moe.store import writer as store_writer
 from torchrl_moe.testing import FakeAsyncVLLM, make_tiny_moe
 from torchrl_moe.testing.fake_weights import EXPECTED, FakeFleet, FakeWeightReplica
 from torchrl_moe.weight_update import VLLMWeightSyncScheme, get_model_metadata
 from torchrl_moe.weight_update.options import canary_of
 from torchrl_moe.weight_update.sender import VLLMWeightSender
-from torchrl_moe.weight_update.store import slots
 from torchrl_moe.weight_update.transports.registry import MemmapTransport
 
 Fleet = Callable[..., tuple[FakeFleet, VLLMWeightSender]]
 
 
-LAYOUTS: list[dict[str, Any]] = [{}, {"layout": "versions"}, {"layout": "versions", "delta": True}]
+STORES: list[dict[str, Any]] = [{"delta": False}, {"delta": True}]
 
 
 def values(engine: FakeFleet) -> list[float | None]:
@@ -144,8 +145,8 @@ def test_a_registered_model_is_sent_with_its_experts_one_by_one_and_without_its_
     sender = VLLMWeightSyncScheme().create_sender()
     sender.register_model(Wrapper())
     assert sender.publish() == 1
-    (manifest,) = sender.options.store.folder.glob("manifest-*.json")
-    assert "experts.3.gate_proj.weight" in manifest.read_text()
+    names = load_file(sender.options.store.folder / "v1.safetensors")
+    assert any(name.endswith("experts.3.gate_proj.weight") for name in names)
     sender.shutdown()
 
 
@@ -442,13 +443,13 @@ def test_what_holds_no_names_is_refused_as_such(fleet: Fleet, given: Any) -> Non
 
 
 @pytest.mark.parametrize("dtype", ["engine", "trainer"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("choices", STORES)
 def test_a_number_that_overflows_in_the_engines_dtype_is_not_sent(
-    connect: Connect, tmp_path: Path, dtype: str, layout: dict[str, Any]
+    connect: Connect, tmp_path: Path, dtype: str, choices: dict[str, Any]
 ) -> None:
     expected = {"a": (torch.float16, torch.Size([2, 2])), "b": (torch.int64, torch.Size([3]))}
     engine = FakeFleet(1, expected=expected, dtype="float16")
-    sender = connect(engine, dtype=dtype, folder=tmp_path, **layout)
+    sender = connect(engine, dtype=dtype, folder=tmp_path, **choices)
     sender.update_weights(weights(1))
     words = r"4 of the 4 numbers of a are NaN or infinite in torch.float16, in which they are sent"
     refused = pytest.raises(WeightSyncError, match=words)
@@ -466,21 +467,20 @@ def test_a_version_is_a_whole_number(connect: Connect, version: Any) -> None:
             step(version)
 
 
-@pytest.mark.parametrize("layout", ["slots", "versions"])
 @pytest.mark.parametrize("what", ["link", "folder"])
-def test_something_else_in_the_place_of_a_file_is_named(fleet: Fleet, tmp_path: Path, layout: str, what: str) -> None:
-    engine, sender = fleet(1, folder=tmp_path / "store", layout=layout)
+def test_something_else_in_the_place_of_a_file_is_named(fleet: Fleet, tmp_path: Path, what: str) -> None:
+    engine, sender = fleet(1, folder=tmp_path / "store")
     sender.update_weights(weights(1))
-    taken = tmp_path / "store" / {"slots": ".manifest-2.json.tmp", "versions": ".STABLE.tmp"}[layout]
+    taken = tmp_path / "store" / ".STABLE.tmp"
     taken.symlink_to(tmp_path / "elsewhere") if what == "link" else taken.mkdir()
-    with pytest.raises(WeightSyncError, match=r"the weight store '.*store' cannot be used: .*(manifest|STABLE)"):
+    with pytest.raises(WeightSyncError, match=r"the weight store '.*store' cannot be used: .*STABLE"):
         sender.update_weights(weights(2))
     assert value_in(engine, 0) == 1.0
     taken.unlink() if what == "link" else taken.rmdir()
     assert sender.update_weights(weights(3)).failed == {}
 
 
-@pytest.mark.parametrize("choices", LAYOUTS)
+@pytest.mark.parametrize("choices", STORES)
 def test_a_store_that_was_removed_is_made_again(fleet: Fleet, tmp_path: Path, choices: dict[str, Any]) -> None:
     engine, sender = fleet(2, folder=tmp_path / "store", **choices)
     sender.update_weights(weights(1))
@@ -556,8 +556,10 @@ def test_damaged_bytes_touch_no_replica(fleet: Fleet) -> None:
     engine, sender = fleet(2)
     sender.update_weights(weights(1))
     version = sender.publish(weights(2))
-    slot = sender.options.store.folder / "slot-0.weights"
-    slot.write_bytes(b"\xff" + slot.read_bytes()[1:])
+    file = sender.options.store.folder / "v2.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-25] ^= 0xFF  # of "a", before "b"
+    file.write_bytes(content)
     with pytest.raises(WeightSyncError, match=r"fewer than 1 replicas hold version 2: .*bytes of a are not those"):
         sender.apply(version)
     assert (engine.states, engine.versions) == (["SERVING"] * 2, [1, 1])
@@ -673,13 +675,13 @@ def test_a_write_that_torch_does_not_count_tears_no_version(
 
 def gate(monkeypatch: pytest.MonkeyPatch, after: int = 0) -> threading.Event:
     """Let writers wait before each tensor's bytes, after so many."""
-    go, write, free = threading.Event(), slots._write, iter([True] * after)
+    go, write, free = threading.Event(), store_writer.send, iter([True] * after)
 
     def held(*args: Any) -> str:
         assert next(free, False) or go.wait(60.0)
         return write(*args)
 
-    monkeypatch.setattr(slots, "_write", held)
+    monkeypatch.setattr(store_writer, "send", held)
     return go
 
 
@@ -900,7 +902,7 @@ def test_draining_a_paused_engine_fails_at_once_and_names_both_ways_out(fleet: F
 
 
 # -- older versions ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("choices", LAYOUTS)
+@pytest.mark.parametrize("choices", STORES)
 def test_an_older_version_comes_back_under_a_new_number(fleet: Fleet, tmp_path: Path, choices: dict[str, Any]) -> None:
     engine, sender = fleet(2, keep_versions=3, folder=tmp_path / "store", **choices)
     for number in (1, 2, 3):
@@ -920,10 +922,10 @@ def test_an_older_version_comes_back_under_a_new_number(fleet: Fleet, tmp_path: 
 
 @pytest.mark.parametrize("damage", ["a byte", "gone", "cut short", "header", "link", "in secret"])
 def test_a_delta_refers_to_no_bytes_that_are_damaged_or_gone(fleet: Fleet, tmp_path: Path, damage: str) -> None:
-    engine, sender = fleet(2, folder=tmp_path, layout="versions", delta=True)
+    engine, sender = fleet(2, folder=tmp_path, delta=True)
 
     def update(number: int) -> dict[int, str]:
-        return sender.update_weights({**weights(1), "b": torch.full((3,), number)}).failed
+        return sender.update_weights({**weights(1), "b": torch.tensor([number, 1, 1])}).failed
 
     for number in (1, 2, 3):  # "a" stays in the file of the first
         update(number)
@@ -948,25 +950,21 @@ def test_a_delta_refers_to_no_bytes_that_are_damaged_or_gone(fleet: Fleet, tmp_p
 
 
 @pytest.mark.parametrize("byte", [b"\xff", b"~"])
-@pytest.mark.parametrize("layout", ["slots", "versions"])
+@pytest.mark.parametrize("choices", STORES)
 def test_a_damaged_manifest_costs_its_version_only(
-    connect: Connect, tmp_path: Path, byte: bytes, layout: str, recwarn: pytest.WarningsRecorder
+    connect: Connect, tmp_path: Path, byte: bytes, choices: dict[str, Any]
 ) -> None:
-    first = connect(FakeFleet(1), folder=tmp_path, layout=layout)
+    first = connect(FakeFleet(1), folder=tmp_path, **choices)
     for number in (1, 2):
         first.update_weights(weights(number))
     first.shutdown()
-    file = tmp_path / {"slots": "manifest-1.json", "versions": "v1.safetensors"}[layout]
+    file = tmp_path / "v1.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:40] + byte + content[41:])
-    if layout == "versions":
-        (tmp_path / "STABLE").write_bytes(b"v\xff")
+    (tmp_path / "STABLE").write_bytes(b"v\xff")
     (tmp_path / "writer").write_bytes(b"\xff")
     engine = FakeFleet(1)
-    second = connect(engine, folder=tmp_path, layout=layout)
-    if layout == "slots":
-        assert second.rollback(2).version == 3
-        assert [str(one.message) for one in recwarn if "is left out" in str(one.message)]
+    second = connect(engine, folder=tmp_path, **choices)
     assert (second.update_weights(weights(4)).failed, value_in(engine, 0)) == ({}, 4.0)
 
 
@@ -1012,11 +1010,11 @@ def test_the_canary_goes_with_the_registered_model_only(connect: Connect) -> Non
 
 
 # -- over and over ----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("layout", ["slots", "versions"])
+@pytest.mark.parametrize("delta", [False, True])
 def test_two_hundred_syncs_leave_memory_descriptors_and_the_folder_flat(
-    fleet: Fleet, layout: str, tmp_path: Path
+    fleet: Fleet, delta: bool, tmp_path: Path
 ) -> None:
-    _, sender = fleet(2, layout=layout, folder=tmp_path / "store", prefetch=2)
+    _, sender = fleet(2, delta=delta, folder=tmp_path / "store", prefetch=2)
     figures = []
     for number in range(200):
         assert sender.update_weights(weights(number)).failed == {}
@@ -1045,7 +1043,7 @@ def test_torchrls_hook_calls_it_as_its_own(connect: Connect) -> None:
 PROMPTS = [[72, 101, 108], list(range(40, 90)), [200, 3, 3, 199] * 6]
 WAYS: dict[str, dict[str, Any]] = {
     "canary": {"verify": "canary", "kv": "recompute"},
-    "delta of a directory, drain": {"layout": "versions", "delta": True, "mode": "drain"},
+    "delta of a directory, drain": {"delta": True, "mode": "drain"},
     "gloo, abort": {"transport": "gloo", "mode": "abort_resume", "prefetch": 2},
     "nothing verified": {"verify": "off"},
 }
@@ -1065,7 +1063,7 @@ def test_an_engine_computes_what_the_trainer_does_however_it_is_sent(
     reference = Reference(shelf.folder("qwen3_moe"))
     original = {name: tensor.clone() for name, tensor in reference.model.state_dict().items()}
     for number, (way, choices) in enumerate(WAYS.items()):
-        folder = {"folder": tmp_path} if "layout" in choices else {}
+        folder = {"folder": tmp_path} if "delta" in choices else {}
         sender = VLLMWeightSyncScheme(**choices, **folder, timeout_seconds=120.0).create_sender()
         sender.register_model(reference.model)
         sender.init_all_workers_group(None, vllm_engine=engine)

@@ -23,9 +23,9 @@ from torchrl_moe.modules.backends.engine import WeightOwner
 from torchrl_moe.modules.backends.replica import PauseMode, ReplicaInfo, StageReport, SwapReport, WeightClaim
 from torchrl_moe.modules.serving.candidates import ReplicaState
 from torchrl_moe.modules.serving.service import GenerationService
+from torchrl_moe.store import Manifest, WeightStoreReader, check_tensors, copy_adapter
+from torchrl_moe.store.reader import ADAPTER_FILES
 from torchrl_moe.testing.fake_engine import FakeAsyncVLLM, FakeReplica
-from torchrl_moe.weight_update.store import Manifest, WeightStoreReader, check_tensors, copy_adapter
-from torchrl_moe.weight_update.store.reader import ADAPTER_FILES
 from torchrl_moe.weight_update.transports.base import Receiver
 from torchrl_moe.weight_update.transports.registry import open_receiver
 

@@ -723,9 +723,8 @@ def _check_sync(config: GRPOConfig) -> None:
 
     given = config.engine.sync
     _check_names("engine.sync", given, VLLMWeightSyncScheme)
-    folder = {} if given.get("layout", "slots") == "versions" else {"folder": tempfile.gettempdir()}
     try:  # with a folder, a scheme makes none
-        VLLMWeightSyncScheme(**{**folder, **given})
+        VLLMWeightSyncScheme(**{"folder": tempfile.gettempdir(), **given})
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError.of("engine.sync", error) from error
 

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from torchrl_moe.errors import ManifestMismatch, WeightSyncError
+from torchrl_moe.store import WeightStoreReader
+from torchrl_moe.store.content import check_digest
 from torchrl_moe.weight_update.publishing import Published
 from torchrl_moe.weight_update.report import SyncReport
 from torchrl_moe.weight_update.rolling import RollingSwap, waits_for_update
 from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
 from torchrl_moe.weight_update.sender import SenderTransport, VLLMWeightReceiver, VLLMWeightSender
 from torchrl_moe.weight_update.source import Weights
-from torchrl_moe.weight_update.store import WeightStoreReader
-from torchrl_moe.weight_update.store.flat import check_digest
 from torchrl_moe.weight_update.transports.registry import MemmapTransport
 
 __all__ = [
@@ -68,7 +68,7 @@ class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
     ) -> None:
         if num_threads < 1:
             raise ValueError(f"num_threads must be at least 1, got {num_threads}")
-        super().__init__(strategy=strategy, folder=remote_addr, layout="versions", prefetch=num_threads)
+        super().__init__(strategy=strategy, folder=remote_addr, prefetch=num_threads)
         self.remote_addr, self.num_threads = os.fspath(remote_addr), num_threads
         self.local_addr = self.remote_addr if local_addr is None else os.fspath(local_addr)
         self.options = replace(self.options, store=replace(self.options.store, seen_as=Path(self.local_addr)))

@@ -34,7 +34,7 @@ WITH_ADAPTERS: Mapping[str, object] = {
     "kv": "salt",
     "verify": "digest",
     "fsync": False,
-    "delta": False,
+    "delta": "auto",
 }
 """The only choices where no weights are swapped."""
 ROUNDING = 1e-9  # for shares that are not binary fractions
@@ -70,19 +70,14 @@ class StoreOptions:
 
     folder: Path
     seen_as: Path
-    layout: Literal["slots", "versions"] = "slots"
     keep_versions: int = 2
     fsync: bool = False
     delta: bool = False
 
     def __post_init__(self) -> None:
-        one_of("layout", self.layout, ("slots", "versions"))
         check_number("keep_versions", self.keep_versions, 2, whole=True, hint="One serves, one is written.")
         for name in ("fsync", "delta"):
             check_bool(name, getattr(self, name))
-        for name in ("fsync", "delta"):
-            if getattr(self, name) and self.layout == "slots":
-                raise ValueError(f"{name}=True needs layout='versions': slots are overwritten in memory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,8 +172,8 @@ class CollectiveOptions:
         if transport == "gloo" and self.master_address is not None and not _is_loopback(self.master_address):
             raise ValueError(
                 f"master_address={self.master_address!r}: transport='gloo' reaches the replicas of one host, where no "
-                "address is needed. For several hosts use transport='memmap', layout='versions' and folder= on a file "
-                "system that they share"
+                "address is needed. For several hosts use transport='memmap' and folder= on a file system "
+                "that they share"
             )
         check_number("master_port", self.master_port, 0, 65535, whole=True, none=True, hint="0: a free one.")
         for name in ("gpus_per_replica", "buffer_bytes"):

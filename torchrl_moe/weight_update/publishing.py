@@ -12,6 +12,14 @@ from torch import Tensor, nn
 
 from torchrl_moe.errors import ManifestMismatch, WeightSyncError
 from torchrl_moe.modules.policies.unstack import ModelWeights
+from torchrl_moe.store import (
+    Manifest,
+    WeightStoreReader,
+    WeightStoreWriter,
+    adapter_tensors,
+    check_tensors,
+)
+from torchrl_moe.store.folder import naming_the_folder
 from torchrl_moe.weight_update.options import Canary, SourceOptions, StoreOptions, canary_of
 from torchrl_moe.weight_update.report import ReplicaSync, SyncReport
 from torchrl_moe.weight_update.source import (
@@ -30,15 +38,6 @@ from torchrl_moe.weight_update.source import (
     source_of,
     trained_model,
 )
-from torchrl_moe.weight_update.store import (
-    Manifest,
-    VersionsWriter,
-    WeightStoreReader,
-    WeightStoreWriter,
-    adapter_tensors,
-    check_tensors,
-)
-from torchrl_moe.weight_update.store.writing import naming_the_folder
 
 __all__ = ["AdapterPublisher", "Published", "Publisher"]
 
@@ -72,10 +71,10 @@ class Published:
 class Publisher:
     """Writes versions."""
 
-    def __init__(self, store: StoreOptions, source: SourceOptions, lock_seconds: float, with_canary: bool) -> None:
+    def __init__(self, store: StoreOptions, source: SourceOptions, with_canary: bool) -> None:
         self._store, self._options = store, source
-        self._lock_seconds, self._with_canary = lock_seconds, with_canary
-        self._writer: WeightStoreWriter | VersionsWriter | None = None
+        self._with_canary = with_canary
+        self._writer: WeightStoreWriter | None = None
         self._canaries: dict[int, Canary | None] = {}  # of the versions that are in the store
         self._module: nn.Module | None = None
         self.model: ModelWeights | None = None
@@ -169,7 +168,7 @@ class Publisher:
 
     def doubt(self) -> None:
         """Note that a replica could not read a version: what the next one refers to is read before it is written."""
-        if isinstance(self._writer, VersionsWriter):
+        if self._writer is not None:
             self._writer.doubt()
 
     def republish(self, version: int, number: Callable[[], int]) -> Published:
@@ -205,7 +204,7 @@ class Publisher:
         self._canaries = {v: c for v, c in (self._canaries | {version: canary}).items() if v in kept}
         return Published(version=version, manifest=manifest, began=began, seconds=seconds, canary=canary)
 
-    def _open(self) -> WeightStoreWriter | VersionsWriter:
+    def _open(self) -> WeightStoreWriter:
         if self._writer is not None and not self._writer.is_there():  # the folder was removed: it is made again
             self._writer.close()
             self._writer = None
@@ -213,11 +212,8 @@ class Publisher:
             self._writer = self._new_writer(self._store)
         return self._writer
 
-    def _new_writer(self, store: StoreOptions) -> WeightStoreWriter | VersionsWriter:
-        # slots: two places in shared memory that take turns; versions: a folder for each
-        if store.layout == "slots":
-            return WeightStoreWriter(store.folder, self._lock_seconds, store.keep_versions)
-        return VersionsWriter(store.folder, store.keep_versions, delta=store.delta, fsync=store.fsync)
+    def _new_writer(self, store: StoreOptions) -> WeightStoreWriter:
+        return WeightStoreWriter(store.folder, store.keep_versions, delta=store.delta, fsync=store.fsync)
 
     def _canary(self, weights: Weights | None) -> Canary | None:
         module = (
@@ -279,8 +275,8 @@ class AdapterPublisher(Publisher):
     def _kinds(self, source: Source) -> Kinds:
         return source.kinds
 
-    def _new_writer(self, store: StoreOptions) -> VersionsWriter:
-        return VersionsWriter(store.folder, store.keep_versions)
+    def _new_writer(self, store: StoreOptions) -> WeightStoreWriter:
+        return WeightStoreWriter(store.folder, store.keep_versions)
 
     def _given(self, weights: Weights) -> nn.Module:
         if not isinstance(weights, nn.Module):

@@ -22,6 +22,7 @@ import torch
 from torchrl.weight_update import WeightSyncScheme
 
 from torchrl_moe.errors import WeightSyncError
+from torchrl_moe.store.folder import LOCK, WriterLock, at_end, is_in_memory
 from torchrl_moe.weight_update.options import (
     ROLLING_SHARE,
     CollectiveOptions,
@@ -32,7 +33,6 @@ from torchrl_moe.weight_update.options import (
     one_of,
 )
 from torchrl_moe.weight_update.sender import SenderTransport, VLLMWeightReceiver, VLLMWeightSender
-from torchrl_moe.weight_update.store.writing import LOCK, WriterLock, at_end
 from torchrl_moe.weight_update.transports.base import StageOptions
 
 __all__ = ["VLLMWeightSyncScheme"]
@@ -71,11 +71,13 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
             prompt are compared with those of the model that is sent (not if tensors are sent instead of a model);
             ``"off"``: neither. In every case the engine must generate a token with a finite log-prob.
         folder: of the weight store; default: a new one in ``/dev/shm`` (or the temporary folder), removed at shutdown.
-        layout: ``"slots"``: files in memory that are reused, for one host; ``"versions"``: a directory with one
-            safetensors file per version, on a file system that all hosts share.
+            Several hosts need one on a file system that they share.
+        layout: of earlier releases: ``"slots"`` and ``"versions"`` mean the same now, a file for each version.
         keep_versions: how many versions are kept at the same time.
-        fsync: with ``"versions"``, whether they outlive a crash of the machine.
-        delta: with ``"versions"``, whether only tensors that changed are written.
+        fsync: whether versions outlive a crash of the machine.
+        delta: whether only the elements that changed since the last version are written, bit by bit, where that is
+            less than half of all; it costs the trainer's host as much memory as the model has bytes. ``"auto"``: in a
+            folder that is not in memory.
         dtype: of floating tensors: ``"engine"`` sends none wider than in the engine, ``"trainer"`` sends them
             unchanged.
         lora: ``"merged"``: peft's adapters are added to their weights; ``"adapter"``: only the registered model's
@@ -116,10 +118,10 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         prefetch: int = 1,
         verify: Literal["digest", "canary", "off"] = "digest",
         folder: str | os.PathLike[str] | None = None,
-        layout: Literal["slots", "versions"] = "slots",
+        layout: Literal["slots", "versions"] | None = None,
         keep_versions: int = 2,
         fsync: bool = False,
-        delta: bool = False,
+        delta: Literal["auto"] | bool = "auto",
         dtype: Literal["engine", "trainer"] | torch.dtype = "engine",
         lora: Literal["merged", "adapter"] = "merged",
         timeout_seconds: float = 120.0,
@@ -142,15 +144,14 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
             buffer_bytes=buffer_bytes,
         )
         collective.check(transport)
-        if layout == "versions" and (folder is None or transport != "memmap"):
-            raise ValueError(
-                "layout='versions' needs transport='memmap' and folder=, on a file system that hosts share"
-            )
+        one_of("layout", layout, (None, "slots", "versions"))
+        one_of("delta", delta, ("auto", True, False))
+        if delta is True and transport != "memmap":
+            raise ValueError(f"delta=True needs transport='memmap': {transport!r} sends whole versions")
+        is_patched = delta is True or (delta == "auto" and transport == "memmap" and _is_on_disk(folder))
         # Checked under a stand-in for the folder: a refused scheme must not leave a new one in /dev/shm.
         known = Path("." if folder is None else folder)
-        store = StoreOptions(
-            folder=known, seen_as=known, layout=layout, keep_versions=keep_versions, fsync=fsync, delta=delta
-        )
+        store = StoreOptions(folder=known, seen_as=known, keep_versions=keep_versions, fsync=fsync, delta=is_patched)
         with _both_strategies_alike():
             super().__init__(strategy)
         self.folder = _store_folder() if folder is None else Path(folder)
@@ -234,7 +235,7 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         swapping, staging, options = self.options.swapping, self.options.staging, self.options
         return (
             f"{type(self).__name__}(transport={options.transport!r}, mode={swapping.mode!r}, kv={swapping.kv!r}, "
-            f"verify={staging.verify!r}, layout={options.store.layout!r})"
+            f"verify={staging.verify!r}, delta={options.store.delta})"
         )
 
 
@@ -248,7 +249,7 @@ def _both_strategies_alike() -> Iterator[None]:
 
 NO_NCCL = (
     "has no NCCL of its own any more: it is to come through vLLM's own weight-transfer engine. Use transport='memmap', "
-    "on several hosts with layout='versions' and folder= on a file system that they share"
+    "on several hosts with folder= on a file system that they share"
 )
 
 
@@ -289,6 +290,11 @@ def _check_choices(
     one_of("verify", verify, ("digest", "canary", "off"))
     if prefetch < 1:
         raise ValueError(f"prefetch must be at least 1 thread, got {prefetch}")
+
+
+def _is_on_disk(folder: str | os.PathLike[str] | None) -> bool:
+    """Whether a user's folder, which may not be there yet, is not in memory."""
+    return folder is not None and not is_in_memory(Path(folder))
 
 
 def _store_folder() -> Path:

@@ -23,12 +23,12 @@ from torchrl_moe.errors import NoReplicaError, ReplicaDiedError, WeightSyncError
 from torchrl_moe.modules.backends.checkpoint import checkpoint_kinds
 from torchrl_moe.modules.serving.replica_table import TableEntry
 from torchrl_moe.modules.serving.service import GenerationService
+from torchrl_moe.store import WeightStoreReader
 from torchrl_moe.weight_update.options import Scheme, SyncOptions
 from torchrl_moe.weight_update.publishing import AdapterPublisher, Published, Publisher
 from torchrl_moe.weight_update.report import SyncReport
 from torchrl_moe.weight_update.rolling import SYNCABLE, RollingSwap, Staged, waits_for_update
 from torchrl_moe.weight_update.source import Kinds, Weights, check_metadata, is_first
-from torchrl_moe.weight_update.store import WeightStoreReader
 from torchrl_moe.weight_update.transports.base import Transport, workers_of
 from torchrl_moe.weight_update.transports.registry import open_transport
 
@@ -101,7 +101,7 @@ class VLLMWeightSender:
         self._process = os.getpid()
         with_canary = options.staging.verify == "canary"
         kind = AdapterPublisher if options.source.lora == "adapter" else Publisher
-        self._publisher = kind(options.store, options.source, options.swapping.timeout_seconds, with_canary)
+        self._publisher = kind(options.store, options.source, with_canary)
         self._swap: RollingSwap | None = None
         self._published: Published | None = None
         self._served: Published | None = None  # the last version that a replica has held

@@ -23,10 +23,10 @@ from torchrl_moe.modules.policies.unstack import (
     model_metadata,
     whole,
 )
-from torchrl_moe.weight_update.store import check_tensors
-from torchrl_moe.weight_update.store.flat import send
-from torchrl_moe.weight_update.store.manifest import TensorKind
-from torchrl_moe.weight_update.store.reader import ADAPTER_FILES
+from torchrl_moe.store import check_tensors
+from torchrl_moe.store.content import send
+from torchrl_moe.store.manifest import TensorKind
+from torchrl_moe.store.reader import ADAPTER_FILES
 
 __all__ = [
     "Dtypes",
@@ -241,7 +241,7 @@ def contents(tensors: Iterable[Tensor]) -> str:
     digest = xxhash.xxh3_64()
     for tensor in tensors:
         if tensor.is_cpu:
-            found = send(tensor, tensor.dtype, len)
+            found = send(tensor, tensor.dtype)
         else:
             found = str(int(tensor.detach().reshape(-1).view(INTEGERS[tensor.dtype.itemsize]).sum()))
         digest.update(f"{tensor._version} {found};".encode())
@@ -328,7 +328,7 @@ def adapter_files(model: nn.Module) -> dict[str, bytes]:
 
     tensors = _tensors(model)
     for name, tensor in tensors.items():
-        send(tensor, tensor.dtype, len, name)  # which looks at its numbers
+        send(tensor, tensor.dtype, name=name)  # which looks at its numbers
     with tempfile.TemporaryDirectory() as folder:
         _config(model, _active(model)).save_pretrained(folder)
         config = (Path(folder) / ADAPTER_FILES[0]).read_bytes()

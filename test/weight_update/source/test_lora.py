@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from support.adapters import takes_adapters
+from torchrl_moe.store.reader import ADAPTER_FILES
 from torchrl_moe.testing import make_tiny_moe
 from torchrl_moe.weight_update.source import adapter_files, check_adapter
-from torchrl_moe.weight_update.store.reader import ADAPTER_FILES
 
 peft = pytest.importorskip("peft")
 

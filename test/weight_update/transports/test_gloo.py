@@ -20,8 +20,10 @@ import torch
 from support.waiting import in_thread, until
 from support.weights import always
 from torchrl_moe.errors import DigestMismatch, ManifestMismatch, ReplicaDiedError, SyncTimeout, WeightSyncError
+from torchrl_moe.store import Manifest, WeightStoreReader, WeightStoreWriter
+from torchrl_moe.store.content import header_of
+from torchrl_moe.store.writer import version_path
 from torchrl_moe.testing.fake_weights import FakeWeightReplica
-from torchrl_moe.weight_update.store import Manifest, WeightStoreReader, WeightStoreWriter
 from torchrl_moe.weight_update.transports import gloo
 from torchrl_moe.weight_update.transports.base import StageOptions
 from torchrl_moe.weight_update.transports.gloo import GlooGroup, GlooReceiver, GlooTransport, MeetingPlace
@@ -258,8 +260,8 @@ def test_bytes_that_changed_on_the_way_are_found_where_digests_are_asked_for(
 ) -> None:
     transport, replica = bench()
     manifest = publish(store, 1)
-    slot = np.memmap(store.folder / f"slot-{manifest.slot}.weights", np.uint8, "r+")
-    slot[manifest.entries[1].offset] ^= 1
+    file = np.memmap(version_path(store.folder, 1), np.uint8, "r+")
+    file[len(header_of(manifest)) + manifest.entries[1].offset] ^= 1
     refused = pytest.raises(DigestMismatch, match=r"version 1: bytes of b\.bias are not those published")
     with nullcontext() if verify == "off" else refused:
         transport.stage(replica, manifest, StageOptions(verify=verify), TIMEOUT)

@@ -16,7 +16,7 @@ import torch
 
 from support.waiting import in_thread, until
 from torchrl_moe.errors import DigestMismatch, ReplicaDiedError, SyncTimeout, WeightSyncError
-from torchrl_moe.weight_update.store import WeightStoreReader, WeightStoreWriter
+from torchrl_moe.store import WeightStoreReader, WeightStoreWriter
 from torchrl_moe.weight_update.transports.gloo import Digests, GlooGroup, Meeting, MeetingPlace, as_tensor, tensor_in
 
 TIMEOUT = 20.0

@@ -12,8 +12,8 @@ import torch
 
 from torchrl_moe.errors import EngineError, ManifestMismatch
 from torchrl_moe.modules.backends.engine import Engine
+from torchrl_moe.store import Manifest, WeightStoreWriter
 from torchrl_moe.testing.fake_weights import FakeWeightReplica
-from torchrl_moe.weight_update.store import Manifest, WeightStoreWriter
 from torchrl_moe.weight_update.transports.base import StageOptions, asked, rank_of, workers_of
 from torchrl_moe.weight_update.transports.gloo import BUFFER_BYTES, GlooGroup, GlooReceiver, GlooTransport, MeetingPlace
 from torchrl_moe.weight_update.transports.registry import MemmapReceiver, MemmapTransport, open_receiver, open_transport
@@ -89,7 +89,7 @@ def test_workers_are_counted_over_all_kinds_of_ranks() -> None:
 
 
 def test_a_replica_is_asked_in_a_thread_with_all_that_it_must_know() -> None:
-    manifest, told = Manifest(version=3, slot=0, entries=()), []
+    manifest, told = Manifest(version=3, base=None, entries=()), []
 
     def call(*what: Any) -> str:
         told.append((*what, threading.current_thread().name))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # processes that only pass a report on import neither torch n
     from torch import Tensor
     from vllm.config import ParallelConfig
 
-    from torchrl_moe.weight_update.store import Manifest
+    from torchrl_moe.store import Manifest
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -36,9 +36,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # its stubs l
 from torchrl_moe.errors import ManifestMismatch, ReplicaDiedError, SyncTimeout, TorchRLMoEError, WeightSyncError
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import StageReport
-from torchrl_moe.weight_update.store import Manifest, TensorEntry, WeightStoreReader
-from torchrl_moe.weight_update.store.flat import Bytes, check_digest
-from torchrl_moe.weight_update.store.writing import at_end
+from torchrl_moe.store import Manifest, TensorEntry, WeightStoreReader
+from torchrl_moe.store.content import Bytes, check_digest
+from torchrl_moe.store.folder import at_end
 from torchrl_moe.weight_update.transports.base import Peer, StageOptions, asked, workers_of
 
 __all__ = [
@@ -83,7 +83,7 @@ class Meeting(Store):
         if not self._folder.is_dir():
             raise WeightSyncError(
                 f"the trainer's {self._folder} is not here, so this is another host, and transport='gloo' reaches one "
-                "host: use transport='memmap', layout='versions' and folder= on a file system that the hosts share"
+                "host: use transport='memmap' and folder= on a file system that the hosts share"
             )
         self._check_others, self._on_close = check, on_close
         self._closed = threading.Event()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.backends.replica import StageReport
-from torchrl_moe.weight_update.store import Manifest, WeightStoreReader
+from torchrl_moe.store import Manifest, WeightStoreReader
 from torchrl_moe.weight_update.transports.base import Peer, Receiver, StageOptions, Transport, rank_of
 
 __all__ = ["MemmapReceiver", "MemmapTransport", "open_receiver", "open_transport"]
@@ -50,7 +50,10 @@ class MemmapReceiver:
         return self._reader.manifest(version)
 
     def fetch(self, manifest: Manifest, *, verify: bool, threads: int) -> None:
-        """Do nothing: the version is there, and the engine process compares its digests."""
+        """Map the version's files, which are there; the engine process compares its digests."""
+        del verify, threads
+        with self._reader.reading(manifest):
+            pass
 
     def reading(self, manifest: Manifest) -> AbstractContextManager[Mapping[str, Tensor]]:
         """Yield the tensors as they are in the store."""

@@ -33,9 +33,9 @@ from torchrl_moe.modules.backends.transformers.answer import Answer
 from torchrl_moe.modules.backends.transformers.loading import Loaded
 from torchrl_moe.modules.backends.transformers.transformers_process import EngineProcess, EngineWeights, exchange
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
+from torchrl_moe.store import WeightStoreWriter
 from torchrl_moe.testing.tiny_moe import make_tiny_moe
 from torchrl_moe.weight_update import VLLMWeightSyncScheme, get_model_metadata
-from torchrl_moe.weight_update.store import WeightStoreWriter
 
 # -- requests ----------------------------------------------------------------------------------------------------------
 

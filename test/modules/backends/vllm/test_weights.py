@@ -6,8 +6,8 @@ Truth is log-probs: checksums cannot tell a reload that went wrong, the trainer'
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import math
+import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -36,10 +36,10 @@ from torchrl_moe.modules.backends.vllm import weights as adapter_versions
 from torchrl_moe.modules.backends.vllm.weight_check import WeightCheck, is_weight_check
 from torchrl_moe.modules.backends.vllm.weights import FIRST_NUMBER, AdapterVersions, EngineWeights, Updates
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
+from torchrl_moe.store import WeightStoreWriter, adapter_tensors
+from torchrl_moe.store.writer import version_path
 from torchrl_moe.weight_update import SyncReport, VLLMWeightSyncScheme, get_model_metadata
 from torchrl_moe.weight_update.sender import VLLMWeightSender
-from torchrl_moe.weight_update.store import VersionsWriter, WeightStoreReader, WeightStoreWriter, adapter_tensors
-from torchrl_moe.weight_update.store.slots import slot_path
 from torchrl_moe.weight_update.transports.base import StageReport
 
 # -- trainers of adapters and of whole weights in turn -----------------------------------------------------------------
@@ -197,7 +197,7 @@ class Requests:
 class AdapterBench:
     def __init__(self, folder: Path, lora: bool = True) -> None:
         self.folder, self.copies = folder / "store", folder / "copies"
-        self.writer = VersionsWriter(self.folder, keep_versions=2)
+        self.writer = WeightStoreWriter(self.folder, keep_versions=2)
         self.engine, self.requests = FakeLLM(lora=lora), Requests()
         self.versions = AdapterVersions(self.engine, self.requests)  # type: ignore[arg-type]
 
@@ -637,7 +637,8 @@ def test_staging_needs_the_transport_and_then_checks_everything(tmp_path: Path) 
     with pytest.raises(ManifestMismatch, match=r"1 missing \(w\); 1 unknown to the engine \(v\)"):
         asyncio.run(staged(weights, 2))
     assert engine.log == []  # no worker was asked
-    (tmp_path / "slot-1.weights").write_bytes(b"\x01" * 64)
+    file = tmp_path / "v1.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
     with pytest.raises(DigestMismatch, match="bytes of w"):
         asyncio.run(staged(weights, 1))
     for verify in ("canary", "off"):
@@ -911,15 +912,17 @@ def test_after_each_sync_the_engine_computes_what_the_trainer_does(family: str, 
 def test_generation_continues_while_a_version_is_staged(train: Train) -> None:
     trainer = train()
     folder, version = trainer.sender.options.store.folder, trainer.sender.publish()
-    slot = WeightStoreReader(folder).manifest(version).slot
-    assert slot is not None
-    with ThreadPoolExecutor(1) as pool, slot_path(folder, slot).open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # as a writer holds it: staging waits
+    path, aside = version_path(folder, version), folder / "aside"
+    path.rename(aside)
+    os.mkfifo(path)  # as a file system that does not answer: staging waits
+    with ThreadPoolExecutor(1) as pool:
         staging = pool.submit(trainer.stage, version)
         trainer.assert_agrees(trainer.generate())
         assert not staging.done()
-        fcntl.flock(file, fcntl.LOCK_UN)
-        assert staging.result(60.0).fetched > 0
+        path.open("wb").close()
+        assert staging.exception(60.0) is not None
+    aside.rename(path)
+    assert trainer.stage(version).fetched > 0
 
 
 @pytest.mark.engine("qwen3_moe")

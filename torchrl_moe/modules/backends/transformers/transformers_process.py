@@ -36,7 +36,7 @@ from torchrl_moe.modules.backends.replica import (
 from torchrl_moe.modules.backends.transformers.answer import Answer
 from torchrl_moe.modules.backends.transformers.decoder import BatchDecoder, RequestReader, Running, WaitingLine
 from torchrl_moe.modules.backends.transformers.transformers_arguments import build_engine_args
-from torchrl_moe.weight_update.store import Manifest, WeightStoreReader, check_tensors
+from torchrl_moe.store import Manifest, WeightStoreReader, check_tensors
 from torchrl_moe.weight_update.transports.base import Receiver
 from torchrl_moe.weight_update.transports.registry import open_receiver
 

@@ -21,7 +21,7 @@ from torchrl_moe.modules.backends.replica import Completion, PauseMode, StageRep
 from torchrl_moe.modules.backends.vllm.adapters import build_lora_request, load_adapter, unused_modules
 from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
 from torchrl_moe.modules.backends.vllm.weight_check import WeightCheck
-from torchrl_moe.weight_update.store import Manifest, WeightStoreReader, check_tensors, copy_adapter
+from torchrl_moe.store import Manifest, WeightStoreReader, check_tensors, copy_adapter
 
 if TYPE_CHECKING:
     import torch

@@ -27,7 +27,7 @@ from torchrl_moe.modules.backends.vllm.adapters import build_lora_request
 from torchrl_moe.modules.backends.vllm.forced_routing import follow_in_workers
 from torchrl_moe.modules.backends.vllm.sampling import adjust_scores, report_kept
 from torchrl_moe.modules.backends.vllm.weights import StagingReport
-from torchrl_moe.weight_update.store import Manifest
+from torchrl_moe.store import Manifest
 from torchrl_moe.weight_update.transports.base import Receiver
 from torchrl_moe.weight_update.transports.registry import open_receiver
 

@@ -1,5 +1,6 @@
-"""What both kinds of store check before a byte is written: the folder's owner, its writer, its room, and the expected
-tensors. What a process made, that process removes: not one that was forked from it.
+"""A store's folder: who owns it, who writes it, who reads from it, and what has room in it.
+
+What a process made, that process removes: not one that was forked from it.
 """
 
 from __future__ import annotations
@@ -8,31 +9,30 @@ import errno
 import fcntl
 import os
 import socket
+import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ParamSpec
 
 import psutil
-from torch import Tensor
 
-from torchrl_moe.errors import ManifestMismatch, TorchRLMoEError, WeightSyncError
-from torchrl_moe.weight_update.store.manifest import Manifest, TensorKind
+from torchrl_moe.errors import TorchRLMoEError, WeightSyncError
 
 __all__ = [
     "LOCK",
+    "PIN_SECONDS",
     "WriterLock",
     "at_end",
     "available_memory",
-    "check_higher",
     "check_room",
-    "in_order",
-    "kinds_of",
+    "is_in_memory",
     "naming_full_disks",
     "naming_the_folder",
     "own_folder",
-    "read_manifest",
+    "pinned",
+    "pinned_versions",
     "replace_text",
 ]
 
@@ -117,7 +117,7 @@ class WriterLock:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         self._file = os.fdopen(descriptor, "r+", errors="replace")
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor, fcntl.LOCK_EX)
         except BlockingIOError:
             owner = self._file.read(200) or "another process"
             self._file.close()
@@ -125,9 +125,6 @@ class WriterLock:
                 f"the weight store {str(folder)!r} is written by {owner}: one trainer per folder. End that one, "
                 "or name another folder."
             ) from None
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-                raise
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
         self._file.flush()
@@ -161,33 +158,71 @@ def _call_in(process: int, function: Callable[P, object], *arguments: P.args, **
         function(*arguments, **named)
 
 
-def check_higher(old: int, new: int) -> None:
-    """Refuse to publish a version again under a number that is not higher."""
-    if new <= old:
-        raise ValueError(f"version {old} can be published again only under a higher number, got {new}")
+# Pins: a reader pins a version while it reads, so that it is not removed.
+#
+# A pin is a file that its reader creates, locks and removes. A lock ends with its process, so a pin that nobody locks
+# is a dead reader's. On a file system without locks, one that is older than PIN_SECONDS is.
 
 
-def kinds_of(tensors: Iterable[tuple[str, Tensor]], version: int) -> tuple[dict[str, Tensor], dict[str, TensorKind]]:
-    """Return tensors by name, and name -> (dtype, shape)."""
-    listed = list(tensors)
-    named = dict(listed)
-    if len(named) != len(listed):
-        raise ManifestMismatch(f"version {version} names a tensor twice")
-    return named, {name: (tensor.dtype, tensor.shape) for name, tensor in listed}
+PINS, UNLOCKED, PIN_SECONDS = "pins", "-unlocked", 900.0
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
-def in_order(tensors: Iterable[tuple[str, Tensor]], kinds: Mapping[str, TensorKind]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors as they come; check that each comes once and as announced."""
-    waiting = set(kinds)
-    for name, tensor in tensors:
-        if name not in waiting:
-            raise ManifestMismatch(f"{name} came {'twice' if name in kinds else 'unannounced'}")
-        if tensor.shape != kinds[name][1]:
-            raise ManifestMismatch(f"{name} came with shape {list(tensor.shape)}, announced {list(kinds[name][1])}")
-        waiting.remove(name)
-        yield name, tensor
-    if waiting:
-        raise ManifestMismatch(f"{len(waiting)} tensors did not come: {', '.join(sorted(waiting)[:4])}, ...")
+@contextmanager
+def pinned(folder: Path, version: int) -> Iterator[None]:
+    """Pin a version: keep it from being removed."""
+    pin = folder / PINS / f".{uuid.uuid4().hex}"
+    pin.parent.mkdir(mode=0o700, exist_ok=True)
+    descriptor = os.open(pin, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        # locked before the writer sees it: one that it finds unlocked is a dead reader's
+        is_locked = _lock(descriptor, fcntl.LOCK_SH)
+        pin = pin.rename(pin.with_name(f"v{version}-{pin.name[1:]}{'' if is_locked else UNLOCKED}"))
+        yield
+    finally:
+        pin.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def pinned_versions(folder: Path) -> set[int]:
+    """Return the versions that readers hold, and remove the pins of dead readers."""
+    clock = folder / ".clock"  # times are the file system's own
+    clock.touch(0o600)
+    os.utime(clock)
+    now, held = clock.stat().st_mtime, set()
+    for pin in (folder / PINS).glob("v*-*"):
+        number = pin.name.removeprefix("v").partition("-")[0]
+        with suppress(FileNotFoundError):
+            if _is_left(pin, now):
+                pin.unlink()
+            elif number.isdecimal():
+                held.add(int(number))
+    return held
+
+
+def _is_left(pin: Path, now: float) -> bool:
+    if pin.name.endswith(UNLOCKED):
+        return now - pin.stat().st_mtime > PIN_SECONDS
+    descriptor = os.open(pin, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        return _lock(descriptor, fcntl.LOCK_EX)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    """Lock an open file, or return False where the file system has no locks; raises if another process holds it."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return False
+    return True
 
 
 @contextmanager
@@ -207,11 +242,12 @@ def check_room(folder: Path, nbytes: int) -> None:
     free = status.f_bavail * status.f_frsize
     if nbytes > free:
         raise _no_room(folder, nbytes, f"{free / 1e6:.0f} MB are free")
-    if _is_in_memory(folder) and nbytes > (free := available_memory()):
+    if is_in_memory(folder) and nbytes > (free := available_memory()):
         raise _no_room(folder, nbytes, f"which is in memory, of which {free / 1e6:.0f} MB are free")
 
 
-def _is_in_memory(folder: Path) -> bool:
+def is_in_memory(folder: Path) -> bool:
+    """Whether a folder's files are in the host's memory."""
     here = folder.resolve()
     places = [(disk.mountpoint, disk.fstype) for disk in psutil.disk_partitions(all=True)]
     return max((place for place in places if here.is_relative_to(place[0])), default=("", ""))[1] in ("tmpfs", "ramfs")
@@ -236,11 +272,6 @@ def naming_the_folder(folder: Path) -> Iterator[None]:
             f"the weight store {str(folder)!r} cannot be used: {error}. Is everything in it this user's, a plain file, "
             "and writable? Remove what is not the store's, or name another folder"
         ) from error
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Return the manifest in a file of its own."""
-    return Manifest.from_json(path.read_text(encoding="utf-8", errors="replace"))
 
 
 def replace_text(path: Path, text: str, fsync: bool = False) -> None:

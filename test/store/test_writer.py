@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import random
 import resource
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -15,21 +18,23 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 
 from support.processes import exit_code_of
 from support.waiting import in_thread
 from torchrl_moe.errors import DigestMismatch, ManifestMismatch, WeightSyncError
-from torchrl_moe.weight_update.store import Manifest, VersionsWriter, WeightStoreReader
-from torchrl_moe.weight_update.store.versions import PIN_SECONDS, pinned
+from torchrl_moe.store import Manifest, WeightStoreReader, WeightStoreWriter
+from torchrl_moe.store.folder import PIN_SECONDS, pinned
 
 
 def tensors(**values: float) -> dict[str, Tensor]:
     return {name: torch.full((1000,), float(value)) for name, value in values.items()}
 
 
-def publish(writer: VersionsWriter, *versions: int) -> Manifest:
+def publish(writer: WeightStoreWriter, *versions: int) -> Manifest:
     """Versions of one value each; return the last one's manifest."""
     return [writer.publish(tensors(a=version).items(), version) for version in versions][-1]
 
@@ -54,9 +59,9 @@ def size(folder: Path) -> int:
 
 
 def test_the_newest_versions_are_kept_and_the_marker_names_the_last(tmp_path: Path) -> None:
-    writer = VersionsWriter(tmp_path, keep_versions=3, fsync=True)
+    writer = WeightStoreWriter(tmp_path, keep_versions=3, fsync=True)
     for version in range(1, 6):
-        assert writer.publish(tensors(a=version, b=-version).items(), version).slot is None
+        writer.publish(tensors(a=version, b=-version).items(), version)
         assert (tmp_path / "STABLE").read_text() == f"v{version}\n"
     assert files(tmp_path) == ["v3", "v4", "v5"]
     assert [read(tmp_path, version) for version in (3, 4, 5)] == [{"a": v, "b": -v} for v in (3.0, 4.0, 5.0)]
@@ -65,7 +70,7 @@ def test_the_newest_versions_are_kept_and_the_marker_names_the_last(tmp_path: Pa
 
 
 def test_a_version_that_a_reader_holds_stays_until_it_lets_go(tmp_path: Path) -> None:
-    writer, reader = VersionsWriter(tmp_path), WeightStoreReader(tmp_path)
+    writer, reader = WeightStoreWriter(tmp_path), WeightStoreReader(tmp_path)
     manifest = publish(writer, 1)
     with reader.reading(manifest) as held:
         publish(writer, 2, 3, 4)
@@ -76,99 +81,241 @@ def test_a_version_that_a_reader_holds_stays_until_it_lets_go(tmp_path: Path) ->
     assert (files(tmp_path), list((tmp_path / "pins").iterdir())) == (["v4", "v5"], [])
 
 
-def test_a_lease_of_a_dead_reader_is_forgotten(tmp_path: Path) -> None:
-    writer = VersionsWriter(tmp_path)
+def test_a_dead_readers_pin_is_forgotten(tmp_path: Path) -> None:
+    writer = WeightStoreWriter(tmp_path)
     publish(writer, 1)
-    (tmp_path / "pins").mkdir(exist_ok=True)
-    old = tmp_path / "pins" / "v1-of-the-dead"
-    old.touch()
-    publish(writer, 2, 3)
-    assert files(tmp_path) == ["v1", "v2", "v3"]
-    os.utime(old, (0, time.time() - PIN_SECONDS - 60))
+
+    def hold_and_die() -> None:
+        with pinned(tmp_path, 1):
+            assert [path.name.partition("-")[0] for path in (tmp_path / "pins").iterdir()] == ["v1"]
+            publish(writer, 2, 3)
+            assert files(tmp_path) == ["v1", "v2", "v3"]
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert exit_code_of(hold_and_die) == -signal.SIGKILL
     publish(writer, 4)
-    assert files(tmp_path) == ["v3", "v4"]
-    assert not old.exists()
+    assert (files(tmp_path), list((tmp_path / "pins").iterdir())) == (["v3", "v4"], [])
+
+
+def test_where_a_file_system_has_no_locks_a_pin_is_forgotten_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = WeightStoreWriter(tmp_path)
+    publish(writer, 1)
+
+    def no_locks(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pinned(tmp_path, 1):
+        publish(writer, 2, 3)
+        assert files(tmp_path) == ["v1", "v2", "v3"]
+        (pin,) = (tmp_path / "pins").iterdir()
+        os.utime(pin, (0, time.time() - PIN_SECONDS - 60))
+        publish(writer, 4)
+        assert (files(tmp_path), pin.exists()) == (["v3", "v4"], False)
 
 
 def test_a_reader_that_pins_in_the_last_moment_keeps_its_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = VersionsWriter(tmp_path)
+    writer = WeightStoreWriter(tmp_path)
     publish(writer, 1, 2)
-    looks: list[set[int]] = [set(), {1}]  # none at first, one when the folder was moved away
-    monkeypatch.setattr(writer, "_pinned", lambda: looks.pop(0))
+    looks: list[set[int]] = [set(), {1}]  # none at first, one when the file was moved away
+    monkeypatch.setattr("torchrl_moe.store.writer.pinned_versions", lambda _: looks.pop(0))
     publish(writer, 3)
     assert (files(tmp_path), read(tmp_path, 1)) == (["v1", "v2", "v3"], {"a": 1.0})
 
 
-# -- delta ------------------------------------------------------------------------------------------------------------
-def test_only_what_changed_is_written_and_every_kept_version_is_whole(tmp_path: Path) -> None:
-    writer = VersionsWriter(tmp_path, delta=True)
-    steps = [dict(zip("abc", map(float, step), strict=True)) for step in ("111", "121", "123", "123", "555", "565")]
-    written, bases = [], []
-    for version, values in enumerate(steps, start=1):
-        manifest = writer.publish(tensors(**values).items(), version)
-        written.append(sum(entry.nbytes for entry in manifest.entries if entry.base is None) // 4000)
-        bases.append([entry.base for entry in manifest.entries])
-        assert read(tmp_path, version) == values
-        assert version == 1 or read(tmp_path, version - 1) == steps[version - 2]
-    assert (written, bases[3], files(tmp_path)) == ([3, 1, 1, 0, 3, 1], [1, 2, 3], ["v5", "v6"])
+# -- patches ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_old_version_may_live_on_for_its_bytes_only(tmp_path: Path) -> None:
-    writer = VersionsWriter(tmp_path, delta=True)
+def test_only_the_elements_that_changed_are_written(tmp_path: Path) -> None:
+    """1 of 1000 numbers of 4 bytes: its bits and its distance are 6 bytes, padded to 8."""
+    writer = WeightStoreWriter(tmp_path, delta=True)
+    weights = {"a": torch.zeros(1000), "b": torch.ones(1000)}
+    extents, bases = [], []
     for version in range(1, 5):
-        writer.publish(tensors(a=1, b=version).items(), version)
-    assert files(tmp_path) == ["v3", "v4", "(v1)"]
-    with pytest.raises(ManifestMismatch, match=r"holds \[3, 4\]"):
-        read(tmp_path, 1)
-    assert read(tmp_path, 4) == {"a": 1.0, "b": 4.0}
+        manifest = writer.publish(weights.items(), version)
+        extents.append(manifest.extent)
+        bases.append(manifest.base)
+        weights = {**weights, "a": weights["a"].clone()}
+        weights["a"][7 * version] = version
+    assert (extents, bases) == ([8000, 8, 8, 8], [None, 1, 2, 3])
+    assert {entry.name: entry.changed for entry in manifest.entries} == {"a": 1, "b": 0}
+    assert manifest.digest == WeightStoreWriter(tmp_path / "whole").publish([*_at(tmp_path, 4)], 4).digest
+
+
+def _at(folder: Path, version: int) -> list[tuple[str, Tensor]]:
+    reader = WeightStoreReader(folder)
+    with reader.reading(reader.manifest(version), verify=True) as found:
+        return [(name, tensor.clone()) for name, tensor in found.items()]
+
+
+def test_distances_of_more_than_sixteen_bits_are_bridged(tmp_path: Path) -> None:
+    writer, tensor = WeightStoreWriter(tmp_path, delta=True), torch.zeros(300_000, dtype=torch.int16)
+    writer.publish([("a", tensor)], 1)
+    for version, places in enumerate(([0], [65_535], [65_536], [299_999], [0, 65_536, 131_072, 299_999], []), start=2):
+        tensor = tensor.clone()
+        tensor[places] += 1
+        manifest = writer.publish([("a", tensor)], version)
+        # 0; 65535; 65535 and 1; 4 times 65535 and 37859; 0, 65535 and 1, 65535 and 1, 2 times 65535 and 37857
+        assert manifest.entries[0].changed == {2: 1, 3: 1, 4: 2, 5: 5, 6: 8, 7: 0}[version]
+        assert _at(tmp_path, version)[0][1].equal(tensor)
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 1 << 32), st.lists(st.floats(0, 1), min_size=2, max_size=8))
+def test_any_changes_come_back_bit_by_bit(seed: int, shares: list[float]) -> None:
+    """Whichever elements of whichever dtypes change, all versions that are kept, and the last, are what was sent."""
+    rng = torch.Generator().manual_seed(seed)
+    dtypes = [torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.int8, torch.bool]
+    sent: dict[int, dict[str, Tensor]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        writer = WeightStoreWriter(folder, delta=True)
+        weights = {f"{dtype}": torch.zeros(211, 3, dtype=dtype) for dtype in dtypes}
+        for version, share in enumerate(shares, start=1):
+            for name, tensor in weights.items():
+                raw = tensor.clone().view(torch.uint8).reshape(-1, tensor.itemsize)
+                hit = torch.rand(len(raw), generator=rng) < share**4
+                raw[hit, 0] = (raw[hit, 0] + 1) % (2 if tensor.dtype == torch.bool else 100)
+                weights[name] = raw.reshape(-1).view(tensor.dtype).view(tensor.shape)
+            writer.publish(weights.items(), version)
+            sent[version] = dict(weights)
+            for kept in WeightStoreReader(folder).versions():
+                assert all(same(found, sent[kept][name]) for name, found in _at(Path(folder), kept))
+
+
+def test_a_version_that_is_mostly_new_is_whole(tmp_path: Path) -> None:
+    """A patch holds six bytes for four: 1/3 of the elements are half of the bytes."""
+    writer, tensor = WeightStoreWriter(tmp_path, keep_versions=9, delta=True), torch.zeros(3000)
+    bases = []
+    for version, share in enumerate((3000, 999, 1001), start=1):
+        tensor = tensor.clone()
+        tensor[:share] += 1
+        bases.append(writer.publish([("a", tensor)], version).base)
+    assert bases == [None, 1, None]
+
+
+def test_a_chain_of_patches_ends_before_it_is_as_long_as_the_whole(tmp_path: Path) -> None:
+    """Each changes 100 of 1000 numbers, 600 of 4000 bytes: after six, 3600, a seventh would be too many."""
+    writer, tensor = WeightStoreWriter(tmp_path, delta=True), torch.zeros(1000)
+    bases = []
+    for version in range(1, 16):
+        tensor = tensor.clone()
+        tensor[version * 10 : version * 10 + 100] += 1
+        bases.append(writer.publish([("a", tensor)], version).base is None)
+    assert [version for version, whole in enumerate(bases, start=1) if whole] == [1, 8, 15]
+    assert files(tmp_path) == ["v14", "v15", *(f"(v{version})" for version in (10, 11, 12, 13, 8, 9))]
+    assert _at(tmp_path, 14)[0][1].equal(torch.where(torch.arange(1000) < 240, _at(tmp_path, 14)[0][1], 0.0))
+
+
+def test_fifty_small_versions_and_then_a_late_reader(tmp_path: Path) -> None:
+    writer, tensor = WeightStoreWriter(tmp_path, delta=True), torch.zeros(100_000)
+    for version in range(1, 51):
+        tensor = tensor.clone()
+        tensor[version] = version
+        writer.publish([("a", tensor)], version)
+    whole = [path for path in tmp_path.glob("*v*") if path.stat().st_size > 100_000]
+    assert [path.name for path in whole] == ["bytes-of-v34.safetensors"]  # 32 patches after the first
+    assert _at(tmp_path, 50)[0][1].equal(tensor)
 
 
 def test_a_base_of_a_version_that_is_held_stays(tmp_path: Path) -> None:
-    writer, reader = VersionsWriter(tmp_path, delta=True), WeightStoreReader(tmp_path)
+    writer, reader = WeightStoreWriter(tmp_path, delta=True), WeightStoreReader(tmp_path)
     writer.publish(tensors(a=1, b=1).items(), 1)
-    manifest = writer.publish(tensors(a=1, b=2).items(), 2)
+    changed = tensors(a=1, b=1)
+    changed["b"][5] = 2
+    manifest = writer.publish(changed.items(), 2)
     with reader.reading(manifest) as held:
         for version in (3, 4, 5):
             writer.publish(tensors(a=version, b=version).items(), version)
         assert files(tmp_path) == ["v2", "v4", "v5", "(v1)"]
         reader.verify(manifest)
-        assert held["a"].eq(1).all()
+        assert (held["a"].eq(1).all(), held["b"].sum()) == (True, 1001)
     writer.publish(tensors(a=6, b=6).items(), 6)
     assert files(tmp_path) == ["v5", "v6"]
 
 
 @pytest.mark.parametrize("after", [{"a": torch.ones(500, 2)}, {"a": torch.ones(1000, dtype=torch.float64)}])
 def test_a_tensor_of_another_kind_has_changed(tmp_path: Path, after: dict[str, Tensor]) -> None:
-    writer = VersionsWriter(tmp_path, delta=True)
+    writer = WeightStoreWriter(tmp_path, delta=True)
     publish(writer, 1)
-    assert [entry.base for entry in writer.publish(after.items(), 2).entries] == [None]
+    assert writer.publish(after.items(), 2).base is None
+    assert same(_at(tmp_path, 2)[0][1], after["a"])
+
+
+def test_a_tensor_more_or_less_is_no_matter(tmp_path: Path) -> None:
+    writer, big = WeightStoreWriter(tmp_path, delta=True), torch.zeros(10_000)
+    for version, names in enumerate(("ab", "a", "ac", "abc"), start=1):
+        manifest = writer.publish([(name, big if name == "a" else torch.ones(3)) for name in names], version)
+        assert [entry.name for entry in manifest.entries] == list(names)
+        assert manifest.base == (version - 1 or None)
+        assert [name for name, _ in _at(tmp_path, version)] == list(names)
 
 
 def test_a_new_writer_begins_with_a_whole_version(tmp_path: Path) -> None:
-    writer = VersionsWriter(tmp_path, delta=True)
+    writer = WeightStoreWriter(tmp_path, delta=True)
     publish(writer, 1)
     writer.close()
-    assert VersionsWriter(tmp_path, delta=True).publish(tensors(a=1).items(), 2).entries[0].base is None
+    assert WeightStoreWriter(tmp_path, delta=True).publish(tensors(a=1).items(), 2).base is None
+
+
+@pytest.mark.parametrize("what", ["doubt", "damage", "removal", "failure"])
+def test_a_base_that_may_not_be_there_is_not_referred_to(tmp_path: Path, what: str) -> None:
+    writer = WeightStoreWriter(tmp_path, delta=True)
+    publish(writer, 1)
+    if what == "doubt":  # a replica could not read it
+        writer.doubt()
+    elif what == "damage":
+        with (tmp_path / "v1.safetensors").open("r+b") as file:
+            file.write(b"x")
+    elif what == "removal":
+        (tmp_path / "v1.safetensors").unlink()
+    else:  # the image has half of a version that was not written
+        with pytest.raises(WeightSyncError, match="1 of the 1000 numbers of a are NaN or infinite"):
+            writer.publish([("a", torch.where(torch.arange(1000) == 999, torch.nan, 1.0))], 2)
+    assert writer.publish(tensors(a=1).items(), 2).base is None
+    assert read(tmp_path, 2) == {"a": 1.0}
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
+def test_a_patch_or_its_base_that_is_damaged_is_refused(tmp_path: Path, damage: str) -> None:
+    for name, file in (("base", "v1"), ("patch", "v2")):
+        folder = tmp_path / name
+        writer, tensor = WeightStoreWriter(folder, delta=True), torch.zeros(1000)
+        writer.publish([("a", tensor)], 1)
+        tensor = tensor.clone()
+        tensor[999] = 1
+        writer.publish([("a", tensor)], 2)
+        path = folder / f"{file}.safetensors"
+        content = bytearray(path.read_bytes())
+        if damage == "gone":
+            path.unlink()
+        else:
+            content[-3 if name == "patch" else -33] ^= 64  # in the patch: the distance
+            path.write_bytes(content if damage == "flipped" else content[:-3])
+        reader = WeightStoreReader(folder)
+        with pytest.raises((ManifestMismatch, DigestMismatch)):
+            reader.verify(reader.manifest(2))
 
 
 def test_a_writer_that_counts_again_replaces_versions(tmp_path: Path) -> None:
-    writer = VersionsWriter(tmp_path)
+    writer = WeightStoreWriter(tmp_path)
     publish(writer, 7, 8)
     writer.close()
-    again = VersionsWriter(tmp_path)
+    again = WeightStoreWriter(tmp_path)
     for version in (1, 2, 7):
         again.publish(tensors(a=-version).items(), version)
         assert (WeightStoreReader(tmp_path).newest(), read(tmp_path, version)) == (version, {"a": -version})
 
 
 def test_a_number_that_is_used_again_takes_those_with_it_that_need_its_bytes(tmp_path: Path) -> None:
-    writer, reader = VersionsWriter(tmp_path, keep_versions=3, delta=True), WeightStoreReader(tmp_path)
+    writer, reader = WeightStoreWriter(tmp_path, keep_versions=3, delta=True), WeightStoreReader(tmp_path)
     writer.publish(tensors(a=1, b=1).items(), 1)
     manifest = writer.publish(tensors(a=1, b=2).items(), 2)
     writer.close()
-    again = VersionsWriter(tmp_path, keep_versions=3, delta=True)
+    again = WeightStoreWriter(tmp_path, keep_versions=3, delta=True)
     with pinned(tmp_path, 1), pytest.raises(WeightSyncError, match="version 1 is there already, and a reader holds it"):
         again.publish(tensors(a=9, b=9).items(), 1)
     reader.verify(manifest)
@@ -189,14 +336,14 @@ def test_a_writer_killed_while_it_writes_leaves_the_last_version_and_its_litter_
         os.kill(os.getpid(), signal.SIGKILL)
 
     def work() -> None:
-        writer = VersionsWriter(tmp_path)
+        writer = WeightStoreWriter(tmp_path)
         publish(writer, 1)
         writer.publish(deadly(), 2, kinds)
 
     assert exit_code_of(work) == -signal.SIGKILL
     assert [name for name in files(tmp_path) if ".tmp-" in name] != []
     assert (WeightStoreReader(tmp_path).newest(), read(tmp_path, 1)) == (1, {"a": 1.0})
-    writer = VersionsWriter(tmp_path)
+    writer = WeightStoreWriter(tmp_path)
     assert files(tmp_path) == ["v1"]
     writer.publish(tensors(a=3).items(), 2)
     assert read(tmp_path, 2) == {"a": 3.0}
@@ -212,7 +359,7 @@ def test_a_full_disk_is_said_to_be_full_and_leaves_the_last_version(
     large = {**MIXED, "large": torch.full((1_000_000,), 2.0)}  # torch's threads do not live on in the other process
 
     def work() -> None:
-        writer = VersionsWriter(tmp_path, fsync=fsync)
+        writer = WeightStoreWriter(tmp_path, fsync=fsync)
         publish(writer, 1)
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
@@ -225,14 +372,14 @@ def test_a_full_disk_is_said_to_be_full_and_leaves_the_last_version(
 def test_a_version_that_fails_leaves_no_litter(tmp_path: Path) -> None:
     kinds = {name: (torch.float32, torch.Size([3])) for name in "ab"}
     with pytest.raises(ManifestMismatch, match="1 tensors did not come: b"):
-        VersionsWriter(tmp_path).publish([("a", torch.ones(3))], 1, kinds)
+        WeightStoreWriter(tmp_path).publish([("a", torch.ones(3))], 1, kinds)
     assert (files(tmp_path), WeightStoreReader(tmp_path).newest()) == ([], None)
 
 
 @pytest.mark.parametrize("delta", [True, False])
 def test_a_reader_never_sees_a_torn_version_while_another_thread_publishes(tmp_path: Path, delta: bool) -> None:
     """TorchRL's own scheme writes in place: half of such reads there were torn between two versions."""
-    writer, stop = VersionsWriter(tmp_path, delta=delta), threading.Event()
+    writer, stop = WeightStoreWriter(tmp_path, delta=delta), threading.Event()
     writer.publish(tensors(a=0, b=1).items(), 1)
 
     def look() -> int:
@@ -257,12 +404,12 @@ def test_a_reader_never_sees_a_torn_version_while_another_thread_publishes(tmp_p
 
 
 def test_collecting_holds_no_descriptors_and_no_mappings(tmp_path: Path) -> None:
-    writer, reader, held = VersionsWriter(tmp_path, delta=True), WeightStoreReader(tmp_path), []
+    writer, reader, held = WeightStoreWriter(tmp_path, delta=True), WeightStoreReader(tmp_path), []
     for version in range(1, 50):
         reader.verify(writer.publish(tensors(a=version, b=1).items(), version))
         held.append(len(os.listdir("/proc/self/fd")))
     assert max(held) == max(held[:5])
-    assert len(reader._mapped) <= 3
+    assert len(reader._mapped) <= 4
 
 
 # -- safetensors ------------------------------------------------------------------------------------------------------
@@ -290,7 +437,7 @@ def same(found: Tensor, tensor: Tensor) -> bool:
 
 
 def test_any_tool_opens_a_version_and_finds_each_tensor_aligned(tmp_path: Path) -> None:
-    VersionsWriter(tmp_path).publish(MIXED.items(), 3)
+    WeightStoreWriter(tmp_path).publish(MIXED.items(), 3)
     path = tmp_path / "v3.safetensors"
     loaded = safetensors.torch.load_file(path)
     assert loaded.keys() == MIXED.keys()
@@ -306,39 +453,8 @@ def test_any_tool_opens_a_version_and_finds_each_tensor_aligned(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(("v", "tmp"))] == ["v3.safetensors"]
 
 
-def test_tensors_of_every_kind_come_and_go_in_deltas(tmp_path: Path) -> None:
-    """Which ones change is drawn; each file is whole for any tool, and the reader gets every version."""
-    rng, tensors = random.Random(3), {name: tensor for name, tensor in MIXED.items() if name != "big"}
-    writer, reader = VersionsWriter(tmp_path, delta=True), WeightStoreReader(tmp_path)
-    for version in range(1, 30):
-        changed = {name for name in tensors if version == 1 or rng.random() < 0.3}
-        for name in changed - {"empty"}:
-            raw = torch.randint(0, 2, (tensors[name].nbytes,), dtype=torch.uint8)
-            tensors[name] = raw.view(tensors[name].dtype).view(tensors[name].shape)
-        manifest = writer.publish(tensors.items(), version)
-        assert [entry.name for entry in manifest.entries] == list(tensors)
-        with reader.reading(reader.manifest(version), verify=True) as found:
-            assert all(same(found[name], tensor) for name, tensor in tensors.items())
-        loaded = safetensors.torch.load_file(tmp_path / f"v{version}.safetensors")
-        assert loaded.keys() == {entry.name for entry in manifest.entries if entry.base is None}
-        assert all(same(loaded[name], tensors[name]) for name in loaded)
-
-
-def test_the_longest_header_finds_room(tmp_path: Path) -> None:
-    """Tensors that lie elsewhere take more words than those that lie here."""
-    writer = VersionsWriter(tmp_path, keep_versions=3, delta=True)
-    values = {f"{i}": torch.full((1,), i % 251, dtype=torch.uint8) for i in range(3000)}
-    for version, changed in [(10**17, ()), (10**18, ("2999",)), (10**18 + 1, ("0",)), (10**18 + 2, values)]:
-        for name in changed:
-            values[name] = values[name] + 1
-        writer.publish(values.items(), version)
-        copy_of = WeightStoreReader(tmp_path)
-        with copy_of.reading(copy_of.manifest(version), verify=True) as found:
-            assert all(same(found[name], tensor) for name, tensor in values.items())
-
-
 def test_a_file_that_was_damaged_anywhere_is_refused(tmp_path: Path) -> None:
-    rng, writer = random.Random(5), VersionsWriter(tmp_path, delta=True)
+    rng, writer = random.Random(5), WeightStoreWriter(tmp_path, delta=True)
     small = {name: tensor for name, tensor in MIXED.items() if name != "big"}
     writer.publish(small.items(), 1)
     writer.publish((small | {"int64": -small["int64"]}).items(), 2)
@@ -362,14 +478,14 @@ def test_a_file_that_was_damaged_anywhere_is_refused(tmp_path: Path) -> None:
 
 def test_a_dtype_that_no_manifest_names_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(ManifestMismatch, match=r"tensors of torch\.complex64 cannot be sent; only float64, "):
-        VersionsWriter(tmp_path).publish([("a", torch.ones(2, dtype=torch.complex64))], 1)
+        WeightStoreWriter(tmp_path).publish([("a", torch.ones(2, dtype=torch.complex64))], 1)
     assert files(tmp_path) == []
 
 
 # -- older versions ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("delta", [True, False])
 def test_any_version_that_is_kept_may_be_read_while_a_newer_one_is_written(tmp_path: Path, delta: bool) -> None:
-    writer = VersionsWriter(tmp_path, keep_versions=3, delta=delta)
+    writer = WeightStoreWriter(tmp_path, keep_versions=3, delta=delta)
     for version in (1, 2, 3):
         writer.publish(tensors(a=version, b=version // 2).items(), version)
 
@@ -384,7 +500,7 @@ def test_any_version_that_is_kept_may_be_read_while_a_newer_one_is_written(tmp_p
 
 @pytest.mark.parametrize("delta", [True, False])
 def test_an_older_version_comes_back_under_a_new_number_without_its_bytes(tmp_path: Path, delta: bool) -> None:
-    writer = VersionsWriter(tmp_path, keep_versions=3, delta=delta)
+    writer = WeightStoreWriter(tmp_path, keep_versions=3, delta=delta)
     old = [writer.publish(tensors(a=version, b=1).items(), version) for version in (1, 2, 3)]
     again = writer.republish(1, 4)
     assert (again.version, again.digest) == (4, old[0].digest)
@@ -399,10 +515,10 @@ def test_an_older_version_comes_back_under_a_new_number_without_its_bytes(tmp_pa
     assert files(tmp_path) == ["v7", "v8", "v9"]
 
 
-def test_only_what_would_leave_others_unaligned_is_written_twice(tmp_path: Path) -> None:
+def test_tensors_lie_without_gaps_and_aligned(tmp_path: Path) -> None:
     """Tensors of one dtype lie as they came; beside a wider one, those of odd sizes come last."""
     odd = [(f"{i}", torch.ones(3, dtype=torch.float32)) for i in range(3)]
-    writer = VersionsWriter(tmp_path)
+    writer = WeightStoreWriter(tmp_path)
     assert [entry.offset for entry in writer.publish(odd, 1).entries] == [0, 12, 24]
     wide = [*odd, ("wide", torch.ones(2, dtype=torch.int64)), ("even", torch.ones(2))]
     assert [entry.offset for entry in writer.publish(wide, 2).entries] == [24, 36, 48, 0, 16]

@@ -10,8 +10,8 @@ import torch
 import xxhash
 
 from torchrl_moe.errors import DigestMismatch, ManifestMismatch
-from torchrl_moe.weight_update.store import Manifest, VersionsWriter, adapter_tensors, copy_adapter
-from torchrl_moe.weight_update.store.reader import ADAPTER_FILES
+from torchrl_moe.store import Manifest, WeightStoreWriter, adapter_tensors, copy_adapter
+from torchrl_moe.store.reader import ADAPTER_FILES
 
 CONFIG, MODEL = ADAPTER_FILES
 
@@ -21,7 +21,7 @@ def files(text: bytes) -> dict[str, bytes]:
 
 
 def publish(store: Path, version: int, text: bytes) -> Manifest:
-    writer = VersionsWriter(store)
+    writer = WeightStoreWriter(store)
     manifest = writer.publish(adapter_tensors(files(text)).items(), version)
     writer.close()
     return manifest
@@ -43,7 +43,7 @@ def test_an_older_adapter_may_be_published_again(tmp_path: Path) -> None:
     copy.mkdir()
     first = publish(store, 1, b"first")
     publish(store, 2, b"second")
-    writer = VersionsWriter(store)
+    writer = WeightStoreWriter(store)
     assert writer.republish(1, 3).digest == first.digest
     writer.publish(adapter_tensors(files(b"fourth")).items(), 4)
     copy_adapter(store, 3, copy)
@@ -56,7 +56,7 @@ def test_an_older_adapter_may_be_published_again(tmp_path: Path) -> None:
         (lambda text: text.replace(b"weights", b"weightz"), DigestMismatch, "7: bytes of adapter_model.safetensors "),
         (lambda text: text[:-1], ManifestMismatch, "the file was cut short"),
         (lambda text: text.replace(b'"version":"7"', b'"version":"8"'), ManifestMismatch, "is damaged"),
-        (None, ManifestMismatch, r"7 is not in the store, which holds \[\]: it was collected, or .* not shared"),
+        (None, ManifestMismatch, r"7 is not in the store, which holds \[\]: it was removed, or .* not shared"),
         (lambda text: text[:100], ManifestMismatch, "is damaged"),
     ],
 )
@@ -72,6 +72,6 @@ def test_what_was_not_published_so_is_not_copied(tmp_path: Path, spoil: Any, kin
 
 
 def test_weights_are_no_adapter(tmp_path: Path) -> None:
-    VersionsWriter(tmp_path / "store").publish([("a", torch.ones(2))], 1)
+    WeightStoreWriter(tmp_path / "store").publish([("a", torch.ones(2))], 1)
     with pytest.raises(ManifestMismatch, match=r"version 1 in .* is not one of an adapter"):
         copy_adapter(tmp_path / "store", 1, tmp_path)

@@ -1,9 +1,12 @@
 """The manifest of a version: names, dtypes, shapes, places and digests of its tensors, and its text form.
 
-The text is the header of a safetensors file, with the rest in its ``__metadata__``: a directory of versions puts it
-before the tensors, and any tool reads both. It is written and read a few hundred tensors at a time, each a line, so
-that an event loop in the same process is not blocked; a process parses each text only once. A manifest names no path: a
-slot and a version are numbers, and an offset is looked up only within its file.
+A version is whole, and its file holds every tensor; or it is a patch, and its file holds the elements that differ from
+those of its base, an older version. The digests are always those of the resulting tensors.
+
+The text is the header of a safetensors file: of a whole version, any tool reads every tensor; of a patch it finds one
+array of bytes, and the tensors are listed in ``__metadata__``. The text is written and read a few hundred tensors at a
+time, each a line, so that an event loop in the same process is not blocked; a process parses each text only once. A
+manifest names no path: a version is a number, and an offset is looked up only within its file.
 """
 
 from __future__ import annotations
@@ -26,10 +29,12 @@ from torchrl_moe.errors import ManifestMismatch
 __all__ = ["Manifest", "TensorEntry", "TensorKind", "check_tensors", "dtype_name", "yield_interpreter"]
 
 TensorKind = tuple[torch.dtype, torch.Size]
-FORMAT = "3"
+FORMAT = "4"
+PATCH = "patch"  # the one array of a patch, as safetensors sees it
 SHOWN_NAMES = 4
 KEPT_MANIFESTS = 4
 LINE_TENSORS = 512
+GAP_BYTES = 2  # of the distance between two changed elements
 YIELD_SECONDS = 2e-5
 NAMES: Mapping[str, str] = {
     **{f"F{bits}": f"float{bits}" for bits in (64, 32, 16)},
@@ -45,6 +50,7 @@ T = TypeVar("T")
 OPENING = '{"__metadata__":'
 START = OPENING + '{"xxh3":"'
 DIGEST_DIGITS = 16
+MARK = "tensor "  # of the names of tensors between other fields
 CHECKED = len(START) + 32  # where the text that the checksum covers begins
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -54,8 +60,9 @@ Digest = Annotated[str, msgspec.Meta(min_length=DIGEST_DIGITS, max_length=DIGEST
 class TensorEntry(msgspec.Struct, frozen=True, gc=False):
     """One tensor: checkpoint name, dtype (torch's name), shape, place in its file, and the xxh3 digest of its bytes.
 
-    ``base`` is the version whose file holds the bytes, if that is an older one. Python's garbage collector does not
-    track entries: thousands of them would trigger full collections, which take a second in a process with vLLM.
+    ``changed`` is, in a patch, how many of its elements the file holds; ``None`` in a whole version. Python's garbage
+    collector does not track entries: thousands of them would trigger full collections, which take a second in a process
+    with vLLM.
     """
 
     name: str
@@ -63,7 +70,7 @@ class TensorEntry(msgspec.Struct, frozen=True, gc=False):
     shape: tuple[int, ...]
     offset: int
     digest: str
-    base: int | None = None
+    changed: int | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -76,9 +83,22 @@ class TensorEntry(msgspec.Struct, frozen=True, gc=False):
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     @property
+    def is_whole(self) -> bool:
+        """Whether its file holds all of its elements, one after the other."""
+        return self.changed is None or self.changed == math.prod(self.shape)
+
+    @property
+    def stored(self) -> int:
+        """Bytes of it in the file: its elements, and in a patch the distance of each from the one before."""
+        if self.is_whole:
+            return self.nbytes
+        assert self.changed is not None
+        return self.changed * (DTYPES[self.dtype].itemsize + GAP_BYTES)
+
+    @property
     def end(self) -> int:
         """One past its last byte in the file."""
-        return self.offset + self.nbytes
+        return self.offset + self.stored
 
 
 @dataclass(frozen=True)
@@ -87,12 +107,12 @@ class Manifest:
 
     Attributes:
         version: its number.
-        slot: which slot holds it; ``None`` in a directory of versions.
+        base: the older version that it is a patch of; ``None``: it is whole.
         entries: one per tensor.
     """
 
     version: int
-    slot: int | None
+    base: int | None
     entries: tuple[TensorEntry, ...]
 
     @cached_property
@@ -100,20 +120,15 @@ class Manifest:
         """Bytes of all tensors."""
         return sum(entry.nbytes for some in in_lines(self.entries) for entry in some)
 
-    @property
+    @cached_property
     def extent(self) -> int:
-        """Bytes of the version's own file that its tensors reach into, gaps for alignment included."""
-        return self.last[None].end if None in self.last else 0
+        """Bytes of the file that its tensors reach into."""
+        return max((entry.end for some in in_lines(self.entries) for entry in some), default=0)
 
     @cached_property
-    def last(self) -> dict[int | None, TensorEntry]:
-        """The tensor that ends last in each file that has tensors of the version, by their ``base``."""
-        found: dict[int | None, TensorEntry] = {}
-        for some in in_lines(self.entries):
-            for entry in some:
-                if entry.base not in found or entry.end > found[entry.base].end:
-                    found[entry.base] = entry
-        return found
+    def by_name(self) -> dict[str, TensorEntry]:
+        """Name -> entry."""
+        return {entry.name: entry for some in in_lines(self.entries) for entry in some}
 
     @cached_property
     def digest(self) -> str:
@@ -216,39 +231,40 @@ class _Here(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     data_offsets: tuple[Count, Count]
 
 
-class _Elsewhere(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
-    """A tensor in an older version's file; ``position`` is its place among all."""
+class _Patched(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
+    """A tensor in a patch."""
 
-    position: Count
-    base: Count
     dtype: str
     shape: tuple[Count, ...]
     offset: Count
+    changed: Count
     digest: Digest
 
 
 def _text_of(manifest: Manifest) -> str:
-    digests: list[str] = []
-    here, there = [], []
-    for start, some in enumerate(in_lines(manifest.entries)):
-        own = {e.name: _Here(SHORT[e.dtype], e.shape, (e.offset, e.end)) for e in some if e.base is None}
-        others = {
-            e.name: _json(_Elsewhere(place, e.base, SHORT[e.dtype], e.shape, e.offset, e.digest))
-            for place, e in enumerate(some, start * LINE_TENSORS)
-            if e.base is not None
-        }
-        names = [e.name for e in some]
-        if bad := {name for name in names if name.encode(errors="ignore").decode() != name} | {"__metadata__"} & {
-            *names
-        }:
-            raise ManifestMismatch(f"no tensor may be named {bad.pop()!r}: a file of safetensors cannot have that name")
-        digests += (e.digest for e in some if e.base is None)
-        here += [f"\n,{_json(own)[1:-1]}"] if own else []
-        there += [f"\n,{_json(others)[1:-1]}"] if others else []
-    slot = {} if manifest.slot is None else {"slot": str(manifest.slot)}
-    numbers = {"format": "pt", "manifest": FORMAT, "version": str(manifest.version), **slot}
-    fields = _json({**numbers, "digests": "".join(digests)})[1:-1]
-    parts = ['",', fields, *there, "\n}", *here, "\n}"]
+    whole = manifest.base is None
+    lines, digests = [], []
+    for some in in_lines(manifest.entries):
+        for name in (entry.name for entry in some):
+            if name == "__metadata__" or name.encode(errors="ignore").decode() != name:
+                raise ManifestMismatch(f"no tensor may be named {name!r}: a file of safetensors cannot have that name")
+        if whole:
+            found: object = {e.name: _Here(SHORT[e.dtype], e.shape, (e.offset, e.end)) for e in some}
+            digests += [e.digest for e in some]
+        else:
+            found = {
+                f"{MARK}{e.name}": _json(_Patched(SHORT[e.dtype], e.shape, e.offset, e.changed or 0, e.digest))
+                for e in some
+            }
+        lines.append(f"\n,{_json(found)[1:-1]}")
+    fields = {"format": "pt", "manifest": FORMAT, "version": str(manifest.version)}
+    # lines of a whole version stand beside the metadata, those of a patch inside of it
+    if whole:
+        parts = ['",', _json({**fields, "digests": "".join(digests)})[1:-1], "\n}", *lines, "\n}"]
+    else:
+        array = {PATCH: _Here("U8", (manifest.extent,), (0, manifest.extent))}
+        fields["base"] = str(manifest.base)
+        parts = ['",', _json(fields)[1:-1], *lines, "\n}", f"\n,{_json(array)[1:-1]}", "\n}"]
     checksum = xxhash.xxh3_128()
     for part in parts:
         checksum.update(part.encode())
@@ -267,17 +283,28 @@ def _parsed(text: bytes) -> Manifest:
         fields = msgspec.json.decode(lines.readline() + b"}", type=dict[str, str])
         if fields["manifest"] != FORMAT:
             raise ValueError(f"format {fields['manifest']!r}, this release reads {FORMAT!r}")
-        version, slot = _count(fields["version"]), _count(fields["slot"]) if "slot" in fields else None
-        there = _entries_there(_objects(lines, msgspec.json.Decoder(dict[str, str])), version if slot is None else 0)
-        entries = _entries_here(_objects(lines, msgspec.json.Decoder(dict[str, _Here])), fields["digests"])
-        if there:
-            entries = _merged(entries, there)
+        version = _count(fields["version"])
+        listed = _objects(lines, msgspec.json.Decoder(dict[str, str]))
+        if "base" not in fields:
+            base = None
+            if any(True for _ in listed):
+                raise ValueError("a whole version lists elements")
+            entries = _whole(_objects(lines, msgspec.json.Decoder(dict[str, _Here])), fields["digests"])
+        else:
+            base = _count(fields["base"])
+            if base >= version:
+                raise ValueError(f"version {version} is a patch of version {base}")
+            entries = _patched(listed)
+            arrays = dict(_objects(lines, msgspec.json.Decoder(dict[str, _Here])))
+            end = max((entry.end for entry in entries), default=0)
+            if set(arrays) != {PATCH} or arrays[PATCH].data_offsets != (0, end):
+                raise ValueError(f"its array is not one of {end} bytes")
         if lines.read():
             raise ValueError("there is more text after its end")
     except (ValueError, KeyError, msgspec.MsgspecError) as error:
         words = f"{type(error).__name__}: {error}"
         raise ManifestMismatch(f"the manifest is not one of this format: {words}") from None
-    return Manifest(version, slot, tuple(entries))
+    return Manifest(version, base, tuple(entries))
 
 
 def _count(text: str) -> int:
@@ -306,7 +333,7 @@ def _facts(short: str, shape: tuple[int, ...]) -> tuple[str, torch.Size, int, in
     return NAMES[short], size, dtype.itemsize, math.prod(shape) * dtype.itemsize
 
 
-def _entries_here(objects: Iterable[tuple[str, _Here]], digests: str) -> list[TensorEntry]:
+def _whole(objects: Iterable[tuple[str, _Here]], digests: str) -> list[TensorEntry]:
     entries: list[TensorEntry] = []
     place = 0
     for name, found in objects:
@@ -322,36 +349,22 @@ def _entries_here(objects: Iterable[tuple[str, _Here]], digests: str) -> list[Te
     return entries
 
 
-def _entries_there(objects: Iterable[tuple[str, str]], version: int) -> dict[int, TensorEntry]:
-    """Return entries by their place among all."""
-    entries: dict[int, TensorEntry] = {}
-    decoder = msgspec.json.Decoder(_Elsewhere)
-    for name, text in objects:
-        e = decoder.decode(text)
-        dtype, shape, width, _ = _facts(e.dtype, e.shape)
-        if e.base >= version or e.position in entries or e.offset % width:
-            raise ValueError(f"{name} lies in version {e.base} at {e.offset}, as number {e.position}, of {version}")
+def _patched(objects: Iterable[tuple[str, str]]) -> list[TensorEntry]:
+    entries: list[TensorEntry] = []
+    decoder = msgspec.json.Decoder(_Patched)
+    for marked, text in objects:
+        e, name = decoder.decode(text), marked.removeprefix(MARK)
+        dtype, shape, width, nbytes = _facts(e.dtype, e.shape)
+        if marked == name or e.offset % width or e.changed * width > nbytes:
+            raise ValueError(f"{marked} has {e.changed} changed elements of {nbytes // width} at {e.offset}")
         _check_digits(e.digest)
-        entries[e.position] = TensorEntry(name, dtype, shape, e.offset, e.digest, e.base)
+        entries.append(TensorEntry(name, dtype, shape, e.offset, e.digest, e.changed))
     return entries
 
 
 def _check_digits(digests: str) -> None:
     if wrong := digests.encode().translate(None, b"0123456789abcdef"):
         raise ValueError(f"digests have {wrong[:SHOWN_NAMES]!r} in them")
-
-
-def _merged(here: Sequence[TensorEntry], there: Mapping[int, TensorEntry]) -> list[TensorEntry]:
-    count, rest = len(here) + len(there), iter(here)
-    if max(there) >= count:
-        raise ValueError(f"a position is {max(there)}, of {count} tensors")
-    merged: dict[str, TensorEntry] = {}
-    for positions in in_lines(range(count)):
-        entries = (there[position] if position in there else next(rest) for position in positions)
-        merged.update((entry.name, entry) for entry in entries)
-    if len(merged) < count:
-        raise ValueError("a name comes twice")
-    return list(merged.values())
 
 
 # -- what an engine expects -------------------------------------------------------------------------------------------

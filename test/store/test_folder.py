@@ -17,10 +17,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from torchrl_moe.errors import ManifestMismatch, WeightSyncError
-from torchrl_moe.weight_update.store.flat import PIECE_BYTES, MappedFile, lay_out, pieces_of, send
-from torchrl_moe.weight_update.store.manifest import TensorEntry
-from torchrl_moe.weight_update.store.writing import (
+from torchrl_moe.errors import WeightSyncError
+from torchrl_moe.store.content import PIECE_BYTES, lay_out, pieces_of, send
+from torchrl_moe.store.folder import (
     WriterLock,
     available_memory,
     naming_full_disks,
@@ -151,7 +150,7 @@ def plain(tensor: Tensor) -> bytes:
 )
 def test_pieces_are_the_bytes_in_order_and_small_and_have_a_digest(tensor: Tensor, dtype: torch.dtype) -> None:
     pieces: list[bytes] = []
-    digest = send(tensor, dtype, lambda piece: pieces.append(piece.tobytes()))
+    digest = send(tensor, dtype, lambda offset, piece: pieces.append(piece.tobytes()))
     assert (b"".join(pieces), digest) == (plain(tensor.to(dtype)), xxhash.xxh3_64_hexdigest(b"".join(pieces)))
     assert all(len(piece) <= PIECE_BYTES for piece in pieces)
 
@@ -162,28 +161,6 @@ def test_a_tensor_of_its_own_dtype_is_not_copied() -> None:
     assert (first.ctypes.data, second.ctypes.data) == (tensor.data_ptr(), tensor.data_ptr() + PIECE_BYTES)
 
 
-def test_tensors_lie_one_after_another_at_multiples_of_64() -> None:
-    kinds = [(torch.float32, torch.Size([3])), (torch.int8, torch.Size([65])), (torch.bool, torch.Size([0]))]
-    assert (lay_out(kinds), lay_out([])) == (([0, 64, 192], 192), ([], 0))
-
-
-def test_a_mapped_file_knows_when_it_was_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "x"
-    path.write_bytes(bytes(range(128)))
-    mapped = MappedFile(path)
-    assert mapped.tensor(TensorEntry("a", "uint8", (2, 3), 64, "0" * 16)).tolist() == [[64, 65, 66], [67, 68, 69]]
-    assert mapped.is_current()
-    path.write_bytes(bytes(range(100)))
-    assert not mapped.is_current()
-    path.unlink()
-    assert not mapped.is_current()
-
-
-def test_an_empty_file_can_be_mapped_and_a_missing_one_cannot(tmp_path: Path) -> None:
-    (tmp_path / "empty").touch()
-    empty = MappedFile(tmp_path / "empty")
-    assert empty.tensor(TensorEntry("a", "float32", (0, 2), 0, "0" * 16)).shape == (0, 2)
-    with pytest.raises(ManifestMismatch, match="has 0 bytes of tensors, a ends at 4"):
-        empty.check(TensorEntry("a", "float32", (), 0, "0" * 16))
-    with pytest.raises(ManifestMismatch, match="missing of the weight store cannot be opened: No such file"):
-        MappedFile(tmp_path / "missing")
+def test_tensors_lie_one_after_another_those_of_odd_sizes_last() -> None:
+    kinds = [(torch.int8, torch.Size([65])), (torch.float32, torch.Size([3])), (torch.bool, torch.Size([0]))]
+    assert (lay_out(kinds), lay_out([])) == (([12, 0, 12], 77), ([], 0))

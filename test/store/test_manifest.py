@@ -14,7 +14,7 @@ import xxhash
 
 from support.manifests import note_made
 from torchrl_moe.errors import ManifestMismatch
-from torchrl_moe.weight_update.store.manifest import Manifest, TensorEntry, check_tensors
+from torchrl_moe.store.manifest import Manifest, TensorEntry, check_tensors
 
 ENTRIES = (
     TensorEntry("a", "float32", (2, 3), 0, "0123456789abcdef"),
@@ -23,35 +23,53 @@ ENTRIES = (
 )
 
 
-def elsewhere(*bases: int | None) -> tuple[TensorEntry, ...]:
-    return tuple(msgspec.structs.replace(e, base=base) for e, base in zip(ENTRIES, bases, strict=False))
+PATCHED = (  # 2 of 6 numbers, the whole, nothing
+    TensorEntry("a", "float32", (2, 3), 0, "0123456789abcdef", 2),
+    TensorEntry("b", "bfloat16", (), 16, "f" * 16, 1),
+    TensorEntry("c", "bool", (0, 4), 24, "0" * 16, 0),
+)
 
 
 def test_sizes_and_ends_follow_from_shapes() -> None:
     assert [entry.nbytes for entry in ENTRIES] == [24, 2, 0]
     assert [entry.end for entry in ENTRIES] == [24, 66, 128]
-    manifest = Manifest(3, 1, ENTRIES)
-    assert (manifest.nbytes, manifest.extent, Manifest(3, None, elsewhere(2)).extent) == (26, 128, 0)
-    assert Manifest(3, None, elsewhere(None, 2, 2)).last == {None: ENTRIES[0], 2: elsewhere(None, 2, 2)[2]}
-    over = (TensorEntry("d", "int8", (900,), 0, "0" * 16), *ENTRIES)  # one that others lie in
-    assert Manifest(3, 1, over).last == {None: over[0]}
+    manifest = Manifest(3, None, ENTRIES)
+    assert (manifest.nbytes, manifest.extent) == (26, 128)
     assert manifest.tensors["b"] == (torch.bfloat16, torch.Size([]))
+    assert manifest.by_name["b"] is ENTRIES[1]
+
+
+def test_a_patch_holds_elements_and_two_bytes_for_the_place_of_each() -> None:
+    assert [(entry.is_whole, entry.stored, entry.nbytes) for entry in PATCHED] == [
+        (False, 2 * (4 + 2), 24),
+        (True, 2, 2),
+        (True, 0, 0),
+    ]
+    assert (Manifest(3, 2, PATCHED).nbytes, Manifest(3, 2, PATCHED).extent) == (26, 24)
 
 
 NAMES = ['"', "\\", "a\nb", "\n}", "\u2028", "é", "雪", "\x00\x7f", "", " ", "version", "}", ",", "x" * 3000]
-ODD = tuple(TensorEntry(name, "uint8", (1,), 0, "0" * 16, 1 if i % 3 else None) for i, name in enumerate(NAMES))
-MANY = tuple(TensorEntry(f"t{i}", "int8", (i,), i, f"{i:016x}", None if i % 5 else i % 7) for i in range(2000))
+ODD = tuple(TensorEntry(name, "uint8", (1,), 0, "0" * 16) for name in NAMES)
+MANY = tuple(TensorEntry(f"t{i}", "int8", (i,), i, f"{i:016x}") for i in range(2000))
+
+
+def as_patch(entries: tuple[TensorEntry, ...]) -> tuple[TensorEntry, ...]:
+    return tuple(msgspec.structs.replace(e, changed=i % 2 * (e.nbytes > 3)) for i, e in enumerate(entries))
 
 
 @pytest.mark.parametrize(
     "manifest",
     [
-        Manifest(3, 1, ENTRIES),
-        *(Manifest(3, None, elsewhere(*bases)) for bases in [(2, None, None), (None, 0, 1), (2, 2, 2), (2,)]),
-        *(Manifest(0, slot, ()) for slot in (0, None)),
+        Manifest(3, None, ENTRIES),
+        Manifest(3, 2, PATCHED),
+        Manifest(3, 0, PATCHED[:1]),
+        Manifest(0, None, ()),
+        Manifest(1, 0, ()),
         Manifest(9, None, ODD),
+        Manifest(9, 1, as_patch(ODD)),
         Manifest(9, None, MANY),
-        Manifest((1 << 63) - 1, (1 << 63) - 1, ENTRIES),
+        Manifest(9, 7, as_patch(MANY)),
+        Manifest((1 << 63) - 1, (1 << 63) - 2, PATCHED),
     ],
     ids=lambda manifest: f"{len(manifest.entries)}",
 )
@@ -64,19 +82,31 @@ def test_a_manifest_survives_its_text(manifest: Manifest) -> None:
 
 
 def test_the_text_is_the_header_of_a_file_of_safetensors() -> None:
-    header = json.loads(Manifest(3, None, elsewhere(None, 2, None)).to_json())
+    header = json.loads(Manifest(3, None, ENTRIES).to_json())
     metadata = header.pop("__metadata__")
     assert header == {
         "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+        "b": {"dtype": "BF16", "shape": [], "data_offsets": [64, 66]},
         "c": {"dtype": "BOOL", "shape": [0, 4], "data_offsets": [128, 128]},
     }
     assert len(metadata.pop("xxh3")) == 32
+    digests = "0123456789abcdef" + "f" * 16 + "0" * 16
+    assert metadata == {"format": "pt", "manifest": "4", "version": "3", "digests": digests}
+
+
+def test_a_patch_is_one_array_for_any_tool() -> None:
+    header = json.loads(Manifest(3, 2, PATCHED).to_json())
+    metadata = header.pop("__metadata__")
+    assert header == {"patch": {"dtype": "U8", "shape": [24], "data_offsets": [0, 24]}}
+    assert len(metadata.pop("xxh3")) == 32
     assert metadata == {
         "format": "pt",
-        "manifest": "3",
+        "manifest": "4",
         "version": "3",
-        "digests": "0123456789abcdef" + "0" * 16,
-        "b": f'[1,2,"BF16",[],64,"{"f" * 16}"]',
+        "base": "2",
+        "tensor a": '["F32",[2,3],0,2,"0123456789abcdef"]',
+        "tensor b": f'["BF16",[],16,1,"{"f" * 16}"]',
+        "tensor c": f'["BOOL",[0,4],24,0,"{"0" * 16}"]',
     }
 
 
@@ -87,14 +117,12 @@ def test_names_that_no_file_of_safetensors_can_have_are_refused(names: list[str]
 
 
 def test_the_digest_does_not_depend_on_where_the_bytes_lie() -> None:
-    entries = tuple(msgspec.structs.replace(e, base=2, offset=640) for e in ENTRIES)
-    here, there = Manifest(3, 1, ENTRIES), Manifest(4, None, entries)
-    assert here.digest == there.digest
-    assert here.digest != Manifest(3, 1, ENTRIES[:2]).digest
+    assert Manifest(3, None, ENTRIES).digest == Manifest(4, 3, PATCHED).digest
+    assert Manifest(3, None, ENTRIES).digest != Manifest(3, None, ENTRIES[:2]).digest
 
 
 def test_a_text_is_parsed_once_in_a_process_for_all_callers(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = [Manifest(version, 0, ENTRIES).to_json() for version in range(100, 103)]
+    texts = [Manifest(version, None, ENTRIES).to_json() for version in range(100, 103)]
     made = note_made(monkeypatch)
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(Manifest.from_json, texts * 40))
@@ -109,11 +137,12 @@ def sealed(text: str) -> str:
     return text[:start] + xxhash.xxh3_128_hexdigest(text[start + 32 :].encode()) + text[start + 32 :]
 
 
-BASE = Manifest(3, None, elsewhere(None, 2, None)).to_json()
+BASE = Manifest(3, None, ENTRIES).to_json()
+PATCH = Manifest(3, 2, PATCHED).to_json()
 
 
 def test_a_text_that_was_damaged_anywhere_is_refused() -> None:
-    rng, text = random.Random(7), Manifest(3, None, MANY[:40]).to_json()
+    rng, text = random.Random(7), Manifest(3, 2, as_patch(MANY[:40])).to_json()
     assert sealed(text) == text
     for _ in range(800):
         at, kind = rng.randrange(len(text)), rng.randrange(4)
@@ -126,46 +155,49 @@ def test_a_text_that_was_damaged_anywhere_is_refused() -> None:
 def test_a_text_that_someone_wrote_so_is_refused_or_has_its_tensors_within_counts() -> None:
     """The checksum is right; what it covers was changed at random."""
     rng, accepted = random.Random(8), 0
-    for _ in range(2000):
-        at = rng.randrange(len(BASE))
+    for turn in range(2000):
+        text = (BASE, PATCH)[turn % 2]
+        at = rng.randrange(len(text))
         piece = rng.choice(["", "9", "-1", '"', "[", "]", "{", "}", ",", "\n", "null", "1e9", "F8_E4M3", " "])
         try:
-            found = Manifest.from_json(sealed(BASE[:at] + piece + BASE[at + rng.randrange(3) :]))
+            found = Manifest.from_json(sealed(text[:at] + piece + text[at + rng.randrange(3) :]))
         except ManifestMismatch:
             continue
         accepted += 1
         for entry in found.entries:
             assert entry.offset >= 0
             assert entry.offset % entry.torch_dtype.itemsize == 0
-            assert entry.base is None or 0 <= entry.base < found.version
+            assert entry.stored <= max(entry.nbytes, entry.nbytes * (1 + 2 / entry.torch_dtype.itemsize))
+        assert found.base is None or 0 <= found.base < found.version
     assert accepted > 0
 
 
-def edited(*pairs: str) -> str:
-    text = BASE
+def edited(*pairs: str, text: str = BASE) -> str:
     for old, new in zip(pairs[::2], pairs[1::2], strict=True):
         assert old in text
         text = text.replace(old, new)
     return sealed(text)
 
 
+def patched(*pairs: str) -> str:
+    return edited(*pairs, text=PATCH)
+
+
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("", "is damaged"),
         ('{"__metadata__":{"xxh3":"', "is damaged"),
         ("[]", "is damaged"),
         (sealed('{"__metadata__":{"xxh3":"' + "0" * 32), "not one of this format: DecodeError"),
         (sealed(BASE[:-9]), "not one of this format: DecodeError"),
-        (edited('"manifest":"3"', '"manifest":"2"'), "format '2', this release reads '3'"),
+        (edited('"manifest":"4"', '"manifest":"3"'), "format '3', this release reads '4'"),
         (edited('"version":"3"', '"version":"-1"'), "Expected `int` >= 0"),
         (edited('"version":"3"', '"version":"true"'), "Expected `int`, got `bool`"),
         (edited('"version":"3"', '"version":3'), "Expected `str`, got `int`"),
-        (edited('"version":"3"', '"slot":"3"'), "KeyError: 'version'"),
-        (edited('"version":"3"', '"version":"3","slot":"../../x"'), "JSON is malformed"),
+        (edited('"version":"3",', ""), "KeyError: 'version'"),
         (edited('"version":"3"', f'"version":"{1 << 63}"'), "Expected `int` <= "),
-        (edited('"version":"3"', '"version":"3","slot":"1"'), "b lies in version 2 at 64, as number 1, of 0"),
-        (edited('"a":{', '"c":{'), "1 tensors, and 32 digits"),
+        (edited('"a":{', '"c":{'), "2 tensors, and 48 digits"),
         (edited("F32", "__class__"), "KeyError: '__class__'"),
         (edited("F32", "C64"), "KeyError: 'C64'"),
         (edited("[2,3]", "[-2,-3]"), "Expected `int` >= 0"),
@@ -176,18 +208,22 @@ def edited(*pairs: str) -> str:
         (edited("[0,24]", "[24,0]"), "a of 24 bytes begins at 24 and ends at 0"),
         (edited("[0,24]", "[-24,0]"), "Expected `int` >= 0"),
         (edited("[0,24]", '[0,24],"path":"/etc/passwd"'), "unknown field `path`"),
-        (edited("0123456789abcdef", "0123456789abcde"), "2 tensors, and 31 digits of digests"),
+        (edited("0123456789abcdef", "0123456789abcde"), "3 tensors, and 47 digits of digests"),
         (edited("0123456789abcdef", "0123456789ABCDEF"), "digests have b'ABCD' in them"),
-        (edited("f" * 16, "../../../../../x"), "digests have b'../.' in them"),
-        (edited("f" * 16, "f" * 15), "Expected `str` of length >= 16"),
-        (edited("[1,2,", "[1,3,"), "b lies in version 3 at 64, as number 1, of 3"),
-        (edited("[1,2,", "[1,null,"), "Expected `int`, got `null`"),
-        (edited("[1,2,", "[3,2,"), "a position is 3, of 3 tensors"),
-        (edited(',"b":', ',"a":'), "a name comes twice"),
+        (patched('"base":"2"', '"base":"3"'), "version 3 is a patch of version 3"),
+        (patched('"base":"2"', '"base":"../../x"'), "JSON is malformed"),
+        (patched("f" * 16, "../../../../../x"), "digests have b'../.' in them"),
+        (patched("f" * 16, "f" * 15), "Expected `str` of length >= 16"),
+        (patched('3],0,2,\\"', '3],0,7,\\"'), "tensor a has 7 changed elements of 6 at 0"),
+        (patched('3],0,2,\\"', '3],2,2,\\"'), "tensor a has 2 changed elements of 6 at 2"),
+        (patched('3],0,2,\\"', '3],0,null,\\"'), "Expected `int`, got `null`"),
+        (patched("[0,24]", "[0,25]"), "its array is not one of 24 bytes"),
+        (patched('"patch"', '"other"'), "its array is not one of 24 bytes"),
+        (patched('"tensor a"', '"a"'), "a has 2 changed elements of 6 at 0"),
     ],
 )
-def test_a_text_that_is_no_manifest_is_refused(text: str, words: str) -> None:
-    with pytest.raises(ManifestMismatch, match=re.escape(words)):
+def test_a_text_that_is_no_manifest_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ManifestMismatch, match=re.escape(message)):
         Manifest.from_json(text)
 
 

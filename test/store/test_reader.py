@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,29 +13,21 @@ import torch
 from torch import Tensor
 
 from support.processes import exit_code_of
-from torchrl_moe.errors import DigestMismatch, ManifestMismatch, SyncTimeout, WeightSyncError
-from torchrl_moe.weight_update.store import VersionsWriter, WeightStoreReader, WeightStoreWriter
-
-Writer = WeightStoreWriter | VersionsWriter
-LAYOUTS: dict[str, Callable[[Path], Writer]] = {"slots": WeightStoreWriter, "versions": VersionsWriter}
-DATA = {"slots": "slot-1.weights", "versions": "v1.safetensors"}
-
-
-@pytest.fixture(params=list(LAYOUTS))
-def layout(request: pytest.FixtureRequest) -> str:
-    return request.param
+from torchrl_moe.errors import DigestMismatch, ManifestMismatch, WeightSyncError
+from torchrl_moe.store import WeightStoreReader, WeightStoreWriter
+from torchrl_moe.store.content import header_of
 
 
 @pytest.fixture
-def writer(layout: str, tmp_path: Path) -> Writer:
-    return LAYOUTS[layout](tmp_path)
+def writer(tmp_path: Path) -> WeightStoreWriter:
+    return WeightStoreWriter(tmp_path)
 
 
 def tensors(value: float = 1.0) -> dict[str, Tensor]:
     return {f"t{i}": torch.full((i, 100), float(value)) for i in range(5)}
 
 
-def test_tensors_are_mapped_without_a_copy_and_without_a_warning(writer: Writer, tmp_path: Path) -> None:
+def test_tensors_are_mapped_without_a_copy_and_without_a_warning(writer: WeightStoreWriter, tmp_path: Path) -> None:
     manifest, reader = writer.publish(tensors().items(), 1), WeightStoreReader(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -49,7 +39,7 @@ def test_tensors_are_mapped_without_a_copy_and_without_a_warning(writer: Writer,
     assert all(pointers[name] - pointers["t1"] == offsets[name] - offsets["t1"] for name in offsets)
 
 
-def test_a_tensor_outlives_its_reader(writer: Writer, tmp_path: Path) -> None:
+def test_a_tensor_outlives_its_reader(writer: WeightStoreWriter, tmp_path: Path) -> None:
     manifest, reader = writer.publish(tensors(3).items(), 1), WeightStoreReader(tmp_path)
     with reader.reading(manifest) as read:
         kept = read["t4"]
@@ -57,17 +47,7 @@ def test_a_tensor_outlives_its_reader(writer: Writer, tmp_path: Path) -> None:
     assert kept.eq(3).all()
 
 
-def test_a_slot_is_mapped_once_for_all_its_versions(tmp_path: Path) -> None:
-    writer, reader = WeightStoreWriter(tmp_path), WeightStoreReader(tmp_path)
-    pointers = set()
-    for version in range(1, 7):
-        with reader.reading(writer.publish(tensors(version).items(), version)) as read:
-            pointers.add(read["t1"].data_ptr())
-            assert all(tensor.eq(version).all() for tensor in read.values())
-    assert len(pointers) == 2
-
-
-def test_who_writes_into_a_mapped_tensor_dies_and_damages_nothing(writer: Writer, tmp_path: Path) -> None:
+def test_who_writes_into_a_mapped_tensor_dies_and_damages_nothing(writer: WeightStoreWriter, tmp_path: Path) -> None:
     manifest = writer.publish(tensors().items(), 1)
 
     def scribble() -> None:
@@ -79,11 +59,11 @@ def test_who_writes_into_a_mapped_tensor_dies_and_damages_nothing(writer: Writer
 
 
 @pytest.mark.parametrize("threads", [1, 2, 9])
-def test_any_number_of_threads_finds_a_flipped_byte(writer: Writer, layout: str, tmp_path: Path, threads: int) -> None:
+def test_any_number_of_threads_finds_a_flipped_byte(writer: WeightStoreWriter, tmp_path: Path, threads: int) -> None:
     manifest, reader = writer.publish(tensors().items(), 1), WeightStoreReader(tmp_path)
     reader.verify(manifest, threads)
-    with (tmp_path / DATA[layout]).open("r+b") as data:
-        data.seek(manifest.entries[3].end - 1)
+    with (tmp_path / "v1.safetensors").open("r+b") as data:
+        data.seek(len(header_of(manifest)) + manifest.entries[3].end - 1)
         data.write(b"x")
     with pytest.raises(DigestMismatch, match="version 1: bytes of t3 are not those published; publish it again"):
         reader.verify(manifest, threads)
@@ -94,10 +74,10 @@ def test_any_number_of_threads_finds_a_flipped_byte(writer: Writer, layout: str,
             read["t3"]
 
 
-def test_a_file_that_was_cut_short_is_refused_before_it_is_read(writer: Writer, layout: str, tmp_path: Path) -> None:
+def test_a_file_that_was_cut_short_is_refused_before_it_is_read(writer: WeightStoreWriter, tmp_path: Path) -> None:
     manifest, reader = writer.publish(tensors().items(), 1), WeightStoreReader(tmp_path)
     reader.verify(manifest)
-    path = tmp_path / DATA[layout]
+    path = tmp_path / "v1.safetensors"
     os.truncate(path, path.stat().st_size - manifest.entries[4].nbytes)
     for attempt in (reader.verify, lambda manifest: reader.reading(manifest).__enter__()):
         with pytest.raises(ManifestMismatch, match=r"has \d+ bytes of tensors, t4 ends at \d+: the file was"):
@@ -107,24 +87,23 @@ def test_a_file_that_was_cut_short_is_refused_before_it_is_read(writer: Writer, 
         reader.verify(manifest)
 
 
-def test_a_link_in_the_place_of_a_file_is_not_followed(writer: Writer, layout: str, tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_a_file_is_not_followed(writer: WeightStoreWriter, tmp_path: Path) -> None:
     manifest = writer.publish(tensors().items(), 1)
-    path = tmp_path / DATA[layout]
+    path = tmp_path / "v1.safetensors"
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises((ManifestMismatch, OSError), match=r"cannot be opened|symbolic links"):
         WeightStoreReader(tmp_path).verify(manifest)
 
 
-def test_a_manifest_under_another_number_is_refused(writer: Writer, layout: str, tmp_path: Path) -> None:
+def test_a_manifest_under_another_number_is_refused(writer: WeightStoreWriter, tmp_path: Path) -> None:
     writer.publish(tensors().items(), 1)
-    name = "manifest-{}.json" if layout == "slots" else "v{}.safetensors"
-    (tmp_path / name.format(9)).write_bytes((tmp_path / name.format(1)).read_bytes())
-    with pytest.raises(ManifestMismatch, match="is the manifest of version 1, not 9"):
+    (tmp_path / "v9.safetensors").write_bytes((tmp_path / "v1.safetensors").read_bytes())
+    with pytest.raises(ManifestMismatch, match="the manifest of version 9 is that of version 1"):
         WeightStoreReader(tmp_path).manifest(9)
 
 
-def test_the_newest_version_is_known(writer: Writer, tmp_path: Path) -> None:
+def test_the_newest_version_is_known(writer: WeightStoreWriter, tmp_path: Path) -> None:
     reader = WeightStoreReader(tmp_path)
     assert reader.newest() is None
     for version in (1, 2, 5):
@@ -132,17 +111,7 @@ def test_the_newest_version_is_known(writer: Writer, tmp_path: Path) -> None:
         assert reader.newest() == version
 
 
-def test_a_slot_that_its_writer_keeps_is_waited_for_only_so_long(tmp_path: Path) -> None:
-    manifest = WeightStoreWriter(tmp_path).publish(tensors().items(), 1)
-    reader = WeightStoreReader(tmp_path, lock_seconds=0.05)
-    with (tmp_path / DATA["slots"]).open("rb") as stopped_writer:
-        fcntl.flock(stopped_writer, fcntl.LOCK_EX)
-        with pytest.raises(SyncTimeout, match=r"the trainer has held slot-1\.weights for 0\.05 s"):
-            reader.verify(manifest)
-    reader.verify(manifest)
-
-
-def test_flat_bytes_are_those_of_the_slot(tmp_path: Path) -> None:
+def test_flat_bytes_are_those_of_a_whole_version(tmp_path: Path) -> None:
     manifest = WeightStoreWriter(tmp_path).publish(tensors(2).items(), 1)
     with WeightStoreReader(tmp_path).flat(manifest) as flat:
         assert len(flat) == manifest.extent
@@ -151,14 +120,15 @@ def test_flat_bytes_are_those_of_the_slot(tmp_path: Path) -> None:
         assert not flat.flags.writeable
 
 
-def test_a_directory_has_no_flat_bytes(tmp_path: Path) -> None:
-    manifest = VersionsWriter(tmp_path).publish(tensors().items(), 1)
-    with pytest.raises(ManifestMismatch, match="may lie in more than one file"):
+def test_a_patch_has_no_flat_bytes(tmp_path: Path) -> None:
+    writer = WeightStoreWriter(tmp_path, delta=True)
+    manifest = [writer.publish(tensors().items(), version) for version in (1, 2)][1]
+    with pytest.raises(ManifestMismatch, match="version 2 is a patch: read it tensor by tensor"):
         WeightStoreReader(tmp_path).flat(manifest).__enter__()
 
 
-def test_a_version_that_is_protected_stays_until_another_is(layout: str, tmp_path: Path) -> None:
-    writer, reader = LAYOUTS[layout](tmp_path), WeightStoreReader(tmp_path)
+def test_a_version_that_is_protected_stays_until_another_is(tmp_path: Path) -> None:
+    writer, reader = WeightStoreWriter(tmp_path), WeightStoreReader(tmp_path)
     for version in range(1, 7):
         writer.publish(tensors(version).items(), version)
         if version in (1, 4):
@@ -170,22 +140,22 @@ def test_a_version_that_is_protected_stays_until_another_is(layout: str, tmp_pat
                 assert read["t3"].eq(each).all()
 
 
-def test_only_the_owner_may_enter_and_read(layout: str, tmp_path: Path) -> None:
+def test_only_the_owner_may_enter_and_read(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir(mode=0o755)
-    LAYOUTS[layout](tmp_path / "store").publish(tensors().items(), 1)
+    WeightStoreWriter(tmp_path / "store").publish(tensors().items(), 1)
     found = [tmp_path / "store", *(tmp_path / "store").rglob("*")]
     assert {path.is_dir(): path.stat().st_mode & 0o777 for path in found} == {True: 0o700, False: 0o600}
 
 
-def test_a_second_writer_is_refused_until_the_first_is_closed(writer: Writer, layout: str, tmp_path: Path) -> None:
+def test_a_second_writer_is_refused_until_the_first_is_closed(writer: WeightStoreWriter, tmp_path: Path) -> None:
     with pytest.raises(WeightSyncError, match=rf"is written by process {os.getpid()} on .*: one trainer per folder"):
-        LAYOUTS[layout](tmp_path)
+        WeightStoreWriter(tmp_path)
     writer.close()
     writer.close()
-    LAYOUTS[layout](tmp_path).publish(tensors().items(), 1)
+    WeightStoreWriter(tmp_path).publish(tensors().items(), 1)
 
 
-def test_what_is_gone_or_would_come_before_itself_is_not_published_again(writer: Writer, tmp_path: Path) -> None:
+def test_what_is_gone_or_would_come_before_itself_is_refused(writer: WeightStoreWriter, tmp_path: Path) -> None:
     for version in (1, 2, 3):
         writer.publish(tensors().items(), version)
     with pytest.raises(ManifestMismatch, match=r"version 1 is not there, only \[2, 3\]"):
