@@ -19,7 +19,14 @@ from benchmarks.report import finish
 from benchmarks.syncing import gloo, load, pause, store, weight_check
 
 PARTS = {
-    "store": (store.against_copies, store.by_tensor_count, store.torn_reads, store.versions, store.manifests),
+    "store": (
+        store.against_copies,
+        store.by_tensor_count,
+        store.torn_reads,
+        store.patches,
+        store.changed_by_a_step,
+        store.manifests,
+    ),
     "gloo": (gloo.against_bare,),
     "pause": (pause.pauses,),
     "check": (weight_check.behind_a_queue,),

@@ -22,8 +22,8 @@ from torchrl_moe.modules.backends.checkpoint import checkpoint_metadata
 from torchrl_moe.modules.backends.vllm.engine_process import _start_engine
 from torchrl_moe.modules.backends.vllm.weights import EngineWeights
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
-from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 from torchrl_moe.store import WeightStoreWriter
+from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 
 ROUNDS, REQUESTS = 5, 8
 QUIET_SECONDS = 3.0

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,13 +31,16 @@ from torch import Tensor
 from benchmarks.report import Row, median_range
 from torchrl_moe.errors import ManifestMismatch
 from torchrl_moe.modules.backends.vllm.weights import EngineWeights
-from torchrl_moe.store import Manifest, WeightStoreWriter, WeightStoreReader, WeightStoreWriter
+from torchrl_moe.store import Manifest, WeightStoreReader, WeightStoreWriter
+from torchrl_moe.store.writer import version_path
+from torchrl_moe.testing import make_tiny_moe
 
 SIZES = {"400 MB": 400_000_000, "2 GB": 2_000_000_000}
 TENSORS = 738  # of an MoE of 48 experts in 4 layers, one tensor per expert
 COUNTS = (231, 2_000, 10_000, 40_000)
 ROUNDS, WARM_UP = 7, 2
 LIMIT = 3.0  # times a plain memory copy
+PATCHED_BYTES, SHARES = 400_000_000, (0.002, 0.01, 0.02)
 LARGE_MODEL = 36_096  # tensors of an MoE of 94 layers and 128 experts
 TICK_SECONDS, LOOP_LIMIT_MS = 0.001, 5.0
 TORN_READS, TORN_TENSORS, TORN_BYTES = 40, 64, 32_000_000
@@ -290,27 +294,69 @@ def torn_reads() -> list[Row]:
     ]
 
 
-def versions() -> list[Row]:
-    """Return the time to publish files and copy them verified, in plain copies: whole, and one tensor as a delta."""
-    return [versions_by(delta) for delta in (False, True)]
+def patches() -> list[Row]:
+    """Return what a patch costs, of a bfloat16 model of which some elements change between two versions."""
+    return [row for share in SHARES for row in patches_of(share)]
 
 
-def versions_by(delta: bool) -> Row:
-    """Return one of these times."""
-    contest = Contest(SIZES["400 MB"], TENSORS)
-    folder = tempfile.mkdtemp(prefix="torchrl_moe-bench-", dir="/dev/shm")
-    writer, copies = WeightStoreWriter(folder, delta=delta), []
-    for version in range(1, 1 + WARM_UP + ROUNDS):
-        contest.change()
-        published = timed(lambda number=version: writer.publish(contest.tensors.items(), number))
-        copies.append((published + contest.checked(contest.reading.read(folder, version))) / contest.plain())
-    contest.end()
-    shutil.rmtree(folder)
-    what = "1 of 738 tensors changed" if delta else "whole"
-    return Row(
-        claim=f"400 MB in files, {what}: publish + verified copy, in plain memory copies",
-        value=median_range(copies[WARM_UP:]),
-    )
+def patches_of(share: float) -> list[Row]:
+    """Return bytes in parts of the whole, and times in plain memory copies."""
+    flat = (torch.arange(PATCHED_BYTES // 2, dtype=torch.int32) % 30_000).to(torch.int16).view(torch.bfloat16)
+    tensors = {f"layers.{i}.weight": part for i, part in enumerate(flat.chunk(TENSORS))}
+    target = np.ones(flat.nbytes, np.uint8)
+    sizes, written, read, rng = [], [], [], np.random.default_rng(0)
+    with tempfile.TemporaryDirectory(prefix="torchrl_moe-bench-", dir="/dev/shm") as folder:
+        writer, reader = WeightStoreWriter(folder, delta=True), WeightStoreReader(folder)
+        for version in range(1, 1 + WARM_UP + ROUNDS):
+            flat.view(torch.int16).numpy()[rng.integers(0, len(flat), int(len(flat) * share))] ^= 1
+            plain = timed(lambda: np.copyto(target, flat.view(torch.uint8).numpy()))
+            written.append(timed(lambda number=version: writer.publish(tensors.items(), number)) / plain)
+            read.append(timed(lambda number=version: read_ours(target, reader, number)) / plain)
+            sizes.append(version_path(Path(folder), version).stat().st_size / flat.nbytes)
+            assert np.array_equal(target, flat.view(torch.uint8).numpy())
+    what, largest = f"{flat.nbytes / 1e6:.0f} MB of bfloat16, {100 * share:g} % changed", max(sizes[1:])
+    return [
+        Row(
+            claim=f"{what}: bytes, in parts of the whole", value=f"{largest:.4f}", target="<= 0.05", met=largest <= 0.05
+        ),
+        Row(claim=f"{what}: publish, in plain memory copies", value=median_range(written[WARM_UP:])),
+        Row(claim=f"{what}: verified copy, in plain memory copies", value=median_range(read[WARM_UP:])),
+    ]
+
+
+def changed_by_a_step() -> list[Row]:
+    """Return which share of a bfloat16 engine's elements a step of AdamW on float32 masters changes, by learning rate.
+
+    Weights have the deviation of 0.02 of a model's initialisation, gradients a norm of at most 1; random tokens.
+    """
+    return [
+        Row(
+            claim=f"elements of a bfloat16 engine that change in a step, learning rate {rate:g}: the first, the twelfth",
+            value=" and ".join(f"{100 * share:.2g} %" for share in _changed(rate)),
+        )
+        for rate in (1e-6, 1e-5, 1e-4, 1e-3)
+    ]
+
+
+def _changed(rate: float) -> tuple[float, float]:
+    sizes = {"hidden_size": 256, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+    model, shares = make_tiny_moe("qwen3_moe", num_hidden_layers=4, **sizes), []
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02) if parameter.ndim > 1 else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+    before = [parameter.detach().bfloat16() for parameter in model.parameters()]
+    for _ in range(12):
+        ids = torch.randint(0, 259, (4, 64))
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        now = [parameter.detach().bfloat16() for parameter in model.parameters()]
+        changed = sum(int((old != new).sum()) for old, new in zip(before, now, strict=True))
+        shares.append(changed / sum(tensor.numel() for tensor in now))
+        before = now
+    return shares[0], shares[-1]
 
 
 class NoWorkers:

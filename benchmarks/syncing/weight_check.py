@@ -23,8 +23,8 @@ from torchrl_moe.modules.backends.checkpoint import checkpoint_metadata
 from torchrl_moe.modules.backends.vllm.engine_process import _start_engine
 from torchrl_moe.modules.backends.vllm.weights import EngineWeights
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
-from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 from torchrl_moe.store import WeightStoreWriter
+from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 
 ROUNDS, PLACES, QUEUED, TOKENS = 5, 32, 1024, 400
 

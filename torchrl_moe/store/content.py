@@ -47,7 +47,7 @@ __all__ = [
 Bytes = NDArray[np.uint8]
 Buffer = bytes | memoryview
 Identity = tuple[int, int, int]  # of a file: device, inode, bytes
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 1 << 20
 ALIGNMENT = 64
 SAFETENSORS, LENGTH_BYTES, MOST_HEADER_BYTES = ".safetensors", 8, 100_000_000  # as its own readers have it
 CAST_ELEMENTS = 1 << 15  # at most: above this, torch uses more than one thread
@@ -196,11 +196,13 @@ class Image:
             nonlocal room
             new, begin = piece.view(own.dtype), offset // width
             old = own[begin : begin + len(new)]
-            if room >= 0:
-                changed = np.flatnonzero(new != old)
-                found.append(changed + begin)
-                room -= len(changed)
-            old[...] = new
+            if room < 0:
+                old[...] = new
+                return
+            changed = np.flatnonzero(old != new)
+            old[changed] = new[changed]
+            found.append(changed + begin)
+            room -= len(changed)
 
         digest = send(tensor, dtype, take, name)
         positions, gaps = distances(np.concatenate(found) if found else np.empty(0, np.int64))
