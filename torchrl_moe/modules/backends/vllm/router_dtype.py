@@ -29,7 +29,7 @@ LAYER = re.compile(r"^(?:.*\.)?layers\.\d+(?=\.)")
 EXPERT = re.compile(r"\.experts\.\d+\..*")
 
 
-class RouterGate(GateLinear):  # type: ignore[misc]  # its base is a torch module by way of vLLM's untyped registry
+class RouterGate(GateLinear):
     """vLLM's router layer, with weights and logits in float32 if the engine was started with ``router_dtype``."""
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False, **kwargs: Any) -> None:
