@@ -114,9 +114,7 @@ def measure(
             generate_kwargs={"max_new_tokens": NEW_TOKENS, "temperature": TEMPERATURE, "ignore_eos": True},
             inplace=False,
         )
-        actors = {
-            model: TransformersWrapper(model, replay="R3", temperature=TEMPERATURE) for model in (narrow, wide)
-        }
+        actors = {model: TransformersWrapper(model, replay="R3", temperature=TEMPERATURE) for model in (narrow, wide)}
         prompts = torch.randint(0, 256, (PROMPTS, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
         for state in states:
             for arm in arms:

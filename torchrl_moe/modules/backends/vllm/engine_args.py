@@ -258,7 +258,9 @@ def build_engine_args(arguments: Mapping[str, object]) -> AsyncEngineArgs:
     if capture:
         _check_capture(engine_args)
     if router_dtype is not None and not is_moe:
-        raise ValueError(f"router_dtype={router_dtype!r}, but {engine_args.model!r} has no routers: it is a dense model.")
+        raise ValueError(
+            f"router_dtype={router_dtype!r}, but {engine_args.model!r} has no routers: it is a dense model."
+        )
     # what vLLM's CPU kernels cannot do
     if is_moe:
         _check_experts_on_cpu(engine_args)

@@ -59,9 +59,7 @@ def narrow_routers(model: nn.Module) -> list[str]:
         if (match := LAYER.match(name))
     }
     layers = {
-        match[0]: int(match[0].rpartition(".")[2])
-        for name, _ in model.named_modules()
-        if (match := LAYER.match(name))
+        match[0]: int(match[0].rpartition(".")[2]) for name, _ in model.named_modules() if (match := LAYER.match(name))
     }
     routed = set(_compat.router_layer_ids(model))
     return [name for name, layer in layers.items() if layer in routed and name not in kept]
