@@ -88,7 +88,7 @@ def rounded(state: State, routers: Sequence[str]) -> dict[str, Tensor]:
 
 
 def measure(
-    family: str, states: Sequence[State], master: nn.Module, arguments: Mapping[str, Any], arms: Sequence[Arm]
+    states: Sequence[State], master: nn.Module, arguments: Mapping[str, Any], arms: Sequence[Arm]
 ) -> dict[Arm, list[ReplayProbe]]:
     """Sync, generate and score after each step, in each arm; of one engine."""
     sent, narrow, wide = (copy.deepcopy(master) for _ in range(3))
@@ -145,7 +145,7 @@ def of_family(family: str, rate: float = RATE) -> Iterator[Row]:
     states = list(trained(copy.deepcopy(master), rate))
     medians: dict[str, float] = {}
     for engine, arguments, arms in ENGINES:
-        for arm, probes in measure(family, states, master, arguments, arms).items():
+        for arm, probes in measure(states, master, arguments, arms).items():
             print(family, engine, arm.name, described(probes), sep="\n  ", flush=True)
             medians[f"{engine}: {arm.name}"] = statistics.median(probe.live.kl for probe in probes[1:])
             yield Row(claim=f"{family}, {engine}, {arm.name}", value=described(probes))

@@ -66,9 +66,8 @@ def dtype_gaps(engine: Kinds, trainer: Kinds) -> list[DtypeGap]:
             dtypes = (str(kinds[name][0]).removeprefix("torch.") for kinds in (engine, trainer))
             found.setdefault((_kind(name), *dtypes), []).append(name)  # type: ignore[arg-type]  # of three
     order = [*PARTS, OTHERS]
-    return [
-        DtypeGap(*key, tuple(names)) for key, names in sorted(found.items(), key=lambda one: order.index(one[0][0]))
-    ]
+    in_order = sorted(found.items(), key=lambda item: order.index(item[0][0]))
+    return [DtypeGap(*key, tuple(names)) for key, names in in_order]
 
 
 def _kind(name: str) -> str:

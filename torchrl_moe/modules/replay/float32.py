@@ -86,9 +86,8 @@ def _try(model: nn.Module) -> None:
             model(**dry_inputs(model))
     except RuntimeError as error:  # torch's, of two dtypes that do not go together
         raise UnsupportedRouterError(
-            f"{type(model).__name__} cannot have routers in float32 in a model whose weights are narrower: its own code "
-            f"takes their scores in one dtype with the rest ({str(error).splitlines()[0]}). Hold all weights in float32, "
-            "and run it under torch.autocast"
+            f"{type(model).__name__} cannot have routers in float32 beside narrower weights: its own code takes both in "
+            f"one dtype ({str(error).splitlines()[0]}). Hold all weights in float32, and run it under torch.autocast."
         ) from error
 
 
