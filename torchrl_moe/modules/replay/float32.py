@@ -43,15 +43,17 @@ def float32_routers(model: nn.Module) -> list[str]:
     """Have every router of a model compute in float32, whatever autocast or the model's own dtype; return its weights.
 
     The weights become float32 where they are narrower: digits that were rounded away before do not come back. Call this
-    before the optimizer is made, and before ``fully_shard``; give each router an FSDP2 unit of its own, with
-    ``MixedPrecisionPolicy(param_dtype=torch.float32)``. It runs a small forward pass to find the routers. A second call
-    changes nothing. An engine has the same with ``router_dtype="float32"``.
+    before the optimizer is made. FSDP2 rounds what it gathers in ``bfloat16``: shard with a policy that casts nothing,
+    and use autocast, or give each router a unit of its own, ``MixedPrecisionPolicy(param_dtype=torch.float32)``. It
+    runs a small forward pass to find the routers. A second call changes nothing. An engine has the same with
+    ``router_dtype="float32"``.
 
     Args:
         model: a transformers MoE for causal language modelling, with a ``RouterReplay`` or without.
 
     Raises:
-        UnsupportedRouterError: no router was found, its weight cannot be told from others, or it is sharded.
+        UnsupportedRouterError: no router was found; its weight cannot be told from others, or is sharded in a narrower
+            dtype; or the family's code does not take routers that are wider than the rest.
 
     >>> from torchrl_moe.testing import make_tiny_moe
     >>> model = make_tiny_moe("mixtral", num_hidden_layers=2, dtype=torch.bfloat16)
@@ -86,7 +88,7 @@ def _try(model: nn.Module) -> None:
             model(**dry_inputs(model))
     except RuntimeError as error:  # torch's, of two dtypes that do not go together
         raise UnsupportedRouterError(
-            f"{type(model).__name__} cannot have routers in float32 beside narrower weights: its own code takes both in "
+            f"{type(model).__name__} cannot have routers in float32 beside narrower weights: its code takes both in "
             f"one dtype ({str(error).splitlines()[0]}). Hold all weights in float32, and run it under torch.autocast."
         ) from error
 
@@ -101,9 +103,11 @@ def _owner(router: nn.Module, site: RouterSite) -> tuple[str, nn.Module]:
             f"[{site.num_experts}, hidden size] is expected in it, and these modules have one: {seen}"
         )
     ((name, module),) = makers.items()
-    if hasattr(module.weight, "full_tensor"):
+    weight = module._parameters["weight"]
+    assert weight is not None
+    if hasattr(weight, "full_tensor") and weight.dtype != torch.float32:
         raise UnsupportedRouterError(
-            f"{site.name}.{name}weight is sharded: call float32_routers before fully_shard, or train with one rank"
+            f"{site.name}.{name}weight is sharded in {weight.dtype}: call float32_routers before fully_shard"
         )
     return name, module
 

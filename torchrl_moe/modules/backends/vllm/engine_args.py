@@ -67,7 +67,7 @@ DEFAULTS: Mapping[str, object] = {
 ON_CPU: Mapping[str, object] = {"enforce_eager": True}  # there are no CUDA graphs, and compiling takes a minute
 CPU_CACHE_BYTES = 1 << 29
 ROUTER_DTYPE = "torchrl_moe_router_dtype"  # in vLLM's additional_config, which its workers read
-ROUTER_DTYPES = (None, "float32")
+ROUTER_DTYPES = ("auto", "float32")
 CACHE_SIZES, CACHE_VARIABLE = {"kv_cache_memory_bytes", "gpu_memory_utilization"}, "VLLM_CPU_KVCACHE_SPACE"
 
 
@@ -157,8 +157,8 @@ def _check_known(arguments: Mapping[str, object]) -> None:
 def _check_router_dtype(value: object) -> None:
     if value not in ROUTER_DTYPES:
         raise ValueError(
-            f"router_dtype={value!r} must be None, which is vLLM's own choice for the model, or 'float32', for router "
-            "weights and logits in float32"
+            f"router_dtype={value!r} must be 'auto', vLLM's own choice for the model, or 'float32', for router weights and "
+            "logits in float32"
         )
 
 
@@ -241,8 +241,9 @@ def build_engine_args(arguments: Mapping[str, object]) -> AsyncEngineArgs:
     engine_args = AsyncEngineArgs(
         **{**DEFAULTS, **(ON_CPU if on_cpu else {}), **given, "worker_extension_cls": extension}
     )
-    if (router_dtype := arguments.get("router_dtype")) is not None:
-        _check_router_dtype(router_dtype)
+    router_dtype = arguments.get("router_dtype", "auto")
+    _check_router_dtype(router_dtype)
+    if router_dtype != "auto":
         engine_args.additional_config = {**(engine_args.additional_config or {}), ROUTER_DTYPE: router_dtype}
     model_config = engine_args.create_model_config()
     if on_cpu and not (arguments.keys() & CACHE_SIZES or os.environ.get(CACHE_VARIABLE)):
@@ -257,7 +258,7 @@ def build_engine_args(arguments: Mapping[str, object]) -> AsyncEngineArgs:
         )
     if capture:
         _check_capture(engine_args)
-    if router_dtype is not None and not is_moe:
+    if router_dtype != "auto" and not is_moe:
         raise ValueError(
             f"router_dtype={router_dtype!r}, but {engine_args.model!r} has no routers: it is a dense model."
         )
