@@ -157,8 +157,8 @@ def _check_known(arguments: Mapping[str, object]) -> None:
 def _check_router_dtype(value: object) -> None:
     if value not in ROUTER_DTYPES:
         raise ValueError(
-            f"router_dtype={value!r} must be 'auto', vLLM's own choice for the model, or 'float32', for router weights and "
-            "logits in float32"
+            f"router_dtype={value!r} must be 'auto', vLLM's own choice for the model, or 'float32', which keeps router "
+            "weights and logits in float32"
         )
 
 

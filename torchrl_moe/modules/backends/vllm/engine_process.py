@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.loggers import StatLoggerBase
     from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-__all__ = ["EngineProbe", "EngineSleep", "load_logger"]
+__all__ = ["EngineProbe", "EngineSleep", "check_routers", "load_logger"]
 
 
 # An engine that gives its GPU's memory to the trainer, and takes it back: vLLM's sleep mode.
@@ -403,7 +403,7 @@ async def _start_engine(arguments: dict[str, object]) -> tuple[AsyncLLM, Replica
             top_k=model_config.get_num_experts_per_tok(),
             num_experts=model_config.get_num_experts(),
         )
-    await _check_routers(engine)
+    await check_routers(engine)
     # what the driver learns of it
     info = ReplicaInfo(
         model=engine_args.model,
@@ -422,7 +422,7 @@ async def _start_engine(arguments: dict[str, object]) -> tuple[AsyncLLM, Replica
     return engine, info, logger.load, sampling
 
 
-async def _check_routers(engine: AsyncLLM) -> None:
+async def check_routers(engine: AsyncLLM) -> None:
     """Refuse ``router_dtype`` for a family that does not make its routers from the layer that we replace."""
     if ROUTER_DTYPE not in engine.vllm_config.additional_config:
         return
