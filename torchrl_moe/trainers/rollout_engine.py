@@ -40,7 +40,7 @@ from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-__all__ = ["Given", "RolloutEngine", "RolloutSource", "check_arguments", "check_room"]
+__all__ = ["Given", "RolloutEngine", "RolloutSource", "check_arguments", "check_room", "engine_arguments"]
 
 LOG = logging.getLogger(__name__)
 

@@ -144,7 +144,7 @@ def _check_known(arguments: Mapping[str, object]) -> None:
             _check_router_dtype(value)
             continue
         if known and name not in known:
-            near = difflib.get_close_matches(name, known, 1)
+            near = difflib.get_close_matches(name, [*known, "router_dtype"], 1)
             raise ValueError(
                 f"vLLM has no engine argument {name}={value!r}"
                 + (f": do you mean {near[0]}?" if near else "; vllm serve --help=all lists them")
