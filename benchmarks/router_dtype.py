@@ -33,8 +33,8 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS, TEMPERATURE = 16, 24, 32, 1.0
 STEPS, RATE, OTHER_RATES = 5, 3e-4, (1e-5, 1e-3)
 EXACT, LEAST_RATIO = 1e-5, 1e3
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
-    "deepseek_v3": {"n_routed_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 6, "hidden_size": 256},
-    "qwen3_moe": {"num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 6, "hidden_size": 256},
+    "deepseek_v3": {"n_routed_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 4, "hidden_size": 256},
+    "qwen3_moe": {"num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 4, "hidden_size": 256},
 }
 State = Mapping[str, Tensor]
 

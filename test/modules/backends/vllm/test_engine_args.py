@@ -215,7 +215,7 @@ def test_routers_in_float32_are_asked_for_in_vllms_additional_config(moe: str, d
     assert built.additional_config == {"of_the_user": 1, "torchrl_moe_router_dtype": "float32"}
     assert own == {"of_the_user": 1}
     assert build_engine_args({"model": moe, "router_dtype": "auto"}).additional_config == {}
-    with pytest.raises(ValueError, match=r"router_dtype='float32', but .* has no routers: a dense model"):
+    with pytest.raises(ValueError, match=r"router_dtype='float32', but .* has no routers: it is a dense model"):
         build_engine_args({"model": dense, "router_dtype": "float32"})
 
 

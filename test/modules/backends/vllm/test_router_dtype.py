@@ -83,29 +83,50 @@ def test_otherwise_a_router_is_rounded_and_the_engine_says_so(engine: AsyncVLLM)
 class Layer(nn.Module):
     """A decoder layer with a router, as a worker's model has it."""
 
-    def __init__(self, gate: nn.Module) -> None:
+    def __init__(self, gate: nn.Module, experts: nn.Module | None = None) -> None:
         super().__init__()
-        self.mlp = nn.ModuleDict({"gate": gate})
+        self.mlp = nn.ModuleDict({"gate": gate, "experts": experts or nn.Identity()})
 
 
-def gate_of(dtype: torch.dtype, is_unquantized: bool = True) -> nn.Module:
-    """vLLM's router layer without an engine around it, which its constructor asks for its configuration."""
-    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
-
-    gate = GateLinear.__new__(GateLinear)
-    nn.Module.__init__(gate)
-    gate.weight, gate.is_unquantized = nn.Parameter(torch.zeros(2, 2, dtype=dtype)), is_unquantized
-    return gate
+def bare(kind: type[Any], **attributes: Any) -> Any:
+    """A layer of vLLM's without an engine around it, which its constructor asks for its configuration."""
+    layer = kind.__new__(kind)
+    nn.Module.__init__(layer)
+    for name, value in attributes.items():
+        setattr(layer, name, value)
+    return layer
 
 
 def test_routers_that_are_not_float32_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+
     from torchrl_moe.modules.backends.vllm import router_dtype
 
+    def gate_of(dtype: torch.dtype) -> nn.Module:
+        gate: nn.Module = bare(GateLinear, weight=nn.Parameter(torch.zeros(2, 2, dtype=dtype)))
+        return gate
+
+    def kernel_for(dtype: torch.dtype) -> nn.Module:
+        config, method = SimpleNamespace(router_logits_dtype=dtype), SimpleNamespace(is_monolithic=True)
+        kernel: nn.Module = bare(MoERunner, moe_config=config, of_test=method)
+        return kernel
+
+    monkeypatch.setattr(MoERunner, "_quant_method", property(lambda self: self.of_test))
+
     wide, narrow = torch.float32, torch.bfloat16
-    layers = [gate_of(wide), gate_of(narrow), nn.Linear(2, 2), gate_of(wide, is_unquantized=False), nn.Linear(2, 2)]
-    model = nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleList(map(Layer, layers))})})
-    monkeypatch.setattr(_compat, "router_layer_ids", lambda _: [0, 1, 2, 3])  # the last one is dense
-    assert router_dtype.narrow_routers(model) == [f"model.layers.{layer}" for layer in (1, 2, 3)]
+    layers = [
+        Layer(gate_of(wide)),
+        Layer(gate_of(narrow)),
+        Layer(nn.Linear(2, 2, dtype=narrow)),
+        Layer(nn.Linear(2, 2)),  # a family with a layer of its own
+        Layer(gate_of(wide), kernel_for(narrow)),
+        Layer(gate_of(wide), kernel_for(wide)),
+        Layer(nn.Identity()),  # dense
+    ]
+    model = nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleList(layers)})})
+    monkeypatch.setattr(_compat, "router_layer_ids", lambda _: range(6))
+    assert router_dtype.narrow_routers(model) == [f"model.layers.{layer}" for layer in (1, 2, 4)]
 
 
 @pytest.mark.parametrize(

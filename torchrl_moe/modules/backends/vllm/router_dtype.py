@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 
 from torchrl_moe import _compat
@@ -50,19 +51,25 @@ def register() -> None:
 
 
 def narrow_routers(model: nn.Module) -> list[str]:
-    """Return the decoder layers whose router does not compute in float32, by name: their code makes it otherwise."""
-    kept = {
-        match[0]
-        for name, module in model.named_modules()
-        # a quantised one has no plain weight
-        if isinstance(module, GateLinear) and module.is_unquantized and module.weight.dtype == torch.float32
-        if (match := LAYER.match(name))
-    }
-    layers = {
-        match[0]: int(match[0].rpartition(".")[2]) for name, _ in model.named_modules() if (match := LAYER.match(name))
-    }
+    """Return the decoder layers whose router does not compute in float32, by name.
+
+    Their family's code makes it otherwise; or its kernel ranks experts by itself, and was chosen for narrower logits.
+    """
+    kept, inside, layers = set(), set(), {}
+    for name, module in model.named_modules():
+        match = LAYER.match(name)
+        if match is None:
+            continue
+        layers[match[0]] = int(match[0].rpartition(".")[2])
+        weight = getattr(module, "weight", None)
+        is_router = isinstance(module, GateLinear) or (name.endswith(("gate", "router")) and "shared" not in name)
+        if is_router and isinstance(weight, torch.Tensor) and weight.dtype == torch.float32:
+            kept.add(match[0])
+        ranks = isinstance(module, MoERunner) and module._quant_method.is_monolithic
+        if ranks and module.moe_config.router_logits_dtype != torch.float32:
+            inside.add(match[0])
     routed = set(_compat.router_layer_ids(model))
-    return [name for name, layer in layers.items() if layer in routed and name not in kept]
+    return [name for name, layer in layers.items() if layer in routed and (name not in kept or name in inside)]
 
 
 def held_dtypes(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
