@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchrl_moe._compat_transformers import checkpoint_activations, load_whole, lowered, stays_float32
 from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules.backends.checkpoint import check_reachable, check_weights
+from torchrl_moe.modules.policies.probe import is_router
 from torchrl_moe.modules.policies.transformers_wrapper import check_vocabulary
 from torchrl_moe.modules.policies.unstack import ModelWeights, base_model, has_adapters
 from torchrl_moe.modules.replay.float32 import float32_routers
@@ -169,7 +170,8 @@ class PolicyModel:
         base = base_model(self.model)
 
         def kept(name: str, tensor: Tensor) -> Tensor:
-            casts = tensor.is_floating_point() and not stays_float32(base, name, dtype)
+            stays = stays_float32(base, name, dtype) or (self.has_float32_routers and is_router(name))
+            casts = tensor.is_floating_point() and not stays
             return tensor.detach().to("cpu", dtype if casts else tensor.dtype, copy=True).contiguous()
 
         stream = ModelWeights(self.model).tensors()  # iterating is a collective, if ranks share the model

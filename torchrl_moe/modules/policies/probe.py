@@ -17,7 +17,10 @@ from torchrl_moe.modules.policies.scoring import read_batch, read_rows
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
 from torchrl_moe.render.tables import html_table, number_text, plain_table, share_text
 
-__all__ = ["DtypeGap", "Kinds", "Mismatch", "ReplayProbe", "dtype_gaps", "gaps_table", "probe_replay", "router_advice"]
+__all__ = [
+    "DtypeGap", "Kinds", "Mismatch", "ReplayProbe", "dtype_gaps", "gaps_table", "is_router", "probe_replay",
+    "router_advice",
+]  # fmt: skip
 
 Kinds: TypeAlias = Mapping[str, "tuple[torch.dtype, torch.Size]"]
 """Checkpoint name -> (dtype, shape), as ``get_model_metadata`` returns it of a model and of an engine."""
@@ -68,6 +71,15 @@ def dtype_gaps(engine: Kinds, trainer: Kinds) -> list[DtypeGap]:
     order = [*PARTS, OTHERS]
     in_order = sorted(found.items(), key=lambda item: order.index(item[0][0]))
     return [DtypeGap(*key, tuple(names)) for key, names in in_order]
+
+
+def is_router(name: str) -> bool:
+    """Whether a checkpoint's tensor is a router's, by its name.
+
+    >>> is_router("model.layers.0.block_sparse_moe.gate.weight"), is_router("model.layers.0.mlp.gate_proj.weight")
+    (True, False)
+    """
+    return _kind(name) == ROUTERS
 
 
 def _kind(name: str) -> str:
