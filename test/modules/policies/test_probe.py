@@ -187,7 +187,7 @@ def test_dtypes_that_differ_are_grouped_with_routers_first() -> None:
     gaps = dtype_gaps(engine, {**kinds(torch.float32), "only.the.trainer": (torch.float32, torch.Size([1]))})
     assert gaps == [
         DtypeGap("routers", "bfloat16", "float32", ("layers.0.mlp.gate.weight", "layers.1.mlp.gate.weight")),
-        DtypeGap("experts", "bfloat16", "float32", ("layers.0.mlp.experts.0.gate_proj.weight",)),
+        DtypeGap("experts and MLPs", "bfloat16", "float32", ("layers.0.mlp.experts.0.gate_proj.weight",)),
         DtypeGap("attention", "bfloat16", "float32", ("layers.0.self_attn.q_proj.weight",)),
         DtypeGap("embeddings and head", "bfloat16", "float32", ("lm_head.weight",)),
         DtypeGap("norms and others", "bfloat16", "float32", ("layers.0.norm.weight",)),
@@ -202,4 +202,4 @@ def test_equal_dtypes_say_nothing_and_wider_routers_in_the_engine_need_no_advice
     assert dtype_gaps(kinds(torch.bfloat16), kinds(torch.bfloat16)) == []
     assert gaps_table([]) == router_advice([]) == ""
     wider = dtype_gaps(kinds(torch.bfloat16, gate=torch.float32), kinds(torch.bfloat16))
-    assert [gap.kind for gap in wider] == ["routers", "experts"] and router_advice(wider) == ""
+    assert [gap.kind for gap in wider] == ["routers", "experts and MLPs"] and router_advice(wider) == ""

@@ -36,7 +36,7 @@ FIELDS = {"mean": "mean", "p99": "99th percentile", "maximum": "greatest", "kl":
 ROUTERS = "routers"
 PARTS: Mapping[str, tuple[str, ...]] = {
     ROUTERS: ("gate", "router", "e_score_correction_bias", "expert_bias"),
-    "experts": ("experts", "shared_experts", "shared_expert", "shared_expert_gate", "mlp", "feed_forward"),
+    "experts and MLPs": ("experts", "shared_experts", "shared_expert", "shared_expert_gate", "mlp", "feed_forward"),
     "attention": ("self_attn", "attn", "attention", "linear_attn", "mixer"),
     "embeddings and head": ("embed_tokens", "embeddings", "wte", "lm_head"),
 }
