@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from support.engines import EngineShelf
 from torchrl_moe import __version__
@@ -148,6 +149,35 @@ def test_a_real_engine_returns_routes(
     rows, layers, top_k = found["model"]["engine"]["routes"]
     assert 5 <= rows <= 8 and (layers, top_k) == (4, 4)  # an answer of 1 to 4 tokens
     assert found["model"]["engine"]["log_probs"] and found["model"]["engine"]["follows"]
+    assert "dtypes" not in found["model"]  # float32, as a trainer's weights
+
+
+def test_what_an_engine_holds_in_less_than_a_trainers_float32_is_named(
+    second_engine: AsyncVLLM, shelf: EngineShelf, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = {
+        name: (torch.bfloat16 if "gate.weight" in name or name == "model.norm.weight" else dtype, shape)
+        for name, (dtype, shape) in second_engine.get_model_metadata().items()
+    }
+    monkeypatch.setattr(second_engine, "get_model_metadata", lambda: held)
+    lend(second_engine, monkeypatch)
+    folder = str(shelf.folder("qwen3_moe"))
+    assert main(["doctor", folder, "--engine", "transformers"]) == 0  # how it usually is: no problem
+    lines = capsys.readouterr().out.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("dtypes that differ"))
+    assert lines[at + 1].split() == [
+        "routers",
+        "bfloat16",
+        "float32",
+        "3,",
+        "such",
+        "as",
+        "model.layers.1.mlp.gate.weight",
+    ]
+    assert lines[at + 2].startswith("norms and others  bfloat16")
+    assert "router_dtype='float32' keeps them in an engine" in lines[at + 3]
+    _, found = report(capsys, folder, "--engine", "transformers")
+    assert found["model"]["dtypes"][0]["names"] == [f"model.layers.{layer}.mlp.gate.weight" for layer in (1, 2, 3)]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -21,6 +22,7 @@ from torchrl_moe.cli.main import main
 from torchrl_moe.cli.probe import read_prompts
 from torchrl_moe.cli.probe_result import Figures, ProbeResult
 from torchrl_moe.modules import AsyncVLLM
+from torchrl_moe.modules.policies.probe import DtypeGap
 from torchrl_moe.objectives import MismatchMetrics
 
 
@@ -115,6 +117,20 @@ def test_plain_transformers_and_the_trainer_compute_the_same(
     assert 2 <= found["tokens"] <= 12  # an answer may end earlier
     assert list(found["agreement"]["layers"]) == ["1", "2", "3"]  # layer 0 is dense
     assert found["replayed"]["maximum"] < 1e-5 and found["verdict"].startswith("Nothing to remove")
+    assert found["dtypes"] == []
+
+
+def test_tensors_that_the_two_hold_in_different_dtypes_are_named(
+    second_engine: AsyncVLLM, shelf: EngineShelf, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
+) -> None:
+    """The engine is in float32, the trainer in bfloat16: its routers are not those that are rounded on their way."""
+    lend(second_engine, monkeypatch)
+    more = ["--engine", "transformers", "--trainer-dtype", "bfloat16", "--max-new-tokens", "4"]
+    main(["probe", str(shelf.folder("qwen3_moe")), *more])
+    out = capsys.readouterr().out
+    line = next(line for line in out.splitlines() if line.startswith("routers "))
+    assert line.split() == ["routers", "float32", "bfloat16", "3,", "such", "as", "model.layers.1.mlp.gate.weight"]
+    assert "router_dtype" not in out
 
 
 def test_an_engine_without_routes_or_a_tokenizer(
@@ -218,6 +234,13 @@ def test_text_and_data_say_the_same() -> None:
     data: dict[str, Any] = json.loads(json.dumps(found.to_dict()))
     assert data["agreement"]["layers"] == {"1": 0.75, "2": 1.0}
     assert (data["tokens"], data["verdict"]) == (2, found.verdict)
+    narrow = DtypeGap("routers", "bfloat16", "float32", ("a.gate.weight", "b.gate.weight"))
+    named = dataclasses.replace(found, dtypes=[narrow])
+    assert "routers             bfloat16  float32  2, such as a.gate.weight" in named.text()
+    assert "router_dtype='float32' keeps them in an engine" in named.text()
+    assert named.to_dict()["dtypes"] == [
+        {"kind": "routers", "engine": "bfloat16", "trainer": "float32", "names": ("a.gate.weight", "b.gate.weight")}
+    ]
 
 
 def test_without_a_token_there_is_nothing_to_say() -> None:

@@ -196,6 +196,32 @@ def test_each_rank_has_half_and_they_write_the_whole(tmp_path: Path, folder: Pat
         assert all(torch.equal(tensor, exact[name]) for name, tensor in written.items())
 
 
+def router_logits(folder: Path) -> dict[str, Any]:
+    """Of a router under the trainer's precision, and how far they are from those of its whole weight in float32."""
+    ranks = join_ranks(60.0)
+    config = settings(folder)
+    config.model.dtype, config.model.router_dtype = "bfloat16", "float32"
+    policy_model = PolicyModel.load(None, None, config.model, Placement.of(ranks, config))
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    gate: Any = policy_model.model.get_submodule("model.layers.1.mlp.gate")
+    gate.register_forward_hook(lambda module, args, out: seen.append((args[0], out[0])))
+    with torch.no_grad():
+        for weight in gate.parameters():
+            weight.mul_(1 + 2**-12)  # what bfloat16 would round away
+        with policy_model.precision():
+            narrow = policy_model.model(torch.arange(3, 12)[None]).logits.dtype
+    policy_model.trained  # noqa: B018  gathered weights are given up
+    ((hidden, found),) = seen
+    wanted = hidden.flatten(0, -2).float() @ whole(gate.weight.detach()).T
+    ranks.close()
+    return {"dtypes": [str(found.dtype), str(narrow)], "gap": (found - wanted).abs().max().item()}
+
+
+def test_ranks_that_share_the_model_round_no_router(folder: Path) -> None:
+    for rank in run_as_ranks(router_logits, folder):
+        assert rank["dtypes"] == ["torch.float32", "torch.bfloat16"] and rank["gap"] < 1e-5
+
+
 def cast_before_and_after(folder: Path, changes: Mapping[str, Change]) -> dict[str, list[str]]:
     """The weights for which the order matters, of each way."""
     ranks = join_ranks(60.0)

@@ -211,6 +211,35 @@ def test_a_model_that_is_trained_whole_is_float32(dtype: str) -> None:
         assert torch.is_autocast_enabled("cpu") == (dtype == "bfloat16")
 
 
+@pytest.mark.parametrize("router_dtype", ["auto", "float32"])
+@pytest.mark.parametrize("adapter", [LoRAConfig(), lora()])
+def test_routers_compute_in_float32_if_they_are_asked_to(router_dtype: str, adapter: LoRAConfig) -> None:
+    config = ModelConfig(dtype="bfloat16", router_dtype=router_dtype, lora=adapter)
+    found, seen = given(config), []
+    gate = next(module for name, module in found.model.named_modules() if name.endswith("layers.1.mlp.gate"))
+    gate.register_forward_hook(lambda module, args, out: seen.append(out[0].dtype))
+    with torch.no_grad(), found.precision():
+        found.model(IDS)
+    assert seen == [torch.float32 if router_dtype == "float32" else torch.bfloat16]
+
+
+@pytest.mark.parametrize(("router_dtype", "written"), [("auto", torch.bfloat16), ("float32", torch.float32)])
+def test_routers_that_were_trained_in_float32_are_saved_in_it(
+    tmp_path: Path, router_dtype: str, written: torch.dtype
+) -> None:
+    found = given(ModelConfig(dtype="bfloat16", router_dtype=router_dtype), dtype=torch.bfloat16)
+    disturb(found)
+    saved = load_file(found.save(tmp_path / "model") / "model.safetensors")
+    gate = saved["model.layers.1.mlp.gate.weight"]
+    assert torch.equal(gate, found.model.get_parameter("model.layers.1.mlp.gate.weight").to(written))
+    assert gate.dtype == written and saved["lm_head.weight"].dtype == torch.bfloat16
+
+
+def test_a_model_without_routers_has_none_in_float32() -> None:
+    with pytest.raises(ConfigError, match=r"^model\.router_dtype=float32: .* has no experts by its config"):
+        loaded(make_tiny_moe("qwen3"), ByteTokenizer(), dtype="bfloat16", router_dtype="float32")
+
+
 @pytest.mark.parametrize("alpha", [0.5, 32.0])
 def test_an_adapter_is_scaled_by_alpha_over_rank(alpha: float) -> None:
     found = given(ModelConfig(lora=lora(alpha=alpha)))

@@ -38,7 +38,15 @@ from torchrl_moe.trainers.config import (
 )
 from torchrl_moe.trainers.policy_model import PolicyModel
 from torchrl_moe.trainers.rewards import PromptEpisode
-from torchrl_moe.trainers.rollout_engine import TASKS, Given, RolloutEngine, RolloutSource, check_room
+from torchrl_moe.trainers.rollout_engine import (
+    TASKS,
+    Given,
+    RolloutEngine,
+    RolloutSource,
+    check_arguments,
+    check_room,
+    engine_arguments,
+)
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +79,26 @@ def no_start(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     monkeypatch.setattr(rollout_engine.AsyncVLLM, "from_pretrained", start)
     return started
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("router_dtype", "given", "wanted"),
+    [
+        ("auto", {}, {}),
+        ("float32", {}, {"router_dtype": "float32"}),
+        ("float32", {"router_dtype": "auto"}, {"router_dtype": "auto"}),
+    ],
+)
+@pytest.mark.parametrize("kind", ["vllm", "transformers"])
+def test_the_engines_routers_have_the_dtype_of_the_trainers(
+    kind: str, router_dtype: str, given: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    config = GRPOConfig()
+    config.engine.kind, config.model.router_dtype, config.engine.arguments = kind, router_dtype, given
+    assert engine_arguments(config) == wanted
+    if kind == "vllm":  # the other one looks for the model
+        check_arguments(config)
 
 
 # -- room -------------------------------------------------------------------------------------------------------------

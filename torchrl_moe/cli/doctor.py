@@ -20,6 +20,7 @@ from torchrl_moe.cli.services import ENGINES, add_engine_arguments, started
 
 if TYPE_CHECKING:
     from torchrl_moe.modules import AsyncVLLM
+    from torchrl_moe.modules.policies.probe import DtypeGap
 
 __all__ = ["COMMAND", "GB", "TESTED", "Machine", "Package", "Place", "Problem", "installed_packages"]
 
@@ -326,6 +327,7 @@ def _look_at_machine(seen: _Seen) -> None:
 
 
 def _look_at_model(seen: _Seen, options: argparse.Namespace) -> None:
+    from torchrl_moe.modules.policies.probe import gaps_table, router_advice
     from torchrl_moe.render.tables import plain_table
 
     rows: list[list[str]] = []
@@ -350,10 +352,26 @@ def _look_at_model(seen: _Seen, options: argparse.Namespace) -> None:
         if options.engine:
             with started(folder, config, options.engine, options.dtype, options.engine_args) as engine:
                 _look_at_engine(engine, options.engine, rows, found, seen.problems)
+                gaps = _against_masters(engine)
         else:
             rows.append(["engine", "not tried: --engine starts one"])
+            gaps = []
     seen.tables.append(plain_table(options.model, ["question", "answer"], rows, wide=["question", "answer"]))
+    if gaps:
+        found["dtypes"] = [asdict(gap) for gap in gaps]
+        seen.tables.append("\n".join(filter(None, [gaps_table(gaps), router_advice(gaps)])))
     seen.data["model"] = found
+
+
+def _against_masters(engine: AsyncVLLM) -> list[DtypeGap]:
+    """Return what an engine holds in other dtypes than a trainer, whose own weights are float32."""
+    import torch
+
+    from torchrl_moe.modules.policies.probe import dtype_gaps
+
+    held = engine.get_model_metadata()
+    trained = {name: (torch.float32, shape) for name, (dtype, shape) in held.items() if dtype.is_floating_point}
+    return dtype_gaps(held, trained)
 
 
 def _of_replay(name: str, answer: bool | None, why: str) -> Iterator[Problem]:

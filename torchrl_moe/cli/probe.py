@@ -99,13 +99,17 @@ def _run(options: argparse.Namespace, output: Output) -> int:
         # the engine ends before the model is loaded: both may not fit
         with started(folder, config, options.engine, options.dtype, options.engine_args) as engine:
             rollouts = _roll_out(engine, prompts, options)
+            held = engine.get_model_metadata()
         trainer_dtype = options.trainer_dtype or options.dtype
         note(f"scoring {len(prompts)} answers by transformers, with replay and without ...")
-        replayed, live = _score(load(folder, trainer_dtype), rollouts, options.temperature)
+        model = load(folder, trainer_dtype)
+        replayed, live = _score(model, rollouts, options.temperature)
     from torchrl_moe.cli.probe_result import ProbeResult
+    from torchrl_moe.modules.policies.probe import dtype_gaps
+    from torchrl_moe.weight_update import get_model_metadata
 
     title = f"{options.model}: {options.engine} in {options.dtype}, scored by transformers in {trainer_dtype}"
-    result = ProbeResult.of(title, replayed, live)
+    result = ProbeResult.of(title, replayed, live, dtype_gaps(held, get_model_metadata(model)))
     output.show(result.text(), result.to_dict())
     return PROBLEM if result.problems else FINE
 

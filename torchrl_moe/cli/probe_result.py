@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from torchrl_moe.modules.policies.probe import DtypeGap, gaps_table, router_advice
 from torchrl_moe.objectives.mismatch import CollapseThresholds, MismatchMetrics
 from torchrl_moe.render.tables import plain_table
 
@@ -70,10 +71,13 @@ class ProbeResult:
     live: Figures
     replayed: Figures
     agreement: Mapping[int, float]
+    dtypes: Sequence[DtypeGap] = ()
 
     @classmethod
-    def of(cls, title: str, replayed: MismatchMetrics, live: MismatchMetrics) -> ProbeResult:
-        """Read the metrics that were collected with replay and without."""
+    def of(
+        cls, title: str, replayed: MismatchMetrics, live: MismatchMetrics, dtypes: Sequence[DtypeGap] = ()
+    ) -> ProbeResult:
+        """Read the metrics that were collected with replay and without; ``dtypes``: tensors whose dtypes differ."""
         found = replayed.compute()
         if not found.get("mismatch/tokens"):
             raise ValueError("the answers have no tokens to compare: give other prompts, or --max-new-tokens")
@@ -84,6 +88,7 @@ class ProbeResult:
             live=Figures.of(live),
             replayed=Figures.of(replayed),
             agreement=layers,
+            dtypes=dtypes,
         )
 
     @property
@@ -137,7 +142,8 @@ class ProbeResult:
         layers = [[f"{layer}", f"{share:.2%}", _bar(share)] for layer, share in sorted(self.agreement.items())]
         header = ["layer", "rows that agree", "rows that do not"]
         agreement = plain_table("live router against the engine", header, layers, wide=header[2:])
-        return "\n\n".join([figures, agreement, self.verdict])
+        parts = [figures, agreement, gaps_table(self.dtypes), router_advice(self.dtypes), self.verdict]
+        return "\n\n".join(part for part in parts if part)
 
     def to_dict(self) -> dict[str, object]:
         """Plain data, for ``--json``."""
@@ -147,6 +153,7 @@ class ProbeResult:
             "live": asdict(self.live),
             "replayed": asdict(self.replayed),
             "agreement": {"mean": self.mean_agreement, "layers": dict(sorted(self.agreement.items()))},
+            "dtypes": [asdict(gap) for gap in self.dtypes],
             "removed": self.removed,
             "problems": self.problems,
             "verdict": self.verdict,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper as TransformersWrapper
     from torchrl_moe.modules.policies.vllm_wrapper import vLLMWrapper as vLLMWrapper
     from torchrl_moe.modules.replay.discovery import freeze_routers as freeze_routers
+    from torchrl_moe.modules.replay.float32 import float32_routers as float32_routers
     from torchrl_moe.modules.replay.router_replay import Packing as Packing
     from torchrl_moe.modules.replay.router_replay import RouterReplay as RouterReplay
     from torchrl_moe.modules.serving.async_vllm import AsyncVLLM as AsyncVLLM
@@ -53,6 +54,7 @@ else:
             "Tokens": "torchrl.modules.llm",
             "TransformersWrapper": ".policies.transformers_wrapper",
             "UnsupportedRouterError": "..errors",
+            "float32_routers": ".replay.float32",
             "freeze_routers": ".replay.discovery",
             "make_async_vllm_engine": ".serving.async_vllm",
             "probe_replay": ".policies.probe",

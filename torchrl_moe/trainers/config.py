@@ -349,6 +349,9 @@ class ModelConfig(Settings, group="model"):
         pretrained: further arguments of ``from_pretrained``, such as ``attn_implementation``.
         dtype: of forward passes; ``"auto"`` is bfloat16 where there is CUDA, else float32. Trained weights, gradients
             and the optimizer are always float32.
+        router_dtype: of routers, in the trainer's forward passes and in the engine that the run starts: ``"auto"`` is
+            ``dtype``, and the engine's own choice. ``"float32"`` rounds them nowhere; ranks that share the model then
+            gather all weights in float32.
         activation_checkpointing: recompute activations in the backward pass instead of storing them.
         lora: an adapter.
     """
@@ -357,6 +360,7 @@ class ModelConfig(Settings, group="model"):
     arguments: dict[str, Any] = field(default_factory=dict)
     pretrained: dict[str, Any] = field(default_factory=dict)
     dtype: str = setting("auto", of=("auto", "float32", "bfloat16"))
+    router_dtype: str = setting("auto", of=("auto", "float32"))
     activation_checkpointing: bool = False
     lora: LoRAConfig = field(default_factory=LoRAConfig)
 

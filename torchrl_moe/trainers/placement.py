@@ -156,8 +156,10 @@ class Placement:
         """Return one small value per share, from one of the ranks that see it; all ranks must call."""
         return self.ranks.gather(value)[:: self.config.tensor_parallel]
 
-    def load(self, pretrained: Callable[..., PreTrainedModel], dtype: torch.dtype) -> PreTrainedModel:
-        """Load a model of which each rank reads its part only."""
+    def load(
+        self, pretrained: Callable[..., PreTrainedModel], dtype: torch.dtype, rounds: bool = True
+    ) -> PreTrainedModel:
+        """Load a model of which each rank reads its part only; ``rounds``: whether it is gathered in ``dtype``."""
         from transformers.distributed import DistributedConfig
 
         config = self.config
@@ -181,19 +183,22 @@ class Placement:
             ep_size=config.expert_parallel,
             fsdp_size=self.shards,
             fsdp_cpu_offload=config.cpu_offload,
-            fsdp_mixed_precision=dtype == torch.bfloat16,
+            fsdp_mixed_precision=rounds and dtype == torch.bfloat16,
             **copies,
         )
         model = pretrained(distributed_config=distributed_config)
         self._settle(model)
         return model
 
-    def shard(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Shard, layer by layer, a model that each rank holds completely; adapters are taken from rank 0."""
+    def shard(self, model: nn.Module, dtype: torch.dtype, rounds: bool = True) -> None:
+        """Shard, layer by layer, a model that each rank holds completely; adapters are taken from rank 0.
+
+        ``rounds``: whether it is gathered in ``dtype``.
+        """
         # each rank has initialised its own adapter
         self.ranks.copy_first(weight.data for weight in model.parameters() if weight.requires_grad)
         cast = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        precision = cast if dtype == torch.bfloat16 else MixedPrecisionPolicy()
+        precision = cast if rounds and dtype == torch.bfloat16 else MixedPrecisionPolicy()
         offload = CPUOffloadPolicy() if self.config.cpu_offload else OffloadPolicy()
         # the layers first: the last call takes what is in none of them
         for part in (*decoder_layers(model), model):

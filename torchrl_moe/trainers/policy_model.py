@@ -20,9 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchrl_moe._compat_transformers import checkpoint_activations, load_whole, lowered, stays_float32
+from torchrl_moe.errors import UnsupportedRouterError
 from torchrl_moe.modules.backends.checkpoint import check_reachable, check_weights
+from torchrl_moe.modules.policies.probe import is_router
 from torchrl_moe.modules.policies.transformers_wrapper import check_vocabulary
 from torchrl_moe.modules.policies.unstack import ModelWeights, base_model, has_adapters
+from torchrl_moe.modules.replay.float32 import float32_routers
 from torchrl_moe.trainers.config import ConfigError, GRPOConfig, LoRAConfig, ModelConfig
 from torchrl_moe.trainers.function_names import import_function, is_function_name
 from torchrl_moe.trainers.placement import Placement
@@ -63,6 +66,7 @@ class PolicyModel:
     dtype: torch.dtype
     source_dtype: torch.dtype = torch.float32
     start: Path | None = None
+    has_float32_routers: bool = False
 
     @classmethod
     def load(
@@ -104,14 +108,23 @@ class PolicyModel:
             loaded = loaded.to(device)
         elif config.lora.rank:
             assert placement is not None
-            placement.shard(loaded, dtype)
-        return cls(loaded, tokenizer, source, dtype, source_dtype)
+            placement.shard(loaded, dtype, rounds=config.router_dtype != "float32")
+        keeps = config.router_dtype == "float32" and dtype != torch.float32
+        if keeps:
+            try:
+                float32_routers(loaded)
+            except UnsupportedRouterError as error:
+                raise ConfigError(f"model.router_dtype=float32: {error}") from error
+        return cls(loaded, tokenizer, source, dtype, source_dtype, has_float32_routers=keeps)
 
     @property
     def precision(self) -> Callable[[], AbstractContextManager[object]]:
-        """Makes the context of a forward pass: autocast, unless everything is float32 or FSDP2 does the casting."""
+        """Makes the context of a forward pass: autocast, unless everything is float32 or FSDP2 does the casting.
+
+        FSDP2 casts all that it gathers together, routers too: where they are float32, it casts nothing.
+        """
         device, dtype = next(self.model.parameters()).device.type, self.dtype
-        casts = dtype != torch.float32 and not isinstance(self.model, FSDPModule)
+        casts = dtype != torch.float32 and (self.has_float32_routers or not isinstance(self.model, FSDPModule))
         return lambda: torch.autocast(device, dtype, enabled=casts)
 
     @property
@@ -157,7 +170,8 @@ class PolicyModel:
         base = base_model(self.model)
 
         def kept(name: str, tensor: Tensor) -> Tensor:
-            casts = tensor.is_floating_point() and not stays_float32(base, name, dtype)
+            stays = stays_float32(base, name, dtype) or (self.has_float32_routers and is_router(name))
+            casts = tensor.is_floating_point() and not stays
             return tensor.detach().to("cpu", dtype if casts else tensor.dtype, copy=True).contiguous()
 
         stream = ModelWeights(self.model).tensors()  # iterating is a collective, if ranks share the model
@@ -229,7 +243,8 @@ def _from_pretrained(
         pretrained = partial(load_whole, source, load, dtype=weights, **config.pretrained)
         # an adapter is added to the whole model, and the sum is sharded
         split = None if placement is None or frozen or not placement.is_shared else placement
-        model = pretrained() if split is None else split.load(pretrained, dtype)
+        rounds = config.router_dtype != "float32"
+        model = pretrained() if split is None else split.load(pretrained, dtype, rounds)
     except (OSError, TypeError, ValueError) as error:
         raise ConfigError.of(f"model.source={source}", error) from error
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # transformers returns an empty one where none is saved

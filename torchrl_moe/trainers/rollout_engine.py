@@ -40,7 +40,7 @@ from torchrl_moe.weight_update.scheme import VLLMWeightSyncScheme
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-__all__ = ["Given", "RolloutEngine", "RolloutSource", "check_arguments", "check_room"]
+__all__ = ["Given", "RolloutEngine", "RolloutSource", "check_arguments", "check_room", "engine_arguments"]
 
 LOG = logging.getLogger(__name__)
 
@@ -48,9 +48,15 @@ LOG = logging.getLogger(__name__)
 def check_arguments(config: GRPOConfig) -> None:
     """Refuse arguments that the run's engine does not have, which costs less than loading a model."""
     try:
-        engine_kind(config.engine.kind).arguments_of({"model": "?", **config.engine.arguments})
+        engine_kind(config.engine.kind).arguments_of({"model": "?", **engine_arguments(config)})
     except (TypeError, ValueError) as error:
         raise ConfigError.of("engine.arguments", error) from error
+
+
+def engine_arguments(config: GRPOConfig) -> dict[str, Any]:
+    """Return the arguments of the run's engine; its routers have the dtype of the trainer's, if one is set."""
+    own = {} if config.model.router_dtype == "auto" else {"router_dtype": config.model.router_dtype}
+    return {**own, **config.engine.arguments}
 
 
 class RolloutEngine:
@@ -110,7 +116,7 @@ class RolloutEngine:
         engine = self.config.engine
         if engine.connect is not None:
             return AsyncVLLM.connect(engine.connect)
-        arguments = {"seed": self.config.seed, **engine.arguments}
+        arguments = {"seed": self.config.seed, **engine_arguments(self.config)}
         arguments["seed"] = seed_after(int(arguments["seed"] or 0), done)
         if engine.backend == "local":
             check_room(self.policy_model, engine.num_replicas, arguments, engine.kind)

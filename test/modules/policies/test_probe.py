@@ -12,7 +12,14 @@ from support.html_table import TableReader
 from support.routes import random_routes
 from torchrl_moe.errors import ReplayError
 from torchrl_moe.modules import RouterReplay, TransformersWrapper, probe_replay
-from torchrl_moe.modules.policies.probe import Mismatch, ReplayProbe
+from torchrl_moe.modules.policies.probe import (
+    DtypeGap,
+    Mismatch,
+    ReplayProbe,
+    dtype_gaps,
+    gaps_table,
+    router_advice,
+)
 from torchrl_moe.modules.policies.rollout import RolloutKeys, pad_answers
 from torchrl_moe.testing import make_tiny_moe
 
@@ -157,3 +164,42 @@ def test_a_probe_is_printed_and_shown_as_a_table() -> None:
     ]
     read = TableReader(probe._repr_html_())
     assert read.rows["tbody"][0] == ["mean", "0.04", "0.01"] and read.other == [title]
+
+
+# -- dtypes that differ -----------------------------------------------------------------------------------------------
+
+
+def kinds(dtype: torch.dtype, **others: torch.dtype) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Of a layer, with other dtypes of some parts, which their names contain."""
+    names = (
+        "lm_head.weight", "layers.0.norm.weight", "layers.0.self_attn.q_proj.weight", "layers.0.mlp.gate.weight",
+        "layers.1.mlp.gate.weight", "layers.0.mlp.gate.e_score_correction_bias",
+        "layers.0.mlp.experts.0.gate_proj.weight",
+    )  # fmt: skip
+    return {
+        name: (next((other for part, other in others.items() if part in name), dtype), torch.Size([2]))
+        for name in names
+    }
+
+
+def test_dtypes_that_differ_are_grouped_with_routers_first() -> None:
+    engine = kinds(torch.bfloat16, correction=torch.float32)
+    gaps = dtype_gaps(engine, {**kinds(torch.float32), "only.the.trainer": (torch.float32, torch.Size([1]))})
+    assert gaps == [
+        DtypeGap("routers", "bfloat16", "float32", ("layers.0.mlp.gate.weight", "layers.1.mlp.gate.weight")),
+        DtypeGap("experts and MLPs", "bfloat16", "float32", ("layers.0.mlp.experts.0.gate_proj.weight",)),
+        DtypeGap("attention", "bfloat16", "float32", ("layers.0.self_attn.q_proj.weight",)),
+        DtypeGap("embeddings and head", "bfloat16", "float32", ("lm_head.weight",)),
+        DtypeGap("norms and others", "bfloat16", "float32", ("layers.0.norm.weight",)),
+    ]
+    first, second, *_ = gaps_table(gaps).splitlines()
+    assert first.split() == ["dtypes", "that", "differ", "engine", "trainer", "tensors"]
+    assert second.split("  ")[0] == "routers" and second.endswith("2, such as layers.0.mlp.gate.weight")
+    assert router_advice(gaps).startswith("Routers are rounded to bfloat16 on their way to the engine")
+
+
+def test_equal_dtypes_say_nothing_and_wider_routers_in_the_engine_need_no_advice() -> None:
+    assert dtype_gaps(kinds(torch.bfloat16), kinds(torch.bfloat16)) == []
+    assert gaps_table([]) == router_advice([]) == ""
+    wider = dtype_gaps(kinds(torch.bfloat16, gate=torch.float32), kinds(torch.bfloat16))
+    assert [gap.kind for gap in wider] == ["routers", "experts and MLPs"] and router_advice(wider) == ""

@@ -1,8 +1,12 @@
-"""Is replay helping? The same rollouts, scored with the recorded experts and with the live router."""
+"""How far are engine and trainer apart? The same rollouts, scored with the recorded experts and with the live router;
+and the tensors that the two hold in different dtypes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from tensordict import TensorDictBase
@@ -13,11 +17,96 @@ from torchrl_moe.modules.policies.scoring import read_batch, read_rows
 from torchrl_moe.modules.policies.transformers_wrapper import TransformersWrapper
 from torchrl_moe.render.tables import html_table, number_text, plain_table, share_text
 
-__all__ = ["Mismatch", "ReplayProbe", "probe_replay"]
+__all__ = [
+    "DtypeGap", "Kinds", "Mismatch", "ReplayProbe", "dtype_gaps", "gaps_table", "is_router", "probe_replay",
+    "router_advice",
+]  # fmt: skip
+
+Kinds: TypeAlias = Mapping[str, "tuple[torch.dtype, torch.Size]"]
+"""Checkpoint name -> (dtype, shape), as ``get_model_metadata`` returns it of a model and of an engine."""
 
 BAR_SECONDS = 2.0  # delay before a progress bar appears
 HEADER = ("|log-prob, trainer - engine|", "live router", "replayed")
 FIELDS = {"mean": "mean", "p99": "99th percentile", "maximum": "greatest", "kl": "KL (k3)"}
+
+
+# Which tensors engine and trainer hold in different dtypes: what is narrower in the engine is rounded by each sync.
+
+
+ROUTERS = "routers"
+PARTS: Mapping[str, tuple[str, ...]] = {
+    ROUTERS: ("gate", "router", "e_score_correction_bias", "expert_bias"),
+    "experts and MLPs": ("experts", "shared_experts", "shared_expert", "shared_expert_gate", "mlp", "feed_forward"),
+    "attention": ("self_attn", "attn", "attention", "linear_attn", "mixer"),
+    "embeddings and head": ("embed_tokens", "embeddings", "wte", "lm_head"),
+}
+"""A kind of tensor -> parts of its names; the first kind that has one, and those named last are what is left."""
+OTHERS = "norms and others"
+
+
+@dataclass(frozen=True, slots=True)
+class DtypeGap:
+    """Tensors of one kind that an engine holds in another dtype than its trainer; dtypes as torch names them."""
+
+    kind: str
+    engine: str
+    trainer: str
+    names: tuple[str, ...]
+
+
+def dtype_gaps(engine: Kinds, trainer: Kinds) -> list[DtypeGap]:
+    """Return the tensors whose dtypes differ, by kind: routers first, since a rounded router chooses other experts.
+
+    Tensors that one of the two lacks are left out.
+
+    >>> narrow, wide = ({"mlp.gate.weight": (dtype, torch.Size([8]))} for dtype in (torch.bfloat16, torch.float32))
+    >>> dtype_gaps(narrow, wide)
+    [DtypeGap(kind='routers', engine='bfloat16', trainer='float32', names=('mlp.gate.weight',))]
+    """
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for name in trainer:
+        if name in engine and engine[name][0] != trainer[name][0]:
+            dtypes = (str(kinds[name][0]).removeprefix("torch.") for kinds in (engine, trainer))
+            found.setdefault((_kind(name), *dtypes), []).append(name)  # type: ignore[arg-type]  # of three
+    order = [*PARTS, OTHERS]
+    in_order = sorted(found.items(), key=lambda item: order.index(item[0][0]))
+    return [DtypeGap(*key, tuple(names)) for key, names in in_order]
+
+
+def is_router(name: str) -> bool:
+    """Whether a checkpoint's tensor is a router's, by its name.
+
+    >>> is_router("model.layers.0.block_sparse_moe.gate.weight"), is_router("model.layers.0.mlp.gate_proj.weight")
+    (True, False)
+    """
+    return _kind(name) == ROUTERS
+
+
+def _kind(name: str) -> str:
+    parts = set(name.split("."))
+    return next((kind for kind, of_kind in PARTS.items() if not parts.isdisjoint(of_kind)), OTHERS)
+
+
+def gaps_table(gaps: Iterable[DtypeGap]) -> str:
+    """Return a line for each kind of tensor; empty if no dtypes differ."""
+    rows = [[gap.kind, gap.engine, gap.trainer, f"{len(gap.names)}, such as {gap.names[0]}"] for gap in gaps]
+    header = ["dtypes that differ", "engine", "trainer", "tensors"]
+    return plain_table("", header, rows, wide=header).lstrip("\n") if rows else ""
+
+
+def router_advice(gaps: Iterable[DtypeGap]) -> str:
+    """Return what to do where the engine's routers are narrower than the trainer's; empty if they are not."""
+    narrow = [gap for gap in gaps if gap.kind == ROUTERS and _bytes(gap.engine) < _bytes(gap.trainer)]
+    return (
+        f"Routers are rounded to {narrow[0].engine} on their way to the engine, and then choose other experts than the "
+        "trainer's: router_dtype='float32' keeps them in an engine, float32_routers(model) under a trainer's autocast."
+        if narrow
+        else ""
+    )
+
+
+def _bytes(dtype: str) -> int:
+    return int(getattr(torch, dtype).itemsize)
 
 
 @dataclass(frozen=True, slots=True)

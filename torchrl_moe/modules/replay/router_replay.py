@@ -52,6 +52,7 @@ __all__ = [
     "belong_to",
     "bind_routes",
     "evaluating",
+    "innermost_handle",
     "install",
     "owner_of",
     "routers_table",
@@ -211,6 +212,14 @@ def _handles(model: nn.Module) -> Iterator[_Handle]:
         while isinstance(handle, _Handle):
             yield handle
             handle = handle.shadowed
+
+
+def innermost_handle(module: nn.Module) -> _Handle | None:
+    """Return the handle on a module that calls the module's own forward; ``None`` if there is none."""
+    handle: object = module.__dict__.get("forward")
+    while isinstance(handle, _Handle) and isinstance(handle.shadowed, _Handle):
+        handle = handle.shadowed
+    return handle if isinstance(handle, _Handle) else None
 
 
 def owner_of(model: nn.Module) -> object | None:

@@ -859,7 +859,11 @@ class GenerationService:
         return self.infos[0].tensor_parallel_size
 
     def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Return checkpoint name -> (dtype, shape) of every tensor, experts one by one, as the checkpoint has them."""
+        """Return checkpoint name -> (dtype, shape) of every tensor, experts one by one.
+
+        The dtype is that in which the engine holds the tensor, which a weight sync sends it in; the checkpoint's where
+        the engine's name for it is not known, or it is quantised.
+        """
         self._check_running("get_model_metadata")
         return checkpoint_kinds(self._fleet.alive()[0].replica, CALL_SECONDS)
 

@@ -43,6 +43,15 @@ def test_a_dense_model_has_no_routes(tmp_path: Path) -> None:
         loaded(folder, enable_return_routed_experts=True)
 
 
+@pytest.mark.parametrize(("router_dtype", "held"), [("auto", torch.bfloat16), ("float32", torch.float32)])
+def test_routers_are_held_in_float32_if_they_are_asked_to(
+    plain_folder: Path, router_dtype: str, held: torch.dtype
+) -> None:
+    model: Any = loaded(plain_folder, dtype="bfloat16", router_dtype=router_dtype).decoder.model
+    assert {layer.mlp.gate.weight.dtype for layer in model.model.layers[1:]} == {held}
+    assert model.lm_head.weight.dtype == torch.bfloat16
+
+
 def test_routes_may_be_left_out(plain_folder: Path) -> None:
     engine = loaded(plain_folder, enable_return_routed_experts=False, dtype="bfloat16")
     assert engine.info.layout is None

@@ -44,6 +44,7 @@ def test_arguments_that_say_what_the_engine_does_anyway_are_left_out() -> None:
         ({"gpu_memory_utilization": 0.5}, "limit it by kv_cache_memory_bytes"),
         ({"no_such_thing": 1}, "has no no_such_thing=1: it knows model, tokenizer, dtype"),
         ({"dtype": "int8"}, "dtype must be one of auto, float32"),
+        ({"router_dtype": "bfloat16"}, "router_dtype must be one of auto, float32"),
         ({"scheduling_policy": "lifo"}, "scheduling_policy must be one of fcfs, priority"),
         ({"max_num_seqs": 0}, "max_num_seqs must be an integer of at least 1, got 0"),
         ({"max_model_len": "abc"}, "max_model_len must be an integer of at least 1, got 'abc'"),

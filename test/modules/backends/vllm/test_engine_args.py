@@ -145,6 +145,12 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("foo", 1, "no engine argument foo=1; vllm serve --help=all lists them"),
         ("max_model_len", "abc", "max_model_len='abc': this engine argument of vLLM's is int, not text"),
         ("tensor_parallel_size", "two", "tensor_parallel_size must be an integer from 1 to 65536, or None, got 'two'"),
+        (
+            "router_dtype",
+            "bfloat16",
+            "router_dtype='bfloat16' must be 'auto', vLLM's own choice for the model, or 'float32'",
+        ),
+        ("router_dtyp", "float32", r"no engine argument router_dtyp='float32': do you mean router_dtype\?"),
         ("model", "x", "model='x': the model is the first argument, here 'm'"),
         ("enforce_eager", "maybe", "enforce_eager='maybe': .* is bool, not text"),
         ("gpu_memory_utilization", "much", "gpu_memory_utilization='much': .* is float, not text"),
@@ -201,6 +207,16 @@ def test_each_replica_has_a_seed_of_its_own_and_the_first_is_left_alone() -> Non
 
 
 # -- what the engine process builds -----------------------------------------------------------------------------------
+
+
+def test_routers_in_float32_are_asked_for_in_vllms_additional_config(moe: str, dense: str) -> None:
+    own = {"of_the_user": 1}
+    built = build_engine_args({"model": moe, "additional_config": own, "router_dtype": "float32"})
+    assert built.additional_config == {"of_the_user": 1, "torchrl_moe_router_dtype": "float32"}
+    assert own == {"of_the_user": 1}
+    assert build_engine_args({"model": moe, "router_dtype": "auto"}).additional_config == {}
+    with pytest.raises(ValueError, match=r"router_dtype='float32', but .* has no routers: it is a dense model"):
+        build_engine_args({"model": dense, "router_dtype": "float32"})
 
 
 def test_defaults_of_ours(moe: str) -> None:

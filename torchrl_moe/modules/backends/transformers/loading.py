@@ -19,6 +19,7 @@ from torchrl_moe.modules.backends.transformers.answer import LockedTokenizer
 from torchrl_moe.modules.backends.transformers.decoder import BatchDecoder, RequestReader, Sampler
 from torchrl_moe.modules.backends.transformers.transformers_arguments import EngineArguments
 from torchrl_moe.modules.replay.discovery import has_experts
+from torchrl_moe.modules.replay.float32 import float32_routers
 from torchrl_moe.modules.replay.router_replay import RouterReplay
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ def load(arguments: EngineArguments) -> Loaded:
     model = model.to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer or arguments.model, **trust)
     locked = LockedTokenizer(tokenizer, model.generation_config)
+    if arguments.router_dtype == "float32" and model.dtype != torch.float32:
+        float32_routers(model)
     # its routes, and a first forward pass: a model that does not fit is refused here
     replay = _replay(model, arguments)
     layout = None if replay is None else layout_of(replay)

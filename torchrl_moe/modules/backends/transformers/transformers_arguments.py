@@ -28,6 +28,7 @@ __all__ = [
 PROGRAM = "torchrl_moe.modules.backends.transformers.transformers_process"
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+ROUTER_DTYPES = ("auto", "float32")
 POLICIES = ("fcfs", "priority")
 WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "enforce_eager": (None, True, False),  # nothing is ever compiled
@@ -61,6 +62,7 @@ class EngineArguments:
     model: str
     tokenizer: str | None = None
     dtype: str = "auto"
+    router_dtype: str = "auto"
     device: str | None = None
     seed: int = 0
     max_model_len: int | None = None
@@ -73,7 +75,7 @@ class EngineArguments:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in (("dtype", DTYPES), ("scheduling_policy", POLICIES)):
+        for name, allowed in (("dtype", DTYPES), ("router_dtype", ROUTER_DTYPES), ("scheduling_policy", POLICIES)):
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"):

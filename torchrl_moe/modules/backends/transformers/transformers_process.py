@@ -113,7 +113,14 @@ class EngineProcess(EngineProgram):
         return tokenizer_files(self._loaded.reader.tokenizer.tokenizer, self._loaded.arguments.trust_remote_code)
 
     async def metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        return checkpoint_metadata(checkpoint_folder(self.info.model))
+        found = checkpoint_metadata(checkpoint_folder(self.info.model))
+        # what the model was loaded in; stacked experts, which have other names here, are never kept in float32
+        model = self.requests.decoder.model
+        held = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+        return {
+            name: (held.get(name, model.dtype) if dtype.is_floating_point and dtype.itemsize > 1 else dtype, shape)
+            for name, (dtype, shape) in found.items()
+        }
 
     async def probe(self, seconds: float) -> ProbeReport:
         """Report whether a step ended in time, and this process's CPU time: its model thread is the engine core."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PROGRAM",
+    "ROUTER_DTYPE",
     "RUNNER",
     "WORKER_EXTENSION",
     "arguments_of",
@@ -65,6 +66,8 @@ DEFAULTS: Mapping[str, object] = {
 }
 ON_CPU: Mapping[str, object] = {"enforce_eager": True}  # there are no CUDA graphs, and compiling takes a minute
 CPU_CACHE_BYTES = 1 << 29
+ROUTER_DTYPE = "torchrl_moe_router_dtype"  # in vLLM's additional_config, which its workers read
+ROUTER_DTYPES = ("auto", "float32")
 CACHE_SIZES, CACHE_VARIABLE = {"kv_cache_memory_bytes", "gpu_memory_utilization"}, "VLLM_CPU_KVCACHE_SPACE"
 
 
@@ -137,8 +140,11 @@ def _known() -> Mapping[str, str]:
 def _check_known(arguments: Mapping[str, object]) -> None:
     known = _known()
     for name, value in arguments.items():
+        if name == "router_dtype":  # ours
+            _check_router_dtype(value)
+            continue
         if known and name not in known:
-            near = difflib.get_close_matches(name, known, 1)
+            near = difflib.get_close_matches(name, [*known, "router_dtype"], 1)
             raise ValueError(
                 f"vLLM has no engine argument {name}={value!r}"
                 + (f": do you mean {near[0]}?" if near else "; vllm serve --help=all lists them")
@@ -146,6 +152,14 @@ def _check_known(arguments: Mapping[str, object]) -> None:
         wanted = set(known.get(name, "").split(" | "))
         if isinstance(value, str) and wanted and wanted <= {"int", "float", "bool", "None"} and not _is_number(value):
             raise ValueError(f"{name}={value!r}: this engine argument of vLLM's is {known[name]}, not text")
+
+
+def _check_router_dtype(value: object) -> None:
+    if value not in ROUTER_DTYPES:
+        raise ValueError(
+            f"router_dtype={value!r} must be 'auto', vLLM's own choice for the model, or 'float32', which keeps router "
+            "weights and logits in float32"
+        )
 
 
 def _is_number(text: str) -> bool:
@@ -202,6 +216,7 @@ def build_engine_args(arguments: Mapping[str, object]) -> AsyncEngineArgs:
 
     Every engine of the package is built here: the commands', the trainer's and the tests' alike. Route capture is
     switched on if and only if the model has experts. On a CPU nothing is compiled, and the cache is small.
+    ``router_dtype`` is ours: it travels to vLLM's workers in ``additional_config``.
     """
     from vllm import AsyncEngineArgs
     from vllm.config.weight_transfer import WeightTransferConfig
@@ -222,9 +237,14 @@ def build_engine_args(arguments: Mapping[str, object]) -> AsyncEngineArgs:
         )
     # our defaults, below what the user says
     on_cpu = current_platform.is_cpu()
+    given = {name: value for name, value in arguments.items() if name != "router_dtype"}
     engine_args = AsyncEngineArgs(
-        **{**DEFAULTS, **(ON_CPU if on_cpu else {}), **arguments, "worker_extension_cls": extension}
+        **{**DEFAULTS, **(ON_CPU if on_cpu else {}), **given, "worker_extension_cls": extension}
     )
+    router_dtype = arguments.get("router_dtype", "auto")
+    _check_router_dtype(router_dtype)
+    if router_dtype != "auto":
+        engine_args.additional_config = {**(engine_args.additional_config or {}), ROUTER_DTYPE: router_dtype}
     model_config = engine_args.create_model_config()
     if on_cpu and not (arguments.keys() & CACHE_SIZES or os.environ.get(CACHE_VARIABLE)):
         engine_args.kv_cache_memory_bytes = size = max(CPU_CACHE_BYTES, 2 * _bytes_of_one(model_config))
@@ -238,6 +258,10 @@ def build_engine_args(arguments: Mapping[str, object]) -> AsyncEngineArgs:
         )
     if capture:
         _check_capture(engine_args)
+    if router_dtype != "auto" and not is_moe:
+        raise ValueError(
+            f"router_dtype={router_dtype!r}, but {engine_args.model!r} has no routers: it is a dense model."
+        )
     # what vLLM's CPU kernels cannot do
     if is_moe:
         _check_experts_on_cpu(engine_args)

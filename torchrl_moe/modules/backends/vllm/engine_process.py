@@ -31,7 +31,7 @@ from torchrl_moe.modules.backends.replica import (
 )
 from torchrl_moe.modules.backends.request_routes import RequestRoutes
 from torchrl_moe.modules.backends.vllm import cpu_kernels
-from torchrl_moe.modules.backends.vllm.engine_args import build_engine_args, check_vllm
+from torchrl_moe.modules.backends.vllm.engine_args import ROUTER_DTYPE, build_engine_args, check_vllm
 from torchrl_moe.modules.backends.vllm.engine_requests import EngineRequests
 from torchrl_moe.modules.backends.vllm.sampling import SamplingParamsBuilder, lift_top_k_rule, why_unscored
 from torchrl_moe.modules.backends.vllm.weights import AdapterVersions, EngineWeights, Updates
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.loggers import StatLoggerBase
     from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-__all__ = ["EngineProbe", "EngineSleep", "load_logger"]
+__all__ = ["EngineProbe", "EngineSleep", "check_routers", "load_logger"]
 
 
 # An engine that gives its GPU's memory to the trainer, and takes it back: vLLM's sleep mode.
@@ -238,7 +238,11 @@ class EngineProcess(EngineProgram):
         return tokenizer_files(tokenizer, self.engine.model_config.trust_remote_code)
 
     async def metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        return checkpoint_metadata(checkpoint_folder(self.info.model))
+        # a checkpoint's dtype says nothing of what the model was loaded in: a trainer is told what is kept here
+        found = await asyncio.to_thread(lambda: checkpoint_metadata(checkpoint_folder(self.info.model)))
+        workers: list[dict[str, str]] = await self.engine.collective_rpc("torchrl_moe_dtypes", args=(list(found),))
+        held = {name: dtype for worker in workers for name, dtype in worker.items()}  # a pipeline's have other layers
+        return {name: (_held(dtype, held.get(name)), shape) for name, (dtype, shape) in found.items()}
 
     async def weights_version(self) -> int:
         return self.weights.version
@@ -399,6 +403,7 @@ async def _start_engine(arguments: dict[str, object]) -> tuple[AsyncLLM, Replica
             top_k=model_config.get_num_experts_per_tok(),
             num_experts=model_config.get_num_experts(),
         )
+    await check_routers(engine)
     # what the driver learns of it
     info = ReplicaInfo(
         model=engine_args.model,
@@ -415,6 +420,27 @@ async def _start_engine(arguments: dict[str, object]) -> tuple[AsyncLLM, Replica
         reports_masks, model_config.logprobs_mode, _compat.reads_prefix_cache(engine.vllm_config)
     )
     return engine, info, logger.load, sampling
+
+
+async def check_routers(engine: AsyncLLM) -> None:
+    """Refuse ``router_dtype`` for a family that does not make its routers from the layer that we replace."""
+    if ROUTER_DTYPE not in engine.vllm_config.additional_config:
+        return
+    workers: list[list[str]] = await engine.collective_rpc("torchrl_moe_narrow_routers")
+    if narrow := sorted(set().union(*workers)):
+        kind = ", ".join(engine.model_config.hf_config.architectures or ())
+        raise ValueError(
+            f"router_dtype='float32': vLLM's code for {kind} makes the routers of {len(narrow)} layer(s), such as "
+            f"{narrow[0]}, in its own way, and not in float32. Leave router_dtype out, or set dtype='float32'."
+        )
+
+
+def _held(stored: torch.dtype, name: str | None) -> torch.dtype:
+    import torch
+
+    held: torch.dtype | None = None if name is None else getattr(torch, name)
+    # a quantised tensor is sent as the checkpoint has it
+    return held if held is not None and held.is_floating_point and held.itemsize > 1 else stored
 
 
 async def _open(arguments: dict[str, object], inbox: Inbox, send: Send) -> EngineProcess:

@@ -22,7 +22,7 @@ from torchrl_moe import _compat
 from torchrl_moe.errors import WeightSyncError
 from torchrl_moe.modules.backends.process import link
 from torchrl_moe.modules.backends.process.engine_program import end_with_leader
-from torchrl_moe.modules.backends.vllm import cpu_kernels
+from torchrl_moe.modules.backends.vllm import cpu_kernels, router_dtype
 from torchrl_moe.modules.backends.vllm.adapters import build_lora_request
 from torchrl_moe.modules.backends.vllm.forced_routing import follow_in_workers
 from torchrl_moe.modules.backends.vllm.sampling import adjust_scores, report_kept
@@ -271,6 +271,7 @@ _compat.keep_cpu_experts_with_lora()
 _compat.refuse_bad_adapters()
 _compat.zero_new_blocks()
 cpu_kernels.register()
+router_dtype.register()
 follow_in_workers()
 end_with_leader()  # the engine core, this process's parent, does not watch its own parent
 
@@ -290,6 +291,14 @@ class WorkerExtension:
         zero is an expert.
         """
         return _compat.router_layer_ids(self.model_runner.get_model())
+
+    def torchrl_moe_narrow_routers(self) -> list[str]:
+        """Return the decoder layers whose router does not compute in float32."""
+        return router_dtype.narrow_routers(self.model_runner.get_model())
+
+    def torchrl_moe_dtypes(self, names: list[str]) -> dict[str, str]:
+        """Return the dtype in which the model holds each tensor of its checkpoint, as far as names tell."""
+        return router_dtype.held_dtypes(self.model_runner.get_model(), names)
 
     def torchrl_moe_set_seed(self, seed: int) -> None:
         """Seed the random numbers from which requests without a seed get theirs; every worker alike, as at start-up."""
