@@ -1,6 +1,6 @@
 """Weight sync: moving bytes, the transports, the pause, and what a sync costs under load; everything in one run.
 
-``python -m benchmarks.weight_sync [store] [gloo] [pause] [check] [load]`` runs some parts only.
+``python -m benchmarks.weight_sync [store] [patches] [gloo] [pause] [check] [load]`` runs some parts only.
 """
 
 from __future__ import annotations
@@ -19,14 +19,8 @@ from benchmarks.report import finish
 from benchmarks.syncing import gloo, load, pause, store, weight_check
 
 PARTS = {
-    "store": (
-        store.against_copies,
-        store.by_tensor_count,
-        store.torn_reads,
-        store.patches,
-        store.changed_by_a_step,
-        store.manifests,
-    ),
+    "store": (store.against_copies, store.by_tensor_count, store.torn_reads, store.manifests),
+    "patches": (store.patches, store.changed_by_a_step),
     "gloo": (gloo.against_bare,),
     "pause": (pause.pauses,),
     "check": (weight_check.behind_a_queue,),

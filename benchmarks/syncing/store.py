@@ -331,7 +331,7 @@ def changed_by_a_step() -> list[Row]:
     """
     return [
         Row(
-            claim=f"elements of a bfloat16 engine that change in a step, learning rate {rate:g}: the first, the twelfth",
+            claim=f"bfloat16 elements that change in step 1 and in step 12, learning rate {rate:g}",
             value=" and ".join(f"{100 * share:.2g} %" for share in _changed(rate)),
         )
         for rate in (1e-6, 1e-5, 1e-4, 1e-3)
