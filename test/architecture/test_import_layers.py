@@ -58,6 +58,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "vllm": (
         "modules.backends.vllm",
         "_compat",
+        "weight_update.transports.nccl",  # both ends of vLLM's own weight transfer
     ),
     "ray": (  # they place actors
         *(f"modules.backends.ray.{file}" for file in ("actor", "ray_replica", "cluster")),

@@ -11,20 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from support.manifests import note_made
-from support.ranks import run_as_ranks
 from support.weights import weights
-from torchrl_moe.errors import ManifestMismatch, WeightSyncError
-from torchrl_moe.modules.policies.unstack import checkpoint_tensors, model_metadata
+from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.store import WeightStoreReader
 from torchrl_moe.testing import make_tiny_moe
-from torchrl_moe.testing.fake_weights import EXPECTED, FakeFleet
-from torchrl_moe.weight_update import VLLMWeightSyncScheme
-from torchrl_moe.weight_update.options import SourceOptions, StoreOptions, canary_of
-from torchrl_moe.weight_update.publishing import Published, Publisher
+from torchrl_moe.testing.fake_weights import FakeFleet
+from torchrl_moe.weight_update.options import SourceOptions, StoreOptions
+from torchrl_moe.weight_update.publishing import Publisher
 from torchrl_moe.weight_update.sender import VLLMWeightSender
 
 Fleet = Callable[..., tuple[FakeFleet, VLLMWeightSender]]

@@ -157,6 +157,12 @@ class CollectiveOptions:
     gpus_per_replica: int | None = None
     device: torch.device | str | int | None = None
     buffer_bytes: int | None = None
+    num_buffers: int | None = None
+
+    @property
+    def of_nccl(self) -> dict[str, object]:
+        """What NCCL alone needs: where its ranks meet, and how many buffers they take turns with."""
+        return {"address": self.master_address, "port": self.master_port, "num_buffers": self.num_buffers}
 
     @property
     def torch_device(self) -> torch.device | None:
@@ -168,7 +174,9 @@ class CollectiveOptions:
     def check(self, transport: str) -> None:
         """Raise ``ValueError`` for an option that has no meaning for a transport."""
         if transport == "memmap" and self.buffer_bytes is not None:
-            raise ValueError("buffer_bytes belongs to transport='gloo'; transport='memmap' has no process group")
+            raise ValueError("buffer_bytes belongs to transport='gloo' and 'nccl'; 'memmap' has no process group")
+        if transport != "nccl" and self.num_buffers is not None:
+            raise ValueError(f"num_buffers={self.num_buffers!r} belongs to transport='nccl'")
         if transport == "gloo" and self.master_address is not None and not _is_loopback(self.master_address):
             raise ValueError(
                 f"master_address={self.master_address!r}: transport='gloo' reaches the replicas of one host, where no "
@@ -176,10 +184,12 @@ class CollectiveOptions:
                 "that they share"
             )
         check_number("master_port", self.master_port, 0, 65535, whole=True, none=True, hint="0: a free one.")
-        for name in ("gpus_per_replica", "buffer_bytes"):
+        for name in ("gpus_per_replica", "buffer_bytes", "num_buffers"):
             check_number(name, getattr(self, name), 1, whole=True, none=True)
         if transport == "gloo" and self.torch_device is not None and self.torch_device.type != "cpu":
             raise ValueError(f"device={self.device!r}: transport='gloo' sends from the CPU")
+        if transport == "nccl" and self.torch_device is not None and self.torch_device.type != "cuda":
+            raise ValueError(f"device={self.device!r}: transport='nccl' sends from a GPU")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -306,21 +306,26 @@ class RollingSwap:
 
     def _swap(self, entry: TableEntry, replica: Replica, published: Published) -> tuple[SwapReport, int, bool]:
         """Swap, with one retry; a replica that does not answer is not asked again."""
-        report = SwapReport(error="not tried")
+        report, manifest = SwapReport(error="not tried"), published.manifest
+        assert manifest is not None
+
+        def swap() -> SwapReport:
+            return replica.call(
+                Engine.swap_weights,
+                self._swapping.timeout_seconds,
+                published.version,
+                published.digest,
+                pause=PAUSES[self._swapping.mode],
+                clear_cache=self._swapping.kv == "recompute",
+                canary=published.canary,
+                patience=self._swapping.timeout_seconds,
+            )
+
         # a swap that was rejected leaves the old weights or none; the same bytes are loaded again once
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 with self._naming_timeouts():
-                    report = replica.call(
-                        Engine.swap_weights,
-                        self._swapping.timeout_seconds,
-                        published.version,
-                        published.digest,
-                        pause=PAUSES[self._swapping.mode],
-                        clear_cache=self._swapping.kv == "recompute",
-                        canary=published.canary,
-                        patience=self._swapping.timeout_seconds,
-                    )
+                    report = self.transport.swapping(replica, manifest, swap)
             except ReplicaDiedError as error:
                 # its supervisor need not find out by itself
                 self._table.mark_dead(entry.index, str(error), replica)

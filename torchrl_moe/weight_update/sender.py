@@ -198,8 +198,10 @@ class VLLMWeightSender:
     def _open_transport(self) -> Transport:
         options, store = self.options, self.options.store
         name = "adapter" if options.source.lora == "adapter" else options.transport
+        collective = options.collective
+        of_nccl = collective.of_nccl if name == "nccl" else {}
         return open_transport(
-            name, store.folder, store.seen_as, options.collective.torch_device, options.collective.buffer_bytes
+            name, store.folder, store.seen_as, collective.torch_device, collective.buffer_bytes, **of_nccl
         )
 
     def _check_open(self) -> None:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from torchrl_moe.modules.backends.engine import Engine
-from torchrl_moe.modules.backends.replica import StageReport
+from torchrl_moe.modules.backends.replica import StageReport, SwapReport
 
 if TYPE_CHECKING:  # processes that only pass a report on import neither torch nor the store
-    from torch import Tensor
+    from torch import Tensor, nn
     from vllm.config import ParallelConfig
 
     from torchrl_moe.store import Manifest
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # processes that only pass a report on import neither torch n
 P = ParamSpec("P")
 T = TypeVar("T")
 
-__all__ = ["Peer", "Receiver", "StageOptions", "Transport", "asked", "rank_of", "workers_of"]
+__all__ = ["LoadingReceiver", "Peer", "Receiver", "StageOptions", "Transport", "asked", "rank_of", "workers_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +94,9 @@ class Transport(Protocol):
     def stage(self, replica: Peer, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
         """Bring a version to a replica while it serves; nothing of it is used yet."""
 
+    def swapping(self, replica: Peer, manifest: Manifest, swap: Callable[[], SwapReport]) -> SwapReport:
+        """Call ``swap``, which has a replica load what was staged, and send beside it what comes only then."""
+
     def close(self) -> None:
         """Release all replicas. Idempotent."""
 
@@ -112,6 +115,14 @@ class Receiver(Protocol):
 
     def close(self) -> None:
         """Disconnect from the sender. Idempotent."""
+
+
+@runtime_checkable
+class LoadingReceiver(Receiver, Protocol):
+    """A receiver that keeps nothing: tensors go into the model as they arrive, in the pause."""
+
+    def load_into(self, model: nn.Module, manifest: Manifest) -> None:
+        """Receive a version into a model that vLLM has taken apart."""
 
 
 def workers_of(info: Workers) -> int:

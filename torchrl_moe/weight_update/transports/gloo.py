@@ -35,7 +35,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # its stubs l
 
 from torchrl_moe.errors import ManifestMismatch, ReplicaDiedError, SyncTimeout, TorchRLMoEError, WeightSyncError
 from torchrl_moe.modules.backends.engine import Engine
-from torchrl_moe.modules.backends.replica import StageReport
+from torchrl_moe.modules.backends.replica import StageReport, SwapReport
 from torchrl_moe.store import Manifest, TensorEntry, WeightStoreReader
 from torchrl_moe.store.content import Bytes, check_digest
 from torchrl_moe.store.folder import at_end
@@ -428,6 +428,11 @@ class GlooTransport:
 
         with self._reader.flat(manifest) as flat:
             group.broadcast(as_tensor(flat), deadline, check)
+
+    def swapping(self, replica: Peer, manifest: Manifest, swap: Callable[[], SwapReport]) -> SwapReport:
+        """Swap: the bytes are there."""
+        del replica, manifest
+        return swap()
 
     def close(self) -> None:
         """Leave all groups. Idempotent."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchrl_moe.modules.backends.engine import Engine
-from torchrl_moe.modules.backends.replica import StageReport
+from torchrl_moe.modules.backends.replica import StageReport, SwapReport
 from torchrl_moe.store import Manifest, WeightStoreReader
 from torchrl_moe.weight_update.transports.base import Peer, Receiver, StageOptions, Transport, rank_of
 
@@ -34,6 +34,11 @@ class MemmapTransport:
     def stage(self, replica: Peer, manifest: Manifest, options: StageOptions, timeout: float) -> StageReport:
         """Let a replica read a version."""
         return replica.call(Engine.stage_weights, timeout, manifest.version, options.verify, options.threads, None)
+
+    def swapping(self, replica: Peer, manifest: Manifest, swap: Callable[[], SwapReport]) -> SwapReport:
+        """Swap: the bytes are there."""
+        del replica, manifest
+        return swap()
 
     def close(self) -> None:
         """Do nothing: nothing is held."""
@@ -68,10 +73,11 @@ def open_transport(
     name: str,
     folder: Path,
     seen_as: Path | None = None,
-    device: torch.device | str | None = None,
+    device: torch.device | None = None,
     buffer_bytes: int | None = None,
+    **of_nccl: Any,
 ) -> Transport:
-    """Return the trainer's end of a transport."""
+    """Return the trainer's end of a transport; ``of_nccl``: further arguments of that one."""
     if name == "memmap":
         return MemmapTransport(seen_as or folder)
     if name == "adapter":
@@ -80,7 +86,11 @@ def open_transport(
         from torchrl_moe.weight_update.transports.gloo import GlooTransport
 
         return GlooTransport(folder, device or "cpu", buffer_bytes)
-    raise ValueError(f"unknown transport {name!r}; there are 'memmap', 'adapter' and 'gloo'")
+    if name == "nccl":
+        from torchrl_moe.weight_update.transports.nccl import NCCLTransport
+
+        return NCCLTransport(folder, device, buffer_bytes=buffer_bytes, **of_nccl)
+    raise ValueError(f"unknown transport {name!r}; there are 'memmap', 'adapter', 'gloo' and 'nccl'")
 
 
 def open_receiver(name: str, options: Mapping[str, Any], worker: Any = None) -> Receiver:
@@ -91,4 +101,8 @@ def open_receiver(name: str, options: Mapping[str, Any], worker: Any = None) -> 
         from torchrl_moe.weight_update.transports.gloo import GlooReceiver
 
         return GlooReceiver(options, rank_of(worker.parallel_config, options["rank_offset"]))
-    raise ValueError(f"unknown transport {name!r}; the worker has 'memmap' and 'gloo'")
+    if name == "nccl":
+        from torchrl_moe.weight_update.transports.nccl import NCCLReceiver
+
+        return NCCLReceiver(options["init"], worker)
+    raise ValueError(f"unknown transport {name!r}; the worker has 'memmap', 'gloo' and 'nccl'")

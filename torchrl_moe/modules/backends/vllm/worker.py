@@ -28,7 +28,7 @@ from torchrl_moe.modules.backends.vllm.forced_routing import follow_in_workers
 from torchrl_moe.modules.backends.vllm.sampling import adjust_scores, report_kept
 from torchrl_moe.modules.backends.vllm.weights import StagingReport
 from torchrl_moe.store import Manifest
-from torchrl_moe.weight_update.transports.base import Receiver
+from torchrl_moe.weight_update.transports.base import LoadingReceiver, Receiver
 from torchrl_moe.weight_update.transports.registry import open_receiver
 
 if TYPE_CHECKING:
@@ -149,6 +149,9 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         stream: TensorStream | None = None
         receiver = self._open()
+        if isinstance(receiver, LoadingReceiver):  # tensors come only now, and into the model at once
+            receiver.load_into(self.model, self._manifest(update_info.version))
+            return
         try:
             manifest = self._manifest(update_info.version)
             # until the update is finished: vLLM keeps tensors of layers that are not full, such as padded embeddings
