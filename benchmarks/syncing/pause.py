@@ -2,7 +2,7 @@
 
 One engine and its event loop run in this process, with eight requests generating throughout. Each round runs both, and
 the ratio is computed per round. Bare is pause, start, load, finish, resume; the expert kernels are dropped first,
-without which vLLM computes wrongly on CPU. Digests are checked before any pause.
+without which vLLM computes wrongly on CPU. Digests are checked before any pause. A patch of that version comes last.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.store import WeightStoreWriter
 from torchrl_moe.testing import ByteTokenizer, make_tiny_moe
 
-ROUNDS, REQUESTS = 5, 8
+ROUNDS, REQUESTS, SHARE = 5, 8, 0.01
 QUIET_SECONDS = 3.0
 MOST_RATIO = 1.2
 MODEL: dict[str, Any] = {
@@ -99,6 +99,11 @@ async def ours(weights: EngineWeights, traffic: Traffic, version: int) -> dict[s
     return {"ours": swap.paused_seconds, "staging": report.seconds}
 
 
+async def patched(weights: EngineWeights, traffic: Traffic, version: int) -> dict[str, float]:
+    """Update to a version that is a patch of the one before; return the seconds paused."""
+    return {"patched": (await ours(weights, traffic, version))["ours"]}
+
+
 async def measure_round(weights: EngineWeights, traffic: Traffic, version: int) -> dict[str, float]:
     """Update to a version in both ways, and return the seconds of each; they take turns to be the first."""
     seconds = {}
@@ -112,7 +117,7 @@ async def measure_round(weights: EngineWeights, traffic: Traffic, version: int) 
 async def measure(folder: Path, tensors: dict[str, Tensor]) -> tuple[list[dict[str, float]], dict[str, list[float]]]:
     """Return the seconds of each round, and the token gaps."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as store, contextlib.ExitStack() as stack:
-        writer = WeightStoreWriter(store)
+        writer = WeightStoreWriter(store, delta=True)
         engine, *_ = await _start_engine({"model": str(folder), **ENGINE})
         stack.callback(engine.shutdown)
         weights = EngineWeights(engine, lambda: checkpoint_metadata(folder))
@@ -122,9 +127,17 @@ async def measure(folder: Path, tensors: dict[str, Tensor]) -> tuple[list[dict[s
         for number in range(ROUNDS + 1):
             traffic.beside = "publishing"
             changed = ((name, tensor * (1 + 0.01 * number)) for name, tensor in tensors.items())
-            await asyncio.to_thread(writer.publish, changed, number + 1)
+            version = 2 * number + 1
+            await asyncio.to_thread(writer.publish, changed, version)
             traffic.beside = "nothing"
-            rounds.append(await measure_round(weights, traffic, number + 1))
+            rounds.append(await measure_round(weights, traffic, version))
+            # one element of a hundred, of the version that is there
+            few = {name: tensor * (1 + 0.01 * number) for name, tensor in tensors.items()}
+            for tensor in few.values():
+                tensor.view(-1)[:: round(1 / SHARE)] += 0.01
+            manifest = await asyncio.to_thread(writer.publish, few.items(), version + 1)
+            assert manifest.base == version
+            rounds[-1] |= await patched(weights, traffic, version + 1)
         await asyncio.sleep(QUIET_SECONDS)
         await traffic.stop()
         return rounds[1:], traffic.gaps  # the first round warms up
@@ -148,6 +161,7 @@ def pauses() -> list[Row]:
             ("bare", "paused, vLLM's bare reload"),
             ("ours", "paused, ours"),
             ("staging", "staging beside generation"),
+            ("patched", f"paused, ours, a patch of {100 * SHARE:g} % of the elements"),
         )
     ]
     rows += [

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tqdm.auto import tqdm
 
 from support.services import listening
 from support.waiting import in_thread, until
@@ -15,6 +16,7 @@ from support.weights import Connect, always, soft, value_in, weights
 from torchrl_moe.errors import EngineError, ReplicaDiedError, WeightSyncError
 from torchrl_moe.modules.serving.candidates import Recovery, ReplicaState
 from torchrl_moe.testing.fake_weights import FakeFleet, SoftError, Stall
+from torchrl_moe.weight_update import rolling
 from torchrl_moe.weight_update.sender import VLLMWeightSender
 
 Fleet = Callable[..., tuple[FakeFleet, VLLMWeightSender]]
@@ -346,3 +348,16 @@ def test_replicas_open_their_transport_at_the_same_time(connect: Connect) -> Non
         fake.fail["init_weights"] = lambda asked: [None, together.wait(60.0)][0]
     connect(engine, timeout_seconds=60.0)
     assert [fake.asked["init_weights"] for fake in engine.fakes] == [1] * 16
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_a_long_update_shows_bytes_and_replicas_unless_told_not_to(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, progress: bool
+) -> None:
+    """40 bytes in two replicas; in a terminal, once two seconds have passed."""
+    _, sender = fleet(2)
+    shown: list[dict[str, Any]] = []
+    monkeypatch.setattr(rolling, "tqdm", lambda **options: [tqdm(**options), shown.append(options)][0])
+    sender.update_weights(weights(1), progress=progress)
+    assert [(bar["total"], bar["unit"], bar["desc"]) for bar in shown] == [(2, "replica", "weights v1, 0 MB")]
+    assert [(bar["delay"], bar["disable"]) for bar in shown] == [(2.0, None if progress else True)]

@@ -111,10 +111,10 @@ class VLLMDoubleBufferTransport(SenderTransport):
 class VLLMDoubleBufferWeightSender(VLLMWeightSender):
     """A sender that, like TorchRL's, may have no engine: it writes, and a receiver polls."""
 
-    def update_weights(self, weights: Weights | None = None) -> SyncReport:
+    def update_weights(self, weights: Weights | None = None, *, progress: bool = True) -> SyncReport:
         """Write a version, and load it into the engine if there is one."""
         if self.has_engine:
-            return super().update_weights(weights)
+            return super().update_weights(weights, progress=progress)
         self.publish(weights)
         return self.report_published()
 

@@ -43,7 +43,7 @@ __all__ = ["LATE", "SYNCABLE", "RollingSwap", "Staged", "waits_for_update"]
 
 ATTEMPTS = 2
 GIVE_UP_SECONDS = 10.0  # that a replica gets to confirm it
-BAR_SECONDS = 5.0  # until a progress bar appears
+BAR_SECONDS = 2.0  # until a progress bar appears
 NOTICE_SECONDS = 2.0  # until the supervisor has noticed a death
 RESTART_POLL_SECONDS = 0.05
 SYNCABLE = frozenset({ReplicaState.SERVING, ReplicaState.DRAINING})
@@ -181,10 +181,17 @@ class RollingSwap:
 
     # -- the swap ---------------------------------------------------------------------------------------------------
 
-    def swap(self, published: Published, staged: Mapping[int, Staged], indices: Sequence[int]) -> list[ReplicaSync]:
+    def swap(
+        self, published: Published, staged: Mapping[int, Staged], indices: Sequence[int], progress: bool = True
+    ) -> list[ReplicaSync]:
         """Swap a version into replicas that have prepared it, a few at a time; return a result for each."""
+        nbytes = 0 if published.manifest is None else published.manifest.nbytes
         bar = tqdm(
-            total=len(indices), desc=f"weights v{published.version}", unit="replica", disable=None, delay=BAR_SECONDS
+            total=len(indices),
+            desc=f"weights v{published.version}, {nbytes / 1e6:,.0f} MB",
+            unit="replica",
+            disable=None if progress else True,  # None: only where there is a terminal
+            delay=BAR_SECONDS,
         )
 
         def bring(index: int) -> ReplicaSync:

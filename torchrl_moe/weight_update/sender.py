@@ -226,12 +226,13 @@ class VLLMWeightSender:
 
     # -- one update -------------------------------------------------------------------------------------------------
 
-    def update_weights(self, weights: Weights | None = None) -> SyncReport:
+    def update_weights(self, weights: Weights | None = None, *, progress: bool = True) -> SyncReport:
         """Update all replicas to the model's current weights.
 
         Args:
             weights: what to send instead of the registered model: another model, a TensorDict, or names and tensors;
                 names of the checkpoint, or the registered model's own.
+            progress: whether a terminal shows a bar, with bytes and replicas, if it takes more than two seconds.
 
         Returns:
             The report; ``report.failed`` names replicas that do not hold the version. On ranks other than 0 it names
@@ -248,7 +249,7 @@ class VLLMWeightSender:
                 return self.report_published()
             # write, let replicas fetch and check while they serve, swap
             version = self._publish(weights, self._ready)
-            return self.apply(version, prefetched=self.prefetch(version))
+            return self._applied(version, self.prefetch(version), None, progress)
 
     def rollback(self, version: int) -> SyncReport:
         """Update all replicas to an older version's weights, under a new number; the trainer's model does not change.
@@ -356,16 +357,25 @@ class VLLMWeightSender:
                 waited for, within the limits of the engine's fault policy: it is restarted, and loads the version.
         """
         with self._lock:
-            swap, published = self._ready(), self._newest(_number("apply", version))
+            self._ready()
+            self._newest(_number("apply", version))
             staged = self.prefetch(version, replicas) if prefetched is None else prefetched
-            report = self._apply(published, staged, list(staged) if replicas is None else replicas)
-            report = swap.check_serving(report, self._lock)
-            self._announce(version)
-            return report
+            return self._applied(version, staged, replicas)
 
-    def _apply(self, published: Published, staged: Mapping[int, Staged], indices: Sequence[int]) -> SyncReport:
+    def _applied(
+        self, version: int, staged: Mapping[int, Staged], replicas: Sequence[int] | None, progress: bool = True
+    ) -> SyncReport:
+        swap, published = self._ready(), self._newest(version)
+        report = self._apply(published, staged, list(staged) if replicas is None else replicas, progress)
+        report = swap.check_serving(report, self._lock)
+        self._announce(version)
+        return report
+
+    def _apply(
+        self, published: Published, staged: Mapping[int, Staged], indices: Sequence[int], progress: bool = False
+    ) -> SyncReport:
         swap = self._ready()
-        outcomes = swap.swap(published, staged, indices)
+        outcomes = swap.swap(published, staged, indices, progress)
         if any(outcome.error is None for outcome in outcomes):
             self._served = published
             self._publisher.protect(published.version)
