@@ -14,7 +14,7 @@ from torch import Tensor
 
 from support.processes import exit_code_of
 from torchrl_moe.errors import DigestMismatch, ManifestMismatch, WeightSyncError
-from torchrl_moe.store import WeightStoreReader, WeightStoreWriter
+from torchrl_moe.store import Manifest, TensorEntry, WeightStoreReader, WeightStoreWriter
 from torchrl_moe.store.content import header_of
 
 
@@ -113,8 +113,8 @@ def test_the_newest_version_is_known(writer: WeightStoreWriter, tmp_path: Path) 
 
 def test_flat_bytes_are_those_of_a_whole_version(tmp_path: Path) -> None:
     manifest = WeightStoreWriter(tmp_path).publish(tensors(2).items(), 1)
-    with WeightStoreReader(tmp_path).flat(manifest) as flat:
-        assert len(flat) == manifest.extent
+    with WeightStoreReader(tmp_path).flat(manifest) as (whole, flat):
+        assert (whole, len(flat)) == (manifest, manifest.extent)
         entry = manifest.entries[4]
         assert (flat[entry.offset : entry.end].view(np.float32) == 2).all()
         assert not flat.flags.writeable
@@ -122,9 +122,32 @@ def test_flat_bytes_are_those_of_a_whole_version(tmp_path: Path) -> None:
 
 def test_a_patch_has_no_flat_bytes(tmp_path: Path) -> None:
     writer = WeightStoreWriter(tmp_path, delta=True)
-    manifest = [writer.publish(tensors().items(), version) for version in (1, 2)][1]
+    writer.publish(tensors().items(), 1)
+    changed = {name: tensor.clone() for name, tensor in tensors().items()}
+    changed["t3"][0, 0] = 5
+    manifest = writer.publish(changed.items(), 2)
     with pytest.raises(ManifestMismatch, match="version 2 is a patch: read it tensor by tensor"):
         WeightStoreReader(tmp_path).flat(manifest).__enter__()
+
+
+def test_a_version_that_was_published_again_has_the_flat_bytes_of_the_first(tmp_path: Path) -> None:
+    writer, reader = WeightStoreWriter(tmp_path), WeightStoreReader(tmp_path)
+    first = writer.publish(tensors(2).items(), 1)
+    with reader.flat(writer.republish(1, 3)) as (whole, flat), reader.flat(first) as (_, before):
+        assert (whole.version, whole.base, whole.entries, whole.digest) == (3, None, first.entries, first.digest)
+        assert flat.tobytes() == before.tobytes()
+
+
+def test_a_patch_of_a_tensor_of_another_kind_is_refused(tmp_path: Path) -> None:
+    """A file that someone wrote so: its checksum is right, its base has other tensors."""
+    writer = WeightStoreWriter(tmp_path)
+    writer.publish([("a", torch.ones(4))], 1)
+    for version, name, dtype, shape in ((2, "a", "int32", (2, 2)), (3, "b", "float32", (4,))):
+        entry = TensorEntry(name, dtype, shape, 0, "0" * 16, 0)
+        (tmp_path / f"v{version}.safetensors").write_bytes(header_of(Manifest(version, 1, (entry,))))
+        reader = WeightStoreReader(tmp_path)
+        with pytest.raises(ManifestMismatch, match=f"{name} of version {version} is not what it is a patch of"):
+            reader.verify(reader.manifest(version))
 
 
 def test_a_version_that_is_protected_stays_until_another_is(tmp_path: Path) -> None:

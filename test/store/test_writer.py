@@ -88,13 +88,12 @@ def test_a_dead_readers_pin_is_forgotten(tmp_path: Path) -> None:
     def hold_and_die() -> None:
         with pinned(tmp_path, 1):
             assert [path.name.partition("-")[0] for path in (tmp_path / "pins").iterdir()] == ["v1"]
-            publish(writer, 2, 3)
-            assert files(tmp_path) == ["v1", "v2", "v3"]
             os.kill(os.getpid(), signal.SIGKILL)
 
     assert exit_code_of(hold_and_die) == -signal.SIGKILL
-    publish(writer, 4)
-    assert (files(tmp_path), list((tmp_path / "pins").iterdir())) == (["v3", "v4"], [])
+    assert len(list((tmp_path / "pins").iterdir())) == 1
+    publish(writer, 2, 3)
+    assert (files(tmp_path), list((tmp_path / "pins").iterdir())) == (["v2", "v3"], [])
 
 
 def test_where_a_file_system_has_no_locks_a_pin_is_forgotten_after_a_while(
@@ -125,6 +124,58 @@ def test_a_reader_that_pins_in_the_last_moment_keeps_its_version(
     monkeypatch.setattr("torchrl_moe.store.writer.pinned_versions", lambda _: looks.pop(0))
     publish(writer, 3)
     assert (files(tmp_path), read(tmp_path, 1)) == (["v1", "v2", "v3"], {"a": 1.0})
+
+
+def test_a_writer_that_fails_or_dies_before_it_looks_at_pins_leaves_what_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = WeightStoreWriter(tmp_path), WeightStoreReader(tmp_path)
+    publish(writer, 1, 2)
+    looks: list[set[int]] = [set()]
+
+    def fail(_: Path) -> set[int]:
+        if looks:
+            return looks.pop()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("torchrl_moe.store.writer.pinned_versions", fail)
+        with pytest.raises(OSError, match="Too many open files"):
+            publish(writer, 3)
+    assert read(tmp_path, 1) == {"a": 1.0}  # it was shown again
+    # one that was killed has left it hidden, under a reader
+    with reader.reading(reader.manifest(1)) as held:
+        os.rename(tmp_path / "v1.safetensors", tmp_path / "bytes-of-v1.safetensors")
+        publish(writer, 4, 5)
+        assert held["a"].eq(1).all()
+        assert (tmp_path / "bytes-of-v1.safetensors").exists()
+    publish(writer, 6)
+    assert files(tmp_path) == ["v5", "v6"]
+
+
+def test_a_writer_without_its_lock_writes_nothing(tmp_path: Path) -> None:
+    writer = WeightStoreWriter(tmp_path)
+    publish(writer, 1)
+
+    def forked() -> None:
+        for attempt in (lambda: publish(writer, 2), lambda: writer.republish(1, 2)):
+            with pytest.raises(WeightSyncError, match="this process was forked from its own"):
+                attempt()
+
+    assert exit_code_of(forked) == 0
+    writer.close()
+    with pytest.raises(WeightSyncError, match="was closed, its folder was removed"):
+        publish(writer, 2)
+    assert files(tmp_path) == ["v1"]
+
+
+def test_a_version_may_be_published_again_any_number_of_times(tmp_path: Path) -> None:
+    writer = WeightStoreWriter(tmp_path, delta=True)
+    publish(writer, 1)
+    for version in range(2, 60):
+        assert writer.republish(version - 1, version).base == 1
+        assert read(tmp_path, version) == {"a": 1.0}
+    assert files(tmp_path) == ["v58", "v59", "(v1)"]
 
 
 # -- patches ----------------------------------------------------------------------------------------------------------

@@ -117,6 +117,8 @@ class ConformingEngine:
         self.running: list[str] = []
         self.random = np.random.default_rng(0)
         self.changed = threading.Condition()
+        self.no_update = threading.Event()  # else an update waits, and answers give way to it
+        self.no_update.set()
 
     # -- the protocols ----------------------------------------------------------------------------------------------
 
@@ -145,10 +147,12 @@ class ConformingEngine:
         return self.answer(had, sampling, "")
 
     def update_weights(self, model: PreTrainedModel) -> None:
+        self.no_update.clear()
         with self.changed:
             self.model.load_state_dict(model.state_dict())
             self.version += 1
             self.prompts.clear()
+        self.no_update.set()
 
     def weights_version(self) -> int:
         return self.version
@@ -180,6 +184,7 @@ class ConformingEngine:
             running.rereads = self.retractions
             self.running.append(name)
         while len(running.tokens) < sampling.max_tokens:
+            self.no_update.wait()
             with self.changed:
                 self.changed.wait_for(lambda: not self.is_paused or name in self.aborted)
                 if name in self.aborted:

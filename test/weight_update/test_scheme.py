@@ -45,7 +45,7 @@ GLOO = {"transport": "gloo"}
         ({"verify": True}, "verify must be one of 'digest', 'canary', 'off', got True"),
         ({"prefetch": 0}, "prefetch must be at least 1 thread, got 0"),
         ({"layout": "files"}, "layout must be one of None, 'slots', 'versions', got 'files'"),
-        ({"delta": 2}, "delta must be one of 'auto', True, False, got 2"),
+        ({"delta": 1}, "delta, unless True or False, must be one of 'auto', got 1"),
         ({"delta": True, **GLOO}, "delta=True needs transport='memmap': 'gloo' sends whole versions"),
         ({"fsync": 1}, "fsync must be True or False, got 1"),
         ({"strategy": "pickle"}, "strategy must be one of 'tensordict', 'state_dict', got 'pickle'"),

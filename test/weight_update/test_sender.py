@@ -35,6 +35,7 @@ from torchrl_moe.modules import AsyncVLLM
 from torchrl_moe.modules.backends.engine import Engine
 from torchrl_moe.modules.policies.unstack import checkpoint_tensors
 from torchrl_moe.modules.serving.candidates import FaultPolicy, ReplicaState
+from torchrl_moe.store import WeightStoreReader
 from torchrl_moe.store import writer as store_writer
 from torchrl_moe.testing import FakeAsyncVLLM, make_tiny_moe
 from torchrl_moe.testing.fake_weights import EXPECTED, FakeFleet, FakeWeightReplica
@@ -902,7 +903,7 @@ def test_draining_a_paused_engine_fails_at_once_and_names_both_ways_out(fleet: F
 
 
 # -- older versions ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("choices", STORES)
+@pytest.mark.parametrize("choices", [*STORES, {"transport": "gloo"}])
 def test_an_older_version_comes_back_under_a_new_number(fleet: Fleet, tmp_path: Path, choices: dict[str, Any]) -> None:
     engine, sender = fleet(2, keep_versions=3, folder=tmp_path / "store", **choices)
     for number in (1, 2, 3):
@@ -918,6 +919,23 @@ def test_an_older_version_comes_back_under_a_new_number(fleet: Fleet, tmp_path: 
     with pytest.raises(ManifestMismatch, match=r"version 1 is not there, only \["):
         sender.rollback(1)
     assert (engine.states, engine.versions) == (["SERVING"] * 2, [6, 6])
+
+
+def test_after_a_version_that_a_restarted_replica_cannot_read_comes_a_whole_one(fleet: Fleet, tmp_path: Path) -> None:
+    engine, sender = fleet(2, folder=tmp_path, delta=True)
+    small = {**weights(1), "b": torch.tensor([1, 1, 1])}
+    for number in (1, 2):
+        sender.update_weights({**small, "b": torch.tensor([number, 1, 1])})
+    file = tmp_path / "v2.safetensors"
+    assert WeightStoreReader(tmp_path).manifest(2).base == 1
+    file.write_bytes(file.read_bytes()[:-1])
+    engine.restart(1)
+    with pytest.raises(WeightSyncError, match="the file was cut short"):
+        sender.bring(1)
+    status = file.stat()
+    sender._publisher._writer._written[2] = (status.st_ino, status.st_mtime_ns, status.st_size)  # type: ignore[union-attr]
+    assert sender.publish({**small, "b": torch.tensor([3, 1, 1])}) == 3
+    assert WeightStoreReader(tmp_path).manifest(3).base is None
 
 
 @pytest.mark.parametrize("damage", ["a byte", "gone", "cut short", "header", "link", "in secret"])

@@ -338,4 +338,9 @@ def header_of(manifest: Manifest) -> bytes:
     """Return the head of a file: a manifest, padded so that the tensors after it are aligned."""
     text = manifest.to_json().encode()
     size = -(-(LENGTH_BYTES + len(text)) // ALIGNMENT) * ALIGNMENT - LENGTH_BYTES
+    if size > MOST_HEADER_BYTES - LENGTH_BYTES:
+        raise WeightSyncError(
+            f"{len(manifest.entries)} tensors need a header of {size} bytes, and a file of safetensors may have "
+            f"{MOST_HEADER_BYTES} at most"
+        )
     return size.to_bytes(LENGTH_BYTES, "little") + text.ljust(size)

@@ -135,6 +135,8 @@ class WriterLock:
             there = os.stat(self._path, follow_symlinks=False)
         except OSError:
             return False
+        if self._file.closed:
+            return False
         return self._process == os.getpid() and os.path.samestat(there, os.fstat(self._file.fileno()))
 
     def close(self) -> None:

@@ -96,12 +96,18 @@ class WeightStoreReader:
             yield VersionTensors(chain, verify)
 
     @contextmanager
-    def flat(self, manifest: Manifest) -> Iterator[Bytes]:
-        """:meth:`reading` of a whole version's raw bytes, to send them: uint8 ``[manifest.extent]``, read-only."""
-        if manifest.base is not None:
-            raise ManifestMismatch(f"version {manifest.version} is a patch: read it tensor by tensor")
+    def flat(self, manifest: Manifest) -> Iterator[tuple[Manifest, Bytes]]:
+        """:meth:`reading` of a version's raw bytes, to send them.
+
+        Yields:
+            The manifest of the version as a whole one, and its bytes: uint8 ``[manifest.extent]``, read-only.
+        """
         with self._holding(manifest) as chain:
-            yield np.frombuffer(chain[0][1].tensors, np.uint8)[: manifest.extent]
+            if any(one.extent for one, _ in chain[:-1]):
+                raise ManifestMismatch(f"version {manifest.version} is a patch: read it tensor by tensor")
+            # one that was published again under this number lies where it lay
+            whole, file = chain[-1]
+            yield Manifest(manifest.version, None, whole.entries), np.frombuffer(file.tensors, np.uint8)[: whole.extent]
 
     def verify(self, manifest: Manifest, threads: int = 1) -> None:
         """Compare every tensor's digest.
@@ -184,8 +190,11 @@ class VersionTensors(Mapping[str, Tensor]):
     def _made(self, name: str) -> Tensor:
         # from the newest file back to one that holds all elements
         patches: list[tuple[TensorEntry, MappedFile]] = []
+        kind = self._manifest.tensors[name]
         for manifest, file in self._chain:
-            entry = manifest.by_name[name]
+            entry = manifest.by_name.get(name)
+            if entry is None or manifest.tensors[name] != kind:
+                raise ManifestMismatch(f"{name} of version {self._manifest.version} is not what it is a patch of")
             if entry.is_whole:
                 tensor = file.tensor(entry)
                 break

@@ -74,7 +74,7 @@ def newest_stable(folder: Path) -> int | None:
     """Return the newest complete version, which ``STABLE`` names."""
     with contextlib.suppress(OSError):
         text = (folder / STABLE).read_text(encoding="utf-8", errors="replace").strip().removeprefix("v")
-        return int(text) if text.isdecimal() else None
+        return int(text) if text.isdecimal() and len(text) < 20 else None
     return None
 
 
@@ -157,6 +157,7 @@ class WeightStoreWriter:
             if len(dict(listed)) != len(listed):
                 raise ManifestMismatch(f"version {version} names a tensor twice")
             tensors, kinds = listed, {name: (tensor.dtype, tensor.shape) for name, tensor in listed}
+        self._check_held()
         if self._in_memory:
             self._remove_old(self._keep - 1, reuse=True)
         stream = _in_order(tensors, kinds)
@@ -174,18 +175,27 @@ class WeightStoreWriter:
         """
         if new <= old:
             raise ValueError(f"version {old} can be published again only under a higher number, got {new}")
+        self._check_held()
         try:
-            entries = read_header(version_path(self.folder, old)).entries
+            found = read_header(version_path(self.folder, old))
         except FileNotFoundError:
             raise ManifestMismatch(f"version {old} is not there, only {sorted(version_paths(self.folder))}") from None
-        # a patch that changes nothing
-        nothing = (TensorEntry(e.name, e.dtype, e.shape, 0, e.digest, 0) for e in entries)
-        manifest = Manifest(new, old, tuple(nothing))
+        # a patch that changes nothing, of one that holds something: it does not matter how often it is published again
+        base = old if found.base is None or found.extent else found.base
+        nothing = (TensorEntry(e.name, e.dtype, e.shape, 0, e.digest, 0) for e in found.entries)
+        manifest = Manifest(new, base, tuple(nothing))
         with self._open(new, 0, len(header_of(manifest))) as (_, finish):
             finish(manifest)
         self._image, self._last = None, manifest
         self._remove_old(self._keep)
         return manifest
+
+    def _check_held(self) -> None:
+        if not self._writing.is_held():
+            raise WeightSyncError(
+                f"this writer of {str(self.folder)!r} was closed, its folder was removed, or this process was forked "
+                "from its own: make another one"
+            )
 
     def _publish_whole(
         self, stream: Iterable[tuple[str, Tensor]], version: int, kinds: Mapping[str, TensorKind]
@@ -318,7 +328,7 @@ class WeightStoreWriter:
             kept.add(self.protected)
         held = pinned_versions(self.folder)
         kept |= {version for version in live if version not in kept and (version in held or not self._hide(version))}
-        needed = {one.version for version in kept for one in self._chain_of(version)}
+        needed = held | {one.version for version in kept | held for one in self._chain_of(version)}
         self._written = {version: file for version, file in self._written.items() if version in needed}
         self._links = {version: link for version, link in self._links.items() if version in needed}
         for version, path in version_paths(self.folder, BYTES).items():
@@ -354,11 +364,14 @@ class WeightStoreWriter:
     def _hide(self, version: int) -> bool:
         """Hide a version from new readers, unless one pinned it at the last moment."""
         shown, hidden = _paths(self.folder, version)
+        is_free = False
         os.rename(shown, hidden)
-        if version in pinned_versions(self.folder):
-            os.rename(hidden, shown)
-            return False
-        return True
+        try:
+            is_free = version not in pinned_versions(self.folder)
+        finally:
+            if not is_free:
+                os.rename(hidden, shown)
+        return is_free
 
     def _make_way(self, version: int) -> None:
         """Remove a version whose number is used again, and those that need its bytes."""

@@ -149,7 +149,8 @@ class VLLMWeightSyncScheme(WeightSyncScheme):
         )
         collective.check(transport)
         one_of("layout", layout, (None, "slots", "versions"))
-        one_of("delta", delta, ("auto", True, False))
+        if not isinstance(delta, bool):
+            one_of("delta, unless True or False,", delta, ("auto",))
         if delta is True and transport != "memmap":
             raise ValueError(f"delta=True needs transport='memmap': {transport!r} sends whole versions")
         is_patched = delta is True or (delta == "auto" and transport == "memmap" and _is_on_disk(folder))

@@ -322,11 +322,14 @@ class VLLMWeightSender:
             # for the report: when the fetch began, as seconds after the start of publishing
             asked_at = time.perf_counter() - published.began
             staged = swap.stage(published, replicas)
-            # a replica could not read it: the next version refers to no file that was not read again
-            if any(isinstance(one, WeightSyncError) for one in staged.values()):
-                self._publisher.doubt()
+            self._doubt_if_unread(staged)
             self._asked_at |= dict.fromkeys(staged, asked_at)
             return staged
+
+    def _doubt_if_unread(self, staged: Mapping[int, Staged]) -> None:
+        """Make the next version a whole one if a replica could not read this one."""
+        if any(isinstance(one, WeightSyncError) for one in staged.values()):
+            self._publisher.doubt()
 
     def _newest(self, version: int) -> Published:
         if self._published is None or self._published.version != version:
@@ -409,7 +412,9 @@ class VLLMWeightSender:
             entry = swap.engine.replica_table[index]
             if entry.state in SYNCABLE and entry.version == good.version:  # an update came first
                 return
-            report = self._apply(good, swap.stage(good, [index]), [index])
+            staged = swap.stage(good, [index])
+            self._doubt_if_unread(staged)
+            report = self._apply(good, staged, [index])
             if report.failed:
                 raise WeightSyncError(
                     f"replica {index} was not brought to version {good.version}: {report.failed[index]}"

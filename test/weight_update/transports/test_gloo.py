@@ -296,7 +296,7 @@ class Hand:
 
     def send(self, manifest: Manifest) -> None:
         until(self.group.all_ready, TIMEOUT)
-        with self.reader.flat(manifest) as flat:
+        with self.reader.flat(manifest) as (_, flat):
             self.group.broadcast(torch.from_numpy(flat.copy()), time.monotonic() + TIMEOUT, lambda _: None)
 
     def fetch(self, manifest: Manifest) -> Future[None]:

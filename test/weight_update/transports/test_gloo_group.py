@@ -244,7 +244,7 @@ def test_bytes_are_a_tensor_without_a_copy() -> None:
 def test_tensors_lie_where_the_manifest_says_and_have_their_shape(tmp_path: Path) -> None:
     writer = WeightStoreWriter(tmp_path)
     manifest = writer.publish(TENSORS.items(), 1)
-    with WeightStoreReader(tmp_path).flat(manifest) as flat:
+    with WeightStoreReader(tmp_path).flat(manifest) as (_, flat):
         for entry in manifest.entries:
             found = tensor_in(as_tensor(flat), entry)
             assert (found.dtype, found.shape) == (TENSORS[entry.name].dtype, TENSORS[entry.name].shape)
@@ -256,7 +256,7 @@ def test_tensors_lie_where_the_manifest_says_and_have_their_shape(tmp_path: Path
 def test_only_what_has_arrived_is_compared_and_nothing_without_a_pool(tmp_path: Path, with_pool: bool) -> None:
     writer = WeightStoreWriter(tmp_path)
     manifest = writer.publish(TENSORS.items(), 1)
-    with WeightStoreReader(tmp_path).flat(manifest) as flat:
+    with WeightStoreReader(tmp_path).flat(manifest) as (_, flat):
         arrived = torch.from_numpy(flat.copy())
     writer.close()
     last = manifest.entries[1]

@@ -177,7 +177,7 @@ def test_buffers_are_as_asked_for_and_ports_are_free_ones(tmp_path: Path, wires:
 
 
 @pytest.mark.parametrize("how", ["reports", "raises"])
-def test_a_swap_that_fails_before_it_receives_ends_the_broadcast_and_the_next_version_meets_anew(
+def test_a_swap_that_fails_before_it_receives_ends_the_broadcast_and_the_next_attempt_meets_anew(
     tmp_path: Path, wires: list[tuple[Wire, Any]], how: str
 ) -> None:
     replica, transport = Replica(), transport_of(tmp_path)
@@ -195,8 +195,8 @@ def test_a_swap_that_fails_before_it_receives_ends_the_broadcast_and_the_next_ve
     with expected:
         assert transport.swapping(replica, manifest, fail).error == "it could not pause"
     assert wires[0][0].ended.is_set()
-    with pytest.raises(WeightSyncError, match="the communicator was closed after a transfer that failed"):
-        transport.swapping(replica, manifest, replica.swap)
+    assert transport.swapping(replica, manifest, replica.swap).error is None  # tried once more, as every swap is
+    assert replica.loaded["router"].eq(1 / 3).all()
     manifest, tensors = version(writer, 2)
     transport.stage(replica, manifest, StageOptions(), TIMEOUT)
     assert transport.swapping(replica, manifest, replica.swap).error is None

@@ -400,9 +400,9 @@ class GlooTransport:
         deadline = time.monotonic() + timeout
         if replica not in self._groups:
             self.open(replica, timeout)
-        with asked(replica, manifest, options, timeout) as answer:
+        with self._reader.flat(manifest) as (whole, flat), asked(replica, whole, options, timeout) as answer:
             try:
-                self._send(self._groups[replica], manifest, answer, deadline)
+                self._send(self._groups[replica], whole, flat, answer, deadline)
                 report: StageReport = answer.result(max(deadline - time.monotonic(), 0))
             except TimeoutError as error:
                 raise SyncTimeout(f"version {manifest.version} did not arrive within {timeout:g} s: {error}") from None
@@ -413,7 +413,9 @@ class GlooTransport:
                 ) from None
         return report
 
-    def _send(self, group: GlooGroup, manifest: Manifest, answer: Future[StageReport], deadline: float) -> None:
+    def _send(
+        self, group: GlooGroup, manifest: Manifest, flat: Bytes, answer: Future[StageReport], deadline: float
+    ) -> None:
         while not group.all_ready():
             if answer.done():
                 answer.result()
@@ -426,8 +428,7 @@ class GlooTransport:
             if answer.done():
                 answer.result()
 
-        with self._reader.flat(manifest) as flat:
-            group.broadcast(as_tensor(flat), deadline, check)
+        group.broadcast(as_tensor(flat), deadline, check)
 
     def swapping(self, replica: Peer, manifest: Manifest, swap: Callable[[], SwapReport]) -> SwapReport:
         """Swap: the bytes are there."""

@@ -144,10 +144,12 @@ class NCCLTransport:
         self._packed = {name: value for name, value in packed.items() if value is not None}
         self._links: weakref.WeakKeyDictionary[Peer, _Link] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()  # of the links
+        self._timeout = 0.0  # of the last call of ``open``
 
     def open(self, replica: Peer, timeout: float) -> None:
         """Make a communicator with a replica's workers, in place of an earlier one."""
         self._drop(replica)
+        self._timeout = timeout
         workers = workers_of(replica.wait_ready(timeout))
         source, client = StoredVersion(self._reader, self._device), Client(replica, timeout)
         with torch.cuda.device(self._device):
@@ -178,9 +180,9 @@ class NCCLTransport:
 
     def swapping(self, replica: Peer, manifest: Manifest, swap: Callable[[], SwapReport]) -> SwapReport:
         """Swap, and broadcast a version into the pause."""
-        link = self._links.get(replica)
-        if link is None:
-            raise WeightSyncError("the communicator was closed after a transfer that failed")
+        if replica not in self._links:  # the attempt before failed
+            self.open(replica, self._timeout)
+        link = self._links[replica]
         link.source.version, link.client.swap, link.client.answer = manifest, swap, Future()
         executor = ThreadPoolExecutor(1, thread_name_prefix="weight-nccl")
         sending = executor.submit(self._send, link)
