@@ -1,0 +1,936 @@
+"""Sessions: the calls of one agent as a tree of tokens, and the trajectories that losses take.
+
+An agent sends its whole conversation with each call. A :class:`Session` keeps what is new in it: a *node* is a run of
+tokens that were either all given by the client or all sampled for one answer, with what the engine reported of them.
+Calls that begin alike share nodes, so a session's memory grows with its new tokens only; a retry, a sub-agent, or a
+history that the client has rewritten is a branch. Nothing here knows HTTP or an engine.
+
+Letters: T tokens, P prompt tokens, G tokens of an answer, L decoder layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+import safetensors.torch
+import torch
+from numpy.typing import NDArray
+from tensordict import NonTensorData, TensorClass, TensorDict
+from torch import Tensor
+from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
+
+from torchrl_moe._checks import check_number, shown
+from torchrl_moe.data import UNSET_EXPERT, KeptTokens, RoutedExperts, RoutingLayout
+from torchrl_moe.data.routed_experts import routes_from_vllm
+from torchrl_moe.data.segments import num_segments, worst_resume
+from torchrl_moe.errors import SessionClosedError, SessionLimitError
+from torchrl_moe.modules.backends.replica import Completion, CompletionOutput, leaves_ids_out
+from torchrl_moe.modules.policies.rollout import SAMPLING, refuse_changed_values, sampling_entry
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Session", "SessionStore", "load_trajectories"]
+
+Ids: TypeAlias = NDArray[np.int32]
+Message: TypeAlias = Mapping[str, Any]
+REASONING = ("reasoning", "reasoning_content")
+"""Entries of a message that clients may leave out when they send it back: OpenAI's API has no place for them."""
+NO_VERSION = -1
+LONGEST_ID = 256
+
+
+# -- the tree ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Answer:
+    """What a node has beside its ids if they were sampled: of each token, and of the answer as a whole."""
+
+    number: int  # of the answers of the session, in the order in which they came
+    log_probs: NDArray[np.float32]
+    versions: Ids
+    kept: tuple[Ids, Ids] | None  # ids and sizes, see KeptTokens
+    temperature: float
+    is_trained: bool  # False if logits were changed in a way that no trainer replays
+    leaves_ids_out: bool
+    finish_reason: str
+    resume: str
+    num_cached_tokens: int
+    reasoning: bytes = b""  # its digest, if a message of this answer was returned
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Node:
+    """A run of tokens. An answer's is never split: a client that returns half of it has written something else."""
+
+    parent: _Node | None
+    ids: Ids
+    routes: NDArray[np.integer[Any]] | None  # [T, L, K], as RoutedExperts; None: the engine captures none
+    answer: _Answer | None = None
+    read_by: int = (
+        NO_VERSION  # weights that routed its tokens; of an answer's, its last token, which the next call reads
+    )
+    start: int = 0  # tokens before it
+    ends: int = 0  # ends of turns among all tokens up to its last
+    answers: int = 0  # on its path, its own included
+    children: list[_Node] = field(default_factory=list)
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.ids)
+
+    @property
+    def routed_by(self) -> Ids:
+        """The version of the weights that each token's experts are of: those that made the token after it."""
+        if self.answer is None:
+            return np.full(len(self.ids), self.read_by, np.int32)
+        return np.append(self.answer.versions[1:], np.int32(self.read_by))
+
+    def path(self) -> list[_Node]:
+        """Return the nodes from the root's child to this one."""
+        found, node = [], self
+        while node.parent is not None:
+            found.append(node)
+            node = node.parent
+        return found[::-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        arrays: list[NDArray[Any] | None] = [self.ids, self.routes]
+        if self.answer is not None:
+            arrays += [self.answer.log_probs, self.answer.versions, *(self.answer.kept or ())]
+        return sum(array.nbytes for array in arrays if array is not None)
+
+
+def _shared(one: Ids, other: Ids) -> int:
+    """The number of first tokens that two runs share."""
+    most = min(len(one), len(other))
+    differ = np.flatnonzero(one[:most] != other[:most])
+    return int(differ[0]) if len(differ) else most
+
+
+def _ids_of(path: Sequence[_Node]) -> Ids:
+    return np.concatenate([node.ids for node in path]) if path else np.zeros(0, np.int32)
+
+
+def _as_ids(ids: Sequence[int]) -> Ids:
+    array = np.asarray(ids)
+    if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
+        raise ValueError(f"a prompt is a list of token ids, and not empty, got {shown(ids)}")
+    return array.astype(np.int32)
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+def _digest(*parts: bytes) -> bytes:
+    # lengths first, so that no two lists of parts are one text
+    return hashlib.blake2b(b"".join(len(part).to_bytes(8, "big") + part for part in parts), digest_size=16).digest()
+
+
+def _said(message: Message) -> bytes:
+    """Return what a message says, in one form for all clients: unset entries left out, parts of text joined."""
+    plain = {key: value for key, value in message.items() if value not in (None, "", [], {}) and key not in REASONING}
+    content = plain.get("content")
+    if isinstance(content, list) and all(isinstance(one, Mapping) and one.get("type") == "text" for one in content):
+        plain["content"] = "".join(str(one.get("text", "")) for one in content)
+    if isinstance(calls := plain.get("tool_calls"), list):
+        plain["tool_calls"] = [_called(call) for call in calls]
+    return json.dumps(plain, sort_keys=True, default=repr).encode()
+
+
+def _called(call: object) -> object:
+    """Return a tool call with its arguments as JSON's values: a client may write the same ones otherwise."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments")
+    with suppress(json.JSONDecodeError):  # a model's own mistake is compared as it was made
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return [call.get("id"), function.get("name"), arguments]
+
+
+def _reasoning(message: Message) -> bytes:
+    """Return the digest of a message's reasoning; empty if it has none."""
+    text = next((message[name] for name in REASONING if message.get(name)), None)
+    return b"" if text is None else _digest(str(text).encode())
+
+
+# -- trajectories -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class _Trajectory:
+    """One trajectory as tensors and plain values: what is written into a file, and what a TensorDict is made of."""
+
+    full: Tensor
+    mask: Tensor
+    log_probs: Tensor
+    versions: Tensor
+    sampling: TensorDict
+    prompt: int
+    finish_reason: str
+    resume: str
+    num_cached_tokens: int
+    answer: int
+    routes: Tensor | None = None
+
+    def tensordict(self) -> TensorDict:
+        full, mask, prompt = self.full, self.mask, self.prompt
+        counted = self.versions[mask]
+        source: dict[str, object] = {
+            "tokens": _unpadded(Tokens, prompt=full[:prompt].clone(), response=full[prompt:].clone(), full=full),
+            "masks": _unpadded(Masks, all_attention_mask=torch.ones_like(mask), all_assistant_mask=mask),
+            "log_probs": _unpadded(LogProbs, response=self.log_probs[prompt:].clone(), full=self.log_probs),
+            "policy_versions": TensorDict({"full": self.versions}),
+            "policy_version": counted.min().long() if len(counted) else torch.tensor(NO_VERSION),
+            "num_segments": torch.tensor(num_segments(counted)),
+            "num_cached_tokens": torch.tensor(self.num_cached_tokens),
+            "resume": NonTensorData(self.resume),
+            "finish_reason": NonTensorData(self.finish_reason),
+            SAMPLING: self.sampling,
+        }
+        if self.routes is not None:
+            source["routed_experts"] = RoutedExperts(full=self.routes)
+        return TensorDict(source)
+
+
+def _unpadded(kind: type[TensorClass], **tensors: Tensor) -> TensorClass:
+    return kind.from_tensordict(TensorDict({**tensors, "padded": NonTensorData(False)}))
+
+
+TENSORS = ("full", "mask", "log_probs", "versions", "routes")
+KEPT = ("ids", "sizes")
+
+
+def _to_safetensors(trajectories: Sequence[_Trajectory], session_id: str) -> bytes:
+    tensors: dict[str, Tensor] = {}
+    plain = []
+    for i, one in enumerate(trajectories):
+        named = {name: getattr(one, name) for name in TENSORS}
+        named |= {"temperature": one.sampling["temperature"]}
+        if (kept := one.sampling.get("kept", None)) is not None:
+            named |= {f"kept.{name}": kept.get(name) for name in KEPT}
+        # parts of one array would be refused, as shared memory
+        tensors |= {f"{i}.{name}": value.clone() for name, value in named.items() if value is not None}
+        values = {entry.name: getattr(one, entry.name) for entry in fields(one)}
+        plain.append({name: value for name, value in values.items() if isinstance(value, int | str)})
+    return safetensors.torch.save(tensors, {"session_id": session_id, "trajectories": json.dumps(plain)})
+
+
+def load_trajectories(data: bytes, routes: Callable[[int], bytes] | None = None) -> list[TensorDict]:
+    """Read what :meth:`Session.to_safetensors` wrote: the same TensorDicts, bit for bit.
+
+    Args:
+        data: the file.
+        routes: returns what :meth:`Session.routes_to_safetensors` writes for an answer's number, for a file without
+            routes; ``None``: its trajectories have none, and the number is at ``"routes_of"``.
+
+    Raises:
+        ValueError: this is no such file.
+    """
+    try:
+        length = int.from_bytes(data[:8], "little")
+        plain = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["trajectories"])
+        tensors = safetensors.torch.load(data)
+    except (KeyError, TypeError, ValueError, safetensors.SafetensorError) as error:
+        raise ValueError(f"these {len(data)} bytes are not the trajectories of a session: {error}") from error
+    owned: list[dict[str, Tensor]] = [{} for _ in plain]
+    for name, value in tensors.items():
+        i, _, leaf = name.partition(".")
+        owned[int(i)][leaf] = value
+    found = []
+    for own, values in zip(owned, plain, strict=True):
+        sampling = TensorDict({"temperature": own["temperature"]})
+        if "kept.sizes" in own:
+            sampling["kept"] = KeptTokens(**{name: own[f"kept.{name}"] for name in KEPT})
+        rows = own.get("routes")
+        if rows is None and routes is not None:
+            rows = safetensors.torch.load(routes(values["answer"]))["routes"]
+        tensors_of = {name: own[name] for name in TENSORS[:-1]}
+        td = _Trajectory(**tensors_of, routes=rows, sampling=sampling, **values).tensordict()
+        found.append(td if rows is not None else td.set("routes_of", torch.tensor(values["answer"])))
+    return found
+
+
+# -- a session --------------------------------------------------------------------------------------------------------
+
+
+class Session:
+    """The calls of one agent; see :class:`SessionStore`. All methods may be called from any thread.
+
+    Attributes:
+        id: its name.
+        generate: asks the engine in the place of ``engine.agenerate``, with the same arguments, for a collector that
+            bounds ages and counts requests; ``None``: the engine is asked.
+        sampling_params: go before those of each call.
+    """
+
+    def __init__(
+        self,
+        session_id: str,
+        tokenizer: PreTrainedTokenizerBase,
+        layout: RoutingLayout | None,
+        max_tokens: int,
+        end_of_turn_ids: Collection[int],
+    ) -> None:
+        self.id = session_id
+        self.generate: Callable[..., Awaitable[Completion]] | None = None
+        self.sampling_params: dict[str, object] = {}
+        self._tokenizer, self._layout, self._max_tokens = tokenizer, layout, max_tokens
+        self._end_ids = np.array(sorted(end_of_turn_ids), np.int32)
+        self._lock = threading.RLock()
+        self._root = _Node(parent=None, ids=np.zeros(0, np.int32), routes=self._unset(0))
+        self._answers: list[_Node] = []
+        self._returned: dict[bytes, _Node] = {}  # digest of a conversation that ends in an answer -> that answer
+        self._under_way: dict[object, Callable[[], object]] = {}
+        self._is_closed = False
+        self.num_tokens = 0
+        """Tokens in the tree, each counted once."""
+        self.num_calls = 0
+        """Calls that were recorded."""
+
+    # -- before a call ----------------------------------------------------------------------------------------------
+
+    def prompt_ids(self, rendered_ids: Sequence[int], messages: Sequence[Message] | None = None) -> list[int]:
+        """Return the ids to send for a prompt that was rendered from text or a chat.
+
+        Encoding an answer's text again may give other ids than were sampled. Where the prompt continues an answer of
+        this session, its own ids are sent, then those of the rest:
+
+        - if its text begins with the text of the answer's path, token for token or not;
+        - if its messages begin with those of an earlier call and the message that this call returned, and what was
+          rendered before and between answers is the same. So answers keep what a template drops or rewrites in them,
+          such as the reasoning of earlier turns. A client may leave out reasoning, but not change it.
+
+        Otherwise the rendered ids are sent as they are, and a branch begins. Of several such answers, the one with most
+        answers before it counts, then the newest.
+
+        Args:
+            rendered_ids: ``[P]``, the whole prompt.
+            messages: the chat that it was rendered from, as plain JSON; ``None`` for text.
+
+        Raises:
+            SessionLimitError: the session has no room for it.
+            ValueError: there are no ids.
+        """
+        rendered = _as_ids(rendered_ids)
+        with self._lock:
+            node, rest = self._continued(rendered)
+            if messages:
+                said = self._answer_to(messages, rendered)
+                if said is not None and said[0].answers > node.answers:
+                    node, rest = said
+            ids = np.concatenate([_ids_of(node.path()), rest]) if node.answers else rendered
+            self._check_room(len(ids) - self._place(ids)[0])
+        found: list[int] = ids.tolist()
+        return found
+
+    def routes_to_follow(
+        self, prompt_ids: Sequence[int], version: int | None = None
+    ) -> NDArray[np.integer[Any]] | None:
+        """Return the experts that an engine should follow where it reads this session's tokens again.
+
+        Weights that have changed would route earlier tokens otherwise; what is sampled after them would then belong to
+        a context that no trainer computes. Pass the rows to ``engine.agenerate(routed_experts=...)``.
+
+        Args:
+            prompt_ids: the prompt that is sent.
+            version: of the engine's weights. Rows after the last one of other weights are left to the engine, which
+                has them in its prefix cache; ``None``: all rows that are known.
+
+        Returns:
+            ``[rows, L, K]`` for the first tokens of the prompt, -1 where the engine routes; ``None`` if for none.
+        """
+        with self._lock:
+            if self._layout is None:
+                return None
+            matched, node, partial = self._place(_as_ids(prompt_ids))
+            path = [*node.path(), *([] if partial is None else [partial])]
+            if not path:
+                return None
+            rows = np.concatenate([node.routes for node in path if node.routes is not None])[:matched]
+            follow = rows[:, self._layout.moe_layers[0], 0] != UNSET_EXPERT
+            if version is not None:
+                follow &= np.concatenate([node.routed_by for node in path])[:matched] != version
+            found = np.flatnonzero(follow)
+            return rows[: found[-1] + 1] if len(found) else None
+
+    @contextmanager
+    def under_way(self, cancel: Callable[[], object]) -> Iterator[None]:
+        """Hold a request within the context: if the session is closed meanwhile, ``cancel`` is called.
+
+        Raises:
+            SessionClosedError: it is closed already.
+        """
+        request = object()
+        with self._lock:
+            self._check_open()
+            self._under_way[request] = cancel
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._under_way.pop(request, None)
+
+    @property
+    def num_under_way(self) -> int:
+        """Requests that are held by :meth:`under_way`."""
+        return len(self._under_way)
+
+    # -- after a call -----------------------------------------------------------------------------------------------
+
+    def record(
+        self,
+        prompt_ids: Sequence[int],
+        completion: Completion,
+        *,
+        messages: Sequence[Message] | None = None,
+        message_returned: Message | Sequence[Message] | None = None,
+        sampling_params: object = None,
+    ) -> None:
+        """Add a call: its prompt, and an answer for each choice. Aborted and empty answers are left out.
+
+        Args:
+            prompt_ids: ``[P]``, as they were sent.
+            completion: the engine's answer, with log-probs. Its routes may have all rows, or only the last ones.
+            messages: the chat of the prompt, as the client sent it.
+            message_returned: what the client was given for the answer; of several choices, one each, in their order.
+            sampling_params: what the engine was asked with, a mapping or vLLM's object.
+
+        Raises:
+            SessionClosedError: it is closed.
+            SessionLimitError: the session has no room for it.
+            ValueError: the completion is of another prompt, or lacks log-probs, or returned messages.
+        """
+        prompt = _as_ids(prompt_ids)
+        outputs = [one for one in completion.outputs if len(one.token_ids) and one.finish_reason != "abort"]
+        if not np.array_equal(prompt, completion.prompt_token_ids):
+            raise ValueError("the completion is of another prompt than was sent")
+        if any(output.logprobs is None for output in outputs):
+            raise ValueError("the completion has no log-probs: ask the engine with logprobs=0")
+        returned = [message_returned] if isinstance(message_returned, Mapping) else list(message_returned or ())
+        if returned and len(returned) != len(completion.outputs):
+            raise ValueError(f"{len(returned)} messages were returned for {len(completion.outputs)} choices")
+        params = _as_mapping(sampling_params) | self.sampling_params
+        rows = {output.index: self._rows(output, len(prompt)) for output in outputs}
+        with self._lock:
+            self._check_open()
+            self._check_room(len(prompt) - self._place(prompt)[0] + sum(len(output.token_ids) for output in outputs))
+            self.num_calls += 1
+            asked = self._given(prompt)
+            conversation = None if messages is None else self._conversation(messages)[-1][0]
+            for output in outputs:
+                node = self._add(asked, completion, output, rows[output.index], params)
+                if conversation is not None and returned and self._is_message(node):
+                    message = returned[completion.outputs.index(output)]
+                    assert node.answer is not None
+                    node.answer.reasoning = _reasoning(message)
+                    self._returned[_digest(conversation, _said(message))] = node
+
+    def trajectories(self, shared: Literal["first", "all"] = "first") -> list[TensorDict]:
+        """Return a TensorDict ``[]`` for each leaf of the tree, in the order in which the leaves' answers came.
+
+        It has the keys of a rollout (docs/rollouts.md). ``("masks", "all_assistant_mask")`` is True on the sampled
+        tokens of every turn of its path, and only there are log-probs known, so that any masking of the losses trains
+        on these tokens. ``"prompt"`` are the tokens before the first of them. A leaf whose answers were sampled at
+        several temperatures has one trajectory for each, since a sample is scored at one.
+
+        Args:
+            shared: how answers that several leaves have in common count. ``"first"``: they are masked in all leaves but
+                the first, so that each sampled token is trained on once. ``"all"``: in each leaf.
+
+        Raises:
+            ValueError: ``shared`` is neither.
+        """
+        return [one.tensordict() for one in self._trajectories(shared)]
+
+    def to_safetensors(self, shared: Literal["first", "all"] = "first", routes: bool = True) -> bytes:
+        """Return the trajectories as a file, which :func:`load_trajectories` reads.
+
+        Args:
+            shared: see :meth:`trajectories`.
+            routes: False leaves the routes here, to be asked for by :meth:`routes_to_safetensors`.
+        """
+        found = self._trajectories(shared)
+        return _to_safetensors(found if routes else [replace(one, routes=None) for one in found], self.id)
+
+    def routes_to_safetensors(self, answer: int) -> bytes:
+        """Return the routes ``[T, L, K]`` of the trajectory that ends in an answer, given by its number, as a file.
+
+        Raises:
+            KeyError: there is no such answer, or the engine captures no routes.
+        """
+        with self._lock:
+            if self._layout is None or not 0 <= answer < len(self._answers):
+                raise KeyError(f"session {self.id!r} has no routes of an answer {answer}")
+            return safetensors.torch.save({"routes": self._routes(self._answers[answer].path())})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays of all nodes."""
+        with self._lock:
+            return sum(node.nbytes for node in self._nodes())
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it takes no more calls."""
+        return self._is_closed
+
+    def close(self) -> None:
+        """Take no more calls, and cancel those under way. What was recorded stays readable. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            cancels = list(self._under_way.values())
+        for cancel in cancels:
+            cancel()
+
+    def __repr__(self) -> str:
+        return f"Session({self.id!r}, calls={self.num_calls}, tokens={self.num_tokens}, under_way={self.num_under_way})"
+
+    # -- where a prompt belongs -------------------------------------------------------------------------------------
+
+    def _continued(self, rendered: Ids) -> tuple[_Node, Ids]:
+        """Return the answer that a prompt continues, by ids or text, and the ids after it; the root if none."""
+        best = self._root, rendered
+        reached = [best]
+        while reached:
+            node, rest = reached.pop()
+            if node.answer is not None and node.answers > best[0].answers:
+                best = node, rest
+            for child in node.children:  # the newest is popped first
+                same = np.array_equal(child.ids, rest[: len(child.ids)])
+                left = rest[len(child.ids) :] if same else self._after_text(child, rest)
+                if left is not None:
+                    reached.append((child, left))
+        return best
+
+    def _after_text(self, node: _Node, rest: Ids) -> Ids | None:
+        """Return the ids that follow a node's text; ``None`` if other text comes first."""
+        said = self._decode(node.ids)
+        near = rest[: 4 * len(said) + 8]  # a character is at most four tokens
+        if not said or not self._decode(near).startswith(said):
+            return None
+        # the ids of the rest stay as they were rendered, if one begins where the text ends
+        count = bisect_right(range(len(near) + 1), len(said), key=lambda n: len(self._decode(near[:n]))) - 1
+        if self._decode(near[:count]) == said:
+            return rest[count:]
+        text = self._decode(rest)[len(said) :]
+        return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+    def _decode(self, ids: Ids) -> str:
+        text: str = self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        return text
+
+    def _conversation(self, messages: Sequence[Message]) -> list[tuple[bytes, _Node | None]]:
+        """Return the digest of a conversation before the first and after each message, and the answer it ends in."""
+        found: list[tuple[bytes, _Node | None]] = [(b"", None)]
+        for message in messages:
+            if not isinstance(message, Mapping):
+                raise ValueError(
+                    f"messages are mappings, such as {{'role': ..., 'content': ...}}, got {shown(message)}"
+                )
+            digest = _digest(found[-1][0], _said(message))
+            node, reasoning = self._returned.get(digest), _reasoning(message)
+            # other reasoning than the answer's is another message, and so is any that was not returned here
+            if reasoning and (node is None or node.answer is None or node.answer.reasoning != reasoning):
+                digest, node = _digest(digest, reasoning), None
+            found.append((digest, node))
+        return found
+
+    def _answer_to(self, messages: Sequence[Message], rendered: Ids) -> tuple[_Node, Ids] | None:
+        """Return the last answer that messages contain as it was returned, and the ids that were rendered after it."""
+        ends = np.flatnonzero(np.isin(rendered, self._end_ids))
+        for _, node in reversed(self._conversation(messages)):
+            if node is not None and (left := self._after_turns(node, rendered, ends)) is not None:
+                return node, left
+        return None
+
+    def _after_turns(self, node: _Node, rendered: Ids, ends: NDArray[np.intp]) -> Ids | None:
+        """Return what was rendered after an answer, if it was rendered alike before and between the answers.
+
+        Messages are told apart by their ends: rewriting an answer does not change how many there are. How a template
+        opens an answer may differ, so that part is not compared.
+        """
+        at, given = 0, np.zeros(0, np.int32)
+        for one in node.path():
+            if one.answer is None:  # split or not
+                given = np.concatenate([given, one.ids])
+                continue
+            closed = given[: len(given) - _length_after_last(given, self._end_ids)]
+            assert one.parent is not None
+            turns = one.parent.ends
+            if turns >= len(ends) or not np.array_equal(closed, rendered[at : at + len(closed)]):
+                return None
+            # the end of the turn is the answer's last token, unless it was cut
+            at, given = int(ends[turns]) + (one.ends - turns), given[:0]
+        return rendered[at:]
+
+    def _place(self, prompt: Ids) -> tuple[int, _Node, _Node | None]:
+        """Return how many tokens of a prompt are in the tree, the last whole node of these, and one that is begun."""
+        best: tuple[int, _Node, _Node | None] = (0, self._root, None)
+        reached = [self._root]
+        while reached:
+            node = reached.pop()
+            if node.stop > best[0] or (node.stop == best[0] and node.answers > best[1].answers):
+                best = node.stop, node, None
+            for child in node.children:
+                count = _shared(child.ids, prompt[node.stop :])
+                if count == len(child.ids):
+                    reached.append(child)
+                elif child.answer is None and node.stop + count > best[0]:
+                    best = node.stop + count, node, child
+        return best
+
+    # -- growth -----------------------------------------------------------------------------------------------------
+
+    def _given(self, prompt: Ids) -> _Node:
+        """Return the node that ends with a prompt's last token; what is not in the tree yet becomes a node."""
+        matched, node, partial = self._place(prompt)
+        if partial is not None:
+            node = self._split(partial, matched - node.stop)
+        if matched < len(prompt):
+            node = self._child(node, prompt[matched:])
+        return node
+
+    def _split(self, node: _Node, count: int) -> _Node:
+        """Split a prompt's node, and return its first ``count`` tokens."""
+        parent = node.parent
+        assert parent is not None
+        ids, routes = node.ids[:count].copy(), None if node.routes is None else node.routes[:count].copy()
+        ends = parent.ends + self._count_ends(ids)
+        upper = replace(node, ids=ids, routes=routes, ends=ends, children=[node])
+        parent.children[parent.children.index(node)] = upper
+        node.ids, node.routes = node.ids[count:].copy(), None if node.routes is None else node.routes[count:].copy()
+        node.parent, node.start = upper, upper.stop
+        return upper
+
+    def _child(self, parent: _Node, ids: Ids, answer: _Answer | None = None) -> _Node:
+        node = _Node(
+            parent=parent,
+            ids=ids.copy(),  # not a part of a prompt, which would be kept whole
+            routes=self._unset(len(ids)),
+            answer=answer,
+            start=parent.stop,
+            ends=parent.ends + self._count_ends(ids),
+            answers=parent.answers + (answer is not None),
+        )
+        parent.children.append(node)
+        self.num_tokens += len(ids)
+        return node
+
+    def _add(
+        self,
+        asked: _Node,
+        completion: Completion,
+        output: CompletionOutput,
+        rows: NDArray[np.integer[Any]] | None,
+        params: Mapping[str, Any],
+    ) -> _Node:
+        assert output.logprobs is not None
+        kept = None if output.kept is None else (output.kept.ids.copy(), output.kept.sizes.copy())
+        try:
+            refuse_changed_values(params)
+            is_trained = True
+        except ValueError:
+            is_trained = False
+        answer = _Answer(
+            number=len(self._answers),
+            log_probs=output.logprobs.astype(np.float32),
+            versions=output.policy_versions.astype(np.int32),
+            kept=kept,
+            temperature=float(sampling_entry(params, None, 0, 0, None, None)["temperature"]),
+            is_trained=is_trained,
+            leaves_ids_out=bool(leaves_ids_out(params.get)),
+            finish_reason=output.finish_reason,
+            resume=output.resume,
+            num_cached_tokens=completion.num_cached_tokens,
+        )
+        # two answers that begin alike were sampled twice: they share no node
+        node = self._child(asked, output.token_ids.astype(np.int32), answer)
+        self._answers.append(node)
+        if rows is not None:
+            how = self._learn(node, rows, len(completion.prompt_token_ids) + len(node.ids) - 1 - len(rows))
+            answer.resume = worst_resume(answer.resume, how)
+        return node
+
+    def _learn(self, answer: _Node, rows: NDArray[np.integer[Any]], first: int) -> str:
+        """Fill in the routes that were unknown on an answer's path, from the token ``first`` to the last but one.
+
+        Returns how the engine read the known ones again.
+        """
+        assert answer.answer is not None
+        assert self._layout is not None
+        by, column = int(answer.answer.versions[0]), self._layout.moe_layers[0]
+        how = "none"
+        for node in answer.path():
+            start, stop = max(node.start, first), min(node.stop, first + len(rows))
+            if start >= stop:
+                continue
+            assert node.routes is not None
+            own, new = node.routes[start - node.start : stop - node.start], rows[start - first : stop - first]
+            known = own[:, column, 0] != UNSET_EXPERT
+            if not _same_experts(own[known], new[known]):
+                how = "live"
+            elif (node.routed_by[start - node.start : stop - node.start][known] != by).any():
+                how = worst_resume(how, "forced")
+            if not known.all():
+                own[~known] = new[~known]
+                if node is not answer:
+                    node.read_by = by
+        return how
+
+    def _rows(self, output: CompletionOutput, prompt: int) -> NDArray[np.integer[Any]] | None:
+        """Return the rows of an answer in the form that they are kept in, checked."""
+        rows = output.routed_experts
+        if self._layout is None or rows is None:
+            return None
+        if len(rows) > prompt + len(output.token_ids) - 1:
+            raise ValueError(f"{len(rows)} rows of routes for {prompt} + {len(output.token_ids)} tokens")
+        return routes_from_vllm(rows, len(rows) + 1, self._layout)[:-1]
+
+    def _unset(self, tokens: int) -> NDArray[np.integer[Any]] | None:
+        layout = self._layout
+        if layout is None:
+            return None
+        return np.full((tokens, layout.num_layers, layout.top_k), UNSET_EXPERT, layout.numpy_dtype)
+
+    def _count_ends(self, ids: Ids) -> int:
+        return int(np.isin(ids, self._end_ids).sum())
+
+    def _is_message(self, node: _Node) -> bool:
+        """Whether an answer is one turn: no turn ends inside it, as it may if ends are ignored."""
+        return not self._count_ends(node.ids[:-1])
+
+    # -- leaves -----------------------------------------------------------------------------------------------------
+
+    def _nodes(self) -> Iterator[_Node]:
+        reached = [self._root]
+        while reached:
+            node = reached.pop()
+            yield node
+            reached += node.children
+
+    def _trajectories(self, shared: str) -> list[_Trajectory]:
+        if shared not in ("first", "all"):
+            raise ValueError(f"shared must be 'first' or 'all', got {shown(shared)}")
+        found = []
+        with self._lock:
+            inner = {id(_answer_before(node)) for node in self._answers}
+            taken: set[int] = set()
+            for leaf in self._answers:
+                if id(leaf) in inner:
+                    continue
+                path = leaf.path()
+                counted = [
+                    node
+                    for node in path
+                    if node.answer is not None and node.answer.is_trained and id(node) not in taken
+                ]
+                if shared == "first":
+                    taken.update(map(id, counted))
+                for temperature in dict.fromkeys(node.answer.temperature for node in counted if node.answer):
+                    alike = [node for node in counted if node.answer and node.answer.temperature == temperature]
+                    found.append(self._trajectory(path, alike, temperature))
+        return found
+
+    def _trajectory(self, path: Sequence[_Node], counted: Sequence[_Node], temperature: float) -> _Trajectory:
+        """Return the trajectory of a path, to be trained on some of its answers."""
+        total = path[-1].stop
+        mask = np.zeros(total, bool)
+        log_probs = np.full(total, np.nan, np.float32)
+        versions = np.full(total, NO_VERSION, np.int32)
+        sizes, ids = np.zeros(total, np.int32), [np.zeros(0, np.int32)]
+        resume, has_kept, trained = "none", False, set(map(id, counted))
+        for node in path:
+            if (answer := node.answer) is None:
+                continue
+            span = slice(node.start, node.stop)
+            versions[span] = answer.versions
+            resume = worst_resume(resume, answer.resume)
+            if id(node) in trained:
+                mask[span], log_probs[span] = True, answer.log_probs
+                has_kept |= answer.kept is not None or answer.leaves_ids_out
+                if answer.kept is not None:
+                    ids.append(answer.kept[0])
+                    sizes[span] = answer.kept[1]
+        sampling = TensorDict({"temperature": torch.tensor(temperature)})
+        if has_kept:
+            kept = KeptTokens(ids=torch.from_numpy(np.concatenate(ids)), sizes=torch.from_numpy(sizes))
+            sampling["kept"] = kept
+        last = path[-1].answer
+        assert last is not None
+        return _Trajectory(
+            full=torch.from_numpy(_ids_of(path)).long(),
+            mask=torch.from_numpy(mask),
+            log_probs=torch.from_numpy(log_probs),
+            versions=torch.from_numpy(versions),
+            routes=None if self._layout is None else self._routes(path),
+            sampling=sampling,
+            prompt=counted[0].start,
+            finish_reason=last.finish_reason,
+            resume=resume,
+            num_cached_tokens=last.num_cached_tokens,
+            answer=last.number,
+        )
+
+    def _routes(self, path: Sequence[_Node]) -> Tensor:
+        return torch.from_numpy(np.concatenate([node.routes for node in path if node.routes is not None]))
+
+    # -- limits -----------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise SessionClosedError(f"session {self.id!r} has ended: it takes no more calls")
+
+    def _check_room(self, new: int) -> None:
+        if self.num_tokens + new > self._max_tokens:
+            raise SessionLimitError(
+                f"session {self.id!r} has {self.num_tokens} tokens, and this call adds {new}: the limit is "
+                f"{self._max_tokens} (max_tokens_per_session)"
+            )
+
+
+def _length_after_last(ids: Ids, wanted: Ids) -> int:
+    """The number of tokens after the last one that is among the wanted; all if none is."""
+    found = np.flatnonzero(np.isin(ids, wanted))
+    return len(ids) - 1 - int(found[-1]) if len(found) else len(ids)
+
+
+def _answer_before(node: _Node) -> _Node | None:
+    """The last answer on the path to a node."""
+    before = node.parent
+    while before is not None and before.answer is None:
+        before = before.parent
+    return before
+
+
+def _same_experts(one: NDArray[np.integer[Any]], other: NDArray[np.integer[Any]]) -> bool:
+    """Whether rows name the same experts, in any order."""
+    if np.array_equal(one, other):
+        return True
+    differ = (one != other).any((1, 2))  # sorting is slow, and few differ
+    return np.array_equal(np.sort(one[differ], -1), np.sort(other[differ], -1))
+
+
+def _as_mapping(params: object) -> dict[str, Any]:
+    """Return sampling parameters by name: of vLLM's object, those that it has."""
+    if params is None:
+        return {}
+    if isinstance(params, Mapping):
+        return dict(params)
+    names = getattr(params, "__struct_fields__", None) or vars(params)
+    return {name: getattr(params, name) for name in names}
+
+
+# -- all sessions -----------------------------------------------------------------------------------------------------
+
+
+class SessionStore:
+    """The sessions of a server, by their ids. All methods may be called from any thread.
+
+    Args:
+        tokenizer: the model's, which prompts are rendered with.
+        layout: the routers of the model, ``engine.routing_layout``; ``None``: no routes are kept.
+        max_tokens_per_session: tokens that a session keeps, each counted once however often it is sent.
+        max_sessions: sessions at a time.
+        ttl: seconds after which a session that nobody uses is forgotten, with its routes; one with requests under way
+            stays.
+        end_of_turn_ids: the ids that end a message, by which messages are told apart in a rendered chat. Default: the
+            tokenizer's end of text.
+        clock: the time in seconds, for tests.
+
+    Raises:
+        ValueError: a limit is out of range.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        layout: RoutingLayout | None = None,
+        *,
+        max_tokens_per_session: int = 1 << 22,
+        max_sessions: int = 4096,
+        ttl: float = 3600.0,
+        end_of_turn_ids: Collection[int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        check_number("max_tokens_per_session", max_tokens_per_session, 1, whole=True)
+        check_number("max_sessions", max_sessions, 1, whole=True)
+        check_number("ttl", ttl, above=0, hint="It is in seconds.")
+        own = getattr(tokenizer, "eos_token_id", None)
+        self._ends = ({own} if own is not None else set()) if end_of_turn_ids is None else set(end_of_turn_ids)
+        self._tokenizer, self._layout = tokenizer, layout
+        self._max_tokens, self._max_sessions, self._ttl, self._clock = max_tokens_per_session, max_sessions, ttl, clock
+        self._sessions: OrderedDict[str, tuple[Session, float]] = OrderedDict()  # the longest unused first
+        self._lock = threading.Lock()
+
+    def get(self, session_id: str) -> Session:
+        """Return a session; one that does not exist is created.
+
+        Raises:
+            ValueError: the id is not text of 1 to 256 characters.
+            SessionLimitError: there are ``max_sessions`` others.
+        """
+        if not isinstance(session_id, str) or not 0 < len(session_id) <= LONGEST_ID:
+            raise ValueError(f"a session's id is text of 1 to {LONGEST_ID} characters, got {shown(session_id)}")
+        with self._lock:
+            self._forget_unused()
+            session = self._sessions.get(session_id, (None, 0.0))[0]
+            if session is None:
+                if len(self._sessions) >= self._max_sessions:
+                    raise SessionLimitError(
+                        f"there are {len(self._sessions)} sessions, as many as max_sessions allows: close one"
+                    )
+                session = Session(session_id, self._tokenizer, self._layout, self._max_tokens, self._ends)
+            self._sessions[session_id] = session, self._clock()
+            self._sessions.move_to_end(session_id)
+            return session
+
+    def close(self, session_id: str) -> None:
+        """Close a session and forget it; an unknown one is ignored."""
+        with self._lock:
+            session = self._sessions.pop(session_id, (None, 0.0))[0]
+        if session is not None:
+            session.close()
+
+    def close_all(self) -> None:
+        """Close and forget all sessions."""
+        for session_id in self.ids():
+            self.close(session_id)
+
+    def ids(self) -> list[str]:
+        """Return the ids of the sessions, the longest unused first."""
+        with self._lock:
+            self._forget_unused()
+            return list(self._sessions)
+
+    def __contains__(self, session_id: object) -> bool:
+        return session_id in self.ids()
+
+    def __len__(self) -> int:
+        return len(self.ids())
+
+    def _forget_unused(self) -> None:
+        now = self._clock()
+        for session_id, (session, used) in list(self._sessions.items()):
+            if now - used < self._ttl:
+                return
+            if session.num_under_way:
+                self._sessions[session_id] = session, now
+                self._sessions.move_to_end(session_id)
+            else:
+                del self._sessions[session_id]
+                session.close()
